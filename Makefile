@@ -1,0 +1,41 @@
+# make demo   trains the agent in the notebook and leaves the executed notebook and its figures under build/
+# make test   runs the tests and every notebook
+# make lab    opens the notebooks in JupyterLab
+# make lint   checks package, tests and notebooks
+# Every target sets up .venv first; a second run finds it ready and starts at once.
+PYTHON ?= python3
+# How packages are installed. With uv on a machine without a GPU: make test INSTALL="uv pip install --torch-backend=cpu"
+INSTALL ?= python -m pip install --quiet --disable-pip-version-check
+READY := .venv/.ready
+RUN := . .venv/bin/activate &&
+NOTEBOOK := fp8_actor_critic
+
+.PHONY: demo test lab lint clean
+
+demo: $(READY)
+	@mkdir -p build
+	$(RUN) jupyter nbconvert --to notebook --execute --output-dir build notebooks/$(NOTEBOOK).ipynb
+	$(RUN) jupyter nbconvert --to markdown --output-dir build build/$(NOTEBOOK).ipynb
+	@echo "Executed notebook: build/$(NOTEBOOK).ipynb"
+	@echo "Its figures:       build/$(NOTEBOOK)_files/"
+
+test: $(READY)
+	$(RUN) pytest --nbmake tests notebooks
+
+lab: $(READY)
+	$(RUN) jupyter lab notebooks
+
+lint: $(READY)
+	$(RUN) ruff check && ruff format --check
+
+clean:
+	rm -rf .venv build
+
+$(READY): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "fp8rl needs Python 3.10 or newer and found $$($(PYTHON) --version 2>&1): name one, as in make demo PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "Python's venv module is missing: install it (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(RUN) $(INSTALL) -r requirements.txt
+	@touch $(READY)

@@ -1,0 +1,5 @@
+"""Low-precision reinforcement learning that can be stepped through in one notebook and checked."""
+
+import gymnasium
+
+gymnasium.register("fp8rl/CustomEnv-v0", entry_point="fp8rl.env:CustomEnv", vector_entry_point="fp8rl.env:CustomVectorEnv")

@@ -1,0 +1,203 @@
+"""The environment: a cart without friction that must stay near the origin.
+
+State (position p, velocity v), both dimensionless, one unit of time a step. Action 0 pushes left, 1 pushes right:
+
+    v <- v + push,  p <- p + v,  v <- 0.95 v        with push = -0.1 or +0.1
+    reward = 1 - 0.1 |p|                             (of the new p)
+    terminated when |p| > 2, truncated after 200 steps
+
+The velocity obeys v <- 0.95 (v + push), so |v| < 1.9 always, and a step that leaves |p| <= 2 ends at |p| < 4: those are the
+bounds of the observation space. Reference returns from the origin: a constant action 6.2, uniformly random actions 18.7 in the
+mean, bang-bang control (push against p + 3 v) 199 of 200.
+
+The physics stands once, in `dynamics`, `reward_of` and `is_out`. Three thin classes run it: `CustomEnv` (one environment, the
+Gymnasium contract), `BatchedEnv` (N environments in tensors on a device; what training uses) and `CustomVectorEnv` (the same
+with Gymnasium's NumPy vector contract).
+
+Autoreset is Gymnasium's default, NEXT_STEP: the step after an episode's end ignores its action and returns the reset
+observation with reward 0. So the final observation of an episode is an ordinary observation, never lost.
+"""
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector.utils import batch_space
+
+PUSH = 0.1
+DAMPING = 0.95
+LIMIT = 2.0
+MAX_STEPS = 200
+# Bounds that the dynamics cannot leave (module docstring), for the Box space and for anything that quantizes observations.
+OBS_HIGH = (2 * LIMIT, 1.9)
+
+
+def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    """One step of the physics.
+
+    Args:
+        state: float32 [..., 2], position and velocity.
+        action: integers [...], 0 or 1. Not checked here.
+
+    Returns:
+        float32 [..., 2], the next state.
+    """
+    velocity = state[..., 1] + (2 * PUSH * action - PUSH)
+    return torch.stack((state[..., 0] + velocity, DAMPING * velocity), dim=-1)
+
+
+def reward_of(state: torch.Tensor) -> torch.Tensor:
+    """Reward [...] for arriving in `state` [..., 2]: 1 at the origin, 0.1 less for each unit of distance."""
+    return 1 - 0.1 * state[..., 0].abs()
+
+
+def is_out(state: torch.Tensor) -> torch.Tensor:
+    """Whether `state` [..., 2] ends the episode: bool [...]."""
+    return state[..., 0].abs() > LIMIT
+
+
+def bang_bang(state: torch.Tensor) -> torch.Tensor:
+    """The reference controller: push against p + 3 v. Takes states [..., 2], returns actions [...] (int64)."""
+    return (state[..., 0] + 3 * state[..., 1] < 0).long()
+
+
+def _spaces() -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
+    high = np.array(OBS_HIGH, dtype=np.float32)
+    return gymnasium.spaces.Box(-high, high, dtype=np.float32), gymnasium.spaces.Discrete(2)
+
+
+def _check_noise(start_noise: float) -> None:
+    if not 0 <= start_noise <= 1:
+        raise ValueError(f"start_noise is {start_noise}: give a number from 0 to 1")
+
+
+class CustomEnv(gymnasium.Env):
+    """One environment behind Gymnasium's contract; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it.
+
+    Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). Actions: 0 pushes left, 1 pushes right.
+    Reward, end and dynamics: see the module. Each episode starts uniformly within `start_noise` of the origin, in position
+    and in velocity.
+
+    Args:
+        start_noise: half-width of the start range; 0 starts every episode exactly at the origin.
+        render_mode: None or "rgb_array" (a frame drawn by matplotlib, uint8 [240, 480, 3]).
+
+    Raises:
+        ValueError: `start_noise` outside [0, 1], or an action that is neither 0 nor 1.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
+
+    def __init__(self, start_noise: float = 0.05, render_mode: str | None = None):
+        _check_noise(start_noise)
+        self.start_noise = start_noise
+        self.render_mode = render_mode
+        self.observation_space, self.action_space = _spaces()
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        super().reset(seed=seed)
+        start = self.np_random.uniform(-self.start_noise, self.start_noise, size=2)
+        self.state = torch.tensor(start, dtype=torch.float32)
+        self.steps = 0
+        return self.state.numpy().copy(), {}
+
+    def step(self, action):
+        if not self.action_space.contains(action):
+            raise ValueError(f"action {action!r} is outside {self.action_space}: pass the integer 0 or 1")
+        self.state = dynamics(self.state, torch.tensor(int(action)))
+        self.steps += 1
+        terminated = bool(is_out(self.state))
+        truncated = not terminated and self.steps >= MAX_STEPS
+        return self.state.numpy().copy(), float(reward_of(self.state)), terminated, truncated, {}
+
+    def render(self):
+        if self.render_mode == "rgb_array":
+            from .plot import env_frame  # only a rendered environment needs matplotlib
+
+            return env_frame(self.state.numpy(), self.steps)
+
+
+class BatchedEnv:
+    """N environments in tensors on one device, stepped together, with NEXT_STEP autoreset.
+
+    Attributes:
+        obs: float32 [N, 2], the current observations.
+        done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
+
+    Args:
+        num_envs: N, at least 1.
+        start_noise: half-width of the uniform start range.
+        device: where the tensors live.
+        generator: source of the start noise, on the same device; None takes torch's global one.
+
+    Raises:
+        ValueError: `num_envs` below 1 or `start_noise` outside [0, 1].
+    """
+
+    def __init__(self, num_envs: int, start_noise: float = 0.05, device="cpu", generator: torch.Generator | None = None):
+        if num_envs < 1:
+            raise ValueError(f"num_envs is {num_envs}: give at least 1")
+        _check_noise(start_noise)
+        self.num_envs = num_envs
+        self.start_noise = start_noise
+        self.device = torch.device(device)
+        self.generator = generator
+        self.reset()
+
+    def reset(self) -> torch.Tensor:
+        """Starts every environment anew and returns the observations, float32 [N, 2]."""
+        self.obs = self._starts()
+        self.steps = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
+        self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        return self.obs
+
+    def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Takes actions [N] (0 or 1, not checked: that would stall a GPU at every step).
+
+        Returns:
+            obs float32 [N, 2], reward float32 [N], terminated bool [N], truncated bool [N]; where the last step ended an
+            episode: the reset observation, 0, False, False.
+        """
+        live = ~self.done
+        self.obs = torch.where(self.done.unsqueeze(-1), self._starts(), dynamics(self.obs, action))
+        self.steps = (self.steps + 1) * live
+        terminated = is_out(self.obs) & live
+        truncated = (self.steps >= MAX_STEPS) & ~terminated
+        self.done = terminated | truncated
+        return self.obs, reward_of(self.obs) * live, terminated, truncated
+
+    def _starts(self) -> torch.Tensor:
+        uniform = torch.rand(self.num_envs, 2, device=self.device, generator=self.generator)
+        return (2 * uniform - 1) * self.start_noise
+
+
+class CustomVectorEnv(gymnasium.vector.VectorEnv):
+    """`BatchedEnv` on the CPU behind Gymnasium's NumPy vector contract; `gymnasium.make_vec` builds it.
+
+    Observations float32 [N, 2], actions integers [N], rewards float32 [N], terminations and truncations bool [N].
+
+    Raises:
+        ValueError: `num_envs` below 1, `start_noise` outside [0, 1], or actions outside the space.
+    """
+
+    metadata = {**CustomEnv.metadata, "render_modes": [], "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+
+    def __init__(self, num_envs: int = 1, start_noise: float = 0.05, render_mode: None = None):
+        self.num_envs = num_envs
+        self.render_mode = render_mode
+        self.single_observation_space, self.single_action_space = _spaces()
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.env = BatchedEnv(num_envs, start_noise, generator=torch.Generator())
+        self.env.generator.seed()
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        if seed is not None:
+            self.env.generator.manual_seed(seed)
+        return self.env.reset().numpy().copy(), {}
+
+    def step(self, actions):
+        actions = np.asarray(actions, dtype=np.int64)
+        if not self.action_space.contains(actions):
+            raise ValueError(f"actions {actions} are outside {self.action_space}: pass {self.num_envs} integers, 0 or 1")
+        obs, reward, terminated, truncated = self.env.step(torch.from_numpy(actions))
+        return obs.numpy().copy(), reward.numpy(), terminated.numpy(), truncated.numpy(), {}

@@ -1,0 +1,78 @@
+"""Evaluation apart from training, and the statistics that compare runs.
+
+A return is the undiscounted, unscaled sum of an episode's rewards, at most 200. Runs are compared as Agarwal et al. (2021,
+"Deep RL at the Edge of the Statistical Precipice", arXiv:2108.13264) advise: the interquartile mean over seeds, since means
+follow outliers and medians ignore half of the data, with a percentile bootstrap interval over seeds. Two precisions are
+compared by the differences of runs that share a seed.
+"""
+
+import numpy as np
+import torch
+
+from .env import MAX_STEPS, BatchedEnv
+from .precision import Precision
+
+
+@torch.no_grad()
+def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device="cpu") -> np.ndarray:
+    """Returns of one episode in each of `episodes` parallel environments.
+
+    Args:
+        policy: maps observations float32 [episodes, 2] to actions int64 [episodes].
+        episodes: how many, at least 1.
+        start_noise: half-width of the start range.
+        seed: of the starts. The same seed gives the same starts, whatever was trained.
+
+    Returns:
+        float32 [episodes].
+    """
+    env = BatchedEnv(episodes, start_noise, device, torch.Generator(device).manual_seed(seed))
+    total = torch.zeros(episodes, device=device)
+    live = torch.ones(episodes, dtype=torch.bool, device=device)
+    for _ in range(MAX_STEPS):
+        _, reward, _, _ = env.step(policy(env.obs))
+        total += reward * live
+        live &= ~env.done
+    return total.cpu().numpy()
+
+
+def sample_action(logits: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Draws actions [...] (int64) from logits [..., A] by the Gumbel trick: argmax(logits + Gumbel noise)."""
+    uniform = torch.rand(logits.shape, device=logits.device, generator=generator)
+    return (logits - (-uniform.log()).log()).argmax(-1)
+
+
+def evaluate(
+    model, episodes: int = 100, greedy: bool = True, start_noise: float = 0.05, seed: int = 0, precision: Precision | None = None
+) -> np.ndarray:
+    """Returns float32 [episodes] of the model's policy, greedy (the likeliest action) or sampled.
+
+    Args:
+        model: an ActorCritic.
+        precision: what its forward passes compute in; None is fp32 on the CPU.
+        (the rest as in `play`)
+    """
+    precision = precision or Precision("fp32")
+    generator = torch.Generator(precision.device).manual_seed(seed)
+
+    def policy(obs):
+        with precision.autocast():
+            logits, _ = model(obs)
+        return logits.argmax(-1) if greedy else sample_action(logits, generator)
+
+    return play(policy, episodes, start_noise, seed, precision.device)
+
+
+def iqm(scores: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Interquartile mean along an axis: the mean of what is left when a quarter (rounded down) is cut from each end."""
+    scores = np.sort(np.asarray(scores, dtype=np.float64), axis)
+    count = scores.shape[axis]
+    return np.take(scores, range(count // 4, count - count // 4), axis).mean(axis)
+
+
+def bootstrap_interval(scores: np.ndarray, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
+    """95% percentile bootstrap interval of the interquartile mean of scores [runs]."""
+    scores = np.asarray(scores, dtype=np.float64)
+    picks = np.random.default_rng(seed).integers(len(scores), size=(resamples, len(scores)))
+    low, high = np.percentile(iqm(scores[picks]), [2.5, 97.5])
+    return float(low), float(high)

@@ -1,0 +1,156 @@
+"""V-trace targets and the actor-critic loss: pure functions in float32, outside autocast.
+
+Replayed transitions were chosen by an older policy mu, the behaviour policy, so a plain advantage actor-critic on them follows
+the wrong gradient. V-trace (Espeholt et al. 2018, "IMPALA", arXiv:1802.01561, section 4.1) weighs each step by the importance
+ratio rho_t = pi(a_t|x_t) / mu(a_t|x_t), clipped at 1:
+
+    delta_t = min(1, rho_t) (r_t + discount_t V(x_{t+1}) - V(x_t))
+    vs_t - V(x_t) = delta_t + discount_t c_t (vs_{t+1} - V(x_{t+1})),      c_t = lambda min(1, rho_t)
+    advantage_t = min(1, rho_t) (r_t + discount_t q_{t+1} - V(x_t)),       q = lambda vs + (1 - lambda) V
+
+On the policy's own data every rho is 1, vs is the lambda-return and the advantage is GAE(lambda) (Schulman et al. 2015,
+arXiv:1506.02438, equation 16). A slice of length 1 makes it TD(0).
+
+Ends of episodes: `discount` is 0 after a termination and gamma elsewhere, so a truncation bootstraps from V of the final
+observation, which is the next row (NEXT_STEP autoreset). The row after any end is a dummy whose action was ignored: `valid` is
+False there, which zeroes its delta and cuts the trace, so that nothing leaks from one episode into the one before.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+# Bits of a row's flags byte.
+TERMINATED, TRUNCATED, DUMMY = 1, 2, 4
+
+
+class Rollout(NamedTuple):
+    """T steps of B environments (or B slices), time first.
+
+    obs float32 [T+1, B, F]; action int64 [T, B]; reward float32 [T, B]; flags uint8 [T, B] (the bits above);
+    behavior_logp float32 [T, B], the log-probability that the acting policy gave its action.
+    Row t+1 of obs is always the observation that action t led to.
+    """
+
+    obs: torch.Tensor
+    action: torch.Tensor
+    reward: torch.Tensor
+    flags: torch.Tensor
+    behavior_logp: torch.Tensor
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """bool [T, B]: rows whose action was really taken."""
+        return (self.flags & DUMMY) == 0
+
+
+class Targets(NamedTuple):
+    """What V-trace makes of a rollout, float32 [T, B] each: value targets, advantages, importance ratios (unclipped)."""
+
+    value: torch.Tensor
+    advantage: torch.Tensor
+    ratio: torch.Tensor
+
+
+def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> Targets:
+    """V-trace targets and advantages (equations and source in the module's docstring).
+
+    Args:
+        values: float32 [T+1, B], the critic's values of obs rows 0..T, without gradient.
+        rewards: float32 [T, B].
+        discounts: float32 [T, B], gamma, or 0 after a termination.
+        log_ratios: float32 [T, B], log pi - log mu of the actions taken; zeros switch the correction off.
+        valid: bool [T, B], False on dummy rows.
+        lam: lambda in [0, 1].
+    """
+    ratio = log_ratios.exp()
+    weight = ratio.clamp(max=1) * valid
+    value, next_value = values[:-1], values[1:]
+    delta = weight * (rewards + discounts * next_value - value)
+    decay = discounts * lam * weight
+    excess, excesses = torch.zeros_like(delta[0]), []  # vs - V, from the last row back
+    for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind()), strict=True):
+        excess = torch.addcmul(delta_t, decay_t, excess)
+        excesses.append(excess)
+    excess = torch.stack(excesses[::-1])
+    next_excess = torch.cat((excess[1:], torch.zeros_like(excess[:1])))
+    advantage = delta + lam * weight * discounts * next_excess
+    return Targets(value + excess, advantage, ratio)
+
+
+def discounts_of(flags: torch.Tensor, gamma: float, bootstrap_truncation: bool = True) -> torch.Tensor:
+    """Discount of each row, float32 like `flags` [T, B]: 0 after a termination, else gamma.
+
+    With `bootstrap_truncation=False` a truncation counts as a termination: the common mistake, kept to be shown.
+    """
+    ends = TERMINATED if bootstrap_truncation else TERMINATED | TRUNCATED
+    return gamma * ((flags & ends) == 0).float()
+
+
+def actor_critic_loss(
+    logits: torch.Tensor,
+    values: torch.Tensor,
+    rollout: Rollout,
+    *,
+    gamma: float,
+    lam: float,
+    value_coef: float,
+    entropy_coef: float,
+    reward_scale: float = 1.0,
+    correct: bool = True,
+    normalize_advantage: bool = True,
+    bootstrap_truncation: bool = True,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of the shared network on a rollout: policy gradient + value_coef * squared error - entropy_coef * entropy.
+
+    Means run over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (divided by its standard deviation
+    when `normalize_advantage`), the value term is half the squared distance to the V-trace target (Espeholt et al. 2018,
+    section 4.2).
+
+    Args:
+        logits: float32 [T+1, B, A], with gradient.
+        values: float32 [T+1, B], with gradient.
+        rollout: what was experienced.
+        gamma, lam: discount and lambda, in [0, 1].
+        value_coef, entropy_coef: weights of the value term and of the entropy bonus (entropy in nats).
+        reward_scale: multiplies every reward, so that values are of order 1.
+        correct: weigh by importance ratios; False treats replayed data as if it were on-policy.
+        bootstrap_truncation: see `discounts_of`.
+
+    Returns:
+        The loss (float32 scalar) and statistics without gradient: policy_loss, value_loss, entropy, min_logp (smallest
+        log-probability of an action taken) and ess (effective sample size of the importance ratios, a share of the rows:
+        Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
+    """
+    valid = rollout.valid
+    count = valid.sum().clamp(min=1)
+    log_policy = logits[:-1].log_softmax(-1)
+    logp = log_policy.gather(-1, rollout.action.unsqueeze(-1)).squeeze(-1)
+    log_ratios = (logp - rollout.behavior_logp).detach()
+    discounts = discounts_of(rollout.flags, gamma, bootstrap_truncation)
+    targets = vtrace(
+        values.detach(),
+        reward_scale * rollout.reward,
+        discounts,
+        log_ratios if correct else torch.zeros_like(log_ratios),
+        valid,
+        lam,
+    )
+    advantage = targets.advantage
+    if normalize_advantage:
+        mean = advantage.sum() / count  # dummy rows hold 0, so sums over all rows are sums over valid ones
+        variance = (valid * (advantage - mean)).square().sum() / count
+        advantage = advantage / (variance.sqrt() + 1e-8)
+    policy_loss = -(logp * advantage).sum() / count
+    value_loss = 0.5 * (valid * (values[:-1] - targets.value)).square().sum() / count
+    entropy = -(valid * (log_policy.exp() * log_policy).sum(-1)).sum() / count
+    loss = policy_loss + value_coef * value_loss - entropy_coef * entropy
+    ratio = torch.where(valid, log_ratios, -torch.inf).exp()
+    stats = {
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
+        "entropy": entropy,
+        "min_logp": torch.where(valid, logp, 0).min(),
+        "ess": ratio.sum().square() / (count * ratio.square().sum()),
+    }
+    return loss, {name: stat.detach() for name, stat in stats.items()}

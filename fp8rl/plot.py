@@ -1,0 +1,98 @@
+"""Figures: arrays in, Axes out. The only module that imports matplotlib.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines differ in dash and marker too, for print.
+"""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .env import LIMIT
+from .evaluate import bootstrap_interval, iqm
+
+# Black, orange, sky blue, green, vermillion, blue, purple, with a dash pattern and a marker each.
+STYLES = [
+    {"color": color, "linestyle": dash, "marker": marker}
+    for color, dash, marker in zip(
+        ["#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7"],
+        ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))],
+        ["o", "s", "^", "D", "v", "P", "X"],
+        strict=True,
+    )
+]
+REFERENCES = {"bang-bang 199": 199.0, "random 18.7": 18.7, "constant 6.2": 6.2}
+
+
+def env_frame(state: np.ndarray, steps: int) -> np.ndarray:
+    """One frame of the environment, uint8 [240, 480, 3]: the cart at its position, its velocity as an arrow."""
+    figure = Figure(figsize=(4.8, 2.4), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    ax = figure.add_subplot()
+    position, velocity = state
+    ax.axvspan(-LIMIT, LIMIT, color="#56B4E9", alpha=0.15)
+    ax.axvline(0, color="#009E73", linestyle=":")
+    ax.annotate("", (position + velocity, 0.5), (position, 0.5), arrowprops={"arrowstyle": "->", "color": "#D55E00", "lw": 2})
+    ax.plot(position, 0.5, "s", color="#000000", markersize=14)
+    ax.set(xlim=(-2 * LIMIT, 2 * LIMIT), ylim=(0, 1), yticks=[], xlabel="position", title=f"step {steps}")
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def references(ax: Axes) -> Axes:
+    """Marks the reference returns and sets the axis to returns."""
+    for name, value in REFERENCES.items():
+        ax.axhline(value, color="#888888", linewidth=0.8, zorder=0)
+        ax.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7, color="#666666")
+    ax.set(ylim=(0, 210), ylabel="return of greedy episodes")
+    return ax
+
+
+def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> Axes:
+    """Evaluation returns against environment steps, a line a name: the interquartile mean of the seeds, and their full range.
+
+    Args:
+        ax: where to draw.
+        curves: name -> (steps [E], returns [seeds, E]).
+    """
+    for style, (name, (steps, returns)) in zip(STYLES, curves.items(), strict=False):
+        returns = np.atleast_2d(returns)
+        ax.plot(steps, iqm(returns, axis=0), label=name, markersize=4, **style)
+        ax.fill_between(steps, returns.min(0), returns.max(0), color=style["color"], alpha=0.15, linewidth=0)
+    ax.set_xlabel("environment steps")
+    ax.legend(loc="center right", fontsize=8)
+    return references(ax)
+
+
+def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
+    """A row a name: every seed's score, their interquartile mean and its 95% bootstrap interval.
+
+    Args:
+        ax: where to draw.
+        scores: name -> scores [seeds].
+        label: of the score axis, with its unit.
+    """
+    for row, (style, (_, values)) in enumerate(zip(STYLES, scores.items(), strict=False)):
+        low, high = bootstrap_interval(values)
+        ax.plot(values, np.full(len(values), row), "|", color=style["color"], alpha=0.5, markersize=12)
+        ax.plot([low, high], [row, row], "-", color=style["color"], linewidth=4, alpha=0.6)
+        ax.plot(iqm(values), row, style["marker"], color=style["color"], markersize=8)
+    ax.set(yticks=range(len(scores)), yticklabels=list(scores), ylim=(len(scores) - 0.5, -0.5), xlabel=label)
+    return ax
+
+
+def scaler_life(ax: Axes, updates: np.ndarray, scale: np.ndarray, skipped: np.ndarray) -> Axes:
+    """Loss scale against updates, with a cross where a step was skipped.
+
+    Args:
+        ax: where to draw.
+        updates: [n] counted from 1.
+        scale: [n] after each update.
+        skipped: bool [n].
+    """
+    ax.step(updates, scale, where="post", color="#0072B2", label="loss scale")
+    ax.plot(updates[skipped], scale[skipped], "x", color="#D55E00", markersize=8, label="step skipped")
+    ax.set_yscale("log", base=2)
+    ax.set(xlabel="update", ylabel="loss scale")
+    ax.legend(fontsize=8)
+    return ax

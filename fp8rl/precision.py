@@ -1,0 +1,107 @@
+"""What the matmuls compute in. One training loop serves every precision through three touch points:
+
+    model = precision.prepare(model)
+    with precision.autocast():
+        logits, values = model(obs)
+    report = precision.step(loss, optimizer, max_grad_norm)
+
+    name   matmuls                     loss scaling           where
+    fp32   float32, TF32 off           none                   everywhere
+    tf32   TensorFloat-32              none                   CUDA, compute capability 8.0 up
+    bf16   autocast bfloat16           none                   everywhere
+    fp16   autocast float16            torch.amp.GradScaler   everywhere; slow on a CPU without native float16
+
+Parameters, optimizer and losses are float32 in every row. bfloat16 has float32's range, so its gradients need no scaling.
+float16 ends at 65,504 and flushes below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before
+clipping, skips the step when one is not finite and halves the scale then, and doubles it after a run of good steps. A disabled
+autocast or scaler is a no-op, so the loop has no branches.
+"""
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# GradScaler's default doubles the scale every 2000 steps; a run here takes a few hundred, so it would never be seen to move.
+SCALE_GROWTH_INTERVAL = 100
+
+
+def available_precisions(device="cpu") -> list[str]:
+    """Names of the precisions that `device` can run."""
+    device = torch.device(device)
+    tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return [name for name in PRECISIONS if name != "tf32" or tf32]
+
+
+class StepReport(NamedTuple):
+    """What one optimizer step did: the gradient's L2 norm before clipping, the loss scale from now on (1 without a scaler) and
+    whether the scaler skipped the step, which shows as a drop of the scale."""
+
+    grad_norm: torch.Tensor
+    loss_scale: float
+    skipped: bool
+
+
+class Precision:
+    """One row of the table in the module's docstring.
+
+    Args:
+        name: fp32, tf32, bf16 or fp16.
+        device: where the model runs.
+
+    Raises:
+        ValueError: an unknown name, or one that the device cannot run; the message names those it can. There is no fallback.
+    """
+
+    def __init__(self, name: str, device="cpu"):
+        self.name = name
+        self.device = torch.device(device)
+        can = available_precisions(self.device)
+        if name not in can:
+            known = "this device cannot run it" if name in PRECISIONS else "it is unknown"
+            raise ValueError(f"precision is {name!r} and {known}: choose from {', '.join(can)}")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16", growth_interval=SCALE_GROWTH_INTERVAL)
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Moves the model to the device and, where a precision needs other layers, swaps them. Parameters stay float32."""
+        return model.to(self.device)
+
+    @contextlib.contextmanager
+    def autocast(self):
+        """The region in which a forward pass runs in this precision."""
+        dtype = AUTOCAST.get(self.name)
+        with self._matmul_mode(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            yield
+
+    def step(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> StepReport:
+        """Backward, unscale, clip, step: in that order, since a norm is meaningless while the scale is still in it.
+
+        Args:
+            loss: float32 scalar.
+            optimizer: holds the parameters; their gradients are replaced.
+            max_grad_norm: gradients are scaled down to this L2 norm.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        scale = self.scaler.get_scale()
+        optimizer.zero_grad(set_to_none=True)
+        with self._matmul_mode():
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        new_scale = self.scaler.get_scale()
+        return StepReport(grad_norm, new_scale, new_scale < scale)
+
+    @contextlib.contextmanager
+    def _matmul_mode(self):
+        """Sets torch's process-wide TF32 switch for this precision and puts it back."""
+        matmul = torch.backends.cuda.matmul
+        before, matmul.allow_tf32 = matmul.allow_tf32, self.name == "tf32"
+        try:
+            yield
+        finally:
+            matmul.allow_tf32 = before

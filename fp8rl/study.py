@@ -1,0 +1,120 @@
+"""Studies: many configs over the machine's cores, and the table that compares them.
+
+Every run is a process of one thread: these networks are too small to share, and two runs side by side beat one on two threads.
+Results are written after each run, so that a study that is stopped keeps what it has.
+"""
+
+import csv
+import math
+import multiprocessing
+import os
+import platform
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from .evaluate import bootstrap_interval, iqm
+from .train import Config, History, train
+
+THRESHOLD = 195.0
+FIELDS = ["precision", "seed", "final_return", "area", "first_step_at_195", "seconds_to_195", "train_seconds"]
+
+
+def run(config: Config) -> History:
+    """Trains one config without a progress bar. The History comes back without its model, which stays in the process."""
+    history = train(config, progress=False)
+    return History(config, None, history.rows)
+
+
+def run_all(configs: list[Config], workers: int | None = None, progress: bool = True) -> Iterator[History]:
+    """Trains configs in parallel processes of one thread each, yielding Histories as they finish (in any order).
+
+    Args:
+        configs: what to train.
+        workers: processes at a time; None is one a core.
+        progress: show a bar.
+    """
+    # Spawned, not forked: a fork of a process that has used torch's threads can hang.
+    context = multiprocessing.get_context("spawn")
+    workers = min(workers or os.cpu_count() or 1, len(configs))
+    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        futures = [pool.submit(run, config) for config in configs]
+        try:
+            for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not progress):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def summarize(history: History) -> dict[str, float | str]:
+    """One run as a row of results.csv.
+
+    final_return: mean of the last evaluation. area: mean of all evaluations, the normalized area under the learning curve.
+    first_step_at_195 and seconds_to_195: environment steps and training seconds at the first evaluation of 195 or more, NaN if
+    there was none.
+    """
+    first = history.first_step_at(THRESHOLD)
+    reached = history.column("steps") == first
+    return {
+        "precision": history.config.precision,
+        "seed": history.config.seed,
+        "final_return": history.final_return,
+        "area": float(history.evaluations()[1].mean()),
+        "first_step_at_195": first,
+        "seconds_to_195": float(history.column("seconds")[reached][0]) if reached.any() else math.nan,
+        "train_seconds": history.rows[-1]["seconds"],
+    }
+
+
+def write_results(path: Path, results: list[dict]) -> None:
+    """Writes results.csv, ordered by precision and seed."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(sorted(results, key=lambda row: (row["precision"], row["seed"])))
+
+
+def scores(results: list[dict], column: str) -> dict[str, np.ndarray]:
+    """A column of the results by precision, each ordered by seed: name -> float64 [seeds]."""
+    ordered = sorted(results, key=lambda row: row["seed"])
+    names = dict.fromkeys(row["precision"] for row in results)
+    return {name: np.array([row[column] for row in ordered if row["precision"] == name]) for name in names}
+
+
+def table(results: list[dict], precisions: list[str]) -> str:
+    """Markdown table of a study: interquartile means with 95% bootstrap intervals, and the paired difference to the first
+    precision (seed by seed)."""
+    final, first, seconds = (scores(results, name) for name in ("final_return", "first_step_at_195", "seconds_to_195"))
+    baseline = precisions[0]
+    lines = [
+        f"| precision | final return, IQM [95%] | lowest seed | seeds at 195 | minus {baseline}, IQM [95%] "
+        "| first at 195, median steps | seconds to 195, median |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in precisions:
+        values = final[name]
+        difference = "" if name == baseline else _with_interval(values - final[baseline], signed=True)
+        lines.append(
+            f"| {name} | {_with_interval(values)} | {values.min():.2f} | {(values >= THRESHOLD).sum()} of {len(values)} "
+            f"| {difference} | {np.median(first[name]):,.0f} | {np.median(seconds[name]):.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _with_interval(values: np.ndarray, signed: bool = False) -> str:
+    low, high = bootstrap_interval(values)
+    form = "+.2f" if signed else ".2f"
+    return f"{iqm(values):{form}} [{low:{form}}, {high:{form}}]"
+
+
+def hardware() -> str:
+    """The machine and the versions that a result was made with, in one line."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+        cpu = models[0] if models else cpu
+    return f"{cpu}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"

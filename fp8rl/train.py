@@ -1,0 +1,346 @@
+"""Training: collect T steps from N environments, learn from them once, learn from replay K times, repeat.
+
+The rollout just collected is on-policy; the slices replayed from the ring are not, so both go through V-trace (losses.py), which
+is plain GAE on the first. `update` is a function of a batch, so that compiling, timing or testing it is one line.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from .env import BatchedEnv
+from .evaluate import evaluate, sample_action
+from .losses import DUMMY, TERMINATED, TRUNCATED, Rollout, actor_critic_loss
+from .model import ActorCritic
+from .precision import Precision
+from .replay import ReplayBuffer
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that determines a run. The same Config on the same machine gives the same numbers, bit for bit on a CPU.
+
+    Raises:
+        ValueError: a field out of range, with the field's name and what to give instead.
+    """
+
+    precision: str = "fp32"
+    """What the matmuls compute in: fp32, tf32, bf16 or fp16."""
+    seed: int = 0
+    """Of weights, starts, actions and replay."""
+    device: str = "cpu"
+    """Where everything runs: cpu, cuda or cuda:1."""
+    steps: int = 100_000
+    """Environment steps to train for; rounded down to whole iterations."""
+
+    num_envs: int = 16
+    """Environments stepped together, N."""
+    start_noise: float = 0.5
+    """Half-width of the range where training episodes start. Wide, or the critic forgets the places that a good policy no
+    longer visits; evaluation starts within 0.05."""
+    rollout_length: int = 32
+    """Steps collected from each environment per iteration, T."""
+    capacity: int = 10_000
+    """Transitions that the replay ring holds (rows times environments)."""
+    slice_length: int = 32
+    """Consecutive steps in a replayed slice; 1 replays single transitions."""
+    batch_size: int = 512
+    """Transitions in a replayed batch; a multiple of slice_length."""
+    fresh_updates: int = 1
+    """Updates on each new rollout: 1, or 0 to learn from replay alone."""
+    replay_updates: int = 1
+    """Updates on replayed slices per iteration, K."""
+
+    gamma: float = 0.95
+    """Discount per step. A push is felt for about 20 steps, the horizon of 0.95; with 0.99 values are five times as large and
+    the critic's errors hide the small cost of parking off-centre."""
+    lam: float = 0.95
+    """Lambda of V-trace: 0 trusts the critic after one step, 1 not before the slice ends."""
+    correct: bool = True
+    """Weigh replayed data by importance ratios. Off is a mistake, kept to be shown."""
+    bootstrap_truncation: bool = True
+    """Value the state in which the time limit cut an episode. Off treats the time limit as a failure."""
+    normalize_advantage: bool = True
+    """Divide advantages by their standard deviation in the batch."""
+    reward_scale: float = 0.05
+    """Multiplies rewards in the loss. 1 - gamma makes values of order 1."""
+    entropy_coef: float = 0.01
+    """Weight of the entropy bonus: keeps the policy from deciding early."""
+    value_coef: float = 0.5
+    """Weight of the critic's error."""
+    learning_rate: float = 1e-3
+    """Of Adam, at the start."""
+    anneal: bool = True
+    """Let the learning rate fall linearly to 0 at the last step."""
+    max_grad_norm: float = 0.5
+    """Gradients are scaled down to this L2 norm."""
+
+    eval_every: int = 5_000
+    """Environment steps between greedy evaluations; 0 evaluates only at the end."""
+    eval_episodes: int = 100
+    """Episodes in an evaluation."""
+
+    def __post_init__(self):
+        for name in ("steps", "num_envs", "rollout_length", "capacity", "slice_length", "batch_size", "eval_episodes"):
+            self._require(name, getattr(self, name) >= 1, "give at least 1")
+        for name in ("replay_updates", "eval_every", "entropy_coef", "value_coef", "seed"):
+            self._require(name, getattr(self, name) >= 0, "give 0 or more")
+        for name in ("learning_rate", "max_grad_norm", "reward_scale"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "give a positive number")
+        for name in ("gamma", "lam", "start_noise"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "give a number from 0 to 1")
+        self._require("fresh_updates", self.fresh_updates in (0, 1), "give 0 or 1")
+        self._require("replay_updates", self.fresh_updates + self.replay_updates > 0, "give at least 1 without fresh_updates")
+        divides = self.batch_size % self.slice_length == 0
+        self._require("batch_size", divides, f"give a multiple of slice_length, {self.slice_length}")
+        rows = max(self.slice_length, self.rollout_length) + 1  # the ring's open row is the one more
+        enough = f"give at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
+        self._require("capacity", self.rows >= rows, enough)
+        self._require("steps", self.iterations >= 1, f"give at least one iteration, {self.steps_per_iteration} steps")
+        Precision(self.precision, torch_device(self.device))
+
+    def _require(self, name: str, good: bool, mend: str) -> None:
+        if not good:
+            raise ValueError(f"{name} is {getattr(self, name)}: {mend}")
+
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.num_envs * self.rollout_length
+
+    @property
+    def iterations(self) -> int:
+        return self.steps // self.steps_per_iteration
+
+    @property
+    def rows(self) -> int:
+        """Time steps in the replay ring."""
+        return self.capacity // self.num_envs
+
+    def evaluates_at(self, iteration: int) -> bool:
+        """Whether an evaluation follows iteration `iteration`: the last one, and each that crosses a multiple of eval_every."""
+        if iteration + 1 == self.iterations:
+            return True
+        every, size = self.eval_every, self.steps_per_iteration
+        return every > 0 and (iteration + 1) * size // every > iteration * size // every
+
+    @classmethod
+    def published(cls, **changes) -> "Config":
+        """The loop of the published demo: one environment, uniform single transitions, no correction, no entropy bonus, the
+        time limit taken for a termination, 64 transitions learned of 128 collected."""
+        loop = {
+            "num_envs": 1,
+            "start_noise": 0.0,
+            "rollout_length": 128,
+            "slice_length": 1,
+            "batch_size": 64,
+            "fresh_updates": 0,
+            "gamma": 0.99,
+            "reward_scale": 1.0,
+            "correct": False,
+            "bootstrap_truncation": False,
+            "normalize_advantage": False,
+            "entropy_coef": 0.0,
+            "anneal": False,
+        }
+        return cls(**{**loop, **changes})
+
+
+def torch_device(name: str) -> torch.device:
+    """A torch.device that exists, or a ValueError that says which do."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise ValueError(f"device is {name!r} and torch cannot use it here: choose from {', '.join(['cpu', *cuda])}") from error
+    return device
+
+
+@dataclass
+class History:
+    """What a run leaves: its config, the trained model (None if another process keeps it) and one row of numbers an iteration.
+
+    Each row holds: iteration, steps (environment steps so far), seconds (training time, evaluations left out), train_return
+    (mean return of episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between
+    evaluations), loss, policy_loss, value_loss, entropy (nats), min_logp, ess (these six averaged over the iteration's updates,
+    min_logp their minimum), grad_norm (the largest), nonfinite (updates whose gradient was not finite), skipped (updates that
+    the scaler skipped), loss_scale (after the iteration) and learning_rate.
+    """
+
+    config: Config
+    model: ActorCritic | None
+    rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    def column(self, name: str) -> np.ndarray:
+        """One number of every row, float64 [iterations]."""
+        return np.array([row[name] for row in self.rows])
+
+    def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
+        """Environment steps and mean greedy returns of the evaluations."""
+        done = ~np.isnan(self.column("eval_return"))
+        return self.column("steps")[done], self.column("eval_return")[done]
+
+    @property
+    def final_return(self) -> float:
+        """Mean greedy return of the last evaluation."""
+        return float(self.evaluations()[1][-1])
+
+    def first_step_at(self, threshold: float = 195.0) -> float:
+        """Environment steps at the first evaluation that reached `threshold`; NaN if none did."""
+        steps, returns = self.evaluations()
+        return float(steps[returns >= threshold][0]) if (returns >= threshold).any() else math.nan
+
+
+@torch.no_grad()
+def collect(model, env: BatchedEnv, length: int, precision: Precision, generator: torch.Generator) -> Rollout:
+    """Steps every environment `length` times with the model's sampled actions.
+
+    Returns:
+        A Rollout of T = length rows and B = env.num_envs columns. Its log-probabilities are those of the policy that acted, in
+        the precision it acted in.
+
+    Raises:
+        ValueError: the environment returned an observation or reward that is not finite.
+    """
+    obs, actions, rewards, flags, logps = [env.obs], [], [], [], []
+    for _ in range(length):
+        with precision.autocast():
+            logits, _ = model(env.obs)
+        action = sample_action(logits, generator)
+        dummy = env.done
+        next_obs, reward, terminated, truncated = env.step(action)
+        obs.append(next_obs)
+        actions.append(action)
+        rewards.append(reward)
+        flags.append(TERMINATED * terminated + TRUNCATED * truncated + DUMMY * dummy)
+        logps.append(logits.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1))
+    rollout = Rollout(
+        torch.stack(obs), torch.stack(actions), torch.stack(rewards), torch.stack(flags).to(torch.uint8), torch.stack(logps)
+    )
+    for name in ("obs", "reward"):
+        if not getattr(rollout, name).isfinite().all():
+            raise ValueError(f"{name} from the environment is not finite: mend the environment, nothing can be learned from it")
+    return rollout
+
+
+def update(model, optimizer, precision: Precision, batch: Rollout, config: Config) -> dict[str, torch.Tensor | float]:
+    """One gradient step on a batch. Returns the loss's statistics and the optimizer step's."""
+    with precision.autocast():
+        logits, values = model(batch.obs)
+    loss, stats = actor_critic_loss(
+        logits,
+        values,
+        batch,
+        gamma=config.gamma,
+        lam=config.lam,
+        value_coef=config.value_coef,
+        entropy_coef=config.entropy_coef,
+        reward_scale=config.reward_scale,
+        correct=config.correct,
+        normalize_advantage=config.normalize_advantage,
+        bootstrap_truncation=config.bootstrap_truncation,
+    )
+    report = precision.step(loss, optimizer, config.max_grad_norm)
+    return {"loss": loss.detach(), **stats, **report._asdict()}
+
+
+def iterate(config: Config, progress: bool = False) -> Iterator[History]:
+    """Trains, yielding the growing History after every iteration. The whole algorithm stands here.
+
+    Args:
+        config: the run.
+        progress: show a bar with the return, steps per second and the loss scale.
+
+    Raises:
+        FloatingPointError: a gradient was not finite in a precision that has no loss scaler to skip it.
+    """
+    device = torch_device(config.device)
+    precision = Precision(config.precision, device)
+    generator = torch.Generator(device).manual_seed(config.seed)
+    with torch.random.fork_rng(devices=[]):  # leave the caller's generator alone
+        torch.manual_seed(config.seed)
+        model = precision.prepare(ActorCritic())
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, eps=1e-5)
+    env = BatchedEnv(config.num_envs, config.start_noise, device, generator)
+    ring = ReplayBuffer(config.rows, config.num_envs, device=device)
+    slices = config.batch_size // config.slice_length
+    history = History(config, model)
+    open_returns = np.zeros(config.num_envs)
+    bar = tqdm(range(config.iterations), unit="iteration", disable=not progress)
+
+    for iteration in bar:
+        began = time.perf_counter()
+        learning_rate = config.learning_rate * (1 - iteration / config.iterations if config.anneal else 1)
+        optimizer.param_groups[0]["lr"] = learning_rate
+        rollout = collect(model, env, config.rollout_length, precision, generator)
+        ring.append(rollout)
+        batches = [rollout] * config.fresh_updates
+        batches += [ring.sample(slices, config.slice_length, generator) for _ in range(config.replay_updates)]
+        stats = [update(model, optimizer, precision, batch, config) for batch in batches]
+        finished, open_returns = episode_returns(rollout, open_returns)
+        row = {
+            "iteration": iteration,
+            "steps": (iteration + 1) * config.steps_per_iteration,
+            "seconds": history.rows[-1]["seconds"] if history.rows else 0.0,
+            "train_return": float(np.mean(finished)) if len(finished) else math.nan,
+            "eval_return": math.nan,
+            "learning_rate": learning_rate,
+            **_summarize(stats),
+        }
+        row["seconds"] += time.perf_counter() - began
+        if row["nonfinite"] and not precision.scaler.is_enabled():
+            raise FloatingPointError(f"gradient not finite at step {row['steps']} in {config.precision}: lower learning_rate")
+        if config.evaluates_at(iteration):
+            row["eval_return"] = float(evaluate(model, config.eval_episodes, precision=precision).mean())
+        history.rows.append(row)
+        shown = [f"{name} {row[name]:.1f}" for name in ("train_return", "eval_return") if not math.isnan(row[name])]
+        shown += [f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {row['loss_scale']:g}"]
+        bar.set_postfix_str(", ".join(shown), refresh=False)
+        yield history
+
+
+def train(config: Config, progress: bool = True) -> History:
+    """Runs `iterate` to its end. Raises what it raises."""
+    *_, history = iterate(config, progress)  # the same History every time, so nothing piles up
+    return history
+
+
+def episode_returns(rollout: Rollout, open_returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns of the episodes that ended in a rollout.
+
+    Args:
+        rollout: T rows of N environments.
+        open_returns: float64 [N], what the episodes still open at its start had earned.
+
+    Returns:
+        The finished episodes' returns [any number], and the new open ones [N].
+    """
+    rewards = rollout.reward.cpu().numpy()
+    ended = (rollout.flags & (TERMINATED | TRUNCATED)).cpu().numpy() != 0
+    finished = []
+    for reward, end in zip(rewards, ended, strict=True):
+        open_returns = open_returns + reward
+        finished.append(open_returns[end])
+        open_returns = np.where(end, 0, open_returns)
+    return np.concatenate(finished), open_returns
+
+
+def _summarize(stats: list[dict]) -> dict[str, float]:
+    """Joins the statistics of an iteration's updates into one row (see History)."""
+    column = {name: np.array([float(s[name]) for s in stats]) for name in stats[0]}
+    finite = np.isfinite(column["grad_norm"])
+    row = {name: float(column[name].mean()) for name in ("loss", "policy_loss", "value_loss", "entropy", "ess")}
+    return {
+        **row,
+        "min_logp": float(column["min_logp"].min()),
+        "grad_norm": float(column["grad_norm"][finite].max(initial=0)),
+        "nonfinite": int((~finite).sum()),
+        "skipped": int(column["skipped"].sum()),
+        "loss_scale": float(column["loss_scale"][-1]),
+    }
