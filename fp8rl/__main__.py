@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
@@ -20,25 +19,36 @@ from .precision import Precision
 from .train import Config, iterate
 
 
+@dataclasses.dataclass(frozen=True)
+class Fields(Config):
+    """Config's fields before they are checked: tyro would print a refusal while it parses as a box, not as one line."""
+
+    def __post_init__(self):
+        pass
+
+
 def claim(out: Path, overwrite: bool) -> None:
     """Makes the output folder.
 
     Raises:
-        FileExistsError: it holds files and `overwrite` is off.
+        FileExistsError: it holds files and `overwrite` is off, or it is itself a file.
     """
+    if out.is_file():
+        raise FileExistsError(f"out is {out}, which is a file: name a folder")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise FileExistsError(f"out is {out}, which holds another run: name a new folder, or add --overwrite to replace it")
     out.mkdir(parents=True, exist_ok=True)
 
 
-def train(config: tyro.conf.OmitArgPrefixes[Config], out: Path, overwrite: bool = False) -> None:
+def train(fields: tyro.conf.OmitArgPrefixes[Fields], out: Path, overwrite: bool = False) -> None:
     """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png.
 
     Args:
-        config: what to train.
+        fields: what to train.
         out: folder for the results.
         overwrite: replace a run that the folder holds.
     """
+    config = Config(**dataclasses.asdict(fields))
     claim(out, overwrite)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     with (out / "metrics.csv").open("w", newline="") as file:
@@ -129,10 +139,10 @@ def compare(
     command = f"python -m fp8rl study --precisions {' '.join(names)} --seeds {seeds} --first-seed {first_seed} --steps {steps}"
     text = f"{study.table(results, names)}\n`{command}` on {study.hardware()}.\n"
     (out / "table.md").write_text(text)
-    curves = {name: [h.evaluations() for h in histories if h.config.precision == name] for name in names}
+    curves = {name: study.stack([h for h in histories if h.config.precision == name], "eval_return") for name in names}
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    plot.learning_curves(left, {name: (runs[0][0], np.array([r for _, r in runs])) for name, runs in curves.items()})
+    plot.learning_curves(left, curves)
     left.set_title(f"interquartile mean and range of {seeds} seeds", fontsize=9)
     plot.intervals(right, study.scores(results, "final_return"), "final greedy return, of 200")
     right.set_title("each seed, interquartile mean, 95% interval", fontsize=9)
@@ -146,12 +156,8 @@ def main() -> None:
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="python -m fp8rl", description=__doc__)
     except (ValueError, OSError, FloatingPointError) as error:
-        sys.exit(_refuse(error))
-
-
-def _refuse(error: Exception) -> int:
-    print(f"fp8rl: {error}", file=sys.stderr)
-    return 2
+        print(f"fp8rl: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

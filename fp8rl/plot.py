@@ -3,12 +3,16 @@
 Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines differ in dash and marker too, for print.
 """
 
+import io
+
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
-from .env import LIMIT
+from .env import LIMIT, CustomEnv
 from .evaluate import bootstrap_interval, iqm
 
 # Black, orange, sky blue, green, vermillion, blue, purple, with a dash pattern and a marker each.
@@ -39,12 +43,34 @@ def env_frame(state: np.ndarray, steps: int) -> np.ndarray:
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
+def film(policy, start_noise: float = 0.5, steps: int = 50, seed: int = 0, fps: int = 12) -> bytes:
+    """An endless GIF of one episode's first steps, drawn by the environment's own render.
+
+    Args:
+        policy: maps an observation, float32 tensor [2], to an action.
+        start_noise, seed: of the start.
+        steps: frames at most; the episode's end cuts it short.
+        fps: frames a second.
+    """
+    env = CustomEnv(start_noise, render_mode="rgb_array")
+    obs, _ = env.reset(seed=seed)
+    frames, over = [env.render()], False
+    while len(frames) < steps and not over:
+        obs, _, terminated, truncated, _ = env.step(int(policy(torch.from_numpy(obs))))
+        frames.append(env.render())
+        over = terminated or truncated
+    first, *rest = [Image.fromarray(frame).quantize(32) for frame in frames]
+    file = io.BytesIO()
+    first.save(file, "GIF", save_all=True, append_images=rest, duration=1000 // fps, loop=0)
+    return file.getvalue()
+
+
 def references(ax: Axes) -> Axes:
     """Marks the reference returns and sets the axis to returns."""
     for name, value in REFERENCES.items():
         ax.axhline(value, color="#888888", linewidth=0.8, zorder=0)
         ax.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7, color="#666666")
-    ax.set(ylim=(0, 210), ylabel="return of greedy episodes")
+    ax.set(ylim=(0, 215), ylabel="return of an episode")
     return ax
 
 
@@ -57,11 +83,28 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]]) 
     """
     for style, (name, (steps, returns)) in zip(STYLES, curves.items(), strict=False):
         returns = np.atleast_2d(returns)
-        ax.plot(steps, iqm(returns, axis=0), label=name, markersize=4, **style)
+        ax.plot(steps, iqm(returns, axis=0), label=name, markersize=4, markevery=max(1, len(steps) // 20), **style)
         ax.fill_between(steps, returns.min(0), returns.max(0), color=style["color"], alpha=0.15, linewidth=0)
     ax.set_xlabel("environment steps")
+    ax.set_xlim(left=0)
     ax.legend(loc="center right", fontsize=8)
     return references(ax)
+
+
+def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str, window: int = 10) -> Axes:
+    """A quantity of training against environment steps, a line a name: the mean of the seeds over a sliding window.
+
+    Args:
+        ax: where to draw.
+        runs: name -> (steps [n], values [seeds, n]).
+        label: of the quantity, with its unit.
+        window: iterations averaged.
+    """
+    for style, (name, (steps, values)) in zip(STYLES, runs.items(), strict=False):
+        smooth = np.convolve(np.mean(values, axis=0), np.ones(window) / window, "valid")
+        ax.plot(steps[window - 1 :], smooth, label=name, **{**style, "marker": ""})
+    ax.set(xlabel="environment steps", ylabel=label)
+    return ax
 
 
 def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
@@ -94,5 +137,22 @@ def scaler_life(ax: Axes, updates: np.ndarray, scale: np.ndarray, skipped: np.nd
     ax.plot(updates[skipped], scale[skipped], "x", color="#D55E00", markersize=8, label="step skipped")
     ax.set_yscale("log", base=2)
     ax.set(xlabel="update", ylabel="loss scale")
+    ax.legend(fontsize=8)
+    return ax
+
+
+def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.ndarray) -> Axes:
+    """The probability of a push to the right over the state space, its boundary in white, bang-bang's dashed.
+
+    Args:
+        ax: where to draw.
+        position, velocity: the grid's axes, [P] and [V].
+        right: probabilities [V, P].
+    """
+    mesh = ax.pcolormesh(position, velocity, right, cmap="cividis", vmin=0, vmax=1, rasterized=True)
+    ax.figure.colorbar(mesh, ax=ax, label="probability of a push to the right")
+    ax.contour(position, velocity, right, levels=[0.5], colors="white", linewidths=1.5)
+    ax.plot(position, -position / 3, "--", color="#D55E00", label="bang-bang: p + 3v = 0")
+    ax.set(xlabel="position", ylabel="velocity", ylim=(velocity[0], velocity[-1]))
     ax.legend(fontsize=8)
     return ax

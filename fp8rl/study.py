@@ -70,6 +70,13 @@ def summarize(history: History) -> dict[str, float | str]:
     }
 
 
+def stack(histories: list[History], column: str) -> tuple[np.ndarray, np.ndarray]:
+    """One column of runs of equal length: steps [n] and values [runs, n], without the rows that hold no value."""
+    values = np.array([history.column(column) for history in histories])
+    filled = ~np.isnan(values).any(axis=0)
+    return histories[0].column("steps")[filled], values[:, filled]
+
+
 def write_results(path: Path, results: list[dict]) -> None:
     """Writes results.csv, ordered by precision and seed."""
     with path.open("w", newline="") as file:
