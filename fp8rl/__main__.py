@@ -1,4 +1,4 @@
-"""The command line: python -m fp8rl train | eval | study. Each takes --help.
+"""The command line: python -m fp8rl train | eval | study | bench. Each takes --help.
 
 Refusals (a bad value, a folder in use, a file that is not there) are one line on stderr and exit code 2.
 """
@@ -6,17 +6,19 @@ Refusals (a bad value, a folder in use, a file that is not there) are one line o
 import csv
 import dataclasses
 import json
+import os
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from matplotlib.figure import Figure
 
-from . import checkpoint, plot, study
+from . import bench, checkpoint, plot, study
 from .evaluate import evaluate
 from .precision import Precision
-from .train import Config, iterate
+from .train import Config, History, iterate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ def train(fields: tyro.conf.OmitArgPrefixes[Fields], out: Path, overwrite: bool 
     steps, returns = history.evaluations()
     plot.learning_curves(figure.add_subplot(title=f"seed {config.seed}"), {config.precision: (steps, returns)})
     figure.savefig(out / "reward_curve.png", dpi=120)
+    print(Precision(config.precision, config.device).describe(history.model))
     print(f"final greedy return {history.final_return:.2f} of 200; results in {out}/")
 
 
@@ -104,11 +107,13 @@ def evaluate_run(
 
 def compare(
     out: Path,
-    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16"),
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8"),
     seeds: int = 30,
     first_seed: int = 0,
     steps: int = 100_000,
-    workers: int | None = None,
+    collect_precision: str | None = None,
+    controls: bool = False,
+    workers: int = os.cpu_count() or 1,
     overwrite: bool = False,
 ) -> None:
     """Train every precision on the same seeds and write results.csv, table.md and curves.png.
@@ -119,40 +124,66 @@ def compare(
         seeds: runs of each.
         first_seed: seeds run upwards from here.
         steps: environment steps of a run.
-        workers: processes at a time; None is one a core.
+        collect_precision: run each precision once more, with the acting policy in this one.
+        controls: add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8
+            that leaves the scales out, which must fail.
+        workers: processes at a time.
         overwrite: replace a study that the folder holds.
     """
-    for name, value in {"seeds": seeds, "precisions": len(precisions)}.items():
+    for name, value in {"seeds": seeds, "precisions": len(precisions), "workers": workers}.items():
         if value < 1:
             raise ValueError(f"{name} is {value}: give at least 1")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers is {workers}: give at least 1")
-    names = list(dict.fromkeys(precisions))
-    # Seeds outermost: a study that is stopped early has complete pairs.
-    configs = [Config(precision=name, seed=first_seed + i, steps=steps) for i in range(seeds) for name in names]
+
+    def runs(first: int = first_seed, **fields) -> list[Config]:
+        return [Config(seed=seed, steps=steps, **fields) for seed in range(first, first + seeds)]
+
+    arms = {name: runs(precision=name) for name in precisions}
+    if collect_precision:
+        for name in [name for name in arms if name != collect_precision]:
+            arms[f"{name} acting in {collect_precision}"] = runs(precision=name, collect_precision=collect_precision)
+    unscaled = {}
+    if controls:
+        arms[f"control: {precisions[0]}, other seeds"] = runs(first_seed + seeds, precision=precisions[0])
+        unscaled["control: fp8 without scales"] = runs(precision="fp8")
     claim(out, overwrite)
-    histories, results = [], []
-    for history in study.run_all(configs, workers):
-        histories.append(history)
-        results.append(study.summarize(history))
-        study.write_results(out / "results.csv", results)
-    command = f"python -m fp8rl study --precisions {' '.join(names)} --seeds {seeds} --first-seed {first_seed} --steps {steps}"
-    text = f"{study.table(results, names)}\n`{command}` on {study.hardware()}.\n"
+    histories: dict[str, list[History]] = {arm: [] for arm in arms | unscaled}
+    results = []
+    for group, run in ((arms, study.run), (unscaled, study.run_unscaled)):
+        arm_of = {config: arm for arm, configs in group.items() for config in configs}
+        for history in study.run_all(sorted(arm_of, key=lambda config: config.seed), workers, run=run):
+            arm = arm_of[history.config]
+            histories[arm].append(history)
+            results.append(study.summarize(history, arm))
+            study.write_results(out / "results.csv", results)
+    command = f"python -m fp8rl {shlex.join(sys.argv[1:])}"
+    text = f"{study.table(results, list(histories))}\n`{command}` on {study.hardware()}.\n"
     (out / "table.md").write_text(text)
-    curves = {name: study.stack([h for h in histories if h.config.precision == name], "eval_return") for name in names}
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    plot.learning_curves(left, curves)
+    plot.learning_curves(left, {arm: study.stack(histories[arm], "eval_return") for arm in arms})
     left.set_title(f"interquartile mean and range of {seeds} seeds", fontsize=9)
     plot.intervals(right, study.scores(results, "final_return"), "final greedy return, of 200")
-    right.set_title("each seed, interquartile mean, 95% interval", fontsize=9)
+    right.set_xlim(study.THRESHOLD - 1, 200)
+    right.set_title(f"each seed, interquartile mean, 95% interval, from {study.THRESHOLD - 1:g} up", fontsize=9)
     figure.savefig(out / "curves.png", dpi=120)
     print(text)
 
 
+def measure(what: tyro.conf.Positional[Literal["fp8"]], out: Path = Path("benchmarks/results")) -> None:
+    """Measure speed on this machine and write it down with the hardware's name.
+
+    Args:
+        what: fp8, one linear layer in every precision over widths and batches (needs FP8 hardware).
+        out: folder for the result.
+    """
+    path = bench.bench_fp8(out)
+    if path:
+        print(f"results in {path}")
+
+
 def main() -> None:
     """Runs the command line."""
-    commands = {"train": train, "eval": evaluate_run, "study": compare}
+    commands = {"train": train, "eval": evaluate_run, "study": compare, "bench": measure}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="python -m fp8rl", description=__doc__)
     except (ValueError, OSError, FloatingPointError) as error:

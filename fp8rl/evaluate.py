@@ -36,10 +36,9 @@ def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device
     return total.cpu().numpy()
 
 
-def sample_action(logits: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Draws actions [...] (int64) from logits [..., A] by the Gumbel trick: argmax(logits + Gumbel noise)."""
-    uniform = torch.rand(logits.shape, device=logits.device, generator=generator)
-    return (logits - (-uniform.log()).log()).argmax(-1)
+def gumbel(shape: tuple[int, ...], device, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Standard Gumbel noise, float32: argmax(logits + noise) is a draw from softmax(logits)."""
+    return -(-torch.rand(shape, device=device, generator=generator).log()).log()
 
 
 def evaluate(
@@ -58,7 +57,7 @@ def evaluate(
     def policy(obs):
         with precision.autocast():
             logits, _ = model(obs)
-        return logits.argmax(-1) if greedy else sample_action(logits, generator)
+        return (logits if greedy else logits + gumbel(logits.shape, logits.device, generator)).argmax(-1)
 
     return play(policy, episodes, start_noise, seed, precision.device)
 

@@ -78,6 +78,11 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
     return Targets(value + excess, advantage, ratio)
 
 
+def action_logp(log_policy: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    """Picks the log-probabilities [...] of actions [...] (int64) from those of all actions [..., A]."""
+    return log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+
 def discounts_of(flags: torch.Tensor, gamma: float, bootstrap_truncation: bool = True) -> torch.Tensor:
     """Discount of each row, float32 like `flags` [T, B]: 0 after a termination, else gamma.
 
@@ -125,7 +130,7 @@ def actor_critic_loss(
     valid = rollout.valid
     count = valid.sum().clamp(min=1)
     log_policy = logits[:-1].log_softmax(-1)
-    logp = log_policy.gather(-1, rollout.action.unsqueeze(-1)).squeeze(-1)
+    logp = action_logp(log_policy, rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
     discounts = discounts_of(rollout.flags, gamma, bootstrap_truncation)
     targets = vtrace(

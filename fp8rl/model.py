@@ -30,6 +30,7 @@ class ActorCritic(nn.Module):
 
     def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64):
         super().__init__()
+        self.num_actions = num_actions
         gain = math.sqrt(2)
         self.encoder = nn.Sequential(_linear(obs_size, width, gain), nn.ReLU(), _linear(width, width, gain), nn.ReLU())
         self.actor = _linear(width, num_actions, 0.01)

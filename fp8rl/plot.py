@@ -4,6 +4,7 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines di
 """
 
 import io
+from itertools import cycle
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]]) 
         ax: where to draw.
         curves: name -> (steps [E], returns [seeds, E]).
     """
-    for style, (name, (steps, returns)) in zip(STYLES, curves.items(), strict=False):
+    for style, (name, (steps, returns)) in zip(cycle(STYLES), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
         ax.plot(steps, iqm(returns, axis=0), label=name, markersize=4, markevery=max(1, len(steps) // 20), **style)
         ax.fill_between(steps, returns.min(0), returns.max(0), color=style["color"], alpha=0.15, linewidth=0)
@@ -100,7 +101,7 @@ def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str,
         label: of the quantity, with its unit.
         window: iterations averaged.
     """
-    for style, (name, (steps, values)) in zip(STYLES, runs.items(), strict=False):
+    for style, (name, (steps, values)) in zip(cycle(STYLES), runs.items(), strict=False):
         smooth = np.convolve(np.mean(values, axis=0), np.ones(window) / window, "valid")
         ax.plot(steps[window - 1 :], smooth, label=name, **{**style, "marker": ""})
     ax.set(xlabel="environment steps", ylabel=label)
@@ -115,7 +116,7 @@ def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
         scores: name -> scores [seeds].
         label: of the score axis, with its unit.
     """
-    for row, (style, (_, values)) in enumerate(zip(STYLES, scores.items(), strict=False)):
+    for row, (style, (_, values)) in enumerate(zip(cycle(STYLES), scores.items(), strict=False)):
         low, high = bootstrap_interval(values)
         ax.plot(values, np.full(len(values), row), "|", color=style["color"], alpha=0.5, markersize=12)
         ax.plot([low, high], [row, row], "-", color=style["color"], linewidth=4, alpha=0.6)
@@ -138,6 +139,22 @@ def scaler_life(ax: Axes, updates: np.ndarray, scale: np.ndarray, skipped: np.nd
     ax.set_yscale("log", base=2)
     ax.set(xlabel="update", ylabel="loss scale")
     ax.legend(fontsize=8)
+    return ax
+
+
+def number_line(ax: Axes, formats: dict[str, np.ndarray]) -> Axes:
+    """Every finite number of some formats as a tick on a line that is logarithmic away from zero.
+
+    Args:
+        ax: where to draw.
+        formats: name -> values [any number].
+    """
+    for row, (style, (_, values)) in enumerate(zip(cycle(STYLES), formats.items(), strict=False)):
+        values = values[np.isfinite(values)]
+        ax.plot(values, np.full(len(values), row), "|", color=style["color"], markersize=16, markeredgewidth=0.8)
+    ax.set_xscale("symlog", linthresh=2**-9, base=2)
+    ax.set(xticks=[sign * 2.0**e for sign in (-1, 1) for e in (-8, -4, 0, 4, 8, 12, 16)] + [0.0], xlabel="value")
+    ax.set(yticks=range(len(formats)), yticklabels=list(formats), ylim=(len(formats) - 0.5, -0.5))
     return ax
 
 

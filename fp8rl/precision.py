@@ -5,16 +5,21 @@
         logits, values = model(obs)
     report = precision.step(loss, optimizer, max_grad_norm)
 
-    name   matmuls                     loss scaling           where
-    fp32   float32, TF32 off           none                   everywhere
-    tf32   TensorFloat-32              none                   CUDA, compute capability 8.0 up
-    bf16   autocast bfloat16           none                   everywhere
-    fp16   autocast float16            torch.amp.GradScaler   everywhere; slow on a CPU without native float16
+    name       matmuls                   loss scaling           where
+    fp32       float32, TF32 off         none                   everywhere
+    tf32       TensorFloat-32            none                   CUDA, compute capability 8.0 up
+    bf16       autocast bfloat16         none                   everywhere
+    fp16       autocast float16          torch.amp.GradScaler   everywhere; slow on a CPU without native float16
+    fp8        e4m3 forward, e5m2        none, bad steps are    everywhere; in hardware on CUDA, compute capability
+               gradients (fp8.py)        skipped all the same   8.9 up, emulated elsewhere with the same numerics
+    fp8+bf16   fp8, and bfloat16 for     as fp8                 as fp8
+               the layers that it leaves
 
 Parameters, optimizer and losses are float32 in every row. bfloat16 has float32's range, so its gradients need no scaling.
 float16 ends at 65,504 and flushes below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before
-clipping, skips the step when one is not finite and halves the scale then, and doubles it after a run of good steps. A disabled
-autocast or scaler is a no-op, so the loop has no branches.
+clipping, skips the step when one is not finite and halves the scale then, and doubles it after a run of good steps. FP8 scales
+each tensor by itself and needs no loss scale: its scaler starts at 1 and never grows, and is there to skip the steps in which a
+tensor was not finite. A disabled autocast or scaler is a no-op, so the loop has no branches.
 """
 
 import contextlib
@@ -23,17 +28,28 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from . import fp8
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8+bf16")
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8+bf16": torch.bfloat16}
 # GradScaler's default doubles the scale every 2000 steps; a run here takes a few hundred, so it would never be seen to move.
 SCALE_GROWTH_INTERVAL = 100
 
 
 def available_precisions(device="cpu") -> list[str]:
     """Names of the precisions that `device` can run."""
-    device = torch.device(device)
-    tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return [name for name in PRECISIONS if name != "tf32" or tf32]
+    return [name for name in PRECISIONS if _obstacle(name, torch.device(device)) is None]
+
+
+def _obstacle(name: str, device: torch.device) -> str | None:
+    """Why a precision cannot run on a device, or None."""
+    if name not in PRECISIONS:
+        return "it is unknown"
+    if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
+        return "it needs CUDA, compute capability 8.0 up"
+    if name.startswith("fp8") and not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"torch {torch.__version__} has no scaled_mm, torch 2.11 has"
+    return None
 
 
 class StepReport(NamedTuple):
@@ -49,7 +65,7 @@ class Precision:
     """One row of the table in the module's docstring.
 
     Args:
-        name: fp32, tf32, bf16 or fp16.
+        name: a name of the table.
         device: where the model runs.
 
     Raises:
@@ -59,15 +75,31 @@ class Precision:
     def __init__(self, name: str, device="cpu"):
         self.name = name
         self.device = torch.device(device)
-        can = available_precisions(self.device)
-        if name not in can:
-            known = "this device cannot run it" if name in PRECISIONS else "it is unknown"
-            raise ValueError(f"precision is {name!r} and {known}: choose from {', '.join(can)}")
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16", growth_interval=SCALE_GROWTH_INTERVAL)
+        obstacle = _obstacle(name, self.device)
+        if obstacle:
+            raise ValueError(f"precision is {name!r} and {obstacle}: choose from {', '.join(available_precisions(device))}")
+        self.is_fp8 = name.startswith("fp8")
+        start, growth = (1.0, 2**31 - 1) if self.is_fp8 else (2.0**16, SCALE_GROWTH_INTERVAL)
+        enabled = self.is_fp8 or name == "fp16"
+        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=start, growth_interval=growth, enabled=enabled)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Moves the model to the device and, where a precision needs other layers, swaps them. Parameters stay float32."""
-        return model.to(self.device)
+        """Moves the model to the device and, for FP8, swaps its eligible linear layers in place. Parameters stay float32 and
+        keep their names."""
+        model = model.to(self.device)
+        if self.is_fp8:
+            fp8.convert_linears(model)
+        return model
+
+    def describe(self, model: nn.Module) -> str:
+        """One line on what a prepared model computes in: for FP8 whether hardware does it, and the layers converted and left."""
+        where = f"{self.name} on {self.device}"
+        if not self.is_fp8:
+            return where
+        linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+        converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
+        left = [name for name in linears if name not in converted]
+        return f"{where}, {fp8.arithmetic(self.device)}: FP8 in {', '.join(converted)}, not in {', '.join(left)}"
 
     @contextlib.contextmanager
     def autocast(self):

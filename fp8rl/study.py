@@ -9,7 +9,8 @@ import math
 import multiprocessing
 import os
 import platform
-from collections.abc import Iterator
+import unittest.mock
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -17,11 +18,14 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from . import fp8
 from .evaluate import bootstrap_interval, iqm
 from .train import Config, History, train
 
 THRESHOLD = 195.0
-FIELDS = ["precision", "seed", "final_return", "area", "first_step_at_195", "seconds_to_195", "train_seconds"]
+MARGIN = 2.0
+FIELDS = ["arm", "precision", "collect_precision", "seed", "final_return", "area"]
+FIELDS += ["first_step_at_195", "seconds_to_195", "train_seconds"]
 
 
 def run(config: Config) -> History:
@@ -30,13 +34,26 @@ def run(config: Config) -> History:
     return History(config, None, history.rows)
 
 
-def run_all(configs: list[Config], workers: int | None = None, progress: bool = True) -> Iterator[History]:
+def run_unscaled(config: Config) -> History:
+    """The control that must fail: `run` with an FP8 whose matmuls leave the scales out."""
+
+    def without_scales(a, b, emulate=None, matmul=fp8.scaled_matmul):
+        return matmul(a._replace(scale=torch.ones_like(a.scale)), b._replace(scale=torch.ones_like(b.scale)), emulate)
+
+    with unittest.mock.patch.object(fp8, "scaled_matmul", without_scales):
+        return run(config)
+
+
+def run_all(
+    configs: list[Config], workers: int | None = None, progress: bool = True, run: Callable[[Config], History] = run
+) -> Iterator[History]:
     """Trains configs in parallel processes of one thread each, yielding Histories as they finish (in any order).
 
     Args:
         configs: what to train.
         workers: processes at a time; None is one a core.
         progress: show a bar.
+        run: what each process does with a config.
     """
     # Spawned, not forked: a fork of a process that has used torch's threads can hang.
     context = multiprocessing.get_context("spawn")
@@ -50,8 +67,8 @@ def run_all(configs: list[Config], workers: int | None = None, progress: bool = 
             pool.shutdown(cancel_futures=True)
 
 
-def summarize(history: History) -> dict[str, float | str]:
-    """One run as a row of results.csv.
+def summarize(history: History, arm: str | None = None) -> dict[str, float | str]:
+    """One run as a row of results.csv. `arm` names the group it is compared in, the precision if not given.
 
     final_return: mean of the last evaluation. area: mean of all evaluations, the normalized area under the learning curve.
     first_step_at_195 and seconds_to_195: environment steps and training seconds at the first evaluation of 195 or more, NaN if
@@ -60,7 +77,9 @@ def summarize(history: History) -> dict[str, float | str]:
     first = history.first_step_at(THRESHOLD)
     reached = history.column("steps") == first
     return {
+        "arm": arm or history.config.precision,
         "precision": history.config.precision,
+        "collect_precision": history.config.collect_precision or history.config.precision,
         "seed": history.config.seed,
         "final_return": history.final_return,
         "area": float(history.evaluations()[1].mean()),
@@ -78,41 +97,47 @@ def stack(histories: list[History], column: str) -> tuple[np.ndarray, np.ndarray
 
 
 def write_results(path: Path, results: list[dict]) -> None:
-    """Writes results.csv, ordered by precision and seed."""
+    """Writes results.csv, ordered by arm and seed."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
-        writer.writerows(sorted(results, key=lambda row: (row["precision"], row["seed"])))
+        writer.writerows(sorted(results, key=lambda row: (row["arm"], row["seed"])))
 
 
 def scores(results: list[dict], column: str) -> dict[str, np.ndarray]:
-    """A column of the results by precision, each ordered by seed: name -> float64 [seeds]."""
+    """A column of the results by arm, each ordered by seed: name -> float64 [seeds]."""
     ordered = sorted(results, key=lambda row: row["seed"])
-    names = dict.fromkeys(row["precision"] for row in results)
-    return {name: np.array([row[column] for row in ordered if row["precision"] == name]) for name in names}
+    names = dict.fromkeys(row["arm"] for row in results)
+    return {name: np.array([row[column] for row in ordered if row["arm"] == name]) for name in names}
 
 
-def table(results: list[dict], precisions: list[str]) -> str:
-    """Markdown table of a study: interquartile means with 95% bootstrap intervals, and the paired difference to the first
-    precision (seed by seed)."""
+def table(results: list[dict], arms: list[str]) -> str:
+    """Markdown table of a study: interquartile means with 95% bootstrap intervals, and the paired difference to the first arm
+    (seed by seed). An arm passes when every seed ends at 195 or more and the difference's interval lies within +-2."""
     final, first, seconds = (scores(results, name) for name in ("final_return", "first_step_at_195", "seconds_to_195"))
-    baseline = precisions[0]
+    baseline = arms[0]
     lines = [
-        f"| precision | final return, IQM [95%] | lowest seed | seeds at 195 | minus {baseline}, IQM [95%] "
+        f"| arm | final return, IQM [95%] | lowest seed | seeds at 195 | minus {baseline}, IQM [95%] | verdict "
         "| first at 195, median steps | seconds to 195, median |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name in precisions:
-        values = final[name]
-        difference = "" if name == baseline else _with_interval(values - final[baseline], signed=True)
+    for name in arms:
+        values, difference = final[name], final[name] - final[baseline]
+        passes = values.min() >= THRESHOLD and np.abs(bootstrap_interval(difference)).max() <= MARGIN
         lines.append(
-            f"| {name} | {_with_interval(values)} | {values.min():.2f} | {(values >= THRESHOLD).sum()} of {len(values)} "
-            f"| {difference} | {np.median(first[name]):,.0f} | {np.median(seconds[name]):.2f} |"
+            f"| {name} | {with_interval(values)} | {values.min():.2f} | {(values >= THRESHOLD).sum()} of {len(values)} "
+            f"| {'' if name == baseline else with_interval(difference, signed=True)} | {'pass' if passes else 'fail'} "
+            f"| {_median(first[name], ',.0f')} | {_median(seconds[name], '.2f')} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _with_interval(values: np.ndarray, signed: bool = False) -> str:
+def _median(values: np.ndarray, form: str) -> str:
+    return "not reached" if np.isnan(values).any() else f"{np.median(values):{form}}"
+
+
+def with_interval(values: np.ndarray, signed: bool = False) -> str:
+    """An interquartile mean with its 95% bootstrap interval, as text."""
     low, high = bootstrap_interval(values)
     form = "+.2f" if signed else ".2f"
     return f"{iqm(values):{form}} [{low:{form}}, {high:{form}}]"

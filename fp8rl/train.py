@@ -4,6 +4,7 @@ The rollout just collected is on-policy; the slices replayed from the ring are n
 is plain GAE on the first. `update` is a function of a batch, so that compiling, timing or testing it is one line.
 """
 
+import copy
 import dataclasses
 import math
 import time
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from . import fp8
 from .env import BatchedEnv
-from .evaluate import evaluate, sample_action
-from .losses import DUMMY, TERMINATED, TRUNCATED, Rollout, actor_critic_loss
+from .evaluate import evaluate, gumbel
+from .losses import DUMMY, TERMINATED, TRUNCATED, Rollout, action_logp, actor_critic_loss
 from .model import ActorCritic
 from .precision import Precision
 from .replay import ReplayBuffer
@@ -31,7 +33,9 @@ class Config:
     """
 
     precision: str = "fp32"
-    """What the matmuls compute in: fp32, tf32, bf16 or fp16."""
+    """What the learner's matmuls compute in: fp32, tf32, bf16, fp16, fp8 or fp8+bf16."""
+    collect_precision: str | None = None
+    """What the acting policy's matmuls compute in, if not the learner's precision."""
     seed: int = 0
     """Of weights, starts, actions and replay."""
     device: str = "cpu"
@@ -62,8 +66,9 @@ class Config:
     the critic's errors hide the small cost of parking off-centre."""
     lam: float = 0.95
     """Lambda of V-trace: 0 trusts the critic after one step, 1 not before the slice ends."""
-    correct: bool = True
-    """Weigh replayed data by importance ratios. Off is a mistake, kept to be shown."""
+    importance: str = "behavior"
+    """What importance ratios divide by: behavior, the log-probability that the acting policy gave its action. Two mistakes are
+    kept to be shown: learner, the log-probability that the learner's precision would have given it, and none, no ratio."""
     bootstrap_truncation: bool = True
     """Value the state in which the time limit cut an episode. Off treats the time limit as a failure."""
     normalize_advantage: bool = True
@@ -103,7 +108,16 @@ class Config:
         enough = f"give at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
         self._require("capacity", self.rows >= rows, enough)
         self._require("steps", self.iterations >= 1, f"give at least one iteration, {self.steps_per_iteration} steps")
-        Precision(self.precision, torch_device(self.device))
+        self._require("importance", self.importance in ("behavior", "learner", "none"), "choose behavior, learner or none")
+        for name in (self.precision, self.collect_precision or self.precision):
+            Precision(name, torch_device(self.device))
+        if self.precision.startswith("fp8"):
+            # FP8's weight gradient contracts the batch, whose rows (the bootstrap row too) must then be a multiple of 16.
+            slices = self.batch_size // self.slice_length
+            whole = (self.rollout_length + 1) * self.num_envs % fp8.MULTIPLE == 0 or not self.fresh_updates
+            self._require("num_envs", whole, f"give a multiple of {fp8.MULTIPLE} for {self.precision}")
+            whole = (self.slice_length + 1) * slices % fp8.MULTIPLE == 0 or not self.replay_updates
+            self._require("batch_size", whole, f"give a multiple of {fp8.MULTIPLE} slices for {self.precision}")
 
     def _require(self, name: str, good: bool, mend: str) -> None:
         if not good:
@@ -142,7 +156,7 @@ class Config:
             "fresh_updates": 0,
             "gamma": 0.99,
             "reward_scale": 1.0,
-            "correct": False,
+            "importance": "none",
             "bootstrap_truncation": False,
             "normalize_advantage": False,
             "entropy_coef": 0.0,
@@ -170,7 +184,8 @@ class History:
     (mean return of episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between
     evaluations), loss, policy_loss, value_loss, entropy (nats), min_logp, ess (these six averaged over the iteration's updates,
     min_logp their minimum), grad_norm (the largest), nonfinite (updates whose gradient was not finite), skipped (updates that
-    the scaler skipped), loss_scale (after the iteration) and learning_rate.
+    the scaler skipped), loss_scale (after the iteration) and learning_rate; with FP8 also the quantization statistics of the
+    iteration's last update (fp8.recorded).
     """
 
     config: Config
@@ -208,20 +223,25 @@ def collect(model, env: BatchedEnv, length: int, precision: Precision, generator
     Raises:
         ValueError: the environment returned an observation or reward that is not finite.
     """
-    obs, actions, rewards, flags, logps = [env.obs], [], [], [], []
-    for _ in range(length):
-        with precision.autocast():
-            logits, _ = model(env.obs)
-        action = sample_action(logits, generator)
-        dummy = env.done
-        next_obs, reward, terminated, truncated = env.step(action)
-        obs.append(next_obs)
-        actions.append(action)
-        rewards.append(reward)
-        flags.append(TERMINATED * terminated + TRUNCATED * truncated + DUMMY * dummy)
-        logps.append(logits.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1))
+    obs, dones, logits, actions, rewards, ends = [env.obs], [], [], [], [], []
+    noise = gumbel((length, env.num_envs, model.num_actions), env.device, generator)
+    with precision.autocast():  # one region, so that autocast casts the weights once
+        for t in range(length):
+            logits.append(model(env.obs)[0])
+            actions.append((logits[t] + noise[t]).argmax(-1))
+            dones.append(env.done)
+            next_obs, reward, *end = env.step(actions[t])
+            obs.append(next_obs)
+            rewards.append(reward)
+            ends.extend(end)
+    terminated, truncated = torch.stack(ends).view(length, 2, -1).unbind(1)
+    action = torch.stack(actions)
     rollout = Rollout(
-        torch.stack(obs), torch.stack(actions), torch.stack(rewards), torch.stack(flags).to(torch.uint8), torch.stack(logps)
+        obs=torch.stack(obs),
+        action=action,
+        reward=torch.stack(rewards),
+        flags=(TERMINATED * terminated + TRUNCATED * truncated + DUMMY * torch.stack(dones)).to(torch.uint8),
+        behavior_logp=action_logp(torch.stack(logits).log_softmax(-1), action),
     )
     for name in ("obs", "reward"):
         if not getattr(rollout, name).isfinite().all():
@@ -242,7 +262,7 @@ def update(model, optimizer, precision: Precision, batch: Rollout, config: Confi
         value_coef=config.value_coef,
         entropy_coef=config.entropy_coef,
         reward_scale=config.reward_scale,
-        correct=config.correct,
+        correct=config.importance != "none",
         normalize_advantage=config.normalize_advantage,
         bootstrap_truncation=config.bootstrap_truncation,
     )
@@ -265,7 +285,10 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
     generator = torch.Generator(device).manual_seed(config.seed)
     with torch.random.fork_rng(devices=[]):  # leave the caller's generator alone
         torch.manual_seed(config.seed)
-        model = precision.prepare(ActorCritic())
+        base = ActorCritic().to(device)
+    model = precision.prepare(_share(base))
+    acting = Precision(config.collect_precision or config.precision, device)
+    actor = acting.prepare(_share(base))
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, eps=1e-5)
     env = BatchedEnv(config.num_envs, config.start_noise, device, generator)
     ring = ReplayBuffer(config.rows, config.num_envs, device=device)
@@ -278,11 +301,15 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
         began = time.perf_counter()
         learning_rate = config.learning_rate * (1 - iteration / config.iterations if config.anneal else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
-        rollout = collect(model, env, config.rollout_length, precision, generator)
+        rollout = collect(actor, env, config.rollout_length, acting, generator)
+        if config.importance == "learner":
+            rollout = rollout._replace(behavior_logp=_logp(model, precision, rollout))
         ring.append(rollout)
         batches = [rollout] * config.fresh_updates
         batches += [ring.sample(slices, config.slice_length, generator) for _ in range(config.replay_updates)]
-        stats = [update(model, optimizer, precision, batch, config) for batch in batches]
+        stats = [update(model, optimizer, precision, batch, config) for batch in batches[:-1]]
+        with fp8.recorded(model) as fp8_statistics:
+            stats.append(update(model, optimizer, precision, batches[-1], config))
         finished, open_returns = episode_returns(rollout, open_returns)
         row = {
             "iteration": iteration,
@@ -292,6 +319,7 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
             "eval_return": math.nan,
             "learning_rate": learning_rate,
             **_summarize(stats),
+            **fp8_statistics,
         }
         row["seconds"] += time.perf_counter() - began
         if row["nonfinite"] and not precision.scaler.is_enabled():
@@ -309,6 +337,19 @@ def train(config: Config, progress: bool = True) -> History:
     """Runs `iterate` to its end. Raises what it raises."""
     *_, history = iterate(config, progress)  # the same History every time, so nothing piles up
     return history
+
+
+def _share(model: ActorCritic) -> ActorCritic:
+    """A copy of the modules on the very same parameters, so that layers can be swapped in one and not in the other."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+@torch.no_grad()
+def _logp(model, precision: Precision, rollout: Rollout) -> torch.Tensor:
+    """Log-probabilities [T, B] that a model gives the actions of a rollout."""
+    with precision.autocast():
+        logits, _ = model(rollout.obs[:-1])
+    return action_logp(logits.log_softmax(-1), rollout.action)
 
 
 def episode_returns(rollout: Rollout, open_returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

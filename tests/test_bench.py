@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from fp8rl import bench
+
+
+@pytest.mark.parametrize(
+    "fp8, expected", [([9, 9, 9], None), ([9, 9, 1], 256), ([9, 1, 1], 128), ([1, 9, 1], 256), ([1, 1, 1], 64), ([1, 1, 9], None)]
+)
+def test_break_even_is_the_width_from_which_fp8_stays_faster(fp8, expected):
+    times = {width: {"fp8": seconds, "bf16": 5} for width, seconds in zip((64, 128, 256), fp8, strict=True)}
+    assert bench.break_even(times, "bf16") == expected
+
+
+def test_every_precision_is_timed_on_the_same_work():
+    steps = bench.layer_steps(16, 32, ("fp32", "bf16", "fp8"), device="cpu")
+    times = bench.seconds_of(steps, rounds=2, round_seconds=0.001, device="cpu")
+    assert list(times) == ["fp32", "bf16", "fp8"] and all(seconds > 0 for seconds in times.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_fp8_hardware_it_says_why_and_writes_nothing(tmp_path, capsys):
+    assert bench.bench_fp8(tmp_path) is None and not list(tmp_path.iterdir())
+    assert "needs a CUDA device of compute capability 8.9" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
+    path = bench.bench_fp8(tmp_path, widths=(64, 128), batches=(1024,))
+    if path is None:
+        pytest.skip("this GPU has no FP8")
+    assert torch.cuda.get_device_name().replace(" ", "_") in path.name and "break_even_width" in path.read_text()

@@ -1,0 +1,131 @@
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8rl import __main__ as cli
+from fp8rl.model import ActorCritic
+
+TINY = ["--steps", "1024", "--eval-episodes", "2"]
+
+
+def run(*arguments) -> None:
+    sys.argv = ["fp8rl", *map(str, arguments)]
+    cli.main()
+
+
+@pytest.fixture(autouse=True)
+def own_arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder written by the real command, in its own process."""
+    out = tmp_path_factory.mktemp("runs") / "a"
+    command = [sys.executable, "-m", "fp8rl", "train", "--precision", "bf16", "--seed", "1", *TINY, "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+def test_train_writes_its_four_files(trained):
+    assert sorted(path.name for path in trained.iterdir()) == ["checkpoint.pt", "config.json", "metrics.csv", "reward_curve.png"]
+    config = json.loads((trained / "config.json").read_text())
+    assert (config["precision"], config["seed"], config["steps"]) == ("bf16", 1, 1024)
+    with (trained / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["steps"] for row in rows] == ["512", "1024"] and float(rows[-1]["eval_return"]) > 0
+    ActorCritic().load_state_dict(torch.load(trained / "checkpoint.pt", weights_only=True)["model"])
+    assert (trained / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("flag, greedy", [("--greedy", True), ("--no-greedy", False)])
+def test_eval_prints_one_json_object(trained, capsys, flag, greedy):
+    run("eval", trained, "--episodes", 3, "--json", flag)
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {"mean_return", "std_return", "episodes", "greedy"}
+    assert 0 < result["mean_return"] <= 200 and (result["episodes"], result["greedy"]) == (3, greedy)
+
+
+def test_eval_repeats_the_last_evaluation_of_training(trained, capsys):
+    run("eval", trained, "--episodes", 2, "--json")
+    with (trained / "metrics.csv").open() as file:
+        last = float(list(csv.DictReader(file))[-1]["eval_return"])
+    assert json.loads(capsys.readouterr().out)["mean_return"] == pytest.approx(last, rel=1e-6)
+
+
+def test_fp8_says_how_it_computes(tmp_path, capsys):
+    run("train", "--precision", "fp8", *TINY, "--out", tmp_path / "a")
+    assert "fp8 on cpu, emulated: FP8 in encoder.2, not in encoder.0, actor, critic" in capsys.readouterr().out
+
+
+def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys):
+    options = ["--precisions", "fp32", "fp8", "--collect-precision", "fp8", "--controls", "--seeds", 1, "--first-seed", 5]
+    run("study", *options, "--steps", 512, "--out", tmp_path / "study")
+    with (tmp_path / "study/results.csv").open() as file:
+        rows = [(row["arm"], row["precision"], row["collect_precision"], row["seed"]) for row in csv.DictReader(file)]
+    assert rows == [
+        ("control: fp32, other seeds", "fp32", "fp32", "6"),
+        ("control: fp8 without scales", "fp8", "fp8", "5"),
+        ("fp32", "fp32", "fp32", "5"),
+        ("fp32 acting in fp8", "fp32", "fp8", "5"),
+        ("fp8", "fp8", "fp8", "5"),
+    ]
+    text = (tmp_path / "study/table.md").read_text()
+    assert text in capsys.readouterr().out and "`python -m fp8rl study --precisions fp32 fp8 " in text
+    assert (tmp_path / "study/curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, field",
+    [
+        (["train", "--precision", "fp7"], "precision"),
+        (["train", "--precision", "tf32", "--device", "cpu"], "precision"),
+        (["train", "--device", "cuda:99"], "device"),
+        (["train", "--steps", "0"], "steps"),
+        (["train", "--num-envs", "-3"], "num_envs"),
+        (["train", "--capacity", "100"], "capacity"),
+        (["train", "--batch-size", "500"], "batch_size"),
+        (["study", "--seeds", "0"], "seeds"),
+        (["study", "--workers", "0"], "workers"),
+        (["study", "--precisions", "fp32", "fp7"], "precision"),
+        (["study", "--steps", "1"], "steps"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(arguments, field, tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments, "--out", tmp_path / "a")
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.startswith(f"fp8rl: {field} is ") and error.count("\n") == 1
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("command", [["train", *TINY], ["study", "--seeds", "1", "--steps", "512"]])
+def test_a_folder_in_use_is_refused_and_untouched(command, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("precious")
+    with pytest.raises(SystemExit) as caught:
+        run(*command, "--out", tmp_path)
+    assert caught.value.code == 2 and "--overwrite" in capsys.readouterr().err
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+    with pytest.raises(SystemExit):
+        run(*command, "--out", tmp_path / "config.json")
+    assert "which is a file" in capsys.readouterr().err
+
+
+def test_overwrite_replaces_a_run(tmp_path):
+    run("train", *TINY, "--seed", 1, "--out", tmp_path)
+    run("train", *TINY, "--seed", 2, "--out", tmp_path, "--overwrite")
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 2
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a checkpoint"])
+def test_a_missing_or_foreign_checkpoint_is_refused(content, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "checkpoint.pt").write_bytes(content)
+    with pytest.raises(SystemExit) as caught:
+        run("eval", tmp_path)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.startswith("fp8rl: checkpoint ") and error.count("\n") == 1

@@ -1,0 +1,136 @@
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl.env import MAX_STEPS, BatchedEnv, CustomEnv, bang_bang, dynamics, is_out, reward_of
+from fp8rl.evaluate import play
+
+NAME = "fp8rl:fp8rl/CustomEnv-v0"
+actions = st.lists(st.integers(0, 1), min_size=1, max_size=250)
+
+
+@given(actions)
+def test_physics_is_the_published_one(pushes):
+    position = velocity = 0.0
+    state = torch.zeros(2, dtype=torch.float64)
+    for push in pushes:
+        velocity += 0.1 if push == 1 else -0.1
+        position += velocity
+        velocity *= 0.95
+        state = dynamics(state, torch.tensor(push))
+        np.testing.assert_allclose(state.numpy(), [position, velocity], atol=1e-9)
+        assert reward_of(state).item() == pytest.approx(1 - 0.1 * abs(position))
+        assert is_out(state).item() == (abs(position) > 2)
+
+
+@given(actions, st.floats(0, 1), st.integers(0, 1000))
+def test_observations_stay_inside_the_space(pushes, start_noise, seed):
+    env = CustomEnv(start_noise)
+    obs, _ = env.reset(seed=seed)
+    for push in pushes:
+        assert env.observation_space.contains(obs)
+        obs, _, terminated, truncated, _ = env.step(push)
+        if terminated or truncated:
+            break
+    assert env.observation_space.contains(obs)
+
+
+def test_reference_returns():
+    assert play(lambda obs: torch.ones(len(obs), dtype=torch.long), 1, start_noise=0) == pytest.approx(6.22, abs=0.01)
+    assert play(bang_bang, 1, start_noise=0).item() >= 198.9
+    generator = torch.Generator().manual_seed(0)
+    random = play(lambda obs: torch.randint(2, (len(obs),), generator=generator), 4000, start_noise=0)
+    assert abs(random.mean() - 18.7) < 4 * random.std() / np.sqrt(len(random))
+
+
+@pytest.mark.parametrize("render_mode", [None, "rgb_array"])
+def test_check_env_has_nothing_to_say(render_mode):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(gymnasium.make(NAME, render_mode=render_mode).unwrapped)
+
+
+def test_render_draws_the_state():
+    env = CustomEnv(render_mode="rgb_array")
+    env.reset(seed=0)
+    before = env.render()
+    env.step(1)
+    assert before.dtype == np.uint8 and before.shape == (240, 480, 3) and (before != env.render()).any()
+    silent = CustomEnv()
+    silent.reset(seed=0)
+    assert silent.render() is None
+
+
+def test_episode_ends_are_termination_or_truncation_after_200_steps():
+    env = CustomEnv(start_noise=0)
+    env.reset()
+    flags = [env.step(int(bang_bang(env.state)))[2:4] for _ in range(MAX_STEPS)]
+    assert flags[-1] == (False, True) and all(flag == (False, False) for flag in flags[:-1])
+    env.reset()
+    flags = [env.step(1)[2:4] for _ in range(7)]
+    assert flags[-1] == (True, False) and all(flag == (False, False) for flag in flags[:-1])
+
+
+@pytest.mark.parametrize("policy", ["random", "bang-bang"])
+def test_batched_equals_gymnasiums_vector_of_single_environments(policy):
+    """Bit for bit through ends and NEXT_STEP resets; without noise both start at the origin."""
+    single = gymnasium.make_vec(NAME, num_envs=3, vectorization_mode="sync", start_noise=0.0)
+    batched = BatchedEnv(3, start_noise=0.0)
+    rng, ends = np.random.default_rng(0), np.zeros(2, dtype=int)
+    np.testing.assert_array_equal(single.reset()[0], batched.obs)
+    for _ in range(450):
+        push = rng.integers(2, size=3) if policy == "random" else bang_bang(batched.obs).numpy()
+        *expected, _ = single.step(push)
+        ours = batched.step(torch.from_numpy(push))
+        for a, b in zip(expected, ours, strict=True):
+            np.testing.assert_array_equal(np.asarray(a, dtype=b.numpy().dtype), b)
+        ends += [ours[2].sum().item(), ours[3].sum().item()]
+    assert ends[0] > 20 if policy == "random" else ends.tolist() == [0, 6]
+
+
+def test_reset_step_ignores_its_action_and_earns_nothing():
+    env = BatchedEnv(1, start_noise=0.0)
+    while not env.done:
+        env.step(torch.ones(1, dtype=torch.long))
+    final = env.obs.clone()
+    obs, reward, terminated, truncated = env.step(torch.ones(1, dtype=torch.long))
+    assert is_out(final) and obs.tolist() == [[0, 0]] and (reward, terminated, truncated) == (0, False, False)
+
+
+def test_make_vec_is_seeded_and_batched():
+    env = gymnasium.make_vec(NAME, num_envs=5)
+    first, again, other = env.reset(seed=1)[0], env.reset(seed=1)[0], env.reset(seed=2)[0]
+    assert first.shape == (5, 2) and env.observation_space.contains(first)
+    assert np.array_equal(first, again) and not np.array_equal(first, other) and (first != first[0]).any()
+    assert env.metadata["autoreset_mode"] == gymnasium.vector.AutoresetMode.NEXT_STEP
+
+
+@pytest.mark.parametrize("action", [2, -1, 0.5, None])
+def test_action_outside_the_space_is_refused(action):
+    env = CustomEnv()
+    env.reset()
+    with pytest.raises(ValueError, match=r"action .* is outside Discrete\(2\)"):
+        env.step(action)
+
+
+@pytest.mark.parametrize("action", [[0, 2], [0, 1, 1]])
+def test_actions_outside_the_vector_space_are_refused(action):
+    env = gymnasium.make_vec(NAME, num_envs=2)
+    env.reset()
+    with pytest.raises(ValueError, match=r"actions .* are outside"):
+        env.step(np.array(action))
+
+
+@pytest.mark.parametrize("start_noise", [-0.1, 1.1, float("nan")])
+def test_start_noise_outside_its_range_is_refused(start_noise):
+    for make in (CustomEnv, lambda noise: BatchedEnv(1, noise)):
+        with pytest.raises(ValueError, match="start_noise is"):
+            make(start_noise)
+    with pytest.raises(ValueError, match="num_envs is 0"):
+        BatchedEnv(0)

@@ -1,0 +1,378 @@
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fp8rl import fp8
+from fp8rl.fp8 import E4M3, E5M2, LARGEST, Float8Linear, Quantized, cast, convert_linears, measure, quantize, scaled_matmul
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+
+ORACLE = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+# Unit roundoff of a normal number and half of the smallest subnormal.
+ROUNDOFF = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}
+numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+seeds = st.integers(0, 2**32 - 1)
+sixteens = st.integers(1, 8).map(lambda n: 16 * n)
+
+
+def decoded(dtype) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+def assert_casts_like_oracle(x: torch.Tensor, dtype) -> None:
+    limit = LARGEST[dtype]
+    with np.errstate(invalid="ignore"):  # NaN is among the inputs
+        expected = np.clip(x.numpy(), -limit, limit).astype(ORACLE[dtype])
+    ours = cast(x, dtype)
+    nan = torch.isnan(x)
+    assert torch.equal(ours.float().isnan(), nan)
+    assert np.array_equal(ours.view(torch.uint8).numpy()[~nan.numpy()], expected.view(np.uint8)[~nan.numpy()])
+
+
+def snr_db(x: torch.Tensor, reference: torch.Tensor) -> float:
+    error = x.double() - reference.double()
+    return 10 * torch.log10(reference.double().square().sum() / error.square().sum()).item()
+
+
+def random_pair(seed, rows, inner, columns):
+    generator = torch.Generator().manual_seed(seed)
+    magnitude = 10 ** (torch.rand(2, generator=generator) * 12 - 6)
+    a = torch.randn(rows, inner, generator=generator) * magnitude[0]
+    b = torch.randn(columns, inner, generator=generator) * magnitude[1]
+    return a, b
+
+
+# Casts
+
+
+@FORMATS
+def test_all_codes_decode_like_ml_dtypes(dtype):
+    expected = np.arange(256, dtype=np.uint8).view(ORACLE[dtype]).astype(np.float32)
+    np.testing.assert_array_equal(decoded(dtype).numpy(), expected)
+
+
+@FORMATS
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
+def test_all_16_bit_inputs_encode_like_ml_dtypes(dtype, source):
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(source).float()
+    assert_casts_like_oracle(every, dtype)
+
+
+@FORMATS
+def test_midpoints_and_their_neighbours_encode_like_ml_dtypes(dtype):
+    codes = decoded(dtype)
+    codes = codes[codes.isfinite()].unique()
+    midpoint = (codes[1:] + codes[:-1]) / 2  # exact in float32
+    up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+    assert_casts_like_oracle(torch.cat((midpoint, midpoint.nextafter(up), midpoint.nextafter(down))), dtype)
+
+
+@FORMATS
+def test_special_inputs_encode_like_ml_dtypes(dtype):
+    tiny = torch.finfo(torch.float32).smallest_normal
+    assert_casts_like_oracle(torch.tensor([0.0, -0.0, tiny, -tiny, tiny / 4, torch.inf, -torch.inf, torch.nan]), dtype)
+
+
+@FORMATS
+@given(x=numbers)
+def test_cast_is_idempotent_and_odd(dtype, x):
+    x = torch.tensor(x)
+    once = cast(x, dtype)
+    assert torch.equal(cast(once.float(), dtype).float(), once.float())
+    assert torch.equal(cast(-x, dtype).float(), -once.float())
+
+
+@FORMATS
+@given(x=numbers, y=numbers)
+def test_cast_is_monotone(dtype, x, y):
+    low, high = cast(torch.tensor(sorted((x, y))), dtype).float()
+    assert low <= high
+
+
+# Scales
+
+
+@FORMATS
+@given(largest=st.floats(2**-100, 2**127, width=32))
+def test_scale_is_the_smallest_power_of_two_that_fits(dtype, largest):
+    scale = fp8.power_of_two_scale(torch.tensor(largest), dtype).double()
+    assert torch.frexp(scale).mantissa == 0.5
+    assert largest / scale <= LARGEST[dtype] < 2 * largest / scale
+
+
+@FORMATS
+@pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-38])
+def test_scale_stays_a_normal_number_for_tiny_tensors(dtype, largest):
+    scale = fp8.power_of_two_scale(torch.tensor(largest), dtype)
+    assert scale >= torch.finfo(torch.float32).smallest_normal
+    assert quantize(torch.tensor([[largest]]), dtype).dequantize().isfinite().all()
+
+
+@FORMATS
+@given(seed=seeds)
+def test_quantize_is_idempotent_and_never_saturates(dtype, seed):
+    x, _ = random_pair(seed, 4, 16, 1)
+    once = quantize(x, dtype)
+    assert torch.equal(quantize(once.dequantize(), dtype).dequantize(), once.dequantize())
+    assert (x / once.scale).abs().max() <= LARGEST[dtype]
+
+
+@FORMATS
+@given(seed=seeds)
+def test_rowwise_quantizes_each_row_as_if_alone(dtype, seed):
+    x, _ = random_pair(seed, 4, 16, 1)
+    x *= torch.logspace(-6, 6, 4).unsqueeze(-1)
+    alone = torch.cat([quantize(row.unsqueeze(0), dtype).dequantize() for row in x])
+    assert torch.equal(quantize(x, dtype, rowwise=True).dequantize(), alone)
+
+
+@FORMATS
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_one_bad_number_makes_the_whole_tensor_nan(dtype, bad):
+    x = torch.ones(16, 16)
+    x[3, 5] = bad
+    assert quantize(x, dtype).dequantize().isnan().all()
+    rows = quantize(x, dtype, rowwise=True).dequantize().isnan().all(-1)
+    assert rows.tolist() == [row == 3 for row in range(16)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.float64])
+def test_quantize_refuses_other_types(dtype):
+    with pytest.raises(TypeError, match=r"x is torch\.\w+: quantize takes float32 or bfloat16"):
+        quantize(torch.ones(2, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype, least", [(E4M3, 25), (E5M2, 20)])
+def test_cast_keeps_the_signal(dtype, least):
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    assert snr_db(quantize(x, dtype).dequantize(), x) > least
+
+
+# Matmul
+
+
+@given(seed=seeds, rows=st.integers(1, 40), inner=sixteens, columns=sixteens)
+def test_matmul_is_exact_on_representable_inputs(seed, rows, inner, columns):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randint(-16, 17, (rows, inner), generator=generator).float()
+    b = torch.randint(-16, 17, (columns, inner), generator=generator).float()
+    assert torch.equal(scaled_matmul(quantize(a), quantize(b).t()), a @ b.T)
+
+
+@FORMATS
+@given(seed=seeds, rows=st.integers(1, 40), inner=sixteens, columns=sixteens)
+def test_matmul_error_stays_within_the_bound(dtype, seed, rows, inner, columns):
+    a, b = random_pair(seed, rows, inner, columns)
+    qa, qb = quantize(a, dtype), quantize(b)
+
+    def error(x, q):  # of one rounded element
+        relative, absolute = ROUNDOFF[q.data.dtype]
+        return x.abs().double() * relative + absolute * q.scale.double()
+
+    ea, eb, a64, b64 = error(a, qa), error(b, qb), a.abs().double(), b.abs().double()
+    bound = (a64 + ea) @ (b64 + eb).T * (1 + inner * 2**-24) - a64 @ b64.T
+    assert ((scaled_matmul(qa, qb.t()).double() - a.double() @ b.double().T).abs() <= bound).all()
+
+
+@pytest.mark.skipif(not fp8.has_kernel("cpu"), reason="torch's CPU kernel came with 2.13")
+@FORMATS
+@pytest.mark.parametrize("rowwise", [False, True])
+@given(seed=seeds, rows=st.integers(1, 40), inner=sixteens, columns=sixteens)
+def test_emulated_twin_equals_the_cpu_kernel_bit_for_bit(dtype, rowwise, seed, rows, inner, columns):
+    a, b = random_pair(seed, rows, inner, columns)
+    qa, qb = quantize(a, dtype, rowwise), quantize(b, rowwise=rowwise).t()
+    assert torch.equal(scaled_matmul(qa, qb, emulate=False), scaled_matmul(qa, qb, emulate=True))
+
+
+@pytest.mark.cuda
+@CUDA
+@FORMATS
+@pytest.mark.parametrize("size", [64, 512, 4096])
+def test_emulated_twin_agrees_with_the_cuda_kernel(dtype, size):
+    a, b = random_pair(0, 1024, size, size)
+    qa, qb = quantize(a.cuda(), dtype), quantize(b.cuda()).t()
+    kernel, twin = scaled_matmul(qa, qb, emulate=False), scaled_matmul(qa, qb, emulate=True)
+    # Tensor cores add FP8 products with about 14 bits before they spill to float32; the twin adds in float32.
+    assert (kernel - twin).abs().max() <= 2**-12 * (qa.dequantize().abs() @ qb.dequantize().abs()).max()
+
+
+def of_shape(rows, columns, dtype=E4M3) -> Quantized:
+    return quantize(torch.ones(rows, columns), dtype)
+
+
+@pytest.mark.parametrize(
+    "a, b, message",
+    [
+        (of_shape(4, 24), of_shape(16, 24).t(), "inner dimension is 24.*multiple of 16"),
+        (of_shape(4, 32), of_shape(8, 32).t(), "column count is 8.*multiple of 16"),
+        (of_shape(4, 32), of_shape(16, 48).t(), "inner dimensions must agree"),
+        (of_shape(4, 16, E5M2), of_shape(16, 16, E5M2).t(), "e5m2"),
+        (of_shape(16, 16), of_shape(16, 32), "row-major times column-major"),
+        (of_shape(16, 16).flip_layout(), of_shape(16, 16).t(), "row-major times column-major"),
+        (of_shape(16, 16), quantize(torch.ones(16, 16), rowwise=True).t(), "tensorwise"),
+    ],
+)
+@pytest.mark.parametrize("emulate", [False, True])
+def test_gpu_rules_hold_on_every_device(a, b, message, emulate):
+    with pytest.raises(ValueError, match=message) as caught:
+        scaled_matmul(a, b, emulate)
+    assert "\n" not in str(caught.value)
+
+
+# The layer
+
+
+@pytest.fixture
+def pair():
+    """A linear layer, its FP8 twin on the same parameters, an input and an output gradient."""
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(64, 64)
+    x = torch.randn(512, 64, generator=generator).relu()
+    grad = torch.randn(512, 64, generator=generator) * 1e-5
+    return linear, Float8Linear.share(linear), x, grad
+
+
+def gradients(layer, x, grad):
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(grad)
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+def test_layer_keeps_the_signal_that_torchao_asks_of_its_own(pair):
+    linear, layer, x, grad = pair
+    y, grad_x, grad_w, grad_b = gradients(layer, x, grad)
+    weight, bias, x64, grad64 = (t.detach().double() for t in (linear.weight, linear.bias, x, grad))
+    assert snr_db(y, x64 @ weight.T + bias) > 18
+    assert snr_db(grad_x, grad64 @ weight) > 17
+    assert snr_db(grad_w, grad64.T @ x64) > 17
+    torch.testing.assert_close(grad_b.double(), grad64.sum(0))
+
+
+def test_layer_is_its_three_matmuls(pair):
+    linear, layer, x, grad = pair
+    y, grad_x, grad_w, _ = gradients(layer, x, grad)
+    x8, w8, g8 = quantize(x).dequantize(), quantize(linear.weight.detach()).dequantize(), quantize(grad, E5M2).dequantize()
+    torch.testing.assert_close(y, x8 @ w8.T + linear.bias.detach())
+    torch.testing.assert_close(grad_x, g8 @ w8, atol=1e-9, rtol=1e-5)
+    torch.testing.assert_close(grad_w, g8.T @ x8, atol=1e-9, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(64,), (5, 64), (4, 8, 64)])
+def test_layer_takes_any_leading_shape(pair, shape):
+    layer = pair[1]
+    x = torch.randn(shape)
+    assert layer(x).shape == shape
+    assert torch.equal(layer(x).reshape(-1, 64), layer(x.reshape(-1, 64)))
+
+
+def test_layer_takes_bfloat16_and_gives_float32(pair):
+    x = pair[2].bfloat16().requires_grad_()
+    y = pair[1](x)
+    y.sum().backward()
+    assert y.dtype == torch.float32 and x.grad.dtype == torch.bfloat16 and pair[1].weight.grad.dtype == torch.float32
+
+
+def test_layer_refuses_a_batch_that_the_weight_gradient_cannot_contract(pair):
+    with pytest.raises(ValueError, match="inner dimension is 12: FP8 kernels need a multiple of 16"):
+        pair[1](torch.ones(12, 64)).sum().backward()
+
+
+# Conversion
+
+
+def test_conversion_reports_by_name():
+    conversion = convert_linears(ActorCritic())
+    assert conversion.converted == ["encoder.2"]
+    assert conversion.left == {
+        "encoder.0": "its 2 inputs are no multiple of 16",
+        "actor": "its 2 outputs are no multiple of 16",
+        "critic": "its 1 outputs are no multiple of 16",
+    }
+
+
+def test_conversion_keeps_parameters_and_names():
+    model = ActorCritic()
+    before = dict(model.named_parameters())
+    convert_linears(model)
+    after = dict(model.named_parameters())
+    assert list(before) == list(after) and all(before[name] is after[name] for name in before)
+    ActorCritic().load_state_dict(model.state_dict())
+
+
+def test_conversion_takes_only_the_layers_named():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    conversion = convert_linears(model, ["1"])
+    assert conversion == (["1"], {"0": "not asked for"}) and type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("name", ["actor", "no.such.layer"])
+def test_conversion_refuses_a_layer_demanded_by_name(name):
+    with pytest.raises(ValueError, match=f"layer '{name}' cannot run in FP8.*choose from encoder.2"):
+        convert_linears(ActorCritic(), [name])
+
+
+# Statistics and bad steps
+
+
+def test_measure_counts_what_was_lost():
+    x = torch.tensor([[500.0, 2.0**-20, 0.0, 1.0]])
+    unscaled = Quantized(cast(x, E4M3), torch.ones(()))
+    numbers = measure(x, unscaled)
+    assert numbers["saturated"] == 1 / 4 and numbers["flushed"] == 1 / 3 and numbers["scale"] == 1
+    assert numbers["snr_db"].item() == pytest.approx(snr_db(unscaled.dequantize(), x), abs=1e-3)
+    assert measure(torch.tensor([[torch.nan, torch.inf, 1.0]]), of_shape(1, 3))["nonfinite"] == 2
+
+
+def test_recorded_names_layer_tensor_and_statistic(pair):
+    model = nn.Sequential(pair[1])
+    with fp8.recorded(model) as statistics:
+        model(pair[2]).backward(pair[3])
+    assert {name.split(".")[2] for name in statistics} == {"input", "weight", "gradient"}
+    assert statistics["fp8.0.gradient.scale"] == quantize(pair[3], E5M2).scale
+    assert pair[1].statistics is None
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_bad_number_skips_the_step_and_is_counted(bad):
+    precision = Precision("fp8")
+    model = precision.prepare(ActorCritic())
+    optimizer = torch.optim.Adam(model.parameters())
+    before = nn.utils.parameters_to_vector(model.parameters())
+    obs = torch.rand(16, 2)
+    obs[3, 1] = bad
+    with fp8.recorded(model) as statistics:
+        logits, values = model(obs)
+        report = precision.step(logits.sum() + values.sum(), optimizer, 0.5)
+    assert report.skipped and torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
+    assert statistics["fp8.encoder.2.input.nonfinite"] > 0
+
+
+def test_a_gradient_that_overflows_is_not_saturated_away(pair):
+    _, layer, x, grad = pair
+    grad = grad.clone()
+    grad[7, 7] = torch.inf
+    _, grad_x, grad_w, _ = gradients(layer, x, grad)
+    assert grad_x.isnan().all() and grad_w.isnan().all()
+
+
+def test_torch_without_the_operator_is_refused_with_the_version_needed(monkeypatch):
+    monkeypatch.delattr(F, "scaled_mm")
+    with pytest.raises(ValueError, match=r"precision is 'fp8' and torch .* has no scaled_mm, torch 2\.11 has: choose from fp32"):
+        Precision("fp8")
+
+
+def test_description_says_emulated_on_the_cpu():
+    precision = Precision("fp8")
+    assert (
+        precision.describe(precision.prepare(ActorCritic()))
+        == "fp8 on cpu, emulated: FP8 in encoder.2, not in encoder.0, actor, critic"
+    )

@@ -1,0 +1,186 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl.losses import DUMMY, TERMINATED, TRUNCATED, Rollout, actor_critic_loss, discounts_of, vtrace
+
+GAMMA = 0.9
+seeds = st.integers(0, 2**32 - 1)
+lengths = st.integers(1, 12)
+lambdas = st.sampled_from([0.0, 0.5, 0.95, 1.0])
+SETTINGS = {"gamma": GAMMA, "lam": 0.95, "value_coef": 0.5, "entropy_coef": 0.01}
+
+
+def random_rollout(seed: int, length: int, batch: int = 3, on_policy: bool = False):
+    """Values float64 [T+1, B], log ratios [T, B] and a rollout whose episodes end at random, each end followed by a dummy row."""
+    rng = np.random.default_rng(seed)
+    flags = np.zeros((length, batch), dtype=np.uint8)
+    for t, b in np.ndindex(length, batch):
+        if t and flags[t - 1, b] & (TERMINATED | TRUNCATED):
+            flags[t, b] = DUMMY
+        else:
+            flags[t, b] = rng.choice([0, TERMINATED, TRUNCATED], p=[0.7, 0.15, 0.15])
+    tensor = lambda *shape: torch.from_numpy(rng.normal(size=shape))  # noqa: E731
+    reward = tensor(length, batch) * torch.from_numpy((flags & DUMMY) == 0)
+    action = torch.from_numpy(rng.integers(2, size=(length, batch)))
+    rollout = Rollout(tensor(length + 1, batch, 2), action, reward, torch.from_numpy(flags), tensor(length, batch) * 0.1 - 0.7)
+    log_ratios = torch.zeros(length, batch).double() if on_policy else tensor(length, batch)
+    return tensor(length + 1, batch), log_ratios, rollout
+
+
+def targets_of(values, log_ratios, rollout, lam):
+    return vtrace(values, rollout.reward, discounts_of(rollout.flags, GAMMA).double(), log_ratios, rollout.valid, lam)
+
+
+def vtrace_as_written(values, log_ratios, rollout, lam):
+    """Espeholt et al. 2018, equation 1, as its double sum: vs_t = V_t + sum_s (prod_i discount_i c_i) delta_s."""
+    T, B = rollout.reward.shape
+    V, r, rho = values.numpy(), rollout.reward.numpy(), np.minimum(1, log_ratios.exp().numpy())
+    flags = rollout.flags.numpy()
+    discount = np.where(flags & TERMINATED, 0.0, GAMMA)
+    vs, advantage = V.copy(), np.zeros((T, B))
+    for b in range(B):
+        for t in range(T):
+            product = 1.0
+            for s in range(t, T):
+                if flags[s, b] & DUMMY:
+                    break
+                vs[t, b] += product * rho[s, b] * (r[s, b] + discount[s, b] * V[s + 1, b] - V[s, b])
+                product *= discount[s, b] * lam * rho[s, b]
+        for t in range(T):
+            if not flags[t, b] & DUMMY:
+                q = lam * vs[t + 1, b] + (1 - lam) * V[t + 1, b]
+                advantage[t, b] = rho[t, b] * (r[t, b] + discount[t, b] * q - V[t, b])
+    return vs[:-1], advantage
+
+
+@given(seeds, lengths, lambdas)
+def test_vtrace_equals_its_slow_twin(seed, length, lam):
+    case = random_rollout(seed, length)
+    ours = targets_of(*case, lam)
+    value, advantage = vtrace_as_written(*case, lam)
+    np.testing.assert_allclose(ours.value.numpy(), value, atol=1e-6)
+    np.testing.assert_allclose(ours.advantage.numpy(), advantage, atol=1e-6)
+    np.testing.assert_allclose(ours.ratio.numpy(), case[1].exp().numpy())
+
+
+@given(seeds, lengths)
+def test_on_policy_with_lambda_1_the_target_is_the_n_step_return(seed, length):
+    values, log_ratios, rollout = random_rollout(seed, length, batch=1, on_policy=True)
+    ours = targets_of(values, log_ratios, rollout, 1.0).value[:, 0]
+    flags = rollout.flags[:, 0].tolist()
+    for start in range(length):
+        if flags[start] & DUMMY:
+            continue
+        total, discount = 0.0, 1.0
+        for t in range(start, length):
+            total += discount * rollout.reward[t, 0].item()
+            discount *= GAMMA
+            if flags[t] or t + 1 == length:  # an end, or the slice's: what comes after is the critic's guess, or nothing
+                total += 0 if flags[t] & TERMINATED else discount * values[t + 1, 0].item()
+                break
+        assert ours[start].item() == pytest.approx(total, abs=1e-6)
+
+
+@given(seeds, lengths, lambdas)
+def test_on_policy_the_advantage_is_gae(seed, length, lam):
+    values, log_ratios, rollout = random_rollout(seed, length, batch=1, on_policy=True)
+    expected, following = [], 0.0
+    for t in reversed(range(length)):
+        flag = int(rollout.flags[t, 0])
+        bootstrap = 0.0 if flag & TERMINATED else GAMMA * values[t + 1, 0].item()
+        delta = rollout.reward[t, 0].item() + bootstrap - values[t, 0].item()
+        following = 0.0 if flag & DUMMY else delta + (0.0 if flag else GAMMA * lam * following)
+        expected.insert(0, following)
+    np.testing.assert_allclose(targets_of(values, log_ratios, rollout, lam).advantage[:, 0], expected, atol=1e-6)
+
+
+@given(seeds, st.integers(4, 12), lambdas)
+def test_nothing_leaks_across_an_end(seed, length, lam):
+    values, log_ratios, rollout = random_rollout(seed, length, batch=1)
+    ends = [t for t in range(length) if rollout.flags[t, 0] & (TERMINATED | TRUNCATED)]
+    for end in ends:
+        other_values, reward, other_ratios = values.clone(), rollout.reward.clone(), log_ratios.clone()
+        other_values[end + 2 :] += 100  # row end + 1 is the final observation, which a truncation may look at
+        reward[end + 1 :] += 100
+        other_ratios[end + 1 :] += 1
+        other = targets_of(other_values, other_ratios, rollout._replace(reward=reward), lam)
+        ours = targets_of(values, log_ratios, rollout, lam)
+        assert torch.equal(ours.value[: end + 1], other.value[: end + 1])
+        assert torch.equal(ours.advantage[: end + 1], other.advantage[: end + 1])
+
+
+@pytest.mark.parametrize(
+    "flag, bootstrap, expected", [(0, True, 5.5), (TRUNCATED, True, 5.5), (TRUNCATED, False, 1), (TERMINATED, True, 1)]
+)
+def test_truncation_bootstraps_and_termination_does_not(flag, bootstrap, expected):
+    flags = torch.tensor([[flag]], dtype=torch.uint8)
+    discounts = discounts_of(flags, GAMMA, bootstrap_truncation=bootstrap)
+    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
+    targets = vtrace(torch.tensor([[0.0], [5.0]]), one, discounts, zero, one.bool())
+    assert targets.value.item() == pytest.approx(expected)
+
+
+@given(seeds, lambdas)
+def test_one_row_is_td_0_with_the_ratio_clipped_at_1(seed, lam):
+    values, log_ratios, rollout = random_rollout(seed, 1)
+    delta = rollout.reward + discounts_of(rollout.flags, GAMMA) * values[1:] - values[:-1]
+    expected = log_ratios.exp().clamp(max=1) * delta
+    torch.testing.assert_close(targets_of(values, log_ratios, rollout, lam).advantage, expected, atol=1e-6, rtol=0)
+
+
+def loss_of(logits, values, rollout, **changes):
+    return actor_critic_loss(logits, values, rollout, **{**SETTINGS, **changes})
+
+
+@given(seeds, lengths, st.booleans(), st.booleans())
+def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, normalize):
+    values, _, rollout = random_rollout(seed, length)
+    logits = torch.randn(length + 1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    values.requires_grad_()
+    loss, _ = loss_of(logits, values, rollout, correct=correct, normalize_advantage=normalize)
+    ours = torch.autograd.grad(loss, (logits, values))
+
+    log_policy = logits.log_softmax(-1)
+    rows = [(t, b) for t in range(length) for b in range(3) if rollout.valid[t, b]]
+    logp = torch.stack([log_policy[t, b, rollout.action[t, b]] for t, b in rows])
+    all_logp = log_policy[:-1].gather(-1, rollout.action[..., None])[..., 0].detach()
+    log_ratios = all_logp - rollout.behavior_logp if correct else torch.zeros_like(all_logp)
+    target, advantage = (torch.from_numpy(x) for x in vtrace_as_written(values.detach(), log_ratios, rollout, 0.95))
+    advantage = torch.stack([advantage[row] for row in rows])
+    if normalize:
+        advantage = advantage / (advantage.std(correction=0) + 1e-8)
+    policy_loss = -(logp * advantage).mean()
+    value_loss = 0.5 * torch.stack([(values[row] - target[row]) ** 2 for row in rows]).mean()
+    entropy = -torch.stack([(log_policy[row].exp() * log_policy[row]).sum() for row in rows]).mean()
+    expected = policy_loss + 0.5 * value_loss - 0.01 * entropy
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    for a, b in zip(ours, torch.autograd.grad(expected, (logits, values)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_effective_sample_size_is_1_on_policy_and_falls_with_skew():
+    _, _, rollout = random_rollout(0, 8)
+    logits, values = torch.zeros(9, 3, 2), torch.zeros(9, 3)
+    on_policy = rollout._replace(behavior_logp=torch.full((8, 3), -np.log(2)))
+    assert loss_of(logits, values, on_policy)[1]["ess"].item() == pytest.approx(1, abs=1e-6)
+    skewed = on_policy.behavior_logp.clone()
+    row = tuple(rollout.valid.nonzero()[0].tolist())
+    skewed[row] = -20.0  # one row outweighs all others
+    stats = loss_of(logits, values, rollout._replace(behavior_logp=skewed))[1]
+    assert stats["ess"].item() == pytest.approx(1 / rollout.valid.sum().item(), rel=1e-3)
+
+
+def test_dummy_rows_touch_neither_loss_nor_statistics():
+    values, _, rollout = random_rollout(3, 10)
+    assert not rollout.valid.all()
+    logits = torch.randn(11, 3, 2, dtype=torch.float64)
+    changed = rollout._replace(
+        action=torch.where(rollout.valid, rollout.action, 1 - rollout.action),
+        behavior_logp=torch.where(rollout.valid, rollout.behavior_logp, -50.0),
+        reward=torch.where(rollout.valid, rollout.reward, 1e6),
+    )
+    (loss, stats), (other, other_stats) = loss_of(logits, values, rollout), loss_of(logits, values, changed)
+    assert loss == other and stats == other_stats

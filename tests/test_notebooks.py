@@ -1,0 +1,89 @@
+"""The form of the notebooks; nbmake runs their content."""
+
+import ast
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MAIN = "fp8_actor_critic"
+
+
+def source(cell) -> str:
+    return "".join(cell["source"])
+
+
+def lines(cell) -> int:
+    return sum(bool(line.strip()) for line in source(cell).splitlines())
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def notebook(path):
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def code(notebook):
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_main_notebook_is_there():
+    assert MAIN in [path.stem for path in NOTEBOOKS]
+
+
+def test_kernel_is_python3(notebook):
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+
+
+def test_cells_are_many_and_short(path, code):
+    assert (15 if path.stem == MAIN else 10) <= len(code) <= 30
+    lengths = [lines(cell) for cell in code]
+    assert statistics.median(lengths) <= 6 and max(lengths) <= 25
+
+
+def test_prose_comes_at_least_every_third_cell(notebook):
+    kinds = "".join(cell["cell_type"][0] for cell in notebook["cells"])
+    assert kinds.startswith("m") and "ccc" not in kinds
+
+
+def test_parameters_are_literals_near_the_top(notebook):
+    tagged = [i for i, cell in enumerate(notebook["cells"]) if "parameters" in cell["metadata"].get("tags", [])]
+    assert len(tagged) == 1 and tagged[0] < 5
+    for statement in ast.parse(source(notebook["cells"][tagged[0]])).body:
+        assert isinstance(statement, ast.Assign)
+        ast.literal_eval(statement.value)
+
+
+def test_outputs_are_those_of_one_full_run(path, code):
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert path.stat().st_size < 1_000_000
+
+
+def test_outputs_name_no_private_folder(code):
+    text = json.dumps(
+        [
+            [{**o, "data": {k: v for k, v in o.get("data", {}).items() if "image" not in k}} for o in cell["outputs"]]
+            for cell in code
+        ]
+    )
+    assert not re.search(r"/home/|/root/|/Users/|[A-Z]:\\\\", text)
+
+
+def test_readme_tables_are_the_committed_results():
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"<!-- (\S+\.md) -->\n(.*?)<!-- end -->", readme, flags=re.DOTALL)
+    assert blocks
+    for name, block in blocks:
+        assert block == (ROOT / name).read_text(), name

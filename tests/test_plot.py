@@ -1,0 +1,65 @@
+import io
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from fp8rl import plot
+from fp8rl.env import bang_bang
+
+STEPS = np.arange(1, 31) * 512
+
+
+@pytest.fixture
+def ax():
+    return Figure().add_subplot()
+
+
+def legend(ax) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_learning_curves_show_the_iqm_and_the_references(ax, seeds):
+    returns = np.random.default_rng(0).uniform(0, 200, (seeds, 30))
+    plot.learning_curves(ax, {"a": (STEPS, returns if seeds > 1 else returns[0]), "b": (STEPS, returns)})
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), np.sort(returns, 0)[seeds // 4 : seeds - seeds // 4].mean(0))
+    assert legend(ax) == ["a", "b"] and ax.get_xlabel() == "environment steps" and "return" in ax.get_ylabel()
+    assert [text.get_text() for text in ax.texts] == list(plot.REFERENCES)
+
+
+def test_series_shows_the_sliding_mean_over_seeds(ax):
+    values = np.random.default_rng(0).normal(size=(3, 30))
+    plot.series(ax, {"a": (STEPS, values)}, "nats", window=5)
+    line = ax.lines[0]
+    assert line.get_xdata()[0] == STEPS[4]
+    np.testing.assert_allclose(line.get_ydata()[[0, -1]], [values[:, :5].mean(), values[:, -5:].mean()])
+
+
+def test_intervals_have_a_row_a_name(ax):
+    plot.intervals(ax, {"a": np.arange(8.0), "b": np.arange(8.0) + 3}, "return of 200")
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"] and ax.get_xlabel() == "return of 200"
+    assert ax.yaxis_inverted()  # the first name on top
+
+
+def test_scaler_life_marks_the_skipped_steps(ax):
+    plot.scaler_life(ax, np.arange(1, 5), np.array([4.0, 2, 2, 4]), np.array([False, True, False, False]))
+    assert ax.lines[1].get_xdata().tolist() == [2] and ax.get_yscale() == "log" and "step skipped" in legend(ax)
+
+
+def test_number_line_leaves_out_what_is_not_finite(ax):
+    plot.number_line(ax, {"a": np.array([-1, 0, 1, np.inf, np.nan])})
+    assert ax.lines[0].get_xdata().tolist() == [-1, 0, 1]
+
+
+def test_policy_map_has_a_labelled_scale(ax):
+    plot.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.linspace(0, 1, 15).reshape(3, 5))
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("position", "velocity")
+    assert ax.figure.axes[1].get_ylabel() == "probability of a push to the right"
+
+
+@pytest.mark.parametrize("policy, frames", [(bang_bang, 12), (lambda obs: 1, 8)])
+def test_film_ends_with_the_episode(policy, frames):
+    film = Image.open(io.BytesIO(plot.film(policy, start_noise=0.0, steps=12)))
+    assert film.format == "GIF" and film.n_frames == frames and film.size == (480, 240)

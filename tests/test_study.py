@@ -1,0 +1,77 @@
+import csv
+
+import numpy as np
+import pytest
+
+from fp8rl import study
+from fp8rl.train import Config, History, train
+
+TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2}
+
+
+def history_of(returns, seed=0, **config) -> History:
+    rows = [{"steps": 512.0 * (i + 1), "eval_return": value, "seconds": 0.5 * (i + 1)} for i, value in enumerate(returns)]
+    return History(Config(seed=seed, **config), None, rows)
+
+
+def result(arm, seed, final):
+    return {"arm": arm, "seed": seed, "final_return": final, "first_step_at_195": 512, "seconds_to_195": 0.1}
+
+
+def test_summary_by_hand():
+    row = study.summarize(history_of([np.nan, 100, np.nan, 196, 190], seed=4, collect_precision="fp8"))
+    assert row == {
+        "arm": "fp32",
+        "precision": "fp32",
+        "collect_precision": "fp8",
+        "seed": 4,
+        "final_return": 190,
+        "area": pytest.approx((100 + 196 + 190) / 3),
+        "first_step_at_195": 2048,
+        "seconds_to_195": 2.0,
+        "train_seconds": 2.5,
+    }
+    assert np.isnan(study.summarize(history_of([100]))["first_step_at_195"])
+
+
+def test_stack_leaves_out_rows_without_a_value():
+    steps, values = study.stack([history_of([np.nan, 1, 2]), history_of([np.nan, 3, 4])], "eval_return")
+    assert steps.tolist() == [1024, 1536] and values.tolist() == [[1, 2], [3, 4]]
+
+
+def test_table_pairs_by_seed_and_judges():
+    results = [result("a", seed, 196 + seed) for seed in range(3)]
+    results += [result("b", seed, 195 + seed) for seed in (2, 0, 1)]  # in any order: always one less
+    results += [result("c", seed, 194.9 + seed) for seed in range(3)]  # its lowest seed is below 195
+    results += [result("d", seed, 199) for seed in range(3)]  # 2 above in the middle, up to 3 in a resample
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in study.table(results, ["a", "b", "c", "d"]).splitlines()[2:]
+    ]
+    assert [row[0] for row in rows] == ["a", "b", "c", "d"] and [row[5] for row in rows] == ["pass", "pass", "fail", "fail"]
+    assert rows[0][1].startswith("197.00 [196.00, 198.00]") and rows[0][2:5] == ["196.00", "3 of 3", ""]
+    assert rows[1][4] == "-1.00 [-1.00, -1.00]" and rows[3][4] == "+2.00 [+1.00, +3.00]"
+    assert rows[2][2:4] == ["194.90", "2 of 3"]
+
+
+def test_results_are_ordered_and_complete(tmp_path):
+    rows = [study.summarize(history_of([100], seed=seed, precision=name)) for seed in (1, 0) for name in ("fp32", "bf16")]
+    study.write_results(tmp_path / "results.csv", rows)
+    with (tmp_path / "results.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert [(row["precision"], row["seed"]) for row in read] == [("bf16", "0"), ("bf16", "1"), ("fp32", "0"), ("fp32", "1")]
+    assert list(read[0]) == study.FIELDS
+
+
+def test_processes_give_the_numbers_of_this_one():
+    configs = [Config(seed=seed, **TINY) for seed in range(2)]
+    histories = {h.config: h for h in study.run_all(configs, workers=2, progress=False)}
+    for config in configs:
+        ours = train(config, progress=False)
+        assert histories[config].column("eval_return").tolist() == ours.column("eval_return").tolist()
+        assert histories[config].column("loss").tolist() == ours.column("loss").tolist()
+
+
+def test_the_control_without_scales_is_not_the_real_thing():
+    config = Config(precision="fp8", **TINY)
+    broken, real = study.run_unscaled(config).column("loss"), study.run(config).column("loss")
+    assert broken[0] != real[0] and np.array_equal(study.run(config).column("loss"), real)  # and it leaves no trace

@@ -1,0 +1,213 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl import train as train_module
+from fp8rl.env import BatchedEnv, dynamics
+from fp8rl.losses import DUMMY, TERMINATED, TRUNCATED, Rollout
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.train import Config, collect, episode_returns, iterate, train, update
+
+SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5}
+
+
+def numbers(history) -> np.ndarray:
+    return np.array([[value for name, value in row.items() if name != "seconds"] for row in history.rows])
+
+
+def weights(history) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(history.model.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
+def test_same_config_same_numbers_bit_for_bit(precision):
+    config = Config(precision=precision, seed=7, **SHORT)
+    state = torch.get_rng_state()
+    first = train(config, progress=False)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's generator is not ours
+    torch.rand(3)
+    again = train(config, progress=False)
+    np.testing.assert_array_equal(numbers(first), numbers(again))
+    assert torch.equal(weights(first), weights(again))
+    other = train(dataclasses.replace(config, seed=8), progress=False)
+    assert not torch.equal(weights(first), weights(other))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_learns_to_stay_at_the_origin(precision):
+    history = train(Config(steps=20_480, precision=precision), progress=False)
+    assert history.final_return >= 195
+    assert history.first_step_at(195) <= 20_480 and math.isnan(history.first_step_at(201))
+
+
+def test_a_rollout_is_what_happened():
+    precision, generator = Precision("fp32"), torch.Generator().manual_seed(0)
+    model, env = ActorCritic(), BatchedEnv(4, 0.5, generator=generator)
+    rollout = collect(model, env, 50, precision, generator)
+    assert torch.equal(rollout.obs[-1], env.obs)
+    dummy = (rollout.flags & DUMMY) != 0
+    ended = (rollout.flags & (TERMINATED | TRUNCATED)) != 0
+    assert ended.any() and torch.equal(dummy[1:], ended[:-1]) and not dummy[0].any()
+    assert (rollout.reward[dummy] == 0).all()
+    torch.testing.assert_close(dynamics(rollout.obs[:-1], rollout.action)[~dummy], rollout.obs[1:][~dummy])
+    assert (rollout.obs[1:][dummy].abs() <= 0.5).all()  # what follows a dummy row is a start
+    with torch.no_grad():
+        logits, _ = model(rollout.obs[:-1])
+    expected = torch.distributions.Categorical(logits=logits).log_prob(rollout.action)
+    torch.testing.assert_close(rollout.behavior_logp, expected)
+
+
+def test_actions_follow_the_policy():
+    model = ActorCritic()
+    with torch.no_grad():
+        model.actor.weight.zero_()
+        model.actor.bias.copy_(torch.tensor([0.0, 1.0]))
+    generator = torch.Generator().manual_seed(0)
+    rollout = collect(model, BatchedEnv(100, generator=generator), 100, Precision("fp32"), generator)
+    share, expected = rollout.action.float().mean().item(), torch.tensor(1.0).sigmoid().item()
+    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 10_000)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", ["obs", "reward"])
+def test_an_environment_that_breaks_is_named(which, bad):
+    class Broken(BatchedEnv):
+        def step(self, action):
+            obs, reward, *ends = super().step(action)
+            (obs if which == "obs" else reward)[0] = bad
+            return obs, reward, *ends
+
+    with pytest.raises(ValueError, match=f"{which} from the environment is not finite"):
+        collect(ActorCritic(), Broken(2), 3, Precision("fp32"), torch.Generator())
+
+
+def test_repeated_updates_lower_the_loss_of_a_batch():
+    generator = torch.Generator().manual_seed(0)
+    model, precision, config = ActorCritic(), Precision("fp32"), Config()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    batch = collect(model, BatchedEnv(16, 0.5, generator=generator), 32, precision, generator)
+    losses = [update(model, optimizer, precision, batch, config)["value_loss"].item() for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("fp8", "fp32"), ("bf16", "fp16")])
+@pytest.mark.parametrize("importance", ["behavior", "learner"])
+def test_stored_log_probabilities_are_those_of_the_policy_named(learner, actor, importance, monkeypatch):
+    seen = []
+    monkeypatch.setattr(train_module.ReplayBuffer, "append", lambda ring, rollout: seen.append(rollout))
+    monkeypatch.setattr(train_module.ReplayBuffer, "sample", lambda *args: seen[-1])
+    config = Config(precision=learner, collect_precision=actor, importance=importance, steps=512, eval_episodes=1)
+    next(iterate(config))
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        base = ActorCritic()
+    for name in (learner, actor):
+        precision = Precision(name)
+        logp = train_module._logp(precision.prepare(train_module._share(base)), precision, seen[0])
+        ours = name == (actor if importance == "behavior" else learner)
+        assert torch.allclose(logp, seen[0].behavior_logp, atol=1e-7, rtol=1e-6) == ours
+
+
+def test_shared_copies_follow_the_original():
+    base = ActorCritic()
+    copy = train_module._share(base)
+    Precision("fp8").prepare(copy)
+    with torch.no_grad():
+        base.encoder[2].weight.add_(1)
+    assert copy.encoder[2].weight is base.encoder[2].weight and type(copy.encoder[2]) is not type(base.encoder[2])
+
+
+@given(seed=st.integers(0, 1000), parts=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
+    rng = np.random.default_rng(seed)
+    reward, flags = rng.normal(size=(sum(parts), 2)), rng.choice([0, 0, TERMINATED, TRUNCATED], size=(sum(parts), 2))
+    expected, totals = [], [0.0, 0.0]
+    for t, b in np.ndindex(*reward.shape):
+        totals[b] += reward[t, b]
+        if flags[t, b]:
+            expected.append(totals[b])
+            totals[b] = 0.0
+    ours, carried, start = [], np.zeros(2), 0
+    for length in parts:
+        rows = slice(start, start := start + length)
+        rollout = Rollout(None, None, torch.from_numpy(reward[rows]), torch.from_numpy(flags[rows]), None)
+        finished, carried = episode_returns(rollout, carried)
+        ours.extend(finished)
+    np.testing.assert_allclose(ours, expected)
+    np.testing.assert_allclose(carried, totals)
+
+
+def test_evaluations_come_when_asked():
+    history = train(Config(steps=4_096, eval_every=1_500, eval_episodes=2), progress=False)
+    assert history.evaluations()[0].tolist() == [1_536, 3_072, 4_096]
+    assert train(Config(steps=1_024, eval_every=0, eval_episodes=2), progress=False).evaluations()[0].tolist() == [1_024]
+
+
+def test_learning_rate_falls_to_the_last_step_or_stays():
+    rates = train(Config(**SHORT), progress=False).column("learning_rate")
+    np.testing.assert_allclose(rates, 1e-3 * np.array([1, 0.75, 0.5, 0.25]))
+    assert set(train(Config(**SHORT, anneal=False), progress=False).column("learning_rate")) == {1e-3}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gradient_that_is_not_finite_stops_a_run_without_a_scaler(precision):
+    with pytest.raises(FloatingPointError, match=f"gradient not finite at step 512 in {precision}: lower learning_rate"):
+        train(Config(precision=precision, steps=512, reward_scale=1e38), progress=False)
+
+
+def test_published_is_the_published_loop():
+    config = Config.published(seed=3)
+    assert (config.num_envs, config.rollout_length, config.slice_length, config.batch_size) == (1, 128, 1, 64)
+    assert (config.fresh_updates, config.replay_updates, config.importance, config.entropy_coef) == (0, 1, "none", 0)
+    assert not config.bootstrap_truncation and config.seed == 3
+    assert len(train(dataclasses.replace(config, steps=512, eval_episodes=2), progress=False).rows) == 4
+
+
+@pytest.mark.parametrize(
+    "field, value, mend",
+    [
+        *(
+            (name, 0, "give at least")
+            for name in ("steps", "num_envs", "rollout_length", "capacity", "slice_length", "batch_size")
+        ),
+        ("steps", 511, "512 steps"),
+        ("eval_episodes", -1, "at least 1"),
+        ("seed", -1, "0 or more"),
+        ("learning_rate", 0.0, "positive"),
+        ("learning_rate", math.nan, "positive"),
+        ("gamma", 1.1, "from 0 to 1"),
+        ("lam", math.nan, "from 0 to 1"),
+        ("start_noise", -0.1, "from 0 to 1"),
+        ("capacity", 500, "at least 528, 33 rows of 16"),
+        ("batch_size", 500, "multiple of slice_length, 32"),
+        ("fresh_updates", 2, "0 or 1"),
+        ("precision", "fp7", "choose from fp32"),
+        ("collect_precision", "tf32", "choose from fp32"),
+        ("importance", "maybe", "behavior, learner or none"),
+        ("device", "cuda:99", "choose from cpu"),
+        ("device", "gpu", "choose from cpu"),
+    ],
+)
+def test_bad_fields_are_named_with_the_mend_in_one_line(field, value, mend):
+    with pytest.raises(ValueError, match=mend) as caught:
+        Config(**{field: value})
+    message = str(caught.value)
+    assert "\n" not in message and message.split(" is ")[0] in (field, "precision") and str(value) in message
+
+
+def test_fields_that_fit_only_together():
+    with pytest.raises(ValueError, match="replay_updates is 0: give at least 1 without fresh_updates"):
+        Config(fresh_updates=0, replay_updates=0)
+    with pytest.raises(ValueError, match="num_envs is 10: give a multiple of 16 for fp8"):
+        Config(num_envs=10, precision="fp8")
+    with pytest.raises(ValueError, match="batch_size is 320: give a multiple of 16 slices for fp8"):
+        Config(batch_size=320, precision="fp8")
+    Config(num_envs=10, batch_size=320, collect_precision="fp8")  # acting takes no weight gradient
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().seed = 1
