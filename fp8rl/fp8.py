@@ -116,7 +116,7 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     """
     _check_rules(a, b)
     if emulate is None:
-        emulate = not has_kernel(a.data.device)
+        emulate = not has_kernel(a.data.device, rowwise=a.scale.ndim > 0)
     if emulate:
         # Row-major, as the CPU's kernel lays the second matrix out, so that both add in the same order, bit for bit.
         return (a.data.float() @ b.data.float().contiguous()) * (a.scale * b.scale)
@@ -132,11 +132,13 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     )
 
 
-def has_kernel(device: torch.device | str) -> bool:
-    """Whether torch multiplies float8 matrices on this device: CUDA of compute capability 8.9 up, or the CPU from torch 2.13."""
+def has_kernel(device: torch.device | str, rowwise: bool = False) -> bool:
+    """Whether torch multiplies float8 matrices on this device with float32 results: CUDA of compute capability 8.9 up (with
+    rowwise scales 9.0 alone: others give bfloat16 then), or the CPU from torch 2.13."""
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 9)
+        capability = torch.cuda.get_device_capability(device)
+        return capability == (9, 0) if rowwise else capability >= (8, 9)
     return device.type == "cpu" and torch.__version__ >= "2.13"
 
 
