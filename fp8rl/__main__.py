@@ -1,6 +1,6 @@
 """The command line: python -m fp8rl train | eval | study | bench. Each takes --help.
 
-Refusals (a bad value, a folder in use, a file that is not there) are one line on stderr and exit code 2.
+What is refused (a bad value, a folder in use, a file that is not there) is said in one line on stderr, with exit code 2.
 """
 
 import csv
@@ -12,13 +12,15 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import tyro
-from matplotlib.figure import Figure
 
 from . import bench, checkpoint, plot, study
 from .evaluate import evaluate
 from .precision import Precision
 from .train import Config, History, iterate
+
+OUTPUTS = ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png", "results.csv", "table.md", "curves.png")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,8 @@ def claim(out: Path, overwrite: bool) -> None:
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise FileExistsError(f"out is {out}, which holds another run: name a new folder, or add --overwrite to replace it")
     out.mkdir(parents=True, exist_ok=True)
+    for name in OUTPUTS:  # so that a run which fails is not mistaken for the one it replaced
+        (out / name).unlink(missing_ok=True)
 
 
 def train(fields: tyro.conf.OmitArgPrefixes[Fields], out: Path, overwrite: bool = False) -> None:
@@ -62,7 +66,7 @@ def train(fields: tyro.conf.OmitArgPrefixes[Fields], out: Path, overwrite: bool 
             writer.writerow(row)
             file.flush()
     checkpoint.save(out / "checkpoint.pt", history)
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = plot.Figure(figsize=(7, 4), layout="constrained")
     steps, returns = history.evaluations()
     plot.learning_curves(figure.add_subplot(title=f"seed {config.seed}"), {config.precision: (steps, returns)})
     figure.savefig(out / "reward_curve.png", dpi=120)
@@ -76,9 +80,10 @@ def evaluate_run(
     greedy: bool = True,
     start_noise: float = 0.05,
     seed: int = 0,
+    precision: str | None = None,
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
-    """Evaluate a trained agent on the CPU, in the precision it was trained in.
+    """Evaluate a trained agent on the CPU.
 
     Args:
         run: folder that `train` wrote.
@@ -86,13 +91,17 @@ def evaluate_run(
         greedy: take the likeliest action; --no-greedy samples.
         start_noise: half-width of the range that episodes start in.
         seed: of the starts.
+        precision: what to compute in, if not what it was trained in.
         json_output: print one JSON object.
     """
     if episodes < 1:
         raise ValueError(f"episodes is {episodes}: give at least 1")
-    model, config = checkpoint.load(run / "checkpoint.pt")
-    precision = Precision(config.precision)
-    returns = evaluate(precision.prepare(model), episodes, greedy, start_noise, seed, precision)
+    if not 0 <= seed < 2**62:
+        raise ValueError(f"seed is {seed}: give a number from 0 to 2**62 - 1")
+    changes = {"precision": precision, "collect_precision": None} if precision else {}
+    model, config = checkpoint.load(run / "checkpoint.pt", **changes)
+    computes = Precision(config.precision)
+    returns = evaluate(computes.prepare(model), episodes, greedy, start_noise, seed, computes)
     result = {
         "mean_return": float(returns.mean()),
         "std_return": float(returns.std()),
@@ -158,7 +167,7 @@ def compare(
     command = f"python -m fp8rl {shlex.join(sys.argv[1:])}"
     text = f"{study.table(results, list(histories))}\n`{command}` on {study.hardware()}.\n"
     (out / "table.md").write_text(text)
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = plot.Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     plot.learning_curves(left, {arm: study.stack(histories[arm], "eval_return") for arm in arms})
     left.set_title(f"interquartile mean and range of {seeds} seeds", fontsize=9)
@@ -183,6 +192,7 @@ def measure(what: tyro.conf.Positional[Literal["fp8"]], out: Path = Path("benchm
 
 def main() -> None:
     """Runs the command line."""
+    torch.set_num_threads(1)  # the network is too small to share, and so a run's numbers do not depend on the cores
     commands = {"train": train, "eval": evaluate_run, "study": compare, "bench": measure}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="python -m fp8rl", description=__doc__)

@@ -83,6 +83,9 @@ def bench_fp8(out: Path, widths=WIDTHS, batches=BATCHES) -> Path | None:
         print("bench fp8 skipped: it needs a CUDA device of compute capability 8.9 or higher, and there is none here")
         return None
     name = torch.cuda.get_device_name()
+    path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
+    if path.exists():
+        raise FileExistsError(f"out holds {path.name} already: name another folder or move it away")
     result = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
     result |= {"seconds": {}, "break_even_width": {}}
     for batch in batches:
@@ -90,7 +93,6 @@ def bench_fp8(out: Path, widths=WIDTHS, batches=BATCHES) -> Path | None:
         result["seconds"][batch] = times
         result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:-1]}
         print(f"batch {batch}: fp8 is faster from width", result["break_even_width"][batch], flush=True)
-    path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path

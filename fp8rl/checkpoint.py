@@ -28,12 +28,16 @@ def save(path: str | Path, history: History) -> None:
     os.replace(temporary, path)
 
 
-def load(path: str | Path) -> tuple[ActorCritic, Config]:
+def load(path: str | Path, **changes) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint onto the CPU, with torch's `weights_only=True`.
+
+    Args:
+        path: the file.
+        changes: fields of the config to replace, as the precision where this machine cannot run the trained one.
 
     Raises:
         FileNotFoundError: nothing at `path`.
-        ValueError: not a checkpoint of this package, or of another architecture.
+        ValueError: not a checkpoint of this package, of another architecture, or of a precision that cannot run here.
     """
     path = Path(path)
     if not path.is_file():
@@ -46,8 +50,10 @@ def load(path: str | Path) -> tuple[ActorCritic, Config]:
         raise ValueError(f"checkpoint {path} is not of format {FORMAT}: it was made by another program or version")
     model = ActorCritic()
     try:
-        config = Config(**{**content["config"], "device": "cpu"})
+        config = Config(**{**content["config"], "device": "cpu", **changes})
         model.load_state_dict(content["model"])
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's config or network: train again") from error
     return model, config

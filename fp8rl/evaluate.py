@@ -52,7 +52,7 @@ def evaluate(
         (the rest as in `play`)
     """
     precision = precision or Precision("fp32")
-    generator = torch.Generator(precision.device).manual_seed(seed)
+    generator = torch.Generator(precision.device).manual_seed(seed + 2**32)  # another stream than the starts'
 
     def policy(obs):
         with precision.autocast():

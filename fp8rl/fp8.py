@@ -117,19 +117,20 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     _check_rules(a, b)
     if emulate is None:
         emulate = not has_kernel(a.data.device, rowwise=a.scale.ndim > 0)
-    if emulate:
-        # Row-major, as the CPU's kernel lays the second matrix out, so that both add in the same order, bit for bit.
-        return (a.data.float() @ b.data.float().contiguous()) * (a.scale * b.scale)
-    row, tensor = F.ScalingType.RowWise, F.ScalingType.TensorWise
-    return F.scaled_mm(
-        a.data,
-        b.data,
-        a.scale,
-        row if a.scale.ndim else tensor,
-        b.scale,
-        row if b.scale.ndim else tensor,
-        output_dtype=torch.float32,
-    )
+    with torch.autocast(a.data.device.type, enabled=False):  # or a surrounding bfloat16 region would round the result
+        if emulate:
+            # Row-major, as the CPU's kernel lays the second matrix out, so that both add in the same order, bit for bit.
+            return (a.data.float() @ b.data.float().contiguous()) * (a.scale * b.scale)
+        row, tensor = F.ScalingType.RowWise, F.ScalingType.TensorWise
+        return F.scaled_mm(
+            a.data,
+            b.data,
+            a.scale,
+            row if a.scale.ndim else tensor,
+            b.scale,
+            row if b.scale.ndim else tensor,
+            output_dtype=torch.float32,
+        )
 
 
 def has_kernel(device: torch.device | str, rowwise: bool = False) -> bool:

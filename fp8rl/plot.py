@@ -26,7 +26,7 @@ STYLES = [
         strict=True,
     )
 ]
-REFERENCES = {"bang-bang 199": 199.0, "random 18.7": 18.7, "constant 6.2": 6.2}
+REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
 
 
 def env_frame(state: np.ndarray, steps: int) -> np.ndarray:

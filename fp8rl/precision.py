@@ -85,10 +85,17 @@ class Precision:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Moves the model to the device and, for FP8, swaps its eligible linear layers in place. Parameters stay float32 and
-        keep their names."""
+        keep their names.
+
+        Raises:
+            ValueError: FP8 was asked for and no layer qualifies.
+        """
         model = model.to(self.device)
         if self.is_fp8:
-            fp8.convert_linears(model)
+            conversion = fp8.convert_linears(model)
+            if not conversion.converted:
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in conversion.left.items())
+                raise ValueError(f"precision is {self.name!r} and no layer can run in FP8 ({reasons}): widen one or choose bf16")
         return model
 
     def describe(self, model: nn.Module) -> str:

@@ -55,6 +55,8 @@ def run_all(
         progress: show a bar.
         run: what each process does with a config.
     """
+    if not configs:
+        return
     # Spawned, not forked: a fork of a process that has used torch's threads can hang.
     context = multiprocessing.get_context("spawn")
     workers = min(workers or os.cpu_count() or 1, len(configs))

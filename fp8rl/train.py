@@ -26,7 +26,8 @@ from .replay import ReplayBuffer
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that determines a run. The same Config on the same machine gives the same numbers, bit for bit on a CPU.
+    """Everything that determines a run. The same Config on the same machine gives the same numbers, bit for bit on a CPU with
+    the same number of torch threads.
 
     Raises:
         ValueError: a field out of range, with the field's name and what to give instead.
@@ -96,6 +97,7 @@ class Config:
             self._require(name, getattr(self, name) >= 1, "give at least 1")
         for name in ("replay_updates", "eval_every", "entropy_coef", "value_coef", "seed"):
             self._require(name, getattr(self, name) >= 0, "give 0 or more")
+        self._require("seed", self.seed < 2**63, "give less than 2**63")
         for name in ("learning_rate", "max_grad_norm", "reward_scale"):
             self._require(name, 0 < getattr(self, name) < math.inf, "give a positive number")
         for name in ("gamma", "lam", "start_noise"):
@@ -104,7 +106,10 @@ class Config:
         self._require("replay_updates", self.fresh_updates + self.replay_updates > 0, "give at least 1 without fresh_updates")
         divides = self.batch_size % self.slice_length == 0
         self._require("batch_size", divides, f"give a multiple of slice_length, {self.slice_length}")
-        rows = max(self.slice_length, self.rollout_length) + 1  # the ring's open row is the one more
+        # The first iteration replays what it has just collected.
+        replays = self.slice_length <= self.rollout_length or not self.replay_updates
+        self._require("slice_length", replays, f"give at most rollout_length, {self.rollout_length}")
+        rows = self.rollout_length + 1  # the ring's open row is the one more
         enough = f"give at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
         self._require("capacity", self.rows >= rows, enough)
         self._require("steps", self.iterations >= 1, f"give at least one iteration, {self.steps_per_iteration} steps")
@@ -166,14 +171,16 @@ class Config:
 
 
 def torch_device(name: str) -> torch.device:
-    """A torch.device that exists, or a ValueError that says which do."""
+    """A CPU or CUDA device that exists, or a ValueError that says which do."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        raise ValueError(f"device is {name!r} and torch cannot use it here: choose from {', '.join(['cpu', *cuda])}") from error
-    return device
+        if device.type in ("cpu", "cuda"):
+            return device
+    except (RuntimeError, AssertionError):
+        pass  # torch knows no such device, or was built without it
+    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    raise ValueError(f"device is {name!r} and torch cannot use it here: choose from {', '.join(devices)}")
 
 
 @dataclass
@@ -278,7 +285,8 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
         progress: show a bar with the return, steps per second and the loss scale.
 
     Raises:
-        FloatingPointError: a gradient was not finite in a precision that has no loss scaler to skip it.
+        FloatingPointError: a gradient was not finite in a precision that has no loss scaler to skip it, or in every update of
+            20 iterations in one that has.
     """
     device = torch_device(config.device)
     precision = Precision(config.precision, device)
@@ -295,6 +303,7 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
     slices = config.batch_size // config.slice_length
     history = History(config, model)
     open_returns = np.zeros(config.num_envs)
+    stuck = 0  # iterations in a row without a single finite gradient
     bar = tqdm(range(config.iterations), unit="iteration", disable=not progress)
 
     for iteration in bar:
@@ -322,7 +331,8 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
             **fp8_statistics,
         }
         row["seconds"] += time.perf_counter() - began
-        if row["nonfinite"] and not precision.scaler.is_enabled():
+        stuck = stuck + 1 if row["nonfinite"] == len(stats) else 0
+        if stuck == 20 or (row["nonfinite"] and not precision.scaler.is_enabled()):
             raise FloatingPointError(f"gradient not finite at step {row['steps']} in {config.precision}: lower learning_rate")
         if config.evaluates_at(iteration):
             row["eval_return"] = float(evaluate(model, config.eval_episodes, precision=precision).mean())

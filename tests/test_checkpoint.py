@@ -51,7 +51,7 @@ def broken(kind: str, path) -> None:
     elif kind == "empty":
         path.write_bytes(b"")
     elif kind == "hostile":
-        path.write_bytes(pickle.dumps(Hostile()))
+        path.write_bytes(pickle.dumps(Hostile(), protocol=2))  # torch's own; it warns of newer ones
     elif kind == "hostile inside":
         torch.save({**content, "config": Hostile()}, path)
     elif kind == "another program's":
@@ -72,6 +72,14 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(kind, path, monkeypatch, t
     with pytest.raises(ValueError, match=r"checkpoint .*checkpoint\.pt (cannot be read|is not of format|does not fit)") as caught:
         checkpoint.load(path)
     assert "\n" not in str(caught.value) and not (tmp_path / "hostile-code-ran").exists()
+
+
+def test_a_precision_that_cannot_run_here_is_named_and_can_be_changed(path):
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "config": {**content["config"], "precision": "fp7"}}, path)
+    with pytest.raises(ValueError, match=r"checkpoint .*checkpoint\.pt: precision is 'fp7'"):
+        checkpoint.load(path)
+    assert checkpoint.load(path, precision="fp32")[1].precision == "fp32"
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):

@@ -79,6 +79,23 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys):
     assert (tmp_path / "study/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_study_needs_no_controls(tmp_path):
+    run("study", "--precisions", "fp32", "--seeds", 1, "--steps", 512, "--out", tmp_path / "study")
+    assert sorted(path.name for path in (tmp_path / "study").iterdir()) == ["curves.png", "results.csv", "table.md"]
+
+
+def test_a_failed_overwrite_leaves_nothing_of_the_old_run(tmp_path):
+    run("train", *TINY, "--out", tmp_path)
+    with pytest.raises(SystemExit):
+        run("train", *TINY, "--out", tmp_path, "--overwrite", "--reward-scale", "1e38")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.csv"]
+
+
+def test_eval_can_change_the_precision(trained, capsys):
+    run("eval", trained, "--episodes", 3, "--json", "--precision", "fp8")
+    assert json.loads(capsys.readouterr().out)["episodes"] == 3
+
+
 @pytest.mark.parametrize(
     "arguments, field",
     [
@@ -103,6 +120,14 @@ def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(arguments, fie
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("field, value", [("episodes", 0), ("start_noise", 2)])
+def test_bad_evaluation_is_one_line_and_exit_code_2(trained, field, value, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run("eval", trained, f"--{field.replace('_', '-')}", value)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.startswith(f"fp8rl: {field} is ") and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", [["train", *TINY], ["study", "--seeds", "1", "--steps", "512"]])
 def test_a_folder_in_use_is_refused_and_untouched(command, tmp_path, capsys):
     (tmp_path / "config.json").write_text("precious")
@@ -119,6 +144,8 @@ def test_overwrite_replaces_a_run(tmp_path):
     run("train", *TINY, "--seed", 1, "--out", tmp_path)
     run("train", *TINY, "--seed", 2, "--out", tmp_path, "--overwrite")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 2
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["config"]["seed"] == 2
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 2  # a header and this run's rows alone
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a checkpoint"])

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fp8rl.env import MAX_STEPS, BatchedEnv, CustomEnv, bang_bang, dynamics, is_out, reward_of
+from fp8rl.env import MAX_STEPS, BatchedEnv, CustomEnv, CustomVectorEnv, bang_bang, dynamics, is_out, reward_of
 from fp8rl.evaluate import play
 
 NAME = "fp8rl:fp8rl/CustomEnv-v0"
@@ -30,6 +30,8 @@ def test_physics_is_the_published_one(pushes):
 
 
 @given(actions, st.floats(0, 1), st.integers(0, 1000))
+@example([0] * 20, 1.0, 0)
+@example([1] * 20, 1.0, 0)
 def test_observations_stay_inside_the_space(pushes, start_noise, seed):
     env = CustomEnv(start_noise)
     obs, _ = env.reset(seed=seed)
@@ -45,8 +47,8 @@ def test_reference_returns():
     assert play(lambda obs: torch.ones(len(obs), dtype=torch.long), 1, start_noise=0) == pytest.approx(6.22, abs=0.01)
     assert play(bang_bang, 1, start_noise=0).item() >= 198.9
     generator = torch.Generator().manual_seed(0)
-    random = play(lambda obs: torch.randint(2, (len(obs),), generator=generator), 4000, start_noise=0)
-    assert abs(random.mean() - 18.7) < 4 * random.std() / np.sqrt(len(random))
+    random = play(lambda obs: torch.randint(2, (len(obs),), generator=generator), 20_000, start_noise=0)
+    assert abs(random.mean() - 18.5) < 4 * random.std() / np.sqrt(len(random))
 
 
 @pytest.mark.parametrize("render_mode", [None, "rgb_array"])
@@ -111,6 +113,21 @@ def test_make_vec_is_seeded_and_batched():
     assert env.metadata["autoreset_mode"] == gymnasium.vector.AutoresetMode.NEXT_STEP
 
 
+def test_make_vec_is_ours_and_repeats_a_seed_through_resets():
+    env, twin = (gymnasium.make_vec(NAME, num_envs=5, start_noise=0.3) for _ in range(2))
+    assert isinstance(env.unwrapped, CustomVectorEnv)
+    env.reset(seed=1), twin.reset(seed=1)
+    rng, ends = np.random.default_rng(0), 0
+    for _ in range(100):
+        push = rng.integers(2, size=5)
+        ours, again = env.step(push)[:4], twin.step(push)[:4]
+        for a, b in zip(ours, again, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert env.observation_space.contains(ours[0])
+        ends += ours[2].sum()
+    assert ends > 5
+
+
 @pytest.mark.parametrize("action", [2, -1, 0.5, None])
 def test_action_outside_the_space_is_refused(action):
     env = CustomEnv()
@@ -119,7 +136,7 @@ def test_action_outside_the_space_is_refused(action):
         env.step(action)
 
 
-@pytest.mark.parametrize("action", [[0, 2], [0, 1, 1]])
+@pytest.mark.parametrize("action", [[0, 2], [0, 1, 1], [0.9, 0.1]])
 def test_actions_outside_the_vector_space_are_refused(action):
     env = gymnasium.make_vec(NAME, num_envs=2)
     env.reset()
@@ -129,8 +146,13 @@ def test_actions_outside_the_vector_space_are_refused(action):
 
 @pytest.mark.parametrize("start_noise", [-0.1, 1.1, float("nan")])
 def test_start_noise_outside_its_range_is_refused(start_noise):
-    for make in (CustomEnv, lambda noise: BatchedEnv(1, noise)):
+    for make in (CustomEnv, lambda noise: BatchedEnv(1, noise), lambda noise: CustomVectorEnv(1, noise)):
         with pytest.raises(ValueError, match="start_noise is"):
             make(start_noise)
-    with pytest.raises(ValueError, match="num_envs is 0"):
-        BatchedEnv(0)
+
+
+@pytest.mark.parametrize("make", [BatchedEnv, CustomVectorEnv])
+@pytest.mark.parametrize("num_envs", [0, -1])
+def test_no_environments_are_refused(make, num_envs):
+    with pytest.raises(ValueError, match=f"num_envs is {num_envs}: give at least 1"):
+        make(num_envs)

@@ -191,6 +191,15 @@ def test_emulated_twin_equals_the_cpu_kernel_bit_for_bit(dtype, rowwise, seed, r
     assert torch.equal(scaled_matmul(qa, qb, emulate=False), scaled_matmul(qa, qb, emulate=True))
 
 
+@pytest.mark.parametrize("emulate", [None, True])
+def test_a_surrounding_autocast_region_does_not_round_the_product(emulate):
+    a, b = random_pair(0, 32, 64, 64)
+    qa, qb = quantize(a), quantize(b).t()
+    outside = scaled_matmul(qa, qb, emulate)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(scaled_matmul(qa, qb, emulate), outside)
+
+
 @pytest.mark.cuda
 @CUDA
 @FORMATS
@@ -312,6 +321,11 @@ def test_conversion_takes_only_the_layers_named():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     conversion = convert_linears(model, ["1"])
     assert conversion == (["1"], {"0": "not asked for"}) and type(model[0]) is nn.Linear
+
+
+def test_fp8_without_a_layer_that_qualifies_is_refused():
+    with pytest.raises(ValueError, match=r"no layer can run in FP8 \(encoder.0: its 2 inputs .*choose bf16"):
+        Precision("fp8").prepare(ActorCritic(width=30))
 
 
 @pytest.mark.parametrize("name", ["actor", "no.such.layer"])

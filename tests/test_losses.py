@@ -103,7 +103,8 @@ def test_nothing_leaks_across_an_end(seed, length, lam):
     ends = [t for t in range(length) if rollout.flags[t, 0] & (TERMINATED | TRUNCATED)]
     for end in ends:
         other_values, reward, other_ratios = values.clone(), rollout.reward.clone(), log_ratios.clone()
-        other_values[end + 2 :] += 100  # row end + 1 is the final observation, which a truncation may look at
+        final = end + 1  # the final observation, which a truncation may look at
+        other_values[final + (rollout.flags[end, 0] == TRUNCATED).long() :] += 100
         reward[end + 1 :] += 100
         other_ratios[end + 1 :] += 1
         other = targets_of(other_values, other_ratios, rollout._replace(reward=reward), lam)
@@ -113,7 +114,15 @@ def test_nothing_leaks_across_an_end(seed, length, lam):
 
 
 @pytest.mark.parametrize(
-    "flag, bootstrap, expected", [(0, True, 5.5), (TRUNCATED, True, 5.5), (TRUNCATED, False, 1), (TERMINATED, True, 1)]
+    "flag, bootstrap, expected",
+    [
+        (0, True, 5.5),
+        (0, False, 5.5),
+        (TRUNCATED, True, 5.5),
+        (TRUNCATED, False, 1),
+        (TERMINATED, True, 1),
+        (TERMINATED, False, 1),
+    ],
 )
 def test_truncation_bootstraps_and_termination_does_not(flag, bootstrap, expected):
     flags = torch.tensor([[flag]], dtype=torch.uint8)
@@ -159,6 +168,38 @@ def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, 
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     for a, b in zip(ours, torch.autograd.grad(expected, (logits, values)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_statistics_by_hand():
+    """Two rows count; the third is a dummy whose action would have the smallest log-probability by far."""
+    logits = torch.tensor([[0.2, 0.8], [0.2, 0.8], [1e-6, 1 - 1e-6], [0.5, 0.5]]).log().unsqueeze(1).requires_grad_()
+    flags = torch.tensor([[0], [TERMINATED], [DUMMY]], dtype=torch.uint8)
+    action, half = torch.tensor([[1], [0], [0]]), torch.full((3, 1), np.log(0.5))
+    values = torch.tensor([[1.0], [2.0], [7.0], [7.0]]).requires_grad_()
+    rollout = Rollout(torch.zeros(4, 1, 2), action, torch.ones(3, 1), flags, half.float())
+    loss, stats = loss_of(logits, values, rollout, lam=0.0, normalize_advantage=False)
+    # Ratios 1.6, clipped to 1, and 0.4; deltas 1 + 0.9 * 2 - 1 = 1.8 and 0.4 * (1 - 2) = -0.4; the second row ends the episode.
+    expected = {"policy_loss": -(1.8 * np.log(0.8) - 0.4 * np.log(0.2)) / 2, "value_loss": 0.5 * (1.8**2 + 0.4**2) / 2}
+    expected |= {"entropy": -(0.2 * np.log(0.2) + 0.8 * np.log(0.8)), "min_logp": np.log(0.2), "ess": 2**2 / (2 * 2.72)}
+    assert {name: stat.item() for name, stat in stats.items()} == pytest.approx(expected, rel=1e-5)
+    assert loss.requires_grad and not any(stat.requires_grad for stat in stats.values())
+
+
+def test_reward_scale_multiplies_the_rewards():
+    values, _, rollout = random_rollout(1, 8)
+    logits = torch.zeros(9, 3, 2)
+    larger = rollout._replace(reward=0.25 * rollout.reward)
+    assert loss_of(logits, values, rollout, reward_scale=0.25)[0] == loss_of(logits, values, larger)[0]
+    assert loss_of(logits, values, rollout)[0] != loss_of(logits, values, larger)[0]
+
+
+def test_inputs_are_not_modified():
+    values, log_ratios, rollout = random_rollout(1, 8)
+    inputs = [torch.randn(9, 3, 2, requires_grad=True), values.requires_grad_(), *rollout]
+    before = [x.detach().clone() for x in (*inputs, log_ratios)]
+    loss_of(*inputs[:2], rollout)[0].backward()
+    targets_of(values.detach(), log_ratios, rollout, 0.95)
+    assert all(torch.equal(x, y) for x, y in zip((*inputs, log_ratios), before, strict=True))
 
 
 def test_effective_sample_size_is_1_on_policy_and_falls_with_skew():

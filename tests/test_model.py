@@ -10,11 +10,12 @@ def test_shapes_follow_the_leading_dimensions(shape):
     assert logits.shape == (*shape, 2) and values.shape == shape
 
 
-def test_outputs_are_float32_under_autocast():
+def test_outputs_and_parameters_are_float32_under_autocast():
     model = ActorCritic(obs_size=3, num_actions=4)
     with torch.autocast("cpu", torch.bfloat16):
         logits, values = model(torch.rand(5, 3))
     assert logits.shape == (5, 4) and logits.dtype == values.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_first_policy_is_almost_uniform():

@@ -78,7 +78,7 @@ def test_outputs_name_no_private_folder(code):
             for cell in code
         ]
     )
-    assert not re.search(r"/home/|/root/|/Users/|[A-Z]:\\\\", text)
+    assert not re.search(r"/home/|/root/|/Users/|[A-Z]:\\\\", text) and str(ROOT) not in text
 
 
 def test_readme_tables_are_the_committed_results():

@@ -20,6 +20,22 @@ def legend(ax) -> list[str]:
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
+RUNS = {
+    "learning_curves": lambda ax, values: plot.learning_curves(ax, {"a": (STEPS, values), "b": (STEPS, values)}),
+    "series": lambda ax, values: plot.series(ax, {"a": (STEPS, values), "b": (STEPS, values)}, "nats"),
+    "intervals": lambda ax, values: plot.intervals(ax, {"a": values[:, -1], "b": values[:, 0]}, "return of 200"),
+}
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("draw", RUNS.values(), ids=RUNS)
+def test_runs_of_one_seed_or_several_are_named_and_labelled(ax, draw, seeds):
+    assert draw(ax, np.random.default_rng(0).uniform(0, 200, (seeds, 30))) is ax
+    in_legend = ax.get_legend_handles_labels()[1]  # what a legend would show: series leaves it to the caller to place one
+    assert (in_legend or [label.get_text() for label in ax.get_yticklabels()]) == ["a", "b"]
+    assert ax.get_xlabel() and (ax.get_ylabel() or not in_legend)
+
+
 @pytest.mark.parametrize("seeds", [1, 5])
 def test_learning_curves_show_the_iqm_and_the_references(ax, seeds):
     returns = np.random.default_rng(0).uniform(0, 200, (seeds, 30))
@@ -44,17 +60,21 @@ def test_intervals_have_a_row_a_name(ax):
 
 
 def test_scaler_life_marks_the_skipped_steps(ax):
-    plot.scaler_life(ax, np.arange(1, 5), np.array([4.0, 2, 2, 4]), np.array([False, True, False, False]))
+    skipped = np.array([False, True, False, False])
+    assert plot.scaler_life(ax, np.arange(1, 5), np.array([4.0, 2, 2, 4]), skipped) is ax
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("update", "loss scale")
     assert ax.lines[1].get_xdata().tolist() == [2] and ax.get_yscale() == "log" and "step skipped" in legend(ax)
 
 
 def test_number_line_leaves_out_what_is_not_finite(ax):
-    plot.number_line(ax, {"a": np.array([-1, 0, 1, np.inf, np.nan])})
+    assert plot.number_line(ax, {"a": np.array([-1, 0, 1, np.inf, np.nan])}) is ax
+    assert ax.get_xlabel() == "value" and [label.get_text() for label in ax.get_yticklabels()] == ["a"]
     assert ax.lines[0].get_xdata().tolist() == [-1, 0, 1]
 
 
 def test_policy_map_has_a_labelled_scale(ax):
-    plot.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.linspace(0, 1, 15).reshape(3, 5))
+    right = np.linspace(0, 1, 15).reshape(3, 5)
+    assert plot.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), right) is ax
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("position", "velocity")
     assert ax.figure.axes[1].get_ylabel() == "probability of a push to the right"
 

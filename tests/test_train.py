@@ -161,11 +161,19 @@ def test_a_gradient_that_is_not_finite_stops_a_run_without_a_scaler(precision):
         train(Config(precision=precision, steps=512, reward_scale=1e38), progress=False)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_a_run_that_only_skips_stops_too(precision):
+    with pytest.raises(FloatingPointError, match=f"gradient not finite at step 10240 in {precision}"):
+        train(Config(precision=precision, reward_scale=1e38), progress=False)
+
+
 def test_published_is_the_published_loop():
     config = Config.published(seed=3)
     assert (config.num_envs, config.rollout_length, config.slice_length, config.batch_size) == (1, 128, 1, 64)
     assert (config.fresh_updates, config.replay_updates, config.importance, config.entropy_coef) == (0, 1, "none", 0)
-    assert not config.bootstrap_truncation and config.seed == 3
+    assert not (config.bootstrap_truncation or config.normalize_advantage or config.anneal) and config.seed == 3
+    assert (config.gamma, config.reward_scale, config.start_noise) == (0.99, 1.0, 0.0)
+    assert Config.published(gamma=0.5, num_envs=2).gamma == 0.5  # a change wins over the published value
     assert len(train(dataclasses.replace(config, steps=512, eval_episodes=2), progress=False).rows) == 4
 
 
@@ -178,17 +186,21 @@ def test_published_is_the_published_loop():
         ),
         ("steps", 511, "512 steps"),
         ("eval_episodes", -1, "at least 1"),
-        ("seed", -1, "0 or more"),
-        ("learning_rate", 0.0, "positive"),
+        *((name, -1, "0 or more") for name in ("seed", "replay_updates", "eval_every", "entropy_coef", "value_coef")),
+        ("entropy_coef", math.nan, "0 or more"),
+        *((name, 0.0, "positive") for name in ("learning_rate", "max_grad_norm", "reward_scale")),
         ("learning_rate", math.nan, "positive"),
+        ("reward_scale", math.inf, "positive"),
         ("gamma", 1.1, "from 0 to 1"),
         ("lam", math.nan, "from 0 to 1"),
         ("start_noise", -0.1, "from 0 to 1"),
+        ("slice_length", 64, "at most rollout_length, 32"),
+        ("seed", 2**63, "less than 2"),
+        ("device", "meta", "choose from cpu"),
         ("capacity", 500, "at least 528, 33 rows of 16"),
         ("batch_size", 500, "multiple of slice_length, 32"),
         ("fresh_updates", 2, "0 or 1"),
         ("precision", "fp7", "choose from fp32"),
-        ("collect_precision", "tf32", "choose from fp32"),
         ("importance", "maybe", "behavior, learner or none"),
         ("device", "cuda:99", "choose from cpu"),
         ("device", "gpu", "choose from cpu"),
@@ -198,7 +210,12 @@ def test_bad_fields_are_named_with_the_mend_in_one_line(field, value, mend):
     with pytest.raises(ValueError, match=mend) as caught:
         Config(**{field: value})
     message = str(caught.value)
-    assert "\n" not in message and message.split(" is ")[0] in (field, "precision") and str(value) in message
+    assert "\n" not in message and message.startswith(f"{field} is ") and str(value) in message
+
+
+def test_the_actors_precision_is_checked_too():
+    with pytest.raises(ValueError, match=r"precision is 'tf32' and .*choose from fp32"):
+        Config(collect_precision="tf32")
 
 
 def test_fields_that_fit_only_together():
