@@ -135,7 +135,7 @@ def compare(
         steps: environment steps of a run.
         collect_precision: run each precision once more, with the acting policy in this one.
         controls: add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8
-            that leaves the scales out, which must fail.
+            that leaves the scales out of its products, which must fail.
         workers: processes at a time.
         overwrite: replace a study that the folder holds.
     """
@@ -153,7 +153,7 @@ def compare(
     unscaled = {}
     if controls:
         arms[f"control: {precisions[0]}, other seeds"] = runs(first_seed + seeds, precision=precisions[0])
-        unscaled["control: fp8 without scales"] = runs(precision="fp8")
+        unscaled["control: fp8, products not scaled back"] = runs(precision="fp8")
     claim(out, overwrite)
     histories: dict[str, list[History]] = {arm: [] for arm in arms | unscaled}
     results = []

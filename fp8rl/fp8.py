@@ -80,7 +80,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, rowwise: bool = False) 
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
-    x = x.float()
+    x = x.float().contiguous()  # row-major, whatever strides came in
     largest = x.abs().amax(-1, keepdim=True) if rowwise else x.abs().amax()
     scale = power_of_two_scale(largest, dtype)
     return Quantized(cast(x / scale, dtype), scale)
@@ -271,8 +271,9 @@ def convert_linears(model: nn.Module, names: list[str] | None = None) -> Convers
     Raises:
         ValueError: a layer was demanded by name and does not qualify or does not exist.
     """
-    linears = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
-    reasons = {name: _disqualifies(layer) for name, layer in linears.items()}
+    modules = model.named_modules(remove_duplicate=False)  # a tied layer stands under each of its names
+    linears = {name: layer for name, layer in modules if type(layer) is nn.Linear}
+    reasons = {name: _disqualifies(name, layer) for name, layer in linears.items()}
     for name in names or []:
         reason = reasons.get(name, "it is no linear layer of this model")
         if reason:
@@ -286,8 +287,12 @@ def convert_linears(model: nn.Module, names: list[str] | None = None) -> Convers
     return Conversion(converted, left)
 
 
-def _disqualifies(layer: nn.Linear) -> str | None:
-    for name, size in {"inputs": layer.in_features, "outputs": layer.out_features}.items():
+def _disqualifies(name: str, layer: nn.Linear) -> str | None:
+    if not name:
+        return "it is the whole model and cannot be swapped in place, wrap it in nn.Sequential"
+    if layer.weight.dtype != torch.float32:
+        return f"its weights are {layer.weight.dtype}"
+    for side, size in {"inputs": layer.in_features, "outputs": layer.out_features}.items():
         if size % MULTIPLE:
-            return f"its {size} {name} are no multiple of {MULTIPLE}"
+            return f"its {size} {side} are no multiple of {MULTIPLE}"
     return None

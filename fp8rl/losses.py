@@ -150,7 +150,8 @@ def actor_critic_loss(
     value_loss = 0.5 * (valid * (values[:-1] - targets.value)).square().sum() / count
     entropy = -(valid * (log_policy.exp() * log_policy).sum(-1)).sum() / count
     loss = policy_loss + value_coef * value_loss - entropy_coef * entropy
-    ratio = torch.where(valid, log_ratios, -torch.inf).exp()
+    masked = torch.where(valid, log_ratios, -torch.inf)
+    ratio = (masked - masked.max()).exp()  # the share does not change, and nothing overflows
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,

@@ -18,7 +18,7 @@
 Parameters, optimizer and losses are float32 in every row. bfloat16 has float32's range, so its gradients need no scaling.
 float16 ends at 65,504 and flushes below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before
 clipping, skips the step when one is not finite and halves the scale then, and doubles it after a run of good steps. FP8 scales
-each tensor by itself and needs no loss scale: its scaler starts at 1 and never grows, and is there to skip the steps in which a
+each tensor by itself and needs no loss scale: its scaler stays at 1, and is there to skip the steps in which a
 tensor was not finite. A disabled autocast or scaler is a no-op, so the loop has no branches.
 """
 
@@ -53,8 +53,8 @@ def _obstacle(name: str, device: torch.device) -> str | None:
 
 
 class StepReport(NamedTuple):
-    """What one optimizer step did: the gradient's L2 norm before clipping, the loss scale from now on (1 without a scaler) and
-    whether the scaler skipped the step, which shows as a drop of the scale."""
+    """What one optimizer step did: the gradient's L2 norm before clipping, the loss scale from now on (1 in all but fp16) and
+    whether the scaler skipped the step."""
 
     grad_norm: torch.Tensor
     loss_scale: float
@@ -133,14 +133,18 @@ class Precision:
         self.scaler.step(optimizer)
         self.scaler.update()
         new_scale = self.scaler.get_scale()
-        return StepReport(grad_norm, new_scale, new_scale < scale)
+        skipped = new_scale < scale
+        if skipped and self.is_fp8:
+            new_scale = 1.0  # there is no loss scale to mend, and halved again and again it would end at 0
+            self.scaler.update(new_scale)
+        return StepReport(grad_norm, new_scale, skipped)
 
     @contextlib.contextmanager
     def _matmul_mode(self):
         """Sets torch's process-wide TF32 switch for this precision and puts it back."""
         matmul = torch.backends.cuda.matmul
-        before, matmul.allow_tf32 = matmul.allow_tf32, self.name == "tf32"
+        before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if self.name == "tf32" else "ieee"
         try:
             yield
         finally:
-            matmul.allow_tf32 = before
+            matmul.fp32_precision = before

@@ -292,7 +292,7 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
     precision = Precision(config.precision, device)
     generator = torch.Generator(device).manual_seed(config.seed)
     with torch.random.fork_rng(devices=[]):  # leave the caller's generator alone
-        torch.manual_seed(config.seed)
+        torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would reseed the caller's CUDA generators too
         base = ActorCritic().to(device)
     model = precision.prepare(_share(base))
     acting = Precision(config.collect_precision or config.precision, device)

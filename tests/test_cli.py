@@ -69,7 +69,7 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys):
         rows = [(row["arm"], row["precision"], row["collect_precision"], row["seed"]) for row in csv.DictReader(file)]
     assert rows == [
         ("control: fp32, other seeds", "fp32", "fp32", "6"),
-        ("control: fp8 without scales", "fp8", "fp8", "5"),
+        ("control: fp8, products not scaled back", "fp8", "fp8", "5"),
         ("fp32", "fp32", "fp32", "5"),
         ("fp32 acting in fp8", "fp32", "fp8", "5"),
         ("fp8", "fp8", "fp8", "5"),

@@ -283,6 +283,13 @@ def test_layer_takes_any_leading_shape(pair, shape):
     assert torch.equal(layer(x).reshape(-1, 64), layer(x.reshape(-1, 64)))
 
 
+def test_layer_takes_any_strides(pair):
+    layer, x = pair[1], torch.randn(64, 32).t()
+    y = layer(x)
+    assert torch.equal(y, layer(x.contiguous()))
+    (y.t().contiguous() @ torch.ones(32, 1)).sum().backward()  # the gradient arrives with strides of its own
+
+
 def test_layer_takes_bfloat16_and_gives_float32(pair):
     x = pair[2].bfloat16().requires_grad_()
     y = pair[1](x)
@@ -328,6 +335,14 @@ def test_fp8_without_a_layer_that_qualifies_is_refused():
         Precision("fp8").prepare(ActorCritic(width=30))
 
 
+def test_conversion_leaves_what_it_cannot_swap_and_finds_tied_layers():
+    assert "wrap it" in convert_linears(nn.Linear(16, 16)).left[""]
+    assert convert_linears(nn.Sequential(nn.Linear(16, 16, dtype=torch.float64))).left == {"0": "its weights are torch.float64"}
+    tied = nn.Linear(16, 16)
+    model = nn.Sequential(tied, tied)
+    assert convert_linears(model).converted == ["0", "1"] and model[0].weight is model[1].weight is tied.weight
+
+
 @pytest.mark.parametrize("name", ["actor", "no.such.layer"])
 def test_conversion_refuses_a_layer_demanded_by_name(name):
     with pytest.raises(ValueError, match=f"layer '{name}' cannot run in FP8.*choose from encoder.2"):
@@ -368,6 +383,7 @@ def test_a_bad_number_skips_the_step_and_is_counted(bad):
         report = precision.step(logits.sum() + values.sum(), optimizer, 0.5)
     assert report.skipped and torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
     assert statistics["fp8.encoder.2.input.nonfinite"] > 0
+    assert report.loss_scale == 1  # or enough bad steps would bring it to 0, and a good one after them NaN into the weights
 
 
 def test_a_gradient_that_overflows_is_not_saturated_away(pair):

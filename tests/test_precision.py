@@ -95,13 +95,14 @@ def test_a_forward_without_gradients_first_costs_none_later(name):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("before", [True, False])  # the default last, so that it stays
+@pytest.mark.parametrize("before", ["tf32", "ieee", "none"])  # the default last, so that it stays
 def test_tf32_switch_is_put_back(before):
-    torch.backends.cuda.matmul.allow_tf32 = before
+    matmul = torch.backends.cuda.matmul
+    matmul.fp32_precision = before
     with pytest.raises(KeyError), Precision("fp32").autocast():
-        assert not torch.backends.cuda.matmul.allow_tf32
+        assert matmul.fp32_precision == "ieee"
         raise KeyError
-    assert torch.backends.cuda.matmul.allow_tf32 == before
+    assert matmul.fp32_precision == before
 
 
 @pytest.mark.cuda

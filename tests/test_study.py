@@ -58,6 +58,11 @@ def test_table_pairs_by_seed_and_judges():
     assert rows[2][2:4] == ["194.90", "2 of 3"]
 
 
+@pytest.mark.parametrize("values, text", [([1, 3, 2], "2"), ([1, np.nan, 2], "2"), ([1, np.nan, np.nan], "not reached")])
+def test_a_seed_that_never_got_there_counts_as_the_latest(values, text):
+    assert study._median(np.array(values), "g") == text
+
+
 def test_results_are_ordered_and_complete(tmp_path):
     rows = [study.summarize(history_of([100], seed=seed, precision=name)) for seed in (1, 0) for name in ("fp32", "bf16")]
     study.write_results(tmp_path / "results.csv", rows)
