@@ -8,7 +8,7 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fp8rl.env import MAX_STEPS, BatchedEnv, CustomEnv, CustomVectorEnv, bang_bang, dynamics, is_out, reward_of
+from fp8rl.env import LIMIT, MAX_STEPS, PUSH, BatchedEnv, CustomEnv, CustomVectorEnv, bang_bang, dynamics, is_out, reward_of
 from fp8rl.evaluate import play
 
 NAME = "fp8rl:fp8rl/CustomEnv-v0"
@@ -25,7 +25,7 @@ def test_physics_is_the_published_one(pushes):
         velocity *= 0.95
         state = dynamics(state, torch.tensor(push))
         np.testing.assert_allclose(state.numpy(), [position, velocity], atol=1e-9)
-        assert reward_of(state).item() == pytest.approx(1 - 0.1 * abs(position))
+        assert reward_of(state).item() == pytest.approx(1 - 0.1 * abs(position), abs=1e-7)  # pushes are float32, rewards cross 0
         assert is_out(state).item() == (abs(position) > 2)
 
 
@@ -77,6 +77,24 @@ def test_episode_ends_are_termination_or_truncation_after_200_steps():
     env.reset()
     flags = [env.step(1)[2:4] for _ in range(7)]
     assert flags[-1] == (True, False) and all(flag == (False, False) for flag in flags[:-1])
+
+
+def test_leaving_at_the_last_step_is_termination_alone():
+    single, batched = CustomEnv(), BatchedEnv(1)
+    single.reset()
+    single.state, single.steps = torch.tensor([1.9, 1.0]), MAX_STEPS - 1
+    batched.obs, batched.steps = torch.tensor([[1.9, 1.0]]), torch.tensor([MAX_STEPS - 1])
+    assert single.step(1)[2:4] == (True, False)
+    assert [end.tolist() for end in batched.step(torch.tensor([1]))[2:]] == [[True], [False]]
+
+
+def test_bounds_of_the_space_are_the_dynamics_own():
+    position, velocity = CustomEnv().observation_space.high
+    state = torch.zeros(2)
+    for _ in range(500):
+        state = dynamics(state, torch.tensor(1))
+    assert state[1].item() == pytest.approx(velocity, rel=1e-5)  # what pushing forever comes to
+    assert position == pytest.approx(LIMIT + velocity + PUSH)  # one step past the limit at that speed
 
 
 @pytest.mark.parametrize("policy", ["random", "bang-bang"])
