@@ -1,4 +1,4 @@
-"""The command line: python -m fp8rl train | eval | study | bench. Each takes --help.
+"""The command line: python -m fp8rl train | eval | study | memory | bench. Each takes --help.
 
 What is refused (a bad value, a folder in use, a file that is not there) is said in one line on stderr, with exit code 2.
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from . import bench, checkpoint, plot, study
+from . import bench, checkpoint, memory, plot, study
 from .evaluate import evaluate
 from .precision import Precision
 from .train import Config, History, iterate
@@ -59,9 +59,9 @@ def train(fields: tyro.conf.OmitArgPrefixes[Fields], out: Path, overwrite: bool 
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     with (out / "metrics.csv").open("w", newline="") as file:
         for history in iterate(config, progress=True):
-            row = history.rows[-1]
+            row = {name: int(value) if value.is_integer() else value for name, value in history.last.items()}
             writer = csv.DictWriter(file, row)
-            if len(history.rows) == 1:
+            if len(history) == 1:
                 writer.writeheader()
             writer.writerow(row)
             file.flush()
@@ -71,6 +71,9 @@ def train(fields: tyro.conf.OmitArgPrefixes[Fields], out: Path, overwrite: bool 
     plot.learning_curves(figure.add_subplot(title=f"seed {config.seed}"), {config.precision: (steps, returns)})
     figure.savefig(out / "reward_curve.png", dpi=120)
     print(Precision(config.precision, config.device).describe(history.model))
+    if history.last["clipped"]:
+        counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(history.ring.clipped.tolist()) if n)
+        print(f"warning: codec {config.codec} clipped observations ({counts}): choose bf16 or fp32", file=sys.stderr)
     print(f"final greedy return {history.final_return:.2f} of 200; results in {out}/")
 
 
@@ -101,7 +104,7 @@ def evaluate_run(
     changes = {"precision": precision, "collect_precision": None} if precision else {}
     model, config = checkpoint.load(run / "checkpoint.pt", **changes)
     computes = Precision(config.precision)
-    returns = evaluate(computes.prepare(model), episodes, greedy, start_noise, seed, computes)
+    returns = evaluate(computes.prepare(model), episodes, greedy, start_noise, seed, computes, **config.observed)
     result = {
         "mean_return": float(returns.mean()),
         "std_return": float(returns.std()),
@@ -190,13 +193,34 @@ def measure(what: tyro.conf.Positional[Literal["fp8"]], out: Path = Path("benchm
         print(f"results in {path}")
 
 
+def predict_and_measure(
+    fields: tyro.conf.OmitArgPrefixes[Fields], json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
+) -> None:
+    """Predict the bytes of a config's replay ring, allocate it and measure.
+
+    Args:
+        fields: what would be trained.
+        json_output: print one JSON object.
+    """
+    config = Config(**dataclasses.asdict(fields))
+    predicted = config.ring_bytes
+    result = {
+        "predicted_bytes": predicted,
+        "measured_bytes": config.ring().nbytes,
+        "bytes_per_transition": predicted / (config.rows * config.num_envs),
+        "transitions": config.rows * config.num_envs,
+        "available_bytes": memory.available(config.store or config.device),
+    }
+    print(json.dumps(result) if json_output else "\n".join(f"{name:20} {value:>20,}" for name, value in result.items()))
+
+
 def main() -> None:
     """Runs the command line."""
     torch.set_num_threads(1)  # the network is too small to share, and so a run's numbers do not depend on the cores
-    commands = {"train": train, "eval": evaluate_run, "study": compare, "bench": measure}
+    commands = {"train": train, "eval": evaluate_run, "study": compare, "memory": predict_and_measure, "bench": measure}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="python -m fp8rl", description=__doc__)
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
         print(f"fp8rl: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -48,9 +48,9 @@ def load(path: str | Path, **changes) -> tuple[ActorCritic, Config]:
         raise ValueError(f"checkpoint {path} cannot be read: it is damaged or not made by fp8rl") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} is not of format {FORMAT}: it was made by another program or version")
-    model = ActorCritic()
     try:
-        config = Config(**{**content["config"], "device": "cpu", **changes})
+        config = Config(**{**content["config"], "device": "cpu", "store": None, **changes})
+        model = config.network()
         model.load_state_dict(content["model"])
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error

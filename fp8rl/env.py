@@ -10,6 +10,10 @@ The velocity obeys v <- 0.95 (v + push), so |v| < 1.9 always, and a step that le
 bounds of the observation space. Reference returns from the origin: a constant action 6.2, uniformly random actions 18.5 in the
 mean, bang-bang control (push against p + 3 v) 199 of 200.
 
+Two options change what is observed, not the task. `hide_velocity` leaves the position alone: one observation no longer tells
+where to push, two in a row do, so a policy needs memory. `extra_features=k` appends k channels of uniform noise in [-1, 1), new
+at every step: an observation as wide as real tasks have, which nothing can be learned from.
+
 The physics stands once, in `dynamics`, `reward_of` and `is_out`. Three thin classes run it: `CustomEnv` (one environment, the
 Gymnasium contract), `BatchedEnv` (N environments in tensors on a device; what training uses) and `CustomVectorEnv` (the same
 with Gymnasium's NumPy vector contract).
@@ -27,8 +31,8 @@ PUSH = 0.1
 DAMPING = 0.95
 LIMIT = 2.0
 MAX_STEPS = 200
-# Bounds that the dynamics cannot leave (module docstring), for the Box space and for anything that quantizes observations.
-OBS_HIGH = (2 * LIMIT, 1.9)
+# Bounds that the dynamics cannot leave (module docstring).
+STATE_HIGH = (2 * LIMIT, 1.9)
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
@@ -60,14 +64,21 @@ def bang_bang(state: torch.Tensor) -> torch.Tensor:
     return (state[..., 0] + 3 * state[..., 1] < 0).long()
 
 
-def _spaces() -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
-    high = np.array(OBS_HIGH, dtype=np.float32)
+def obs_high(extra_features: int = 0, hide_velocity: bool = False) -> tuple[float, ...]:
+    """Bounds of an observation's features, symmetric about 0: for the Box space and for codecs that quantize observations."""
+    return STATE_HIGH[: 1 if hide_velocity else 2] + (1.0,) * extra_features
+
+
+def _spaces(extra_features: int, hide_velocity: bool) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
+    high = np.array(obs_high(extra_features, hide_velocity), dtype=np.float32)
     return gymnasium.spaces.Box(-high, high, dtype=np.float32), gymnasium.spaces.Discrete(2)
 
 
-def _check_noise(start_noise: float) -> None:
+def _check(start_noise: float, extra_features: int) -> None:
     if not 0 <= start_noise <= 1:
         raise ValueError(f"start_noise is {start_noise}: give a number from 0 to 1")
+    if extra_features < 0:
+        raise ValueError(f"extra_features is {extra_features}: give 0 or more")
 
 
 class CustomEnv(gymnasium.Env):
@@ -80,25 +91,35 @@ class CustomEnv(gymnasium.Env):
     Args:
         start_noise: half-width of the start range; 0 starts every episode exactly at the origin.
         render_mode: None or "rgb_array" (a frame drawn by matplotlib, uint8 [240, 480, 3]).
+        extra_features: channels of noise appended to the observation.
+        hide_velocity: leave the velocity out of the observation.
 
     Raises:
-        ValueError: `start_noise` outside [0, 1], or an action that is neither 0 nor 1.
+        ValueError: `start_noise` outside [0, 1], negative `extra_features`, or an action that is neither 0 nor 1.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
 
-    def __init__(self, start_noise: float = 0.05, render_mode: str | None = None):
-        _check_noise(start_noise)
+    def __init__(
+        self,
+        start_noise: float = 0.05,
+        render_mode: str | None = None,
+        extra_features: int = 0,
+        hide_velocity: bool = False,
+    ):
+        _check(start_noise, extra_features)
         self.start_noise = start_noise
         self.render_mode = render_mode
-        self.observation_space, self.action_space = _spaces()
+        self.hide_velocity = hide_velocity
+        self.extra_features = extra_features
+        self.observation_space, self.action_space = _spaces(extra_features, hide_velocity)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
         start = self.np_random.uniform(-self.start_noise, self.start_noise, size=2)
         self.state = torch.tensor(start, dtype=torch.float32)
         self.steps = 0
-        return self.state.numpy().copy(), {}
+        return self._observation(), {}
 
     def step(self, action):
         if not self.action_space.contains(action):
@@ -107,7 +128,12 @@ class CustomEnv(gymnasium.Env):
         self.steps += 1
         terminated = bool(is_out(self.state))
         truncated = not terminated and self.steps >= MAX_STEPS
-        return self.state.numpy().copy(), float(reward_of(self.state)), terminated, truncated, {}
+        return self._observation(), float(reward_of(self.state)), terminated, truncated, {}
+
+    def _observation(self) -> np.ndarray:
+        seen = self.state[:1] if self.hide_velocity else self.state
+        noise = self.np_random.uniform(-1, 1, self.extra_features).astype(np.float32)
+        return np.concatenate((seen.numpy(), noise))
 
     def render(self):
         if self.render_mode == "rgb_array":
@@ -120,32 +146,45 @@ class BatchedEnv:
     """N environments in tensors on one device, stepped together, with NEXT_STEP autoreset.
 
     Attributes:
-        obs: float32 [N, 2], the current observations.
+        obs: float32 [N, F], the current observations: F = 2, one less with `hide_velocity`, and `extra_features` more.
+        state: float32 [N, 2], the positions and velocities behind them.
         done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
 
     Args:
         num_envs: N, at least 1.
         start_noise: half-width of the uniform start range.
         device: where the tensors live.
-        generator: source of the start noise, on the same device; None takes torch's global one.
+        generator: source of start and channel noise, on the same device; None takes torch's global one.
+        extra_features, hide_velocity: what is observed (module docstring).
 
     Raises:
-        ValueError: `num_envs` below 1 or `start_noise` outside [0, 1].
+        ValueError: `num_envs` below 1, `start_noise` outside [0, 1] or negative `extra_features`.
     """
 
-    def __init__(self, num_envs: int, start_noise: float = 0.05, device="cpu", generator: torch.Generator | None = None):
+    def __init__(
+        self,
+        num_envs: int,
+        start_noise: float = 0.05,
+        device="cpu",
+        generator: torch.Generator | None = None,
+        extra_features: int = 0,
+        hide_velocity: bool = False,
+    ):
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: give at least 1")
-        _check_noise(start_noise)
+        _check(start_noise, extra_features)
         self.num_envs = num_envs
         self.start_noise = start_noise
+        self.extra_features = extra_features
+        self.hide_velocity = hide_velocity
         self.device = torch.device(device)
         self.generator = generator
         self.reset()
 
     def reset(self) -> torch.Tensor:
-        """Starts every environment anew and returns the observations, float32 [N, 2]."""
-        self.obs = self._starts()
+        """Starts every environment anew and returns the observations, float32 [N, F]."""
+        self.state = self._uniform(2) * self.start_noise
+        self.obs = self._observe()
         self.steps = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         return self.obs
@@ -154,39 +193,53 @@ class BatchedEnv:
         """Takes actions [N] (0 or 1, not checked: that would stall a GPU at every step).
 
         Returns:
-            obs float32 [N, 2], reward float32 [N], terminated bool [N], truncated bool [N]; where the last step ended an
+            obs float32 [N, F], reward float32 [N], terminated bool [N], truncated bool [N]; where the last step ended an
             episode: the reset observation, 0, False, False.
         """
         live = ~self.done
-        self.obs = torch.where(self.done.unsqueeze(-1), self._starts(), dynamics(self.obs, action))
+        starts = self._uniform(2) * self.start_noise
+        self.state = torch.where(self.done.unsqueeze(-1), starts, dynamics(self.state, action))
+        self.obs = self._observe()
         self.steps = (self.steps + 1) * live
-        terminated = is_out(self.obs) & live
+        terminated = is_out(self.state) & live
         truncated = (self.steps >= MAX_STEPS) & ~terminated
         self.done = terminated | truncated
-        return self.obs, reward_of(self.obs) * live, terminated, truncated
+        return self.obs, reward_of(self.state) * live, terminated, truncated
 
-    def _starts(self) -> torch.Tensor:
-        uniform = torch.rand(self.num_envs, 2, device=self.device, generator=self.generator)
-        return (2 * uniform - 1) * self.start_noise
+    def _observe(self) -> torch.Tensor:
+        seen = self.state[:, :1] if self.hide_velocity else self.state
+        return torch.cat((seen, self._uniform(self.extra_features)), dim=-1) if self.extra_features else seen
+
+    def _uniform(self, width: int) -> torch.Tensor:
+        """Noise in [-1, 1), float32 [N, width]."""
+        return 2 * torch.rand(self.num_envs, width, device=self.device, generator=self.generator) - 1
 
 
 class CustomVectorEnv(gymnasium.vector.VectorEnv):
     """`BatchedEnv` on the CPU behind Gymnasium's NumPy vector contract; `gymnasium.make_vec` builds it.
 
-    Observations float32 [N, 2], actions integers [N], rewards float32 [N], terminations and truncations bool [N].
+    Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N].
 
     Raises:
-        ValueError: `num_envs` below 1, `start_noise` outside [0, 1], or actions outside the space.
+        ValueError: `num_envs` below 1, `start_noise` outside [0, 1], negative `extra_features`, or actions outside the space.
     """
 
     metadata = {**CustomEnv.metadata, "render_modes": [], "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
 
-    def __init__(self, num_envs: int = 1, start_noise: float = 0.05, render_mode: None = None):
-        self.env = BatchedEnv(num_envs, start_noise, generator=torch.Generator())
+    def __init__(
+        self,
+        num_envs: int = 1,
+        start_noise: float = 0.05,
+        render_mode: None = None,
+        extra_features: int = 0,
+        hide_velocity: bool = False,
+    ):
+        observed = {"extra_features": extra_features, "hide_velocity": hide_velocity}
+        self.env = BatchedEnv(num_envs, start_noise, generator=torch.Generator(), **observed)
         self.env.generator.seed()
         self.num_envs = num_envs
         self.render_mode = render_mode
-        self.single_observation_space, self.single_action_space = _spaces()
+        self.single_observation_space, self.single_action_space = _spaces(**observed)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 

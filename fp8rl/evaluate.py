@@ -14,19 +14,20 @@ from .precision import Precision
 
 
 @torch.no_grad()
-def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device="cpu") -> np.ndarray:
+def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device="cpu", **observed) -> np.ndarray:
     """Returns of one episode in each of `episodes` parallel environments.
 
     Args:
-        policy: maps observations float32 [episodes, 2] to actions int64 [episodes].
+        policy: maps observations float32 [episodes, F] to actions int64 [episodes].
         episodes: how many, at least 1.
         start_noise: half-width of the start range.
         seed: of the starts. The same seed gives the same starts, whatever was trained.
+        observed: the environment's `extra_features` and `hide_velocity`.
 
     Returns:
         float32 [episodes].
     """
-    env = BatchedEnv(episodes, start_noise, device, torch.Generator(device).manual_seed(seed))
+    env = BatchedEnv(episodes, start_noise, device, torch.Generator(device).manual_seed(seed), **observed)
     total = torch.zeros(episodes, device=device)
     live = torch.ones(episodes, dtype=torch.bool, device=device)
     for _ in range(MAX_STEPS):
@@ -42,7 +43,13 @@ def gumbel(shape: tuple[int, ...], device, generator: torch.Generator | None = N
 
 
 def evaluate(
-    model, episodes: int = 100, greedy: bool = True, start_noise: float = 0.05, seed: int = 0, precision: Precision | None = None
+    model,
+    episodes: int = 100,
+    greedy: bool = True,
+    start_noise: float = 0.05,
+    seed: int = 0,
+    precision: Precision | None = None,
+    **observed,
 ) -> np.ndarray:
     """Returns float32 [episodes] of the model's policy, greedy (the likeliest action) or sampled.
 
@@ -54,12 +61,15 @@ def evaluate(
     precision = precision or Precision("fp32")
     generator = torch.Generator(precision.device).manual_seed(seed + 2**32)  # another stream than the starts'
 
+    state = None
+
     def policy(obs):
+        nonlocal state
         with precision.autocast():
-            logits, _ = model(obs)
+            logits, _, state = model.step(obs, state)
         return (logits if greedy else logits + gumbel(logits.shape, logits.device, generator)).argmax(-1)
 
-    return play(policy, episodes, start_noise, seed, precision.device)
+    return play(policy, episodes, start_noise, seed, precision.device, **observed)
 
 
 def iqm(scores: np.ndarray, axis: int = -1) -> np.ndarray:

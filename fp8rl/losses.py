@@ -14,6 +14,11 @@ arXiv:1506.02438, equation 16). A slice of length 1 makes it TD(0).
 Ends of episodes: `discount` is 0 after a termination and gamma elsewhere, so a truncation bootstraps from V of the final
 observation, which is the next row (NEXT_STEP autoreset). The row after any end is a dummy whose action was ignored: `valid` is
 False there, which zeroes its delta and cuts the trace, so that nothing leaks from one episode into the one before.
+
+Data from elsewhere often lacks final observations: the environment reset in the same step and the row after an end is already
+the next episode's. `same_step_rollout` takes such data in. Rows whose next observation is MISSING bootstrap from V of their own
+observation, so that targets stay finite (what TorchRL's value estimators do with the NaN that stands there), which is wrong by
+discount_t (V(x_t) - V(x_{t+1})) after a truncation; or the row is left out, which costs a row and is not wrong.
 """
 
 from typing import NamedTuple
@@ -21,15 +26,16 @@ from typing import NamedTuple
 import torch
 
 # Bits of a row's flags byte.
-TERMINATED, TRUNCATED, DUMMY = 1, 2, 4
+TERMINATED, TRUNCATED, DUMMY, MISSING = 1, 2, 4, 8
 
 
 class Rollout(NamedTuple):
     """T steps of B environments (or B slices), time first.
 
     obs float32 [T+1, B, F]; action int64 [T, B]; reward float32 [T, B]; flags uint8 [T, B] (the bits above);
-    behavior_logp float32 [T, B], the log-probability that the acting policy gave its action.
-    Row t+1 of obs is always the observation that action t led to.
+    behavior_logp float32 [T, B], the log-probability that the acting policy gave its action;
+    state float32 [2, B, W], a recurrent policy's state before row 0 and before row T, None without one or if it was not kept.
+    Row t+1 of obs is the observation that action t led to, but for rows flagged MISSING.
     """
 
     obs: torch.Tensor
@@ -37,11 +43,41 @@ class Rollout(NamedTuple):
     reward: torch.Tensor
     flags: torch.Tensor
     behavior_logp: torch.Tensor
+    state: torch.Tensor | None = None
+
+    def to(self, device) -> "Rollout":
+        """The same on a device."""
+        return Rollout(*(None if x is None else x.to(device) for x in self))
 
     @property
     def valid(self) -> torch.Tensor:
         """bool [T, B]: rows whose action was really taken."""
         return (self.flags & DUMMY) == 0
+
+    @property
+    def first(self) -> torch.Tensor:
+        """bool [T+1, B]: rows of obs that begin an episode, as the rows before tell; never row 0, whose past is `state`."""
+        begins = (self.flags & (DUMMY | MISSING)) != 0
+        return torch.cat((torch.zeros_like(begins[:1]), begins))
+
+
+def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp, missing_next: str = "nan") -> Rollout:
+    """A Rollout from data without final observations, as environments leave that reset in the same step.
+
+    Args:
+        obs: float32 [T+1, B, F]. Row t+1 is what action t led to, or the next episode's first observation if t ended one.
+        action, reward, terminated, truncated, behavior_logp: [T, B].
+        missing_next: "nan" keeps truncated rows, with the biased target of the module's docstring; "drop" leaves them out.
+
+    Raises:
+        ValueError: another `missing_next`.
+    """
+    if missing_next not in ("nan", "drop"):
+        raise ValueError(f"missing_next is {missing_next!r}: choose nan or drop")
+    flags = TERMINATED * terminated + TRUNCATED * truncated + MISSING * (terminated | truncated)
+    if missing_next == "drop":
+        flags = flags + DUMMY * (truncated & ~terminated)
+    return Rollout(obs, action.long(), reward, flags.to(torch.uint8), behavior_logp)
 
 
 class Targets(NamedTuple):
@@ -52,7 +88,7 @@ class Targets(NamedTuple):
     ratio: torch.Tensor
 
 
-def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> Targets:
+def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0, missing=None) -> Targets:
     """V-trace targets and advantages (equations and source in the module's docstring).
 
     Args:
@@ -62,19 +98,23 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
         log_ratios: float32 [T, B], log pi - log mu of the actions taken; zeros switch the correction off.
         valid: bool [T, B], False on dummy rows.
         lam: lambda in [0, 1].
+        missing: bool [T, B], rows whose next value is unknown (module docstring); None is no row. Values there may be NaN.
     """
     ratio = log_ratios.exp()
     weight = ratio.clamp(max=1) * valid
     value, next_value = values[:-1], values[1:]
-    delta = weight * (rewards + discounts * next_value - value)
     decay = discounts * lam * weight
+    if missing is not None:
+        next_value = torch.where(missing, value, next_value)
+        decay = torch.where(missing, 0, decay)
+    delta = weight * (rewards + discounts * next_value - value)
     excess, excesses = torch.zeros_like(delta[0]), []  # vs - V, from the last row back
     for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind()), strict=True):
         excess = torch.addcmul(delta_t, decay_t, excess)
         excesses.append(excess)
     excess = torch.stack(excesses[::-1])
     next_excess = torch.cat((excess[1:], torch.zeros_like(excess[:1])))
-    advantage = delta + lam * weight * discounts * next_excess
+    advantage = delta + decay * next_excess
     return Targets(value + excess, advantage, ratio)
 
 
@@ -140,6 +180,7 @@ def actor_critic_loss(
         log_ratios if correct else torch.zeros_like(log_ratios),
         valid,
         lam,
+        (rollout.flags & MISSING) != 0,
     )
     advantage = targets.advantage
     if normalize_advantage:

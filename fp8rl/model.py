@@ -4,6 +4,15 @@ Two hidden layers of 64 ReLU units. ReLU rather than tanh: at this width a tanh 
 orthogonal, with gain sqrt(2) under a ReLU, 1 for the critic, and 0.01 for the actor, so that the first policy is almost
 uniform (the initialization of CleanRL's PPO). Everything is built in float32 and stays so: a precision changes what the matmuls
 compute in, never what the parameters are kept in.
+
+The recurrent encoder puts a GRU (Cho et al. 2014, arXiv:1406.1078, in torch.nn.GRUCell's form) in the place of the second
+hidden layer, for environments that one observation does not describe:
+
+    r = sigmoid(x_r + h_r),  z = sigmoid(x_z + h_z),  n = tanh(x_n + r h_n),  h' = (1 - z) n + z h
+
+where x and h are what two linear layers make of the input and of the state h before. The layer on the inputs runs over all rows
+of a sequence in one matmul; only the one on the state must go step by step. A sequence may span several episodes: where one
+starts, the state is set to 0, so slices need neither padding nor cutting. The state and its gates are float32.
 """
 
 import math
@@ -19,27 +28,79 @@ def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
     return layer
 
 
+ENCODERS = ("mlp", "gru")
+
+
 class ActorCritic(nn.Module):
-    """Policy and value of an observation from one encoder.
+    """Policy and value of an observation, or of a sequence of them, from one encoder.
 
     Args:
         obs_size: features in an observation.
         num_actions: discrete actions.
-        width: units in each hidden layer.
+        width: units in each hidden layer, and in the recurrent state.
+        encoder: "mlp" looks at each observation by itself, "gru" remembers the ones before.
+
+    Raises:
+        ValueError: an unknown encoder.
     """
 
-    def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64):
+    def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64, encoder: str = "mlp"):
         super().__init__()
+        if encoder not in ENCODERS:
+            raise ValueError(f"encoder is {encoder!r}: choose from {', '.join(ENCODERS)}")
         self.num_actions = num_actions
+        self.recurrent = encoder == "gru"
         gain = math.sqrt(2)
-        self.encoder = nn.Sequential(_linear(obs_size, width, gain), nn.ReLU(), _linear(width, width, gain), nn.ReLU())
+        first = _linear(obs_size, width, gain)
+        if self.recurrent:
+            self.encoder = nn.Sequential(first, nn.ReLU(), _linear(width, 3 * width, 1.0))
+            self.memory = _linear(width, 3 * width, 1.0)
+        else:
+            self.encoder = nn.Sequential(first, nn.ReLU(), _linear(width, width, gain), nn.ReLU())
         self.actor = _linear(width, num_actions, 0.01)
         self.critic = _linear(width, 1, 1.0)
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, obs: torch.Tensor, state: torch.Tensor | None = None, first: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps observations [..., obs_size] to logits [..., num_actions] and values [...].
 
-        Outputs are float32 whatever autocast computes in: probabilities and targets are taken from them.
+        Outputs are float32 whatever autocast computes in: probabilities and targets are taken from them. The other arguments are
+        for the recurrent encoder alone, which takes observations [T, B, obs_size].
+
+        Args:
+            obs: float32.
+            state: float32 [B, width] before the first row; None is 0.
+            first: bool [T, B], rows that begin an episode, before which the state is set to 0; None is no row.
         """
+        if not self.recurrent:
+            return self._heads(self.encoder(obs))
+        gates, states = self.encoder(obs).float(), []
+        state = gates.new_zeros(gates.shape[1], gates.shape[2] // 3) if state is None else state
+        for t in range(len(gates)):
+            if first is not None:
+                state = torch.where(first[t].unsqueeze(-1), 0, state)
+            state = self._remember(gates[t], state)
+            states.append(state)
+        return self._heads(torch.stack(states))
+
+    def step(
+        self, obs: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """One row: observations [B, obs_size] and the state before (None is 0) to logits, values and the state after, which is
+        None without a recurrent encoder."""
         hidden = self.encoder(obs)
+        if self.recurrent:
+            state = hidden.new_zeros(len(obs), self.memory.in_features, dtype=torch.float32) if state is None else state
+            hidden = state = self._remember(hidden.float(), state)
+        return *self._heads(hidden), state
+
+    def _remember(self, gates: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        """The GRU's next state, float32 [B, width], from the inputs' gates [B, 3 width] and the state [B, width]."""
+        reset, update, new = gates.chunk(3, dim=-1)
+        from_reset, from_update, from_new = self.memory(state).float().chunk(3, dim=-1)
+        candidate = torch.tanh(new + torch.sigmoid(reset + from_reset) * from_new)
+        return torch.lerp(candidate, state, torch.sigmoid(update + from_update))
+
+    def _heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.actor(hidden).float(), self.critic(hidden).squeeze(-1).float()

@@ -29,9 +29,9 @@ FIELDS += ["first_step_at_195", "seconds_to_195", "train_seconds"]
 
 
 def run(config: Config) -> History:
-    """Trains one config without a progress bar. The History comes back without its model, which stays in the process."""
+    """Trains one config without a progress bar. The History comes back without model and ring, which stay in the process."""
     history = train(config, progress=False)
-    return History(config, None, history.rows)
+    return History(config, None, history.columns)
 
 
 def run_unscaled(config: Config) -> History:
@@ -88,7 +88,7 @@ def summarize(history: History, arm: str | None = None) -> dict[str, float | str
         "area": float(history.evaluations()[1].mean()),
         "first_step_at_195": first,
         "seconds_to_195": float(history.column("seconds")[reached][0]) if reached.any() else math.nan,
-        "train_seconds": history.rows[-1]["seconds"],
+        "train_seconds": history.last["seconds"],
     }
 
 

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import math
 import time
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,12 +17,13 @@ import torch
 from tqdm.auto import tqdm
 
 from . import fp8
-from .env import BatchedEnv
+from .codec import CODECS
+from .env import BatchedEnv, obs_high
 from .evaluate import evaluate, gumbel
 from .losses import DUMMY, TERMINATED, TRUNCATED, Rollout, action_logp, actor_critic_loss
-from .model import ActorCritic
+from .model import ENCODERS, ActorCritic
 from .precision import Precision
-from .replay import ReplayBuffer
+from .replay import LAYOUTS, ReplayBuffer, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,24 @@ class Config:
     start_noise: float = 0.5
     """Half-width of the range where training episodes start. Wide, or the critic forgets the places that a good policy no
     longer visits; evaluation starts within 0.05."""
+    extra_features: int = 0
+    """Channels of noise appended to the observation."""
+    hide_velocity: bool = False
+    """Leave the velocity out of the observation: the policy then needs a memory."""
+    encoder: str = "mlp"
+    """mlp, or gru, which remembers; a replayed slice starts with an empty memory."""
     rollout_length: int = 32
     """Steps collected from each environment per iteration, T."""
     capacity: int = 10_000
     """Transitions that the replay ring holds (rows times environments)."""
+    layout: str = "compact"
+    """How the ring keeps next observations: compact, full or delta (replay.py)."""
+    codec: str = "fp32"
+    """What the ring stores observations as: fp32, fp16, bf16, int8 or fp8 (codec.py)."""
+    store: str | None = None
+    """Device that holds the ring, if not `device`: cpu keeps it in RAM."""
+    memmap: str | None = None
+    """Folder to keep the ring in, instead of memory. A ring of the same settings that it holds already is gone on with."""
     slice_length: int = 32
     """Consecutive steps in a replayed slice; 1 replays single transitions."""
     batch_size: int = 512
@@ -95,7 +111,7 @@ class Config:
     def __post_init__(self):
         for name in ("steps", "num_envs", "rollout_length", "capacity", "slice_length", "batch_size", "eval_episodes"):
             self._require(name, getattr(self, name) >= 1, "give at least 1")
-        for name in ("replay_updates", "eval_every", "entropy_coef", "value_coef", "seed"):
+        for name in ("replay_updates", "eval_every", "extra_features", "entropy_coef", "value_coef", "seed"):
             self._require(name, getattr(self, name) >= 0, "give 0 or more")
         self._require("seed", self.seed < 2**63, "give less than 2**63")
         for name in ("learning_rate", "max_grad_norm", "reward_scale"):
@@ -113,9 +129,14 @@ class Config:
         enough = f"give at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
         self._require("capacity", self.rows >= rows, enough)
         self._require("steps", self.iterations >= 1, f"give at least one iteration, {self.steps_per_iteration} steps")
+        self._require("layout", self.layout in LAYOUTS, f"choose from {', '.join(LAYOUTS)}")
+        self._require("codec", self.codec in CODECS, f"choose from {', '.join(CODECS)}")
+        self._require("encoder", self.encoder in ENCODERS, f"choose from {', '.join(ENCODERS)}")
+        self._require("memmap", self.memmap is None or self.store is None, "give a folder or store, not both")
         self._require("importance", self.importance in ("behavior", "learner", "none"), "choose behavior, learner or none")
         for name in (self.precision, self.collect_precision or self.precision):
             Precision(name, torch_device(self.device))
+        torch_device(self.store or self.device)
         if self.precision.startswith("fp8"):
             # FP8's weight gradient contracts the batch, whose rows (the bootstrap row too) must then be a multiple of 16.
             slices = self.batch_size // self.slice_length
@@ -123,10 +144,39 @@ class Config:
             self._require("num_envs", whole, f"give a multiple of {fp8.MULTIPLE} for {self.precision}")
             whole = (self.slice_length + 1) * slices % fp8.MULTIPLE == 0 or not self.replay_updates
             self._require("batch_size", whole, f"give a multiple of {fp8.MULTIPLE} slices for {self.precision}")
+            if self.encoder == "gru":  # whose second matmul contracts one row at a time
+                mend = f"give a multiple of {fp8.MULTIPLE}"
+                self._require("num_envs", self.num_envs % fp8.MULTIPLE == 0, f"{mend} for a gru in fp8")
+                whole = slices % fp8.MULTIPLE == 0 or not self.replay_updates
+                self._require("batch_size", whole, f"{mend} slices for a gru in fp8")
 
     def _require(self, name: str, good: bool, mend: str) -> None:
         if not good:
             raise ValueError(f"{name} is {getattr(self, name)}: {mend}")
+
+    @property
+    def observed(self) -> dict:
+        """The options of the environment that say what is observed."""
+        return {"extra_features": self.extra_features, "hide_velocity": self.hide_velocity}
+
+    @property
+    def obs_high(self) -> tuple[float, ...]:
+        """Bound of each feature of an observation."""
+        return obs_high(**self.observed)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes that the replay ring will occupy."""
+        return ring_bytes(self.rows, self.num_envs, len(self.obs_high), self.layout, self.codec)
+
+    def ring(self) -> ReplayBuffer:
+        """The replay ring, new or gone on with. Raises as `ReplayBuffer`."""
+        kind = {"layout": self.layout, "codec": self.codec, "device": self.store or self.device, "memmap": self.memmap}
+        return ReplayBuffer(self.rows, self.num_envs, self.obs_high, **kind)
+
+    def network(self) -> ActorCritic:
+        """A new network for this config, from torch's global generator."""
+        return ActorCritic(len(self.obs_high), encoder=self.encoder)
 
     @property
     def steps_per_iteration(self) -> int:
@@ -185,23 +235,46 @@ def torch_device(name: str) -> torch.device:
 
 @dataclass
 class History:
-    """What a run leaves: its config, the trained model (None if another process keeps it) and one row of numbers an iteration.
+    """What a run leaves: its config, the trained model and the replay ring (None if another process keeps them), and a row of
+    numbers for each iteration.
 
     Each row holds: iteration, steps (environment steps so far), seconds (training time, evaluations left out), train_return
     (mean return of episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between
     evaluations), loss, policy_loss, value_loss, entropy (nats), min_logp, ess (these six averaged over the iteration's updates,
     min_logp their minimum), grad_norm (the largest), nonfinite (updates whose gradient was not finite), skipped (updates that
-    the scaler skipped), loss_scale (after the iteration) and learning_rate; with FP8 also the quantization statistics of the
-    iteration's last update (fp8.recorded).
+    the scaler skipped), loss_scale (after the iteration), learning_rate and clipped (numbers of observations that the ring's
+    codec has clipped so far); with FP8 also the quantization statistics of the iteration's last update (fp8.recorded).
+
+    Rows are kept as columns of doubles: a row of Python objects takes 2 kB, and a run's memory shall not grow by megabytes.
     """
 
     config: Config
     model: ActorCritic | None
-    rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    columns: dict[str, array] = dataclasses.field(default_factory=dict)
+    ring: ReplayBuffer | None = None
+
+    def add(self, row: dict[str, float]) -> None:
+        """Appends an iteration's numbers."""
+        for name, value in row.items():
+            self.columns.setdefault(name, array("d")).append(value)
+
+    def __len__(self) -> int:
+        """Iterations so far."""
+        return len(self.columns.get("iteration", ()))
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The newest row."""
+        return {name: values[-1] for name, values in self.columns.items()}
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """All rows."""
+        return [dict(zip(self.columns, values, strict=True)) for values in zip(*self.columns.values(), strict=True)]
 
     def column(self, name: str) -> np.ndarray:
         """One number of every row, float64 [iterations]."""
-        return np.array([row[name] for row in self.rows])
+        return np.array(self.columns[name])
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
         """Environment steps and mean greedy returns of the evaluations."""
@@ -220,8 +293,16 @@ class History:
 
 
 @torch.no_grad()
-def collect(model, env: BatchedEnv, length: int, precision: Precision, generator: torch.Generator) -> Rollout:
+def collect(model, env: BatchedEnv, length: int, precision: Precision, generator: torch.Generator, state=None) -> Rollout:
     """Steps every environment `length` times with the model's sampled actions.
+
+    Args:
+        model: an ActorCritic.
+        env: continues where it stands.
+        length: T.
+        precision: what the model computes in.
+        generator: source of the actions' noise.
+        state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
 
     Returns:
         A Rollout of T = length rows and B = env.num_envs columns. Its log-probabilities are those of the policy that acted, in
@@ -231,12 +312,16 @@ def collect(model, env: BatchedEnv, length: int, precision: Precision, generator
         ValueError: the environment returned an observation or reward that is not finite.
     """
     obs, dones, logits, actions, rewards, ends = [env.obs], [], [], [], [], []
+    before = state
     noise = gumbel((length, env.num_envs, model.num_actions), env.device, generator)
     with precision.autocast():  # one region, so that autocast casts the weights once
         for t in range(length):
-            logits.append(model(env.obs)[0])
-            actions.append((logits[t] + noise[t]).argmax(-1))
+            logit, _, state = model.step(env.obs, state)
+            logits.append(logit)
+            actions.append((logit + noise[t]).argmax(-1))
             dones.append(env.done)
+            if state is not None:
+                state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
             next_obs, reward, *end = env.step(actions[t])
             obs.append(next_obs)
             rewards.append(reward)
@@ -249,6 +334,7 @@ def collect(model, env: BatchedEnv, length: int, precision: Precision, generator
         reward=torch.stack(rewards),
         flags=(TERMINATED * terminated + TRUNCATED * truncated + DUMMY * torch.stack(dones)).to(torch.uint8),
         behavior_logp=action_logp(torch.stack(logits).log_softmax(-1), action),
+        state=None if state is None else torch.stack((torch.zeros_like(state) if before is None else before, state)),
     )
     for name in ("obs", "reward"):
         if not getattr(rollout, name).isfinite().all():
@@ -259,7 +345,7 @@ def collect(model, env: BatchedEnv, length: int, precision: Precision, generator
 def update(model, optimizer, precision: Precision, batch: Rollout, config: Config) -> dict[str, torch.Tensor | float]:
     """One gradient step on a batch. Returns the loss's statistics and the optimizer step's."""
     with precision.autocast():
-        logits, values = model(batch.obs)
+        logits, values = model(batch.obs, None if batch.state is None else batch.state[0], batch.first)
     loss, stats = actor_critic_loss(
         logits,
         values,
@@ -293,15 +379,17 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
     generator = torch.Generator(device).manual_seed(config.seed)
     with torch.random.fork_rng(devices=[]):  # leave the caller's generator alone
         torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would reseed the caller's CUDA generators too
-        base = ActorCritic().to(device)
+        base = config.network().to(device)
     model = precision.prepare(_share(base))
     acting = Precision(config.collect_precision or config.precision, device)
     actor = acting.prepare(_share(base))
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, eps=1e-5)
-    env = BatchedEnv(config.num_envs, config.start_noise, device, generator)
-    ring = ReplayBuffer(config.rows, config.num_envs, device=device)
+    env = BatchedEnv(config.num_envs, config.start_noise, device, generator, **config.observed)
+    state = None
+    ring = config.ring()
+    draws = generator if ring.device == device else torch.Generator(ring.device).manual_seed(config.seed)
     slices = config.batch_size // config.slice_length
-    history = History(config, model)
+    history = History(config, model, ring=ring)
     open_returns = np.zeros(config.num_envs)
     stuck = 0  # iterations in a row without a single finite gradient
     bar = tqdm(range(config.iterations), unit="iteration", disable=not progress)
@@ -310,12 +398,13 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
         began = time.perf_counter()
         learning_rate = config.learning_rate * (1 - iteration / config.iterations if config.anneal else 1)
         optimizer.param_groups[0]["lr"] = learning_rate
-        rollout = collect(actor, env, config.rollout_length, acting, generator)
+        rollout = collect(actor, env, config.rollout_length, acting, generator, state)
+        state = None if rollout.state is None else rollout.state[-1]
         if config.importance == "learner":
             rollout = rollout._replace(behavior_logp=_logp(model, precision, rollout))
         ring.append(rollout)
         batches = [rollout] * config.fresh_updates
-        batches += [ring.sample(slices, config.slice_length, generator) for _ in range(config.replay_updates)]
+        batches += [ring.sample(slices, config.slice_length, draws).to(device) for _ in range(config.replay_updates)]
         stats = [update(model, optimizer, precision, batch, config) for batch in batches[:-1]]
         with fp8.recorded(model) as fp8_statistics:
             stats.append(update(model, optimizer, precision, batches[-1], config))
@@ -323,10 +412,11 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
         row = {
             "iteration": iteration,
             "steps": (iteration + 1) * config.steps_per_iteration,
-            "seconds": history.rows[-1]["seconds"] if history.rows else 0.0,
+            "seconds": history.columns["seconds"][-1] if len(history) else 0.0,
             "train_return": float(np.mean(finished)) if len(finished) else math.nan,
             "eval_return": math.nan,
             "learning_rate": learning_rate,
+            "clipped": int(ring.clipped.sum()),
             **_summarize(stats),
             **fp8_statistics,
         }
@@ -335,8 +425,8 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
         if stuck == 20 or (row["nonfinite"] and not precision.scaler.is_enabled()):
             raise FloatingPointError(f"gradient not finite at step {row['steps']} in {config.precision}: lower learning_rate")
         if config.evaluates_at(iteration):
-            row["eval_return"] = float(evaluate(model, config.eval_episodes, precision=precision).mean())
-        history.rows.append(row)
+            row["eval_return"] = float(evaluate(model, config.eval_episodes, precision=precision, **config.observed).mean())
+        history.add(row)
         shown = [f"{name} {row[name]:.1f}" for name in ("train_return", "eval_return") if not math.isnan(row[name])]
         shown += [f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {row['loss_scale']:g}"]
         bar.set_postfix_str(", ".join(shown), refresh=False)
@@ -358,8 +448,8 @@ def _share(model: ActorCritic) -> ActorCritic:
 def _logp(model, precision: Precision, rollout: Rollout) -> torch.Tensor:
     """Log-probabilities [T, B] that a model gives the actions of a rollout."""
     with precision.autocast():
-        logits, _ = model(rollout.obs[:-1])
-    return action_logp(logits.log_softmax(-1), rollout.action)
+        logits, _ = model(rollout.obs, None if rollout.state is None else rollout.state[0], rollout.first)
+    return action_logp(logits[:-1].log_softmax(-1), rollout.action)
 
 
 def episode_returns(rollout: Rollout, open_returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

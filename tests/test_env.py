@@ -83,7 +83,7 @@ def test_leaving_at_the_last_step_is_termination_alone():
     single, batched = CustomEnv(), BatchedEnv(1)
     single.reset()
     single.state, single.steps = torch.tensor([1.9, 1.0]), MAX_STEPS - 1
-    batched.obs, batched.steps = torch.tensor([[1.9, 1.0]]), torch.tensor([MAX_STEPS - 1])
+    batched.state, batched.steps = torch.tensor([[1.9, 1.0]]), torch.tensor([MAX_STEPS - 1])
     assert single.step(1)[2:4] == (True, False)
     assert [end.tolist() for end in batched.step(torch.tensor([1]))[2:]] == [[True], [False]]
 

@@ -10,8 +10,10 @@ TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2}
 
 
 def history_of(returns, seed=0, **config) -> History:
-    rows = [{"steps": 512.0 * (i + 1), "eval_return": value, "seconds": 0.5 * (i + 1)} for i, value in enumerate(returns)]
-    return History(Config(seed=seed, **config), None, rows)
+    history = History(Config(seed=seed, **config), None)
+    for i, value in enumerate(returns):
+        history.add({"steps": 512 * (i + 1), "eval_return": value, "seconds": 0.5 * (i + 1)})
+    return history
 
 
 def result(arm, seed, final):

@@ -1,0 +1,172 @@
+"""Memory: what there is, what a process takes, and whether growth is a buffer filling up or a leak.
+
+A process's resident set grows for honest reasons: pages of a new tensor are taken when they are first written, so a replay ring
+of 1 GB starts near 0 and grows until it is full. That growth is known to the byte (`ReplayBuffer.filled_bytes`), so what remains
+once it is taken off is unexplained. Resident memory alone does not say what leaks, and a leak of Python objects can be small for
+long, so `GrowthWatch` looks at causes too, at every reading:
+
+    containers       lists, dicts, deques and sets that are longer at every reading; what they hold names the leak
+    autograd graph   nodes that live tensors keep alive: a running sum of losses keeps every step's graph
+    CUDA             allocated (tensors alive) and reserved (blocks that the allocator keeps)
+
+Readings belong at the same point of a loop, between iterations, after the first ones (which import and warm up).
+"""
+
+import contextlib
+import gc
+import resource
+import tracemalloc
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+import torch
+
+MIB = 2**20
+
+
+def available(device="cpu") -> int:
+    """Bytes that a device can still give: of CUDA memory, or of RAM within the limits set for this process and its container."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    left = [psutil.virtual_memory().available]
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        left.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if limit != resource.RLIM_INFINITY:
+        left.append(limit - psutil.Process().memory_info().data)
+    return max(0, min(left))
+
+
+def require_room(needed: int, device="cpu") -> None:
+    """Refuses what will not fit, before it is allocated: RAM is handed out lazily, so too large a buffer dies half-way.
+
+    Raises:
+        MemoryError: more than `available`.
+    """
+    free = available(device)
+    if needed > free:
+        mend = "lower capacity, choose a one-byte codec, or keep it in a memmap folder"
+        raise MemoryError(f"replay needs {needed:,} bytes and {device} has {free:,} free: {mend}")
+
+
+class Reading(NamedTuple):
+    """Bytes at one moment, and nodes of autograd graphs.
+
+    resident: the process's resident set. explained: what the replay ring has filled. traced: allocated by Python, 0 unless
+    `tracemalloc` is tracing. cuda_allocated, cuda_reserved: of torch's CUDA allocator, 0 without CUDA. graph_nodes: kept alive.
+    """
+
+    resident: int
+    explained: int = 0
+    traced: int = 0
+    cuda_allocated: int = 0
+    cuda_reserved: int = 0
+    graph_nodes: int = 0
+
+
+class GrowthWatch:
+    """Reads memory during a loop and says what grows.
+
+    Attributes:
+        readings: those taken so far.
+
+    Args:
+        tolerance: bytes of growth between the first and the last reading that are left alone.
+    """
+
+    def __init__(self, tolerance: int = MIB):
+        self.tolerance = tolerance
+        self.readings: list[Reading] = []
+        self._lengths: dict[int, list[int]] | None = None  # id of a container -> its length at each reading
+
+    def read(self, ring=None) -> Reading:
+        """Takes a reading (0.1 s: it walks all of Python's objects).
+
+        Args:
+            ring: a ReplayBuffer whose filling is to be taken for explained.
+        """
+        gc.collect()
+        cuda = torch.cuda.is_available()
+        reading = Reading(
+            psutil.Process().memory_info().rss,
+            ring.filled_bytes if ring is not None else 0,
+            tracemalloc.get_traced_memory()[0],
+            torch.cuda.memory_allocated() if cuda else 0,
+            torch.cuda.memory_reserved() if cuda else 0,
+            _graph_nodes(obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)),
+        )
+        self.readings.append(reading)
+        self._follow_containers()
+        return reading
+
+    def findings(self) -> list[str]:
+        """What grew over all readings, each with the mend; empty if nothing did but what is explained. Needs three readings."""
+        if len(self.readings) < 3:
+            raise ValueError(f"readings are {len(self.readings)}: take at least 3")
+        found = [describe for describe in map(_describe_container, self._growing()) if describe]
+        first, last = self.readings[0], self.readings[-1]
+        columns = {name: np.diff([getattr(reading, name) for reading in self.readings]) for name in Reading._fields}
+        if (columns["graph_nodes"] > 0).all():
+            more = last.graph_nodes - first.graph_nodes
+            found.append(f"autograd graph: {more:,} more nodes kept alive: use .item() or .detach() on what outlives a step")
+        if last.cuda_allocated - first.cuda_allocated > self.tolerance and (columns["cuda_allocated"] >= 0).all():
+            more = last.cuda_allocated - first.cuda_allocated
+            found.append(f"CUDA tensors: {more:,} bytes more allocated: something keeps tensors, drop or move them")
+        elif last.cuda_reserved - first.cuda_reserved > self.tolerance and (columns["cuda_reserved"] >= 0).all():
+            more = last.cuda_reserved - first.cuda_reserved
+            found.append(f"CUDA blocks: {more:,} bytes more reserved, not allocated: the cache grows, keep shapes fixed")
+        unexplained = last.resident - first.resident - (last.explained - first.explained)
+        if unexplained > self.tolerance and not found:
+            found.append(f"resident set: {unexplained:,} bytes more than the ring filled, in no Python container: native memory")
+        return found
+
+    def _follow_containers(self) -> None:
+        """Keeps the containers that grew at every reading so far."""
+        own = {id(self.readings), id(self._lengths)}
+        objects = gc.get_objects()
+        now = {id(obj): len(obj) for obj in objects if type(obj) in (list, dict, deque, set) and len(obj) >= 16}
+        if self._lengths is None:
+            self._lengths = {key: [length] for key, length in now.items() if key not in own}
+        else:
+            kept = {key: [*lengths, now.get(key, 0)] for key, lengths in self._lengths.items()}
+            self._lengths = {key: lengths for key, lengths in kept.items() if lengths[-1] > lengths[-2]}
+
+    def _growing(self) -> list:
+        lengths = self._lengths
+        return [obj for obj in gc.get_objects() if id(obj) in lengths and type(obj) in (list, dict, deque, set)]
+
+
+def _graph_nodes(tensors: Iterable[torch.Tensor]) -> int:
+    """Nodes of the autograd graphs behind some tensors, each counted once."""
+    seen, todo = set(), [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo.extend(following for following, _ in node.next_functions if following is not None)
+    return len(seen)
+
+
+def _describe_container(container) -> str | None:
+    """What a container that only grows leaks, told from its newest element."""
+    newest = next(reversed(container.values())) if type(container) is dict else [*container][-1]
+    what = f"{type(container).__name__} of {len(container):,}"
+    if isinstance(newest, torch.Tensor):
+        if newest.grad_fn is not None:
+            return f"kept autograd graph: a {what} tensors with their graphs: append .item() or .detach()"
+        held, own = newest.untyped_storage().nbytes(), newest.nbytes
+        if held > own:
+            return f"views: a {what} tensors of {own:,} bytes that keep {held:,} alive each: append .clone()"
+        return f"tensors: a {what} on {newest.device}: bound it"
+    if isinstance(newest, np.ndarray) and newest.base is not None:
+        held = getattr(newest.base, "nbytes", newest.nbytes)
+        return f"NumPy views: a {what} arrays of {newest.nbytes:,} bytes that keep {held:,} alive each: append .copy()"
+    if isinstance(newest, dict):
+        return f"dict hoard: a {what} dicts with {', '.join(map(repr, list(newest)[:3]))}: keep the numbers you need"
+    return f"unbounded {type(container).__name__}: {len(container):,} of {type(newest).__name__}: bound it (deque(maxlen=...))"
