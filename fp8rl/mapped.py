@@ -54,6 +54,10 @@ class MappedFolder:
             mapped = np.memmap(self.path_of(name), np.uint8, "r+" if writable else "c")
             self.tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
 
+    def close(self) -> None:
+        """Drops the lock. The tensors stay mapped: write no more."""
+        self._lock_file.close()
+
     def path_of(self, name: str) -> Path:
         """The file of a tensor."""
         return self.folder / f"{name}.bin"

@@ -5,7 +5,8 @@ of 1 GB starts near 0 and grows until it is full. That growth is known to the by
 once it is taken off is unexplained. Resident memory alone does not say what leaks, and a leak of Python objects can be small for
 long, so `GrowthWatch` looks at causes too, at every reading:
 
-    containers       lists, dicts, deques and sets that are longer at every reading; what they hold names the leak
+    containers       lists, dicts, deques and sets that are longer at every reading; what they hold names the leak (a dict of
+                     plain numbers is hidden from Python's collector, and shows as resident memory alone)
     autograd graph   nodes that live tensors keep alive: a running sum of losses keeps every step's graph
     CUDA             allocated (tensors alive) and reserved (blocks that the allocator keeps)
 
@@ -15,9 +16,9 @@ Readings belong at the same point of a loop, between iterations, after the first
 import contextlib
 import gc
 import resource
+import sys
 import tracemalloc
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +38,9 @@ def available(device="cpu") -> int:
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
         left.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    # Linux alone holds private memory to this limit.
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    if limit != resource.RLIM_INFINITY:
+    if limit != resource.RLIM_INFINITY and sys.platform == "linux":
         left.append(limit - psutil.Process().memory_info().data)
     return max(0, min(left))
 
@@ -77,13 +79,14 @@ class GrowthWatch:
         readings: those taken so far.
 
     Args:
-        tolerance: bytes of growth between the first and the last reading that are left alone.
+        tolerance: bytes of growth over all readings that are left alone.
     """
 
     def __init__(self, tolerance: int = MIB):
         self.tolerance = tolerance
         self.readings: list[Reading] = []
         self._lengths: dict[int, list[int]] | None = None  # id of a container -> its length at each reading
+        _graph_nodes(gc.get_objects())  # a walk takes memory of its own, which is not to be found later
 
     def read(self, ring=None) -> Reading:
         """Takes a reading (0.1 s: it walks all of Python's objects).
@@ -92,17 +95,19 @@ class GrowthWatch:
             ring: a ReplayBuffer whose filling is to be taken for explained.
         """
         gc.collect()
+        resident = psutil.Process().memory_info().rss
+        objects = gc.get_objects()
         cuda = torch.cuda.is_available()
         reading = Reading(
-            psutil.Process().memory_info().rss,
+            resident,
             ring.filled_bytes if ring is not None else 0,
             tracemalloc.get_traced_memory()[0],
             torch.cuda.memory_allocated() if cuda else 0,
             torch.cuda.memory_reserved() if cuda else 0,
-            _graph_nodes(obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor)),
+            _graph_nodes(objects),
         )
         self.readings.append(reading)
-        self._follow_containers()
+        self._follow_containers(objects)
         return reading
 
     def findings(self) -> list[str]:
@@ -121,15 +126,15 @@ class GrowthWatch:
         elif last.cuda_reserved - first.cuda_reserved > self.tolerance and (columns["cuda_reserved"] >= 0).all():
             more = last.cuda_reserved - first.cuda_reserved
             found.append(f"CUDA blocks: {more:,} bytes more reserved, not allocated: the cache grows, keep shapes fixed")
-        unexplained = last.resident - first.resident - (last.explained - first.explained)
+        # The median: a leak grows at every reading, while warming up and whole pages make single jumps.
+        unexplained = int(np.median(columns["resident"] - columns["explained"])) * (len(self.readings) - 1)
         if unexplained > self.tolerance and not found:
             found.append(f"resident set: {unexplained:,} bytes more than the ring filled, in no Python container: native memory")
         return found
 
-    def _follow_containers(self) -> None:
+    def _follow_containers(self, objects: list) -> None:
         """Keeps the containers that grew at every reading so far."""
-        own = {id(self.readings), id(self._lengths)}
-        objects = gc.get_objects()
+        own = {id(self.readings), id(self._lengths), id(objects)}
         now = {id(obj): len(obj) for obj in objects if type(obj) in (list, dict, deque, set) and len(obj) >= 16}
         if self._lengths is None:
             self._lengths = {key: [length] for key, length in now.items() if key not in own}
@@ -142,8 +147,9 @@ class GrowthWatch:
         return [obj for obj in gc.get_objects() if id(obj) in lengths and type(obj) in (list, dict, deque, set)]
 
 
-def _graph_nodes(tensors: Iterable[torch.Tensor]) -> int:
-    """Nodes of the autograd graphs behind some tensors, each counted once."""
+def _graph_nodes(objects: list) -> int:
+    """Nodes of the autograd graphs behind the tensors among some objects, each counted once."""
+    tensors = [obj for obj in objects if issubclass(type(obj), torch.Tensor)]
     seen, todo = set(), [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while todo:
         node = todo.pop()

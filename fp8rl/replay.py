@@ -109,6 +109,12 @@ class ReplayBuffer:
         del about["format"]
         return cls(**about, memmap=folder, writable=writable)
 
+    def close(self) -> None:
+        """Gives a folder back to others. A ring that is garbage has done so."""
+        if self._folder:
+            self._folder.close()
+            self.writable = False
+
     @property
     def start(self) -> int:
         return int(self._clock[0])
@@ -154,7 +160,7 @@ class ReplayBuffer:
         if length >= self.rows:
             raise ValueError(f"rollout of {length} rows: a ring of {self.rows} rows takes at most {self.rows - 1}")
         if not self.writable:
-            raise ValueError("the ring was opened to read: open it with writable=True to append")
+            raise ValueError("the ring is closed or was opened to read: open it with writable=True to append")
         bad = rollout.obs.isnan().flatten(0, -2).any(0)
         if bad.any():
             raise ValueError(f"obs is NaN in feature {int(bad.nonzero()[0])}: mend the environment or leave those rows out")
