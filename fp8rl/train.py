@@ -136,7 +136,7 @@ class Config:
         self._require("importance", self.importance in ("behavior", "learner", "none"), "choose behavior, learner or none")
         for name in (self.precision, self.collect_precision or self.precision):
             Precision(name, torch_device(self.device))
-        torch_device(self.store or self.device)
+        torch_device(self.store or self.device, "store")
         if self.precision.startswith("fp8"):
             # FP8's weight gradient contracts the batch, whose rows (the bootstrap row too) must then be a multiple of 16.
             slices = self.batch_size // self.slice_length
@@ -220,8 +220,8 @@ class Config:
         return cls(**{**loop, **changes})
 
 
-def torch_device(name: str) -> torch.device:
-    """A CPU or CUDA device that exists, or a ValueError that says which do."""
+def torch_device(name: str, field: str = "device") -> torch.device:
+    """A CPU or CUDA device that exists, or a ValueError that says which do, about the config's `field`."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -230,7 +230,7 @@ def torch_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError):
         pass  # torch knows no such device, or was built without it
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    raise ValueError(f"device is {name!r} and torch cannot use it here: choose from {', '.join(devices)}")
+    raise ValueError(f"{field} is {name!r} and torch cannot use it here: choose from {', '.join(devices)}")
 
 
 @dataclass

@@ -8,7 +8,19 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fp8rl.env import LIMIT, MAX_STEPS, PUSH, BatchedEnv, CustomEnv, CustomVectorEnv, bang_bang, dynamics, is_out, reward_of
+from fp8rl.env import (
+    LIMIT,
+    MAX_STEPS,
+    PUSH,
+    BatchedEnv,
+    CustomEnv,
+    CustomVectorEnv,
+    bang_bang,
+    dynamics,
+    is_out,
+    obs_high,
+    reward_of,
+)
 from fp8rl.evaluate import play
 
 NAME = "fp8rl:fp8rl/CustomEnv-v0"
@@ -174,3 +186,38 @@ def test_start_noise_outside_its_range_is_refused(start_noise):
 def test_no_environments_are_refused(make, num_envs):
     with pytest.raises(ValueError, match=f"num_envs is {num_envs}: give at least 1"):
         make(num_envs)
+
+
+OBSERVED = [{"extra_features": 3}, {"hide_velocity": True}, {"extra_features": 2, "hide_velocity": True}]
+
+
+@pytest.mark.parametrize("observed", OBSERVED)
+def test_options_change_what_is_seen_and_not_what_happens(observed):
+    torch.manual_seed(0)
+    plain, other = BatchedEnv(4, 0.0), BatchedEnv(4, 0.0, **observed)
+    seen = 1 if "hide_velocity" in observed else 2
+    noise = []
+    for push in torch.randint(2, (300, 4)):
+        (obs, *expected), (wide, *results) = plain.step(push), other.step(push)
+        assert torch.equal(plain.state, other.state) and torch.equal(wide[:, :seen], obs[:, :seen])
+        assert all(torch.equal(x, y) for x, y in zip(expected, results, strict=True))
+        noise.append(wide[:, seen:])
+    noise = torch.stack(noise)
+    assert noise.shape[-1] == observed.get("extra_features", 0)
+    if noise.numel():
+        assert noise.min() < -0.99 and noise.max() > 0.99 and noise.unique().numel() > 0.99 * noise.numel()
+
+
+@pytest.mark.parametrize("observed", OBSERVED)
+def test_every_form_of_the_environment_takes_the_options(observed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(gymnasium.make(NAME, **observed).unwrapped)
+    vector = gymnasium.make_vec(NAME, num_envs=5, **observed)
+    obs, _ = vector.reset(seed=0)
+    size = len(obs_high(**observed))
+    assert obs.shape == (5, size) and vector.observation_space.contains(obs)
+    assert BatchedEnv(3, **observed).obs.shape == (3, size)
+    for build in (CustomEnv, lambda **options: BatchedEnv(1, **options)):
+        with pytest.raises(ValueError, match="extra_features is -1: give 0 or more"):
+            build(extra_features=-1)

@@ -4,7 +4,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.losses import DUMMY, TERMINATED, TRUNCATED, Rollout, actor_critic_loss, discounts_of, vtrace
+from fp8rl.losses import (
+    DUMMY,
+    MISSING,
+    TERMINATED,
+    TRUNCATED,
+    Rollout,
+    actor_critic_loss,
+    discounts_of,
+    same_step_rollout,
+    vtrace,
+)
 
 GAMMA = 0.9
 seeds = st.integers(0, 2**32 - 1)
@@ -225,3 +235,58 @@ def test_dummy_rows_touch_neither_loss_nor_statistics():
     )
     (loss, stats), (other, other_stats) = loss_of(logits, values, rollout), loss_of(logits, values, changed)
     assert loss == other and stats == other_stats
+
+
+@given(seeds, lengths, lambdas, st.sampled_from(["nan", "drop"]))
+def test_data_without_final_observations_is_biased_only_where_it_says(seed, length, lam, missing_next):
+    values, log_ratios, rollout = random_rollout(seed, length, batch=1)
+    rollout.flags[-1] &= DUMMY  # a final observation that ends the data is not missing
+    keep = rollout.valid.squeeze(-1)
+    rows = torch.cat((keep, torch.ones(1, dtype=torch.bool)))  # without dummy rows an end is followed by the next episode
+    terminated, truncated = ((rollout.flags[keep] & bit) != 0 for bit in (TERMINATED, TRUNCATED))
+    data = (rollout.obs[rows], rollout.action[keep], rollout.reward[keep], terminated, truncated, rollout.behavior_logp[keep])
+    short, ratios, short_values = same_step_rollout(*data, missing_next), log_ratios[keep], values[rows]
+    missing = (short.flags & MISSING) != 0
+    targets = vtrace(short_values, short.reward, discounts_of(short.flags, GAMMA).double(), ratios, short.valid, lam, missing)
+    exact = targets_of(values, log_ratios, rollout, lam)
+    inherits, carry = torch.zeros_like(truncated), torch.zeros(1, dtype=torch.bool)
+    for t in reversed(range(len(truncated))):  # rows before a truncation of their episode see its bias through the trace
+        carry = truncated[t] | (carry & ~missing[t])
+        inherits[t] = carry
+    torch.testing.assert_close(targets.value[~inherits], exact.value[keep][~inherits])
+    torch.testing.assert_close(targets.advantage[~inherits], exact.advantage[keep][~inherits])
+    if missing_next == "nan":
+        bias = ratios.exp().clamp(max=1) * GAMMA * (short_values[:-1] - values[1:][keep])
+        torch.testing.assert_close((targets.value - exact.value[keep])[truncated], bias[truncated])
+    else:  # nothing is learned there, and the rows before bootstrap from a value that is right
+        assert torch.equal(targets.value[truncated], short_values[:-1][truncated])
+        assert (targets.advantage[truncated] == 0).all()
+
+
+def test_missing_values_may_be_nan():
+    flags = torch.tensor([[0], [TRUNCATED | MISSING], [TERMINATED | MISSING], [0]], dtype=torch.uint8)
+    values = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])
+    missing = (flags & MISSING) != 0
+    arguments = (
+        torch.ones(4, 1),
+        discounts_of(flags, GAMMA),
+        torch.zeros(4, 1),
+        torch.ones(4, 1, dtype=torch.bool),
+        0.0,
+        missing,
+    )
+    targets = vtrace(values, *arguments)
+    assert targets.value.squeeze().tolist() == pytest.approx([1 + 0.9 * 2, 1 + 0.9 * 2, 1, 1 + 0.9 * 5])
+
+
+def test_same_step_rollouts_start_memories_anew_and_refuse_other_words():
+    ends = torch.tensor([[False], [True], [False]])
+    none = torch.zeros_like(ends)
+    data = (torch.rand(4, 1, 2), torch.zeros(3, 1), torch.ones(3, 1))
+    for missing_next, valid in (("nan", [True] * 3), ("drop", [True, False, True])):
+        rollout = same_step_rollout(*data, none, ends, torch.zeros(3, 1), missing_next)
+        assert rollout.valid.squeeze(-1).tolist() == valid and rollout.first.squeeze(-1).tolist() == [False, False, True, False]
+        rollout = same_step_rollout(*data, ends, none, torch.zeros(3, 1), missing_next)
+        assert rollout.valid.all() and rollout.first.squeeze(-1).tolist() == [False, False, True, False]
+    with pytest.raises(ValueError, match="missing_next is 'zero': choose nan or drop"):
+        same_step_rollout(*data, none, ends, torch.zeros(3, 1), "zero")

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (4, 5)])
@@ -28,3 +29,65 @@ def test_actor_and_critic_share_the_encoder():
     for output in model(torch.rand(5, 2)):
         (gradient,) = torch.autograd.grad(output.square().sum(), model.encoder[0].weight, retain_graph=True)
         assert gradient.abs().sum() > 0
+
+
+def sequence(length=12, batch=5, obs_size=3, seed=0):
+    """A GRU agent, observations [T, B, F], starts of episodes [T, B] and a first state [B, W]."""
+    torch.manual_seed(seed)
+    first = torch.rand(length, batch) < 0.2
+    return ActorCritic(obs_size, encoder="gru"), torch.randn(length, batch, obs_size), first, torch.randn(batch, 64)
+
+
+def test_a_sequence_equals_its_steps_one_by_one():
+    model, obs, first, state = sequence()
+    logits, values = model(obs, state, first)
+    for t in range(len(obs)):
+        state = torch.where(first[t].unsqueeze(-1), 0, state)
+        step_logits, step_values, state = model.step(obs[t], state)
+        torch.testing.assert_close(step_logits, logits[t])
+        torch.testing.assert_close(step_values, values[t])
+
+
+def test_memory_is_torch_s_gru():
+    model, obs, _, state = sequence()
+    twin = torch.nn.GRU(64, 64)
+    with torch.no_grad():
+        twin.weight_ih_l0.copy_(model.encoder[2].weight)
+        twin.bias_ih_l0.copy_(model.encoder[2].bias.uniform_(-1, 1))
+        twin.weight_hh_l0.copy_(model.memory.weight)
+        twin.bias_hh_l0.copy_(model.memory.bias.uniform_(-1, 1))
+    hidden, _ = twin(model.encoder[:2](obs), state.unsqueeze(0))
+    for ours, theirs in zip(model(obs, state), (model.actor(hidden), model.critic(hidden).squeeze(-1)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_episodes_in_a_sequence_do_not_see_each_other():
+    model, obs, _, state = sequence()
+    first = torch.zeros(12, 5, dtype=torch.bool)
+    first[7] = True
+    whole, _ = model(obs, state, first)
+    torch.testing.assert_close(whole[:7], model(obs[:7], state)[0])
+    torch.testing.assert_close(whole[7:], model(obs[7:])[0])
+    obs.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(obs, state, first)[0][7:].square().sum(), obs)
+    assert (gradient[:7] == 0).all() and (gradient[7:] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+def test_memory_runs_in_every_precision(precision):
+    precision = Precision(precision)
+    torch.manual_seed(0)
+    model = ActorCritic(encoder="gru")
+    obs = torch.randn(8, 16, 2)
+    exact, _ = model(obs)
+    model = precision.prepare(model)
+    with precision.autocast():
+        logits, values = model(obs)
+        _, _, state = model.step(obs[0])
+    assert logits.dtype == values.dtype == state.dtype == torch.float32
+    assert 0 < (logits - exact).abs().max() < 0.15 * exact.abs().max()
+
+
+def test_unknown_encoder_is_refused():
+    with pytest.raises(ValueError, match="encoder is 'lstm': choose from mlp, gru"):
+        ActorCritic(encoder="lstm")

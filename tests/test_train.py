@@ -204,6 +204,11 @@ def test_published_is_the_published_loop():
         ("importance", "maybe", "behavior, learner or none"),
         ("device", "cuda:99", "choose from cpu"),
         ("device", "gpu", "choose from cpu"),
+        ("store", "gpu", "choose from cpu"),
+        ("layout", "loose", "choose from compact, full, delta"),
+        ("codec", "fp4", "choose from fp32, fp16, bf16, int8, fp8"),
+        ("encoder", "lstm", "choose from mlp, gru"),
+        ("extra_features", -1, "0 or more"),
     ],
 )
 def test_bad_fields_are_named_with_the_mend_in_one_line(field, value, mend):
@@ -225,6 +230,57 @@ def test_fields_that_fit_only_together():
         Config(num_envs=10, precision="fp8")
     with pytest.raises(ValueError, match="batch_size is 320: give a multiple of 16 slices for fp8"):
         Config(batch_size=320, precision="fp8")
+    with pytest.raises(ValueError, match="batch_size is 120: give a multiple of 16 slices for a gru in fp8"):
+        Config(batch_size=120, slice_length=15, rollout_length=15, precision="fp8", encoder="gru")
+    with pytest.raises(ValueError, match="memmap is runs/ring: give a folder or store, not both"):
+        Config(memmap="runs/ring", store="cpu")
     Config(num_envs=10, batch_size=320, collect_precision="fp8")  # acting takes no weight gradient
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().seed = 1
+
+
+@pytest.mark.parametrize("kind", [{"layout": "full"}, {"memmap": "ring"}, {"store": "cpu"}])
+def test_exact_storage_trains_the_same_agent(kind, tmp_path):
+    kind = {name: str(tmp_path / value) if name == "memmap" else value for name, value in kind.items()}
+    plain, other = train(Config(**SHORT), progress=False), train(Config(**SHORT, **kind), progress=False)
+    np.testing.assert_array_equal(numbers(plain), numbers(other))
+    assert torch.equal(weights(plain), weights(other))
+
+
+@pytest.mark.parametrize("kind", [{"codec": "int8"}, {"codec": "fp8"}, {"codec": "bf16", "layout": "delta"}])
+def test_rounded_storage_trains_another_agent_as_well(kind):
+    plain, other = Config(steps=20_480, eval_every=0), Config(steps=20_480, eval_every=0, **kind)
+    assert other.ring_bytes < plain.ring_bytes
+    plain, other = train(plain, progress=False), train(other, progress=False)
+    assert not torch.equal(weights(plain), weights(other)) and other.final_return >= 195
+    assert other.last["clipped"] == 0
+
+
+def test_a_memory_needs_no_velocity():
+    history = train(Config(encoder="gru", hide_velocity=True, steps=51_200, eval_every=0), progress=False)
+    assert history.final_return >= 190
+
+
+@pytest.mark.parametrize("learner, actor", [("fp32", None), ("fp32", "bf16")])
+def test_a_memory_s_rollout_is_learned_from_as_it_was_acted(learner, actor):
+    config = Config(precision=learner, collect_precision=actor, encoder="gru", hide_velocity=True, steps=4_096, eval_episodes=1)
+    precision, generator = Precision(actor or learner), torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model, env, state = precision.prepare(config.network()), BatchedEnv(16, 0.5, generator=generator, hide_velocity=True), None
+    for _ in range(4):  # across rollouts and episodes
+        rollout = collect(model, env, 32, precision, generator, state)
+        assert rollout.state.shape == (2, 16, 64)
+        state = rollout.state[-1]
+        torch.testing.assert_close(train_module._logp(model, precision, rollout), rollout.behavior_logp)
+    assert (rollout.flags & DUMMY).any()
+
+
+def test_a_wide_observation_is_learned_from():
+    assert train(Config(extra_features=6, steps=51_200, eval_every=0), progress=False).final_return >= 190
+
+
+def test_history_keeps_columns_and_gives_rows():
+    history = train(Config(**SHORT), progress=False)
+    assert len(history) == len(history.rows) == 4 and history.rows[-1] == history.last
+    assert history.column("steps").tolist() == [512, 1024, 1536, 2048]
+    assert history.ring.nbytes == history.config.ring_bytes

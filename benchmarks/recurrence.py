@@ -1,0 +1,48 @@
+"""What a memory is worth where the velocity is hidden.
+
+Ten seeds of 100,000 steps each: a memoryless policy that sees the velocity, one that does not, and a GRU that does not, in fp32
+and in FP8. Mean greedy returns of 100 episodes, from the usual starts within 0.05 of the origin and from starts within 1.0: near the
+origin even pushing against the position alone keeps the cart close, so the first hides what the second shows.
+
+    python benchmarks/recurrence.py benchmarks/results/recurrence.md
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from fp8rl import study
+from fp8rl.evaluate import evaluate
+from fp8rl.precision import Precision
+from fp8rl.train import Config, train
+
+SEEDS = range(10)
+STARTS = (0.05, 1.0)
+ARMS = {
+    "velocity seen, mlp": {},
+    "velocity hidden, mlp": {"hide_velocity": True},
+    "velocity hidden, gru": {"hide_velocity": True, "encoder": "gru"},
+    "velocity hidden, gru, fp8": {"hide_velocity": True, "encoder": "gru", "precision": "fp8"},
+}
+
+
+def run(config: Config) -> list[float]:
+    """Trains and gives the mean return from each range of starts."""
+    model, precision = train(config, progress=False).model, Precision(config.precision)
+    return [float(evaluate(model, 100, start_noise=start, precision=precision, **config.observed).mean()) for start in STARTS]
+
+
+def main(out: Path) -> None:
+    heads = [f"{name} from within {start:g}" for start in STARTS for name in ("return, IQM [95%],", "lowest seed")]
+    lines = [f"| arm | {' | '.join(heads)} |", "| --- " * 5 + "|"]
+    for arm, fields in ARMS.items():
+        returns = np.array(list(study.run_all([Config(seed=seed, eval_every=0, **fields) for seed in SEEDS], run=run)))
+        cells = [cell for column in returns.T for cell in (study.with_interval(column), f"{column.min():.2f}")]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/recurrence.py {out}` on {study.hardware()}.\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
