@@ -1,8 +1,8 @@
 """What a memory is worth where the velocity is hidden.
 
 Ten seeds of 100,000 steps each: a memoryless policy that sees the velocity, one that does not, and a GRU that does not, in fp32
-and in FP8. Mean greedy returns of 100 episodes, from the usual starts within 0.05 of the origin and from starts within 1.0: near the
-origin even pushing against the position alone keeps the cart close, so the first hides what the second shows.
+and in FP8. Mean greedy returns of 100 episodes, from the usual starts within 0.05 of the origin and from starts within 1.0: near
+the origin even pushing against the position alone keeps the cart close, so the first hides what the second shows.
 
     python benchmarks/recurrence.py benchmarks/results/recurrence.md
 """
