@@ -114,4 +114,6 @@ class MappedFolder:
             path = self.path_of(name)
             found = path.stat().st_size if path.exists() else 0
             if found != size:
-                raise ValueError(f"memmap is {self.folder}, where {path.name} has {found:,} bytes of {size:,}: delete the folder")
+                raise ValueError(
+                    f"memmap is {self.folder}, where {path.name} has {found:,} bytes of {size:,}: restore it or delete the folder"
+                )

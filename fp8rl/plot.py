@@ -173,3 +173,36 @@ def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.n
     ax.set(xlabel="position", ylabel="velocity", ylim=(velocity[0], velocity[-1]))
     ax.legend(fontsize=8)
     return ax
+
+
+def byte_bars(ax: Axes, sizes: dict[str, dict[str, float]]) -> Axes:
+    """Bytes of a transition as groups of bars.
+
+    Args:
+        ax: where to draw.
+        sizes: group -> series -> bytes.
+    """
+    series = list(next(iter(sizes.values())))
+    width = 0.8 / len(series)
+    for i, (style, name) in enumerate(zip(cycle(STYLES[1:]), series, strict=False)):
+        at = np.arange(len(sizes)) + (i - (len(series) - 1) / 2) * width
+        bars = ax.bar(at, [group[name] for group in sizes.values()], width, label=name, color=style["color"], edgecolor="black")
+        ax.bar_label(bars, fmt="%g", fontsize=7)
+    ax.set(xticks=range(len(sizes)), xticklabels=list(sizes), xlabel="codec", ylabel="bytes of a transition")
+    ax.legend(fontsize=8)
+    return ax
+
+
+def growth(ax: Axes, steps: np.ndarray, curves: dict[str, np.ndarray]) -> Axes:
+    """Bytes against environment steps, in MiB above the first reading.
+
+    Args:
+        ax: where to draw.
+        steps: [n].
+        curves: name -> bytes [n].
+    """
+    for style, (name, values) in zip(cycle(STYLES), curves.items(), strict=False):
+        ax.plot(steps, (np.asarray(values) - values[0]) / 2**20, label=name, **{**style, "marker": ""})
+    ax.set(xlabel="environment steps", ylabel="MiB above the first reading")
+    ax.legend(fontsize=8)
+    return ax

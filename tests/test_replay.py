@@ -147,6 +147,14 @@ def test_sample_gives_what_the_loss_takes():
     assert batch.state is None
 
 
+def test_touching_cache_lines_first_changes_nothing(monkeypatch):
+    ring = ReplayBuffer(100, 3, WIDE)
+    ring.append(coded(0, 90, 3))
+    plain = ring.sample(50, 20, torch.Generator().manual_seed(0))
+    monkeypatch.setattr(replay, "CACHE", 0)
+    assert same(ring.sample(50, 20, torch.Generator().manual_seed(0)), plain)
+
+
 def test_samples_are_copies():
     ring = ReplayBuffer(10, 2)
     ring.append(coded(0, 5, 2))
