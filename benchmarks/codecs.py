@@ -1,6 +1,6 @@
 """Does an agent learn as well from observations that its replay ring has rounded?
 
-Thirty seeds each, differences seed by seed. First the defaults, an update on the fresh rollout (exact) and one on replayed slices,
+Thirty seeds each, differences seed by seed. First the defaults, one update on the fresh rollout (exact), one on replayed slices,
 with each codec of the compact layout and with a delta layout; one arm has everything in FP8, learner, actor and stored
 observations. Since the fresh update could make up for a spoiled ring, the second group learns from the ring alone. There int8 is
 made coarser too, by bounds wider than the space's: 16 times, steps of 0.5 in position, to see what is tolerated; and 128 times,

@@ -55,6 +55,7 @@ def train(fields: tyro.conf.OmitArgPrefixes[Fields], out: Path, overwrite: bool 
         overwrite: replace a run that the folder holds.
     """
     config = Config(**dataclasses.asdict(fields))
+    config.ring().close()  # a ring that cannot be made is refused before anything is written or replaced
     claim(out, overwrite)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     with (out / "metrics.csv").open("w", newline="") as file:

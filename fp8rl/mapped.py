@@ -41,8 +41,11 @@ class MappedFolder:
         try:
             if writable:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                new = not (self.folder / "ring.json").exists()
+                if new and any(path.name != "lock" for path in self.folder.iterdir()):
+                    raise OSError(f"memmap is {folder}, which holds files but no finished ring: name another, or delete it")
             self._lock(writable)
-            if writable and not (self.folder / "ring.json").exists():
+            if writable and new:
                 self._make(about, sizes)
         except OSError as error:
             if error.errno is None:
@@ -90,8 +93,6 @@ class MappedFolder:
             raise OSError(f"memmap is {self.folder}, which another ring is using: close that one or name another") from error
 
     def _make(self, about: dict, sizes: dict[str, int]) -> None:
-        if any(path.name != "lock" for path in self.folder.iterdir()):
-            raise OSError(f"memmap is {self.folder}, which holds files but no finished ring: name another, or delete it")
         needed, free = sum(sizes.values()), shutil.disk_usage(self.folder).free
         if needed > free:
             raise OSError(f"memmap is {self.folder} and needs {needed:,} bytes, the disk has {free:,} free: lower capacity")

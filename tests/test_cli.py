@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from fp8rl import __main__ as cli
+from fp8rl import train
 from fp8rl.model import ActorCritic
+from fp8rl.replay import ReplayBuffer
 
 TINY = ["--steps", "1024", "--eval-episodes", "2"]
 
@@ -106,6 +108,11 @@ def test_eval_can_change_the_precision(trained, capsys):
         (["train", "--num-envs", "-3"], "num_envs"),
         (["train", "--capacity", "100"], "capacity"),
         (["train", "--batch-size", "500"], "batch_size"),
+        (["train", "--codec", "fp4"], "codec"),
+        (["train", "--layout", "loose"], "layout"),
+        (["train", "--encoder", "lstm"], "encoder"),
+        (["train", "--memmap", "README.md"], "memmap"),
+        (["train", "--memmap", "tests"], "memmap"),
         (["study", "--seeds", "0"], "seeds"),
         (["study", "--workers", "0"], "workers"),
         (["study", "--precisions", "fp32", "fp7"], "precision"),
@@ -156,3 +163,40 @@ def test_a_missing_or_foreign_checkpoint_is_refused(content, tmp_path, capsys):
         run("eval", tmp_path)
     error = capsys.readouterr().err
     assert caught.value.code == 2 and error.startswith("fp8rl: checkpoint ") and error.count("\n") == 1
+
+
+def test_a_ring_that_does_not_fit_leaves_the_old_run_alone(trained, capsys):
+    before = sorted(path.name for path in trained.iterdir())
+    with pytest.raises(SystemExit):
+        run("train", "--capacity", 10**14, "--out", trained, "--overwrite")
+    error = capsys.readouterr().err
+    assert error.startswith("fp8rl: replay needs ") and error.count("\n") == 1
+    assert sorted(path.name for path in trained.iterdir()) == before
+
+
+def test_memory_predicts_and_measures(capsys):
+    run("memory", "--layout", "compact", "--codec", "fp8", "--capacity", 100_000, "--json")
+    result = json.loads(capsys.readouterr().out)
+    assert result["predicted_bytes"] == result["measured_bytes"] == 1_200_000 and result["bytes_per_transition"] == 12
+    run("memory")
+    assert "bytes_per_transition" in capsys.readouterr().out
+
+
+def test_training_in_a_folder_goes_on_with_its_ring(tmp_path):
+    for i, count in enumerate((64, 129)):  # the second run puts a seam of one row between
+        run("train", *TINY, "--codec", "int8", "--memmap", tmp_path / "ring", "--out", tmp_path / str(i))
+        assert ReplayBuffer.open(tmp_path / "ring").count == count
+
+
+def test_a_run_with_a_memory_and_a_wide_view_is_evaluated_alike(tmp_path, capsys):
+    run("train", *TINY, "--encoder", "gru", "--hide-velocity", "--extra-features", 2, "--out", tmp_path / "a")
+    run("eval", tmp_path / "a", "--episodes", 2)
+    final = capsys.readouterr().out.split("final greedy return ")[1].split()[0]
+    run("eval", tmp_path / "a", "--episodes", 2)
+    assert f"mean return {final}," in capsys.readouterr().out
+
+
+def test_clipped_observations_are_reported(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train, "obs_high", lambda **observed: (0.01, 1.9))
+    run("train", *TINY, "--codec", "int8", "--out", tmp_path / "a")
+    assert "warning: codec int8 clipped observations (feature 0: " in capsys.readouterr().err

@@ -308,7 +308,7 @@ def test_folders_that_cannot_be_used(tmp_path):
         ReplayBuffer(10, 2, memmap=tmp_path / "file")
     with pytest.raises(OSError, match="holds files but no finished ring"):
         ReplayBuffer(10, 2, memmap=tmp_path)
-    assert (tmp_path / "file").read_text() == "kept"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
     with pytest.raises(OSError, match=r"needs [\d,]+ bytes, the disk has [\d,]+ free: lower capacity"):
         ReplayBuffer(10**15, 2, memmap=tmp_path / "large")
     ReplayBuffer(10, 2, memmap=tmp_path / "large")  # the refusal left nothing in the way
