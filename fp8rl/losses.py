@@ -103,18 +103,19 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0, miss
     ratio = log_ratios.exp()
     weight = ratio.clamp(max=1) * valid
     value, next_value = values[:-1], values[1:]
-    decay = discounts * lam * weight
+    carried = discounts  # what of the next row's excess belongs to this one
     if missing is not None:
         next_value = torch.where(missing, value, next_value)
-        decay = torch.where(missing, 0, decay)
+        carried = torch.where(missing, 0, discounts)
     delta = weight * (rewards + discounts * next_value - value)
+    decay = carried * lam * weight
     excess, excesses = torch.zeros_like(delta[0]), []  # vs - V, from the last row back
     for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind()), strict=True):
         excess = torch.addcmul(delta_t, decay_t, excess)
         excesses.append(excess)
     excess = torch.stack(excesses[::-1])
     next_excess = torch.cat((excess[1:], torch.zeros_like(excess[:1])))
-    advantage = delta + decay * next_excess
+    advantage = delta + lam * weight * carried * next_excess
     return Targets(value + excess, advantage, ratio)
 
 
