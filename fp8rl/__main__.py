@@ -31,8 +31,8 @@ class Fields(Config):
         pass
 
 
-def claim(out: Path, overwrite: bool) -> None:
-    """Makes the output folder.
+def require_free(out: Path, overwrite: bool) -> None:
+    """Refuses an output folder that is in use.
 
     Raises:
         FileExistsError: it holds files and `overwrite` is off, or it is itself a file.
@@ -41,6 +41,10 @@ def claim(out: Path, overwrite: bool) -> None:
         raise FileExistsError(f"out is {out}, which is a file: name a folder")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise FileExistsError(f"out is {out}, which holds another run: name a new folder, or add --overwrite to replace it")
+
+
+def claim(out: Path) -> None:
+    """Makes the output folder, without what an earlier run left."""
     out.mkdir(parents=True, exist_ok=True)
     for name in OUTPUTS:  # so that a run which fails is not mistaken for the one it replaced
         (out / name).unlink(missing_ok=True)
@@ -55,8 +59,12 @@ def train(fields: tyro.conf.OmitArgPrefixes[Fields], out: Path, overwrite: bool 
         overwrite: replace a run that the folder holds.
     """
     config = Config(**dataclasses.asdict(fields))
-    config.ring().close()  # a ring that cannot be made is refused before anything is written or replaced
-    claim(out, overwrite)
+    require_free(out, overwrite)
+    ring = config.ring()  # one that cannot be made is refused before anything is written or replaced
+    if ring.count:
+        print(f"going on with {ring.size} rows of {ring.num_envs} environments in {config.memmap}")
+    ring.close()
+    claim(out)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     with (out / "metrics.csv").open("w", newline="") as file:
         for history in iterate(config, progress=True):
@@ -98,8 +106,8 @@ def evaluate_run(
         precision: what to compute in, if not what it was trained in.
         json_output: print one JSON object.
     """
-    if episodes < 1:
-        raise ValueError(f"episodes is {episodes}: give at least 1")
+    if not 1 <= episodes <= 10**6:
+        raise ValueError(f"episodes is {episodes}: give a number from 1 to a million")
     if not 0 <= seed < 2**62:
         raise ValueError(f"seed is {seed}: give a number from 0 to 2**62 - 1")
     changes = {"precision": precision, "collect_precision": None} if precision else {}
@@ -158,7 +166,8 @@ def compare(
     if controls:
         arms[f"control: {precisions[0]}, other seeds"] = runs(first_seed + seeds, precision=precisions[0])
         unscaled["control: fp8, products not scaled back"] = runs(precision="fp8")
-    claim(out, overwrite)
+    require_free(out, overwrite)
+    claim(out)
     histories: dict[str, list[History]] = {arm: [] for arm in arms | unscaled}
     results = []
     for group, run in ((arms, study.run), (unscaled, study.run_unscaled)):
@@ -197,7 +206,7 @@ def measure(what: tyro.conf.Positional[Literal["fp8"]], out: Path = Path("benchm
 def predict_and_measure(
     fields: tyro.conf.OmitArgPrefixes[Fields], json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
 ) -> None:
-    """Predict the bytes of a config's replay ring, allocate it and measure.
+    """Predict the bytes of a config's replay ring, allocate it and measure. In a memmap folder it is there to stay.
 
     Args:
         fields: what would be trained.
@@ -205,12 +214,13 @@ def predict_and_measure(
     """
     config = Config(**dataclasses.asdict(fields))
     predicted = config.ring_bytes
+    before = memory.available("cpu" if config.memmap else config.ring_device)
     result = {
         "predicted_bytes": predicted,
         "measured_bytes": config.ring().nbytes,
         "bytes_per_transition": predicted / (config.rows * config.num_envs),
         "transitions": config.rows * config.num_envs,
-        "available_bytes": memory.available(config.store or config.device),
+        "available_bytes": before,
     }
     print(json.dumps(result) if json_output else "\n".join(f"{name:20} {value:>20,}" for name, value in result.items()))
 

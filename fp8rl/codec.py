@@ -5,12 +5,12 @@
     fp16   2       float16                                              2^-11 of the value (3e-8 near 0); ends at 65,504
     bf16   2       bfloat16                                             2^-8 of the value
     int8   1       round((x - middle) / step), 254 steps in the bounds  half a step, (high - low) / 508, wherever it is
-    fp8    1       e4m3 of x / scale, one power of two a feature        2^-4 of the value, down to 2^-14 of the bound
+    fp8    1       e4m3 of x / scale, one power of two a feature        2^-4 of the value, down to 2^-13 of the bound
 
 The scales come from the bounds of the observation space and never change, so a row is decoded without looking at any other, and
 storing them costs nothing per transition. int8 is affine: equal steps over the range. fp8's steps grow with the value: finer
 than int8's within a sixteenth of the bound from 0, coarser beyond. A value outside what a codec can represent is clipped to the
-nearest end and counted, never wrapped around.
+nearest end, never wrapped around; `outside` counts them.
 """
 
 import math
@@ -29,7 +29,6 @@ class Codec:
 
     Attributes:
         dtype: of the codes. fp8 codes are uint8, their bits: torch does not index float8 tensors everywhere.
-        clipped: int64 [F], values of each feature that were outside what the codec represents, since it was made.
 
     Args:
         name: a name of the table.
@@ -37,7 +36,8 @@ class Codec:
         device: where observations are encoded.
 
     Raises:
-        ValueError: an unknown name, or a one-byte codec for a feature without finite bounds.
+        ValueError: an unknown name, bounds that are no numbers or not as many, or a one-byte codec for a feature without finite
+            bounds.
     """
 
     def __init__(self, name: str, low: Sequence[float], high: Sequence[float], device="cpu"):
@@ -45,12 +45,14 @@ class Codec:
             raise ValueError(f"codec is {name!r}: choose from {', '.join(CODECS)}")
         self.name = name
         low, high = (torch.tensor(list(bound), dtype=torch.float32, device=device) for bound in (low, high))
+        if low.shape != high.shape:
+            raise ValueError(f"low has {len(low)} bounds and high {len(high)}: give one for each feature")
+        bad, mend = low.isnan() | high.isnan(), "give numbers"
         if name in ("int8", "fp8"):
-            bad = ~(low.isfinite() & high.isfinite() & (low < high))
-            if bad.any():
-                feature = int(bad.nonzero()[0])
-                bounds = f"[{low[feature]:g}, {high[feature]:g}]"
-                raise ValueError(f"codec is {name!r} and feature {feature} has bounds {bounds}: give finite ones, or choose bf16")
+            bad, mend = ~((high - low).isfinite() & (low < high)), "give finite ones, or choose bf16"
+        if bad.any():
+            feature = int(bad.nonzero()[0])
+            raise ValueError(f"codec is {name!r} and feature {feature} has bounds [{low[feature]:g}, {high[feature]:g}]: {mend}")
         self.dtype = torch.uint8 if name == "fp8" else DTYPES[name]
         self.middle, self.scale = torch.zeros_like(low), torch.ones_like(low)
         if name == "int8":
@@ -61,16 +63,19 @@ class Codec:
             self.limit = LARGEST[E4M3]
         else:
             self.limit = math.inf if name == "fp32" else torch.finfo(self.dtype).max
-        self.clipped = torch.zeros(len(low), dtype=torch.int64, device=device)
+
+    def outside(self, obs: torch.Tensor) -> torch.Tensor:
+        """How many values of each feature are clipped: int64 [F] of observations [..., F]."""
+        x = (obs - self.middle) / self.scale
+        return ((x.round() if self.name == "int8" else x).abs() > self.limit).flatten(0, -2).sum(0)
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
-        """Codes [..., F] of observations float32 [..., F] without NaN; counts what it clips."""
+        """Codes [..., F] of observations float32 [..., F] without NaN."""
         if self.name == "fp32":
             return obs
         x = (obs - self.middle) / self.scale
         if self.name == "int8":
             x = x.round()
-        self.clipped += (x.abs() > self.limit).flatten(0, -2).sum(0)
         if self.name == "fp8":
             return cast(x, E4M3).view(torch.uint8)
         return x.clamp(-self.limit, self.limit).to(self.dtype)
@@ -84,9 +89,5 @@ class Codec:
         return codes.float() * self.scale + self.middle
 
     def error(self, obs: torch.Tensor) -> torch.Tensor:
-        """Root mean square error of the round trip, by feature: float32 [F] in the feature's own unit, from obs [..., F]. What it
-        clips is in the error and not in the count."""
-        before = self.clipped.clone()
-        error = (self.decode(self.encode(obs)) - obs).square().flatten(0, -2).mean(0).sqrt()
-        self.clipped = before
-        return error
+        """Root mean square error of the round trip, by feature: float32 [F] in the feature's own unit, from obs [..., F]."""
+        return (self.decode(self.encode(obs)) - obs).square().flatten(0, -2).mean(0).sqrt()

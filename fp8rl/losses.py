@@ -74,6 +74,7 @@ def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp,
     """
     if missing_next not in ("nan", "drop"):
         raise ValueError(f"missing_next is {missing_next!r}: choose nan or drop")
+    terminated, truncated = terminated.bool(), truncated.bool()
     flags = TERMINATED * terminated + TRUNCATED * truncated + MISSING * (terminated | truncated)
     if missing_next == "drop":
         flags = flags + DUMMY * (truncated & ~terminated)
@@ -98,7 +99,7 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0, miss
         log_ratios: float32 [T, B], log pi - log mu of the actions taken; zeros switch the correction off.
         valid: bool [T, B], False on dummy rows.
         lam: lambda in [0, 1].
-        missing: bool [T, B], rows whose next value is unknown (module docstring); None is no row. Values there may be NaN.
+        missing: bool [T, B], rows whose next value is unknown (module docstring); None is no row.
     """
     ratio = log_ratios.exp()
     weight = ratio.clamp(max=1) * valid

@@ -39,23 +39,22 @@ class MappedFolder:
         self.folder = Path(folder)
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
         try:
-            if writable:
+            new = writable and not (self.folder / "ring.json").exists()
+            if new:
+                self._require_room(sum(sizes.values()))
                 self.folder.mkdir(parents=True, exist_ok=True)
-                new = not (self.folder / "ring.json").exists()
-                if new and any(path.name != "lock" for path in self.folder.iterdir()):
-                    raise OSError(f"memmap is {folder}, which holds files but no finished ring: name another, or delete it")
             self._lock(writable)
-            if writable and new:
+            if new:
                 self._make(about, sizes)
+            self._check(about, sizes)
+            self.tensors = {}
+            for name, (shape, dtype) in shapes.items():
+                mapped = np.memmap(self.path_of(name), np.uint8, "r+" if writable else "c")
+                self.tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
         except OSError as error:
             if error.errno is None:
                 raise  # one of our own lines
             raise OSError(f"memmap is {folder} and cannot be used ({error.strerror}): name another folder") from error
-        self._check(about, sizes)
-        self.tensors = {}
-        for name, (shape, dtype) in shapes.items():
-            mapped = np.memmap(self.path_of(name), np.uint8, "r+" if writable else "c")
-            self.tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
 
     def close(self) -> None:
         """Drops the lock. The tensors stay mapped: write no more."""
@@ -77,8 +76,10 @@ class MappedFolder:
             about = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise FileNotFoundError(f"memmap is {folder}, which holds no finished ring: name another, or delete it") from error
-        except ValueError as error:
-            raise ValueError(f"memmap is {folder}, whose ring.json is damaged: delete the folder") from error
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"memmap is {folder}, whose ring.json cannot be read: mend its rights or delete the folder"
+            ) from error
         if not isinstance(about, dict) or about.get("format") != form:
             raise ValueError(f"memmap is {folder}, whose ring.json is not of format {form}: name another folder")
         return about
@@ -92,15 +93,26 @@ class MappedFolder:
         except BlockingIOError as error:
             raise OSError(f"memmap is {self.folder}, which another ring is using: close that one or name another") from error
 
-    def _make(self, about: dict, sizes: dict[str, int]) -> None:
-        needed, free = sum(sizes.values()), shutil.disk_usage(self.folder).free
+    def _require_room(self, needed: int) -> None:
+        """Refuses a new folder that holds something else or will not fit, before anything is written."""
+        if self.folder.is_dir() and any(path.name != "lock" for path in self.folder.iterdir()):
+            raise OSError(f"memmap is {self.folder}, which holds files but no finished ring: name another, or delete it")
+        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
         if needed > free:
             raise OSError(f"memmap is {self.folder} and needs {needed:,} bytes, the disk has {free:,} free: lower capacity")
-        for name, size in sizes.items():
-            with self.path_of(name).open("wb") as file:
-                if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at some later write
-                    os.posix_fallocate(file.fileno(), 0, size)
-                file.truncate(size)
+
+    def _make(self, about: dict, sizes: dict[str, int]) -> None:
+        try:
+            for name, size in sizes.items():
+                with self.path_of(name).open("wb") as file:
+                    if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at some later write
+                        os.posix_fallocate(file.fileno(), 0, size)
+                    file.truncate(size)
+        except OSError:
+            for name in sizes:
+                self.path_of(name).unlink(missing_ok=True)
+            raise
         temporary = self.folder / "ring.json.tmp"
         temporary.write_text(json.dumps(about, indent=1) + "\n")
         os.replace(temporary, self.folder / "ring.json")
@@ -109,7 +121,7 @@ class MappedFolder:
         theirs = self.about(self.folder, about["format"])
         for name, ours in about.items():
             if theirs.get(name) != ours:
-                other = f"has {name} {theirs.get(name)} and not {ours}"
+                other = f"has {name} {theirs.get(name)!r} and not {ours!r}"
                 raise ValueError(f"memmap is {self.folder}, whose ring {other}: name another folder, or delete this one")
         for name, size in sizes.items():
             path = self.path_of(name)

@@ -5,8 +5,8 @@ of 1 GB starts near 0 and grows until it is full. That growth is known to the by
 once it is taken off is unexplained. Resident memory alone does not say what leaks, and a leak of Python objects can be small for
 long, so `GrowthWatch` looks at causes too, at every reading:
 
-    containers       lists, dicts, deques and sets that are longer at every reading; what they hold names the leak (a dict of
-                     plain numbers is hidden from Python's collector, and shows as resident memory alone)
+    containers       lists, dicts, deques and sets that grow at every reading, three or more; what they hold names the leak
+                     (a dict of plain numbers is hidden from Python's collector, and shows as resident memory alone)
     autograd graph   nodes that live tensors keep alive: a running sum of losses keeps every step's graph
     CUDA             allocated (tensors alive) and reserved (blocks that the allocator keeps)
 
@@ -30,18 +30,21 @@ MIB = 2**20
 
 
 def available(device="cpu") -> int:
-    """Bytes that a device can still give: of CUDA memory, or of RAM within the limits set for this process and its container."""
+    """Bytes that a device can still give: of CUDA memory, or of RAM within what is set for this process and its cgroup (v2)."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     left = [psutil.virtual_memory().available]
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
-        left.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    # Linux alone holds private memory to this limit.
-    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    if limit != resource.RLIM_INFINITY and sys.platform == "linux":
-        left.append(limit - psutil.Process().memory_info().data)
+        free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        left.append(free + int(stat["inactive_file"]))  # files read or written that the kernel will drop when asked for memory
+    if sys.platform == "linux":  # other kernels do not hold a process to these
+        used = psutil.Process().memory_info()
+        for limit, taken in ((resource.RLIMIT_DATA, used.data), (resource.RLIMIT_AS, used.vms)):
+            if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
+                left.append(resource.getrlimit(limit)[0] - taken)
     return max(0, min(left))
 
 
@@ -58,10 +61,11 @@ def require_room(needed: int, device="cpu") -> None:
 
 
 class Reading(NamedTuple):
-    """Bytes at one moment, and nodes of autograd graphs.
+    """Bytes at one moment, and nodes.
 
-    resident: the process's resident set. explained: what the replay ring has filled. traced: allocated by Python, 0 unless
-    `tracemalloc` is tracing. cuda_allocated, cuda_reserved: of torch's CUDA allocator, 0 without CUDA. graph_nodes: kept alive.
+    resident: the process's resident set, on Linux without pages of files, which the kernel can drop. explained: what the replay
+    ring has filled. traced: allocated by Python, 0 unless `tracemalloc` traces. cuda_allocated, cuda_reserved: of torch's CUDA
+    allocator, 0 without CUDA. graph_nodes: of the autograd graphs behind live tensors.
     """
 
     resident: int
@@ -85,7 +89,7 @@ class GrowthWatch:
     def __init__(self, tolerance: int = MIB):
         self.tolerance = tolerance
         self.readings: list[Reading] = []
-        self._lengths: dict[int, list[int]] | None = None  # id of a container -> its length at each reading
+        self._lengths: dict[int, list[int]] = {}  # id of a container -> its length at each reading since it was first seen
         _graph_nodes(gc.get_objects())  # a walk takes memory of its own, which is not to be found later
 
     def read(self, ring=None) -> Reading:
@@ -95,11 +99,11 @@ class GrowthWatch:
             ring: a ReplayBuffer whose filling is to be taken for explained.
         """
         gc.collect()
-        resident = psutil.Process().memory_info().rss
+        used = psutil.Process().memory_info()
         objects = gc.get_objects()
         cuda = torch.cuda.is_available()
         reading = Reading(
-            resident,
+            used.rss - getattr(used, "shared", 0),
             ring.filled_bytes if ring is not None else 0,
             tracemalloc.get_traced_memory()[0],
             torch.cuda.memory_allocated() if cuda else 0,
@@ -133,18 +137,20 @@ class GrowthWatch:
         return found
 
     def _follow_containers(self, objects: list) -> None:
-        """Keeps the containers that grew at every reading so far."""
+        """Notes the lengths of containers for as long as they grow at every reading; one that did not is left for good."""
         own = {id(self.readings), id(self._lengths), id(objects)}
-        now = {id(obj): len(obj) for obj in objects if type(obj) in (list, dict, deque, set) and len(obj) >= 16}
-        if self._lengths is None:
-            self._lengths = {key: [length] for key, length in now.items() if key not in own}
-        else:
-            kept = {key: [*lengths, now.get(key, 0)] for key, lengths in self._lengths.items()}
-            self._lengths = {key: lengths for key, lengths in kept.items() if lengths[-1] > lengths[-2]}
+        now = {id(obj): len(obj) for obj in objects if _can_hoard(obj) and id(obj) not in own}
+        lengths = {key: self._lengths.get(key, [0]) for key in now}
+        self._lengths = {key: [*old, now[key]] if old and now[key] > old[-1] else [] for key, old in lengths.items()}
 
     def _growing(self) -> list:
-        lengths = self._lengths
-        return [obj for obj in gc.get_objects() if id(obj) in lengths and type(obj) in (list, dict, deque, set)]
+        grown = {key for key, lengths in self._lengths.items() if len(lengths) > 3}  # three readings, after a 0
+        return [obj for obj in gc.get_objects() if id(obj) in grown and _can_hoard(obj)]
+
+
+def _can_hoard(obj) -> bool:
+    """Whether an object is a container without a bound that holds something to speak of."""
+    return issubclass(type(obj), (list, dict, deque, set)) and len(obj) >= 8 and getattr(obj, "maxlen", None) is None
 
 
 def _graph_nodes(objects: list) -> int:
@@ -160,8 +166,11 @@ def _graph_nodes(objects: list) -> int:
 
 
 def _describe_container(container) -> str | None:
-    """What a container that only grows leaks, told from its newest element."""
-    newest = next(reversed(container.values())) if type(container) is dict else [*container][-1]
+    """What a container that only grows leaks, told from its newest element; None if it holds nothing any more."""
+    newest = [*(container.values() if isinstance(container, dict) else container)][-1:]
+    if not newest:
+        return None  # emptied since the last reading
+    newest = newest[0]
     what = f"{type(container).__name__} of {len(container):,}"
     if isinstance(newest, torch.Tensor):
         if newest.grad_fn is not None:

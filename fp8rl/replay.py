@@ -45,6 +45,7 @@ class ReplayBuffer:
     """A preallocated ring over `rows` time steps of `num_envs` environments.
 
     Attributes:
+        clipped: int64 [F], values of each feature that were appended and that the codec could not represent and clipped.
         fields: name -> tensor [num_envs, rows] or, for observations, [num_envs, rows, F].
         nbytes: what they occupy.
         start, count: the complete rows are number `start` to `count` - 1 of all that were ever appended.
@@ -60,8 +61,8 @@ class ReplayBuffer:
         writable: off opens a folder's ring to sample from it alone.
 
     Raises:
-        ValueError: `rows` below 2, an unknown layout or codec, a codec that needs bounds, or a folder whose ring is another one
-            or damaged.
+        ValueError: `rows` below 2, `num_envs` below 1, an unknown layout or codec, bounds that the codec cannot do with, or a
+            folder whose ring is another one or damaged.
         MemoryError: more bytes than the device has free. OSError: a folder without room or rights, or in use.
     """
 
@@ -79,14 +80,20 @@ class ReplayBuffer:
     ):
         if rows < 2:
             raise ValueError(f"rows is {rows}: give at least 2, one of them is always open")
+        if num_envs < 1:
+            raise ValueError(f"num_envs is {num_envs}: give at least 1")
         low = [-bound for bound in high] if low is None else list(low)
         self.rows, self.num_envs, self.layout, self.writable = rows, num_envs, layout, writable
         self.device = torch.device("cpu" if memmap else device)
         spec = fields_of(layout, codec, len(high))
         self.codec = Codec(codec, low, high, self.device)
+        self.clipped = torch.zeros(len(high), dtype=torch.int64, device=self.device)
         if layout == "delta":
             widest = [top - bottom for bottom, top in zip(low, high, strict=True)]
-            self.delta_codec = Codec(_DELTA[codec], [-width for width in widest], widest, self.device)
+            try:
+                self.delta_codec = Codec(_DELTA[codec], [-width for width in widest], widest, self.device)
+            except ValueError as error:
+                raise ValueError(f"layout is 'delta' and codec {codec!r}, which needs finite bounds: choose compact") from error
         shapes = {name: ((num_envs, rows, *shape), dtype) for name, (dtype, shape) in spec.items()}
         self._folder = None
         if memmap:
@@ -100,7 +107,12 @@ class ReplayBuffer:
             self._seam = self.count > 0  # whoever goes on does not continue the last row's episodes
         else:
             require_room(ring_bytes(rows, num_envs, len(high), layout, codec), self.device)
-            self.fields = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+            try:
+                self.fields = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+            except RuntimeError as error:  # torch's own, of many lines
+                raise MemoryError(
+                    f"replay cannot be allocated on {self.device}: lower capacity or use a memmap folder"
+                ) from error
             self._clock = torch.zeros(2, dtype=torch.int64)
             self._seam = False
 
@@ -109,6 +121,10 @@ class ReplayBuffer:
         """A folder's ring with the settings that stand in it, to sample from or, if `writable`, to go on. Raises as the class."""
         about = MappedFolder.about(folder, FORMAT)
         del about["format"]
+        kinds = {"rows": int, "num_envs": int, "layout": str, "codec": str, "low": list, "high": list}
+        good = about.keys() == kinds.keys() and all(type(about[name]) is kind for name, kind in kinds.items())
+        if not (good and all(isinstance(bound, float) for bound in about["low"] + about["high"])):
+            raise ValueError(f"memmap is {folder}, whose ring.json is damaged: delete the folder")
         return cls(**about, memmap=folder, writable=writable)
 
     def close(self) -> None:
@@ -139,13 +155,8 @@ class ReplayBuffer:
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of the rows written so far: what a lazily touched ring has taken of memory, but for whole pages."""
-        return self.nbytes // self.rows * min(self.count + 1, self.rows)
-
-    @property
-    def clipped(self) -> torch.Tensor:
-        """int64 [F], values of each feature that the codec could not represent and clipped."""
-        return self.codec.clipped
+        """Bytes that the rows written so far have taken of memory, but for whole pages; none if the ring is in files."""
+        return 0 if self._folder else self.nbytes // self.rows * min(self.count + 1, self.rows)
 
     def append(self, rollout: Rollout, seam: bool = False) -> None:
         """Copies a rollout of T rows behind the last one; the oldest rows make way.
@@ -156,16 +167,17 @@ class ReplayBuffer:
                 reopened folder does so by itself.
 
         Raises:
-            ValueError: the rollout has as many rows as the ring, or more; an observation is NaN; the ring is open to read alone.
+            ValueError: the rollout has as many rows as the ring, or more, or other shapes than the ring; a NaN, or an action that
+                is no byte; the ring is open to read alone. The ring is as before then.
         """
         length = len(rollout.action)
         if length >= self.rows:
             raise ValueError(f"rollout of {length} rows: a ring of {self.rows} rows takes at most {self.rows - 1}")
         if not self.writable:
             raise ValueError("the ring is closed or was opened to read: open it with writable=True to append")
-        bad = rollout.obs.isnan().flatten(0, -2).any(0)
-        if bad.any():
-            raise ValueError(f"obs is NaN in feature {int(bad.nonzero()[0])}: mend the environment or leave those rows out")
+        self._check(rollout)
+        if not self.count:
+            self.clipped += self.codec.outside(rollout.obs[:1].to(self.device))  # later ones are the last rollout's already
         if (seam or self._seam) and self.size:
             self._write(self._dummy_row(rollout.obs[:1]))
         self._seam = False
@@ -184,8 +196,10 @@ class ReplayBuffer:
             give them back.
 
         Raises:
-            ValueError: fewer than `length` complete rows are stored.
+            ValueError: fewer than `length` complete rows are stored, or fewer than one slice or row is asked for.
         """
+        if slices < 1 or length < 1:
+            raise ValueError(f"slices is {slices} and length {length}: give at least 1 of each")
         if length > self.size:
             raise ValueError(f"slice length is {length} but only {self.size} rows are stored: collect more or shorten it")
         start = torch.randint(self.size - length + 1, (slices,), generator=generator, device=self.device)
@@ -228,6 +242,8 @@ class ReplayBuffer:
         count, length = self.count, len(rollout.action)
         obs = rollout.obs.to(self.device)
         codes = self.codec.encode(obs)
+        if self.codec.name != "fp32":
+            self.clipped += self.codec.outside(obs[1:])
         new = {"obs": codes if self.layout == "compact" else codes[:-1]}
         if self.layout == "full":
             new["next_obs"] = codes[1:]
@@ -243,6 +259,25 @@ class ReplayBuffer:
             if values.shape[1] > before_wrap:
                 field[:, : values.shape[1] - before_wrap] = values[:, before_wrap:]
         self._clock[1] = count + length
+
+    def _check(self, rollout: Rollout) -> None:
+        """Refuses what would be stored as something else."""
+        rows = (len(rollout.action), self.num_envs)
+        for name in ("obs", "action", "reward", "flags", "behavior_logp"):
+            shape = tuple(getattr(rollout, name).shape)
+            expected = (rows[0] + 1, self.num_envs, len(self.clipped)) if name == "obs" else rows
+            if shape != expected:
+                raise ValueError(f"{name} has shape {list(shape)}: this ring takes {list(expected)}")
+        bad = [getattr(rollout, name).isnan().any() for name in ("obs", "reward", "behavior_logp")]
+        bad.append((rollout.action != (rollout.action & 255)).any())
+        obs, reward, logp, action = torch.stack(bad).tolist()
+        if obs:
+            feature = int(rollout.obs.isnan().flatten(0, -2).any(0).nonzero()[0])
+            raise ValueError(f"obs is NaN in feature {feature}: mend the environment or leave those rows out")
+        if reward or logp:
+            raise ValueError(f"{'reward' if reward else 'behavior_logp'} is NaN: mend its source or leave those rows out")
+        if action:
+            raise ValueError("action is outside 0 to 255: the ring keeps actions in a byte")
 
     def _dummy_row(self, next_obs: torch.Tensor) -> Rollout:
         """One row that leads from the newest observation to another episode's, next_obs [1, N, F]."""

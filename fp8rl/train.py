@@ -28,8 +28,8 @@ from .replay import LAYOUTS, ReplayBuffer, ring_bytes
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that determines a run. The same Config on the same machine gives the same numbers, bit for bit on a CPU with
-    the same number of torch threads.
+    """Everything that determines a run, but for what a memmap folder holds already. The same Config on the same machine gives the
+    same numbers, bit for bit on a CPU with the same number of torch threads.
 
     Raises:
         ValueError: a field out of range, with the field's name and what to give instead.
@@ -109,8 +109,13 @@ class Config:
     """Episodes in an evaluation."""
 
     def __post_init__(self):
+        if self.memmap is not None:
+            object.__setattr__(self, "memmap", str(self.memmap))  # of a Path
+            self._require("memmap", self.memmap != "", "name a folder")
         for name in ("steps", "num_envs", "rollout_length", "capacity", "slice_length", "batch_size", "eval_episodes"):
             self._require(name, getattr(self, name) >= 1, "give at least 1")
+        for name in ("extra_features", "eval_episodes"):
+            self._require(name, getattr(self, name) <= 10**6, "give at most a million")
         for name in ("replay_updates", "eval_every", "extra_features", "entropy_coef", "value_coef", "seed"):
             self._require(name, getattr(self, name) >= 0, "give 0 or more")
         self._require("seed", self.seed < 2**63, "give less than 2**63")
@@ -136,7 +141,7 @@ class Config:
         self._require("importance", self.importance in ("behavior", "learner", "none"), "choose behavior, learner or none")
         for name in (self.precision, self.collect_precision or self.precision):
             Precision(name, torch_device(self.device))
-        torch_device(self.store or self.device, "store")
+        torch_device(self.ring_device, "store")
         if self.precision.startswith("fp8"):
             # FP8's weight gradient contracts the batch, whose rows (the bootstrap row too) must then be a multiple of 16.
             slices = self.batch_size // self.slice_length
@@ -146,7 +151,8 @@ class Config:
             self._require("batch_size", whole, f"give a multiple of {fp8.MULTIPLE} slices for {self.precision}")
             if self.encoder == "gru":  # whose second matmul contracts one row at a time
                 mend = f"give a multiple of {fp8.MULTIPLE}"
-                self._require("num_envs", self.num_envs % fp8.MULTIPLE == 0, f"{mend} for a gru in fp8")
+                whole = self.num_envs % fp8.MULTIPLE == 0 or not self.fresh_updates
+                self._require("num_envs", whole, f"{mend} for a gru in fp8")
                 whole = slices % fp8.MULTIPLE == 0 or not self.replay_updates
                 self._require("batch_size", whole, f"{mend} slices for a gru in fp8")
 
@@ -165,13 +171,18 @@ class Config:
         return obs_high(**self.observed)
 
     @property
+    def ring_device(self) -> str:
+        """Device that holds the replay ring, unless it is in a folder."""
+        return self.device if self.store is None else self.store
+
+    @property
     def ring_bytes(self) -> int:
         """Bytes that the replay ring will occupy."""
         return ring_bytes(self.rows, self.num_envs, len(self.obs_high), self.layout, self.codec)
 
     def ring(self) -> ReplayBuffer:
         """The replay ring, new or gone on with. Raises as `ReplayBuffer`."""
-        kind = {"layout": self.layout, "codec": self.codec, "device": self.store or self.device, "memmap": self.memmap}
+        kind = {"layout": self.layout, "codec": self.codec, "device": self.ring_device, "memmap": self.memmap}
         return ReplayBuffer(self.rows, self.num_envs, self.obs_high, **kind)
 
     def network(self) -> ActorCritic:
@@ -242,7 +253,7 @@ class History:
     (mean return of episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between
     evaluations), loss, policy_loss, value_loss, entropy (nats), min_logp, ess (these six averaged over the iteration's updates,
     min_logp their minimum), grad_norm (the largest), nonfinite (updates whose gradient was not finite), skipped (updates that
-    the scaler skipped), loss_scale (after the iteration), learning_rate and clipped (numbers of observations that the ring's
+    the scaler skipped), loss_scale (after the iteration), learning_rate and clipped (values in observations that the ring's
     codec has clipped so far); with FP8 also the quantization statistics of the iteration's last update (fp8.recorded).
 
     Rows are kept as columns of doubles: a row of Python objects takes 2 kB, and a run's memory shall not grow by megabytes.

@@ -174,6 +174,17 @@ def test_a_ring_that_does_not_fit_leaves_the_old_run_alone(trained, capsys):
     assert sorted(path.name for path in trained.iterdir()) == before
 
 
+def test_a_ring_may_live_in_the_run_s_own_folder(tmp_path):
+    run("train", *TINY, "--memmap", tmp_path / "a" / "ring", "--out", tmp_path / "a")
+    assert (tmp_path / "a" / "ring" / "ring.json").exists() and (tmp_path / "a" / "checkpoint.pt").exists()
+
+
+def test_a_run_that_is_refused_makes_no_ring(trained, tmp_path):
+    with pytest.raises(SystemExit):
+        run("train", *TINY, "--memmap", tmp_path / "ring", "--out", trained)
+    assert not (tmp_path / "ring").exists()
+
+
 def test_memory_predicts_and_measures(capsys):
     run("memory", "--layout", "compact", "--codec", "fp8", "--capacity", 100_000, "--json")
     result = json.loads(capsys.readouterr().out)

@@ -27,7 +27,7 @@ def test_round_trip_stays_within_the_stated_error(rows, name):
         "fp8": torch.maximum(x.abs(), 2**-14 * bound) * 2**-4,
     }[name]
     assert ((back - x).abs() <= allowed * (1 + 1e-5) + (1e-6 if name == "int8" else 0)).all()
-    assert codec.clipped.tolist() == [0, 0, 0]
+    assert codec.outside(x).tolist() == [0, 0, 0]
 
 
 @given(inside, st.sampled_from(CODECS))
@@ -73,9 +73,18 @@ def test_unknown_codec_is_refused():
         Codec("fp4", [0.0], [1.0])
 
 
-def test_error_by_hand_and_uncounted():
+def test_bounds_are_numbers_one_for_each_feature():
+    with pytest.raises(ValueError, match=r"codec is 'fp32' and feature 1 has bounds \[0, nan\]: give numbers"):
+        Codec("fp32", [0.0, 0.0], [1.0, torch.nan])
+    with pytest.raises(ValueError, match="low has 1 bounds and high 2: give one for each feature"):
+        Codec("fp32", [0.0], [1.0, 1.0])
+    with pytest.raises(ValueError, match=r"codec is 'int8' and feature 0 has bounds .*: give finite ones"):
+        Codec("int8", [-3.4e38], [3.4e38])  # their difference is not
+
+
+def test_error_and_count_by_hand():
     codec = Codec("int8", [-127.0], [127.0])  # steps of 1
     assert codec.error(torch.tensor([[0.5], [-0.25], [3.0], [129.0]])).item() == pytest.approx(
         np.sqrt((0.25 + 0.0625 + 0 + 4) / 4)
     )
-    assert codec.clipped.tolist() == [0]
+    assert codec.outside(torch.tensor([[127.4], [-127.4], [127.6], [-129.0]])).tolist() == [2]

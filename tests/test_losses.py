@@ -263,7 +263,7 @@ def test_data_without_final_observations_is_biased_only_where_it_says(seed, leng
         assert (targets.advantage[truncated] == 0).all()
 
 
-def test_missing_values_may_be_nan():
+def test_missing_rows_bootstrap_from_their_own_value():
     flags = torch.tensor([[0], [TRUNCATED | MISSING], [TERMINATED | MISSING], [0]], dtype=torch.uint8)
     values = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])
     missing = (flags & MISSING) != 0

@@ -144,17 +144,46 @@ def test_each_leak_is_named(leak, message):
     assert len(findings) <= 2 and any(re.search(message, finding) for finding in findings), findings
 
 
+def test_a_bounded_or_emptied_container_is_no_leak():
+    recent, emptied = collections.deque(maxlen=10_000), []
+    assert watched(lambda: recent.append(1.0)) == []
+    watch = GrowthWatch()
+    for _ in range(4):
+        emptied.extend([1.0] * 50)
+        watch.read()
+    emptied.clear()
+    assert watch.findings() == []
+
+
+def test_a_container_made_later_and_its_subclasses_are_followed():
+    kept = {}
+
+    def step():
+        kept.setdefault("frames", collections.OrderedDict())[len(kept["frames"]) if kept else 0] = [1.0]
+
+    assert any(finding.startswith("unbounded OrderedDict") for finding in watched(step))
+
+
+def test_reading_a_mapped_ring_is_no_leak(tmp_path):
+    config = Config(capacity=2_000_000, steps=2_048, eval_episodes=1, memmap=tmp_path / "ring")
+    next(iterate(config)).ring.close()
+    ring, watch = ReplayBuffer.open(tmp_path / "ring"), GrowthWatch()
+    for name in ("obs", "reward", "behavior_logp"):
+        watch.read(ring)
+        ring.fields[name].sum()  # touches all of its pages
+    watch.read(ring)
+    assert watch.findings() == []
+
+
 def test_native_memory_is_named_by_what_is_left():
-    handles = torch.empty(12 * MIB, dtype=torch.uint8)  # stands for a library that holds pages no container shows
+    handles = torch.empty(96 * MIB, dtype=torch.uint8)  # stands for a library that holds pages no container shows
     step = iter(handles.chunk(6))
 
     def touch():
         next(step).fill_(1)
 
     watch = GrowthWatch()
-    watch.read()
-    watch.readings[0] = watch.readings[0]._replace(resident=watch.readings[0].resident - 5 * MIB)
-    for _ in range(3):
+    for _ in range(4):
         touch()
         watch.read()
     assert any(finding.startswith("resident set: ") for finding in watch.findings())
@@ -248,11 +277,12 @@ def test_a_container_s_limit_is_room_too(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "Path", lambda _: tmp_path)
     before = memory.available()
     (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.available() > before / 2
     (tmp_path / "memory.max").write_text("5000\n")
-    assert memory.available() == 4000
-    (tmp_path / "memory.max").write_text("500\n")
+    assert memory.available() == 4300
+    (tmp_path / "memory.max").write_text("600\n")
     assert memory.available() == 0
 
 

@@ -130,7 +130,7 @@ def test_predicted_bytes_are_the_measured_ones(tmp_path, layout, codec, storage,
     by_hand = 25 * 16 * (features * {"compact": own, "full": 2 * own, "delta": own + delta}[layout] + 10)
     assert ring_bytes(25, 16, features, layout, codec) == ring.nbytes == by_hand
     ring.append(noise(0, 24, 16, features))
-    assert ring.nbytes == by_hand and ring.filled_bytes == by_hand
+    assert ring.nbytes == by_hand and ring.filled_bytes == (by_hand if storage == "ram" else 0)
 
 
 def test_the_promised_sizes():
@@ -191,11 +191,43 @@ def test_refusals():
     ring.append(coded(0, 4, 2))
     with pytest.raises(ValueError, match="slice length is 5 but only 4 rows are stored"):
         ring.sample(1, 5)
-    bad = coded(4, 4, 2)
-    bad.obs[2, 1, 1] = torch.nan
-    with pytest.raises(ValueError, match="obs is NaN in feature 1"):
-        ring.append(bad)
-    assert ring.size == 4  # nothing of it was taken
+    for slices, length in ((0, 1), (1, 0), (-1, 1), (1, -1)):
+        with pytest.raises(ValueError, match=f"slices is {slices} and length {length}: give at least 1 of each"):
+            ring.sample(slices, length)
+    with pytest.raises(ValueError, match="num_envs is 0: give at least 1"):
+        ReplayBuffer(10, 0)
+    with pytest.raises(ValueError, match="layout is 'delta' and codec 'bf16', which needs finite bounds: choose compact"):
+        ReplayBuffer(10, 2, (1.0, torch.inf), layout="delta", codec="bf16")
+
+
+def poisoned(name: str) -> Rollout:
+    rollout = coded(8, 4, 2)
+    getattr(rollout, name)[(2, 1, 1) if name == "obs" else (2, 1)] = torch.nan
+    return rollout
+
+
+@pytest.mark.parametrize(
+    "rollout, message",
+    [
+        (coded(8, 4, 1), r"obs has shape \[5, 1, 2\]: this ring takes \[5, 2, 2\]"),
+        (coded(8, 4, 3), r"obs has shape \[5, 3, 2\]: this ring takes \[5, 2, 2\]"),
+        (noise(8, 4, 2, 3), r"obs has shape \[5, 2, 3\]: this ring takes \[5, 2, 2\]"),
+        (coded(8, 4, 2)._replace(obs=torch.zeros(4, 2, 2)), r"obs has shape \[4, 2, 2\]: this ring takes \[5, 2, 2\]"),
+        (coded(8, 4, 2)._replace(reward=torch.zeros(3, 2)), r"reward has shape \[3, 2\]: this ring takes \[4, 2\]"),
+        (coded(8, 4, 2)._replace(action=torch.full((4, 2), 300)), "action is outside 0 to 255"),
+        (coded(8, 4, 2)._replace(action=torch.full((4, 2), -1)), "action is outside 0 to 255"),
+        (poisoned("obs"), "obs is NaN in feature 1: mend the environment"),
+        (poisoned("reward"), "reward is NaN: mend its source"),
+        (poisoned("behavior_logp"), "behavior_logp is NaN: mend its source"),
+    ],
+)
+def test_a_rollout_that_does_not_fit_is_refused_and_leaves_the_ring_as_it_was(rollout, message):
+    ring = ReplayBuffer(10, 2, WIDE)
+    ring.append(coded(0, 8, 2))
+    before = ring.sample(1, 8, torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=message):
+        ring.append(rollout)
+    assert ring.size == 8 and same(ring.sample(1, 8, torch.Generator().manual_seed(0)), before)
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "fp8"])
@@ -204,10 +236,13 @@ def test_values_out_of_range_are_counted_and_clipped(codec):
     rollout = noise(0, 4, 1)
     far = {"fp16": 1e5, "bf16": 3.4e38}.get(codec, 10)
     rollout.obs[1, 0, 1], rollout.obs[2, 0, 1] = far, -far
+    rollout.obs[0, 0, 0] = rollout.obs[4, 0, 0] = far
     ring.append(rollout)
-    assert ring.clipped.tolist() == [0, 2]
+    assert ring.clipped.tolist() == [2, 2]
+    ring.append(rollout._replace(obs=torch.cat((rollout.obs[4:], rollout.obs[1:4].clamp(-1, 1), rollout.obs[1:2].clamp(-1, 1)))))
+    assert ring.clipped.tolist() == [2, 2]  # the observation between two rollouts counts once
     largest = {"int8": 2.0, "fp8": 448 * 2**-7, "fp16": 65504, "bf16": torch.finfo(torch.bfloat16).max}[codec]
-    obs = ring.sample(1, 4).obs[:, 0, 1]
+    obs = ring.sample(1, 8).obs[:, 0, 1]
     assert obs[1] == pytest.approx(largest, rel=1e-6) and obs[2] == pytest.approx(-largest, rel=1e-6)
 
 
@@ -270,14 +305,24 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def edit(folder, **changes):
+    about = json.loads((folder / "ring.json").read_text())
+    (folder / "ring.json").write_text(json.dumps(about | changes))
+
+
 @pytest.mark.parametrize(
     "damage, message",
     [
         (lambda folder: cut(folder / "obs.bin"), "obs.bin has 159 bytes of 160"),
         (lambda folder: (folder / "reward.bin").unlink(), "reward.bin has 0 bytes of 80"),
         (lambda folder: (folder / "clock.bin").write_bytes(b"\xff" * 16), "clock.bin is damaged"),
-        (lambda folder: cut(folder / "ring.json") or cut(folder / "ring.json"), "ring.json is damaged"),
+        (lambda folder: cut(folder / "ring.json") or cut(folder / "ring.json"), "ring.json cannot be read"),
         (lambda folder: (folder / "ring.json").write_text("{}"), "not of format fp8rl-ring-1"),
+        (lambda folder: edit(folder, rows="10"), "ring.json is damaged"),
+        (lambda folder: edit(folder, num_envs=None), "ring.json is damaged"),
+        (lambda folder: edit(folder, high=[[1.0]]), "ring.json is damaged"),
+        (lambda folder: edit(folder, extra=1), "ring.json is damaged"),
+        (lambda folder: edit(folder, rows=11), "obs.bin has 160 bytes of 176"),
         (lambda folder: (folder / "ring.json").unlink(), "holds no finished ring"),
         (lambda folder: shutil.rmtree(folder), "holds no finished ring"),
     ],
@@ -311,7 +356,18 @@ def test_folders_that_cannot_be_used(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
     with pytest.raises(OSError, match=r"needs [\d,]+ bytes, the disk has [\d,]+ free: lower capacity"):
         ReplayBuffer(10**15, 2, memmap=tmp_path / "large")
-    ReplayBuffer(10, 2, memmap=tmp_path / "large")  # the refusal left nothing in the way
+    assert not (tmp_path / "large").exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing_in_the_way(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"memmap is .* and cannot be used \(No space left on device\): name another folder"):
+            ReplayBuffer(10, 2, memmap=tmp_path / "ring")
+    ReplayBuffer(10, 2, memmap=tmp_path / "ring")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

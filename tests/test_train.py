@@ -209,6 +209,8 @@ def test_published_is_the_published_loop():
         ("codec", "fp4", "choose from fp32, fp16, bf16, int8, fp8"),
         ("encoder", "lstm", "choose from mlp, gru"),
         ("extra_features", -1, "0 or more"),
+        ("extra_features", 10**9, "at most a million"),
+        ("store", "", "choose from cpu"),
     ],
 )
 def test_bad_fields_are_named_with_the_mend_in_one_line(field, value, mend):
@@ -232,6 +234,9 @@ def test_fields_that_fit_only_together():
         Config(batch_size=320, precision="fp8")
     with pytest.raises(ValueError, match="batch_size is 120: give a multiple of 16 slices for a gru in fp8"):
         Config(batch_size=120, slice_length=15, rollout_length=15, precision="fp8", encoder="gru")
+    Config(num_envs=8, precision="fp8", encoder="gru", fresh_updates=0)
+    with pytest.raises(ValueError, match="memmap is : name a folder"):
+        Config(memmap="")
     with pytest.raises(ValueError, match="memmap is runs/ring: give a folder or store, not both"):
         Config(memmap="runs/ring", store="cpu")
     Config(num_envs=10, batch_size=320, collect_precision="fp8")  # acting takes no weight gradient
