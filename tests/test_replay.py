@@ -459,3 +459,19 @@ def test_settings_stand_in_the_folder_as_json(tmp_path):
     folder, _ = folder_of(tmp_path)
     about = json.loads((folder / "ring.json").read_text())
     assert about["rows"] == 10 and about["codec"] == "fp32" and about["high"] == list(WIDE)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_device_s_ring_holds_what_ram_would(layout, codec):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    rings = [ReplayBuffer(20, 3, layout=layout, codec=codec, device=device) for device in ("cpu", "cuda")]
+    start, env = torch.tensor([12, 15, 20]), torch.tensor([0, 2, 1])
+    for ring in rings:
+        for clock in (0, 12):
+            ring.append(noise(clock, 12, 3).to(ring.device if clock else "cpu"))  # from either side
+    in_ram, on_device = (ring._read(start.to(ring.device), env.to(ring.device), 4).to("cpu") for ring in rings)
+    assert rings[1].device.type == "cuda" and rings[1].nbytes == rings[0].nbytes and same(in_ram, on_device)
+    assert rings[1].sample(8, 4).obs.device.type == "cuda"
