@@ -83,3 +83,15 @@ def test_policy_map_has_a_labelled_scale(ax):
 def test_film_ends_with_the_episode(policy, frames):
     film = Image.open(io.BytesIO(plot.film(policy, start_noise=0.0, steps=12)))
     assert film.format == "GIF" and film.n_frames == frames and film.size == (480, 240)
+
+
+def test_byte_bars_stand_for_their_bytes(ax):
+    ax = plot.byte_bars(ax, {"fp32": {"compact": 18, "full": 26}, "int8": {"compact": 12, "full": 14}})
+    assert sorted(bar.get_height() for bar in ax.patches) == [12, 14, 18, 26]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["fp32", "int8"] and "bytes" in ax.get_ylabel()
+    assert sorted(text.get_text() for text in ax.texts) == ["12", "14", "18", "26"]
+
+
+def test_growth_starts_at_the_first_reading(ax):
+    ax = plot.growth(ax, np.array([1, 2]), {"resident set": np.array([5, 7]) * 2**20, "ring": np.array([0, 1]) * 2**20})
+    assert [line.get_ydata().tolist() for line in ax.lines] == [[0, 2], [0, 1]] and "MiB" in ax.get_ylabel()
