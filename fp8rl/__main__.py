@@ -50,31 +50,66 @@ def claim(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def train(fields: tyro.conf.OmitArgPrefixes[Fields], out: Path, overwrite: bool = False) -> None:
+def changed_places(fields: Fields) -> dict:
+    """Where a resumed run is to run, if said.
+
+    Raises:
+        ValueError: another field is given, which a resumed run cannot change.
+    """
+    given = {f.name: getattr(fields, f.name) for f in dataclasses.fields(fields) if getattr(fields, f.name) != f.default}
+    for name in given.keys() - {"device", "store"}:
+        raise ValueError(f"{name} is {given[name]} beside resume, which takes the run's own: leave it out")
+    return given
+
+
+def train(
+    fields: tyro.conf.OmitArgPrefixes[Fields],
+    out: Path | None = None,
+    resume: Path | None = None,
+    checkpoint_every: int = 0,
+    checkpoint_ring: bool = True,
+    overwrite: bool = False,
+) -> None:
     """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png.
 
     Args:
         fields: what to train.
         out: folder for the results.
+        resume: folder of a run that was stopped: it goes on from its checkpoint, on the CPU bit for bit as if it had not been.
+        checkpoint_every: iterations between checkpoints; 0 writes one at the end.
+        checkpoint_ring: keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty one.
         overwrite: replace a run that the folder holds.
     """
-    config = Config(**dataclasses.asdict(fields))
-    require_free(out, overwrite)
+    if (out is None) == (resume is None):
+        raise ValueError(f"out is {out} and resume {resume}: give one of them")
+    if checkpoint_every < 0:
+        raise ValueError(f"checkpoint_every is {checkpoint_every}: give 0 or more")
+    start = None
+    if resume:
+        config, start = checkpoint.resume(resume / "checkpoint.pt", **changed_places(fields))
+        out = resume
+    else:
+        config = Config(**dataclasses.asdict(fields))
+        require_free(out, overwrite)
     ring = config.ring()  # one that cannot be made is refused before anything is written or replaced
     if ring.count:
         print(f"going on with {ring.size} rows of {ring.num_envs} environments in {config.memmap}")
     ring.close()
-    claim(out)
+    if not resume:
+        claim(out)
     (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    writer = None
     with (out / "metrics.csv").open("w", newline="") as file:
-        for history in iterate(config, progress=True):
-            row = {name: int(value) if value.is_integer() else value for name, value in history.last.items()}
-            writer = csv.DictWriter(file, row)
-            if len(history) == 1:
+        for history in iterate(config, progress=True, start=start):
+            rows = [history.last] if writer else history.rows  # with those from before a resumption
+            if not writer:
+                writer = csv.DictWriter(file, rows[0])
                 writer.writeheader()
-            writer.writerow(row)
+            writer.writerows({name: int(x) if x.is_integer() else x for name, x in row.items()} for row in rows)
             file.flush()
-    checkpoint.save(out / "checkpoint.pt", history)
+            if checkpoint_every and len(history) % checkpoint_every == 0:
+                checkpoint.save(out / "checkpoint.pt", history, checkpoint_ring)
+    checkpoint.save(out / "checkpoint.pt", history, checkpoint_ring)
     figure = plot.Figure(figsize=(7, 4), layout="constrained")
     steps, returns = history.evaluations()
     plot.learning_curves(figure.add_subplot(title=f"seed {config.seed}"), {config.precision: (steps, returns)})

@@ -206,6 +206,15 @@ class BatchedEnv:
         self.done = terminated | truncated
         return self.obs, reward_of(self.state) * live, terminated, truncated
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What the next step depends on, but for the generator."""
+        return {name: getattr(self, name) for name in ("state", "obs", "steps", "done")}
+
+    def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Goes on from another's `state_dict`, of as many environments."""
+        for name, own in self.state_dict().items():
+            setattr(self, name, own.copy_(tensors[name]))
+
     def _observe(self) -> torch.Tensor:
         seen = self.state[:, :1] if self.hide_velocity else self.state
         return torch.cat((seen, self._uniform(self.extra_features)), dim=-1) if self.extra_features else seen

@@ -133,6 +133,29 @@ class ReplayBuffer:
             self._folder.close()
             self.writable = False
 
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Copies of the rows and the clock; None of a ring in a folder, which is its own copy."""
+        if self._folder:
+            return None
+        filled = min(self.count + 1, self.rows)
+        copies = {name: field[:, :filled].clone() for name, field in self.fields.items()}
+        return {"clock": self._clock.clone(), "clipped": self.clipped.clone(), **copies}
+
+    def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Goes on from another ring's `state_dict`.
+
+        Raises:
+            ValueError: a ring of other settings.
+        """
+        filled = min(int(tensors["clock"][1]) + 1, self.rows)
+        for name, field in self.fields.items():
+            if tensors[name].shape != field[:, :filled].shape or tensors[name].dtype != field.dtype:
+                raise ValueError(f"{name} is of a ring of other settings: give this one's own")
+        for name, field in self.fields.items():
+            field[:, :filled] = tensors[name]
+        self._clock.copy_(tensors["clock"])
+        self.clipped.copy_(tensors["clipped"])
+
     @property
     def start(self) -> int:
         return int(self._clock[0])

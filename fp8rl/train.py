@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -263,6 +263,8 @@ class History:
     model: ActorCritic | None
     columns: dict[str, array] = dataclasses.field(default_factory=dict)
     ring: ReplayBuffer | None = None
+    snapshot: Callable[[bool], dict] | None = None
+    """Everything but the model that the run needs to go on, with or without the ring's rows."""
 
     def add(self, row: dict[str, float]) -> None:
         """Appends an iteration's numbers."""
@@ -374,14 +376,17 @@ def update(model, optimizer, precision: Precision, batch: Rollout, config: Confi
     return {"loss": loss.detach(), **stats, **report._asdict()}
 
 
-def iterate(config: Config, progress: bool = False) -> Iterator[History]:
+def iterate(config: Config, progress: bool = False, start: dict | None = None) -> Iterator[History]:
     """Trains, yielding the growing History after every iteration. The whole algorithm stands here.
 
     Args:
         config: the run.
         progress: show a bar with the return, steps per second and the loss scale.
+        start: what `checkpoint.resume` gives. On the CPU the run then goes on bit for bit as if it had never stopped; on another
+            device than before, with other random numbers; with a ring in a folder, or without its rows, from other memories.
 
     Raises:
+        ValueError: `start` does not fit the config, or the environment returned what is not finite.
         FloatingPointError: a gradient was not finite in a precision that has no loss scaler to skip it, or in every update of
             20 iterations in one that has.
     """
@@ -401,9 +406,48 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
     draws = generator if ring.device == device else torch.Generator(ring.device).manual_seed(config.seed)
     slices = config.batch_size // config.slice_length
     history = History(config, model, ring=ring)
+    columns = history.columns
     open_returns = np.zeros(config.num_envs)
     stuck = 0  # iterations in a row without a single finite gradient
-    bar = tqdm(range(config.iterations), unit="iteration", disable=not progress)
+    iteration = -1
+
+    def snapshot(with_ring: bool = True) -> dict:
+        # It must not refer to the history that holds it: such a circle keeps the ring, and a folder's lock, for long.
+        return {
+            "iteration": iteration + 1,
+            "device": device.type,
+            "optimizer": optimizer.state_dict(),
+            "scaler": precision.scaler.state_dict(),
+            "generators": [generator.get_state(), draws.get_state()],
+            "env": env.state_dict(),
+            "memory": state,
+            "open_returns": torch.from_numpy(open_returns),
+            "stuck": stuck,
+            "columns": {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()},
+            "ring": ring.state_dict() if with_ring else None,
+        }
+
+    history.snapshot = snapshot
+    if start is not None:
+        try:
+            model.load_state_dict(start["model"])
+            _load_optimizer(optimizer, start["optimizer"])
+            precision.scaler.load_state_dict(start["scaler"])
+            if start["device"] == device.type:
+                for source, numbers in zip((generator, draws), start["generators"], strict=True):
+                    source.set_state(numbers)
+            env.load_state_dict(start["env"])
+            state = None if start["memory"] is None else start["memory"].to(device)
+            open_returns, stuck, iteration = start["open_returns"].numpy(), start["stuck"], start["iteration"] - 1
+            columns.update({name: array("d", values.tolist()) for name, values in start["columns"].items()})
+            if start["ring"] is not None:
+                ring.load_state_dict(start["ring"])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise ValueError("start does not fit the config: resume with the run's own") from error
+    first = iteration + 1
+    if first == config.iterations:
+        yield history  # it had finished
+    bar = tqdm(range(first, config.iterations), unit="iteration", disable=not progress, initial=first, total=config.iterations)
 
     for iteration in bar:
         began = time.perf_counter()
@@ -423,7 +467,7 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
         row = {
             "iteration": iteration,
             "steps": (iteration + 1) * config.steps_per_iteration,
-            "seconds": history.columns["seconds"][-1] if len(history) else 0.0,
+            "seconds": columns["seconds"][-1] if columns else 0.0,
             "train_return": float(np.mean(finished)) if len(finished) else math.nan,
             "eval_return": math.nan,
             "learning_rate": learning_rate,
@@ -444,10 +488,20 @@ def iterate(config: Config, progress: bool = False) -> Iterator[History]:
         yield history
 
 
-def train(config: Config, progress: bool = True) -> History:
+def train(config: Config, progress: bool = True, start: dict | None = None) -> History:
     """Runs `iterate` to its end. Raises what it raises."""
-    *_, history = iterate(config, progress)  # the same History every time, so nothing piles up
+    *_, history = iterate(config, progress, start)  # the same History every time, so nothing piles up
     return history
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Loads an optimizer's state and keeps how this one runs (fused, capturable, ...), which load_state_dict would take over."""
+    own = [
+        {name: group[name] for name in ("fused", "capturable", "foreach", "differentiable")} for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, flags in zip(optimizer.param_groups, own, strict=True):
+        group.update(flags)
 
 
 def _share(model: ActorCritic) -> ActorCritic:

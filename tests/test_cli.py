@@ -185,6 +185,23 @@ def test_a_run_that_is_refused_makes_no_ring(trained, tmp_path):
     assert not (tmp_path / "ring").exists()
 
 
+def test_resuming_takes_the_run_s_own_config(trained, tmp_path, capsys):
+    for arguments, message in (
+        (["--resume", trained, "--steps", "2048"], "steps is 2048 beside resume, which takes the run's own"),
+        (["--resume", trained, "--out", tmp_path / "b"], "out is "),
+        ([], "out is None and resume None: give one of them"),
+        (["--resume", tmp_path / "nothing"], "checkpoint "),
+        (["--out", tmp_path / "b", "--checkpoint-every", -1], "checkpoint_every is -1: give 0 or more"),
+    ):
+        with pytest.raises(SystemExit):
+            run("train", *arguments)
+        error = capsys.readouterr().err
+        assert error.startswith(f"fp8rl: {message}") and error.count("\n") == 1
+    before = (trained / "metrics.csv").read_text()
+    run("train", "--resume", trained)  # finished already
+    assert (trained / "metrics.csv").read_text() == before
+
+
 def test_memory_predicts_and_measures(capsys):
     run("memory", "--layout", "compact", "--codec", "fp8", "--capacity", 100_000, "--json")
     result = json.loads(capsys.readouterr().out)
