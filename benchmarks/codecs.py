@@ -14,8 +14,9 @@ import sys
 import unittest.mock
 from pathlib import Path
 
-from fp8rl import plot, study, train
-from fp8rl.train import Config, History
+from fp8rl import config, plot, study
+from fp8rl.config import Config
+from fp8rl.train import History
 
 SEEDS = range(30)
 GROUPS = {
@@ -39,14 +40,14 @@ GROUPS = {
 COARSER = {"int8, 16 times coarser": 16, "control: int8, 128 times coarser": 128}
 
 
-def run_coarser(factor: int, config: Config) -> History:
+def run_coarser(factor: int, run: Config) -> History:
     """Trains with a codec whose bounds are `factor` times the observation space's."""
 
-    def wide(bounds=train.obs_high, **observed):
+    def wide(bounds=config.obs_high, **observed):
         return tuple(factor * bound for bound in bounds(**observed))
 
-    with unittest.mock.patch.object(train, "obs_high", wide):
-        return study.run(config)
+    with unittest.mock.patch.object(config, "obs_high", wide):
+        return study.run(run)
 
 
 def main(out: Path) -> None:
