@@ -208,12 +208,12 @@ class BatchedEnv:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What the next step depends on, but for the generator."""
-        return {name: getattr(self, name) for name in ("state", "obs", "steps", "done")}
+        return {name: getattr(self, name).clone() for name in ("state", "obs", "steps", "done")}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
         """Goes on from another's `state_dict`, of as many environments."""
-        for name, own in self.state_dict().items():
-            setattr(self, name, own.copy_(tensors[name]))
+        for name, copy in self.state_dict().items():
+            setattr(self, name, copy.copy_(tensors[name]))
 
     def _observe(self) -> torch.Tensor:
         seen = self.state[:, :1] if self.hide_velocity else self.state

@@ -206,6 +206,14 @@ def test_two_hundred_damaged_files_are_refused_or_equal(tmp_path):
     assert False not in outcomes and outcomes.count(None) > 100 and not os.path.exists("hostile-code-ran")
 
 
+@pytest.mark.parametrize("tensor", [torch.zeros(1).expand(2**40), torch.zeros(1).as_strided((1,), (0,)), torch.zeros(4)[::2]])
+def test_impossible_tensors_are_refused(path, tensor):
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "run": {"iteration": tensor}}, path)
+    with pytest.raises(ValueError, match="cannot be read: it is damaged"):
+        checkpoint.load(path)
+
+
 def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(path, history, monkeypatch):
     before = path.read_bytes()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8rl import __main__ as cli
-from fp8rl import config
+from fp8rl import config, study
 from fp8rl.model import ActorCritic
 from fp8rl.replay import ReplayBuffer
 
@@ -64,7 +64,13 @@ def test_fp8_says_how_it_computes(tmp_path, capsys):
     assert "fp8 on cpu, emulated: FP8 in encoder.2, not in encoder.0, actor, critic" in capsys.readouterr().out
 
 
-def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys):
+@pytest.fixture
+def one_process(monkeypatch):
+    """Runs a study's configs here: that processes give the same numbers is tested elsewhere."""
+    monkeypatch.setattr(cli.study, "run_all", lambda configs, workers, run=study.run: map(run, configs))
+
+
+def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "fp8", "--collect-precision", "fp8", "--controls", "--seeds", 1, "--first-seed", 5]
     run("study", *options, "--steps", 512, "--out", tmp_path / "study")
     with (tmp_path / "study/results.csv").open() as file:
@@ -81,7 +87,7 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys):
     assert (tmp_path / "study/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_study_needs_no_controls(tmp_path):
+def test_study_needs_no_controls(tmp_path, one_process):
     run("study", "--precisions", "fp32", "--seeds", 1, "--steps", 512, "--out", tmp_path / "study")
     assert sorted(path.name for path in (tmp_path / "study").iterdir()) == ["curves.png", "results.csv", "table.md"]
 
