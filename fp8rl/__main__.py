@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from . import bench, checkpoint, memory, plot, study
+from . import bench, checkpoint, memory, plot, ranks, study
+from .devices import EnvironmentFailed
 from .evaluate import evaluate
 from .precision import Precision
 from .train import Config, History, iterate
@@ -57,7 +58,7 @@ def changed_places(fields: Fields) -> dict:
         ValueError: another field is given, which a resumed run cannot change.
     """
     given = {f.name: getattr(fields, f.name) for f in dataclasses.fields(fields) if getattr(fields, f.name) != f.default}
-    for name in given.keys() - {"device", "store"}:
+    for name in given.keys() - {"device", "placement"}:
         raise ValueError(f"{name} is {given[name]} beside resume, which takes the run's own: leave it out")
     return given
 
@@ -70,7 +71,8 @@ def train(
     checkpoint_ring: bool = True,
     overwrite: bool = False,
 ) -> None:
-    """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png.
+    """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png. Under torchrun several processes
+    train it together (ranks.py) and the first one writes.
 
     Args:
         fields: what to train.
@@ -84,22 +86,26 @@ def train(
         raise ValueError(f"out is {out} and resume {resume}: give one of them")
     if checkpoint_every < 0:
         raise ValueError(f"checkpoint_every is {checkpoint_every}: give 0 or more")
-    start = None
+    ranks.start()
+    rank, size = ranks.share()
+    first, start = rank == 0, None
     if resume:
         config, start = checkpoint.resume(resume / "checkpoint.pt", **changed_places(fields))
         out = resume
     else:
-        config = Config(**dataclasses.asdict(fields))
-        require_free(out, overwrite)
-    ring = config.ring()  # one that cannot be made is refused before anything is written or replaced
+        config = Config(**vars(fields))
+        if first:
+            require_free(out, overwrite)
+    ring = config.ring(size)  # one that cannot be made is refused before anything is written or replaced
     if ring.count:
         print(f"going on with {ring.size} rows of {ring.num_envs} environments in {config.memmap}")
     ring.close()
-    if not resume:
-        claim(out)
-    (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    if first:
+        if not resume:
+            claim(out)
+        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     writer = None
-    with (out / "metrics.csv").open("w", newline="") as file:
+    with (out / "metrics.csv" if first else Path(os.devnull)).open("w", newline="") as file:
         for history in iterate(config, progress=True, start=start):
             rows = [history.last] if writer else history.rows  # with those from before a resumption
             if not writer:
@@ -110,15 +116,20 @@ def train(
             if checkpoint_every and len(history) % checkpoint_every == 0:
                 checkpoint.save(out / "checkpoint.pt", history, checkpoint_ring)
     checkpoint.save(out / "checkpoint.pt", history, checkpoint_ring)
+    ranks.stop()
+    if not first:
+        return
     figure = plot.Figure(figsize=(7, 4), layout="constrained")
     steps, returns = history.evaluations()
-    plot.learning_curves(figure.add_subplot(title=f"seed {config.seed}"), {config.precision: (steps, returns)})
+    ax = figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}")
+    plot.learning_curves(ax, {config.precision: (steps, returns)}, marks=config.env_id is None)
     figure.savefig(out / "reward_curve.png", dpi=120)
     print(Precision(config.precision, config.device).describe(history.model))
     if history.last["clipped"]:
         counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(history.ring.clipped.tolist()) if n)
         print(f"warning: codec {config.codec} clipped observations ({counts}): choose bf16 or fp32", file=sys.stderr)
-    print(f"final greedy return {history.final_return:.2f} of 200; results in {out}/")
+    most = "" if config.env_id else " of 200"
+    print(f"final greedy return {history.final_return:.2f}{most}; results in {out}/")
 
 
 def evaluate_run(
@@ -247,9 +258,9 @@ def predict_and_measure(
         fields: what would be trained.
         json_output: print one JSON object.
     """
-    config = Config(**dataclasses.asdict(fields))
+    config = Config(**vars(fields))
     predicted = config.ring_bytes
-    before = memory.available("cpu" if config.memmap else config.ring_device)
+    before = memory.available("cpu" if config.memmap else config.places.store)
     result = {
         "predicted_bytes": predicted,
         "measured_bytes": config.ring().nbytes,
@@ -266,8 +277,15 @@ def main() -> None:
     commands = {"train": train, "eval": evaluate_run, "study": compare, "memory": predict_and_measure, "bench": measure}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="python -m fp8rl", description=__doc__)
-    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
+    except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         print(f"fp8rl: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:
+        rank, size = ranks.share()
+        if size == 1:
+            raise
+        reason = str(error).splitlines()[0]
+        print(f"fp8rl: rank {rank} of {size} lost the others ({reason}): resume from the last checkpoint", file=sys.stderr)
         sys.exit(2)
 
 

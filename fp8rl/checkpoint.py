@@ -13,10 +13,12 @@ from pathlib import Path
 
 import torch
 
+from . import ranks
+from .devices import Placement
 from .model import ActorCritic
 from .train import Config, History
 
-FORMAT = "fp8rl-2"
+FORMAT = "fp8rl-3"
 
 
 def save(path: str | Path, history: History, ring: bool = True) -> None:
@@ -28,12 +30,15 @@ def save(path: str | Path, history: History, ring: bool = True) -> None:
         history: of a run, as `iterate` yields it or `train` returns it.
         ring: with the replay ring's rows. Without, a resumed run begins with an empty one.
 
+    Of several processes (ranks.py) all must call it; the first writes what all hold.
+
     Raises:
         OSError: it cannot be written; the old checkpoint stands.
     """
     run = history.snapshot(ring) if history.snapshot else None
     content = {"config": dataclasses.asdict(history.config), "model": history.model.state_dict(), "run": run}
-    _write(Path(path), {"format": FORMAT, **content})
+    if ranks.share()[0] == 0:
+        _write(Path(path), {"format": FORMAT, **content})
 
 
 def load(path: str | Path, **changes) -> tuple[ActorCritic, Config]:
@@ -47,7 +52,7 @@ def load(path: str | Path, **changes) -> tuple[ActorCritic, Config]:
         FileNotFoundError: nothing at `path`.
         ValueError: damaged, not a checkpoint of this package, of another architecture, or of a precision that cannot run here.
     """
-    content, config = _read(Path(path), {"device": "cpu", "store": None, **changes})
+    content, config = _read(Path(path), {"device": "cpu", "placement": Placement(), "graph": False, **changes})
     model = config.network()
     try:
         model.load_state_dict(content["model"])
@@ -96,7 +101,8 @@ def _read(path: Path, changes: dict) -> tuple[dict, Config]:
     if not whole:
         raise ValueError(f"checkpoint {path} cannot be read: it is damaged")
     try:
-        return content, Config(**{**content["config"], **changes})
+        fields = content["config"]
+        return content, Config(**{**fields, "placement": Placement(**fields["placement"]), **changes})
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError) as error:

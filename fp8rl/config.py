@@ -3,11 +3,10 @@
 import math
 from dataclasses import dataclass
 
-import torch
-
 from . import fp8
 from .codec import CODECS
-from .env import obs_high
+from .devices import VECTORIZATIONS, Interface, Placement, interface_of, torch_device
+from .env import MAX_STEPS, obs_high
 from .model import ENCODERS, ActorCritic
 from .precision import Precision
 from .replay import LAYOUTS, ReplayBuffer, ring_bytes
@@ -29,15 +28,25 @@ class Config:
     seed: int = 0
     """Of weights, starts, actions and replay."""
     device: str = "cpu"
-    """Where everything runs: cpu, cuda or cuda:1."""
+    """Where everything runs that `placement` does not place: cpu, cuda or cuda:1."""
+    placement: Placement = Placement()
+    """Devices of single parts."""
+    graph: bool = False
+    """On CUDA, replay collection and update as CUDA graphs (graphs.py). On the CPU the same runs without."""
     steps: int = 100_000
     """Environment steps to train for; rounded down to whole iterations."""
 
+    env_id: str | None = None
+    """A Gymnasium environment, as CartPole-v1, in the place of this package's own. Observations must be a flat Box, actions
+    Discrete."""
+    vectorization: str = "sync"
+    """How a Gymnasium environment's copies are stepped: sync, one after the other; async, each in a process of its own, for slow
+    ones; or vector_entry_point, as one, if it has such a form."""
     num_envs: int = 16
     """Environments stepped together, N."""
     start_noise: float = 0.5
     """Half-width of the range where training episodes start. Wide, or the critic forgets the places that a good policy no
-    longer visits; evaluation starts within 0.05."""
+    longer visits; evaluation starts within 0.05. This and the next two are of the package's own environment."""
     extra_features: int = 0
     """Channels of noise appended to the observation."""
     hide_velocity: bool = False
@@ -52,8 +61,6 @@ class Config:
     """How the ring keeps next observations: compact, full or delta (replay.py)."""
     codec: str = "fp32"
     """What the ring stores observations as: fp32, fp16, bf16, int8 or fp8 (codec.py)."""
-    store: str | None = None
-    """Device that holds the ring, if not `device`: cpu keeps it in RAM."""
     memmap: str | None = None
     """Folder to keep the ring in, instead of memory. A ring of the same settings that it holds already is gone on with."""
     slice_length: int = 32
@@ -124,11 +131,33 @@ class Config:
         self._require("layout", self.layout in LAYOUTS, f"choose from {', '.join(LAYOUTS)}")
         self._require("codec", self.codec in CODECS, f"choose from {', '.join(CODECS)}")
         self._require("encoder", self.encoder in ENCODERS, f"choose from {', '.join(ENCODERS)}")
-        self._require("memmap", self.memmap is None or self.store is None, "give a folder or store, not both")
+        both = self.memmap is not None and self.placement.store is not None
+        self._require("memmap", not both, "give a folder or placement.store, not both")
+        self._require("vectorization", self.vectorization in VECTORIZATIONS, f"choose from {', '.join(VECTORIZATIONS)}")
         self._require("importance", self.importance in ("behavior", "learner", "none"), "choose behavior, learner or none")
-        for name in (self.precision, self.collect_precision or self.precision):
-            Precision(name, torch_device(self.device))
-        torch_device(self.ring_device, "store")
+        if self.env_id is not None:
+            for name in ("extra_features", "hide_velocity"):
+                self._require(name, not getattr(self, name), f"leave it out, {self.env_id} does not have it")
+            self._require(
+                "env_id", self.interface.num_actions <= 256, "choose one with at most 256 actions, a byte holds no more"
+            )
+        places = self.places
+        for part in ("learn", "collect", "store", "evaluate"):
+            torch_device(getattr(places, part), f"placement.{part}" if getattr(self.placement, part) else "device")
+        for name, place in (
+            (self.precision, places.learn),
+            (self.collect_precision or self.precision, places.collect),
+            (self.precision, places.evaluate),
+        ):
+            Precision(name, place)
+        if places.async_collect:
+            tf32 = "tf32" in (self.precision, self.collect_precision)
+            self._require("precision", not tf32, "choose another for async_collect, TF32 is a switch of the whole process")
+        if self.graph:
+            alone = self.env_id is None and not places.async_collect and places.collect == places.learn
+            self._require(
+                "graph", alone, "leave it out, or learn and collect on one device, in turn, in the package's environment"
+            )
         if self.precision.startswith("fp8"):
             # FP8's weight gradient contracts the batch, whose rows (the bootstrap row too) must then be a multiple of 16.
             slices = self.batch_size // self.slice_length
@@ -148,33 +177,38 @@ class Config:
             raise ValueError(f"{name} is {getattr(self, name)}: {mend}")
 
     @property
+    def places(self) -> Placement:
+        """The placement with every device named."""
+        return Placement(*(self.device if place is None else place for place in vars(self.placement).values()))
+
+    @property
     def observed(self) -> dict:
-        """The options of the environment that say what is observed."""
-        return {"extra_features": self.extra_features, "hide_velocity": self.hide_velocity}
+        """The options that make_env takes of a config: which environment, and what is observed of it."""
+        options = {"env_id": self.env_id, "extra_features": self.extra_features, "hide_velocity": self.hide_velocity}
+        return options | {"vectorization": self.vectorization}
 
     @property
-    def obs_high(self) -> tuple[float, ...]:
-        """Bound of each feature of an observation."""
-        return obs_high(**self.observed)
-
-    @property
-    def ring_device(self) -> str:
-        """Device that holds the replay ring, unless it is in a folder."""
-        return self.device if self.store is None else self.store
+    def interface(self) -> Interface:
+        """What the environment takes and gives."""
+        if self.env_id is not None:
+            return interface_of(self.env_id)
+        high = obs_high(self.extra_features, self.hide_velocity)
+        return Interface(tuple(-bound for bound in high), high, 2, 0, MAX_STEPS)
 
     @property
     def ring_bytes(self) -> int:
         """Bytes that the replay ring will occupy."""
-        return ring_bytes(self.rows, self.num_envs, len(self.obs_high), self.layout, self.codec)
+        return ring_bytes(self.rows, self.num_envs, len(self.interface.high), self.layout, self.codec)
 
-    def ring(self) -> ReplayBuffer:
-        """The replay ring, new or gone on with. Raises as `ReplayBuffer`."""
-        kind = {"layout": self.layout, "codec": self.codec, "device": self.ring_device, "memmap": self.memmap}
-        return ReplayBuffer(self.rows, self.num_envs, self.obs_high, **kind)
+    def ring(self, ranks: int = 1) -> ReplayBuffer:
+        """The replay ring, or one of `ranks` equal parts of it, new or gone on with. Raises as `ReplayBuffer`."""
+        kind = {"layout": self.layout, "codec": self.codec, "device": self.places.store, "memmap": self.memmap}
+        low, high, *_ = self.interface
+        return ReplayBuffer(self.rows, self.num_envs // ranks, high, low, **kind)
 
     def network(self) -> ActorCritic:
         """A new network for this config, from torch's global generator."""
-        return ActorCritic(len(self.obs_high), encoder=self.encoder)
+        return ActorCritic(len(self.interface.high), self.interface.num_actions, encoder=self.encoder)
 
     @property
     def steps_per_iteration(self) -> int:
@@ -216,16 +250,3 @@ class Config:
             "anneal": False,
         }
         return cls(**{**loop, **changes})
-
-
-def torch_device(name: str, field: str = "device") -> torch.device:
-    """A CPU or CUDA device that exists, or a ValueError that says which do, about the config's `field`."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-        if device.type in ("cpu", "cuda"):
-            return device
-    except (RuntimeError, AssertionError):
-        pass  # torch knows no such device, or was built without it
-    devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    raise ValueError(f"{field} is {name!r} and torch cannot use it here: choose from {', '.join(devices)}")

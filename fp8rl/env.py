@@ -69,6 +69,12 @@ def obs_high(extra_features: int = 0, hide_velocity: bool = False) -> tuple[floa
     return STATE_HIGH[: 1 if hide_velocity else 2] + (1.0,) * extra_features
 
 
+def take_share(x: torch.Tensor, share: tuple[int, int], dim: int = 0) -> torch.Tensor:
+    """Part k of n equal parts of a tensor, for share = (k, n)."""
+    part, parts = share
+    return x if parts == 1 else x.chunk(parts, dim)[part]
+
+
 def _spaces(extra_features: int, hide_velocity: bool) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
     high = np.array(obs_high(extra_features, hide_velocity), dtype=np.float32)
     return gymnasium.spaces.Box(-high, high, dtype=np.float32), gymnasium.spaces.Discrete(2)
@@ -146,6 +152,7 @@ class BatchedEnv:
     """N environments in tensors on one device, stepped together, with NEXT_STEP autoreset.
 
     Attributes:
+        max_steps: steps in an episode at most.
         obs: float32 [N, F], the current observations: F = 2, one less with `hide_velocity`, and `extra_features` more.
         state: float32 [N, 2], the positions and velocities behind them.
         done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
@@ -156,10 +163,14 @@ class BatchedEnv:
         device: where the tensors live.
         generator: source of start and channel noise, on the same device; None takes torch's global one.
         extra_features, hide_velocity: what is observed (module docstring).
+        share: (k, n) holds the k-th of n equal shares of `num_envs` environments alone (N is then that many), with the noise
+            that they would have in the whole.
 
     Raises:
         ValueError: `num_envs` below 1, `start_noise` outside [0, 1] or negative `extra_features`.
     """
+
+    max_steps = MAX_STEPS
 
     def __init__(
         self,
@@ -169,11 +180,13 @@ class BatchedEnv:
         generator: torch.Generator | None = None,
         extra_features: int = 0,
         hide_velocity: bool = False,
+        share: tuple[int, int] = (0, 1),
     ):
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: give at least 1")
         _check(start_noise, extra_features)
-        self.num_envs = num_envs
+        self.share = share
+        self.num_envs = num_envs // share[1]
         self.start_noise = start_noise
         self.extra_features = extra_features
         self.hide_velocity = hide_velocity
@@ -206,9 +219,19 @@ class BatchedEnv:
         self.done = terminated | truncated
         return self.obs, reward_of(self.state) * live, terminated, truncated
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the next step depends on, but for the generator; no copies."""
+        return {name: getattr(self, name) for name in ("state", "obs", "steps", "done")}
+
+    def settle(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Moves what `tensors` gives into tensors that it gave earlier, and goes on from those: a CUDA graph finds its inputs
+        where they were."""
+        for name, now in self.tensors().items():
+            setattr(self, name, tensors[name].copy_(now))
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What the next step depends on, but for the generator."""
-        return {name: getattr(self, name).clone() for name in ("state", "obs", "steps", "done")}
+        """Copies of `tensors`."""
+        return {name: x.clone() for name, x in self.tensors().items()}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
         """Goes on from another's `state_dict`, of as many environments."""
@@ -221,7 +244,11 @@ class BatchedEnv:
 
     def _uniform(self, width: int) -> torch.Tensor:
         """Noise in [-1, 1), float32 [N, width]."""
-        return 2 * torch.rand(self.num_envs, width, device=self.device, generator=self.generator) - 1
+        noise = torch.rand(self.share[1] * self.num_envs, width, device=self.device, generator=self.generator)
+        return 2 * take_share(noise, self.share) - 1
+
+    def close(self) -> None:
+        """Nothing: it has no processes or files to end, as other environments do."""
 
 
 class CustomVectorEnv(gymnasium.vector.VectorEnv):

@@ -9,12 +9,12 @@ compared by the differences of runs that share a seed.
 import numpy as np
 import torch
 
-from .env import MAX_STEPS, BatchedEnv
+from .devices import make_env
 from .precision import Precision
 
 
 @torch.no_grad()
-def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device="cpu", **observed) -> np.ndarray:
+def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device="cpu", **options) -> np.ndarray:
     """Returns of one episode in each of `episodes` parallel environments.
 
     Args:
@@ -22,18 +22,24 @@ def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device
         episodes: how many, at least 1.
         start_noise: half-width of the start range.
         seed: of the starts. The same seed gives the same starts, whatever was trained.
-        observed: the environment's `extra_features` and `hide_velocity`.
+        options: of make_env: which environment if not the package's own, and what is observed.
 
     Returns:
         float32 [episodes].
     """
-    env = BatchedEnv(episodes, start_noise, device, torch.Generator(device).manual_seed(seed), **observed)
+    generator = torch.Generator(device).manual_seed(seed)
+    if options.get("vectorization") == "async":
+        options["vectorization"] = "sync"  # a process for each episode would cost more than it saves
+    env = make_env(episodes, start_noise, device, generator, seed + 2**32, **options)  # a Gymnasium env starts unlike in training
     total = torch.zeros(episodes, device=device)
     live = torch.ones(episodes, dtype=torch.bool, device=device)
-    for _ in range(MAX_STEPS):
+    for _ in range(env.max_steps):
         _, reward, _, _ = env.step(policy(env.obs))
         total += reward * live
         live &= ~env.done
+        if not live.any():
+            break
+    env.close()
     return total.cpu().numpy()
 
 
@@ -49,7 +55,7 @@ def evaluate(
     start_noise: float = 0.05,
     seed: int = 0,
     precision: Precision | None = None,
-    **observed,
+    **options,
 ) -> np.ndarray:
     """Returns float32 [episodes] of the model's policy, greedy (the likeliest action) or sampled.
 
@@ -69,7 +75,7 @@ def evaluate(
             logits, _, state = model.step(obs, state)
         return (logits if greedy else logits + gumbel(logits.shape, logits.device, generator)).argmax(-1)
 
-    return play(policy, episodes, start_noise, seed, precision.device, **observed)
+    return play(policy, episodes, start_noise, seed, precision.device, **options)
 
 
 def iqm(scores: np.ndarray, axis: int = -1) -> np.ndarray:

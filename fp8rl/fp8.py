@@ -238,11 +238,13 @@ def measure(x: torch.Tensor, quantized: Quantized) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def recorded(model: nn.Module):
-    """Fills the dict that it gives with `measure` of every FP8 tensor of the passes inside, the last pass's numbers, under
-    "fp8.LAYER.TENSOR.STATISTIC" (tensors: input, weight, gradient). Costs a few passes over the data, so not for every update."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Float8Linear)}
-    flat: dict[str, float] = {}
+def recorded(model: nn.Module | None):
+    """Fills the dict that it gives with `measure` of every FP8 tensor of the passes inside, the last pass's numbers (scalar
+    tensors), under "fp8.LAYER.TENSOR.STATISTIC" (tensors: input, weight, gradient). Costs a few passes over the data, so not for
+    every update: None records nothing."""
+    modules = () if model is None else model.named_modules()
+    layers = {name: layer for name, layer in modules if isinstance(layer, Float8Linear)}
+    flat: dict[str, torch.Tensor] = {}
     for layer in layers.values():
         layer.statistics = {}
     try:
@@ -250,7 +252,7 @@ def recorded(model: nn.Module):
     finally:
         for name, layer in layers.items():
             for tensor, numbers in layer.statistics.items():
-                flat.update({f"fp8.{name}.{tensor}.{key}": float(value) for key, value in numbers.items()})
+                flat.update({f"fp8.{name}.{tensor}.{key}": value for key, value in numbers.items()})
             layer.statistics = None
 
 

@@ -21,6 +21,7 @@ observation, so that targets stay finite (what TorchRL's value estimators do wit
 discount_t (V(x_t) - V(x_{t+1})) after a truncation; or the row is left out, which costs a row and is not wrong.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -147,6 +148,7 @@ def actor_critic_loss(
     correct: bool = True,
     normalize_advantage: bool = True,
     bootstrap_truncation: bool = True,
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the shared network on a rollout: policy gradient + value_coef * squared error - entropy_coef * entropy.
 
@@ -163,6 +165,8 @@ def actor_critic_loss(
         reward_scale: multiplies every reward, so that values are of order 1.
         correct: weigh by importance ratios; False treats replayed data as if it were on-policy.
         bootstrap_truncation: see `discounts_of`.
+        total: sums a number over the processes that hold the other parts of the batch. Means are then those of the whole batch,
+            and what the parts return as their loss, policy_loss, value_loss and entropy adds up to the whole's.
 
     Returns:
         The loss (float32 scalar) and statistics without gradient: policy_loss, value_loss, entropy, min_logp (smallest
@@ -170,7 +174,7 @@ def actor_critic_loss(
         Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
     """
     valid = rollout.valid
-    count = valid.sum().clamp(min=1)
+    count = total(valid.sum()).clamp(min=1)
     log_policy = logits[:-1].log_softmax(-1)
     logp = action_logp(log_policy, rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
@@ -186,8 +190,8 @@ def actor_critic_loss(
     )
     advantage = targets.advantage
     if normalize_advantage:
-        mean = advantage.sum() / count  # dummy rows hold 0, so sums over all rows are sums over valid ones
-        variance = (valid * (advantage - mean)).square().sum() / count
+        mean = total(advantage.sum()) / count  # dummy rows hold 0, so sums over all rows are sums over valid ones
+        variance = total((valid * (advantage - mean)).square().sum()) / count
         advantage = advantage / (variance.sqrt() + 1e-8)
     policy_loss = -(logp * advantage).sum() / count
     value_loss = 0.5 * (valid * (values[:-1] - targets.value)).square().sum() / count
@@ -200,6 +204,6 @@ def actor_critic_loss(
         "value_loss": value_loss,
         "entropy": entropy,
         "min_logp": torch.where(valid, logp, 0).min(),
-        "ess": ratio.sum().square() / (count * ratio.square().sum()),
+        "ess": ratio.sum().square() / (valid.sum().clamp(min=1) * ratio.square().sum()),
     }
     return loss, {name: stat.detach() for name, stat in stats.items()}

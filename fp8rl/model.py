@@ -49,6 +49,7 @@ class ActorCritic(nn.Module):
         if encoder not in ENCODERS:
             raise ValueError(f"encoder is {encoder!r}: choose from {', '.join(ENCODERS)}")
         self.num_actions = num_actions
+        self.width = width
         self.recurrent = encoder == "gru"
         gain = math.sqrt(2)
         first = _linear(obs_size, width, gain)

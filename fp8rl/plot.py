@@ -75,12 +75,13 @@ def references(ax: Axes) -> Axes:
     return ax
 
 
-def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> Axes:
+def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True) -> Axes:
     """Evaluation returns against environment steps, a line a name: the interquartile mean of the seeds, and their full range.
 
     Args:
         ax: where to draw.
         curves: name -> (steps [E], returns [seeds, E]).
+        marks: draw CustomEnv's reference returns; off for another environment's.
     """
     for style, (name, (steps, returns)) in zip(cycle(STYLES), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
@@ -88,8 +89,9 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]]) 
         ax.fill_between(steps, returns.min(0), returns.max(0), color=style["color"], alpha=0.15, linewidth=0)
     ax.set_xlabel("environment steps")
     ax.set_xlim(left=0)
+    ax.set_ylabel("return of an episode")
     ax.legend(loc="center right", fontsize=8)
-    return references(ax)
+    return references(ax) if marks else ax
 
 
 def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str, window: int = 10) -> Axes:

@@ -53,12 +53,12 @@ def _obstacle(name: str, device: torch.device) -> str | None:
 
 
 class StepReport(NamedTuple):
-    """What one optimizer step did: the gradient's L2 norm before clipping, the loss scale from now on (1 in all but fp16) and
-    whether the scaler skipped the step."""
+    """What one optimizer step did, scalar tensors on the device: the gradient's L2 norm before clipping, the loss scale from now
+    on (1 in all but fp16) and whether the scaler skipped the step (bool)."""
 
     grad_norm: torch.Tensor
-    loss_scale: float
-    skipped: bool
+    loss_scale: torch.Tensor
+    skipped: torch.Tensor
 
 
 class Precision:
@@ -112,11 +112,15 @@ class Precision:
     def autocast(self):
         """The region in which a forward pass runs in this precision."""
         dtype = AUTOCAST.get(self.name)
-        with self._matmul_mode(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+        # Weights that were cast before a graph is captured would be read, never cast again, by every replay.
+        cached = not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        cast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached)
+        with self._matmul_mode(), cast:
             yield
 
     def step(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> StepReport:
-        """Backward, unscale, clip, step: in that order, since a norm is meaningless while the scale is still in it.
+        """Backward, unscale, clip, step: in that order, since a norm is meaningless while the scale is still in it. On CUDA, with
+        a fused and capturable optimizer, nothing here waits for the device.
 
         Args:
             loss: float32 scalar.
@@ -124,7 +128,8 @@ class Precision:
             max_grad_norm: gradients are scaled down to this L2 norm.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        scale = self.scaler.get_scale()
+        one = torch.ones((), device=self.device)
+        scale = self.scaler.scale(one)
         optimizer.zero_grad(set_to_none=True)
         with self._matmul_mode():
             self.scaler.scale(loss).backward()
@@ -132,11 +137,11 @@ class Precision:
         grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
-        new_scale = self.scaler.get_scale()
+        new_scale = self.scaler.scale(one)
         skipped = new_scale < scale
-        if skipped and self.is_fp8:
-            new_scale = 1.0  # there is no loss scale to mend, and halved again and again it would end at 0
-            self.scaler.update(new_scale)
+        if self.is_fp8:  # there is no loss scale to mend, and halved again and again it would end at 0
+            self.scaler.update(one)
+            new_scale = one
         return StepReport(grad_norm, new_scale, skipped)
 
     @contextlib.contextmanager

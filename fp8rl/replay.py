@@ -206,13 +206,17 @@ class ReplayBuffer:
         self._seam = False
         self._write(rollout)
 
-    def sample(self, slices: int, length: int, generator: torch.Generator | None = None) -> Rollout:
+    def sample(
+        self, slices: int, length: int, generator: torch.Generator | None = None, share: tuple[int, int] = (0, 1)
+    ) -> Rollout:
         """Draws slices uniformly, with replacement, over all valid starts and environments.
 
         Args:
             slices: how many, B.
             length: rows in each, L; 1 gives single transitions.
             generator: source of randomness, on the ring's device.
+            share: (k, n) says that this ring holds the k-th of n equal shares of the environments. The draw goes over all and
+                gives what falls into the share, filled up with dummy rows to a multiple of 16 slices.
 
         Returns:
             A Rollout with obs [L+1, B, F] and the rest [L, B]; the first L observations and the last as the layout and the codec
@@ -226,8 +230,16 @@ class ReplayBuffer:
         if length > self.size:
             raise ValueError(f"slice length is {length} but only {self.size} rows are stored: collect more or shorten it")
         start = torch.randint(self.size - length + 1, (slices,), generator=generator, device=self.device)
-        env = torch.randint(self.num_envs, (slices,), generator=generator, device=self.device)
-        return self._read(self.start + start, env, length)
+        env = torch.randint(share[1] * self.num_envs, (slices,), generator=generator, device=self.device)
+        if share[1] == 1:
+            return self._read(self.start + start, env, length)
+        env = env - share[0] * self.num_envs
+        own = ((env >= 0) & (env < self.num_envs)).nonzero().squeeze(-1)
+        filled = own.new_zeros(max(1, -(-len(own) // 16)) * 16)  # as FP8's matmuls want them, and never none
+        drawn = filled.index_copy(0, torch.arange(len(own), device=self.device), own)
+        batch = self._read(self.start + start[drawn], env[drawn].clamp(0, self.num_envs - 1), length)
+        batch.flags[:, len(own) :] |= DUMMY
+        return batch
 
     def _read(self, start: torch.Tensor, env: torch.Tensor, length: int) -> Rollout:
         """Slices [L, B] that begin at row numbers `start` [B] of environments `env` [B]."""

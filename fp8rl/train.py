@@ -4,22 +4,28 @@ The rollout just collected is on-policy; the slices replayed from the ring are n
 is plain GAE on the first. `update` is a function of a batch, so that compiling, timing or testing it is one line.
 """
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from tqdm.auto import tqdm
 
-from . import fp8
-from .config import Config, torch_device
-from .env import BatchedEnv
+from . import fp8, ranks
+from .config import Config
+from .devices import GymEnv, check_devices, make_env, sync_weights, torch_device
+from .env import BatchedEnv, take_share
 from .evaluate import evaluate, gumbel
+from .graphs import Graphed
 from .losses import DUMMY, TERMINATED, TRUNCATED, Rollout, action_logp, actor_critic_loss
 from .model import ActorCritic
 from .precision import Precision
@@ -88,7 +94,7 @@ class History:
 
 
 @torch.no_grad()
-def collect(model, env: BatchedEnv, length: int, precision: Precision, generator: torch.Generator, state=None) -> Rollout:
+def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, generator, state=None) -> Rollout:
     """Steps every environment `length` times with the model's sampled actions.
 
     Args:
@@ -96,7 +102,7 @@ def collect(model, env: BatchedEnv, length: int, precision: Precision, generator
         env: continues where it stands.
         length: T.
         precision: what the model computes in.
-        generator: source of the actions' noise.
+        generator: torch.Generator, source of the actions' noise.
         state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
 
     Returns:
@@ -104,11 +110,14 @@ def collect(model, env: BatchedEnv, length: int, precision: Precision, generator
         the precision it acted in.
 
     Raises:
-        ValueError: the environment returned an observation or reward that is not finite.
+        ValueError: the model or what the environment returned is on another device than the environment's.
+        EnvironmentFailed: a Gymnasium environment raised, or a process of it died.
     """
+    check_devices("the acting policy", env.device, **dict(model.named_parameters()))
     obs, dones, logits, actions, rewards, ends = [env.obs], [], [], [], [], []
     before = state
-    noise = gumbel((length, env.num_envs, model.num_actions), env.device, generator)
+    noise = gumbel((length, env.share[1] * env.num_envs, model.num_actions), env.device, generator)
+    noise = take_share(noise, env.share, dim=1)
     with precision.autocast():  # one region, so that autocast casts the weights once
         for t in range(length):
             logit, _, state = model.step(env.obs, state)
@@ -131,14 +140,20 @@ def collect(model, env: BatchedEnv, length: int, precision: Precision, generator
         behavior_logp=action_logp(torch.stack(logits).log_softmax(-1), action),
         state=None if state is None else torch.stack((torch.zeros_like(state) if before is None else before, state)),
     )
-    for name in ("obs", "reward"):
-        if not getattr(rollout, name).isfinite().all():
-            raise ValueError(f"{name} from the environment is not finite: mend the environment, nothing can be learned from it")
+    check_devices("the environment's rollout", env.device, **rollout._asdict())
     return rollout
 
 
-def update(model, optimizer, precision: Precision, batch: Rollout, config: Config) -> dict[str, torch.Tensor | float]:
-    """One gradient step on a batch. Returns the loss's statistics and the optimizer step's."""
+def update(model, optimizer, precision: Precision, batch: Rollout, config: Config) -> dict[str, torch.Tensor]:
+    """One gradient step on a batch. Returns the loss's statistics and the optimizer step's, scalars.
+
+    Of several processes each gives its share of the batch; the step, the loss and its terms are those of the whole, min_logp and
+    ess the share's.
+
+    Raises:
+        ValueError: the batch is on another device than the model's.
+    """
+    check_devices("the batch", precision.device, **batch._asdict())
     with precision.autocast():
         logits, values = model(batch.obs, None if batch.state is None else batch.state[0], batch.first)
     loss, stats = actor_critic_loss(
@@ -153,9 +168,14 @@ def update(model, optimizer, precision: Precision, batch: Rollout, config: Confi
         correct=config.importance != "none",
         normalize_advantage=config.normalize_advantage,
         bootstrap_truncation=config.bootstrap_truncation,
+        total=ranks.total,
     )
-    report = precision.step(loss, optimizer, config.max_grad_norm)
-    return {"loss": loss.detach(), **stats, **report._asdict()}
+    size = ranks.share()[1]
+    report = precision.step(loss * size if size > 1 else loss, optimizer, config.max_grad_norm)  # gradients are averaged
+    stats = {"loss": loss.detach(), **stats}
+    for name in ("loss", "policy_loss", "value_loss", "entropy"):
+        stats[name] = ranks.total(stats[name])
+    return stats | report._asdict()
 
 
 def iterate(config: Config, progress: bool = False, start: dict | None = None) -> Iterator[History]:
@@ -165,48 +185,64 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         config: the run.
         progress: show a bar with the return, steps per second and the loss scale.
         start: what `checkpoint.resume` gives. On the CPU the run then goes on bit for bit as if it had never stopped; on another
-            device than before, with other random numbers; with a ring in a folder, or without its rows, from other memories.
+            device than before, with other random numbers; in a Gymnasium environment, with new episodes; with a ring in a folder,
+            or without its rows, from other memories.
 
     Raises:
-        ValueError: `start` does not fit the config, or the environment returned what is not finite.
+        ValueError: `start` does not fit the config, the environment returned what is not finite, or several processes (ranks.py)
+            cannot share the environments equally.
+        EnvironmentFailed: a Gymnasium environment raised, or a process of it died.
         FloatingPointError: a gradient was not finite in a precision that has no loss scaler to skip it, or in every update of
             20 iterations in one that has.
     """
-    device = torch_device(config.device)
+    places = config.places
+    device, acts_on, judges_on = (torch_device(name) for name in (places.learn, places.collect, places.evaluate))
+    share = rank, size = ranks.share()
+    _check_share(config, size)
     precision = Precision(config.precision, device)
-    generator = torch.Generator(device).manual_seed(config.seed)
+    acting = Precision(config.collect_precision or config.precision, acts_on)
+    judging = Precision(config.precision, judges_on)
+    generator = torch.Generator(acts_on).manual_seed(config.seed)
     with torch.random.fork_rng(devices=[]):  # leave the caller's generator alone
         torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would reseed the caller's CUDA generators too
-        base = config.network().to(device)
-    model = precision.prepare(_share(base))
-    acting = Precision(config.collect_precision or config.precision, device)
-    actor = acting.prepare(_share(base))
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, eps=1e-5)
-    env = BatchedEnv(config.num_envs, config.start_noise, device, generator, **config.observed)
-    state = None
-    ring = config.ring()
-    draws = generator if ring.device == device else torch.Generator(ring.device).manual_seed(config.seed)
+        base = config.network()
+    actor, judge = acting.prepare(copy.deepcopy(base)), judging.prepare(copy.deepcopy(base))
+    model = precision.prepare(base)
+    learner = model if size == 1 else DistributedDataParallel(model)
+    optimizer = adam(model, config.learning_rate)
+    begin = 0 if start is None else start["iteration"]
+    seed = config.seed + begin * config.num_envs  # of a Gymnasium environment: a resumed run begins other episodes
+    env = make_env(config.num_envs, config.start_noise, acts_on, generator, seed, share, **config.observed)
+    memory = torch.zeros(env.num_envs, model.width, device=acts_on) if model.recurrent else None
+    ring = config.ring(size)
+    one_stream = ring.device == acts_on and not places.async_collect
+    draws = generator if one_stream else torch.Generator(ring.device).manual_seed(config.seed + 2**33)
     slices = config.batch_size // config.slice_length
     history = History(config, model, ring=ring)
     columns = history.columns
-    open_returns = np.zeros(config.num_envs)
+    open_returns = np.zeros(env.num_envs)
     stuck = 0  # iterations in a row without a single finite gradient
-    iteration = -1
+    seam = False  # whether the next rollout goes on where the ring ends
+    iteration = begin - 1
+    ahead = None  # the next rollout, if it is collected ahead
 
     def snapshot(with_ring: bool = True) -> dict:
         # It must not refer to the history that holds it: such a circle keeps the ring, and a folder's lock, for long.
+        waiting = None if ahead is None else ahead.result()  # first, since its thread moves the environments and the generator
+        rows = ring.state_dict() if with_ring else None
         return {
             "iteration": iteration + 1,
-            "device": device.type,
+            "device": acts_on.type,
             "optimizer": optimizer.state_dict(),
             "scaler": precision.scaler.state_dict(),
             "generators": [generator.get_state(), draws.get_state()],
-            "env": env.state_dict(),
-            "memory": state,
-            "open_returns": torch.from_numpy(open_returns),
+            "env": _gathered(env.state_dict()),
+            "memory": None if memory is None else ranks.gather(memory.clone()),
+            "open_returns": ranks.gather(torch.from_numpy(open_returns)),
+            "ahead": None if waiting is None else [None if x is None else ranks.gather(x, dim=1) for x in waiting],
             "stuck": stuck,
             "columns": {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()},
-            "ring": ring.state_dict() if with_ring else None,
+            "ring": None if rows is None else _gathered(rows) | {"clock": rows["clock"], "clipped": ranks.total(rows["clipped"])},
         }
 
     history.snapshot = snapshot
@@ -215,59 +251,105 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
             model.load_state_dict(start["model"])
             _load_optimizer(optimizer, start["optimizer"])
             precision.scaler.load_state_dict(start["scaler"])
-            if start["device"] == device.type:
+            if start["device"] == acts_on.type:
                 for source, numbers in zip((generator, draws), start["generators"], strict=True):
                     source.set_state(numbers)
-            env.load_state_dict(start["env"])
-            state = None if start["memory"] is None else start["memory"].to(device)
-            open_returns, stuck, iteration = start["open_returns"].numpy(), start["stuck"], start["iteration"] - 1
+            seam = start["env"] is None
+            if not seam:
+                env.load_state_dict({name: take_share(x, share) for name, x in start["env"].items()})
+                open_returns = take_share(start["open_returns"], share).numpy()
+                if memory is not None:
+                    memory.copy_(take_share(start["memory"], share))
+                if start["ahead"] is not None and places.async_collect:
+                    ahead = Future()
+                    parts = (None if x is None else take_share(x, share, dim=1).to(acts_on) for x in start["ahead"])
+                    ahead.set_result(Rollout(*parts))
+            stuck = start["stuck"]
             columns.update({name: array("d", values.tolist()) for name, values in start["columns"].items()})
             if start["ring"] is not None:
-                ring.load_state_dict(start["ring"])
+                whole = {name: start["ring"][name] for name in ("clock", "clipped")}
+                whole["clipped"] = whole["clipped"] * (rank == 0)  # one rank counts on
+                ring.load_state_dict({name: take_share(x, share) for name, x in start["ring"].items()} | whole)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise ValueError("start does not fit the config: resume with the run's own") from error
-    first = iteration + 1
-    if first == config.iterations:
-        yield history  # it had finished
-    bar = tqdm(range(first, config.iterations), unit="iteration", disable=not progress, initial=first, total=config.iterations)
 
-    for iteration in bar:
-        began = time.perf_counter()
-        learning_rate = config.learning_rate * (1 - iteration / config.iterations if config.anneal else 1)
-        optimizer.param_groups[0]["lr"] = learning_rate
-        rollout = collect(actor, env, config.rollout_length, acting, generator, state)
-        state = None if rollout.state is None else rollout.state[-1]
+    def start_collecting() -> Future:
+        """The next rollout with the weights of now: in the collecting thread, or here and at once."""
+        sync_weights(model, actor)
+        job = functools.partial(collect, actor, env, config.rollout_length, acting, generator, memory)
+        if pool:
+            return pool.submit(job)
+        done = Future()
+        done.set_result(job())
+        return done
+
+    def learn(batch: Rollout, last: bool) -> dict[str, torch.Tensor]:
+        with fp8.recorded(model if last else None) as fp8_statistics:
+            stats = update(learner, optimizer, precision, batch, config)
+        return stats | fp8_statistics
+
+    def collect_and_learn() -> tuple[Rollout, list[dict]]:
+        """The next rollout, and the update on it if there shall be one."""
+        nonlocal ahead
+        held = env.tensors()
+        rollout = (ahead or start_collecting()).result()
+        if memory is not None:
+            memory.copy_(rollout.state[-1])
+        if config.graph:
+            env.settle(held)
+        ahead = start_collecting() if pool and iteration + 1 < config.iterations else None
         if config.importance == "learner":
-            rollout = rollout._replace(behavior_logp=_logp(model, precision, rollout))
-        ring.append(rollout)
-        batches = [rollout] * config.fresh_updates
-        batches += [ring.sample(slices, config.slice_length, draws).to(device) for _ in range(config.replay_updates)]
-        stats = [update(model, optimizer, precision, batch, config) for batch in batches[:-1]]
-        with fp8.recorded(model) as fp8_statistics:
-            stats.append(update(model, optimizer, precision, batches[-1], config))
-        finished, open_returns = episode_returns(rollout, open_returns)
-        row = {
-            "iteration": iteration,
-            "steps": (iteration + 1) * config.steps_per_iteration,
-            "seconds": columns["seconds"][-1] if columns else 0.0,
-            "train_return": float(np.mean(finished)) if len(finished) else math.nan,
-            "eval_return": math.nan,
-            "learning_rate": learning_rate,
-            "clipped": int(ring.clipped.sum()),
-            **_summarize(stats),
-            **fp8_statistics,
-        }
-        row["seconds"] += time.perf_counter() - began
-        stuck = stuck + 1 if row["nonfinite"] == len(stats) else 0
-        if stuck == 20 or (row["nonfinite"] and not precision.scaler.is_enabled()):
-            raise FloatingPointError(f"gradient not finite at step {row['steps']} in {config.precision}: lower learning_rate")
-        if config.evaluates_at(iteration):
-            row["eval_return"] = float(evaluate(model, config.eval_episodes, precision=precision, **config.observed).mean())
-        history.add(row)
-        shown = [f"{name} {row[name]:.1f}" for name in ("train_return", "eval_return") if not math.isnan(row[name])]
-        shown += [f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {row['loss_scale']:g}"]
-        bar.set_postfix_str(", ".join(shown), refresh=False)
-        yield history
+            rollout = rollout._replace(behavior_logp=_logp(model, precision, rollout.to(device)).to(acts_on))
+        batch = rollout.to(device)
+        return rollout, [learn(batch, not config.replay_updates) for _ in range(config.fresh_updates)]
+
+    replay = learn
+    if config.graph and device.type == "cuda":
+        collect_and_learn = Graphed(collect_and_learn, generator)
+        graphed = Graphed(lambda batch: learn(batch, last=True), generator)
+
+        def replay(batch: Rollout, last: bool) -> dict[str, torch.Tensor]:
+            return {name: x.clone() for name, x in graphed(batch).items()}
+
+    if begin == config.iterations:
+        yield history  # it had finished
+    hidden = not progress or rank > 0
+    bar = tqdm(range(begin, config.iterations), unit="iteration", disable=hidden, initial=begin, total=config.iterations)
+    with contextlib.closing(env), ThreadPoolExecutor(1) if places.async_collect else contextlib.nullcontext() as pool:
+        for iteration in bar:
+            began = time.perf_counter()
+            learning_rate = config.learning_rate * (1 - iteration / config.iterations if config.anneal else 1)
+            _set_learning_rate(optimizer, learning_rate)
+            rollout, stats = collect_and_learn()
+            _check_finite(rollout)
+            ring.append(rollout, seam)
+            seam = False
+            for k in range(config.replay_updates):
+                batch = ring.sample(slices, config.slice_length, draws, share).to(device)
+                stats.append(replay(batch, last=k == config.replay_updates - 1))
+            finished, open_returns = episode_returns(rollout, open_returns)
+            row = {
+                "iteration": iteration,
+                "steps": (iteration + 1) * config.steps_per_iteration,
+                "seconds": columns["seconds"][-1] if columns else 0.0,
+                "train_return": float(np.mean(finished)) if len(finished) else math.nan,
+                "eval_return": math.nan,
+                "learning_rate": learning_rate,
+                "clipped": int(ring.clipped.sum()),
+                **_summarize(stats),
+            }
+            row["seconds"] += time.perf_counter() - began
+            stuck = stuck + 1 if row["nonfinite"] == len(stats) else 0
+            if stuck == 20 or (row["nonfinite"] and not precision.scaler.is_enabled()):
+                raise FloatingPointError(f"gradient not finite at step {row['steps']} in {config.precision}: lower learning_rate")
+            if config.evaluates_at(iteration) and rank == 0:
+                sync_weights(model, judge)
+                row["eval_return"] = float(evaluate(judge, config.eval_episodes, precision=judging, **config.observed).mean())
+            history.add(row)
+            shown = [f"{name} {row[name]:.1f}" for name in ("train_return", "eval_return") if not math.isnan(row[name])]
+            shown += [f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {row['loss_scale']:g}"]
+            bar.set_postfix_str(", ".join(shown), refresh=False)
+            yield history
 
 
 def train(config: Config, progress: bool = True, start: dict | None = None) -> History:
@@ -276,19 +358,60 @@ def train(config: Config, progress: bool = True, start: dict | None = None) -> H
     return history
 
 
+def adam(model: ActorCritic, learning_rate: float) -> torch.optim.Adam:
+    """Adam over a model's parameters. On CUDA all its numbers, step counts and learning rate too, live there (`capturable`), so
+    that a step never waits for the host and can be captured in a graph, and one kernel takes it (`fused`)."""
+    if next(model.parameters()).is_cuda:
+        rate = torch.tensor(learning_rate, device=next(model.parameters()).device)
+        return torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=True)
+    return torch.optim.Adam(model.parameters(), lr=learning_rate, eps=1e-5)
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    group = optimizer.param_groups[0]
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(learning_rate)  # in place: a captured step reads it there
+    else:
+        group["lr"] = learning_rate
+
+
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Loads an optimizer's state and keeps how this one runs (fused, capturable, ...), which load_state_dict would take over."""
-    own = [
-        {name: group[name] for name in ("fused", "capturable", "foreach", "differentiable")} for group in optimizer.param_groups
-    ]
-    optimizer.load_state_dict(state)
-    for group, flags in zip(optimizer.param_groups, own, strict=True):
-        group.update(flags)
+    """Loads an optimizer's state, but keeps where and how this one runs: load_state_dict would take that over from the state, and
+    moves the step counts to where those flags want them."""
+    own = ("fused", "capturable", "foreach", "differentiable", "lr")
+    mine = [{name: group[name] for name in own} for group in optimizer.param_groups]
+    groups = [group | flags for group, flags in zip(state["param_groups"], mine, strict=True)]
+    optimizer.load_state_dict(state | {"param_groups": groups})
+    for values in optimizer.state.values():
+        if not mine[0]["capturable"]:
+            values["step"] = values["step"].cpu()
 
 
-def _share(model: ActorCritic) -> ActorCritic:
-    """A copy of the modules on the very same parameters, so that layers can be swapped in one and not in the other."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+def _gathered(tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
+    """The tensors of all ranks' environments [N of the rank, ...] joined."""
+    return None if tensors is None else {name: ranks.gather(x) for name, x in tensors.items()}
+
+
+def _check_share(config: Config, size: int) -> None:
+    """Refuses what `size` processes cannot do together."""
+
+    def require(name: str, good: bool, mend: str) -> None:
+        if size > 1 and not good:
+            raise ValueError(f"{name} is {getattr(config, name)} and {size} processes share the work: {mend}")
+
+    require("num_envs", config.num_envs % size == 0, f"give a multiple of {size}")
+    require("memmap", config.memmap is None, "leave it out")
+    require("graph", not config.graph, "leave it out")
+    if config.precision.startswith("fp8"):
+        rows = config.num_envs // size * (1 if config.encoder == "gru" else config.rollout_length + 1)
+        whole = rows % fp8.MULTIPLE == 0 or not config.fresh_updates
+        require("num_envs", whole, f"give a multiple of {fp8.MULTIPLE * size} for {config.precision}")
+
+
+def _check_finite(rollout: Rollout) -> None:
+    for name in ("obs", "reward"):
+        if not getattr(rollout, name).isfinite().all():
+            raise ValueError(f"{name} from the environment is not finite: mend the environment, nothing can be learned from it")
 
 
 @torch.no_grad()
@@ -319,9 +442,11 @@ def episode_returns(rollout: Rollout, open_returns: np.ndarray) -> tuple[np.ndar
     return np.concatenate(finished), open_returns
 
 
-def _summarize(stats: list[dict]) -> dict[str, float]:
-    """Joins the statistics of an iteration's updates into one row (see History)."""
-    column = {name: np.array([float(s[name]) for s in stats]) for name in stats[0]}
+def _summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Joins the statistics of an iteration's updates into one row (see History). Waits for the device once."""
+    numbers = iter(torch.stack([x.float() for s in stats for x in s.values()]).tolist())
+    stats = [{name: next(numbers) for name in s} for s in stats]
+    column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}
     finite = np.isfinite(column["grad_norm"])
     row = {name: float(column[name].mean()) for name in ("loss", "policy_loss", "value_loss", "entropy", "ess")}
     return {
@@ -331,4 +456,5 @@ def _summarize(stats: list[dict]) -> dict[str, float]:
         "nonfinite": int((~finite).sum()),
         "skipped": int(column["skipped"].sum()),
         "loss_scale": float(column["loss_scale"][-1]),
+        **{name: x for name, x in stats[-1].items() if name.startswith("fp8.")},
     }

@@ -231,6 +231,6 @@ def test_a_run_with_a_memory_and_a_wide_view_is_evaluated_alike(tmp_path, capsys
 
 
 def test_clipped_observations_are_reported(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(config, "obs_high", lambda **observed: (0.01, 1.9))
+    monkeypatch.setattr(config, "obs_high", lambda *observed: (0.01, 1.9))
     run("train", *TINY, "--codec", "int8", "--out", tmp_path / "a")
     assert "warning: codec int8 clipped observations (feature 0: " in capsys.readouterr().err

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import math
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl import train as train_module
+from fp8rl.devices import Placement
 from fp8rl.env import BatchedEnv, dynamics
 from fp8rl.losses import DUMMY, TERMINATED, TRUNCATED, Rollout
 from fp8rl.model import ActorCritic
@@ -76,15 +78,16 @@ def test_actions_follow_the_policy():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("which", ["obs", "reward"])
-def test_an_environment_that_breaks_is_named(which, bad):
+def test_an_environment_that_breaks_is_named(which, bad, monkeypatch):
     class Broken(BatchedEnv):
         def step(self, action):
             obs, reward, *ends = super().step(action)
             (obs if which == "obs" else reward)[0] = bad
             return obs, reward, *ends
 
+    monkeypatch.setattr(train_module, "make_env", lambda num_envs, *args, **options: Broken(num_envs))
     with pytest.raises(ValueError, match=f"{which} from the environment is not finite"):
-        collect(ActorCritic(), Broken(2), 3, Precision("fp32"), torch.Generator())
+        train(Config(**SHORT), progress=False)
 
 
 def test_repeated_updates_lower_the_loss_of_a_batch():
@@ -100,7 +103,7 @@ def test_repeated_updates_lower_the_loss_of_a_batch():
 @pytest.mark.parametrize("importance", ["behavior", "learner"])
 def test_stored_log_probabilities_are_those_of_the_policy_named(learner, actor, importance, monkeypatch):
     seen = []
-    monkeypatch.setattr(train_module.ReplayBuffer, "append", lambda ring, rollout: seen.append(rollout))
+    monkeypatch.setattr(train_module.ReplayBuffer, "append", lambda ring, rollout, seam: seen.append(rollout))
     monkeypatch.setattr(train_module.ReplayBuffer, "sample", lambda *args: seen[-1])
     config = Config(precision=learner, collect_precision=actor, importance=importance, steps=512, eval_episodes=1)
     next(iterate(config))
@@ -109,18 +112,9 @@ def test_stored_log_probabilities_are_those_of_the_policy_named(learner, actor, 
         base = ActorCritic()
     for name in (learner, actor):
         precision = Precision(name)
-        logp = train_module._logp(precision.prepare(train_module._share(base)), precision, seen[0])
+        logp = train_module._logp(precision.prepare(copy.deepcopy(base)), precision, seen[0])
         ours = name == (actor if importance == "behavior" else learner)
         assert torch.allclose(logp, seen[0].behavior_logp, atol=1e-7, rtol=1e-6) == ours
-
-
-def test_shared_copies_follow_the_original():
-    base = ActorCritic()
-    copy = train_module._share(base)
-    Precision("fp8").prepare(copy)
-    with torch.no_grad():
-        base.encoder[2].weight.add_(1)
-    assert copy.encoder[2].weight is base.encoder[2].weight and type(copy.encoder[2]) is not type(base.encoder[2])
 
 
 @given(seed=st.integers(0, 1000), parts=st.lists(st.integers(1, 9), min_size=1, max_size=4))
@@ -204,13 +198,12 @@ def test_published_is_the_published_loop():
         ("importance", "maybe", "behavior, learner or none"),
         ("device", "cuda:99", "choose from cpu"),
         ("device", "gpu", "choose from cpu"),
-        ("store", "gpu", "choose from cpu"),
         ("layout", "loose", "choose from compact, full, delta"),
         ("codec", "fp4", "choose from fp32, fp16, bf16, int8, fp8"),
         ("encoder", "lstm", "choose from mlp, gru"),
         ("extra_features", -1, "0 or more"),
         ("extra_features", 10**9, "at most a million"),
-        ("store", "", "choose from cpu"),
+        ("vectorization", "threads", "choose from sync, async, vector_entry_point"),
     ],
 )
 def test_bad_fields_are_named_with_the_mend_in_one_line(field, value, mend):
@@ -237,14 +230,14 @@ def test_fields_that_fit_only_together():
     Config(num_envs=8, precision="fp8", encoder="gru", fresh_updates=0)
     with pytest.raises(ValueError, match="memmap is : name a folder"):
         Config(memmap="")
-    with pytest.raises(ValueError, match="memmap is runs/ring: give a folder or store, not both"):
-        Config(memmap="runs/ring", store="cpu")
+    with pytest.raises(ValueError, match="memmap is runs/ring: give a folder or placement.store, not both"):
+        Config(memmap="runs/ring", placement=Placement(store="cpu"))
     Config(num_envs=10, batch_size=320, collect_precision="fp8")  # acting takes no weight gradient
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().seed = 1
 
 
-@pytest.mark.parametrize("kind", [{"layout": "full"}, {"memmap": "ring"}, {"store": "cpu"}])
+@pytest.mark.parametrize("kind", [{"layout": "full"}, {"memmap": "ring"}])
 def test_exact_storage_trains_the_same_agent(kind, tmp_path):
     kind = {name: str(tmp_path / value) if name == "memmap" else value for name, value in kind.items()}
     plain, other = train(Config(**SHORT), progress=False), train(Config(**SHORT, **kind), progress=False)

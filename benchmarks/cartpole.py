@@ -1,0 +1,38 @@
+"""Does the same loop learn another environment, in every precision?
+
+CartPole-v1 through Gymnasium, ten seeds of 500,000 steps in fp32, bf16 and fp8, at the config's defaults but for the horizon: the
+push that makes a pole fall hundreds of steps later needs a discount of 0.98 (values then are of order 1 with rewards scaled by
+0.02). Mean greedy returns of 100 episodes; the most is 500.
+
+    python benchmarks/cartpole.py benchmarks/results/cartpole.md
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from fp8rl import study
+from fp8rl.train import Config
+
+SEEDS, THRESHOLD = range(10), 475
+FIELDS = {"env_id": "CartPole-v1", "gamma": 0.98, "reward_scale": 0.02, "steps": 500_000, "eval_every": 25_000}
+
+
+def main(out: Path) -> None:
+    arms = {name: [Config(precision=name, seed=seed, **FIELDS) for seed in SEEDS] for name in ("fp32", "bf16", "fp8")}
+    ends = {name: [] for name in arms}
+    for history in study.run_all([config for configs in zip(*arms.values(), strict=True) for config in configs]):
+        ends[history.config.precision].append((history.final_return, history.first_step_at(THRESHOLD)))
+    lines = [f"| precision | final return, IQM [95%] | lowest seed | seeds at {THRESHOLD} | first at {THRESHOLD}, median steps |"]
+    lines.append("| --- " * 5 + "|")
+    for name, pairs in ends.items():
+        final, first = np.array(pairs).T
+        at = f"{(final >= THRESHOLD).sum()} of {len(final)}"
+        lines.append(f"| {name} | {study.with_interval(final)} | {final.min():.1f} | {at} | {np.median(first):,.0f} |")
+    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/cartpole.py {out}` on {study.hardware()}.\n")
+    print(out.read_text())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""Several processes, one learner: data-parallel training on torch.distributed.
+
+Process k of n (its rank) holds the k-th of n equal shares of the environments, with their rows of the ring. Every update adds up
+over the ranks: the sums that the loss is made of here, the gradients in DistributedDataParallel, so that all take the same step.
+
+Every rank draws the random numbers of the whole and uses its share's. So n ranks compute what one would with all environments,
+but for the order in which floats are added (and for FP8, whose scales are those of a rank's share of a tensor). A checkpoint
+holds the whole: it goes on with any number of ranks.
+
+torchrun starts the processes and says to each which it is. Without it every function here does nothing.
+"""
+
+import os
+
+import torch
+from torch import distributed
+
+
+def start() -> None:
+    """Joins the processes that torchrun started, if it started this one: over nccl for CUDA tensors, gloo for the CPU's."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # what the name "cuda" then means
+        distributed.init_process_group()
+
+
+def stop() -> None:
+    """Leaves the other processes."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def share() -> tuple[int, int]:
+    """This process's rank and the number of ranks; (0, 1) alone."""
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over the ranks, without gradient, the same on all."""
+    if share()[1] > 1:
+        x = x.detach().clone()
+        distributed.all_reduce(x)
+    return x
+
+
+def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """The ranks' tensors, all of one shape, joined in a dimension."""
+    ranks = share()[1]
+    if ranks == 1:
+        return x
+    # As bytes: gloo does not know every dtype.
+    flat = x.contiguous().flatten().view(torch.uint8)
+    parts = [torch.empty_like(flat) for _ in range(ranks)]
+    distributed.all_gather(parts, flat)
+    return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
