@@ -12,6 +12,9 @@ from .precision import Precision
 from .replay import LAYOUTS, ReplayBuffer, ring_bytes
 
 
+TOGETHER = Placement()
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything that determines a run, but for what a memmap folder holds already. The same Config on the same machine gives the
@@ -29,7 +32,7 @@ class Config:
     """Of weights, starts, actions and replay."""
     device: str = "cpu"
     """Where everything runs that `placement` does not place: cpu, cuda or cuda:1."""
-    placement: Placement = Placement()
+    placement: Placement = TOGETHER
     """Devices of single parts."""
     graph: bool = False
     """On CUDA, replay collection and update as CUDA graphs (graphs.py). On the CPU the same runs without."""

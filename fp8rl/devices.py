@@ -172,20 +172,19 @@ class GymEnv:
             kwargs["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
         try:
             self.envs = gymnasium.make_vec(env_id, self.num_envs, vectorization_mode=vectorization, **kwargs)
-        except gymnasium.error.Error as error:
-            raise ValueError(
-                f"vectorization is {vectorization!r}, which {env_id} does not offer: choose sync or async"
-            ) from error
-        if self.envs.metadata.get("autoreset_mode") != gymnasium.vector.AutoresetMode.NEXT_STEP:
-            raise ValueError(
-                f"vectorization is {vectorization!r}, where {env_id} has no NEXT_STEP autoreset: choose sync or async"
-            )
+            offered = self.envs.metadata.get("autoreset_mode") == gymnasium.vector.AutoresetMode.NEXT_STEP
+        except gymnasium.error.Error:
+            offered = False
+        if not offered:
+            mend = "choose sync or async"
+            raise ValueError(f"vectorization is {vectorization!r}, which {env_id} does not offer with NEXT_STEP autoreset: {mend}")
         obs, _ = self._call(self.envs.reset, seed=seed + share[0] * self.num_envs)
         self.obs = self._tensor(obs, torch.float32)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
 
     def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As BatchedEnv.step: actions [N] from 0 up to obs float32 [N, F], reward float32 [N], terminated and truncated bool [N]."""
+        """As BatchedEnv.step: takes actions [N], from 0; gives obs float32 [N, F], reward float32 [N], terminated and truncated
+        bool [N]."""
         actions = action.cpu().numpy() + self.first_action
         obs, reward, terminated, truncated, _ = self._call(self.envs.step, actions)
         live = ~self.done  # a step that resets gives no reward and ends nothing, whatever the environment says

@@ -2,9 +2,9 @@
 
 A small network's update is a few hundred kernels of microseconds each, and the CPU that launches them one by one is what takes
 the time. A CUDA graph records the launches once and replays them all with a single call. The price: a replay does the very
-same launches on the very same addresses. So nothing inside may ask the host for a number, inputs must stand in tensors that stay
-in place, the results of a replay are overwritten by the next, and what changes from one replay to the next (the learning rate, the
-loss scale, Adam's step count, the random generator's offset) must live on the device. That is why Adam must be `capturable`.
+same launches on the very same addresses. So nothing inside may ask the host for a number, inputs must stand in tensors that
+stay in place, the results of a replay are overwritten by the next, and what changes between replays (the learning rate, the loss
+scale, Adam's step count, the random generator's offset) must live on the device. That is why Adam must be `capturable`.
 """
 
 from collections.abc import Callable

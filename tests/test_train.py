@@ -230,7 +230,7 @@ def test_fields_that_fit_only_together():
     Config(num_envs=8, precision="fp8", encoder="gru", fresh_updates=0)
     with pytest.raises(ValueError, match="memmap is : name a folder"):
         Config(memmap="")
-    with pytest.raises(ValueError, match="memmap is runs/ring: give a folder or placement.store, not both"):
+    with pytest.raises(ValueError, match=r"memmap is runs/ring: give a folder or placement\.store, not both"):
         Config(memmap="runs/ring", placement=Placement(store="cpu"))
     Config(num_envs=10, batch_size=320, collect_precision="fp8")  # acting takes no weight gradient
     with pytest.raises(dataclasses.FrozenInstanceError):
