@@ -11,7 +11,6 @@ from .model import ENCODERS, ActorCritic
 from .precision import Precision
 from .replay import LAYOUTS, ReplayBuffer, ring_bytes
 
-
 TOGETHER = Placement()
 
 

@@ -177,7 +177,7 @@ class GymEnv:
             offered = False
         if not offered:
             mend = "choose sync or async"
-            raise ValueError(f"vectorization is {vectorization!r}, which {env_id} does not offer with NEXT_STEP autoreset: {mend}")
+            raise ValueError(f"vectorization is {vectorization!r}, which {env_id} lacks with NEXT_STEP autoreset: {mend}")
         obs, _ = self._call(self.envs.reset, seed=seed + share[0] * self.num_envs)
         self.obs = self._tensor(obs, torch.float32)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
