@@ -68,9 +68,7 @@ def check_devices(where: str, expected: torch.device, **tensors: torch.Tensor | 
     """
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != expected:
-            raise ValueError(
-                f"{where}: {name} is on {tensor.device}, expected {expected}: move it there with .to({str(expected)!r})"
-            )
+            raise ValueError(f"{where}: {name} is on {tensor.device}, expected {expected}: move it with .to({str(expected)!r})")
 
 
 @torch.no_grad()
@@ -167,7 +165,7 @@ class GymEnv:
         self.env_id, self.share = env_id, share
         self.device = torch.device(device)
         self.num_envs = num_envs // share[1]
-        kwargs = {"render_mode": None}
+        kwargs = {}
         if vectorization != "vector_entry_point":
             kwargs["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
         try:
@@ -212,8 +210,9 @@ class GymEnv:
         except Exception as error:  # whatever the environment's own code raises
             died = isinstance(error, EOFError | ConnectionError)
             what = "a process of it died" if died else f"{type(error).__name__}: {' '.join(str(error).split())}"
-            if died or isinstance(self.envs, gymnasium.vector.AsyncVectorEnv):
-                self.envs.close(terminate=True)  # waiting for the others would wait for the dead
+            for process in getattr(self.envs, "processes", ()):
+                process.terminate()  # Gymnasium's close would wait for an answer from the dead
+            self.envs.closed = True
             raise EnvironmentFailed(f"environment {self.env_id} failed ({what}): mend it and resume") from error
 
 
