@@ -201,9 +201,7 @@ def test_environments_of_another_kind_are_refused_in_one_line(env_id, reason):
 
 
 def test_a_codec_that_needs_bounds_refuses_an_environment_without():
-    with pytest.raises(
-        ValueError, match="codec is 'int8' and feature 0 has bounds .-inf, inf.: give finite ones, or choose bf16"
-    ):
+    with pytest.raises(ValueError, match=r"codec is 'int8' and feature 0 has bounds \[-inf, inf\]: give finite"):
         next(iterate(Config(env_id="fp8rl-tests/Counter-v0", codec="int8", **SHORT)))
 
 
