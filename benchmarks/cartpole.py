@@ -1,8 +1,9 @@
 """Does the same loop learn another environment, in every precision?
 
-CartPole-v1 through Gymnasium, ten seeds of 500,000 steps in fp32, bf16 and fp8, at the config's defaults but for the horizon: the
-push that makes a pole fall hundreds of steps later needs a discount of 0.98 (values then are of order 1 with rewards scaled by
-0.02). Mean greedy returns of 100 episodes; the most is 500.
+CartPole-v1 through Gymnasium, ten seeds of 500,000 steps in fp32, bf16 and fp8, at the config's defaults but for three: the push
+that makes a pole fall comes hundreds of steps earlier, so the discount is 0.99 (values are of order 1 with rewards scaled by
+0.01), and once every pole stands the normalized advantages are noise, so steps are half as large. Mean greedy returns of 100
+episodes; the most is 500.
 
     python benchmarks/cartpole.py benchmarks/results/cartpole.md
 """
@@ -16,7 +17,8 @@ from fp8rl import study
 from fp8rl.train import Config
 
 SEEDS, THRESHOLD = range(10), 475
-FIELDS = {"env_id": "CartPole-v1", "gamma": 0.98, "reward_scale": 0.02, "steps": 500_000, "eval_every": 25_000}
+FIELDS = {"env_id": "CartPole-v1", "gamma": 0.99, "reward_scale": 0.01, "learning_rate": 5e-4}
+FIELDS |= {"steps": 500_000, "eval_every": 25_000}
 
 
 def main(out: Path) -> None:
