@@ -204,7 +204,7 @@ class Config:
 
     def ring(self, ranks: int = 1) -> ReplayBuffer:
         """The replay ring, or one of `ranks` equal parts of it, new or gone on with. Raises as `ReplayBuffer`."""
-        kind = {"layout": self.layout, "codec": self.codec, "device": self.places.store, "memmap": self.memmap}
+        kind = {"layout": self.layout, "codec": self.codec, "device": torch_device(self.places.store), "memmap": self.memmap}
         low, high, *_ = self.interface
         return ReplayBuffer(self.rows, self.num_envs // ranks, high, low, **kind)
 

@@ -36,10 +36,11 @@ class Graphed:
     def __call__(self, *batches: Rollout):
         self.calls += 1
         if self.calls <= WARMUP:
-            self.stream.wait_stream(torch.cuda.current_stream())
+            outside = torch.cuda.current_stream(self.stream.device)
+            self.stream.wait_stream(outside)
             with torch.cuda.stream(self.stream):
                 result = self.function(*batches)
-            torch.cuda.current_stream().wait_stream(self.stream)
+            outside.wait_stream(self.stream)
             return result
         if self.graph is None:
             self.inputs = [Rollout(*(None if x is None else x.clone() for x in batch)) for batch in batches]

@@ -113,7 +113,7 @@ def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, 
         ValueError: the model or what the environment returned is on another device than the environment's.
         EnvironmentFailed: a Gymnasium environment raised, or a process of it died.
     """
-    check_devices("the acting policy", env.device, **dict(model.named_parameters()))
+    check_devices("the acting policy", env.obs.device, **dict(model.named_parameters()))
     obs, dones, logits, actions, rewards, ends = [env.obs], [], [], [], [], []
     before = state
     noise = gumbel((length, env.share[1] * env.num_envs, model.num_actions), env.device, generator)
@@ -140,7 +140,7 @@ def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, 
         behavior_logp=action_logp(torch.stack(logits).log_softmax(-1), action),
         state=None if state is None else torch.stack((torch.zeros_like(state) if before is None else before, state)),
     )
-    check_devices("the environment's rollout", env.device, **rollout._asdict())
+    check_devices("the environment's rollout", env.obs.device, **rollout._asdict())
     return rollout
 
 
@@ -153,7 +153,7 @@ def update(model, optimizer, precision: Precision, batch: Rollout, config: Confi
     Raises:
         ValueError: the batch is on another device than the model's.
     """
-    check_devices("the batch", precision.device, **batch._asdict())
+    check_devices("the batch", next(model.parameters()).device, **batch._asdict())
     with precision.autocast():
         logits, values = model(batch.obs, None if batch.state is None else batch.state[0], batch.first)
     loss, stats = actor_critic_loss(
