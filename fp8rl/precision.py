@@ -23,6 +23,7 @@ tensor was not finite. A disabled autocast or scaler is a no-op, so the loop has
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -118,7 +119,13 @@ class Precision:
         with self._matmul_mode(), cast:
             yield
 
-    def step(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> StepReport:
+    def step(
+        self,
+        loss: torch.Tensor,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> StepReport:
         """Backward, unscale, clip, step: in that order, since a norm is meaningless while the scale is still in it. On CUDA, with
         a fused and capturable optimizer, nothing here waits for the device.
 
@@ -126,6 +133,7 @@ class Precision:
             loss: float32 scalar.
             optimizer: holds the parameters; their gradients are replaced.
             max_grad_norm: gradients are scaled down to this L2 norm.
+            total: sums a tensor over the processes that hold the other parts of the loss.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), device=self.device)
@@ -133,6 +141,9 @@ class Precision:
         optimizer.zero_grad(set_to_none=True)
         with self._matmul_mode():
             self.scaler.scale(loss).backward()
+        if total:
+            grads = [p.grad for p in parameters]  # in one message, which costs more than its bytes
+            nn.utils.vector_to_parameters(total(nn.utils.parameters_to_vector(grads)), grads)
         self.scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         self.scaler.step(optimizer)

@@ -1,7 +1,7 @@
 """Several processes, one learner: data-parallel training on torch.distributed.
 
 Process k of n (its rank) holds the k-th of n equal shares of the environments, with their rows of the ring. Every update adds up
-over the ranks: the sums that the loss is made of here, the gradients in DistributedDataParallel, so that all take the same step.
+over the ranks the sums that the loss is made of and the gradients, so that all take the same step.
 
 Every rank draws the random numbers of the whole and uses its share's. So n ranks compute what one would with all environments,
 but for the order in which floats are added (and for FP8, whose scales are those of a rank's share of a tensor). A checkpoint

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from tqdm.auto import tqdm
 
 from . import fp8, ranks
@@ -93,6 +92,58 @@ class History:
         return float(steps[returns >= threshold][0]) if (returns >= threshold).any() else math.nan
 
 
+def act(
+    model, env: BatchedEnv | GymEnv, length: int, precision: Precision, generator, state=None, last: bool = True
+) -> tuple[Rollout, tuple[torch.Tensor, torch.Tensor]]:
+    """Steps every environment `length` times with the model's sampled actions, and keeps the model's outputs: where a gradient is
+    taken, an update on the new rollout needs no forward pass of its own.
+
+    Args:
+        last: run the model on the last observation too, which an update wants.
+        (the rest as in `collect`)
+
+    Returns:
+        The Rollout, and logits [T+1, N, A] and values [T+1, N] of its observations (T rows without `last`).
+
+    Raises:
+        ValueError, EnvironmentFailed: as `collect`.
+    """
+    check_devices("the acting policy", env.obs.device, **dict(model.named_parameters()))
+    obs, dones, logits, values, actions, rewards, ends = [env.obs], [], [], [], [], [], []
+    before = state
+    noise = gumbel((length, env.share[1] * env.num_envs, model.num_actions), env.device, generator)
+    noise = take_share(noise, env.share, dim=1)
+    with precision.autocast():  # one region, so that autocast casts the weights once
+        for t in range(length):
+            logit, value, state = model.step(env.obs, state)
+            logits.append(logit)
+            values.append(value)
+            actions.append((logit.detach() + noise[t]).argmax(-1))
+            dones.append(env.done)
+            if state is not None:
+                state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
+            next_obs, reward, *end = env.step(actions[t])
+            obs.append(next_obs)
+            rewards.append(reward)
+            ends.extend(end)
+        if last:
+            logit, value, _ = model.step(env.obs, state)
+            logits.append(logit)
+            values.append(value)
+    terminated, truncated = torch.stack(ends).view(length, 2, -1).unbind(1)
+    action, logits = torch.stack(actions), torch.stack(logits)
+    rollout = Rollout(
+        obs=torch.stack(obs),
+        action=action,
+        reward=torch.stack(rewards),
+        flags=(TERMINATED * terminated + TRUNCATED * truncated + DUMMY * torch.stack(dones)).to(torch.uint8),
+        behavior_logp=action_logp(logits[:length].detach().log_softmax(-1), action),
+        state=None if state is None else torch.stack((torch.zeros_like(state) if before is None else before, state.detach())),
+    )
+    check_devices("the environment's rollout", env.obs.device, **rollout._asdict())
+    return rollout, (logits, torch.stack(values))
+
+
 @torch.no_grad()
 def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, generator, state=None) -> Rollout:
     """Steps every environment `length` times with the model's sampled actions.
@@ -113,52 +164,28 @@ def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, 
         ValueError: the model or what the environment returned is on another device than the environment's.
         EnvironmentFailed: a Gymnasium environment raised, or a process of it died.
     """
-    check_devices("the acting policy", env.obs.device, **dict(model.named_parameters()))
-    obs, dones, logits, actions, rewards, ends = [env.obs], [], [], [], [], []
-    before = state
-    noise = gumbel((length, env.share[1] * env.num_envs, model.num_actions), env.device, generator)
-    noise = take_share(noise, env.share, dim=1)
-    with precision.autocast():  # one region, so that autocast casts the weights once
-        for t in range(length):
-            logit, _, state = model.step(env.obs, state)
-            logits.append(logit)
-            actions.append((logit + noise[t]).argmax(-1))
-            dones.append(env.done)
-            if state is not None:
-                state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
-            next_obs, reward, *end = env.step(actions[t])
-            obs.append(next_obs)
-            rewards.append(reward)
-            ends.extend(end)
-    terminated, truncated = torch.stack(ends).view(length, 2, -1).unbind(1)
-    action = torch.stack(actions)
-    rollout = Rollout(
-        obs=torch.stack(obs),
-        action=action,
-        reward=torch.stack(rewards),
-        flags=(TERMINATED * terminated + TRUNCATED * truncated + DUMMY * torch.stack(dones)).to(torch.uint8),
-        behavior_logp=action_logp(torch.stack(logits).log_softmax(-1), action),
-        state=None if state is None else torch.stack((torch.zeros_like(state) if before is None else before, state)),
-    )
-    check_devices("the environment's rollout", env.obs.device, **rollout._asdict())
-    return rollout
+    return act(model, env, length, precision, generator, state, last=False)[0]
 
 
-def update(model, optimizer, precision: Precision, batch: Rollout, config: Config) -> dict[str, torch.Tensor]:
+def update(model, optimizer, precision: Precision, batch: Rollout, config: Config, outputs=None) -> dict[str, torch.Tensor]:
     """One gradient step on a batch. Returns the loss's statistics and the optimizer step's, scalars.
 
     Of several processes each gives its share of the batch; the step, the loss and its terms are those of the whole, min_logp and
     ess the share's.
 
+    Args:
+        outputs: the model's logits and values of the batch with their gradient, as `act` gives them; None computes them.
+        (the others as in `iterate`)
+
     Raises:
         ValueError: the batch is on another device than the model's.
     """
     check_devices("the batch", next(model.parameters()).device, **batch._asdict())
-    with precision.autocast():
-        logits, values = model(batch.obs, None if batch.state is None else batch.state[0], batch.first)
+    if outputs is None:
+        with precision.autocast():
+            outputs = model(batch.obs, None if batch.state is None else batch.state[0], batch.first)
     loss, stats = actor_critic_loss(
-        logits,
-        values,
+        *outputs,
         batch,
         gamma=config.gamma,
         lam=config.lam,
@@ -170,8 +197,7 @@ def update(model, optimizer, precision: Precision, batch: Rollout, config: Confi
         bootstrap_truncation=config.bootstrap_truncation,
         total=ranks.total,
     )
-    size = ranks.share()[1]
-    report = precision.step(loss * size if size > 1 else loss, optimizer, config.max_grad_norm)  # gradients are averaged
+    report = precision.step(loss, optimizer, config.max_grad_norm, ranks.total if ranks.share()[1] > 1 else None)
     stats = {"loss": loss.detach(), **stats}
     for name in ("loss", "policy_loss", "value_loss", "entropy"):
         stats[name] = ranks.total(stats[name])
@@ -208,7 +234,6 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         base = config.network()
     actor, judge = acting.prepare(copy.deepcopy(base)), judging.prepare(copy.deepcopy(base))
     model = precision.prepare(base)
-    learner = model if size == 1 else DistributedDataParallel(model)
     optimizer = adam(model, config.learning_rate)
     begin = 0 if start is None else start["iteration"]
     seed = config.seed + begin * config.num_envs  # of a Gymnasium environment: a resumed run begins other episodes
@@ -283,16 +308,19 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         done.set_result(job())
         return done
 
-    def learn(batch: Rollout, last: bool) -> dict[str, torch.Tensor]:
+    def learn(batch: Rollout, last: bool, outputs=None) -> dict[str, torch.Tensor]:
         with fp8.recorded(model if last else None) as fp8_statistics:
-            stats = update(learner, optimizer, precision, batch, config)
+            stats = update(model, optimizer, precision, batch, config, outputs)
         return stats | fp8_statistics
 
     def collect_and_learn() -> tuple[Rollout, list[dict]]:
         """The next rollout, and the update on it if there shall be one."""
         nonlocal ahead
-        held = env.tensors()
-        rollout = (ahead or start_collecting()).result()
+        held, outputs = env.tensors(), None
+        if config.reuse_forward:
+            rollout, outputs = act(model, env, config.rollout_length, precision, generator, memory)
+        else:
+            rollout = (ahead or start_collecting()).result()
         if memory is not None:
             memory.copy_(rollout.state[-1])
         if config.graph:
@@ -301,7 +329,7 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         if config.importance == "learner":
             rollout = rollout._replace(behavior_logp=_logp(model, precision, rollout.to(device)).to(acts_on))
         batch = rollout.to(device)
-        return rollout, [learn(batch, not config.replay_updates) for _ in range(config.fresh_updates)]
+        return rollout, [learn(batch, not config.replay_updates, outputs) for _ in range(config.fresh_updates)]
 
     replay = learn
     if config.graph and device.type == "cuda":
