@@ -19,7 +19,7 @@ from . import bench, checkpoint, memory, plot, ranks, study
 from .devices import EnvironmentFailed
 from .evaluate import evaluate
 from .precision import Precision
-from .train import Config, History, iterate
+from .train import Config, History, check_share, iterate
 
 OUTPUTS = ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png", "results.csv", "table.md", "curves.png")
 
@@ -96,6 +96,7 @@ def train(
         config = Config(**vars(fields))
         if first:
             require_free(out, overwrite)
+    check_share(config, size)
     ring = config.ring(size)  # one that cannot be made is refused before anything is written or replaced
     if ring.count:
         print(f"going on with {ring.size} rows of {ring.num_envs} environments in {config.memmap}")

@@ -224,7 +224,7 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
     places = config.places
     device, acts_on, judges_on = (torch_device(name) for name in (places.learn, places.collect, places.evaluate))
     share = rank, size = ranks.share()
-    _check_share(config, size)
+    check_share(config, size)
     precision = Precision(config.precision, device)
     acting = Precision(config.collect_precision or config.precision, acts_on)
     judging = Precision(config.precision, judges_on)
@@ -420,8 +420,12 @@ def _gathered(tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor
     return None if tensors is None else {name: ranks.gather(x) for name, x in tensors.items()}
 
 
-def _check_share(config: Config, size: int) -> None:
-    """Refuses what `size` processes cannot do together."""
+def check_share(config: Config, size: int) -> None:
+    """Refuses what `size` processes cannot do together.
+
+    Raises:
+        ValueError: such a field, with what to give instead.
+    """
 
     def require(name: str, good: bool, mend: str) -> None:
         if size > 1 and not good:
