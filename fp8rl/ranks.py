@@ -19,8 +19,9 @@ from torch import distributed
 def start() -> None:
     """Joins the processes that torchrun started, if it started this one: over nccl for CUDA tensors, gloo for the CPU's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # what the name "cuda" then means
+        device = int(os.environ["LOCAL_RANK"])
+        if device < torch.cuda.device_count():  # there may be more processes than that, for the CPU
+            torch.cuda.set_device(device)  # what the name "cuda" then means
         distributed.init_process_group()
 
 
