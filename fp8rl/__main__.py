@@ -117,6 +117,7 @@ def train(
             if checkpoint_every and len(history) % checkpoint_every == 0:
                 checkpoint.save(out / "checkpoint.pt", history, checkpoint_ring)
     checkpoint.save(out / "checkpoint.pt", history, checkpoint_ring)
+    clipped = ranks.total(history.ring.clipped).tolist()
     ranks.stop()
     if not first:
         return
@@ -127,7 +128,7 @@ def train(
     figure.savefig(out / "reward_curve.png", dpi=120)
     print(Precision(config.precision, config.device).describe(history.model))
     if history.last["clipped"]:
-        counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(history.ring.clipped.tolist()) if n)
+        counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(clipped) if n)
         print(f"warning: codec {config.codec} clipped observations ({counts}): choose bf16 or fp32", file=sys.stderr)
     most = "" if config.env_id else " of 200"
     print(f"final greedy return {history.final_return:.2f}{most}; results in {out}/")

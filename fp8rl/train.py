@@ -356,14 +356,16 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
                 batch = ring.sample(slices, config.slice_length, draws, share).to(device)
                 stats.append(replay(batch, last=k == config.replay_updates - 1))
             finished, open_returns = episode_returns(rollout, open_returns)
+            counts = torch.tensor([finished.sum(), len(finished), ring.clipped.sum()], dtype=torch.float64)
+            returns, episodes, clipped = ranks.total(counts).tolist()
             row = {
                 "iteration": iteration,
                 "steps": (iteration + 1) * config.steps_per_iteration,
                 "seconds": columns["seconds"][-1] if columns else 0.0,
-                "train_return": float(np.mean(finished)) if len(finished) else math.nan,
+                "train_return": returns / episodes if episodes else math.nan,
                 "eval_return": math.nan,
                 "learning_rate": learning_rate,
-                "clipped": int(ring.clipped.sum()),
+                "clipped": int(clipped),
                 **_summarize(stats),
             }
             row["seconds"] += time.perf_counter() - began
