@@ -482,9 +482,11 @@ def _summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     stats = [{name: next(numbers) for name in s} for s in stats]
     column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}
     finite = np.isfinite(column["grad_norm"])
-    row = {name: float(column[name].mean()) for name in ("loss", "policy_loss", "value_loss", "entropy", "ess")}
+    row = {name: float(column[name].mean()) for name in ("loss", "policy_loss", "value_loss", "entropy")}
+    known = column["ess"][~np.isnan(column["ess"])]  # a process whose share of a batch has no row has none
     return {
         **row,
+        "ess": float(known.mean()) if len(known) else math.nan,
         "min_logp": float(column["min_logp"].min()),
         "grad_norm": float(column["grad_norm"][finite].max(initial=0)),
         "nonfinite": int((~finite).sum()),
