@@ -199,8 +199,9 @@ def update(model, optimizer, precision: Precision, batch: Rollout, config: Confi
     )
     report = precision.step(loss, optimizer, config.max_grad_norm, ranks.total if ranks.share()[1] > 1 else None)
     stats = {"loss": loss.detach(), **stats}
-    for name in ("loss", "policy_loss", "value_loss", "entropy"):
-        stats[name] = ranks.total(stats[name])
+    if size > 1:  # in one message
+        names = ("loss", "policy_loss", "value_loss", "entropy")
+        stats |= zip(names, ranks.total(torch.stack([stats[name] for name in names])).unbind(), strict=True)
     return stats | report._asdict()
 
 
