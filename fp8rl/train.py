@@ -197,9 +197,10 @@ def update(model, optimizer, precision: Precision, batch: Rollout, config: Confi
         bootstrap_truncation=config.bootstrap_truncation,
         total=ranks.total,
     )
-    report = precision.step(loss, optimizer, config.max_grad_norm, ranks.total if ranks.share()[1] > 1 else None)
+    alone = ranks.share()[1] == 1
+    report = precision.step(loss, optimizer, config.max_grad_norm, None if alone else ranks.total)
     stats = {"loss": loss.detach(), **stats}
-    if size > 1:  # in one message
+    if not alone:  # in one message
         names = ("loss", "policy_loss", "value_loss", "entropy")
         stats |= zip(names, ranks.total(torch.stack([stats[name] for name in names])).unbind(), strict=True)
     return stats | report._asdict()
