@@ -320,18 +320,20 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         nonlocal ahead
         held, outputs = env.tensors(), None
         if config.reuse_forward:
-            rollout, outputs = act(model, env, config.rollout_length, precision, generator, memory)
+            before = None if memory is None else memory.clone()  # the backward pass wants it as it was
+            rollout, outputs = act(model, env, config.rollout_length, precision, generator, before)
         else:
             rollout = (ahead or start_collecting()).result()
         if memory is not None:
             memory.copy_(rollout.state[-1])
-        if config.graph:
-            env.settle(held)
         ahead = start_collecting() if pool and iteration + 1 < config.iterations else None
         if config.importance == "learner":
             rollout = rollout._replace(behavior_logp=_logp(model, precision, rollout.to(device)).to(acts_on))
         batch = rollout.to(device)
-        return rollout, [learn(batch, not config.replay_updates, outputs) for _ in range(config.fresh_updates)]
+        stats = [learn(batch, not config.replay_updates, outputs) for _ in range(config.fresh_updates)]
+        if config.graph:
+            env.settle(held)
+        return rollout, stats
 
     replay = learn
     if config.graph and device.type == "cuda":

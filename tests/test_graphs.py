@@ -45,14 +45,17 @@ def test_a_question_to_the_host_would_be_noticed():
         captured(Config(), between=train_module._check_finite)
 
 
-def test_on_the_cpu_the_same_function_runs_without_a_graph():
-    config = Config(steps=4_096, eval_every=0, eval_episodes=5, encoder="gru", replay_updates=2)
+@pytest.mark.parametrize("reuse_forward", [False, True])
+def test_on_the_cpu_the_same_function_runs_without_a_graph(reuse_forward):
+    config = Config(steps=4_096, eval_every=0, eval_episodes=5, encoder="gru", replay_updates=2, reuse_forward=reuse_forward)
     assert torch.equal(*(weights(train(dataclasses.replace(config, graph=graph), progress=False)) for graph in (False, True)))
 
 
 @pytest.mark.cuda
 @CUDA
-@pytest.mark.parametrize("fields", [{}, {"replay_updates": 0}, {"replay_updates": 2}, {"encoder": "gru"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"replay_updates": 0, "reuse_forward": True}, {"replay_updates": 2}, {"encoder": "gru"}], ids=str
+)
 @pytest.mark.parametrize("precision", available_precisions("cuda") if torch.cuda.is_available() else ["fp32"])
 def test_a_graph_trains_as_eager_launches_do(precision, fields):
     if precision.startswith("fp8") and fields.get("encoder") == "gru":

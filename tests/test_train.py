@@ -14,7 +14,7 @@ from fp8rl.env import BatchedEnv, dynamics
 from fp8rl.losses import DUMMY, TERMINATED, TRUNCATED, Rollout
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.train import Config, collect, episode_returns, iterate, train, update
+from fp8rl.train import Config, act, collect, episode_returns, iterate, train, update
 
 SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5}
 
@@ -88,6 +88,41 @@ def test_an_environment_that_breaks_is_named(which, bad, monkeypatch):
     monkeypatch.setattr(train_module, "make_env", lambda num_envs, *args, **options: Broken(num_envs))
     with pytest.raises(ValueError, match=f"{which} from the environment is not finite"):
         train(Config(**SHORT), progress=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("encoder", ["mlp", "gru"])
+def test_the_forward_passes_that_acted_give_the_update_of_a_new_one(encoder, precision):
+    kept, slow = [], []
+    for results, keep in ((kept, True), (slow, False)):
+        precision_, generator = Precision(precision), torch.Generator().manual_seed(0)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = ActorCritic(encoder=encoder)
+        env, state = BatchedEnv(16, 0.5, generator=generator), None
+        for _ in range(3):  # so that episodes end in it and a memory comes into it
+            rollout, outputs = act(model, env, 20, precision_, generator, state)
+            state = None if encoder == "mlp" else rollout.state[-1]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        update(model, optimizer, precision_, rollout, Config(), outputs if keep else None)
+        results += [rollout.obs, torch.cat([p.grad.flatten() for p in model.parameters()])]
+    assert torch.equal(kept[0], slow[0]) and (rollout.flags & DUMMY).any()
+    error = (kept[1] - slow[1]).norm() / slow[1].norm()
+    assert error < (1e-5 if precision == "fp32" else 2e-2) and slow[1].norm() > 0
+
+
+@pytest.mark.parametrize("fields", [{"precision": "bf16"}, {"precision": "fp8"}, {"encoder": "gru"}], ids=str)
+def test_learns_from_the_forward_passes_that_acted(fields):
+    history = train(Config(steps=20_480, eval_every=0, reuse_forward=True, **fields), progress=False)
+    assert history.final_return >= 195
+
+
+@pytest.mark.parametrize(
+    "fields", [{"fresh_updates": 0}, {"collect_precision": "bf16"}, {"placement": Placement(async_collect=True)}], ids=str
+)
+def test_forward_passes_of_another_policy_are_not_reused(fields):
+    with pytest.raises(ValueError, match="reuse_forward is True: leave it out, it needs an actor that is the learner"):
+        Config(reuse_forward=True, **fields)
 
 
 def test_repeated_updates_lower_the_loss_of_a_batch():
