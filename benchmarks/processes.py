@@ -1,0 +1,179 @@
+"""What more processes or threads bring to one run on this machine's CPU.
+
+Three ways to use a second core, each against one: two ranks that share environments and learning (ranks.py), a thread that
+collects one iteration ahead of the learner (`async_collect`), and Gymnasium environments in processes of their own. Rounds
+alternate between what is compared; every rate is a median over them. One torch thread in each process or thread.
+
+Training is at the config's defaults, but for the number of environments N, a replayed batch as large as a rollout (32 N
+transitions) and a ring of 100 N; the first fifth of a run's iterations is left out, evaluations too. The effective sample size
+(ess) is that of runs without replay, as what it lacks of 1: the fresh data's staleness alone. Seeds change with the rounds.
+
+    python benchmarks/processes.py benchmarks/results/processes.md
+"""
+
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import gymnasium
+import torch
+from gymnasium.envs.classic_control import CartPoleEnv
+
+from fp8rl import bench, ranks, study
+from fp8rl.devices import GymEnv, Placement
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.train import Config, History, collect, train
+
+SIZES = {16: 150, 256: 60, 2048: 15}  # environments: iterations that are timed
+ROUNDS, ESS_ROUNDS, ESS_ITERATIONS = 5, 3, 50
+AHEAD = Placement(async_collect=True)
+PAUSE = 1e-3
+
+
+def work_of(seconds: float) -> int:
+    """Numbers whose sum takes Python about so long."""
+    return int(seconds * 10**5 / bench.seconds_of({"sum": lambda: sum(range(10**5))}, device="cpu")["sum"])
+
+
+class Busy(CartPoleEnv):
+    """CartPole whose step computes for a millisecond more."""
+
+    work = 0  # set before there is one
+
+    def step(self, action):
+        sum(range(self.work))
+        return super().step(action)
+
+
+class Waiting(CartPoleEnv):
+    """CartPole whose step waits for a millisecond more, as for a simulator elsewhere."""
+
+    def step(self, action):
+        time.sleep(PAUSE)
+        return super().step(action)
+
+
+def config_of(num_envs: int, iterations: int, **fields) -> Config:
+    transitions = 32 * num_envs
+    sizes = {"num_envs": num_envs, "batch_size": transitions, "capacity": 100 * num_envs, "steps": transitions * iterations}
+    return Config(**sizes, eval_every=0, eval_episodes=1, **fields)
+
+
+def rate(history: History) -> float:
+    """Environment steps per second of training."""
+    steps, seconds = history.column("steps"), history.column("seconds")
+    skipped = len(steps) // 5
+    return (steps[-1] - steps[skipped]) / (seconds[-1] - seconds[skipped])
+
+
+def serve(rank: int, size: int, port: int, jobs) -> None:
+    """One of `size` processes that train configs together, until there is none."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks.start()
+    while config := jobs.recv():
+        history = train(config, progress=False)
+        jobs.send((rate(history), float(history.column("ess").mean())))
+    ranks.stop()
+
+
+class Group:
+    """Processes that train together, started once."""
+
+    def __init__(self, size: int):
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.jobs, theirs = zip(*(context.Pipe() for _ in range(size)), strict=True)
+        for rank, end in enumerate(theirs):
+            context.Process(target=serve, args=(rank, size, port, end), daemon=True).start()
+
+    def train(self, config: Config) -> tuple[float, float]:
+        """The first one's rate and mean ess."""
+        for job in self.jobs:
+            job.send(config)
+        first, *_ = [job.recv() for job in self.jobs]
+        return first
+
+    def close(self) -> None:
+        for job in self.jobs:
+            job.send(None)
+
+
+def alternating(runs: dict, rounds: int) -> dict[object, float]:
+    """Medians of functions of the round's number, after a round that does not count."""
+    results = [{name: run(number) for name, run in runs.items()} for number in range(-1, rounds)][1:]
+    return {name: statistics.median(result[name] for result in results) for name in runs}
+
+
+def training_tables() -> list[str]:
+    one, two = Group(1), Group(2)
+    lines = ["Training, steps per second:", "", "| environments | one process | two ranks | ratio |", "| --- " * 4 + "|"]
+    for n, iterations in SIZES.items():
+        config = config_of(n, iterations)
+        runs = {name: lambda _, g=group, c=config: g.train(c)[0] for name, group in {"one": one, "two": two}.items()}
+        speed = alternating(runs, ROUNDS)
+        lines.append(f"| {n:,} | {speed['one']:,.0f} | {speed['two']:,.0f} | {speed['two'] / speed['one']:.2f} |")
+        print(lines[-1], flush=True)
+    two.close()
+    lines += ["", "Collecting one iteration ahead, steps per second:", ""]
+    lines += ["| environments | in turn | ahead | ratio | 1 - ess in turn | 1 - ess ahead |", "| --- " * 6 + "|"]
+    for n, iterations in SIZES.items():
+        places = {"in turn": Placement(), "ahead": AHEAD}
+        configs = {name: config_of(n, iterations, placement=place) for name, place in places.items()}
+        runs = {name: lambda _, c=config: one.train(c)[0] for name, config in configs.items()}
+        speed = alternating(runs, ROUNDS)
+
+        def ess_of(place, n=n):
+            fields = {"placement": place, "replay_updates": 0}
+            return lambda number: one.train(config_of(n, ESS_ITERATIONS, seed=max(0, number), **fields))[1]
+
+        ess = alternating({name: ess_of(place) for name, place in places.items()}, ESS_ROUNDS)
+        cells = f"{speed['in turn']:,.0f} | {speed['ahead']:,.0f} | {speed['ahead'] / speed['in turn']:.2f}"
+        lines.append(f"| {n:,} | {cells} | {1 - ess['in turn']:.1e} | {1 - ess['ahead']:.1e} |")
+        print(lines[-1], flush=True)
+    one.close()
+    return lines
+
+
+def collecting_table() -> list[str]:
+    """Rates of `collect` alone in Gymnasium environments."""
+    Busy.work = work_of(PAUSE)
+    for name, env in {"Busy": Busy, "Waiting": Waiting}.items():
+        gymnasium.register(f"{name}CartPole-v1", env, max_episode_steps=500)
+    kinds = {"CartPole-v1": ("sync", "async", "vector_entry_point")}
+    kinds |= {f"{name}CartPole-v1": ("sync", "async") for name in ("Busy", "Waiting")}
+    lines = ["Collecting alone, steps per second, and how many times sync's:", ""]
+    lines += ["| environment | copies | sync | async | vector_entry_point |", "| --- " * 5 + "|"]
+    model, precision, generator = ActorCritic(4), Precision("fp32"), torch.Generator()
+    for env_id, vectorizations in kinds.items():
+        for n in (4, 16):
+            envs = {name: GymEnv(env_id, n, vectorization=name) for name in vectorizations}
+            steps = {name: lambda e=env: collect(model, e, 32, precision, generator) for name, env in envs.items()}
+            seconds = bench.seconds_of(steps, ROUNDS, 0.3, device="cpu")
+            for env in envs.values():
+                env.close()
+            cells = [f"{32 * n / t:,.0f} ({seconds['sync'] / t:.2f})" for t in seconds.values()]
+            lines.append(f"| {env_id} | {n} | {' | '.join(cells + [''] * (3 - len(cells)))} |")
+            print(lines[-1], flush=True)
+    kind = f"{PAUSE * 1e3:g} ms"
+    return [*lines, "", f"BusyCartPole computes {kind} more in each step, WaitingCartPole sleeps {kind}."]
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    collecting = collecting_table()  # first: its processes are forks, of a process that has not trained yet
+    lines = [*training_tables(), "", *collecting]
+    about = f"Medians of {ROUNDS} alternating rounds, ess of {ESS_ROUNDS}; one torch thread each"
+    out.write_text("\n".join(lines) + f"\n\n{about}. `python benchmarks/processes.py {out}` on {study.hardware()}.\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
