@@ -415,7 +415,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
     own = ("fused", "capturable", "foreach", "differentiable", "lr")
     mine = [{name: group[name] for name in own} for group in optimizer.param_groups]
     groups = [group | flags for group, flags in zip(state["param_groups"], mine, strict=True)]
-    optimizer.load_state_dict(state | {"param_groups": groups})
+    optimizer.load_state_dict({"state": copy.deepcopy(state["state"]), "param_groups": groups})  # or it would train theirs
     for values in optimizer.state.values():
         if not mine[0]["capturable"]:
             values["step"] = values["step"].cpu()

@@ -183,6 +183,13 @@ def test_the_optimizer_keeps_how_it_runs_here(tmp_path):
     assert same(train(config, False, changed), train(config, False, start))
 
 
+def test_what_a_run_starts_from_stays_as_it_is(tmp_path):
+    config = Config(**SHORT)
+    checkpoint.save(tmp_path / "checkpoint.pt", next(iterate(config)))
+    _, start = checkpoint.resume(tmp_path / "checkpoint.pt")
+    assert same(train(config, False, start), train(config, False, start))
+
+
 def test_two_hundred_damaged_files_are_refused_or_equal(tmp_path):
     path = tmp_path / "checkpoint.pt"
     checkpoint.save(path, next(iterate(Config(**SHORT, capacity=600))))
