@@ -11,6 +11,7 @@ torchrun starts the processes and says to each which it is. Without it every fun
 """
 
 import os
+import signal
 
 import torch
 from torch import distributed
@@ -22,7 +23,13 @@ def start() -> None:
         device = int(os.environ["LOCAL_RANK"])
         if device < torch.cuda.device_count():  # there may be more processes than that, for the CPU
             torch.cuda.set_device(device)  # what the name "cuda" then means
+        signal.signal(signal.SIGTERM, _end)  # how torchrun ends the others when one has died
         distributed.init_process_group()
+
+
+def _end(*_) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise RuntimeError("torchrun ends this process")
 
 
 def stop() -> None:

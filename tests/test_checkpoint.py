@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -240,6 +241,7 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
     run = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     while not (tmp_path / "a" / "checkpoint.pt").exists():
         assert run.poll() is None
+        time.sleep(0.01)
     run.send_signal(signal.SIGKILL)
     run.wait()
     monkeypatch.setattr(sys, "argv", ["fp8rl", "train", "--resume", str(tmp_path / "a")])

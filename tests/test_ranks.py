@@ -34,12 +34,12 @@ TOLERANCE = 5e-4
 QUICK = {"eval_every": 0, "eval_episodes": 1, "seed": 1}
 RUNS = {
     "replay": Config(steps=50 * 512, **QUICK),
-    "on-policy": Config(steps=100 * 512, replay_updates=0, **QUICK),
-    "gru": Config(steps=12 * 512, encoder="gru", hide_velocity=True, **QUICK),
-    "ahead": Config(steps=10 * 512, placement=config_module.Placement(async_collect=True), **QUICK),
-    "few slices": Config(steps=12 * 512, batch_size=32, fresh_updates=0, **QUICK),
-    "fp8": Config(steps=8 * 512, num_envs=32, precision="fp8", **QUICK),
-    "gym": Config(steps=8 * 512, env_id="CartPole-v1", **QUICK),
+    "on-policy": Config(steps=30 * 512, replay_updates=0, **QUICK),
+    "gru": Config(steps=6 * 512, encoder="gru", hide_velocity=True, **QUICK),
+    "ahead": Config(steps=6 * 512, placement=config_module.Placement(async_collect=True), **QUICK),
+    "few slices": Config(steps=6 * 512, batch_size=32, fresh_updates=0, **QUICK),
+    "fp8": Config(steps=4 * 512, num_envs=32, precision="fp8", **QUICK),
+    "gym": Config(steps=4 * 512, env_id="CartPole-v1", **QUICK),
 }
 STOPPED, MORE = 3, Config(steps=6 * 512, codec="int8", encoder="gru", **QUICK)
 
