@@ -2,7 +2,8 @@
 
 Three ways to use a second core, each against one: two ranks that share environments and learning (ranks.py), a thread that
 collects one iteration ahead of the learner (`async_collect`), and Gymnasium environments in processes of their own. Rounds
-alternate between what is compared; every rate is a median over them. One torch thread in each process or thread.
+alternate between what is compared; every rate is a median over them. One torch thread in each process or thread. What other
+programs took of the processor meanwhile is written down too: it weighs on two processes more than on one.
 
 Training is at the config's defaults, but for the number of environments N, a replayed batch as large as a rollout (32 N
 transitions) and a ring of 100 N; the first fifth of a run's iterations is left out, evaluations too. The effective sample size
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 
 import gymnasium
+import psutil
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 
@@ -32,21 +34,14 @@ from fp8rl.train import Config, History, collect, train
 SIZES = {16: 150, 256: 60, 2048: 15}  # environments: iterations that are timed
 ROUNDS, ESS_ROUNDS, ESS_ITERATIONS = 5, 3, 50
 AHEAD = Placement(async_collect=True)
-PAUSE = 1e-3
-
-
-def work_of(seconds: float) -> int:
-    """Numbers whose sum takes Python about so long."""
-    return int(seconds * 10**5 / bench.seconds_of({"sum": lambda: sum(range(10**5))}, device="cpu")["sum"])
+PAUSE, WORK = 1e-3, 50_000  # seconds, and numbers whose sum takes Python about so long
 
 
 class Busy(CartPoleEnv):
-    """CartPole whose step computes for a millisecond more."""
-
-    work = 0  # set before there is one
+    """CartPole whose step computes for about a millisecond more."""
 
     def step(self, action):
-        sum(range(self.work))
+        sum(range(WORK))
         return super().step(action)
 
 
@@ -92,8 +87,10 @@ class Group:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.jobs, theirs = zip(*(context.Pipe() for _ in range(size)), strict=True)
-        for rank, end in enumerate(theirs):
-            context.Process(target=serve, args=(rank, size, port, end), daemon=True).start()
+        ends = enumerate(theirs)
+        self.processes = [context.Process(target=serve, args=(rank, size, port, end), daemon=True) for rank, end in ends]
+        for process in self.processes:
+            process.start()
 
     def train(self, config: Config) -> tuple[float, float]:
         """The first one's rate and mean ess."""
@@ -103,8 +100,9 @@ class Group:
         return first
 
     def close(self) -> None:
-        for job in self.jobs:
+        for job, process in zip(self.jobs, self.processes, strict=True):
             job.send(None)
+            process.join()
 
 
 def alternating(runs: dict, rounds: int) -> dict[object, float]:
@@ -145,7 +143,6 @@ def training_tables() -> list[str]:
 
 def collecting_table() -> list[str]:
     """Rates of `collect` alone in Gymnasium environments."""
-    Busy.work = work_of(PAUSE)
     for name, env in {"Busy": Busy, "Waiting": Waiting}.items():
         gymnasium.register(f"{name}CartPole-v1", env, max_episode_steps=500)
     kinds = {"CartPole-v1": ("sync", "async", "vector_entry_point")}
@@ -157,21 +154,30 @@ def collecting_table() -> list[str]:
         for n in (4, 16):
             envs = {name: GymEnv(env_id, n, vectorization=name) for name in vectorizations}
             steps = {name: lambda e=env: collect(model, e, 32, precision, generator) for name, env in envs.items()}
-            seconds = bench.seconds_of(steps, ROUNDS, 0.3, device="cpu")
+            seconds = bench.seconds_of(steps, ROUNDS, 0.6, device="cpu")
             for env in envs.values():
                 env.close()
             cells = [f"{32 * n / t:,.0f} ({seconds['sync'] / t:.2f})" for t in seconds.values()]
             lines.append(f"| {env_id} | {n} | {' | '.join(cells + [''] * (3 - len(cells)))} |")
             print(lines[-1], flush=True)
-    kind = f"{PAUSE * 1e3:g} ms"
-    return [*lines, "", f"BusyCartPole computes {kind} more in each step, WaitingCartPole sleeps {kind}."]
+    kinds = f"A step of BusyCartPole sums {WORK:,} numbers more, one of WaitingCartPole sleeps {PAUSE * 1e3:g} ms more."
+    return [*lines, "", kinds]
+
+
+def others_seconds() -> float:
+    """Seconds that programs other than this one and its ended processes have kept cores busy."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0) - sum(os.times()[:4])
 
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)
+    began, before = time.perf_counter(), others_seconds()
     collecting = collecting_table()  # first: its processes are forks, of a process that has not trained yet
     lines = [*training_tables(), "", *collecting]
-    about = f"Medians of {ROUNDS} alternating rounds, ess of {ESS_ROUNDS}; one torch thread each"
+    others = (others_seconds() - before) / (time.perf_counter() - began)
+    about = f"Medians of {ROUNDS} alternating rounds, ess of {ESS_ROUNDS}; one torch thread each; "
+    about += f"other programs kept {max(0, others):.2f} cores busy meanwhile"
     out.write_text("\n".join(lines) + f"\n\n{about}. `python benchmarks/processes.py {out}` on {study.hardware()}.\n")
 
 
