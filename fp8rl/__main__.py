@@ -6,6 +6,7 @@ What is refused (a bad value, a folder in use, a file that is not there) is said
 import csv
 import dataclasses
 import json
+import math
 import os
 import shlex
 import sys
@@ -239,16 +240,44 @@ def compare(
     print(text)
 
 
-def measure(what: tyro.conf.Positional[Literal["fp8"]], out: Path = Path("benchmarks/results")) -> None:
-    """Measure speed on this machine and write it down with the hardware's name.
+def measure(
+    what: tyro.conf.Positional[Literal["loop", "fp8"]] = "loop",
+    num_envs: int = 4096,
+    rollout_length: int = 32,
+    precision: str = "bf16",
+    device: str = "cpu",
+    seconds: float = 5.0,
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    out: Path = Path("benchmarks/results"),
+) -> None:
+    """Measure speed on this machine.
 
     Args:
-        what: fp8, one linear layer in every precision over widths and batches (needs FP8 hardware).
-        out: folder for the result.
+        what: loop, training without replay against its floor (under torchrun of all processes together); or fp8, one linear layer
+            in every precision over widths and batches, which needs FP8 hardware and is written to `out`.
+        num_envs: environments of the loop.
+        rollout_length: steps that it collects from each in an iteration.
+        precision: what it computes in.
+        device: where it runs; on CUDA as a graph.
+        seconds: how long to measure.
+        json_output: print one JSON object.
+        out: folder for the result of fp8.
     """
-    path = bench.bench_fp8(out)
-    if path:
-        print(f"results in {path}")
+    if what == "fp8":
+        path = bench.bench_fp8(out)
+        if path:
+            print(f"results in {path}")
+        return
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds is {seconds}: give a positive number")
+    ranks.start()
+    config = bench.loop_config(num_envs, rollout_length, precision, device=device, graph=device != "cpu")
+    result = bench.bench_loop(config, seconds)
+    first = ranks.share()[0] == 0
+    ranks.stop()
+    if first:
+        shown = {name: f"{x:,.3f}" if isinstance(x, float) else x for name, x in result.items()}
+        print(json.dumps(result) if json_output else "\n".join(f"{name:24} {x:>16}" for name, x in shown.items()))
 
 
 def predict_and_measure(

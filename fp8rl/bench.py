@@ -1,26 +1,113 @@
-"""Benchmarks that need the package alone. `python -m fp8rl bench fp8`: from which width on does FP8 pay?
+"""Benchmarks that need the package alone.
 
-One square linear layer, forward and backward, in fp32, tf32, bf16 and fp8. FP8 here quantizes dynamically with plain tensor
-operations, so its time includes finding maxima, casting and changing layouts; that overhead grows with the bytes, the matmul
-with the bytes times the width. The width at which they balance is measured, per batch size, on hardware with FP8 tensor cores
-only: elsewhere the float8 numbers are multiplied in float32 and a time would say nothing.
+`python -m fp8rl bench`: how fast does the loop train, and how far is that from what the machine could do? Every environment step
+is learned from once, without replay. The floor is the loop's matmuls alone, at the same shapes and in the same precision, one
+after the other with preallocated outputs: no loop that multiplies these matrices can be faster. Loop and floor alternate.
+
+`python -m fp8rl bench fp8`: from which width on does FP8 pay? One square linear layer, forward and backward, in fp32, tf32, bf16
+and fp8. FP8 here quantizes dynamically with plain tensor operations, so its time includes finding maxima, casting and changing
+layouts; that overhead grows with the bytes, the matmul with the bytes times the width. The width at which they balance is
+measured, per batch size, on hardware with FP8 tensor cores only: elsewhere the float8 numbers are multiplied in float32 and a
+time would say nothing.
 """
 
+import contextlib
 import json
 import platform
 import statistics
 import time
+import unittest.mock
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from . import fp8
-from .precision import Precision
+from . import fp8, ranks
+from . import train as loop
+from .config import Config
+from .precision import AUTOCAST, Precision
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
 WIDTHS = tuple(2**n for n in range(6, 14))
 BATCHES = (1024, 4096, 16384, 65536)
+
+
+def loop_config(num_envs: int = 4096, rollout_length: int = 32, precision: str = "bf16", **fields) -> Config:
+    """The loop without replay at a shape. It has steps without end, and the smallest ring that takes a rollout."""
+    shape = {"num_envs": num_envs, "rollout_length": rollout_length, "slice_length": 1, "precision": precision}
+    shape |= {"capacity": (rollout_length + 1) * num_envs, "replay_updates": 0, "reuse_forward": True}
+    return Config(**{**shape, "steps": 10**15, "eval_every": 0, **fields})
+
+
+def bench_loop(config: Config, seconds: float = 5.0, rounds: int = 5) -> dict[str, float | int | str]:
+    """Training steps per second of a config's loop: medians of rounds that alternate with its floor.
+
+    Returns:
+        train_steps_per_second, num_envs, rollout_length, precision; collect_share and update_share, of an iteration's time (of a
+        CUDA graph or of collection ahead they say nothing); floor_share, the floor's time as a share of an iteration's.
+    """
+    spent = {"act": 0.0, "update": 0.0}
+
+    def timed(name, function):
+        def run(*args, **kwargs):
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            spent[name] += time.perf_counter() - began
+            return result
+
+        return run
+
+    def lowest(function):
+        return seconds_of({"floor": function}, 1, 0.05, config.places.learn)["floor"]
+
+    found = []
+    with contextlib.ExitStack() as stack:
+        for name in spent:
+            stack.enter_context(unittest.mock.patch.object(loop, name, timed(name, getattr(loop, name))))
+        run = loop.iterate(config)
+        stack.callback(run.close)
+        for _ in range(5):  # caches, and the capture of a graph
+            began = time.perf_counter()
+            next(run)
+        # As many in every process, which wait for each other.
+        count = max(1, int(seconds / rounds / ranks.total(torch.tensor(time.perf_counter() - began)).item() * ranks.share()[1]))
+        floor = floor_of(config)
+        for _ in range(rounds):
+            spent |= dict.fromkeys(spent, 0.0)
+            began = time.perf_counter()
+            for _ in range(count):
+                next(run)
+            each = (time.perf_counter() - began) / count
+            shares = [value / count / each for value in spent.values()]
+            found.append((config.steps_per_iteration / each, *shares, lowest(floor) / each))
+    names = ("train_steps_per_second", "collect_share", "update_share", "floor_share")
+    result = dict(zip(names, map(statistics.median, zip(*found, strict=True)), strict=True))
+    shape = {"num_envs": config.num_envs, "rollout_length": config.rollout_length, "precision": config.precision}
+    return {"train_steps_per_second": result.pop("train_steps_per_second"), **shape, **result}
+
+
+def floor_of(config: Config) -> Callable[[], None]:
+    """A function that multiplies what an iteration must, and nothing else: for every row of this process's environments the
+    forward pass that acts (and, if that is not reused, another one) and the backward pass, a time step at a time."""
+    device, rows = config.places.learn, config.num_envs // ranks.share()[1]
+    sizes = [(len(config.interface.high), 64), (64, 64), (64, config.interface.num_actions + 1)]  # both heads at once
+    dtype = AUTOCAST.get(config.precision) or torch.float32
+
+    def new(*shape):
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    forward = [(new(rows, i), new(i, o), new(rows, o)) for i, o in sizes]
+    backward = [(new(i, rows), new(rows, o), new(i, o)) for i, o in sizes]  # of the weights
+    backward += [(new(rows, o), new(o, i), new(rows, i)) for i, o in sizes[1:]]  # of the inputs
+    times = 1 if config.reuse_forward else 2
+    products = (forward * times + backward) * config.rollout_length + forward
+
+    def multiply():
+        for a, b, out in products:
+            torch.mm(a, b, out=out)
+
+    return multiply
 
 
 def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") -> dict:
