@@ -121,9 +121,15 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0, miss
     return Targets(value + excess, advantage, ratio)
 
 
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of logits [..., B, A], in memory with the actions before the rows: torch's kernel over a last dimension
+    takes a row at a time, which with few actions is up to 16 times slower."""
+    return logits.transpose(-1, -2).contiguous().log_softmax(-2).transpose(-1, -2)
+
+
 def action_logp(log_policy: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """Picks the log-probabilities [...] of actions [...] (int64) from those of all actions [..., A]."""
-    return log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    """Picks the log-probabilities [..., B] of actions [..., B] (int64) from those of all actions [..., B, A]."""
+    return log_policy.transpose(-1, -2).gather(-2, action.unsqueeze(-2)).squeeze(-2)  # as log_softmax lays it out
 
 
 def discounts_of(flags: torch.Tensor, gamma: float, bootstrap_truncation: bool = True) -> torch.Tensor:
@@ -175,7 +181,7 @@ def actor_critic_loss(
     """
     valid = rollout.valid
     count = total(valid.sum()).clamp(min=1)
-    log_policy = logits[:-1].log_softmax(-1)
+    log_policy = log_softmax(logits[:-1])
     logp = action_logp(log_policy, rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
     discounts = discounts_of(rollout.flags, gamma, bootstrap_truncation)

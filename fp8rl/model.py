@@ -29,6 +29,7 @@ def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
 
 
 ENCODERS = ("mlp", "gru")
+MANY = 2**16  # numbers in a hidden layer, from which on arithmetic costs more than calling it
 
 
 class ActorCritic(nn.Module):
@@ -104,4 +105,9 @@ class ActorCritic(nn.Module):
         return torch.lerp(candidate, state, torch.sigmoid(update + from_update))
 
     def _heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.actor(hidden).float(), self.critic(hidden).squeeze(-1).float()
+        if hidden.numel() < MANY:
+            return self.actor(hidden).float(), self.critic(hidden).squeeze(-1).float()
+        # One matmul for both: many rows times a single column take as long as times sixty.
+        heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
+        outputs = nn.functional.linear(hidden, *(torch.cat(pair) for pair in heads)).float()
+        return outputs[..., :-1], outputs[..., -1]

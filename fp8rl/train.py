@@ -25,7 +25,7 @@ from .devices import GymEnv, check_devices, make_env, sync_weights, torch_device
 from .env import BatchedEnv, take_share
 from .evaluate import evaluate, gumbel
 from .graphs import Graphed
-from .losses import DUMMY, TERMINATED, TRUNCATED, Rollout, action_logp, actor_critic_loss
+from .losses import DUMMY, TERMINATED, TRUNCATED, Rollout, action_logp, actor_critic_loss, log_softmax
 from .model import ActorCritic
 from .precision import Precision
 from .replay import ReplayBuffer
@@ -118,7 +118,7 @@ def act(
             logit, value, state = model.step(env.obs, state)
             logits.append(logit)
             values.append(value)
-            actions.append((logit.detach() + noise[t]).argmax(-1))
+            actions.append((logit.detach() + noise[t]).max(-1)[1])
             dones.append(env.done)
             if state is not None:
                 state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
@@ -137,7 +137,7 @@ def act(
         action=action,
         reward=torch.stack(rewards),
         flags=(TERMINATED * terminated + TRUNCATED * truncated + DUMMY * torch.stack(dones)).to(torch.uint8),
-        behavior_logp=action_logp(logits[:length].detach().log_softmax(-1), action),
+        behavior_logp=action_logp(log_softmax(logits[:length].detach()), action),
         state=None if state is None else torch.stack((torch.zeros_like(state) if before is None else before, state.detach())),
     )
     check_devices("the environment's rollout", env.obs.device, **rollout._asdict())
@@ -457,7 +457,7 @@ def _logp(model, precision: Precision, rollout: Rollout) -> torch.Tensor:
     """Log-probabilities [T, B] that a model gives the actions of a rollout."""
     with precision.autocast():
         logits, _ = model(rollout.obs, None if rollout.state is None else rollout.state[0], rollout.first)
-    return action_logp(logits[:-1].log_softmax(-1), rollout.action)
+    return action_logp(log_softmax(logits[:-1]), rollout.action)
 
 
 def episode_returns(rollout: Rollout, open_returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
