@@ -3,6 +3,7 @@
 What is refused (a bad value, a folder in use, a file that is not there) is said in one line on stderr, with exit code 2.
 """
 
+import contextlib
 import csv
 import dataclasses
 import json
@@ -58,10 +59,14 @@ def changed_places(fields: Fields) -> dict:
     Raises:
         ValueError: another field is given, which a resumed run cannot change.
     """
-    given = {f.name: getattr(fields, f.name) for f in dataclasses.fields(fields) if getattr(fields, f.name) != f.default}
-    for name in given.keys() - {"device", "placement"}:
-        raise ValueError(f"{name} is {given[name]} beside resume, which takes the run's own: leave it out")
-    return given
+    words = [word.split("=")[0] for word in sys.argv if word.startswith("--")]
+    given = {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in words}
+    for name in [f.name for f in dataclasses.fields(fields) if f.name in given - {"device"}]:
+        raise ValueError(f"{name} is {getattr(fields, name)} beside resume, which takes the run's own: leave it out")
+    if "overwrite" in given:
+        raise ValueError("overwrite is True beside resume, which goes on in the folder: leave it out")
+    places = {name: value for name, value in vars(fields.placement).items() if name in given}
+    return ({"device": fields.device} if "device" in given else {}) | {"placement": places}
 
 
 def train(
@@ -107,10 +112,12 @@ def train(
             claim(out)
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     writer = None
-    with (out / "metrics.csv" if first else Path(os.devnull)).open("w", newline="") as file:
+    with contextlib.ExitStack() as stack:
         for history in iterate(config, progress=True, start=start):
             rows = [history.last] if writer else history.rows  # with those from before a resumption
-            if not writer:
+            if not writer:  # not before there are rows: those of a resumed run stand in the old file
+                file = (out / "metrics.csv" if first else Path(os.devnull)).open("w", newline="")
+                stack.enter_context(file)
                 writer = csv.DictWriter(file, rows[0])
                 writer.writeheader()
             writer.writerows({name: int(x) if x.is_integer() else x for name, x in row.items()} for row in rows)
@@ -127,7 +134,7 @@ def train(
     ax = figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}")
     plot.learning_curves(ax, {config.precision: (steps, returns)}, marks=config.env_id is None)
     figure.savefig(out / "reward_curve.png", dpi=120)
-    print(Precision(config.precision, config.device).describe(history.model))
+    print(Precision(config.precision, config.places.learn).describe(history.model))
     if history.last["clipped"]:
         counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(clipped) if n)
         print(f"warning: codec {config.codec} clipped observations ({counts}): choose bf16 or fp32", file=sys.stderr)
@@ -161,6 +168,8 @@ def evaluate_run(
         raise ValueError(f"seed is {seed}: give a number from 0 to 2**62 - 1")
     changes = {"precision": precision, "collect_precision": None} if precision else {}
     model, config = checkpoint.load(run / "checkpoint.pt", **changes)
+    if config.env_id and start_noise != 0.05:
+        raise ValueError(f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it")
     computes = Precision(config.precision)
     returns = evaluate(computes.prepare(model), episodes, greedy, start_noise, seed, computes, **config.observed)
     result = {
@@ -311,6 +320,9 @@ def main() -> None:
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         print(f"fp8rl: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("fp8rl: interrupted", file=sys.stderr)
+        sys.exit(130)
     except RuntimeError as error:
         rank, size = ranks.share()
         if size == 1:

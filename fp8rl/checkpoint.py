@@ -46,7 +46,8 @@ def load(path: str | Path, **changes) -> tuple[ActorCritic, Config]:
 
     Args:
         path: the file.
-        changes: fields of the config to replace, as the precision where this machine cannot run the trained one.
+        changes: fields of the config to replace, as the precision where this machine cannot run the trained one; of `placement`
+            a Placement, or a dict of the parts to move.
 
     Raises:
         FileNotFoundError: nothing at `path`.
@@ -101,8 +102,9 @@ def _read(path: Path, changes: dict) -> tuple[dict, Config]:
     if not whole:
         raise ValueError(f"checkpoint {path} cannot be read: it is damaged")
     try:
-        fields = content["config"]
-        return content, Config(**{**fields, "placement": Placement(**fields["placement"]), **changes})
+        fields, moved = content["config"], changes.pop("placement", {})
+        placement = moved if isinstance(moved, Placement) else Placement(**{**fields["placement"], **moved})
+        return content, Config(**{**fields, **changes, "placement": placement})
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError) as error:

@@ -40,7 +40,7 @@ class Config:
 
     env_id: str | None = None
     """A Gymnasium environment, as CartPole-v1, in the place of this package's own. Observations must be a flat Box, actions
-    Discrete."""
+    Discrete. One without a time limit is evaluated for 10,000 steps an episode at most."""
     vectorization: str = "sync"
     """How a Gymnasium environment's copies are stepped: sync, one after the other; async, each in a process of its own, for slow
     ones; or vector_entry_point, as one, if it has such a form."""
@@ -141,11 +141,14 @@ class Config:
         self._require("vectorization", self.vectorization in VECTORIZATIONS, f"choose from {', '.join(VECTORIZATIONS)}")
         self._require("importance", self.importance in ("behavior", "learner", "none"), "choose behavior, learner or none")
         if self.env_id is not None:
-            for name in ("extra_features", "hide_velocity"):
-                self._require(name, not getattr(self, name), f"leave it out, {self.env_id} does not have it")
+            for name in ("extra_features", "hide_velocity", "start_noise"):
+                kept = getattr(self, name) == type(self).__dataclass_fields__[name].default
+                self._require(name, kept, f"leave it out, {self.env_id} does not have it")
             self._require(
                 "env_id", self.interface.num_actions <= 256, "choose one with at most 256 actions, a byte holds no more"
             )
+        else:
+            self._require("vectorization", self.vectorization == "sync", "leave it out, it is for env_id")
         places = self.places
         for part in ("learn", "collect", "store", "evaluate"):
             torch_device(getattr(places, part), f"placement.{part}" if getattr(self.placement, part) else "device")
@@ -158,15 +161,13 @@ class Config:
         if places.async_collect:
             tf32 = "tf32" in (self.precision, self.collect_precision)
             self._require("precision", not tf32, "choose another for async_collect, TF32 is a switch of the whole process")
+        together = not places.async_collect and torch_device(places.collect) == torch_device(places.learn)
         if self.reuse_forward:
-            same = places.collect == places.learn and not places.async_collect and self.fresh_updates == 1
-            same = same and self.collect_precision in (None, self.precision)
+            same = together and self.fresh_updates == 1 and self.collect_precision in (None, self.precision)
             self._require("reuse_forward", same, "leave it out, it needs an actor that is the learner, and fresh_updates")
         if self.graph:
-            alone = self.env_id is None and not places.async_collect and places.collect == places.learn
-            self._require(
-                "graph", alone, "leave it out, or learn and collect on one device, in turn, in the package's environment"
-            )
+            mend = "leave it out, or learn and collect on one device, in turn, in the package's environment"
+            self._require("graph", together and self.env_id is None, mend)
         if self.precision.startswith("fp8"):
             # FP8's weight gradient contracts the batch, whose rows (the bootstrap row too) must then be a multiple of 16.
             slices = self.batch_size // self.slice_length

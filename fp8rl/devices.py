@@ -17,7 +17,9 @@ wrapper that checks.)
 `BatchedEnv`. Any environment with a flat Box of observations and Discrete actions will do.
 """
 
+import contextlib
 import functools
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,7 +126,7 @@ def interface_of(env_id: str) -> Interface:
         mend = "register it wrapped in gymnasium.wrappers.FlattenObservation"
         raise ValueError(f"env_id is {env_id!r}, whose observations are {kind}, not a flat Box: {mend}")
     if not isinstance(actions, gymnasium.spaces.Discrete):
-        raise ValueError(f"env_id is {env_id!r}, whose actions are {type(actions).__name__}, not Discrete: register it wrapped")
+        raise ValueError(f"env_id is {env_id!r}, whose actions are {type(actions).__name__}, not Discrete: choose another")
     low, high = (tuple(bound.astype(float).tolist()) for bound in (observations.low, observations.high))
     limit = env.spec.max_episode_steps or 10_000
     return Interface(low, high, int(actions.n), int(actions.start), limit)
@@ -165,15 +167,18 @@ class GymEnv:
         self.env_id, self.share = env_id, share
         self.device = torch.device(device)
         self.num_envs = num_envs // share[1]
+        self._async = vectorization == "async"
         kwargs = {}
         if vectorization != "vector_entry_point":
             kwargs["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+        self.envs = None
         try:
             self.envs = gymnasium.make_vec(env_id, self.num_envs, vectorization_mode=vectorization, **kwargs)
-            offered = self.envs.metadata.get("autoreset_mode") == gymnasium.vector.AutoresetMode.NEXT_STEP
-        except gymnasium.error.Error:
-            offered = False
-        if not offered:
+        except Exception as error:
+            if not (vectorization == "vector_entry_point" and isinstance(error, gymnasium.error.Error)):
+                raise self._failure(error) from error
+        if not self.envs or self.envs.metadata.get("autoreset_mode") != gymnasium.vector.AutoresetMode.NEXT_STEP:
+            self.close()
             mend = "choose sync or async"
             raise ValueError(f"vectorization is {vectorization!r}, which {env_id} lacks with NEXT_STEP autoreset: {mend}")
         obs, _ = self._call(self.envs.reset, seed=seed + share[0] * self.num_envs)
@@ -193,7 +198,9 @@ class GymEnv:
 
     def close(self) -> None:
         """Ends the environments and their processes."""
-        self.envs.close()
+        with contextlib.suppress(EOFError, ConnectionError):  # of processes that ended by themselves
+            if self.envs:
+                self.envs.close()
 
     def tensors(self) -> None:
         """None: what the next step depends on is the environment's own."""
@@ -206,14 +213,23 @@ class GymEnv:
 
     def _call(self, method, *args, **kwargs):
         try:
-            return method(*args, **kwargs)
+            with warnings.catch_warnings() if self._async else contextlib.nullcontext():
+                if self._async:
+                    warnings.simplefilter("ignore")  # Gymnasium's, which repeat a worker's error in several lines
+                return method(*args, **kwargs)
         except Exception as error:  # whatever the environment's own code raises
-            died = isinstance(error, EOFError | ConnectionError)
-            what = "a process of it died" if died else f"{type(error).__name__}: {' '.join(str(error).split())}"
+            failure = self._failure(error)
             for process in getattr(self.envs, "processes", ()):
                 process.terminate()  # Gymnasium's close would wait for an answer from the dead
-            self.envs.closed = True
-            raise EnvironmentFailed(f"environment {self.env_id} failed ({what}): mend it and resume") from error
+                self.envs.closed = True
+            with contextlib.suppress(Exception):
+                self.envs.close()
+            raise failure from error
+
+    def _failure(self, error: Exception) -> EnvironmentFailed:
+        died = isinstance(error, EOFError | ConnectionError)
+        what = "a process of it died" if died else f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return EnvironmentFailed(f"environment {self.env_id} failed ({what}): mend it, and resume if there is a checkpoint")
 
 
 def make_env(

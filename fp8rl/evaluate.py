@@ -6,6 +6,8 @@ follow outliers and medians ignore half of the data, with a percentile bootstrap
 compared by the differences of runs that share a seed.
 """
 
+import contextlib
+
 import numpy as np
 import torch
 
@@ -30,16 +32,16 @@ def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device
     generator = torch.Generator(device).manual_seed(seed)
     if options.get("vectorization") == "async":
         options["vectorization"] = "sync"  # a process for each episode would cost more than it saves
-    env = make_env(episodes, start_noise, device, generator, seed + 2**32, **options)  # a Gymnasium env starts unlike in training
+    env = make_env(episodes, start_noise, device, generator, seed + 2**31, **options)  # a Gymnasium env starts unlike in training
     total = torch.zeros(episodes, device=device)
     live = torch.ones(episodes, dtype=torch.bool, device=device)
-    for _ in range(env.max_steps):
-        _, reward, _, _ = env.step(policy(env.obs))
-        total += reward * live
-        live &= ~env.done
-        if not live.any():
-            break
-    env.close()
+    with contextlib.closing(env):
+        for _ in range(env.max_steps):
+            _, reward, _, _ = env.step(policy(env.obs))
+            total += reward * live
+            live &= ~env.done
+            if not live.any():
+                break
     return total.cpu().numpy()
 
 

@@ -15,6 +15,7 @@ from .losses import Rollout
 
 # Calls before the capture, on the stream that it will use: libraries and lazily made state (Adam's, the scaler's) settle in them.
 WARMUP = 3
+GRAPHED = ("cuda",)  # kinds of devices that have graphs
 
 
 class Graphed:

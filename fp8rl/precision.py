@@ -113,10 +113,10 @@ class Precision:
     def autocast(self):
         """The region in which a forward pass runs in this precision."""
         dtype = AUTOCAST.get(self.name)
-        # Weights that were cast before a graph is captured would be read, never cast again, by every replay.
-        cached = not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        # Where a gradient is taken, a weight that was cast once for many steps would add up their gradients in the low precision.
+        cached = not torch.is_grad_enabled()
         cast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached)
-        with self._matmul_mode(), cast:
+        with self.matmul_mode(), cast:
             yield
 
     def step(
@@ -139,7 +139,7 @@ class Precision:
         one = torch.ones((), device=self.device)
         scale = self.scaler.scale(one)
         optimizer.zero_grad(set_to_none=True)
-        with self._matmul_mode():
+        with self.matmul_mode():
             self.scaler.scale(loss).backward()
         if total:
             grads = [p.grad for p in parameters]  # in one message, which costs more than its bytes
@@ -156,7 +156,7 @@ class Precision:
         return StepReport(grad_norm, new_scale, skipped)
 
     @contextlib.contextmanager
-    def _matmul_mode(self):
+    def matmul_mode(self):
         """Sets torch's process-wide TF32 switch for this precision and puts it back."""
         matmul = torch.backends.cuda.matmul
         before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if self.name == "tf32" else "ieee"

@@ -24,7 +24,7 @@ from .config import Config
 from .devices import GymEnv, check_devices, make_env, sync_weights, torch_device
 from .env import BatchedEnv, take_share
 from .evaluate import evaluate, gumbel
-from .graphs import Graphed
+from .graphs import GRAPHED, Graphed
 from .losses import DUMMY, TERMINATED, TRUNCATED, Rollout, action_logp, actor_critic_loss, log_softmax
 from .model import ActorCritic
 from .precision import Precision
@@ -41,7 +41,8 @@ class History:
     evaluations), loss, policy_loss, value_loss, entropy (nats), min_logp, ess (these six averaged over the iteration's updates,
     min_logp their minimum), grad_norm (the largest), nonfinite (updates whose gradient was not finite), skipped (updates that
     the scaler skipped), loss_scale (after the iteration), learning_rate and clipped (values in observations that the ring's
-    codec has clipped so far); with FP8 also the quantization statistics of the iteration's last update (fp8.recorded).
+    codec has clipped so far); with FP8 also the quantization statistics of the iteration's last update (fp8.recorded), with
+    reuse_forward of its gradients alone. Of several processes the first alone evaluates.
 
     Rows are kept as columns of doubles: a row of Python objects takes 2 kB, and a run's memory shall not grow by megabytes.
     """
@@ -236,12 +237,12 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         base = config.network()
     actor, judge = acting.prepare(copy.deepcopy(base)), judging.prepare(copy.deepcopy(base))
     model = precision.prepare(base)
-    optimizer = adam(model, config.learning_rate)
+    optimizer = adam(model, config.learning_rate, config.graph)
     begin = 0 if start is None else start["iteration"]
     seed = config.seed + begin * config.num_envs  # of a Gymnasium environment: a resumed run begins other episodes
+    ring = config.ring(size)
     env = make_env(config.num_envs, config.start_noise, acts_on, generator, seed, share, **config.observed)
     memory = torch.zeros(env.num_envs, model.width, device=acts_on) if model.recurrent else None
-    ring = config.ring(size)
     one_stream = ring.device == acts_on and not places.async_collect
     draws = generator if one_stream else torch.Generator(ring.device).manual_seed(config.seed + 2**33)
     slices = config.batch_size // config.slice_length
@@ -260,9 +261,10 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         return {
             "iteration": iteration + 1,
             "device": acts_on.type,
+            "store_device": ring.device.type,
             "optimizer": optimizer.state_dict(),
             "scaler": precision.scaler.state_dict(),
-            "generators": [generator.get_state(), draws.get_state()],
+            "generators": [generator.get_state(), None if one_stream else draws.get_state()],
             "env": _gathered(env.state_dict()),
             "memory": None if memory is None else ranks.gather(memory.clone()),
             "open_returns": ranks.gather(torch.from_numpy(open_returns)),
@@ -278,16 +280,18 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
             model.load_state_dict(start["model"])
             _load_optimizer(optimizer, start["optimizer"])
             precision.scaler.load_state_dict(start["scaler"])
+            acting_state, drawing_state = start["generators"]
             if start["device"] == acts_on.type:
-                for source, numbers in zip((generator, draws), start["generators"], strict=True):
-                    source.set_state(numbers)
+                generator.set_state(acting_state)
+            if drawing_state is not None and start["store_device"] == ring.device.type and not one_stream:
+                draws.set_state(drawing_state)
             seam = start["env"] is None
             if not seam:
                 env.load_state_dict({name: take_share(x, share) for name, x in start["env"].items()})
                 open_returns = take_share(start["open_returns"], share).numpy()
                 if memory is not None:
                     memory.copy_(take_share(start["memory"], share))
-                if start["ahead"] is not None and places.async_collect:
+                if start["ahead"] is not None:  # the environments stand behind it, whoever collects the next one
                     ahead = Future()
                     parts = (None if x is None else take_share(x, share, dim=1).to(acts_on) for x in start["ahead"])
                     ahead.set_result(Rollout(*parts))
@@ -298,6 +302,7 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
                 whole["clipped"] = whole["clipped"] * (rank == 0)  # one rank counts on
                 ring.load_state_dict({name: take_share(x, share) for name, x in start["ring"].items()} | whole)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            env.close()
             raise ValueError("start does not fit the config: resume with the run's own") from error
 
     def start_collecting() -> Future:
@@ -319,7 +324,7 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         """The next rollout, and the update on it if there shall be one."""
         nonlocal ahead
         held, outputs = env.tensors(), None
-        if config.reuse_forward:
+        if config.reuse_forward and not ahead:
             before = None if memory is None else memory.clone()  # the backward pass wants it as it was
             rollout, outputs = act(model, env, config.rollout_length, precision, generator, before)
         else:
@@ -336,23 +341,29 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         return rollout, stats
 
     replay = learn
-    if config.graph and device.type == "cuda":
+    if config.graph and device.type in GRAPHED:
         collect_and_learn = Graphed(collect_and_learn, generator)
         graphed = Graphed(lambda batch: learn(batch, last=True), generator)
 
         def replay(batch: Rollout, last: bool) -> dict[str, torch.Tensor]:
             return {name: x.clone() for name, x in graphed(batch).items()}
 
-    if begin == config.iterations:
+    if begin >= config.iterations:
         yield history  # it had finished
     hidden = not progress or rank > 0
     bar = tqdm(range(begin, config.iterations), unit="iteration", disable=hidden, initial=begin, total=config.iterations)
-    with contextlib.closing(env), ThreadPoolExecutor(1) if places.async_collect else contextlib.nullcontext() as pool:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(env))
+        pool = None
+        if places.async_collect:
+            stack.enter_context(precision.matmul_mode())  # once for both threads, since it is a switch of the whole process
+            pool = stack.enter_context(ThreadPoolExecutor(1))
         for iteration in bar:
             began = time.perf_counter()
             learning_rate = config.learning_rate * (1 - iteration / config.iterations if config.anneal else 1)
             _set_learning_rate(optimizer, learning_rate)
-            rollout, stats = collect_and_learn()
+            rollout, fresh = collect_and_learn()
+            stats = list(fresh)  # a graph gives the very same list every time
             _check_finite(rollout)
             ring.append(rollout, seam)
             seam = False
@@ -392,12 +403,14 @@ def train(config: Config, progress: bool = True, start: dict | None = None) -> H
     return history
 
 
-def adam(model: ActorCritic, learning_rate: float) -> torch.optim.Adam:
-    """Adam over a model's parameters. On CUDA all its numbers, step counts and learning rate too, live there (`capturable`), so
-    that a step never waits for the host and can be captured in a graph, and one kernel takes it (`fused`)."""
+def adam(model: ActorCritic, learning_rate: float, graph: bool = False) -> torch.optim.Adam:
+    """Adam over a model's parameters. On CUDA one kernel takes a step (`fused`) and all its numbers, step counts and learning
+    rate too, live there, so that it never waits for the host; for a graph it must be `capturable` besides."""
     if next(model.parameters()).is_cuda:
         rate = torch.tensor(learning_rate, device=next(model.parameters()).device)
-        return torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=graph)
+        optimizer._warned_capturable_if_run_uncaptured = True  # the steps before the capture need no warning
+        return optimizer
     return torch.optim.Adam(model.parameters(), lr=learning_rate, eps=1e-5)
 
 
@@ -417,7 +430,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
     groups = [group | flags for group, flags in zip(state["param_groups"], mine, strict=True)]
     optimizer.load_state_dict({"state": copy.deepcopy(state["state"]), "param_groups": groups})  # or it would train theirs
     for values in optimizer.state.values():
-        if not mine[0]["capturable"]:
+        if not (mine[0]["capturable"] or mine[0]["fused"]):
             values["step"] = values["step"].cpu()
 
 
@@ -441,7 +454,8 @@ def check_share(config: Config, size: int) -> None:
     require("memmap", config.memmap is None, "leave it out")
     require("graph", not config.graph, "leave it out")
     if config.precision.startswith("fp8"):
-        rows = config.num_envs // size * (1 if config.encoder == "gru" else config.rollout_length + 1)
+        by_row = config.encoder == "gru" or config.reuse_forward
+        rows = config.num_envs // size * (1 if by_row else config.rollout_length + 1)
         whole = rows % fp8.MULTIPLE == 0 or not config.fresh_updates
         require("num_envs", whole, f"give a multiple of {fp8.MULTIPLE * size} for {config.precision}")
 

@@ -96,7 +96,7 @@ def test_a_failed_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     run("train", *TINY, "--out", tmp_path)
     with pytest.raises(SystemExit):
         run("train", *TINY, "--out", tmp_path, "--overwrite", "--reward-scale", "1e38")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 
 def test_eval_can_change_the_precision(trained, capsys):
@@ -234,3 +234,31 @@ def test_clipped_observations_are_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(config, "obs_high", lambda *observed: (0.01, 1.9))
     run("train", *TINY, "--codec", "int8", "--out", tmp_path / "a")
     assert "warning: codec int8 clipped observations (feature 0: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--steps=1024", "--precision=bf16", "--overwrite"])
+def test_what_a_resumed_run_cannot_change_is_refused_even_if_it_is_the_default_or_its_own(word, trained, capsys):
+    with pytest.raises(SystemExit):
+        run("train", "--resume", trained, word)
+    name = word.removeprefix("--").split("=")[0]
+    assert capsys.readouterr().err.startswith(f"fp8rl: {name} is ") and (trained / "metrics.csv").read_text()
+
+
+def test_a_resumed_run_moves_only_the_parts_that_are_named(tmp_path, monkeypatch):
+    run("train", *TINY, "--async-collect", "--evaluate", "cpu", "--out", tmp_path)
+    run("train", "--resume", tmp_path, "--device", "cpu", "--store", "cpu")
+    placement = json.loads((tmp_path / "config.json").read_text())["placement"]
+    assert placement == {"learn": None, "collect": None, "store": "cpu", "evaluate": "cpu", "async_collect": True}
+
+
+def test_metrics_stand_when_a_resumed_run_cannot_begin(trained, monkeypatch, capsys):
+    before = (trained / "metrics.csv").read_text()
+
+    def refuses(*arguments, **options):
+        raise ValueError("no")
+        yield
+
+    monkeypatch.setattr(cli, "iterate", refuses)
+    with pytest.raises(SystemExit):
+        run("train", "--resume", trained)
+    assert (trained / "metrics.csv").read_text() == before != ""

@@ -18,7 +18,7 @@ from fp8rl.devices import (
     interface_of,
     sync_weights,
 )
-from fp8rl.env import BatchedEnv
+from fp8rl.env import BatchedEnv, dynamics
 from fp8rl.evaluate import play
 from fp8rl.losses import DUMMY
 from fp8rl.model import ActorCritic
@@ -65,6 +65,23 @@ class Dies(Counter):
         return super().step(action)
 
 
+class Scarce(Counter):
+    """Of which there can be but two at a time, one of them to ask for its spaces."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        if self.made > 2:
+            raise OSError("no licence left")
+
+
+class OldSeeds(Counter):
+    def reset(self, *, seed=None, options=None):
+        np.random.RandomState(seed)  # takes 32 bits
+        return super().reset(seed=seed, options=options)
+
+
 class Continuous(Counter):
     action_space = gymnasium.spaces.Box(-1, 1, (1,))
 
@@ -77,7 +94,7 @@ class Picture(Counter):
     observation_space = gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
 
 
-ENVS = (Counter, Raises, Poisoned, Dies, Continuous, Keyed, Picture)
+ENVS = (Counter, Raises, Poisoned, Dies, Scarce, OldSeeds, Continuous, Keyed, Picture)
 for env in ENVS:
     gymnasium.register(f"fp8rl-tests/{env.__name__}-v0", env, disable_env_checker=True)
 
@@ -170,6 +187,29 @@ def test_a_run_that_collects_ahead_resumes_bit_for_bit(tmp_path):
         checkpoint.save(tmp_path / "checkpoint.pt", next(itertools.islice(iterate(config), stop - 1, None)))
         resumed, start = checkpoint.resume(tmp_path / "checkpoint.pt")
         assert torch.equal(weights(train(resumed, False, start)), weights(whole))
+
+
+def test_a_run_that_collected_ahead_goes_on_in_turn_and_back(tmp_path):
+    path, config = tmp_path / "checkpoint.pt", Config(**SHORT, placement=Placement(async_collect=True))
+    for placement in (Placement(), Placement(async_collect=True)):
+        _, start = checkpoint.resume(path) if path.exists() else (None, None)
+        checkpoint.save(path, next(iterate(config, start=start)))
+        config, _ = checkpoint.resume(path, placement=placement)
+    config, start = checkpoint.resume(path, placement=Placement())
+    history = next(iterate(config, start=start))
+    assert history.snapshot()["generators"][1] is None  # acting and drawing share one stream again
+    ring = history.ring
+    batch = ring.sample(200, ring.size, torch.Generator().manual_seed(0))
+    expected = dynamics(batch.obs[:-1], batch.action)[batch.valid]
+    torch.testing.assert_close(expected, batch.obs[1:][batch.valid])  # no step leads from one place to another
+
+
+def test_acting_and_drawing_never_share_numbers_by_chance(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save(path, next(iterate(Config(**SHORT))))
+    config, start = checkpoint.resume(path, placement=Placement(async_collect=True))
+    acting, drawing = next(iterate(config, start=start)).snapshot()["generators"]
+    assert not torch.equal(acting, drawing)
 
 
 def test_collecting_ahead_learns():
@@ -283,7 +323,10 @@ def test_an_environment_that_fails_is_one_line(name, what, vectorization):
     if (name, vectorization) == ("Dies", "sync"):
         pytest.skip("it would end this process")
     env = GymEnv(f"fp8rl-tests/{name}-v0", 2, vectorization=vectorization)
-    with pytest.raises(EnvironmentFailed, match=f"^environment fp8rl-tests/{name}-v0 failed .{what}.: mend it and resume$"):
+    with pytest.raises(
+        EnvironmentFailed,
+        match=f"^environment fp8rl-tests/{name}-v0 failed .{what}.: mend it, and resume if there is a checkpoint$",
+    ):
         for _ in range(7):
             env.step(torch.zeros(2, dtype=torch.long))
     env.close()
@@ -322,6 +365,17 @@ def test_the_last_checkpoint_stands_when_the_environment_fails(name, line, tmp_p
     monkeypatch.setattr(whole, "step", Counter.step)
     history = next(iterate(config, start=start))
     assert len(history) == 4 and history.ring.size == 4 * 32 + 1
+
+
+def test_a_copy_that_cannot_be_made_is_one_line():
+    with pytest.raises(
+        EnvironmentFailed, match=r"^environment fp8rl-tests/Scarce-v0 failed \(OSError: no licence left\): mend it"
+    ):
+        GymEnv("fp8rl-tests/Scarce-v0", 3)
+
+
+def test_seeds_fit_old_generators():
+    assert play(lambda obs: torch.zeros(len(obs), dtype=torch.long), 2, env_id="fp8rl-tests/OldSeeds-v0").tolist() == [35, 35]
 
 
 def test_a_batched_form_that_is_not_there_is_refused():
