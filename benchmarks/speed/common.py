@@ -5,8 +5,12 @@ A contestant is a function `train(options, tick)` that trains without end, or fo
 observations float32 [E, 2] to greedy actions int64 [E]. `tick` raises Stop when enough was seen.
 
 Throughput (default): iterations run until the warm-up is over, then for S seconds; steps per second are those of the latter.
-compile_seconds is what the warm-up took longer than as many later iterations. Learning (--learn): a greedy evaluation every
-1/50 of `options.steps`, outside the clock, until one reaches 195. The clock starts before the loop is built and compiled.
+compile_seconds is what the warm-up took longer than as many later iterations.
+
+Learning (--learn): a greedy evaluation every 1/50 of `options.steps`, outside the clock, until one reaches 195; with --full to the
+last step, and greedy_return is then that of the trained agent, and seconds_settled is the evaluation from which on all reach
+195: the first that does may be luck, since even tiny logits have a greedy action. The clock starts before the loop is built and
+compiled, but after imports; compile_seconds is then when the first iteration was over.
 """
 
 import argparse
@@ -30,7 +34,7 @@ ENDLESS = 10**12  # steps of a throughput run: the learning rate then stays at i
 WARM_SECONDS = 1.0
 
 
-class Stop(Exception):  # noqa: N818
+class Stop(Exception):
     """Raised by a tick: the run has shown what it should."""
 
 
@@ -64,12 +68,12 @@ class Throughput:
 
 
 class Learning:
-    """A tick that evaluates at intervals, with its clock halted, until an evaluation reaches 195."""
+    """A tick that evaluates at intervals, with its clock halted, until an evaluation reaches 195, or to the end."""
 
-    def __init__(self, steps: int):
-        self.every = max(1, steps // 50)
+    def __init__(self, steps: int, full: bool):
+        self.every, self.full = max(1, steps // 50), full
         self.evaluated = self.halted = self.steps = 0
-        self.first = None
+        self.first = self.seconds_to_195 = self.steps_to_195 = self.settled = None
         self.start = time.perf_counter()
 
     def __call__(self, steps: int, act: Callable) -> None:
@@ -83,14 +87,19 @@ class Learning:
     def evaluate(self, now: float) -> None:
         score = greedy_return(self.act)
         seconds = now - self.start - self.halted
+        if score >= THRESHOLD and self.seconds_to_195 is None:
+            self.seconds_to_195, self.steps_to_195 = seconds, self.steps
+        self.settled = (self.settled or seconds) if score >= THRESHOLD else None
         self.result = {
             "train_steps_per_second": self.steps / seconds,
             "greedy_return": score,
-            "seconds_to_195": seconds if score >= THRESHOLD else None,
-            "compile_seconds": None,
-            "steps_to_195": self.steps if score >= THRESHOLD else None,
+            "steps": self.steps,
+            "seconds_to_195": self.seconds_to_195,
+            "compile_seconds": self.first - self.start,
+            "steps_to_195": self.steps_to_195,
+            "seconds_settled": self.settled,
         }
-        if score >= THRESHOLD:
+        if self.seconds_to_195 and not self.full:
             raise Stop
         self.halted += time.perf_counter() - now
 
@@ -110,13 +119,14 @@ def peak_rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def parser(variants: tuple[str, ...], precisions: tuple[str, ...], rollout_length: int) -> argparse.ArgumentParser:
+def parser(variants: tuple[str, ...], precisions: tuple[str, ...], num_envs: int, rollout_length: int) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    options.add_argument("--num-envs", type=int, nargs="+", default=[256], help="several: one measurement and one line each")
+    options.add_argument("--num-envs", type=int, nargs="+", default=[num_envs], help="several: one line each")
     options.add_argument("--rollout-length", type=int, default=rollout_length)
     options.add_argument("--seconds", type=float, default=3.0, help="measured, after the warm-up")
     options.add_argument("--json", action="store_true", help="print JSON alone")
     options.add_argument("--learn", action="store_true", help="train until a greedy evaluation reaches 195")
+    options.add_argument("--full", action="store_true", help="with --learn: go on to the last step")
     options.add_argument("--steps", type=int, default=None, help="at most, in --learn; over them the learning rate falls to 0")
     options.add_argument("--learning-rate", type=float, default=Config.learning_rate)
     options.add_argument("--seed", type=int, default=0)
@@ -130,14 +140,22 @@ def measure(options: argparse.Namespace, train: Callable) -> dict:
     """Runs one contestant once in this process."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    tick = Learning(options.steps) if options.learn else Throughput(options.seconds)
+    import_lazy_parts()
+    tick = Learning(options.steps, options.full) if options.learn else Throughput(options.seconds)
     try:
         train(options, tick)
-        if options.learn and tick.steps // tick.every > 0:
-            tick.evaluate(time.perf_counter())
+        tick.evaluate(time.perf_counter())
     except Stop:
         pass
     return tick.result
+
+
+def import_lazy_parts() -> None:
+    """Takes a gradient step, at the first of which torch imports modules for a second."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
 
 
 def main(
@@ -146,9 +164,10 @@ def main(
     packages: tuple[str, ...] = ("torch", "numpy", "gymnasium"),
     variants: tuple[str, ...] = ("default",),
     precisions: tuple[str, ...] = ("fp32",),
+    num_envs: int = 256,
     rollout_length: int = 16,
 ) -> None:
-    options = parser(variants, precisions, rollout_length).parse_args()
+    options = parser(variants, precisions, num_envs, rollout_length).parse_args()
     budget = options.steps
     for num_envs in options.num_envs:
         options.steps = (budget or 2000 * num_envs * options.rollout_length) if options.learn else ENDLESS

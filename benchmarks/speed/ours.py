@@ -29,14 +29,8 @@ def train(options, tick):
         eval_every=0,
         placement=dataclasses.replace(Placement(), async_collect=options.variant == "ahead"),
     )
-    iteration = 0
-    for history in iterate(config, progress=False):
-        iteration += 1
-
-        def act(obs, model=history.model):
-            return model(obs)[0].argmax(-1)
-
-        tick(iteration * size, act)
+    for iteration, history in enumerate(iterate(config, progress=False), start=1):
+        tick(iteration * size, lambda obs, model=history.model: model(obs)[0].argmax(-1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,229 @@
+"""Trains the same agent with fp8rl and with what else a user would pick, alternately, and tables what came out.
+
+Every measurement is a process of its own; one runs at a time. First every contestant's throughput over the numbers of
+environments, once, for the figure and for its best number. Then at that number in alternating rounds, of which medians count,
+with the floor (floor.py) at the shape of ours in every round. Then it is trained at that number once, and at 64 environments for
+every seed. Settings: the scripts' docstrings; CONTESTANTS holds the ones chosen here.
+
+    python benchmarks/speed/compare.py benchmarks/results
+    python benchmarks/speed/compare.py build --only ours jax --rounds 2 --seeds 2
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from fp8rl import study
+from fp8rl.plot import STYLES
+
+HERE = Path(__file__).parent
+NUM_ENVS = (16, 64, 256, 1024, 4096)
+LEARNING = {"num_envs": 64, "rollout_length": 16, "learning_rate": 3e-3, "updates": 100}
+OURS = "fp8rl, fp32"
+
+
+class Contestant(NamedTuple):
+    script: str
+    options: dict
+    """Of the script, but for the number of environments."""
+    num_envs: tuple[int, ...] = NUM_ENVS
+    """To choose the fastest from."""
+    learns: bool = True
+    """Whether it is trained for every seed too."""
+    training: dict = LEARNING
+    """Updates and learning rate when it is trained."""
+
+
+def contestant(script: str, variant: str, precision: str = "fp32", length: int = 16, threads: int = 1, **rest) -> Contestant:
+    options = {"variant": variant, "precision": precision, "rollout-length": length, "threads": threads}
+    return Contestant(script, options, **rest)
+
+
+DEMO = {"num_envs": (1,), "length": 128, "learns": False, "training": {"updates": 800, "learning_rate": 1e-3}}
+COMPILED = {"num_envs": (1024,), "learns": False}  # compiling alone takes longer than the others take to learn
+CONTESTANTS = {
+    OURS: contestant("ours", "in-turn"),
+    "fp8rl, bf16": contestant("ours", "in-turn", "bf16"),
+    "fp8rl, fp32, collecting ahead": contestant("ours", "ahead"),
+    "JAX, fp32": contestant("jax_loop", "unrolled"),
+    "JAX, bf16": contestant("jax_loop", "unrolled", "bf16"),
+    "CleanRL style": contestant("cleanrl_style", "eager"),
+    "CleanRL style, bf16": contestant("cleanrl_style", "eager", "bf16"),
+    "CleanRL style, compiled": contestant("cleanrl_style", "compiled", **COMPILED),
+    "TorchRL": contestant("torchrl_a2c", "eager"),
+    "TorchRL, compiled": contestant("torchrl_a2c", "compiled-env", **COMPILED),
+    "SB3, batched VecEnv": contestant("sb3", "batched"),
+    "SB3, DummyVecEnv": contestant("sb3", "dummy", num_envs=(16,)),
+    "published demo, naive": contestant("published", "naive", **DEMO),
+    "published demo, fp8rl": contestant("published", "fp8rl", **DEMO),
+}
+
+
+def measure(script: str, *flags: str, **options) -> list[dict]:
+    """What a script prints, run as a process of its own."""
+    words = [[f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))] for name, value in options.items()]
+    command = [sys.executable, str(HERE / f"{script}.py"), "--json", *flags, *itertools.chain(*words)]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def say(name: str, rows: list[dict]) -> list[dict]:
+    """Prints rows and returns them."""
+    for row in rows:
+        speed = row.get("train_steps_per_second") or row["matmuls_steps_per_second"]
+        score = "" if row.get("greedy_return") is None else f", greedy return {row['greedy_return']:.1f}"
+        print(f"{time.strftime('%X')} {name}: {row['num_envs']} environments, {speed:,.0f} steps/s{score}", flush=True)
+    return rows
+
+
+def throughput(name: str, num_envs: tuple[int, ...], seconds: float) -> list[dict]:
+    """A row for each number of environments."""
+    who = CONTESTANTS[name]
+    return say(name, measure(who.script, **who.options, **{"num-envs": num_envs, "seconds": seconds}))
+
+
+def learn(name: str, num_envs: int, seed: int, **options) -> dict:
+    """One whole training."""
+    who = CONTESTANTS[name]
+    options = who.options | {"num-envs": num_envs, "learning-rate": who.training["learning_rate"], **options}
+    steps = who.training["updates"] * num_envs * options["rollout-length"]
+    return say(f"{name} learns", measure(who.script, "--learn", "--full", **options, steps=steps, seed=seed))[0]
+
+
+def alternate(best: dict[str, int], rounds: int, seconds: float) -> dict[str, list[dict]]:
+    """Rounds of all contestants and of the floor at the shape of ours."""
+    rows = {name: [] for name in (*best, "floor")}
+    ours = OURS if OURS in best else next(iter(best))
+    shape = {name: CONTESTANTS[ours].options[name] for name in ("rollout-length", "precision", "threads")}
+    for _ in range(rounds):
+        for name, num_envs in best.items():
+            rows[name] += throughput(name, (num_envs,), seconds)
+        rows["floor"] += say("floor", measure("floor", **shape, **{"num-envs": best[ours], "seconds": seconds}))
+    return rows
+
+
+def median(rows: list[dict], name: str) -> float | None:
+    """The median of a number of some rows; None counts as the largest."""
+    value = statistics.median(math.inf if row[name] is None else row[name] for row in rows)
+    return value if math.isfinite(value) else None
+
+
+def shown(value: float | None, form: str) -> str:
+    return "not reached" if value is None else format(value, form)
+
+
+def speed_table(rows: dict[str, list[dict]], trained: dict[str, dict]) -> list[str]:
+    """Throughput of every contestant at its best number of environments."""
+    speed = {name: median(rows[name], "train_steps_per_second") for name in rows if name != "floor"}
+    ours = speed.get(OURS, max(speed.values()))
+    floor = {name: median(rows["floor"], f"{name}_steps_per_second") for name in ("matmuls", "bytes", "both")}
+    columns = ["contestant", "environments x steps", "precision", "torch threads", "training steps/s", "lowest to highest"]
+    columns += ["times slower than ours", "share of the floor", "trained for, steps", "greedy return then"]
+    columns += ["compile, s", "peak RSS, MB"]
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    for name in sorted(speed, key=speed.get, reverse=True):
+        row, speeds = rows[name][0], [row["train_steps_per_second"] for row in rows[name]]
+        threads = "" if name.startswith("JAX") else CONTESTANTS[name].options["threads"]
+        lines.append(
+            f"| {name} | {row['num_envs']:,} x {row['rollout_length']} | {row['precision']} | {threads} | {speed[name]:,.0f} "
+            f"| {min(speeds):,.0f} to {max(speeds):,.0f} | {ours / speed[name]:.2f} | {speed[name] / floor['both']:.0%} "
+            f"| {trained[name]['steps']:,} | {trained[name]['greedy_return']:.1f} | {median(rows[name], 'compile_seconds'):.1f} "
+            f"| {median(rows[name], 'peak_rss_mb'):,.0f} |"
+        )
+    shape = "{num_envs:,} x {rollout_length}, {precision}, {setting}".format(**rows["floor"][0])
+    limits = ", ".join(f"{name} {value:,.0f} steps/s" for name, value in floor.items())
+    return [*lines, "", f"The floor, at the shape of ours ({shape}): {limits}."]
+
+
+def learning_table(learned: dict[str, list[dict]]) -> list[str]:
+    """What training took, medians over the seeds."""
+    lines = [
+        "| contestant | precision | greedy return, median | lowest seed | seeds at 195 | seconds to 195 | steps to 195 "
+        "| seconds until it stays at 195 | seconds of the first iteration |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, rows in learned.items():
+        scores = [row["greedy_return"] for row in rows]
+        lines.append(
+            f"| {name} | {rows[0]['precision']} | {statistics.median(scores):.1f} | {min(scores):.1f} "
+            f"| {sum(score >= 195 for score in scores)} of {len(scores)} | {shown(median(rows, 'seconds_to_195'), '.3f')} "
+            f"| {shown(median(rows, 'steps_to_195'), ',.0f')} | {shown(median(rows, 'seconds_settled'), '.2f')} "
+            f"| {median(rows, 'compile_seconds'):.2f} |"
+        )
+    return lines
+
+
+def plot(swept: dict[str, list[dict]], path: Path) -> None:
+    """Training steps per second against the number of environments."""
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    ax = figure.add_subplot()
+    for i, (name, rows) in enumerate(swept.items()):
+        style = STYLES[i % len(STYLES)] | {"fillstyle": "full" if i < len(STYLES) else "none"}
+        ax.plot([row["num_envs"] for row in rows], [row["train_steps_per_second"] for row in rows], label=name, **style)
+    ax.set(xscale="log", yscale="log", xlabel="environments stepped together", ylabel="training steps per second (1/s)")
+    ax.set_xticks(sorted({row["num_envs"] for rows in swept.values() for row in rows}))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for speed.md, speed.json and speed.png")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of names of contestants")
+    options = parser.parse_args()
+    names = [name for name in CONTESTANTS if any(part.lower() in name.lower() for part in options.only)]
+    began = time.time()
+    swept = {name: throughput(name, CONTESTANTS[name].num_envs, options.seconds) for name in names}
+    best = {name: max(rows, key=lambda row: row["train_steps_per_second"])["num_envs"] for name, rows in swept.items()}
+    rows = alternate(best, options.rounds, options.seconds)
+    trained = {name: learn(name, best[name], 0) for name in names}
+    learners = [name for name in names if CONTESTANTS[name].learns]
+    learned = {name: [] for name in learners}
+    for seed, name in itertools.product(range(options.seeds), learners):
+        learned[name].append(learn(name, LEARNING["num_envs"], seed, **{"rollout-length": LEARNING["rollout_length"]}))
+    versions = {key: value for runs in rows.values() for key, value in runs[0]["versions"].items()}
+    result = {"hardware": study.hardware(), "versions": versions, "arguments": {**vars(options), "out": options.out.name}}
+    result |= {"sweep": swept, "rounds": rows, "trained": trained, "learned": learned, "seconds": time.time() - began}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "speed.md").write_text(report(rows, trained, learned, versions, options))
+    plot(swept, options.out / "speed.png")
+    print((options.out / "speed.md").read_text())
+
+
+def report(rows: dict, trained: dict, learned: dict, versions: dict, options: argparse.Namespace) -> str:
+    listed = ", ".join(f"{name} {value}" for name, value in versions.items())
+    shape = "{num_envs} environments x {rollout_length} steps, {updates} updates, learning rate {learning_rate} to 0".format(
+        **LEARNING
+    )
+    blocks = [
+        [f"Training steps per second, medians of {options.rounds} alternating rounds of {options.seconds:g} s:", ""],
+        speed_table(rows, trained),
+        ["", "![Training steps per second against the number of environments](speed.png)", ""],
+        [f"Training in {shape}; evaluated after every second update, outside the clock; medians of {options.seeds} seeds:", ""],
+        learning_table(learned),
+        ["", f"`python benchmarks/speed/compare.py {options.out}` on {study.hardware()}. {listed}.", ""],
+    ]
+    return "\n".join(itertools.chain(*blocks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Every contestant's own physics against fp8rl.env. `pytest benchmarks/speed`, where the contestants are installed."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8rl.config import Config
+from fp8rl.env import MAX_STEPS, dynamics, is_out, reward_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def given():
+    """States over the whole space, some of which the next step takes out, and actions."""
+    generator = torch.Generator().manual_seed(0)
+    state = (2 * torch.rand(4096, 2, generator=generator) - 1) * torch.tensor([2.1, 1.9])
+    return state, torch.randint(2, (4096,), generator=generator)
+
+
+def test_jax(given):
+    jax_loop = pytest.importorskip("jax_loop")
+    state, action = given
+    ages = np.where(np.arange(len(state)) % 3, 5, MAX_STEPS - 1)
+    done = np.arange(len(state)) % 5 == 0
+    noise = np.full((len(state), 2), 0.5, np.float32)
+    before = jax_loop.State(state.numpy(), ages, done)
+    (obs, age, ended), (reward, terminated, valid) = jax_loop.jax.vmap(jax_loop.env_step)(before, action.numpy(), noise)
+    expected = dynamics(state, action)
+    live = ~done
+    np.testing.assert_allclose(np.asarray(obs)[live], expected.numpy()[live], rtol=0, atol=3e-7)
+    np.testing.assert_allclose(np.asarray(obs)[done], 0.5 * Config.start_noise)
+    np.testing.assert_allclose(np.asarray(reward)[live], reward_of(expected).numpy()[live], atol=1e-6)
+    np.testing.assert_array_equal(terminated, is_out(expected).numpy() & live)
+    np.testing.assert_array_equal(valid, live)
+    np.testing.assert_array_equal(ended, (is_out(expected).numpy() | (ages == MAX_STEPS - 1)) & live)
+    np.testing.assert_array_equal(age, np.where(done, 0, ages + 1))
+
+
+def test_sb3(given):
+    sb3 = pytest.importorskip("sb3")
+    state, action = given
+    envs = sb3.BatchedVecEnv(len(state))
+    envs.reset()
+    envs.state, envs.ages = state.numpy().copy(), np.where(np.arange(len(state)) % 3, 5, MAX_STEPS - 1)
+    obs, reward, dones, infos = envs.step(action.numpy())
+    expected = dynamics(state, action)
+    out, late = is_out(expected).numpy(), envs.ages == 0
+    np.testing.assert_array_equal(dones, out | (np.arange(len(state)) % 3 == 0))
+    np.testing.assert_array_equal(late, dones)
+    reached = np.stack([info.get("terminal_observation", x) for info, x in zip(infos, obs, strict=True)])
+    np.testing.assert_allclose(reached, expected.numpy(), rtol=0, atol=3e-7)
+    np.testing.assert_allclose(reward, Config.reward_scale * reward_of(expected).numpy(), atol=1e-6)
+    assert (np.abs(obs[dones]) <= Config.start_noise).all()
+    assert [info["TimeLimit.truncated"] for info in infos if info] == (~out[dones]).tolist()
+
+
+def test_torchrl():
+    torchrl_a2c = pytest.importorskip("torchrl_a2c")
+    torch.manual_seed(0)
+    env = torchrl_a2c.BatchedEnv(64)
+    steps = env.rollout(3 * MAX_STEPS, break_when_any_done=False)
+    after = dynamics(steps["observation"], steps["action"])
+    torch.testing.assert_close(steps["next", "observation"], after, rtol=0, atol=0)
+    torch.testing.assert_close(steps["next", "terminated"].squeeze(-1), is_out(after))
+    torch.testing.assert_close(steps["next", "reward"].squeeze(-1), Config.reward_scale * reward_of(after))
+    ended, goes_on = steps["next", "done"][:, :-1, 0], steps["observation"][:, 1:]
+    assert ended.any() and (goes_on[ended].abs() <= Config.start_noise).all()
+    torch.testing.assert_close(goes_on[~ended], after[:, :-1][~ended], rtol=0, atol=0)
