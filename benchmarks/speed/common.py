@@ -7,8 +7,8 @@ observations float32 [E, 2] to greedy actions int64 [E]. `tick` raises Stop when
 Throughput (default): iterations run until the warm-up is over, then for S seconds; steps per second are those of the latter.
 compile_seconds is what the warm-up took longer than as many later iterations.
 
-Learning (--learn): a greedy evaluation every 1/50 of `options.steps`, outside the clock, until one reaches 195; with --full to the
-last step, and greedy_return is then that of the trained agent, and seconds_settled is the evaluation from which on all reach
+Learning (--learn): a greedy evaluation every 1/50 of `options.steps`, outside the clock, until one reaches 195; with --full to
+the last step, and greedy_return is then that of the trained agent, and seconds_settled is the evaluation from which on all reach
 195: the first that does may be luck, since even tiny logits have a greedy action. The clock starts before the loop is built and
 compiled, but after imports; compile_seconds is then when the first iteration was over.
 """
