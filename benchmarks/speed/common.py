@@ -31,7 +31,6 @@ from fp8rl.evaluate import play
 
 THRESHOLD = 195.0
 ENDLESS = 10**12  # steps of a throughput run: the learning rate then stays at its start
-WARM_SECONDS = 1.0
 
 
 class Stop(Exception):
@@ -41,8 +40,8 @@ class Stop(Exception):
 class Throughput:
     """A tick that warms up, then counts steps for some seconds."""
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    def __init__(self, warm_seconds: float, seconds: float):
+        self.warm_seconds, self.seconds = warm_seconds, seconds
         self.ticks = 0
         self.warm = None
         self.start = time.perf_counter()
@@ -53,7 +52,7 @@ class Throughput:
         if self.ticks == 1:
             self.first = now
         elif self.warm is None:
-            if self.ticks >= 4 and now - self.first >= WARM_SECONDS:
+            if self.ticks >= 4 and now - self.first >= self.warm_seconds:
                 self.warm = self.ticks, now, steps
         elif now - self.warm[1] >= self.seconds:
             ticks, began, before = self.warm
@@ -124,6 +123,7 @@ def parser(variants: tuple[str, ...], precisions: tuple[str, ...], num_envs: int
     options.add_argument("--num-envs", type=int, nargs="+", default=[num_envs], help="several: one line each")
     options.add_argument("--rollout-length", type=int, default=rollout_length)
     options.add_argument("--seconds", type=float, default=3.0, help="measured, after the warm-up")
+    options.add_argument("--warm", type=float, default=1.0, help="seconds of warm-up after the first iteration, at least")
     options.add_argument("--json", action="store_true", help="print JSON alone")
     options.add_argument("--learn", action="store_true", help="train until a greedy evaluation reaches 195")
     options.add_argument("--full", action="store_true", help="with --learn: go on to the last step")
@@ -141,7 +141,7 @@ def measure(options: argparse.Namespace, train: Callable) -> dict:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     import_lazy_parts()
-    tick = Learning(options.steps, options.full) if options.learn else Throughput(options.seconds)
+    tick = Learning(options.steps, options.full) if options.learn else Throughput(options.warm, options.seconds)
     try:
         train(options, tick)
         tick.evaluate(time.perf_counter())

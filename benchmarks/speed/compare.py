@@ -3,8 +3,10 @@
 Every measurement is a process of its own; one runs at a time. First every contestant's throughput over the numbers of
 environments, once, for the figure and for its best number. Then at that number in alternating rounds, of which medians count,
 with the floor (floor.py) at the shape of ours in every round. Then it is trained at that number once, and at 64 environments for
-every seed. Settings: the scripts' docstrings; CONTESTANTS holds the ones chosen here.
+every seed. Beforehand --search tries rollout lengths, threads and variants for every contestant, and leaves the fastest in
+speed_search.json, from which later runs take them.
 
+    python benchmarks/speed/compare.py benchmarks/results --search
     python benchmarks/speed/compare.py benchmarks/results
     python benchmarks/speed/compare.py build --only ours jax --rounds 2 --seeds 2
 """
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,43 +32,49 @@ from fp8rl.plot import STYLES
 HERE = Path(__file__).parent
 NUM_ENVS = (16, 64, 256, 1024, 4096)
 LEARNING = {"num_envs": 64, "rollout_length": 16, "learning_rate": 3e-3, "updates": 100}
-OURS = "fp8rl, fp32"
+OURS = "fp8rl, bf16"
 
 
 class Contestant(NamedTuple):
     script: str
     options: dict
     """Of the script, but for the number of environments."""
+    search: dict = {"rollout-length": (16, 32), "threads": (1, os.cpu_count())}
+    """Values of options that --search tries."""
     num_envs: tuple[int, ...] = NUM_ENVS
     """To choose the fastest from."""
-    learns: bool = True
-    """Whether it is trained for every seed too."""
+    learns: dict | None = {}
+    """Other options where it is trained for every seed; None leaves that out."""
     training: dict = LEARNING
     """Updates and learning rate when it is trained."""
 
 
-def contestant(script: str, variant: str, precision: str = "fp32", length: int = 16, threads: int = 1, **rest) -> Contestant:
-    options = {"variant": variant, "precision": precision, "rollout-length": length, "threads": threads}
+def contestant(script: str, variant: str, precision: str = "fp32", length: int = 16, **rest) -> Contestant:
+    options = {"variant": variant, "precision": precision, "rollout-length": length, "threads": os.cpu_count()}
     return Contestant(script, options, **rest)
 
 
-DEMO = {"num_envs": (1,), "length": 128, "learns": False, "training": {"updates": 800, "learning_rate": 1e-3}}
-COMPILED = {"num_envs": (1024,), "learns": False}  # compiling alone takes longer than the others take to learn
+DEMO = {"search": {}, "num_envs": (1,), "learns": None, "training": {"updates": 800, "learning_rate": 1e-3}}
+# Compiling alone takes longer than the others take to learn.
+COMPILED = {"search": {"threads": (1, os.cpu_count())}, "num_envs": (256, 1024, 4096), "learns": None}
+# What is not unrolled compiles sooner.
+JAX = {"search": {"rollout-length": (16, 64), "variant": ("scan", "unrolled")}, "length": 64, "learns": {"variant": "scan"}}
 CONTESTANTS = {
-    OURS: contestant("ours", "in-turn"),
-    "fp8rl, bf16": contestant("ours", "in-turn", "bf16"),
-    "fp8rl, fp32, collecting ahead": contestant("ours", "ahead"),
-    "JAX, fp32": contestant("jax_loop", "unrolled"),
-    "JAX, bf16": contestant("jax_loop", "unrolled", "bf16"),
-    "CleanRL style": contestant("cleanrl_style", "eager"),
+    OURS: contestant("ours", "in-turn", "bf16"),
+    "fp8rl, fp32": contestant("ours", "in-turn"),
+    "fp8rl, bf16, collecting ahead": contestant("ours", "ahead", "bf16"),
+    "JAX, fp32": contestant("jax_loop", "unrolled", **JAX),
+    "JAX, bf16": contestant("jax_loop", "unrolled", "bf16", **JAX),
+    "CleanRL style, fp32": contestant("cleanrl_style", "eager"),
     "CleanRL style, bf16": contestant("cleanrl_style", "eager", "bf16"),
-    "CleanRL style, compiled": contestant("cleanrl_style", "compiled", **COMPILED),
-    "TorchRL": contestant("torchrl_a2c", "eager"),
-    "TorchRL, compiled": contestant("torchrl_a2c", "compiled-env", **COMPILED),
+    "CleanRL style, bf16, compiled": contestant("cleanrl_style", "compiled", "bf16", **COMPILED),
+    "TorchRL, fp32": contestant("torchrl_a2c", "eager"),
+    "TorchRL, bf16": contestant("torchrl_a2c", "eager", "bf16"),
+    "TorchRL, bf16, compiled": contestant("torchrl_a2c", "compiled-env", "bf16", **COMPILED),
     "SB3, batched VecEnv": contestant("sb3", "batched"),
     "SB3, DummyVecEnv": contestant("sb3", "dummy", num_envs=(16,)),
-    "published demo, naive": contestant("published", "naive", **DEMO),
-    "published demo, fp8rl": contestant("published", "fp8rl", **DEMO),
+    "published demo, naive": contestant("published", "naive", length=128, **DEMO),
+    "published demo, fp8rl": contestant("published", "fp8rl", length=128, **DEMO),
 }
 
 
@@ -89,10 +98,34 @@ def say(name: str, rows: list[dict]) -> list[dict]:
     return rows
 
 
-def throughput(name: str, num_envs: tuple[int, ...], seconds: float) -> list[dict]:
+def throughput(name: str, num_envs: tuple[int, ...], seconds: float, **options) -> list[dict]:
     """A row for each number of environments."""
     who = CONTESTANTS[name]
-    return say(name, measure(who.script, **who.options, **{"num-envs": num_envs, "seconds": seconds}))
+    return say(name, measure(who.script, **who.options | options | {"num-envs": num_envs, "seconds": seconds}))
+
+
+def fastest(rows: list[dict]) -> dict:
+    return max(rows, key=lambda row: row["train_steps_per_second"])
+
+
+def search(names: list[str], seconds: float) -> Iterator[dict[str, dict]]:
+    """The fastest options of every contestant, with its number of environments, and all that was tried: yields after each."""
+    for name in names:
+        space, tried = CONTESTANTS[name].search, []
+        for values in itertools.product(*space.values()):
+            options = dict(zip(space, values, strict=True))
+            rows = throughput(name, CONTESTANTS[name].num_envs, seconds, warm=seconds, **options)
+            tried += [row | {"options": options} for row in rows]
+        best = fastest(tried)
+        yield {name: {"options": best["options"], "num_envs": best["num_envs"], "tried": tried}}
+
+
+def take(found: dict[str, dict]) -> None:
+    """Puts searched options into CONTESTANTS. What is compiled runs at its best number of environments alone."""
+    for name, best in found.items():
+        who = CONTESTANTS[name]
+        num_envs = (best["num_envs"],) if "compiled" in name else who.num_envs
+        CONTESTANTS[name] = who._replace(options=who.options | best["options"], num_envs=num_envs)
 
 
 def learn(name: str, num_envs: int, seed: int, **options) -> dict:
@@ -103,10 +136,15 @@ def learn(name: str, num_envs: int, seed: int, **options) -> dict:
     return say(f"{name} learns", measure(who.script, "--learn", "--full", **options, steps=steps, seed=seed))[0]
 
 
+def ours_of(names: Iterable[str]) -> str:
+    """What the others are compared with: OURS, or the first if that is left out."""
+    return OURS if OURS in names else next(iter(names))
+
+
 def alternate(best: dict[str, int], rounds: int, seconds: float) -> dict[str, list[dict]]:
     """Rounds of all contestants and of the floor at the shape of ours."""
     rows = {name: [] for name in (*best, "floor")}
-    ours = OURS if OURS in best else next(iter(best))
+    ours = ours_of(best)
     shape = {name: CONTESTANTS[ours].options[name] for name in ("rollout-length", "precision", "threads")}
     for _ in range(rounds):
         for name, num_envs in best.items():
@@ -128,7 +166,7 @@ def shown(value: float | None, form: str) -> str:
 def speed_table(rows: dict[str, list[dict]], trained: dict[str, dict]) -> list[str]:
     """Throughput of every contestant at its best number of environments."""
     speed = {name: median(rows[name], "train_steps_per_second") for name in rows if name != "floor"}
-    ours = speed.get(OURS, max(speed.values()))
+    ours = speed[ours_of(speed)]
     floor = {name: median(rows["floor"], f"{name}_steps_per_second") for name in ("matmuls", "bytes", "both")}
     columns = ["contestant", "environments x steps", "precision", "torch threads", "training steps/s", "lowest to highest"]
     columns += ["times slower than ours", "share of the floor", "trained for, steps", "greedy return then"]
@@ -187,22 +225,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--search", action="store_true", help="choose rollout length, threads and variant instead")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names of contestants")
     options = parser.parse_args()
     names = [name for name in CONTESTANTS if any(part.lower() in name.lower() for part in options.only)]
+    options.out.mkdir(parents=True, exist_ok=True)
+    searched = options.out / "speed_search.json"
+    found = json.loads(searched.read_text()) if searched.exists() else {}
+    if options.search:
+        for one in search(names, options.seconds / 3):
+            found |= one
+            searched.write_text(json.dumps(found, indent=1) + "\n")
+        return
+    take(found)
     began = time.time()
     swept = {name: throughput(name, CONTESTANTS[name].num_envs, options.seconds) for name in names}
-    best = {name: max(rows, key=lambda row: row["train_steps_per_second"])["num_envs"] for name, rows in swept.items()}
+    best = {name: fastest(rows)["num_envs"] for name, rows in swept.items()}
     rows = alternate(best, options.rounds, options.seconds)
     trained = {name: learn(name, best[name], 0) for name in names}
-    learners = [name for name in names if CONTESTANTS[name].learns]
+    learners = [name for name in names if CONTESTANTS[name].learns is not None]
     learned = {name: [] for name in learners}
     for seed, name in itertools.product(range(options.seeds), learners):
-        learned[name].append(learn(name, LEARNING["num_envs"], seed, **{"rollout-length": LEARNING["rollout_length"]}))
+        shape = {"rollout-length": LEARNING["rollout_length"], **CONTESTANTS[name].learns}
+        learned[name].append(learn(name, LEARNING["num_envs"], seed, **shape))
     versions = {key: value for runs in rows.values() for key, value in runs[0]["versions"].items()}
     result = {"hardware": study.hardware(), "versions": versions, "arguments": {**vars(options), "out": options.out.name}}
     result |= {"sweep": swept, "rounds": rows, "trained": trained, "learned": learned, "seconds": time.time() - began}
-    options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
     (options.out / "speed.md").write_text(report(rows, trained, learned, versions, options))
     plot(swept, options.out / "speed.png")

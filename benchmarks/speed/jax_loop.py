@@ -1,7 +1,7 @@
 """A2C in the manner of PureJaxRL: environment, network, GAE and Adam in JAX, the whole loop under jit and lax.scan.
 
-Settings: many iterations in one call, with donated state; the noise of a rollout drawn at once, by the rbg generator (its
-counter-based default is slower); the two-action draw from one uniform number; environments reset in the step after an episode's
+Settings: many iterations in one call, with donated state; the noise of a rollout drawn at once, by the rbg generator (a
+little faster than the default); the two-action draw from one uniform number; environments reset in the step after an episode's
 end, so that one forward pass over T + 1 rows serves loss, GAE and bootstrap. XLA's CPU flags are its defaults. Variants: scan;
 unrolled, the scan over time steps unrolled 4 times. bf16: matmuls of bfloat16 inputs into float32, parameters in float32.
 
