@@ -147,7 +147,7 @@ def measure(options: argparse.Namespace, train: Callable) -> dict:
         tick.evaluate(time.perf_counter())
     except Stop:
         pass
-    return tick.result
+    return getattr(tick, "result", {})  # another process's tick may have stopped this one
 
 
 def import_lazy_parts() -> None:
@@ -166,19 +166,24 @@ def main(
     precisions: tuple[str, ...] = ("fp32",),
     num_envs: int = 256,
     rollout_length: int = 16,
+    speaks: bool = True,
 ) -> None:
+    """Runs a contestant over the numbers of environments asked for, and prints a line each, if it `speaks`."""
     options = parser(variants, precisions, num_envs, rollout_length).parse_args()
     budget = options.steps
     for num_envs in options.num_envs:
         options.steps = (budget or 2000 * num_envs * options.rollout_length) if options.learn else ENDLESS
         one = argparse.Namespace(**{**vars(options), "num_envs": num_envs})
+        result = measure(one, train)
+        if not speaks:
+            continue
         row = {
             "contestant": contestant,
             "setting": f"{options.variant}, {options.threads} torch threads",
             "num_envs": num_envs,
             "rollout_length": options.rollout_length,
             "precision": options.precision,
-            **measure(one, train),
+            **result,
             "peak_rss_mb": peak_rss_mb(),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         }

@@ -31,8 +31,9 @@ from fp8rl.plot import STYLES
 
 HERE = Path(__file__).parent
 NUM_ENVS = (16, 64, 256, 1024, 4096)
+MANY = (16, 256, 1024, 4096, 8192, 16384, 32768)
 LEARNING = {"num_envs": 64, "rollout_length": 16, "learning_rate": 3e-3, "updates": 100}
-OURS = "fp8rl, bf16"
+OURS = "fp8rl, bf16, a process a core"
 
 
 class Contestant(NamedTuple):
@@ -47,6 +48,8 @@ class Contestant(NamedTuple):
     """Other options where it is trained for every seed; None leaves that out."""
     training: dict = LEARNING
     """Updates and learning rate when it is trained."""
+    ranks: int = 1
+    """Processes that train together, under torchrun."""
 
 
 def contestant(script: str, variant: str, precision: str = "fp32", length: int = 16, **rest) -> Contestant:
@@ -60,9 +63,10 @@ COMPILED = {"search": {"threads": (1, os.cpu_count())}, "num_envs": (256, 1024, 
 # What is not unrolled compiles sooner.
 JAX = {"search": {"rollout-length": (16, 64), "variant": ("scan", "unrolled")}, "length": 64, "learns": {"variant": "scan"}}
 CONTESTANTS = {
-    OURS: contestant("ours", "in-turn", "bf16"),
-    "fp8rl, fp32": contestant("ours", "in-turn"),
-    "fp8rl, bf16, collecting ahead": contestant("ours", "ahead", "bf16"),
+    OURS: contestant("ours", "reused", "bf16", 32, num_envs=MANY, ranks=os.cpu_count()),
+    "fp8rl, bf16": contestant("ours", "reused", "bf16", 32, num_envs=MANY),
+    "fp8rl, fp32": contestant("ours", "reused", num_envs=MANY),
+    "fp8rl, fp32, in turn": contestant("ours", "in-turn"),
     "JAX, fp32": contestant("jax_loop", "unrolled", **JAX),
     "JAX, bf16": contestant("jax_loop", "unrolled", "bf16", **JAX),
     "CleanRL style, fp32": contestant("cleanrl_style", "eager"),
@@ -78,10 +82,11 @@ CONTESTANTS = {
 }
 
 
-def measure(script: str, *flags: str, **options) -> list[dict]:
+def measure(script: str, *flags: str, ranks: int = 1, **options) -> list[dict]:
     """What a script prints, run as a process of its own."""
     words = [[f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))] for name, value in options.items()]
-    command = [sys.executable, str(HERE / f"{script}.py"), "--json", *flags, *itertools.chain(*words)]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launch, str(HERE / f"{script}.py"), "--json", *flags, *itertools.chain(*words)]
     environment = os.environ | {"PYTHONWARNINGS": "ignore", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -101,7 +106,7 @@ def say(name: str, rows: list[dict]) -> list[dict]:
 def throughput(name: str, num_envs: tuple[int, ...], seconds: float, **options) -> list[dict]:
     """A row for each number of environments."""
     who = CONTESTANTS[name]
-    return say(name, measure(who.script, **who.options | options | {"num-envs": num_envs, "seconds": seconds}))
+    return say(name, measure(who.script, ranks=who.ranks, **who.options | options | {"num-envs": num_envs, "seconds": seconds}))
 
 
 def fastest(rows: list[dict]) -> dict:
@@ -133,7 +138,7 @@ def learn(name: str, num_envs: int, seed: int, **options) -> dict:
     who = CONTESTANTS[name]
     options = who.options | {"num-envs": num_envs, "learning-rate": who.training["learning_rate"], **options}
     steps = who.training["updates"] * num_envs * options["rollout-length"]
-    return say(f"{name} learns", measure(who.script, "--learn", "--full", **options, steps=steps, seed=seed))[0]
+    return say(f"{name} learns", measure(who.script, "--learn", "--full", ranks=who.ranks, **options, steps=steps, seed=seed))[0]
 
 
 def ours_of(names: Iterable[str]) -> str:

@@ -1,15 +1,20 @@
 """fp8rl's own loop on policy: Config(replay_updates=0) through fp8rl.train.iterate, as a user of the package calls it.
 
-Variants: in-turn; ahead, where a thread collects one iteration ahead of the learner (Placement.async_collect). The replay ring
-is as small as it may be. Evaluations are made here, between iterations, outside the clock, as for every other contestant.
+Variants: reused, which learns from the forward passes that acted (Config.reuse_forward); in-turn, without; ahead, where a thread
+collects one iteration ahead of the learner (Placement.async_collect). Under torchrun the environments are split over the
+processes, one torch thread each, and the first one speaks. The replay ring is as small as it may be. Evaluations are made here,
+between iterations, outside the clock, as for every other contestant.
 
     python benchmarks/speed/ours.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
+    torchrun --standalone --nproc-per-node 2 benchmarks/speed/ours.py --threads 1 --num-envs 8192 --rollout-length 32 --json
 """
 
 import dataclasses
 
 import common
+import torch
 
+from fp8rl import ranks
 from fp8rl.config import Config
 from fp8rl.devices import Placement
 from fp8rl.train import iterate
@@ -27,11 +32,21 @@ def train(options, tick):
         capacity=size + options.num_envs,
         replay_updates=0,
         eval_every=0,
+        reuse_forward=options.variant == "reused",
         placement=dataclasses.replace(Placement(), async_collect=options.variant == "ahead"),
     )
     for iteration, history in enumerate(iterate(config, progress=False), start=1):
-        tick(iteration * size, lambda obs, model=history.model: model(obs)[0].argmax(-1))
+        stop = None
+        try:
+            tick(iteration * size, lambda obs, model=history.model: model(obs)[0].argmax(-1))
+        except common.Stop as enough:
+            stop = enough
+        if ranks.total(torch.tensor(int(stop is not None))):  # all processes stop at once, or one would wait for ever
+            raise common.Stop
 
 
 if __name__ == "__main__":
-    common.main("fp8rl", train, variants=("in-turn", "ahead"), precisions=("fp32", "bf16", "fp16", "fp8", "fp8+bf16"))
+    ranks.start()
+    variants, precisions = ("reused", "in-turn", "ahead"), ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
+    common.main("fp8rl", train, variants=variants, precisions=precisions, speaks=ranks.share()[0] == 0)
+    ranks.stop()
