@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -53,7 +54,8 @@ class Contestant(NamedTuple):
 
 
 def contestant(script: str, variant: str, precision: str = "fp32", length: int = 16, **rest) -> Contestant:
-    options = {"variant": variant, "precision": precision, "rollout-length": length, "threads": os.cpu_count()}
+    threads = rest.pop("threads", os.cpu_count())
+    options = {"variant": variant, "precision": precision, "rollout-length": length, "threads": threads}
     return Contestant(script, options, **rest)
 
 
@@ -63,10 +65,10 @@ COMPILED = {"search": {"threads": (1, os.cpu_count())}, "num_envs": (256, 1024, 
 # What is not unrolled compiles sooner.
 JAX = {"search": {"rollout-length": (16, 64), "variant": ("scan", "unrolled")}, "length": 64, "learns": {"variant": "scan"}}
 CONTESTANTS = {
-    OURS: contestant("ours", "reused", "bf16", 32, num_envs=MANY, ranks=os.cpu_count()),
-    "fp8rl, bf16": contestant("ours", "reused", "bf16", 32, num_envs=MANY),
-    "fp8rl, fp32": contestant("ours", "reused", num_envs=MANY),
-    "fp8rl, fp32, in turn": contestant("ours", "in-turn"),
+    OURS: contestant("ours", "reused", "bf16", 32, threads=1, num_envs=MANY, ranks=os.cpu_count(), search={}, learns=None),
+    "fp8rl, bf16": contestant("ours", "reused", "bf16", 32, threads=1, num_envs=MANY, search={}),
+    "fp8rl, fp32": contestant("ours", "reused", length=32, threads=1, num_envs=MANY, search={}),
+    "fp8rl, fp32, forward passes repeated": contestant("ours", "in-turn", threads=1),
     "JAX, fp32": contestant("jax_loop", "unrolled", **JAX),
     "JAX, bf16": contestant("jax_loop", "unrolled", "bf16", **JAX),
     "CleanRL style, fp32": contestant("cleanrl_style", "eager"),
@@ -150,7 +152,8 @@ def alternate(best: dict[str, int], rounds: int, seconds: float) -> dict[str, li
     """Rounds of all contestants and of the floor at the shape of ours."""
     rows = {name: [] for name in (*best, "floor")}
     ours = ours_of(best)
-    shape = {name: CONTESTANTS[ours].options[name] for name in ("rollout-length", "precision", "threads")}
+    shape = {name: CONTESTANTS[ours].options[name] for name in ("rollout-length", "precision")}
+    shape["threads"] = CONTESTANTS[ours].options["threads"] * CONTESTANTS[ours].ranks
     for _ in range(rounds):
         for name, num_envs in best.items():
             rows[name] += throughput(name, (num_envs,), seconds)
@@ -270,10 +273,10 @@ def report(rows: dict, trained: dict, learned: dict, versions: dict, options: ar
     blocks = [
         [f"Training steps per second, medians of {options.rounds} alternating rounds of {options.seconds:g} s:", ""],
         speed_table(rows, trained),
-        ["", "![Training steps per second against the number of environments](speed.png)", ""],
+        [""],
         [f"Training in {shape}; evaluated after every second update, outside the clock; medians of {options.seeds} seeds:", ""],
         learning_table(learned),
-        ["", f"`python benchmarks/speed/compare.py {options.out}` on {study.hardware()}. {listed}.", ""],
+        ["", f"`python benchmarks/speed/compare.py {shlex.join(sys.argv[1:])}` on {study.hardware()}. {listed}.", ""],
     ]
     return "\n".join(itertools.chain(*blocks))
 

@@ -1,10 +1,10 @@
 """The floor: the matmuls of one iteration alone, and the bytes of its activations alone.
 
-Matmuls: T forwards of N rows (acting), then of the T + 1 rows of N: forward, the weights' gradients, and the inputs' gradients
-of all layers but the first; both heads are one layer of three; outputs are preallocated and nothing stands between. Bytes: the
-activations of those T + 1 rows of N (2, 64, 64 and 3 numbers a row) are read once and written once, from one buffer to another.
-Each comes as environment steps per second, were an iteration nothing else; `both` is the sum of the two times. The best of the
-rounds counts.
+Matmuls: for each of T time steps the forward pass of N rows and the backward pass, as `python -m fp8rl bench` has them: both
+heads are one layer of three, outputs are preallocated, nothing stands between, and the forward pass that acts serves the update.
+Bytes: the activations of T + 1 rows of N (2, 64, 64 and 3 numbers a row) are read once and written once, from one buffer to
+another. Each comes as environment steps per second, were an iteration nothing else; `both` is the sum of the two times. The best
+of the rounds counts.
 
     python benchmarks/speed/floor.py --num-envs 1024 --rollout-length 16 --precision fp32 --json
 """
@@ -16,25 +16,10 @@ import time
 import common
 import torch
 
-LAYERS = ((2, 64), (64, 64), (64, 3))
+from fp8rl import bench
+
+WIDTHS = 2 + 64 + 64 + 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def forwards(rows: int, dtype) -> list:
-    """Matmuls of a forward pass: (a, b, out) each."""
-    return [(torch.randn(rows, i, dtype=dtype), torch.randn(i, o, dtype=dtype), zeros(rows, o, dtype)) for i, o in LAYERS]
-
-
-def backwards(rows: int, dtype) -> list:
-    """Matmuls of a backward pass: the weights' gradients, and the inputs' but the first layer's."""
-    gradients = [torch.randn(rows, o, dtype=dtype) for _, o in LAYERS]
-    weights = [(torch.randn(i, rows, dtype=dtype), g, zeros(i, o, dtype)) for (i, o), g in zip(LAYERS, gradients, strict=True)]
-    inputs = [(g, torch.randn(o, i, dtype=dtype), zeros(rows, i, dtype)) for (i, o), g in zip(LAYERS, gradients, strict=True)]
-    return weights + inputs[1:]
-
-
-def zeros(rows: int, columns: int, dtype) -> torch.Tensor:
-    return torch.zeros(rows, columns, dtype=dtype)
 
 
 def best_seconds(function, seconds: float) -> float:
@@ -50,17 +35,9 @@ def best_seconds(function, seconds: float) -> float:
 
 def floor_of(num_envs: int, length: int, precision: str, seconds: float) -> dict:
     dtype, rows = DTYPES[precision], (length + 1) * num_envs
-    acting, learning = forwards(num_envs, dtype), forwards(rows, dtype) + backwards(rows, dtype)
-    source = torch.randn(rows, sum(o for _, o in LAYERS) + LAYERS[0][0]).to(dtype)
+    matmuls = bench.floor_of(bench.loop_config(num_envs, length, precision))
+    source = torch.randn(rows, WIDTHS).to(dtype)
     target = torch.empty_like(source)
-
-    def matmuls():
-        for _ in range(length):
-            for a, b, out in acting:
-                torch.mm(a, b, out=out)
-        for a, b, out in learning:
-            torch.mm(a, b, out=out)
-
     times = {"matmuls": best_seconds(matmuls, seconds), "bytes": best_seconds(lambda: target.copy_(source), seconds)}
     times["both"] = sum(times.values())
     return {f"{name}_steps_per_second": num_envs * length / value for name, value in times.items()}
