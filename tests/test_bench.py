@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fp8rl import bench
 
@@ -16,6 +17,25 @@ def test_every_precision_is_timed_on_the_same_work():
     steps = bench.layer_steps(16, 32, ("fp32", "bf16", "fp8"), device="cpu")
     times = bench.seconds_of(steps, rounds=2, round_seconds=0.001, device="cpu")
     assert list(times) == ["fp32", "bf16", "fp8"] and all(seconds > 0 for seconds in times.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loop_is_measured_against_its_matmuls(precision):
+    config = bench.loop_config(16, 4, precision)
+    result = bench.bench_loop(config, seconds=0.05, rounds=2)
+    assert (result["num_envs"], result["rollout_length"], result["precision"]) == (16, 4, precision)
+    assert result["train_steps_per_second"] > 0 and 0 < result["floor_share"] < 1
+    assert 0 < result["collect_share"] < 1 and 0 < result["update_share"] < 1
+    assert result["collect_share"] + result["update_share"] <= 1
+
+
+def test_the_floor_multiplies_what_the_loop_must():
+    for config, forwards in ((bench.loop_config(16, 4), 1), (bench.loop_config(16, 4, reuse_forward=False), 2)):
+        with FlopCounterMode(display=False) as counted:
+            bench.floor_of(config)()
+        forward = 2 * 16 * (2 * 64 + 64 * 64 + 64 * 3)
+        backward = 2 * forward - 2 * 16 * 2 * 64  # no gradient is wanted of the observations
+        assert counted.get_total_flops() == 4 * (forwards * forward + backward) + forward
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -10,8 +10,10 @@ from fp8rl.losses import (
     TERMINATED,
     TRUNCATED,
     Rollout,
+    action_logp,
     actor_critic_loss,
     discounts_of,
+    log_softmax,
     same_step_rollout,
     vtrace,
 )
@@ -290,3 +292,13 @@ def test_same_step_rollouts_start_memories_anew_and_refuse_other_words():
         assert rollout.valid.all() and rollout.first.squeeze(-1).tolist() == [False, False, True, False]
     with pytest.raises(ValueError, match="missing_next is 'zero': choose nan or drop"):
         same_step_rollout(*data, none, ends, torch.zeros(3, 1), "zero")
+
+
+@given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 70), st.integers(2, 6))
+def test_log_probabilities_in_another_layout_are_the_plain_ones(seed, steps, rows, actions):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 10 * torch.randn(steps, rows, actions, generator=generator)
+    action = torch.randint(actions, (steps, rows), generator=generator)
+    plain = logits.log_softmax(-1)
+    torch.testing.assert_close(log_softmax(logits), plain, rtol=1e-6, atol=1e-6)
+    assert torch.equal(action_logp(plain, action), plain.gather(-1, action.unsqueeze(-1)).squeeze(-1))

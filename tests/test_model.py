@@ -91,3 +91,23 @@ def test_memory_runs_in_every_precision(precision):
 def test_unknown_encoder_is_refused():
     with pytest.raises(ValueError, match="encoder is 'lstm': choose from mlp, gru"):
         ActorCritic(encoder="lstm")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_heads_at_once_give_what_each_gives(dtype):
+    model, obs = ActorCritic(num_actions=3), torch.randn(2, 1024, 2)
+    with torch.no_grad():
+        model.actor.bias.uniform_()
+        model.critic.bias.uniform_()
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        logits, values = model(obs)
+        hidden = model.encoder(obs)
+        expected = model.actor(hidden).float(), model.critic(hidden).squeeze(-1).float()
+        few = model(obs[:, :10])
+    assert logits.shape == (2, 1024, 3) and values.shape == (2, 1024) and logits.dtype == values.dtype == torch.float32
+    torch.testing.assert_close((logits, values), expected, **tolerance)
+    torch.testing.assert_close((logits[:, :10], values[:, :10]), few, **tolerance)
+    weights = list(model.parameters())
+    mine, theirs = (torch.autograd.grad(x.square().sum() + y.square().sum(), weights) for x, y in ((logits, values), expected))
+    torch.testing.assert_close(mine, theirs, **{name: 10 * value for name, value in tolerance.items()})
