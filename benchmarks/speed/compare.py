@@ -220,7 +220,7 @@ def plot(swept: dict[str, list[dict]], path: Path) -> None:
         style = STYLES[i % len(STYLES)] | {"fillstyle": "full" if i < len(STYLES) else "none"}
         ax.plot([row["num_envs"] for row in rows], [row["train_steps_per_second"] for row in rows], label=name, **style)
     ax.set(xscale="log", yscale="log", xlabel="environments stepped together", ylabel="training steps per second (1/s)")
-    ax.set_xticks(sorted({row["num_envs"] for rows in swept.values() for row in rows}))
+    ax.set_xticks([4**k for k in range(math.ceil(math.log(max(MANY), 4)))])
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
