@@ -239,15 +239,16 @@ def test_the_rings_of_all_ranks_draw_what_one_ring_would(parts, each, slices, le
     # answered with what the others give, found by running all parts again and again.
     torch.manual_seed(seed)
     model = ActorCritic()
-    loss, gradient, stats = loss_of(model, expected)
+    normalized = bool(expected.valid.sum() >= 16)  # the deviation of a few nearly equal advantages is rounding itself
+    loss, gradient, stats = loss_of(model, expected, normalized)
     sums, asked = [], [[] for _ in drawn]
     while True:
         asked = [[] for _ in drawn]
-        results = [loss_of(model, batch, answering(sums, asks)) for batch, asks in zip(drawn, asked, strict=True)]
+        results = [loss_of(model, batch, normalized, answering(sums, asks)) for batch, asks in zip(drawn, asked, strict=True)]
         if len(sums) == len(asked[0]):
             break
         sums.append(sum(asks[len(sums)] for asks in asked))
-    assert len(sums) == 3  # rows, mean and variance of the advantages
+    assert len(sums) == (3 if normalized else 1)  # rows; mean and variance of the advantages
     torch.testing.assert_close(sum(result[0] for result in results), loss)
     torch.testing.assert_close(sum(result[1] for result in results), gradient, rtol=1e-4, atol=1e-5)
     for name in ("policy_loss", "value_loss", "entropy"):
@@ -264,9 +265,10 @@ def answering(sums: list, asks: list):
     return total
 
 
-def loss_of(model, batch: Rollout, total=lambda x: x):
+def loss_of(model, batch: Rollout, normalized: bool = True, total=lambda x: x):
     logits, values = model(batch.obs)
     settings = {"gamma": 0.95, "lam": 0.95, "value_coef": 0.5, "entropy_coef": 0.01, "total": total}
+    settings["normalize_advantage"] = normalized
     loss, stats = actor_critic_loss(logits, values, batch, **settings)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
     return loss.detach(), torch.cat([x.flatten() for x in gradient]), stats
