@@ -47,7 +47,8 @@ def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device
 
 def gumbel(shape: tuple[int, ...], device, generator: torch.Generator | None = None) -> torch.Tensor:
     """Standard Gumbel noise, float32: argmax(logits + noise) is a draw from softmax(logits)."""
-    return -(-torch.rand(shape, device=device, generator=generator).log()).log()
+    noise = torch.rand(shape, device=device, generator=generator)
+    return noise.log_().neg_().log_().neg_()  # in place: a rollout's noise is too large for the cache
 
 
 def evaluate(

@@ -55,10 +55,11 @@ class ActorCritic(nn.Module):
         gain = math.sqrt(2)
         first = _linear(obs_size, width, gain)
         if self.recurrent:
-            self.encoder = nn.Sequential(first, nn.ReLU(), _linear(width, 3 * width, 1.0))
+            self.encoder = nn.Sequential(first, nn.ReLU(inplace=True), _linear(width, 3 * width, 1.0))
             self.memory = _linear(width, 3 * width, 1.0)
         else:
-            self.encoder = nn.Sequential(first, nn.ReLU(), _linear(width, width, gain), nn.ReLU())
+            relu = nn.ReLU(inplace=True)
+            self.encoder = nn.Sequential(first, relu, _linear(width, width, gain), relu)
         self.actor = _linear(width, num_actions, 0.01)
         self.critic = _linear(width, 1, 1.0)
 

@@ -30,6 +30,8 @@ from .model import ActorCritic
 from .precision import Precision
 from .replay import ReplayBuffer
 
+CHUNK = 16  # time steps that `compiled` makes one: more take longer to compile, fewer leave more calls
+
 
 @dataclass
 class History:
@@ -93,60 +95,90 @@ class History:
         return float(steps[returns >= threshold][0]) if (returns >= threshold).any() else math.nan
 
 
+def steps(model, env: BatchedEnv | GymEnv, gumbels, draws, state, last: bool) -> tuple[tuple, torch.Tensor | None]:
+    """The loop over time of `act`, for the noise [T, N, A] of its actions and what the environment draws in T steps.
+
+    Returns:
+        Of the T steps obs, action, reward and flags as in Rollout, then the model's logits and, with `last`, values, as `act`
+        gives them; and the recurrent state after them.
+    """
+    obs, dones, logits, values, actions, rewards, ends = [env.obs], [], [], [], [], [], []
+    for t in range(len(gumbels)):
+        logit, value, state = model.step(env.obs, state)
+        logits.append(logit)
+        values.append(value)
+        actions.append((logit.detach() + gumbels[t]).max(-1)[1])
+        dones.append(env.done)
+        if state is not None:
+            state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
+        next_obs, reward, *end = env.step(actions[t], draws[t])
+        obs.append(next_obs)
+        rewards.append(reward)
+        ends.extend(end)
+    if last:
+        logit, value, _ = model.step(env.obs, state)
+        logits.append(logit)
+        values.append(value)
+    terminated, truncated = torch.stack(ends).byte().view(len(gumbels), 2, -1).unbind(1)
+    flags = TERMINATED * terminated + TRUNCATED * truncated + DUMMY * torch.stack(dones).byte()
+    rows = torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(logits)
+    return (*rows, torch.stack(values) if last else None), state
+
+
+def compiled(loop: Callable = steps) -> Callable:
+    """`steps` as C++ (torch.compile), CHUNK time steps a call: with few environments, starting an operator takes longer than its
+    arithmetic. For collection alone, so without `last`. The first call compiles for many seconds."""
+    fast = torch.compile(loop, dynamic=False, fullgraph=True, options={"cpp_wrapper": True})
+
+    def run(model, env, gumbels, draws, state, last: bool):
+        parts = []
+        for chunk in zip(gumbels.split(CHUNK), draws.split(CHUNK), strict=True):
+            rows, state = fast(model, env, *chunk, state, last)
+            parts.append(rows)
+        obs, *rest = zip(*(part[:-1] for part in parts), strict=True)
+        obs = [*(part[:-1] for part in obs[:-1]), obs[-1]]  # a part's last observation is the next one's first
+        return (*(torch.cat(column) for column in (obs, *rest)), None), state
+
+    return run
+
+
 def act(
-    model, env: BatchedEnv | GymEnv, length: int, precision: Precision, generator, state=None, last: bool = True
-) -> tuple[Rollout, tuple[torch.Tensor, torch.Tensor]]:
+    model, env: BatchedEnv | GymEnv, length: int, precision: Precision, generator, state=None, last: bool = True, loop=steps
+) -> tuple[Rollout, tuple[torch.Tensor, torch.Tensor | None]]:
     """Steps every environment `length` times with the model's sampled actions, and keeps the model's outputs: where a gradient is
     taken, an update on the new rollout needs no forward pass of its own.
 
     Args:
-        last: run the model on the last observation too, which an update wants.
+        last: run the model on the last observation too, and keep the values, which an update wants.
+        loop: `steps`, or `compiled()`.
         (the rest as in `collect`)
 
     Returns:
-        The Rollout, and logits [T+1, N, A] and values [T+1, N] of its observations (T rows without `last`).
+        The Rollout, and logits [T+1, N, A] and values [T+1, N] of its observations (without `last` T rows of logits, and None).
 
     Raises:
         ValueError, EnvironmentFailed: as `collect`.
     """
     check_devices("the acting policy", env.obs.device, **dict(model.named_parameters()))
-    obs, dones, logits, values, actions, rewards, ends = [env.obs], [], [], [], [], [], []
     before = state
-    noise = gumbel((length, env.share[1] * env.num_envs, model.num_actions), env.device, generator)
-    noise = take_share(noise, env.share, dim=1)
+    gumbels = gumbel((length, env.share[1] * env.num_envs, model.num_actions), env.device, generator)
+    gumbels = take_share(gumbels, env.share, dim=1)
     with precision.autocast():  # one region, so that autocast casts the weights once
-        for t in range(length):
-            logit, value, state = model.step(env.obs, state)
-            logits.append(logit)
-            values.append(value)
-            actions.append((logit.detach() + noise[t]).max(-1)[1])
-            dones.append(env.done)
-            if state is not None:
-                state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
-            next_obs, reward, *end = env.step(actions[t])
-            obs.append(next_obs)
-            rewards.append(reward)
-            ends.extend(end)
-        if last:
-            logit, value, _ = model.step(env.obs, state)
-            logits.append(logit)
-            values.append(value)
-    terminated, truncated = torch.stack(ends).view(length, 2, -1).unbind(1)
-    action, logits = torch.stack(actions), torch.stack(logits)
+        (obs, action, reward, flags, logits, values), state = loop(model, env, gumbels, env.draw(length), state, last)
     rollout = Rollout(
-        obs=torch.stack(obs),
+        obs=obs,
         action=action,
-        reward=torch.stack(rewards),
-        flags=(TERMINATED * terminated + TRUNCATED * truncated + DUMMY * torch.stack(dones)).to(torch.uint8),
+        reward=reward,
+        flags=flags,
         behavior_logp=action_logp(log_softmax(logits[:length].detach()), action),
         state=None if state is None else torch.stack((torch.zeros_like(state) if before is None else before, state.detach())),
     )
     check_devices("the environment's rollout", env.obs.device, **rollout._asdict())
-    return rollout, (logits, torch.stack(values))
+    return rollout, (logits, values)
 
 
 @torch.no_grad()
-def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, generator, state=None) -> Rollout:
+def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, generator, state=None, loop=steps) -> Rollout:
     """Steps every environment `length` times with the model's sampled actions.
 
     Args:
@@ -156,6 +188,7 @@ def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, 
         precision: what the model computes in.
         generator: torch.Generator, source of the actions' noise.
         state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
+        loop: `steps`, or `compiled()`.
 
     Returns:
         A Rollout of T = length rows and B = env.num_envs columns. Its log-probabilities are those of the policy that acted, in
@@ -165,7 +198,7 @@ def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, 
         ValueError: the model or what the environment returned is on another device than the environment's.
         EnvironmentFailed: a Gymnasium environment raised, or a process of it died.
     """
-    return act(model, env, length, precision, generator, state, last=False)[0]
+    return act(model, env, length, precision, generator, state, last=False, loop=loop)[0]
 
 
 def update(model, optimizer, precision: Precision, batch: Rollout, config: Config, outputs=None) -> dict[str, torch.Tensor]:
@@ -248,6 +281,7 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
     slices = config.batch_size // config.slice_length
     history = History(config, model, ring=ring)
     columns = history.columns
+    loop = compiled() if config.compile else steps
     open_returns = np.zeros(env.num_envs)
     stuck = 0  # iterations in a row without a single finite gradient
     seam = False  # whether the next rollout goes on where the ring ends
@@ -308,7 +342,7 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
     def start_collecting() -> Future:
         """The next rollout with the weights of now: in the collecting thread, or here and at once."""
         sync_weights(model, actor)
-        job = functools.partial(collect, actor, env, config.rollout_length, acting, generator, memory)
+        job = functools.partial(collect, actor, env, config.rollout_length, acting, generator, memory, loop)
         if pool:
             return pool.submit(job)
         done = Future()
@@ -462,7 +496,8 @@ def check_share(config: Config, size: int) -> None:
 
 def _check_finite(rollout: Rollout) -> None:
     for name in ("obs", "reward"):
-        if not getattr(rollout, name).isfinite().all():
+        extremes = torch.stack(getattr(rollout, name).aminmax())  # one pass, and NaN is the extreme of whatever holds one
+        if not extremes.isfinite().all():
             raise ValueError(f"{name} from the environment is not finite: mend the environment, nothing can be learned from it")
 
 
@@ -486,11 +521,13 @@ def episode_returns(rollout: Rollout, open_returns: np.ndarray) -> tuple[np.ndar
     """
     rewards = rollout.reward.cpu().numpy()
     ended = (rollout.flags & (TERMINATED | TRUNCATED)).cpu().numpy() != 0
-    finished = []
-    for reward, end in zip(rewards, ended, strict=True):
-        open_returns = open_returns + reward
-        finished.append(open_returns[end])
-        open_returns = np.where(end, 0, open_returns)
+    finished, begin = [np.empty(0)], 0
+    for t in np.flatnonzero(ended.any(axis=1)):
+        open_returns = open_returns + rewards[begin : t + 1].sum(axis=0, dtype=np.float64)
+        finished.append(open_returns[ended[t]])
+        open_returns = np.where(ended[t], 0, open_returns)
+        begin = t + 1
+    open_returns = open_returns + rewards[begin:].sum(axis=0, dtype=np.float64)
     return np.concatenate(finished), open_returns
 
 

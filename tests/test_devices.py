@@ -116,8 +116,8 @@ def test_a_policy_or_an_environment_on_another_device_is_refused():
         collect(ActorCritic().to("meta"), env, 2, Precision("fp32"), generator)
 
     class Elsewhere(BatchedEnv):
-        def step(self, action):
-            obs, reward, *ends = super().step(action)
+        def step(self, *args):
+            obs, reward, *ends = super().step(*args)
             return obs, reward.to("meta"), *ends
 
     with pytest.raises(ValueError, match="the environment's rollout: reward is on meta, expected cpu"):

@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -9,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl import train as train_module
-from fp8rl.devices import Placement
-from fp8rl.env import BatchedEnv, dynamics
+from fp8rl.devices import Placement, make_env
+from fp8rl.env import MAX_STEPS, BatchedEnv, dynamics
 from fp8rl.losses import DUMMY, TERMINATED, TRUNCATED, Rollout
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.train import Config, act, collect, episode_returns, iterate, train, update
+from fp8rl.train import Config, act, collect, compiled, episode_returns, iterate, steps, train, update
 
 SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5}
 
@@ -80,8 +81,8 @@ def test_actions_follow_the_policy():
 @pytest.mark.parametrize("which", ["obs", "reward"])
 def test_an_environment_that_breaks_is_named(which, bad, monkeypatch):
     class Broken(BatchedEnv):
-        def step(self, action):
-            obs, reward, *ends = super().step(action)
+        def step(self, *args):
+            obs, reward, *ends = super().step(*args)
             (obs if which == "obs" else reward)[0] = bad
             return obs, reward, *ends
 
@@ -123,6 +124,61 @@ def test_learns_from_the_forward_passes_that_acted(fields):
 def test_forward_passes_of_another_policy_are_not_reused(fields):
     with pytest.raises(ValueError, match="reuse_forward is True: leave it out, it needs an actor that is the learner"):
         Config(reuse_forward=True, **fields)
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+def plain_and_chunked(config: Config, length: int) -> list[tuple[torch.Tensor, ...]]:
+    """What three rollouts give and leave behind, from `steps` and then from `compiled()`."""
+    results = []
+    for loop in (steps, compiled()):
+        generator = torch.Generator().manual_seed(0)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = config.network()
+        env, state = make_env(16, 0.5, generator=generator, **config.observed), None
+        env.steps[:8] = MAX_STEPS - 5  # so that episodes end
+        for _ in range(3):
+            rollout = collect(model, env, length, Precision("fp32"), generator, state, loop)
+            state = None if rollout.state is None else rollout.state[-1]
+            results.append((*rollout._asdict().values(), *env.tensors().values()))
+    assert any(row[3].any() for row in results)  # flags
+    return results
+
+
+@pytest.mark.parametrize("length", [2, 4, 5])
+@pytest.mark.parametrize("fields", [{}, {"encoder": "gru", "extra_features": 3, "hide_velocity": True}], ids=str)
+def test_a_rollout_in_chunks_is_the_whole_one(length, fields, monkeypatch):
+    monkeypatch.setattr(train_module, "CHUNK", 2)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    results = plain_and_chunked(Config(**fields), length)
+    for ours, plain in zip(results[3:], results[:3], strict=True):
+        assert all(mine is expected is None or torch.equal(mine, expected) for mine, expected in zip(ours, plain, strict=True))
+
+
+@needs_compiler
+def test_the_compiled_loop_collects_what_the_plain_one_does(monkeypatch):
+    monkeypatch.setattr(train_module, "CHUNK", 2)
+    results = plain_and_chunked(Config(encoder="gru", extra_features=3, hide_velocity=True), 4)
+    for ours, plain in zip(results[3:], results[:3], strict=True):
+        for mine, expected in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_learns_from_what_the_compiled_loop_collects(monkeypatch):
+    monkeypatch.setattr(train_module, "CHUNK", 4)
+    config = Config(precision="bf16", compile=True, collect_precision="fp32", steps=20_480, eval_every=0)
+    assert train(config, progress=False).final_return >= 195
+
+
+@pytest.mark.parametrize(
+    "fields", [{"env_id": "CartPole-v1", "start_noise": 0.5}, {"precision": "fp8"}, {"reuse_forward": True}], ids=str
+)
+def test_what_cannot_be_compiled_is_refused(fields):
+    with pytest.raises(ValueError, match="compile is True: leave it out, or collect on the CPU in the package's environment"):
+        Config(compile=True, **fields)
 
 
 def test_repeated_updates_lower_the_loss_of_a_batch():

@@ -1,7 +1,8 @@
 """fp8rl's own loop on policy: Config(replay_updates=0) through fp8rl.train.iterate, as a user of the package calls it.
 
 Variants: reused, which learns from the forward passes that acted (Config.reuse_forward); in-turn, without; ahead, where a thread
-collects one iteration ahead of the learner (Placement.async_collect). Under torchrun the environments are split over the
+collects one iteration ahead of the learner (Placement.async_collect); compiled, for few environments, whose loop of collection is
+C++ (Config.compile) and acts in fp32, since at so few rows bf16 is the slower. Under torchrun the environments are split over the
 processes, one torch thread each, and the first one speaks. The replay ring is as small as it may be. Evaluations are made here,
 between iterations, outside the clock, as for every other contestant.
 
@@ -33,6 +34,8 @@ def train(options, tick):
         replay_updates=0,
         eval_every=0,
         reuse_forward=options.variant == "reused",
+        compile=options.variant == "compiled",
+        collect_precision="fp32" if options.variant == "compiled" else None,
         placement=dataclasses.replace(Placement(), async_collect=options.variant == "ahead"),
     )
     for iteration, history in enumerate(iterate(config, progress=False), start=1):
@@ -47,6 +50,6 @@ def train(options, tick):
 
 if __name__ == "__main__":
     ranks.start()
-    variants, precisions = ("reused", "in-turn", "ahead"), ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
+    variants, precisions = ("reused", "in-turn", "ahead", "compiled"), ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
     common.main("fp8rl", train, variants=variants, precisions=precisions, speaks=ranks.share()[0] == 0)
     ranks.stop()
