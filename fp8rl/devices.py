@@ -186,10 +186,10 @@ class GymEnv:
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
 
     def draw(self, length: int) -> list[None]:
-        """Nothing for each step: its noise is the environment's own."""
+        """Nothing for each step: the environment draws for itself."""
         return [None] * length
 
-    def step(self, action: torch.Tensor, noise: None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def step(self, action: torch.Tensor, drawn: None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """As BatchedEnv.step: takes actions [N], from 0; gives obs float32 [N, F], reward float32 [N], terminated and truncated
         bool [N]."""
         actions = action.cpu().numpy() + self.first_action

@@ -196,36 +196,39 @@ class BatchedEnv:
 
     def reset(self) -> torch.Tensor:
         """Starts every environment anew and returns the observations, float32 [N, F]."""
-        noise = self.draw(1)[0]
-        self.state = self._starts(noise)
-        self.obs = self._observe(noise)
+        drawn = self.draw(1)[0]
+        self.state = drawn[:, :2].contiguous()
+        self.obs = self._observe(drawn[:, 2:])
         self.steps = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         return self.obs
 
     def draw(self, length: int) -> torch.Tensor:
-        """The noise that `length` steps need, of starts, then of channels: float32 [length, N, 2 + extra_features] in [-1, 1).
-        On a CPU it is the same as drawn step by step, in fewer calls."""
+        """What `length` steps need: states to start from, then channels of noise, float32 [length, N, 2 + extra_features]. On a
+        CPU they are the same as drawn step by step, in fewer calls."""
         rows = self.share[1] * self.num_envs
         noise = torch.rand(length, rows * (2 + self.extra_features), device=self.device, generator=self.generator)
         noise = noise.mul_(2).sub_(1)
         parts = noise.split((2 * rows, self.extra_features * rows), dim=1)
         starts, channels = (take_share(part.view(length, rows, -1), self.share, dim=1) for part in parts)
+        starts = starts.mul_(self.start_noise)
         return torch.cat((starts, channels), dim=-1) if self.extra_features else starts
 
     def step(
-        self, action: torch.Tensor, noise: torch.Tensor | None = None
+        self, action: torch.Tensor, drawn: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Takes actions [N] (0 or 1, not checked: that would stall a GPU at every step), and a row of `draw`, or draws it.
+        """Takes actions [N] (0 or 1, not checked: that would stall a GPU at every step), and one of the rows that `draw` gives;
+        None draws one.
 
         Returns:
             obs float32 [N, F], reward float32 [N], terminated bool [N], truncated bool [N]; where the last step ended an
             episode: the reset observation, 0, False, False.
         """
-        noise = self.draw(1)[0] if noise is None else noise
+        drawn = self.draw(1)[0] if drawn is None else drawn
         live = ~self.done
-        self.state = torch.where(self.done.unsqueeze(-1), self._starts(noise), dynamics(self.state, action))
-        self.obs = self._observe(noise)
+        starts, channels = drawn[:, :2], drawn[:, 2:]
+        self.state = torch.where(self.done.unsqueeze(-1), starts, dynamics(self.state, action))
+        self.obs = self._observe(channels)
         self.steps = (self.steps + 1) * live
         terminated = is_out(self.state) & live
         truncated = (self.steps >= MAX_STEPS) & ~terminated
@@ -251,12 +254,9 @@ class BatchedEnv:
         for name, copy in self.state_dict().items():
             setattr(self, name, copy.copy_(tensors[name]))
 
-    def _starts(self, noise: torch.Tensor) -> torch.Tensor:
-        return noise[:, :2] * self.start_noise
-
-    def _observe(self, noise: torch.Tensor) -> torch.Tensor:
+    def _observe(self, channels: torch.Tensor) -> torch.Tensor:
         seen = self.state[:, :1] if self.hide_velocity else self.state
-        return torch.cat((seen, noise[:, 2:]), dim=-1) if self.extra_features else seen
+        return torch.cat((seen, channels), dim=-1) if self.extra_features else seen
 
     def close(self) -> None:
         """Nothing: it has no processes or files to end, as other environments do."""
