@@ -31,7 +31,7 @@ from fp8rl import study
 from fp8rl.plot import STYLES
 
 HERE = Path(__file__).parent
-NUM_ENVS = (16, 64, 256, 1024, 4096)
+NUM_ENVS = (16, 64, 256, 1024, 4096, 16384)
 FEW = (16, 64, 256)
 MANY = (16, 256, 1024, 4096, 8192, 16384, 32768)
 LEARNING = {"num_envs": 64, "rollout_length": 16, "learning_rate": 3e-3, "updates": 100}
@@ -62,7 +62,7 @@ def contestant(script: str, variant: str, precision: str = "fp32", length: int =
 
 DEMO = {"search": {}, "num_envs": (1,), "learns": None, "training": {"updates": 800, "learning_rate": 1e-3}}
 # Compiling alone takes longer than the others take to learn.
-COMPILED = {"search": {"threads": (1, os.cpu_count())}, "num_envs": (256, 1024, 4096), "learns": None}
+COMPILED = {"search": {"threads": (1, os.cpu_count())}, "num_envs": (1024, 4096, 16384), "learns": None}
 # What is not unrolled compiles sooner.
 JAX = {"search": {"rollout-length": (16, 64), "variant": ("scan", "unrolled")}, "length": 64, "learns": {"variant": "scan"}}
 CONTESTANTS = {
