@@ -88,20 +88,27 @@ def bench_loop(config: Config, seconds: float = 5.0, rounds: int = 5) -> dict[st
 
 
 def floor_of(config: Config) -> Callable[[], None]:
-    """A function that multiplies what an iteration must, and nothing else: for every row of this process's environments the
-    forward pass that acts (and, if that is not reused, another one) and the backward pass, a time step at a time."""
-    device, rows = config.places.learn, config.num_envs // ranks.share()[1]
+    """A function that multiplies what an iteration must, and nothing else, for this process's environments: T + 1 forward passes
+    that act and T backward passes, a time step at a time; or, if the forward passes are not reused, T of them that act, and one
+    forward and one backward pass over all rows at once."""
+    device, envs, length = config.places.learn, config.num_envs // ranks.share()[1], config.rollout_length
     sizes = [(len(config.interface.high), 64), (64, 64), (64, config.interface.num_actions + 1)]  # both heads at once
-    dtype = AUTOCAST.get(config.precision) or torch.float32
 
-    def new(*shape):
-        return torch.randn(shape, device=device, dtype=dtype)
+    def passes(rows: int, precision: str) -> tuple[list, list]:
+        def new(*shape):
+            return torch.randn(shape, device=device, dtype=AUTOCAST.get(precision) or torch.float32)
 
-    forward = [(new(rows, i), new(i, o), new(rows, o)) for i, o in sizes]
-    backward = [(new(i, rows), new(rows, o), new(i, o)) for i, o in sizes]  # of the weights
-    backward += [(new(rows, o), new(o, i), new(rows, i)) for i, o in sizes[1:]]  # of the inputs
-    times = 1 if config.reuse_forward else 2
-    products = (forward * times + backward) * config.rollout_length + forward
+        forward = [(new(rows, i), new(i, o), new(rows, o)) for i, o in sizes]
+        backward = [(new(i, rows), new(rows, o), new(i, o)) for i, o in sizes]  # of the weights
+        backward += [(new(rows, o), new(o, i), new(rows, i)) for i, o in sizes[1:]]  # of the inputs
+        return forward, backward
+
+    acting, backward = passes(envs, config.collect_precision or config.precision)
+    if config.reuse_forward:
+        products = (acting + backward) * length + acting
+    else:
+        forward, backward = passes((length + 1) * envs, config.precision)
+        products = acting * length + forward + backward
 
     def multiply():
         for a, b, out in products:

@@ -1,6 +1,9 @@
 """Config: everything that a run is determined by, each field explained beside its default and checked when it is made."""
 
 import math
+import os
+import shutil
+import sys
 from dataclasses import dataclass
 
 from . import fp8
@@ -173,6 +176,8 @@ class Config:
             plain = plain and not (self.collect_precision or self.precision).startswith("fp8")
             mend = "leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse_forward"
             self._require("compile", plain, mend)
+            compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch chooses it
+            self._require("compile", shutil.which(compiler) is not None, f"leave it out, or install {compiler}")
         if self.graph:
             mend = "leave it out, or learn and collect on one device, in turn, in the package's environment"
             self._require("graph", together and self.env_id is None, mend)

@@ -30,12 +30,13 @@ def test_the_loop_is_measured_against_its_matmuls(precision):
 
 
 def test_the_floor_multiplies_what_the_loop_must():
-    for config, forwards in ((bench.loop_config(16, 4), 1), (bench.loop_config(16, 4, reuse_forward=False), 2)):
+    forward = 2 * 16 * (2 * 64 + 64 * 64 + 64 * 3)
+    backward = 2 * forward - 2 * 16 * 2 * 64  # no gradient is wanted of the observations
+    repeated = 4 * forward + 5 * (forward + backward)
+    for reused, expected in ((True, 4 * (forward + backward) + forward), (False, repeated)):
         with FlopCounterMode(display=False) as counted:
-            bench.floor_of(config)()
-        forward = 2 * 16 * (2 * 64 + 64 * 64 + 64 * 3)
-        backward = 2 * forward - 2 * 16 * 2 * 64  # no gradient is wanted of the observations
-        assert counted.get_total_flops() == 4 * (forwards * forward + backward) + forward
+            bench.floor_of(bench.loop_config(16, 4, reuse_forward=reused))()
+        assert counted.get_total_flops() == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -181,6 +181,12 @@ def test_what_cannot_be_compiled_is_refused(fields):
         Config(compile=True, **fields)
 
 
+def test_without_a_compiler_nothing_is_compiled(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match="compile is True: leave it out, or install no-such-compiler"):
+        Config(compile=True)
+
+
 def test_repeated_updates_lower_the_loss_of_a_batch():
     generator = torch.Generator().manual_seed(0)
     model, precision, config = ActorCritic(), Precision("fp32"), Config()

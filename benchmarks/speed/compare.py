@@ -219,7 +219,7 @@ def plot(swept: dict[str, list[dict]], path: Path) -> None:
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     ax = figure.add_subplot()
     for i, (name, rows) in enumerate(swept.items()):
-        style = STYLES[i % len(STYLES)] | {"fillstyle": "full" if i < len(STYLES) else "none"}
+        style = STYLES[i % len(STYLES)] | {"fillstyle": ("full", "none", "left")[i // len(STYLES)]}
         ax.plot([row["num_envs"] for row in rows], [row["train_steps_per_second"] for row in rows], label=name, **style)
     ax.set(xscale="log", yscale="log", xlabel="environments stepped together", ylabel="training steps per second (1/s)")
     ax.set_xticks([4**k for k in range(math.ceil(math.log(max(MANY), 4)))])
