@@ -268,11 +268,8 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
     with torch.random.fork_rng(devices=[]):  # leave the caller's generator alone
         torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would reseed the caller's CUDA generators too
         base = config.network()
-    judge = judging.prepare(copy.deepcopy(base))
-    alike = acts_on == device and acting.name == precision.name and not places.async_collect
-    actor = None if alike else acting.prepare(copy.deepcopy(base))
+    actor, judge = acting.prepare(copy.deepcopy(base)), judging.prepare(copy.deepcopy(base))
     model = precision.prepare(base)
-    actor = actor or model
     optimizer = adam(model, config.learning_rate, config.graph)
     begin = 0 if start is None else start["iteration"]
     seed = config.seed + begin * config.num_envs  # of a Gymnasium environment: a resumed run begins other episodes
@@ -344,8 +341,7 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
 
     def start_collecting() -> Future:
         """The next rollout with the weights of now: in the collecting thread, or here and at once."""
-        if actor is not model:
-            sync_weights(model, actor)
+        sync_weights(model, actor)
         job = functools.partial(collect, actor, env, config.rollout_length, acting, generator, memory, loop)
         if pool:
             return pool.submit(job)
