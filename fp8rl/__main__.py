@@ -269,7 +269,7 @@ def measure(
         rollout_length: steps that it collects from each in an iteration.
         precision: what it computes in.
         device: where it runs; on CUDA as a graph.
-        compile: compile the loop that collects, which pays with few environments, and act in fp32, which it does fastest then.
+        compile: compile the loop that collects and act in fp32: the fastest with few environments.
         seconds: how long to measure.
         json_output: print one JSON object.
         out: folder for the result of fp8.
@@ -282,8 +282,7 @@ def measure(
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: give a positive number")
     ranks.start()
-    few = {"compile": True, "reuse_forward": False, "collect_precision": "fp32"} if compile else {}
-    config = bench.loop_config(num_envs, rollout_length, precision, device=device, graph=device != "cpu", **few)
+    config = bench.loop_config(num_envs, rollout_length, precision, compile, device=device, graph=device != "cpu")
     result = bench.bench_loop(config, seconds)
     first = ranks.share()[0] == 0
     ranks.stop()

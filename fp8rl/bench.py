@@ -33,11 +33,15 @@ WIDTHS = tuple(2**n for n in range(6, 14))
 BATCHES = (1024, 4096, 16384, 65536)
 
 
-def loop_config(num_envs: int = 4096, rollout_length: int = 32, precision: str = "bf16", **fields) -> Config:
-    """The loop without replay at a shape. It has steps without end, and the smallest ring that takes a rollout."""
+def loop_config(
+    num_envs: int = 4096, rollout_length: int = 32, precision: str = "bf16", compile: bool = False, **fields
+) -> Config:
+    """The loop without replay at a shape, in its fastest form for many environments or (`compile`) for few, which
+    act in fp32, since so few rows take longer in bf16. It has steps without end, and the smallest ring that takes a rollout."""
     shape = {"num_envs": num_envs, "rollout_length": rollout_length, "slice_length": 1, "precision": precision}
-    shape |= {"capacity": (rollout_length + 1) * num_envs, "replay_updates": 0, "reuse_forward": True}
-    return Config(**{**shape, "steps": 10**15, "eval_every": 0, **fields})
+    shape |= {"capacity": (rollout_length + 1) * num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
+    form = {"compile": True, "collect_precision": "fp32"} if compile else {"reuse_forward": True}
+    return Config(**{**shape, **form, **fields})
 
 
 def bench_loop(config: Config, seconds: float = 5.0, rounds: int = 5) -> dict[str, float | int | str]:
@@ -96,7 +100,7 @@ def floor_of(config: Config) -> Callable[[], None]:
 
     def passes(rows: int, precision: str) -> tuple[list, list]:
         def new(*shape):
-            return torch.randn(shape, device=device, dtype=AUTOCAST.get(precision) or torch.float32)
+            return torch.randn(shape, device=device, dtype=AUTOCAST.get(precision, torch.float32))
 
         forward = [(new(rows, i), new(i, o), new(rows, o)) for i, o in sizes]
         backward = [(new(i, rows), new(rows, o), new(i, o)) for i, o in sizes]  # of the weights

@@ -125,10 +125,10 @@ def steps(model, env: BatchedEnv | GymEnv, gumbels, draws, state, last: bool) ->
     return (*rows, torch.stack(values) if last else None), state
 
 
-def compiled(loop: Callable = steps) -> Callable:
+def compiled() -> Callable:
     """`steps` as C++ (torch.compile), CHUNK time steps a call: with few environments, starting an operator takes longer than its
     arithmetic. For collection alone, so without `last`. The first call compiles for many seconds."""
-    fast = torch.compile(loop, dynamic=False, fullgraph=True, options={"cpp_wrapper": True})
+    fast = torch.compile(steps, dynamic=False, fullgraph=True, options={"cpp_wrapper": True})
 
     def run(model, env, gumbels, draws, state, last: bool):
         parts = []

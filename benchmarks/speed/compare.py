@@ -8,7 +8,7 @@ speed_search.json, from which later runs take them.
 
     python benchmarks/speed/compare.py benchmarks/results --search
     python benchmarks/speed/compare.py benchmarks/results
-    python benchmarks/speed/compare.py build --only ours jax --rounds 2 --seeds 2
+    python benchmarks/speed/compare.py build --only fp8rl jax --rounds 2 --seeds 2
 """
 
 import argparse

@@ -17,9 +17,9 @@ import common
 import torch
 
 from fp8rl import bench
+from fp8rl.precision import AUTOCAST
 
 WIDTHS = 2 + 64 + 64 + 3
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def best_seconds(function, seconds: float) -> float:
@@ -34,7 +34,7 @@ def best_seconds(function, seconds: float) -> float:
 
 
 def floor_of(num_envs: int, length: int, precision: str, seconds: float) -> dict:
-    dtype, rows = DTYPES[precision], (length + 1) * num_envs
+    dtype, rows = AUTOCAST.get(precision, torch.float32), (length + 1) * num_envs
     matmuls = bench.floor_of(bench.loop_config(num_envs, length, precision))
     source = torch.randn(rows, WIDTHS).to(dtype)
     target = torch.empty_like(source)
@@ -44,7 +44,7 @@ def floor_of(num_envs: int, length: int, precision: str, seconds: float) -> dict
 
 
 def main() -> None:
-    options = common.parser(("default",), tuple(DTYPES), 1024, 16).parse_args()
+    options = common.parser(("default",), ("fp32", "bf16", "fp16"), 1024, 16).parse_args()
     torch.set_num_threads(options.threads)
     for num_envs in options.num_envs:
         row = {

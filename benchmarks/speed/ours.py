@@ -10,34 +10,21 @@ between iterations, outside the clock, as for every other contestant.
     torchrun --standalone --nproc-per-node 2 benchmarks/speed/ours.py --threads 1 --num-envs 8192 --rollout-length 32 --json
 """
 
-import dataclasses
-
 import common
 import torch
 
 from fp8rl import ranks
-from fp8rl.config import Config
+from fp8rl.bench import loop_config
 from fp8rl.devices import Placement
 from fp8rl.train import iterate
 
 
 def train(options, tick):
     size = options.num_envs * options.rollout_length
-    config = Config(
-        num_envs=options.num_envs,
-        rollout_length=options.rollout_length,
-        precision=options.precision,
-        seed=options.seed,
-        steps=options.steps,
-        learning_rate=options.learning_rate,
-        capacity=size + options.num_envs,
-        replay_updates=0,
-        eval_every=0,
-        reuse_forward=options.variant == "reused",
-        compile=options.variant == "compiled",
-        collect_precision="fp32" if options.variant == "compiled" else None,
-        placement=dataclasses.replace(Placement(), async_collect=options.variant == "ahead"),
-    )
+    fields = {"seed": options.seed, "steps": options.steps, "learning_rate": options.learning_rate}
+    fields["reuse_forward"] = options.variant == "reused"
+    fields["placement"] = Placement(async_collect=options.variant == "ahead")
+    config = loop_config(options.num_envs, options.rollout_length, options.precision, options.variant == "compiled", **fields)
     for iteration, history in enumerate(iterate(config, progress=False), start=1):
         stop = None
         try:
