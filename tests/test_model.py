@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fp8rl.model import ActorCritic
+from fp8rl.model import ActorCritic, ManyRows, relu_, relu_backward_
 from fp8rl.precision import Precision
 
 
@@ -111,3 +111,59 @@ def test_both_heads_at_once_give_what_each_gives(dtype):
     weights = list(model.parameters())
     mine, theirs = (torch.autograd.grad(x.square().sum() + y.square().sum(), weights) for x, y in ((logits, values), expected))
     torch.testing.assert_close(mine, theirs, **{name: 10 * value for name, value in tolerance.items()})
+
+
+def test_many_rows_in_bfloat16_give_what_the_layers_give(monkeypatch):
+    calls = []
+    apply = ManyRows.apply
+    monkeypatch.setattr(ManyRows, "apply", lambda *inputs: calls.append(len(inputs[0])) or apply(*inputs))
+    for shape, actions in (((1024, 2), 2), ((3, 512, 4), 3)):
+        torch.manual_seed(actions)
+        model, obs = ActorCritic(shape[-1], actions), torch.randn(shape)
+        for layer in (model.encoder[0], model.encoder[2], model.actor, model.critic):
+            torch.nn.init.uniform_(layer.bias, -1, 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs, (*stepped, state) = model(obs), model.step(obs)
+            hidden = model.encoder(obs)
+            plain = model.actor(hidden).float(), model.critic(hidden).squeeze(-1).float()
+            model(obs.flatten(0, -2)[:100])
+        assert state is None and torch.equal(outputs[0], stepped[0]) and torch.equal(outputs[1], stepped[1])
+        grads = [torch.randn_like(x) for x in plain]
+        mine, theirs = (torch.autograd.grad(x, list(model.parameters()), grads) for x in (outputs, plain))
+        exact = torch.autograd.grad(model.float()(obs), list(model.parameters()), grads)  # in float32
+        for x, y in zip(outputs, plain, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+        for x, y, z in zip(mine, theirs, exact, strict=True):
+            assert x.shape == y.shape and x.dtype == torch.float32
+            assert (x - z).norm() < 1.2 * (y - z).norm() + 1e-3 * z.norm()  # no further from the truth than layer by layer
+            assert (x - z).norm() < 0.1 * z.norm()
+    assert calls == [1024, 1024, 1536, 1536]
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp8", "fp8+bf16"])
+def test_other_precisions_go_layer_by_layer(name, monkeypatch):
+    monkeypatch.setattr(ManyRows, "apply", None)  # calling it would raise
+    precision = Precision(name)
+    model = precision.prepare(ActorCritic())
+    with precision.autocast():
+        assert model(torch.randn(1024, 2))[0].isfinite().all()
+
+
+def test_a_second_backward_pass_over_many_rows_is_refused():
+    model = ActorCritic()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, _ = model(torch.randn(1024, 2))
+    logits.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logits.sum().backward()
+
+
+def test_relu_by_bits_is_relu_for_every_bfloat16():
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    numbers = every[~every.isnan()]
+    output = relu_(numbers.clone())
+    assert torch.equal(output, numbers.relu()) and len(output) > 65_000
+    assert relu_(every[every.isnan()]).isnan().sum() == 127  # those with a clear sign bit
+    grad = torch.randn(len(numbers), dtype=torch.bfloat16)
+    expected = torch.where(numbers > 0, grad, 0)
+    assert torch.equal(relu_backward_(grad, output), expected)
