@@ -180,7 +180,8 @@ def actor_critic_loss(
         Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
     """
     valid = rollout.valid
-    count = total(valid.sum()).clamp(min=1)
+    mask = valid.float()  # to multiply with: faster than a bool
+    rows = valid.sum()
     log_policy = log_softmax(logits[:-1])
     logp = action_logp(log_policy, rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
@@ -196,12 +197,19 @@ def actor_critic_loss(
     )
     advantage = targets.advantage
     if normalize_advantage:
-        mean = total(advantage.sum()) / count  # dummy rows hold 0, so sums over all rows are sums over valid ones
-        variance = total((valid * (advantage - mean)).square().sum()) / count
+        # The parts' squares about their own means, which do not cancel, and in float64 what moves them to the mean of all.
+        mean = advantage.sum() / rows.clamp(min=1)  # dummy rows hold 0, so sums over all rows are sums over valid ones
+        squares = (mask * (advantage - mean)).square().sum() + rows * mean.double().square()
+        count, sums, squares = total(torch.stack((rows.double(), rows * mean.double(), squares))).unbind()
+        count = count.clamp(min=1)
+        variance = (squares / count - (sums / count).square()).clamp(min=0).float()
         advantage = advantage / (variance.sqrt() + 1e-8)
+    else:
+        count = total(rows).clamp(min=1)
+    count = count.float()
     policy_loss = -(logp * advantage).sum() / count
-    value_loss = 0.5 * (valid * (values[:-1] - targets.value)).square().sum() / count
-    entropy = -(valid * (log_policy.exp() * log_policy).sum(-1)).sum() / count
+    value_loss = 0.5 * (mask * (values[:-1] - targets.value)).square().sum() / count
+    entropy = -(mask * (log_policy.exp() * log_policy).sum(-1)).sum() / count
     loss = policy_loss + value_coef * value_loss - entropy_coef * entropy
     masked = torch.where(valid, log_ratios, -torch.inf)
     ratio = (masked - masked.max()).exp()  # the share does not change, and nothing overflows
@@ -210,6 +218,6 @@ def actor_critic_loss(
         "value_loss": value_loss,
         "entropy": entropy,
         "min_logp": torch.where(valid, logp, 0).min(),
-        "ess": ratio.sum().square() / (valid.sum().clamp(min=1) * ratio.square().sum()),
+        "ess": ratio.sum().square() / (rows.clamp(min=1) * ratio.square().sum()),
     }
     return loss, {name: stat.detach() for name, stat in stats.items()}

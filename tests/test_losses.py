@@ -302,3 +302,16 @@ def test_log_probabilities_in_another_layout_are_the_plain_ones(seed, steps, row
     plain = logits.log_softmax(-1)
     torch.testing.assert_close(log_softmax(logits), plain, rtol=1e-6, atol=1e-6)
     assert torch.equal(action_logp(plain, action), plain.gather(-1, action.unsqueeze(-1)).squeeze(-1))
+
+
+@given(seeds, st.sampled_from([0.0, 1.0, 1e3]), st.sampled_from([1e-2, 1.0]))
+def test_normalization_survives_a_mean_far_larger_than_the_deviation(seed, mean, deviation):
+    torch.manual_seed(seed)
+    rewards = mean + deviation * torch.randn(1, 512)
+    flags, actions = torch.full((1, 512), TERMINATED, dtype=torch.uint8), torch.zeros(1, 512, dtype=torch.int64)
+    rollout = Rollout(torch.zeros(2, 512, 2), actions, rewards, flags, torch.zeros(1, 512))
+    logits = torch.zeros(2, 512, 2, requires_grad=True)
+    loss, _ = loss_of(logits, torch.zeros(2, 512), rollout, correct=False, reward_scale=1.0, entropy_coef=0.0)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    expected = -0.5 * rewards.double()[0] / rewards.double().std(correction=0) / 512  # of the logit of the action taken
+    torch.testing.assert_close(gradient[0, :, 0].double(), expected, rtol=1e-3, atol=0)
