@@ -78,7 +78,7 @@ class Config:
     fresh_updates: int = 1
     """Updates on each new rollout: 1, or 0 to learn from replay alone."""
     replay_updates: int = 1
-    """Updates on replayed slices per iteration, K."""
+    """Updates on replayed slices per iteration, K. With 0 the ring is left empty, unless it lies in a folder (`memmap`)."""
     reuse_forward: bool = False
     """Learn from the new rollout by the forward passes that acted, instead of repeating them at once for all rows. Faster, most
     of all with many environments, whose rows of one step then stay in the processor's cache."""

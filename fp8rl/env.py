@@ -46,7 +46,8 @@ def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         float32 [..., 2], the next state.
     """
     velocity = state[..., 1] + (2 * PUSH * action - PUSH)
-    return torch.stack((state[..., 0] + velocity, DAMPING * velocity), dim=-1)
+    # Positions, then velocities: a batch is worked on by the column.
+    return torch.stack((state[..., 0] + velocity, DAMPING * velocity)).movedim(0, -1)
 
 
 def reward_of(state: torch.Tensor) -> torch.Tensor:
@@ -197,8 +198,8 @@ class BatchedEnv:
     def reset(self) -> torch.Tensor:
         """Starts every environment anew and returns the observations, float32 [N, F]."""
         drawn = self.draw(1)[0]
-        self.state = drawn[:, :2].contiguous()
-        self.obs = self._observe(drawn[:, 2:])
+        self.state = drawn[:, :2].mT.contiguous().mT
+        self.obs = self._observe(drawn)
         self.steps = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         return self.obs
@@ -208,10 +209,9 @@ class BatchedEnv:
         CPU they are the same as drawn step by step, in fewer calls."""
         rows = self.share[1] * self.num_envs
         noise = torch.rand(length, rows * (2 + self.extra_features), device=self.device, generator=self.generator)
-        noise = noise.mul_(2).sub_(1)
         parts = noise.split((2 * rows, self.extra_features * rows), dim=1)
-        starts, channels = (take_share(part.view(length, rows, -1), self.share, dim=1) for part in parts)
-        starts = starts.mul_(self.start_noise)
+        starts, channels = (take_share(part.view(length, rows, -1), self.share, dim=1).mul_(2).sub_(1) for part in parts)
+        starts = starts.mT.mul(self.start_noise).contiguous().mT  # in memory as `dynamics` lays states out
         return torch.cat((starts, channels), dim=-1) if self.extra_features else starts
 
     def step(
@@ -226,11 +226,10 @@ class BatchedEnv:
         """
         drawn = self.draw(1)[0] if drawn is None else drawn
         live = ~self.done
-        starts, channels = drawn[:, :2], drawn[:, 2:]
-        self.state = torch.where(self.done.unsqueeze(-1), starts, dynamics(self.state, action))
-        self.obs = self._observe(channels)
+        self.state = torch.where(self.done.unsqueeze(-1), drawn[:, :2], dynamics(self.state, action))
+        self.obs = self._observe(drawn)
         self.steps = (self.steps + 1) * live
-        terminated = is_out(self.state) & live
+        terminated = is_out(self.state)  # never where a start was drawn
         truncated = (self.steps >= MAX_STEPS) & ~terminated
         self.done = terminated | truncated
         return self.obs, reward_of(self.state) * live, terminated, truncated
@@ -246,17 +245,17 @@ class BatchedEnv:
             setattr(self, name, tensors[name].copy_(now))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of `tensors`."""
-        return {name: x.clone() for name, x in self.tensors().items()}
+        """Contiguous copies of `tensors`."""
+        return {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors().items()}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
         """Goes on from another's `state_dict`, of as many environments."""
-        for name, copy in self.state_dict().items():
-            setattr(self, name, copy.copy_(tensors[name]))
+        for name, x in self.tensors().items():
+            setattr(self, name, torch.empty_like(x).copy_(tensors[name]))
 
-    def _observe(self, channels: torch.Tensor) -> torch.Tensor:
+    def _observe(self, drawn: torch.Tensor) -> torch.Tensor:
         seen = self.state[:, :1] if self.hide_velocity else self.state
-        return torch.cat((seen, channels), dim=-1) if self.extra_features else seen
+        return torch.cat((seen, drawn[:, 2:]), dim=-1) if self.extra_features else seen
 
     def close(self) -> None:
         """Nothing: it has no processes or files to end, as other environments do."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .devices import make_env
+from .env import take_share
 from .precision import Precision
 
 
@@ -45,9 +46,10 @@ def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device
     return total.cpu().numpy()
 
 
-def gumbel(shape: tuple[int, ...], device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Standard Gumbel noise, float32: argmax(logits + noise) is a draw from softmax(logits)."""
-    noise = torch.rand(shape, device=device, generator=generator)
+def gumbel(shape: tuple[int, ...], device, generator: torch.Generator | None = None, share=(0, 1)) -> torch.Tensor:
+    """Standard Gumbel noise, float32: argmax(logits + noise) is a draw from softmax(logits). `share` takes a part of the rows, as
+    in BatchedEnv."""
+    noise = take_share(torch.rand(shape, device=device, generator=generator), share, dim=-2)
     return noise.log_().neg_().log_().neg_()  # in place: a rollout's noise is too large for the cache
 
 

@@ -32,6 +32,8 @@ from .replay import ReplayBuffer
 
 CHUNK = 16  # time steps that `compiled` makes one: more take longer to compile, fewer leave more calls
 
+TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # of which every process has a part
+
 
 @dataclass
 class History:
@@ -107,7 +109,7 @@ def steps(model, env: BatchedEnv | GymEnv, gumbels, draws, state, last: bool) ->
         logit, value, state = model.step(env.obs, state)
         logits.append(logit)
         values.append(value)
-        actions.append((logit.detach() + gumbels[t]).max(-1)[1])
+        actions.append(_argmax(logit.detach() + gumbels[t]))
         dones.append(env.done)
         if state is not None:
             state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
@@ -116,13 +118,23 @@ def steps(model, env: BatchedEnv | GymEnv, gumbels, draws, state, last: bool) ->
         rewards.append(reward)
         ends.extend(end)
     if last:
-        logit, value, _ = model.step(env.obs, state)
+        with torch.no_grad():  # its value is bootstrapped from, and nothing else
+            logit, value, _ = model.step(env.obs, state)
         logits.append(logit)
         values.append(value)
     terminated, truncated = torch.stack(ends).byte().view(len(gumbels), 2, -1).unbind(1)
     flags = TERMINATED * terminated + TRUNCATED * truncated + DUMMY * torch.stack(dones).byte()
-    rows = torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(logits)
+    stacked = torch.stack([logit.mT for logit in logits]).mT  # in memory as log_softmax wants it
+    rows = torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, stacked
     return (*rows, torch.stack(values) if last else None), state
+
+
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    """The action of the highest score [N, A]: int64 [N]. Torch's kernel over a last dimension takes a row at a time."""
+    if scores.shape[-1] > 2:
+        return scores.max(-1)[1]
+    first, second = scores.unbind(-1)
+    return (second > first).long()
 
 
 def compiled() -> Callable:
@@ -161,8 +173,7 @@ def act(
     """
     check_devices("the acting policy", env.obs.device, **dict(model.named_parameters()))
     before = state
-    gumbels = gumbel((length, env.share[1] * env.num_envs, model.num_actions), env.device, generator)
-    gumbels = take_share(gumbels, env.share, dim=1)
+    gumbels = gumbel((length, env.share[1] * env.num_envs, model.num_actions), env.device, generator, env.share)
     with precision.autocast():  # one region, so that autocast casts the weights once
         (obs, action, reward, flags, logits, values), state = loop(model, env, gumbels, env.draw(length), state, last)
     rollout = Rollout(
@@ -204,8 +215,8 @@ def collect(model, env: BatchedEnv | GymEnv, length: int, precision: Precision, 
 def update(model, optimizer, precision: Precision, batch: Rollout, config: Config, outputs=None) -> dict[str, torch.Tensor]:
     """One gradient step on a batch. Returns the loss's statistics and the optimizer step's, scalars.
 
-    Of several processes each gives its share of the batch; the step, the loss and its terms are those of the whole, min_logp and
-    ess the share's.
+    Of several processes each gives its share of the batch; the step is that of the whole, and the loss and its terms are this
+    share's parts of the whole's, which they add up to.
 
     Args:
         outputs: the model's logits and values of the batch with their gradient, as `act` gives them; None computes them.
@@ -231,13 +242,8 @@ def update(model, optimizer, precision: Precision, batch: Rollout, config: Confi
         bootstrap_truncation=config.bootstrap_truncation,
         total=ranks.total,
     )
-    alone = ranks.share()[1] == 1
-    report = precision.step(loss, optimizer, config.max_grad_norm, None if alone else ranks.total)
-    stats = {"loss": loss.detach(), **stats}
-    if not alone:  # in one message
-        names = ("loss", "policy_loss", "value_loss", "entropy")
-        stats |= zip(names, ranks.total(torch.stack([stats[name] for name in names])).unbind(), strict=True)
-    return stats | report._asdict()
+    report = precision.step(loss, optimizer, config.max_grad_norm, ranks.total if ranks.share()[1] > 1 else None)
+    return {"loss": loss.detach(), **stats, **report._asdict()}
 
 
 def iterate(config: Config, progress: bool = False, start: dict | None = None) -> Iterator[History]:
@@ -399,14 +405,17 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
             rollout, fresh = collect_and_learn()
             stats = list(fresh)  # a graph gives the very same list every time
             _check_finite(rollout)
-            ring.append(rollout, seam)
+            if config.replay_updates or config.memmap:  # else nobody reads it
+                ring.append(rollout, seam)
             seam = False
             for k in range(config.replay_updates):
                 batch = ring.sample(slices, config.slice_length, draws, share).to(device)
                 stats.append(replay(batch, last=k == config.replay_updates - 1))
             finished, open_returns = episode_returns(rollout, open_returns)
-            counts = torch.tensor([finished.sum(), len(finished), ring.clipped.sum()], dtype=torch.float64)
-            returns, episodes, clipped = ranks.total(counts).tolist()
+            summary = _summarize(stats)
+            terms = [summary[name] for name in TERMS]
+            sums = torch.tensor([finished.sum(), len(finished), ring.clipped.sum(), *terms], dtype=torch.float64)
+            returns, episodes, clipped, *terms = ranks.total(sums).tolist()
             row = {
                 "iteration": iteration,
                 "steps": (iteration + 1) * config.steps_per_iteration,
@@ -415,7 +424,8 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
                 "eval_return": math.nan,
                 "learning_rate": learning_rate,
                 "clipped": int(clipped),
-                **_summarize(stats),
+                **summary,
+                **dict(zip(TERMS, terms, strict=True)),
             }
             row["seconds"] += time.perf_counter() - began
             stuck = stuck + 1 if row["nonfinite"] == len(stats) else 0
@@ -524,8 +534,9 @@ def episode_returns(rollout: Rollout, open_returns: np.ndarray) -> tuple[np.ndar
     finished, begin = [np.empty(0)], 0
     for t in np.flatnonzero(ended.any(axis=1)):
         open_returns = open_returns + rewards[begin : t + 1].sum(axis=0, dtype=np.float64)
-        finished.append(open_returns[ended[t]])
-        open_returns = np.where(ended[t], 0, open_returns)
+        (here,) = ended[t].nonzero()
+        finished.append(open_returns[here])
+        open_returns[here] = 0
         begin = t + 1
     open_returns = open_returns + rewards[begin:].sum(axis=0, dtype=np.float64)
     return np.concatenate(finished), open_returns
@@ -537,7 +548,7 @@ def _summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
     stats = [{name: next(numbers) for name in s} for s in stats]
     column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}
     finite = np.isfinite(column["grad_norm"])
-    row = {name: float(column[name].mean()) for name in ("loss", "policy_loss", "value_loss", "entropy")}
+    row = {name: float(column[name].mean()) for name in TERMS}
     known = column["ess"][~np.isnan(column["ess"])]  # a process whose share of a batch has no row has none
     return {
         **row,

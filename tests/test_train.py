@@ -379,3 +379,19 @@ def test_history_keeps_columns_and_gives_rows():
     assert len(history) == len(history.rows) == 4 and history.rows[-1] == history.last
     assert history.column("steps").tolist() == [512, 1024, 1536, 2048]
     assert history.ring.nbytes == history.config.ring_bytes
+
+
+def test_without_replay_the_ring_stays_empty_but_in_a_folder(tmp_path):
+    config = Config(**SHORT, replay_updates=0)
+    assert train(config, progress=False).ring.size == 0
+    kept = train(dataclasses.replace(config, memmap=str(tmp_path / "ring")), progress=False).ring
+    assert kept.size == 2048 // config.num_envs
+    kept.close()
+
+
+@pytest.mark.parametrize("actions", [2, 3])
+def test_the_highest_score_is_chosen(actions):
+    scores = torch.randint(5, (1000, actions)).float()  # with equal ones
+    chosen = train_module._argmax(scores)
+    assert chosen.dtype == torch.int64
+    assert torch.equal(scores[torch.arange(1000), chosen], scores.max(-1)[0]) and len(chosen.unique()) == actions

@@ -66,8 +66,8 @@ COMPILED = {"search": {"threads": (1, os.cpu_count())}, "num_envs": (1024, 4096,
 # What is not unrolled compiles sooner.
 JAX = {"search": {"rollout-length": (16, 64), "variant": ("scan", "unrolled")}, "length": 64, "learns": {"variant": "scan"}}
 CONTESTANTS = {
-    OURS: contestant("ours", "reused", "bf16", 32, threads=1, num_envs=MANY, ranks=os.cpu_count(), search={}, learns=None),
-    "fp8rl, bf16": contestant("ours", "reused", "bf16", 32, threads=1, num_envs=MANY, search={}),
+    OURS: contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, ranks=os.cpu_count(), search={}, learns=None),
+    "fp8rl, bf16": contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, search={}),
     "fp8rl, fp32": contestant("ours", "reused", length=32, threads=1, num_envs=MANY, search={}),
     "fp8rl, fp32, forward passes repeated": contestant("ours", "in-turn", threads=1),
     "fp8rl, bf16, compiled": contestant("ours", "compiled", "bf16", 512, threads=1, search={}, num_envs=FEW, learns=None),

@@ -31,7 +31,8 @@ def train(options, tick):
             tick(iteration * size, lambda obs, model=history.model: model(obs)[0].argmax(-1))
         except common.Stop as enough:
             stop = enough
-        if ranks.total(torch.tensor(int(stop is not None))):  # all processes stop at once, or one would wait for ever
+        # All processes stop at once, or one would wait for ever; when, says the one that speaks.
+        if ranks.total(torch.tensor(int(stop is not None and ranks.share()[0] == 0))):
             raise common.Stop
 
 
