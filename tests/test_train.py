@@ -9,13 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8rl import collect as collect_module
 from fp8rl import train as train_module
+from fp8rl.collect import act, collect, compiled, steps
 from fp8rl.devices import Placement, make_env
 from fp8rl.env import MAX_STEPS, BatchedEnv, dynamics
 from fp8rl.losses import DUMMY, TERMINATED, TRUNCATED, Rollout
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.train import Config, act, collect, compiled, episode_returns, iterate, steps, train, update
+from fp8rl.train import Config, episode_returns, iterate, train, update
 
 SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5}
 
@@ -150,7 +152,7 @@ def plain_and_chunked(config: Config, length: int) -> list[tuple[torch.Tensor, .
 @pytest.mark.parametrize("length", [2, 4, 5])
 @pytest.mark.parametrize("fields", [{}, {"encoder": "gru", "extra_features": 3, "hide_velocity": True}], ids=str)
 def test_a_rollout_in_chunks_is_the_whole_one(length, fields, monkeypatch):
-    monkeypatch.setattr(train_module, "CHUNK", 2)
+    monkeypatch.setattr(collect_module, "CHUNK", 2)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     results = plain_and_chunked(Config(**fields), length)
     for ours, plain in zip(results[3:], results[:3], strict=True):
@@ -159,7 +161,7 @@ def test_a_rollout_in_chunks_is_the_whole_one(length, fields, monkeypatch):
 
 @needs_compiler
 def test_the_compiled_loop_collects_what_the_plain_one_does(monkeypatch):
-    monkeypatch.setattr(train_module, "CHUNK", 2)
+    monkeypatch.setattr(collect_module, "CHUNK", 2)
     results = plain_and_chunked(Config(encoder="gru", extra_features=3, hide_velocity=True), 4)
     for ours, plain in zip(results[3:], results[:3], strict=True):
         for mine, expected in zip(ours, plain, strict=True):
@@ -168,7 +170,7 @@ def test_the_compiled_loop_collects_what_the_plain_one_does(monkeypatch):
 
 @needs_compiler
 def test_learns_from_what_the_compiled_loop_collects(monkeypatch):
-    monkeypatch.setattr(train_module, "CHUNK", 4)
+    monkeypatch.setattr(collect_module, "CHUNK", 4)
     config = Config(precision="bf16", compile=True, collect_precision="fp32", steps=20_480, eval_every=0)
     assert train(config, progress=False).final_return >= 195
 
@@ -392,6 +394,6 @@ def test_without_replay_the_ring_stays_empty_but_in_a_folder(tmp_path):
 @pytest.mark.parametrize("actions", [2, 3])
 def test_the_highest_score_is_chosen(actions):
     scores = torch.randint(5, (1000, actions)).float()  # with equal ones
-    chosen = train_module._argmax(scores)
+    chosen = collect_module._argmax(scores)
     assert chosen.dtype == torch.int64
     assert torch.equal(scores[torch.arange(1000), chosen], scores.max(-1)[0]) and len(chosen.unique()) == actions
