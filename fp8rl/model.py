@@ -148,8 +148,8 @@ class ManyRows(torch.autograd.Function):
 
     There, multiplying takes half of the time; casts, biases, ReLU and copies take the rest. So ReLU works on bits, the bias of
     the first layer is the weight of an input that is always 1, both heads are one layer, the narrow matrices lie with rows along
-    memory, and the backward pass computes the first hidden layer anew, which is faster than reading it back. As under autocast,
-    weights' gradients are summed over the rows in float32 and come in bfloat16.
+    memory, and the backward pass computes the narrow first layer again, whose output it would else keep and read. Weights'
+    gradients come in bfloat16, as under autocast.
     """
 
     @staticmethod
