@@ -171,7 +171,7 @@ def actor_critic_loss(
         reward_scale: multiplies every reward, so that values are of order 1.
         correct: weigh by importance ratios; False treats replayed data as if it were on-policy.
         bootstrap_truncation: see `discounts_of`.
-        total: sums a number over the processes that hold the other parts of the batch. Means are then those of the whole batch,
+        total: sums a tensor over the processes that hold the other parts of the batch. Means are then those of the whole batch,
             and what the parts return as their loss, policy_loss, value_loss and entropy adds up to the whole's.
 
     Returns:

@@ -100,7 +100,7 @@ def update(model, optimizer, precision: Precision, batch: Rollout, config: Confi
     """One gradient step on a batch. Returns the loss's statistics and the optimizer step's, scalars.
 
     Of several processes each gives its share of the batch; the step is that of the whole, and the loss and its terms are this
-    share's parts of the whole's, which they add up to.
+    share's parts of the whole's, which they add up to; min_logp and ess are the share's own.
 
     Args:
         outputs: the model's logits and values of the batch with their gradient, as `act` gives them; None computes them.
