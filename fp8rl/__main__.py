@@ -107,6 +107,7 @@ def train(
     if ring.count:
         print(f"going on with {ring.size} rows of {ring.num_envs} environments in {config.memmap}")
     ring.close()
+    del ring  # the run makes its own, and the memory may not hold two
     if first:
         if not resume:
             claim(out)
@@ -253,7 +254,7 @@ def measure(
     what: tyro.conf.Positional[Literal["loop", "fp8"]] = "loop",
     num_envs: int = 4096,
     rollout_length: int = 32,
-    precision: str = "bf16",
+    precision: str | None = None,
     device: str = "cpu",
     compile: bool = False,
     seconds: float = 5.0,
@@ -267,7 +268,7 @@ def measure(
             in every precision over widths and batches, which needs FP8 hardware and is written to `out`.
         num_envs: environments of the loop.
         rollout_length: steps that it collects from each in an iteration.
-        precision: what it computes in.
+        precision: what it computes in, if not in what is fastest on this machine.
         device: where it runs; on CUDA as a graph.
         compile: compile the loop that collects and act in fp32: the fastest with few environments.
         seconds: how long to measure.

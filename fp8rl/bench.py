@@ -2,7 +2,8 @@
 
 `python -m fp8rl bench`: how fast does the loop train, and how far is that from what the machine could do? Every environment step
 is learned from once, without replay. The floor is the loop's matmuls alone, at the same shapes and in the same precision, one
-after the other with preallocated outputs: no loop that multiplies these matrices can be faster. Loop and floor alternate.
+after the other with preallocated outputs, each matrix row-major or column-major, whichever is fastest here: no loop that
+multiplies these matrices can be faster. Loop and floor alternate.
 
 `python -m fp8rl bench fp8`: from which width on does FP8 pay? One square linear layer, forward and backward, in fp32, tf32, bf16
 and fp8. FP8 here quantizes dynamically with plain tensor operations, so its time includes finding maxima, casting and changing
@@ -12,6 +13,8 @@ time would say nothing.
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import platform
 import statistics
@@ -26,7 +29,7 @@ from torch import nn
 from . import fp8, ranks
 from . import train as loop
 from .config import Config
-from .precision import AUTOCAST, Precision
+from .precision import AUTOCAST, Precision, available_precisions, is_emulated
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
 WIDTHS = tuple(2**n for n in range(6, 14))
@@ -34,14 +37,31 @@ BATCHES = (1024, 4096, 16384, 65536)
 
 
 def loop_config(
-    num_envs: int = 4096, rollout_length: int = 32, precision: str = "bf16", compile: bool = False, **fields
+    num_envs: int = 4096, rollout_length: int = 32, precision: str | None = None, compile: bool = False, **fields
 ) -> Config:
     """The loop without replay at a shape, in its fastest form for many environments or (`compile`) for few, which
-    act in fp32, since so few rows take longer in bf16. It has steps without end, and the smallest ring that takes a rollout."""
+    act in fp32, since so few rows take longer in bf16. It has steps without end, and the smallest ring that takes a rollout.
+    precision: None is the fastest one here."""
+    if precision is None:
+        precision = fastest_precision(num_envs=num_envs, rollout_length=rollout_length, **fields)
     shape = {"num_envs": num_envs, "rollout_length": rollout_length, "slice_length": 1, "precision": precision}
     shape |= {"capacity": (rollout_length + 1) * num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
     form = {"compile": True, "collect_precision": "fp32"} if compile else {"reuse_forward": True}
     return Config(**{**shape, **form, **fields})
+
+
+def fastest_precision(device="cpu", **fields) -> str:
+    """The precision in which a loop of this shape trains fastest here, of those that the device does not emulate.
+
+    Args:
+        device: where it would run.
+        fields: of `loop_config`.
+    """
+    names = available_precisions(device)
+    emulated = ranks.total(torch.tensor([is_emulated(name, device) for name in names]).int())  # on any rank: all must agree
+    configs = [loop_config(precision=name, device=device, **fields) for name, no in zip(names, emulated, strict=True) if not no]
+    speeds = ranks.total(torch.tensor([bench_loop(config, 0.5, 1)["train_steps_per_second"] for config in configs]))
+    return configs[int(speeds.argmax())].precision
 
 
 def bench_loop(config: Config, seconds: float = 5.0, rounds: int = 5) -> dict[str, float | int | str]:
@@ -94,19 +114,18 @@ def bench_loop(config: Config, seconds: float = 5.0, rounds: int = 5) -> dict[st
 def floor_of(config: Config) -> Callable[[], None]:
     """A function that multiplies what an iteration must, and nothing else, for this process's environments: T + 1 forward passes
     that act and T backward passes, a time step at a time; or, if the forward passes are not reused, T of them that act, and one
-    forward and one backward pass over all rows at once."""
+    forward and one backward pass over all rows at once. On CUDA with `graph` it is a graph too."""
     device, envs, length = config.places.learn, config.num_envs // ranks.share()[1], config.rollout_length
     sizes = [(len(config.interface.high), 64), (64, 64), (64, config.interface.num_actions + 1)]  # both heads at once
 
     def passes(rows: int, precision: str) -> tuple[list, list]:
-        def new(*shape):
-            return torch.randn(shape, device=device, dtype=AUTOCAST.get(precision, torch.float32))
-
-        forward = [(new(rows, i), new(i, o), new(rows, o)) for i, o in sizes]
-        backward = [(new(i, rows), new(rows, o), new(i, o)) for i, o in sizes]  # of the weights
-        backward += [(new(rows, o), new(o, i), new(rows, i)) for i, o in sizes[1:]]  # of the inputs
+        dtype = AUTOCAST.get(precision, torch.float32)
+        forward = [fastest_product(rows, i, o, dtype, device) for i, o in sizes]
+        backward = [fastest_product(i, rows, o, dtype, device) for i, o in sizes]  # of the weights
+        backward += [fastest_product(rows, o, i, dtype, device) for i, o in sizes[1:]]  # of the inputs
         return forward, backward
 
+    mode = Precision(config.precision, device).matmul_mode
     acting, backward = passes(envs, config.collect_precision or config.precision)
     if config.reuse_forward:
         products = (acting + backward) * length + acting
@@ -115,20 +134,44 @@ def floor_of(config: Config) -> Callable[[], None]:
         products = acting * length + forward + backward
 
     def multiply():
-        for a, b, out in products:
-            torch.mm(a, b, out=out)
+        with mode():
+            for a, b, out in products:
+                torch.mm(a, b, out=out)
 
-    return multiply
+    if not config.graph or torch.device(device).type != "cuda":
+        return multiply
+    multiply()  # libraries start before a capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        multiply()
+    return graph.replay
+
+
+def fastest_product(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Matrices [m, k] and [k, n] and a place for their product, each row-major or column-major, whichever multiplies fastest:
+    where arithmetic is emulated that differs up to tenfold."""
+
+    def new(rows, columns, transposed):
+        shape = (columns, rows) if transposed else (rows, columns)
+        matrix = torch.randn(shape, device=device).to(dtype)
+        return matrix.t() if transposed else matrix
+
+    layouts = itertools.product((False, True), repeat=3)
+    triples = {flips: (new(m, k, flips[0]), new(k, n, flips[1]), new(m, n, flips[2])) for flips in layouts}
+    steps = {flips: functools.partial(torch.mm, a, b, out=out) for flips, (a, b, out) in triples.items()}
+    seconds = seconds_of(steps, 3, 0.001, device)
+    return triples[min(seconds, key=seconds.get)]
 
 
 def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") -> dict:
-    """For each precision a function that runs one layer forward and backward: name -> callable."""
+    """For each precision a function that runs one layer forward and backward: name -> callable. All share one input and one
+    output gradient, which are the largest of what they need."""
+    x = torch.randn(batch, width, device=device, requires_grad=True)
+    grad = torch.randn(batch, width, device=device)
 
     def step_of(name):
         precision = Precision(name, device)
         layer = precision.prepare(nn.Sequential(nn.Linear(width, width)))
-        x = torch.randn(batch, width, device=device, requires_grad=True)
-        grad = torch.randn(batch, width, device=device)
 
         def step():
             layer.zero_grad()
@@ -150,7 +193,7 @@ def seconds_of(steps: dict, rounds: int = 7, round_seconds: float = 0.05, device
         for _ in range(repeats):
             step()
         if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         return (time.perf_counter() - began) / repeats
 
     for step in steps.values():
@@ -186,11 +229,13 @@ def bench_fp8(out: Path, widths=WIDTHS, batches=BATCHES) -> Path | None:
         raise FileExistsError(f"out holds {path.name} already: name another folder or move it away")
     result = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
     result |= {"seconds": {}, "break_even_width": {}}
+    out.mkdir(parents=True, exist_ok=True)
     for batch in batches:
-        times = {width: seconds_of(layer_steps(width, batch)) for width in widths}
-        result["seconds"][batch] = times
+        times = result["seconds"][batch] = {}
+        for width in widths:
+            times[width] = seconds_of(layer_steps(width, batch))
+            path.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may not fit
         result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:-1]}
         print(f"batch {batch}: fp8 is faster from width", result["break_even_width"][batch], flush=True)
-    out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path

@@ -9,11 +9,14 @@
     fp32       float32, TF32 off         none                   everywhere
     tf32       TensorFloat-32            none                   CUDA, compute capability 8.0 up
     bf16       autocast bfloat16         none                   everywhere
-    fp16       autocast float16          torch.amp.GradScaler   everywhere; slow on a CPU without native float16
+    fp16       autocast float16          torch.amp.GradScaler   everywhere
     fp8        e4m3 forward, e5m2        none, bad steps are    everywhere; in hardware on CUDA, compute capability
                gradients (fp8.py)        skipped all the same   8.9 up, emulated elsewhere with the same numerics
     fp8+bf16   fp8, and bfloat16 for     as fp8                 as fp8
                the layers that it leaves
+
+What a machine lacks instructions for it emulates, bfloat16 and float16 on many CPUs among them: the same numbers, but many times
+slower than float32 (`is_emulated`).
 
 Parameters, optimizer and losses are float32 in every row. bfloat16 has float32's range, so its gradients need no scaling.
 float16 ends at 65,504 and flushes below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before
@@ -23,6 +26,8 @@ tensor was not finite. A disabled autocast or scaler is a no-op, so the loop has
 """
 
 import contextlib
+import functools
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -51,6 +56,38 @@ def _obstacle(name: str, device: torch.device) -> str | None:
     if name.startswith("fp8") and not hasattr(torch.nn.functional, "scaled_mm"):
         return f"torch {torch.__version__} has no scaled_mm, torch 2.11 has"
     return None
+
+
+@functools.cache
+def is_emulated(name: str, device="cpu") -> bool:
+    """Whether this machine multiplies a precision's numbers in another type, which is slow. A CPU does not tell, and libraries
+    differ in what they use, so its 16-bit products are timed once, on one thread: emulated ones take some fifty times as long as
+    float32's, native ones no more than three times for so small a matrix.
+
+    Args:
+        name: a precision that can run there.
+        device: where.
+    """
+    device = torch.device(device)
+    if name.startswith("fp8"):
+        return fp8.arithmetic(device) == "emulated"
+    if name not in AUTOCAST or device.type != "cpu":
+        return name == "bf16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+    def shortest(dtype: torch.dtype) -> float:
+        a, b, times = torch.ones(256, 64, dtype=dtype), torch.ones(64, 64, dtype=dtype), []
+        for _ in range(20):
+            began = time.perf_counter()
+            torch.mm(a, b)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on several, one that has to wait for a busy core would be what is timed
+    try:
+        return shortest(AUTOCAST[name]) > 10 * shortest(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
 
 
 class StepReport(NamedTuple):
@@ -100,10 +137,10 @@ class Precision:
         return model
 
     def describe(self, model: nn.Module) -> str:
-        """One line on what a prepared model computes in: for FP8 whether hardware does it, and the layers converted and left."""
+        """One line on what a prepared model computes in: whether it is emulated, and for FP8 the layers converted and left."""
         where = f"{self.name} on {self.device}"
         if not self.is_fp8:
-            return where
+            return f"{where}, emulated" if is_emulated(self.name, self.device) else where
         linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
         left = [name for name in linears if name not in converted]

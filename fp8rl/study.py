@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 
 from . import fp8
 from .evaluate import bootstrap_interval, iqm
+from .precision import is_emulated
 from .train import Config, History, train
 
 THRESHOLD = 195.0
@@ -148,9 +149,16 @@ def with_interval(values: np.ndarray, signed: bool = False) -> str:
 
 
 def hardware() -> str:
-    """The machine and the versions that a result was made with, in one line."""
+    """The machine, what its processor can do, and the versions that a result was made with, in one line."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
         cpu = models[0] if models else cpu
-    return f"{cpu}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    bf16 = "emulated" if is_emulated("bf16") else "native"
+    capability = torch.backends.cpu.get_cpu_capability()
+    parts = [f"{cpu}, {os.cpu_count()} cores, {capability} with {bf16} bf16, threads: {torch.get_num_threads()}"]
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        parts.append(f"{torch.cuda.get_device_name()} of compute capability {major}.{minor}")
+    parts.append(f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}")
+    return "; ".join(parts)

@@ -34,8 +34,9 @@ def test_the_floor_multiplies_what_the_loop_must():
     backward = 2 * forward - 2 * 16 * 2 * 64  # no gradient is wanted of the observations
     repeated = 4 * forward + 5 * (forward + backward)
     for reused, expected in ((True, 4 * (forward + backward) + forward), (False, repeated)):
+        floor = bench.floor_of(bench.loop_config(16, 4, "fp32", reuse_forward=reused))
         with FlopCounterMode(display=False) as counted:
-            bench.floor_of(bench.loop_config(16, 4, reuse_forward=reused))()
+            floor()
         assert counted.get_total_flops() == expected
 
 
@@ -52,3 +53,16 @@ def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
     if path is None:
         pytest.skip("this GPU has no FP8")
     assert torch.cuda.get_device_name().replace(" ", "_") in path.name and "break_even_width" in path.read_text()
+
+
+def test_the_floor_takes_the_layout_that_is_fastest(monkeypatch):
+    found = []
+
+    def seconds(steps, *_):
+        found.append(len(steps))
+        return {flips: 1.0 - all(flips) for flips in steps}
+
+    monkeypatch.setattr(bench, "seconds_of", seconds)
+    a, b, out = bench.fastest_product(32, 64, 3, torch.float32, "cpu")
+    assert found == [8] and [x.shape for x in (a, b, out)] == [(32, 64), (64, 3), (32, 3)]
+    assert all(x.t().is_contiguous() for x in (a, b, out))

@@ -1,9 +1,14 @@
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from fp8rl.model import ActorCritic
-from fp8rl.precision import Precision, available_precisions
+from fp8rl.precision import Precision, available_precisions, is_emulated
 
 HERE = pytest.mark.parametrize("name", available_precisions())
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -116,3 +121,31 @@ def test_every_precision_of_a_gpu_trains_a_step_there(name):
     precision.step(forward_loss(precision, model, torch.rand(32, 2, device="cuda")), optimizer, 1.0)
     after = nn.utils.parameters_to_vector(model.parameters())
     assert after.is_cuda and after.isfinite().all() and not torch.equal(before, after)
+
+
+PRETENDED = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # a processor without 16-bit arithmetic
+ASK = """
+from fp8rl import bench, study
+from fp8rl.precision import Precision, is_emulated
+from fp8rl.model import ActorCritic
+print([is_emulated(name) for name in ("fp32", "bf16", "fp16", "fp8")])
+print(Precision("bf16").describe(ActorCritic()))
+print(study.hardware())
+print(bench.loop_config(16, 4).precision)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these variables are read on x86 alone")
+def test_emulation_is_noticed_named_and_not_chosen():
+    answer = subprocess.run([sys.executable, "-c", ASK], env=os.environ | PRETENDED, capture_output=True, text=True, check=True)
+    emulated, described, hardware, fastest = answer.stdout.splitlines()
+    assert emulated == "[False, True, True, True]" and described == "bf16 on cpu, emulated" and fastest == "fp32"
+    assert "AVX2 with emulated bf16, threads: " in hardware
+
+
+def test_a_cuda_device_emulates_bf16_below_capability_8(monkeypatch):
+    for capability, expected in (((7, 5), True), ((8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        is_emulated.cache_clear()
+        assert is_emulated("bf16", "cuda") is expected and not is_emulated("fp16", "cuda")
+    is_emulated.cache_clear()

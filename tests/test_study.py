@@ -2,6 +2,7 @@ import csv
 
 import numpy as np
 import pytest
+import torch
 
 from fp8rl import study
 from fp8rl.train import Config, History, train
@@ -88,3 +89,13 @@ def test_the_control_without_scales_is_not_the_real_thing():
     config = Config(precision="fp8", **TINY)
     broken, real = study.run_unscaled(config).column("loss"), study.run(config).column("loss")
     assert broken[0] != real[0] and np.array_equal(study.run(config).column("loss"), real)  # and it leaves no trace
+
+
+def test_hardware_names_the_instruction_set_and_the_gpu(monkeypatch):
+    said = study.hardware()
+    assert torch.backends.cpu.get_cpu_capability() in said and (" native bf16" in said or " emulated bf16" in said)
+    assert f"threads: {torch.get_num_threads()};" in said
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU of a test")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert "; GPU of a test of compute capability 8.9; " in study.hardware()
