@@ -20,6 +20,7 @@ wrapper that checks.)
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,6 +92,27 @@ def sync_weights(source: nn.Module, target: nn.Module) -> None:
             raise ValueError(f"source and target share {name}: give the target parameters of its own")
         same = tensor.device == ours[name].device
         tensor.copy_(ours[name] if same else ours[name].cpu())
+
+
+def on_own_stream(job: Callable[[], tuple], device: torch.device) -> Callable[[], tuple]:
+    """A job for another thread, on a CUDA stream of its own: on the default stream, which all threads share, the job's kernels
+    would wait for the caller's. It begins behind what the caller has launched, and its result is finished when it returns. On a
+    CPU it is the job itself."""
+    if device.type != "cuda":
+        return job
+    caller, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    own.wait_stream(caller)
+
+    def run():
+        with torch.cuda.stream(own):
+            result = job()
+        own.synchronize()
+        for x in result:
+            if x is not None:
+                x.record_stream(caller)  # its memory is not used again before the caller's kernels have read it
+        return result
+
+    return run
 
 
 class EnvironmentFailed(RuntimeError):

@@ -37,11 +37,11 @@ def play(policy, episodes: int, start_noise: float = 0.05, seed: int = 0, device
     total = torch.zeros(episodes, device=device)
     live = torch.ones(episodes, dtype=torch.bool, device=device)
     with contextlib.closing(env):
-        for _ in range(env.max_steps):
+        for step in range(env.max_steps):
             _, reward, _, _ = env.step(policy(env.obs))
             total += reward * live
             live &= ~env.done
-            if not live.any():
+            if step % 16 == 15 and not live.any():  # asking a GPU makes it wait
                 break
     return total.cpu().numpy()
 

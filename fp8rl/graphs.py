@@ -46,9 +46,10 @@ class Graphed:
         if self.graph is None:
             self.inputs = [Rollout(*(None if x is None else x.clone() for x in batch)) for batch in batches]
             graph = torch.cuda.CUDAGraph()
-            graph.register_generator_state(self.generator)
-            with torch.cuda.graph(graph, stream=self.stream):
-                self.result = self.function(*self.inputs)
+            with torch.cuda.device(self.stream.device):  # torch 2.11 and 2.12 register the generator on the current device
+                graph.register_generator_state(self.generator)
+                with torch.cuda.graph(graph, stream=self.stream):
+                    self.result = self.function(*self.inputs)
             self.graph = graph
         for ours, given in zip(self.inputs, batches, strict=True):
             for mine, new in zip(ours, given, strict=True):

@@ -47,8 +47,16 @@ class Rollout(NamedTuple):
     state: torch.Tensor | None = None
 
     def to(self, device) -> "Rollout":
-        """The same on a device."""
-        return Rollout(*(None if x is None else x.to(device) for x in self))
+        """The same on a device. Between host and GPU the copies go through pinned memory and overlap; a copy to the host is
+        waited for."""
+        device = torch.device(device)
+        crosses = self.obs.device.type != device.type
+        up = crosses and self.obs.device.type == "cpu" and device.type == "cuda"
+        moved = (None if x is None else (x.pin_memory() if up else x).to(device, non_blocking=crosses) for x in self)
+        moved = Rollout(*moved)
+        if crosses and self.obs.is_cuda:
+            torch.cuda.current_stream(self.obs.device).synchronize()
+        return moved
 
     @property
     def valid(self) -> torch.Tensor:

@@ -33,7 +33,8 @@ def available(device="cpu") -> int:
     """Bytes that a device can still give: of CUDA memory, or of RAM within what is set for this process and its cgroup (v2)."""
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # blocks that torch would use again
+        return torch.cuda.mem_get_info(device)[0] + unused
     left = [psutil.virtual_memory().available]
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")

@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from . import fp8, ranks
 from .collect import act, collect, compiled, steps
 from .config import Config
-from .devices import check_devices, make_env, sync_weights, torch_device
+from .devices import check_devices, make_env, on_own_stream, sync_weights, torch_device
 from .env import take_share
 from .evaluate import evaluate
 from .graphs import GRAPHED, Graphed
@@ -234,7 +234,7 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
         sync_weights(model, actor)
         job = functools.partial(collect, actor, env, config.rollout_length, acting, generator, memory, loop)
         if pool:
-            return pool.submit(job)
+            return pool.submit(on_own_stream(job, acts_on))
         done = Future()
         done.set_result(job())
         return done
@@ -267,10 +267,10 @@ def iterate(config: Config, progress: bool = False, start: dict | None = None) -
     replay = learn
     if config.graph and device.type in GRAPHED:
         collect_and_learn = Graphed(collect_and_learn, generator)
-        graphed = Graphed(lambda batch: learn(batch, last=True), generator)
+        graphed = {last: Graphed(functools.partial(learn, last=last), generator) for last in (False, True)}
 
         def replay(batch: Rollout, last: bool) -> dict[str, torch.Tensor]:
-            return {name: x.clone() for name, x in graphed(batch).items()}
+            return {name: x.clone() for name, x in graphed[last](batch).items()}
 
     if begin >= config.iterations:
         yield history  # it had finished

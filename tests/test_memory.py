@@ -311,3 +311,10 @@ def test_a_ring_beyond_a_set_limit_is_refused_in_ram_and_works_in_a_folder(tmp_p
     refusal, sizes = run.stdout.splitlines()
     assert refusal.startswith("replay needs 450,000,000 bytes and cpu has ") and sizes == "450000000 64"
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY  # not ours
+
+
+def test_cuda_blocks_that_torch_would_use_again_are_available(monkeypatch):
+    numbers = {"mem_get_info": (100, 1000), "memory_reserved": 70, "memory_allocated": 30}
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert memory.available("cuda") == 140
