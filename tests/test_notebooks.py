@@ -36,6 +36,11 @@ def code(notebook):
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.fixture
+def prose(notebook):
+    return "\n\n".join(source(cell) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+
+
 def test_the_main_notebook_is_there():
     assert MAIN in [path.stem for path in NOTEBOOKS]
 
@@ -79,6 +84,27 @@ def test_outputs_name_no_private_folder(code):
         ]
     )
     assert not re.search(r"/home/|/root/|/Users/|[A-Z]:\\\\", text) and str(ROOT) not in text
+
+
+def test_code_reads_no_file_of_the_repository(code):
+    """So the notebooks run beside an installed wheel, too."""
+    assert not [source(cell) for cell in code if re.search(r"\.\./|__file__|benchmarks", source(cell))]
+
+
+def test_links_lead_to_files(path, prose):
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", prose)
+    assert not [link for link in links if not (path.parent / link).is_file()]
+
+
+def test_figures_beside_a_link_to_a_table_are_the_tables(path, prose):
+    def numbers(text):
+        return set(re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?", text))
+
+    for paragraph in prose.split("\n\n"):
+        for link in re.findall(r"\]\((\S+/results/\S+\.md)\)", paragraph):
+            table, text = (path.parent / link).read_text(), " ".join(re.sub(r"\(\S+/\S+\)", "", paragraph).split())
+            assert numbers(text) <= numbers(table), link
+            assert re.search(r"` on (.+?, \d+ cores)", table)[1] in text, link
 
 
 def test_readme_tables_are_the_committed_results():
