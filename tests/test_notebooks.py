@@ -1,12 +1,15 @@
 """The form of the notebooks; nbmake runs their content."""
 
 import ast
+import importlib.util
 import json
 import re
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -66,6 +69,16 @@ def test_parameters_are_literals_near_the_top(notebook):
     for statement in ast.parse(source(notebook["cells"][tagged[0]])).body:
         assert isinstance(statement, ast.Assign)
         ast.literal_eval(statement.value)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_first_code_cell_installs_the_package_only_where_it_is_missing(code, missing, monkeypatch):
+    calls = []
+    shell = SimpleNamespace(run_line_magic=lambda *magic: calls.append(magic))
+    if missing:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(TransformerManager().transform_cell(source(code[0])), {"get_ipython": lambda: shell})
+    assert calls == [("pip", "install --quiet ..")] * missing
 
 
 def test_outputs_are_those_of_one_full_run(path, code):
