@@ -10,10 +10,14 @@ holds the whole: it goes on with any number of ranks.
 torchrun starts the processes and says to each which it is. Without it every function here does nothing.
 """
 
+import atexit
 import os
 import signal
 
 import torch
+
+# Before there is a group: its functions take the group of that moment as a default argument, which would outlive its destruction.
+import torch.distributed.nn.functional
 from torch import distributed
 
 
@@ -24,6 +28,7 @@ def start() -> None:
         if device < torch.cuda.device_count():  # there may be more processes than that, for the CPU
             torch.cuda.set_device(device)  # what the name "cuda" then means
         signal.signal(signal.SIGTERM, _end)  # how torchrun ends the others when one has died
+        atexit.register(stop)
         distributed.init_process_group()
 
 
@@ -33,8 +38,10 @@ def _end(*_) -> None:
 
 
 def stop() -> None:
-    """Leaves the other processes."""
+    """Leaves the other processes, at the latest when Python ends: gloo's threads end with the group, and one that still has to
+    let go of a tensor after that would abort the process."""
     if distributed.is_initialized():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         distributed.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 
 import numpy as np
 import psutil
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import distributed
 
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint, ranks
@@ -83,6 +85,7 @@ def work(rank: int, size: int, port: int, folder) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks.start()
+    group = weakref.ref(distributed.group.WORLD)
     found = {name: (weights(history), history.columns) for name, history in trained(folder / "by-two.pt").items()}
     found["by two, on two"], found["by one, on two"] = resumed(folder / "by-two.pt"), resumed(folder / "by-one.pt")
     train_module.actor_critic_loss = own_normalization(size)
@@ -93,7 +96,7 @@ def work(rank: int, size: int, port: int, folder) -> None:
     sys.argv = ["fp8rl", "train", "--steps", "1024", "--eval-episodes", "2", "--out", str(folder / "command")]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         cli.main()  # joined already; it leaves
-    found["said"] = said.getvalue()
+    found["said"], found["left"] = said.getvalue(), group() is None
     torch.save(found, folder / f"rank-{rank}.pt")
 
 
@@ -158,6 +161,11 @@ def test_the_command_writes_one_run(two, folder):
     with (out / "metrics.csv").open() as file:
         assert [row["steps"] for row in csv.DictReader(file)] == ["512", "1024"]
     assert json.loads((out / "config.json").read_text())["steps"] == 1024
+
+
+def test_no_thread_of_the_group_is_left_to_abort_the_process(two):
+    """It is gone when the command leaves it. Whatever still refers to it would keep gloo's threads while Python ends."""
+    assert all(found["left"] for found in two)
 
 
 def shapes(content):
@@ -327,6 +335,7 @@ def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_goes_on(tmp_path
         _, errors = process.communicate(timeout=60)
     assert process.returncode not in (0, None)
     assert "fp8rl: rank 0 of 2 lost the others (" in errors and "): resume from the last checkpoint" in errors
+    assert "terminate called" not in errors
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert sorted(path.name for path in out.iterdir() if path.suffix != ".tmp") == ["checkpoint.pt", "config.json", "metrics.csv"]
     config, start = checkpoint.resume(out / "checkpoint.pt")
