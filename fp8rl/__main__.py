@@ -92,14 +92,15 @@ def train(
         raise ValueError(f"out is {out} and resume {resume}: give one of them")
     if checkpoint_every < 0:
         raise ValueError(f"checkpoint_every is {checkpoint_every}: give 0 or more")
-    ranks.start()
-    rank, size = ranks.share()
-    first, start = rank == 0, None
+    config, start = fields, None
     if resume:
         config, start = checkpoint.resume(resume / "checkpoint.pt", **changed_places(fields))
         out = resume
-    else:
-        config = Config(**vars(fields))
+    ranks.start(config)
+    rank, size = ranks.share()
+    first = rank == 0
+    if not resume:
+        config = Config(**vars(fields))  # not sooner, since it asks for "cuda"
         if first:
             require_free(out, overwrite)
     check_share(config, size)
@@ -282,7 +283,7 @@ def measure(
         return
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: give a positive number")
-    ranks.start()
+    ranks.start(Fields(device=device))
     config = bench.loop_config(num_envs, rollout_length, precision, compile, device=device, graph=device != "cpu")
     result = bench.bench_loop(config, seconds)
     first = ranks.share()[0] == 0

@@ -20,16 +20,39 @@ import torch
 import torch.distributed.nn.functional
 from torch import distributed
 
+from .config import Config
 
-def start() -> None:
-    """Joins the processes that torchrun started, if it started this one: over nccl for CUDA tensors, gloo for the CPU's."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
-        device = int(os.environ["LOCAL_RANK"])
-        if device < torch.cuda.device_count():  # there may be more processes than that, for the CPU
-            torch.cuda.set_device(device)  # what the name "cuda" then means
-        signal.signal(signal.SIGTERM, _end)  # how torchrun ends the others when one has died
-        atexit.register(stop)
-        distributed.init_process_group()
+
+def start(config: Config | None = None) -> None:
+    """Joins the processes that torchrun started, if it started this one: over gloo, and over nccl besides for a run that has a
+    part on CUDA. There "cuda" then means this process's own GPU.
+
+    Args:
+        config: the run; None has no part on CUDA.
+
+    Raises:
+        ValueError: a part is on CUDA and the processes of this machine cannot have a GPU each.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
+        return
+    backend, gpus = "gloo", torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    for part, place in vars(config.places).items() if config else ():
+        if str(place).startswith("cuda") and gpus:  # without any, Config refuses it
+            mend = None
+            if here > gpus:
+                mend = f"start at most {gpus} (--nproc-per-node) or use the CPU"
+            elif here > 1 and place != "cuda":
+                mend = "give 'cuda', a GPU of its own for each"
+            if mend:
+                field = f"placement.{part}" if getattr(config.placement, part) else "device"
+                raise ValueError(f"{field} is {place!r} and {here} processes share {gpus} GPU{'s' * (gpus > 1)}: {mend}")
+            backend = "cpu:gloo,cuda:nccl"
+    if backend != "gloo":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    signal.signal(signal.SIGTERM, _end)  # how torchrun ends the others when one has died
+    atexit.register(stop)
+    distributed.init_process_group(backend)
 
 
 def _end(*_) -> None:

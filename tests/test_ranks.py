@@ -1,3 +1,4 @@
+import atexit
 import contextlib
 import csv
 import dataclasses
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import weakref
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -79,12 +81,24 @@ def resumed(path) -> torch.Tensor:
     return weights(train(config, progress=False, start=start))
 
 
+@contextlib.contextmanager
+def machine_with_a_gpu():
+    """What torch's sources ask before processes join. By itself torch would join them for the GPU's tensors alone."""
+    with (
+        mock.patch.object(torch._C, "_get_accelerator", lambda: torch.device("cuda")),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.dict(distributed.Backend.default_device_backend_map, cuda="gloo"),  # since nccl may not be built in
+    ):
+        yield
+
+
 def work(rank: int, size: int, port: int, folder) -> None:
     """What one of two ranks does for all tests here: starting them takes longest."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks.start()
+    with machine_with_a_gpu():
+        ranks.start(RUNS["replay"])
     group = weakref.ref(distributed.group.WORLD)
     found = {name: (weights(history), history.columns) for name, history in trained(folder / "by-two.pt").items()}
     found["by two, on two"], found["by one, on two"] = resumed(folder / "by-two.pt"), resumed(folder / "by-one.pt")
@@ -307,6 +321,67 @@ def test_what_ranks_cannot_share_is_refused_in_one_line(fields, size, message, t
         cli.main()
     assert capsys.readouterr().err == f"fp8rl: {message}\n"
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("metrics.csv", "precious")]
+
+
+GPU = {"device": "cuda"}
+LEARN = {"placement": config_module.Placement(learn="cuda")}
+
+
+def joined(config, gpus: int, processes: int, monkeypatch) -> list:
+    """What the second of some processes of a machine would do to join the others."""
+    did = []
+    for name, value in {"WORLD_SIZE": 2 * processes, "LOCAL_WORLD_SIZE": processes, "RANK": 1, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", did.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(atexit, "register", did.append)
+    monkeypatch.setattr(distributed, "init_process_group", did.append)
+    ranks.start(config)
+    return did
+
+
+@pytest.mark.parametrize(
+    "fields, gpus, did",
+    [
+        ({}, 0, [ranks.stop, "gloo"]),
+        ({}, 1, [ranks.stop, "gloo"]),  # more processes than GPUs, which none of them uses
+        (GPU, 2, [1, ranks.stop, "cpu:gloo,cuda:nccl"]),
+        (LEARN, 2, [1, ranks.stop, "cpu:gloo,cuda:nccl"]),
+        (GPU, 0, [ranks.stop, "gloo"]),  # Config refuses it
+    ],
+)
+def test_processes_join_over_what_their_tensors_need(fields, gpus, did, monkeypatch):
+    assert joined(cli.Fields(**fields), gpus, 2, monkeypatch) == did
+
+
+@pytest.mark.parametrize(
+    "fields, gpus, processes, message",
+    [
+        (GPU, 1, 2, "device is 'cuda' and 2 processes share 1 GPU: start at most 1 (--nproc-per-node) or use the CPU"),
+        (
+            LEARN,
+            2,
+            3,
+            "placement.learn is 'cuda' and 3 processes share 2 GPUs: start at most 2 (--nproc-per-node) or use the CPU",
+        ),
+        (
+            {"device": "cuda:1"},
+            2,
+            2,
+            "device is 'cuda:1' and 2 processes share 2 GPUs: give 'cuda', a GPU of its own for each",
+        ),
+    ],
+)
+def test_processes_without_a_gpu_each_are_refused_in_one_line(fields, gpus, processes, message, tmp_path, monkeypatch, capsys):
+    with pytest.raises(ValueError) as caught:
+        joined(cli.Fields(**fields), gpus, processes, monkeypatch)
+    assert str(caught.value) == message
+    options = ["--device", fields["device"]] if "device" in fields else ["--learn", "cuda"]
+    monkeypatch.setattr(sys, "argv", ["fp8rl", "train", *options, "--out", str(tmp_path / "a")])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert capsys.readouterr().err == f"fp8rl: {message}\n" and not (tmp_path / "a").exists()
 
 
 def test_a_share_without_a_row_has_no_effective_size():
