@@ -1,7 +1,8 @@
-# make demo   trains the agent in the notebook and leaves the executed notebook and its figures under build/
-# make test   runs the tests and every notebook
-# make lab    opens the notebooks in JupyterLab
-# make lint   checks package, tests and notebooks
+# make demo     trains the agent in the notebook and leaves the executed notebook and its figures under build/
+# make test     runs the tests and every notebook
+# make lab      opens the notebooks in JupyterLab
+# make lint     checks package, tests and notebooks
+# make results  makes every table in benchmarks/README.md again (hours); ONLY="study codecs" makes these alone
 # Every target sets up .venv first; a second run finds it ready and starts at once.
 PYTHON ?= python3
 # How packages are installed. With uv on a machine without a GPU: make test INSTALL="uv pip install --torch-backend=cpu"
@@ -10,7 +11,7 @@ READY := .venv/.ready
 RUN := . .venv/bin/activate &&
 NOTEBOOK := fp8_actor_critic
 
-.PHONY: demo test lab lint clean
+.PHONY: demo test lab lint results clean
 
 demo: $(READY)
 	@mkdir -p build
@@ -27,6 +28,9 @@ lab: $(READY)
 
 lint: $(READY)
 	$(RUN) ruff check && ruff format --check
+
+results: $(READY)
+	$(RUN) python benchmarks/results.py $(ONLY)
 
 clean:
 	rm -rf .venv build

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from fp8rl import study
-from fp8rl.train import Config
+from fp8rl.config import Config
+from fp8rl.report import study
+from fp8rl.scale.hardware import hardware
 
 SEEDS, THRESHOLD = range(10), 475
 FIELDS = {"env_id": "CartPole-v1", "gamma": 0.99, "reward_scale": 0.01, "learning_rate": 5e-4}
@@ -22,17 +24,18 @@ FIELDS |= {"steps": 500_000, "eval_every": 25_000}
 
 
 def main(out: Path) -> None:
+    torch.set_num_threads(1)  # as every run has
     arms = {name: [Config(precision=name, seed=seed, **FIELDS) for seed in SEEDS] for name in ("fp32", "bf16", "fp8")}
     ends = {name: [] for name in arms}
-    for history in study.run_all([config for configs in zip(*arms.values(), strict=True) for config in configs]):
-        ends[history.config.precision].append((history.final_return, history.first_step_at(THRESHOLD)))
+    for config, history in study.run_all([config for configs in zip(*arms.values(), strict=True) for config in configs]):
+        ends[config.precision].append((history.final_return, history.first_step_at(THRESHOLD)))
     lines = [f"| precision | final return, IQM [95%] | lowest seed | seeds at {THRESHOLD} | first at {THRESHOLD}, median steps |"]
     lines.append("| --- " * 5 + "|")
     for name, pairs in ends.items():
         final, first = np.array(pairs).T
         at = f"{(final >= THRESHOLD).sum()} of {len(final)}"
         lines.append(f"| {name} | {study.with_interval(final)} | {final.min():.1f} | {at} | {np.median(first):,.0f} |")
-    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/cartpole.py {out}` on {study.hardware()}.\n")
+    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/cartpole.py {out}` on {hardware()}.\n")
     print(out.read_text())
 
 

@@ -9,6 +9,7 @@ each must be refused in one line or equal the original.
 """
 
 import collections
+import io
 import os
 import pickle
 import signal
@@ -21,8 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fp8rl import checkpoint, study
+from fp8rl import checkpoint
 from fp8rl.config import Config
+from fp8rl.scale.hardware import hardware
+from fp8rl.scale.machine import build
 from fp8rl.train import iterate, train
 
 KILLS, DAMAGES = 50, 10_000
@@ -49,18 +52,26 @@ def kill_and_resume(out: Path, rng) -> tuple[int, bool]:
         time.sleep(rng.uniform(0, 0.4))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        found.add(checkpoint.resume(path)[1]["iteration"])
+        found.add(len(checkpoint.resume(path)[1]["history"]["iteration"]))
         assert max(found) < CONFIG.iterations, "the run ended before it was killed: give it more steps"
     subprocess.run([*COMMAND, "--resume", str(out)], check=True, capture_output=True)
     weights = checkpoint.load(path)[0].state_dict().values()
-    alone = train(CONFIG, progress=False).model.state_dict().values()
+    alone = train(build(CONFIG), progress=False).model.state_dict().values()
     return len(found), all(torch.equal(x, y) for x, y in zip(weights, alone, strict=True))
+
+
+def content(path: Path) -> bytes:
+    """What a checkpoint holds, as bytes to compare."""
+    config, state = checkpoint.resume(path)
+    written = io.BytesIO()
+    torch.save((config, state), written)
+    return written.getvalue()
 
 
 def damage(path: Path, rng) -> collections.Counter:
     """Outcomes of loading damaged copies: (kind, outcome) -> how many."""
-    checkpoint.save(path, next(iterate(Config(steps=512, capacity=600, eval_episodes=1))))
-    whole, original = path.read_bytes(), checkpoint.resume(path)
+    checkpoint.save(path, next(iterate(build(Config(steps=512, capacity=600, eval_episodes=1)))))
+    whole, original = path.read_bytes(), content(path)
     outcomes = collections.Counter()
     for i in range(DAMAGES):
         damaged, kind = bytearray(whole), ("cut short", "bit flipped", "pickle spliced in")[i % 3]
@@ -74,9 +85,7 @@ def damage(path: Path, rng) -> collections.Counter:
             damaged[at : at + len(splice)] = splice
         path.write_bytes(damaged)
         try:
-            loaded = checkpoint.resume(path)
-            same = loaded[0] == original[0] and checkpoint._digest(loaded[1]) == checkpoint._digest(original[1])
-            outcomes[kind, "equal to the original" if same else "LOADED AS SOMETHING ELSE"] += 1
+            outcomes[kind, "equal to the original" if content(path) == original else "LOADED AS SOMETHING ELSE"] += 1
         except ValueError as error:
             outcomes[kind, "refused" if "\n" not in str(error) else "REFUSED IN SEVERAL LINES"] += 1
     assert not os.path.exists("hostile-code-ran")
@@ -93,7 +102,7 @@ def main(out: Path) -> None:
     lines += [f"Final weights equal to the uninterrupted run's, bit for bit: {'yes' if same else 'NO'}.", ""]
     lines += ["| damage | outcome | files |", "| --- | --- | --- |"]
     lines += [f"| {kind} | {outcome} | {count:,} |" for (kind, outcome), count in sorted(outcomes.items())]
-    text = "\n".join(lines) + f"\n\n`python benchmarks/checkpoints.py {out}` on {study.hardware()}.\n"
+    text = "\n".join(lines) + f"\n\n`python benchmarks/checkpoints.py {out}` on {hardware()}.\n"
     out.write_text(text)
     print(text)
 

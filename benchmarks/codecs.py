@@ -11,12 +11,17 @@ where all observations within 2 of the origin are stored as 0: the control, whic
 
 import functools
 import sys
-import unittest.mock
 from pathlib import Path
 
-from fp8rl import config, plot, study
+import torch
+from matplotlib.figure import Figure
+
 from fp8rl.config import Config
-from fp8rl.train import History
+from fp8rl.history import History
+from fp8rl.replay import ReplayBuffer
+from fp8rl.report import plot, study
+from fp8rl.scale.hardware import hardware
+from fp8rl.train import Run, train
 
 SEEDS = range(30)
 GROUPS = {
@@ -40,28 +45,29 @@ GROUPS = {
 COARSER = {"int8, 16 times coarser": 16, "control: int8, 128 times coarser": 128}
 
 
-def run_coarser(factor: int, run: Config) -> History:
+def run_coarser(factor: int, config: Config) -> History:
     """Trains with a codec whose bounds are `factor` times the observation space's."""
 
-    def wide(bounds=config.obs_high, **observed):
-        return tuple(factor * bound for bound in bounds(**observed))
+    def make_ring(rows, num_envs, bounds, codec, device):
+        wider = tuple(tuple(factor * x for x in bound) for bound in bounds)
+        return ReplayBuffer(rows, num_envs, wider, codec, device)
 
-    with unittest.mock.patch.object(config, "obs_high", wide):
-        return study.run(run)
+    return train(Run(config, make_ring=make_ring), progress=False).history
 
 
 def main(out: Path) -> None:
+    torch.set_num_threads(1)  # as every run has
     out.mkdir(parents=True, exist_ok=True)
     results, text = [], ""
-    figure = plot.Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(11, 7), layout="constrained")
     for row, (group, arms) in zip(figure.subplots(2, 2), GROUPS.items(), strict=True):
         curves, found = {}, []
         for arm, fields in arms.items():
             configs = [Config(seed=seed, **fields) for seed in SEEDS]
             run = functools.partial(run_coarser, COARSER[arm]) if arm in COARSER else study.run
-            histories = list(study.run_all(configs, run=run))
-            found += [study.summarize(history, arm) for history in histories]
-            curves[arm] = study.stack(histories, "eval_return")
+            finished = list(study.run_all(configs, run=run))
+            found += [study.summarize(config, history, arm) for config, history in finished]
+            curves[arm] = study.stack([history for _, history in finished], "eval_return")
         results += found
         text += f"{group}:\n\n{study.table(found, list(arms))}\n"
         plot.learning_curves(row[0], curves)
@@ -70,7 +76,7 @@ def main(out: Path) -> None:
         row[1].set_title("each seed, interquartile mean, 95% interval", fontsize=9)
     figure.savefig(out / "curves.png", dpi=120)
     study.write_results(out / "results.csv", results)
-    text += f"`python benchmarks/codecs.py {out}` on {study.hardware()}.\n"
+    text += f"`python benchmarks/codecs.py {out}` on {hardware()}.\n"
     (out / "table.md").write_text(text)
     print(text)
 

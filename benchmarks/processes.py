@@ -1,7 +1,7 @@
 """What more processes or threads bring to one run on this machine's CPU.
 
-Three ways to use a second core, each against one: two ranks that share environments and learning (ranks.py), a thread that
-collects one iteration ahead of the learner (`async_collect`), and Gymnasium environments in processes of their own. Rounds
+Three ways to use a second core, each against one: two ranks that share environments and learning (scale/ranks.py), a thread that
+collects one iteration ahead of the learner (`collect_ahead`), and Gymnasium environments in processes of their own. Rounds
 alternate between what is compared; every rate is a median over them. One torch thread in each process or thread. What other
 programs took of the processor meanwhile is written down too: it weighs on two processes more than on one.
 
@@ -25,15 +25,20 @@ import psutil
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from fp8rl import bench, ranks, study
-from fp8rl.devices import GymEnv, Placement
+from fp8rl.config import Config
+from fp8rl.history import History
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.train import Config, History, collect, train
+from fp8rl.rollout import collect
+from fp8rl.scale import bench, ranks
+from fp8rl.scale.gym import GymEnv
+from fp8rl.scale.hardware import hardware
+from fp8rl.scale.machine import Machine, build
+from fp8rl.train import train
 
 SIZES = {16: 150, 256: 60, 2048: 15}  # environments: iterations that are timed
 ROUNDS, ESS_ROUNDS, ESS_ITERATIONS = 5, 3, 50
-AHEAD = Placement(async_collect=True)
+MACHINES = {"in turn": Machine(), "ahead": Machine(collect_ahead=True)}
 PAUSE, WORK = 1e-3, 50_000  # seconds, and numbers whose sum takes Python about so long
 
 
@@ -72,8 +77,8 @@ def serve(rank: int, size: int, port: int, jobs) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks.start()
-    while config := jobs.recv():
-        history = train(config, progress=False)
+    while job := jobs.recv():
+        history = train(build(*job), progress=False).history
         jobs.send((rate(history), float(history.column("ess").mean())))
     ranks.stop()
 
@@ -92,10 +97,10 @@ class Group:
         for process in self.processes:
             process.start()
 
-    def train(self, config: Config) -> tuple[float, float]:
+    def train(self, config: Config, machine: Machine) -> tuple[float, float]:
         """The first one's rate and mean ess."""
         for job in self.jobs:
-            job.send(config)
+            job.send((config, machine))
         first, *_ = [job.recv() for job in self.jobs]
         return first
 
@@ -116,7 +121,7 @@ def training_tables() -> list[str]:
     lines = ["Training, steps per second:", "", "| environments | one process | two ranks | ratio |", "| --- " * 4 + "|"]
     for n, iterations in SIZES.items():
         config = config_of(n, iterations)
-        runs = {name: lambda _, g=group, c=config: g.train(c)[0] for name, group in {"one": one, "two": two}.items()}
+        runs = {name: lambda _, g=group, c=config: g.train(c, Machine())[0] for name, group in {"one": one, "two": two}.items()}
         speed = alternating(runs, ROUNDS)
         lines.append(f"| {n:,} | {speed['one']:,.0f} | {speed['two']:,.0f} | {speed['two'] / speed['one']:.2f} |")
         print(lines[-1], flush=True)
@@ -124,16 +129,14 @@ def training_tables() -> list[str]:
     lines += ["", "Collecting one iteration ahead, steps per second:", ""]
     lines += ["| environments | in turn | ahead | ratio | 1 - ess in turn | 1 - ess ahead |", "| --- " * 6 + "|"]
     for n, iterations in SIZES.items():
-        places = {"in turn": Placement(), "ahead": AHEAD}
-        configs = {name: config_of(n, iterations, placement=place) for name, place in places.items()}
-        runs = {name: lambda _, c=config: one.train(c)[0] for name, config in configs.items()}
+        config = config_of(n, iterations)
+        runs = {name: lambda _, c=config, m=machine: one.train(c, m)[0] for name, machine in MACHINES.items()}
         speed = alternating(runs, ROUNDS)
 
-        def ess_of(place, n=n):
-            fields = {"placement": place, "replay_updates": 0}
-            return lambda number: one.train(config_of(n, ESS_ITERATIONS, seed=max(0, number), **fields))[1]
+        def ess_of(machine, n=n):
+            return lambda number: one.train(config_of(n, ESS_ITERATIONS, seed=max(0, number), replay_updates=0), machine)[1]
 
-        ess = alternating({name: ess_of(place) for name, place in places.items()}, ESS_ROUNDS)
+        ess = alternating({name: ess_of(machine) for name, machine in MACHINES.items()}, ESS_ROUNDS)
         cells = f"{speed['in turn']:,.0f} | {speed['ahead']:,.0f} | {speed['ahead'] / speed['in turn']:.2f}"
         lines.append(f"| {n:,} | {cells} | {1 - ess['in turn']:.1e} | {1 - ess['ahead']:.1e} |")
         print(lines[-1], flush=True)
@@ -178,7 +181,7 @@ def main(out: Path) -> None:
     others = (others_seconds() - before) / (time.perf_counter() - began)
     about = f"Medians of {ROUNDS} alternating rounds, ess of {ESS_ROUNDS}; one torch thread each; "
     about += f"other programs kept {max(0, others):.2f} cores busy meanwhile"
-    out.write_text("\n".join(lines) + f"\n\n{about}. `python benchmarks/processes.py {out}` on {study.hardware()}.\n")
+    out.write_text("\n".join(lines) + f"\n\n{about}. `python benchmarks/processes.py {out}` on {hardware()}.\n")
 
 
 if __name__ == "__main__":

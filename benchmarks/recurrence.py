@@ -11,11 +11,15 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from fp8rl import study
+from fp8rl.config import Config
+from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import evaluate
-from fp8rl.precision import Precision
-from fp8rl.train import Config, train
+from fp8rl.report import study
+from fp8rl.scale.hardware import hardware
+from fp8rl.scale.machine import build
+from fp8rl.train import train
 
 SEEDS = range(10)
 STARTS = (0.05, 0.5, 1.0)
@@ -29,19 +33,24 @@ ARMS = {
 
 def run(config: Config) -> list[float]:
     """Trains and gives the mean return from each range of starts."""
-    model, precision = train(config, progress=False).model, Precision(config.precision)
-    return [float(evaluate(model, 100, start_noise=start, precision=precision, **config.observed).mean()) for start in STARTS]
+    trained, returns = train(build(config), progress=False), []
+    for start in STARTS:
+        env = BatchedEnv(100, start, generator=torch.Generator().manual_seed(0), hide_velocity=config.hide_velocity)
+        returns.append(float(evaluate(trained.model, env, trained.precision).mean()))
+    return returns
 
 
 def main(out: Path) -> None:
+    torch.set_num_threads(1)  # as every run has
     heads = [f"{name} from within {start:g}" for start in STARTS for name in ("return, IQM [95%],", "lowest seed")]
     lines = [f"| arm | {' | '.join(heads)} |", "| --- " * (1 + len(heads)) + "|"]
     for arm, fields in ARMS.items():
-        returns = np.array(list(study.run_all([Config(seed=seed, eval_every=0, **fields) for seed in SEEDS], run=run)))
+        configs = [Config(seed=seed, eval_every=0, **fields) for seed in SEEDS]
+        returns = np.array([found for _, found in study.run_all(configs, run=run)])
         cells = [cell for column in returns.T for cell in (study.with_interval(column), f"{column.min():.2f}")]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/recurrence.py {out}` on {study.hardware()}.\n")
+    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/recurrence.py {out}` on {hardware()}.\n")
 
 
 if __name__ == "__main__":

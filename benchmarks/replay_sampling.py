@@ -40,10 +40,11 @@ from stable_baselines3.common.buffers import ReplayBuffer as SB3Buffer
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
-from fp8rl import bench, study
-from fp8rl.env import STATE_HIGH
-from fp8rl.losses import DUMMY, TRUNCATED, Rollout
-from fp8rl.replay import ReplayBuffer
+from fp8rl.env import STATE_BOUNDS
+from fp8rl.rollout import DUMMY, TRUNCATED, Rollout
+from fp8rl.scale import bench
+from fp8rl.scale.hardware import hardware
+from fp8rl.scale.storage import StoredRing
 
 SLICES, LENGTH, NUM_ENVS, EPISODE = 512, 32, 16, 200
 CAPACITIES = (10_000, 10_000_000)
@@ -53,11 +54,11 @@ OURS = "fp8rl compact fp32, RAM"
 
 
 def observations(*shape: int) -> torch.Tensor:
-    return (2 * torch.rand(*shape, 2) - 1) * torch.tensor(STATE_HIGH)
+    return (2 * torch.rand(*shape, 2) - 1) * torch.tensor(STATE_BOUNDS[1])
 
 
-def our_ring(capacity: int, **settings) -> ReplayBuffer:
-    ring = ReplayBuffer(capacity // NUM_ENVS, NUM_ENVS, **settings)
+def our_ring(capacity: int, **settings) -> StoredRing:
+    ring = StoredRing(capacity // NUM_ENVS, NUM_ENVS, **settings)
     length = min(CHUNK, ring.rows - 1)
     shape = (length, NUM_ENVS)
     obs = observations(length + 1, NUM_ENVS)
@@ -91,8 +92,8 @@ def torchrl_buffer(capacity: int, folder: Path | None = None, cache: bool = True
 
 
 def sb3_buffer(capacity: int, optimize: bool) -> SB3Buffer:
-    high = np.array(STATE_HIGH, np.float32)
-    spaces = gymnasium.spaces.Box(-high, high), gymnasium.spaces.Discrete(3)
+    low, high = np.array(STATE_BOUNDS, np.float32)
+    spaces = gymnasium.spaces.Box(low, high), gymnasium.spaces.Discrete(3)
     about = {"optimize_memory_usage": optimize, "handle_timeout_termination": not optimize}
     buffer = SB3Buffer(capacity, *spaces, device="cpu", n_envs=NUM_ENVS, **about)
     obs = observations(EPISODE + 1, NUM_ENVS).numpy()
@@ -105,7 +106,7 @@ def sb3_buffer(capacity: int, optimize: bool) -> SB3Buffer:
             return buffer
 
 
-def floor_of(ring: ReplayBuffer, batches: int = 128):
+def floor_of(ring: StoredRing, batches: int = 128):
     """A function that touches the memory lines of another batch at every call. Its batches outgrow the caches."""
     starts = torch.randint(ring.size - LENGTH, (batches, SLICES)) + ring.rows * torch.randint(NUM_ENVS, (batches, SLICES))
     touches = []
@@ -130,7 +131,7 @@ def contestants(capacity: int, folder: Path) -> dict:
     draws = {}
     for layout, codec, mapped in itertools.product(("compact", "full"), ("fp32", "int8", "fp8"), (False, True)):
         place = folder / f"{layout}-{codec}" if mapped else None
-        ring = our_ring(capacity, layout=layout, codec=codec, memmap=place)
+        ring = our_ring(capacity, layout=layout, codec=codec, folder=place)
         name = f"fp8rl {layout} {codec}, {'memmap' if mapped else 'RAM'}"
         draws[name] = lambda ring=ring: ring.sample(SLICES, LENGTH)
         if (layout, codec) == ("compact", "fp32"):
@@ -163,7 +164,7 @@ def report(times: dict, command: str) -> str:
         more, memory = (times[large, who] - times[small, who] for who in (name, f"floor of {name}"))
         lines.append(f"{name}: {more:+,.0f} µs from small to large; touching the memory lines alone: {memory:+,.0f} µs.\n")
     versions = ", ".join(f"{package} {version(package)}" for package in ("torchrl", "tensordict", "stable-baselines3"))
-    return "\n".join(lines) + f"\n`{command}` on {study.hardware()}, {versions}; one thread.\n"
+    return "\n".join(lines) + f"\n`{command}` on {hardware()}, {versions}; one thread.\n"
 
 
 def main(out: Path) -> None:

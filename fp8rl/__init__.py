@@ -2,4 +2,4 @@
 
 import gymnasium
 
-gymnasium.register("fp8rl/CustomEnv-v0", entry_point="fp8rl.env:CustomEnv", vector_entry_point="fp8rl.env:CustomVectorEnv")
+gymnasium.register("fp8rl/CustomEnv-v0", entry_point="fp8rl.env:CustomEnv", vector_entry_point="fp8rl.scale.gym:CustomVectorEnv")

@@ -6,32 +6,37 @@ What is refused (a bad value, a folder in use, a file that is not there) is said
 import contextlib
 import csv
 import dataclasses
+import functools
+import io
 import json
 import math
 import os
+import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
+from matplotlib.figure import Figure
 
-from . import bench, checkpoint, memory, plot, ranks, study
-from .devices import EnvironmentFailed
+from . import checkpoint
+from .config import Config
+from .env import BatchedEnv
 from .evaluate import evaluate
+from .history import History
 from .precision import Precision
-from .train import Config, History, check_share, iterate
+from .report import plot, study
+from .scale import bench, growth, hardware, ranks
+from .scale.gym import EnvironmentFailed, GymEnv
+from .scale.machine import NETWORKS, Machine, build
+from .scale.storage import ring_bytes
+from .train import Run, iterate
 
 OUTPUTS = ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png", "results.csv", "table.md", "curves.png")
-
-
-@dataclasses.dataclass(frozen=True)
-class Fields(Config):
-    """Config's fields before they are checked: tyro would print a refusal while it parses as a box, not as one line."""
-
-    def __post_init__(self):
-        pass
+Json = Annotated[bool, tyro.conf.arg(name="json")]
 
 
 def require_free(out: Path, overwrite: bool) -> None:
@@ -53,24 +58,9 @@ def claim(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def changed_places(fields: Fields) -> dict:
-    """Where a resumed run is to run, if said.
-
-    Raises:
-        ValueError: another field is given, which a resumed run cannot change.
-    """
-    words = [word.split("=")[0] for word in sys.argv if word.startswith("--")]
-    given = {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in words}
-    for name in [f.name for f in dataclasses.fields(fields) if f.name in given - {"device"}]:
-        raise ValueError(f"{name} is {getattr(fields, name)} beside resume, which takes the run's own: leave it out")
-    if "overwrite" in given:
-        raise ValueError("overwrite is True beside resume, which goes on in the folder: leave it out")
-    places = {name: value for name, value in vars(fields.placement).items() if name in given}
-    return ({"device": fields.device} if "device" in given else {}) | {"placement": places}
-
-
 def train(
-    fields: tyro.conf.OmitArgPrefixes[Fields],
+    config: tyro.conf.OmitArgPrefixes[Config],
+    machine: tyro.conf.OmitArgPrefixes[Machine],
     out: Path | None = None,
     resume: Path | None = None,
     checkpoint_every: int = 0,
@@ -78,12 +68,13 @@ def train(
     overwrite: bool = False,
 ) -> None:
     """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png. Under torchrun several processes
-    train it together (ranks.py) and the first one writes.
+    train it together and the first one writes.
 
     Args:
-        fields: what to train.
+        config: what is learned: a resumed run takes its own.
+        machine: where it runs and how fast: a resumed run takes what is given now.
         out: folder for the results.
-        resume: folder of a run that was stopped: it goes on from its checkpoint, on the CPU bit for bit as if it had not been.
+        resume: folder of a run that was stopped: it continues from its checkpoint, on the CPU bit for bit as if it had not been.
         checkpoint_every: iterations between checkpoints; 0 writes one at the end.
         checkpoint_ring: keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty one.
         overwrite: replace a run that the folder holds.
@@ -92,52 +83,67 @@ def train(
         raise ValueError(f"out is {out} and resume {resume}: give one of them")
     if checkpoint_every < 0:
         raise ValueError(f"checkpoint_every is {checkpoint_every}: give 0 or more")
-    config, start = fields, None
+    ranks.start(machine.devices)
+    first, state = ranks.rank()[0] == 0, None
     if resume:
-        config, start = checkpoint.resume(resume / "checkpoint.pt", **changed_places(fields))
+        require_default(config, overwrite)
         out = resume
-    ranks.start(config)
-    rank, size = ranks.share()
-    first = rank == 0
-    if not resume:
-        config = Config(**vars(fields))  # not sooner, since it asks for "cuda"
-        if first:
-            require_free(out, overwrite)
-    check_share(config, size)
-    ring = config.ring(size)  # one that cannot be made is refused before anything is written or replaced
-    if ring.count:
-        print(f"going on with {ring.size} rows of {ring.num_envs} environments in {config.memmap}")
-    ring.close()
-    del ring  # the run makes its own, and the memory may not hold two
+        config, state = checkpoint.resume(out / "checkpoint.pt")
+    elif first:
+        require_free(out, overwrite)
+    run = build(config, machine, state)  # what cannot be is refused before anything is written or replaced
+    if machine.memmap and run.ring.count:
+        print(f"continuing with {run.ring.size} rows of {run.ring.num_envs} environments in {machine.memmap}")
+    if first and not resume:
+        claim(out)
     if first:
-        if not resume:
-            claim(out)
         (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    writer = None
-    with contextlib.ExitStack() as stack:
-        for history in iterate(config, progress=True, start=start):
-            rows = [history.last] if writer else history.rows  # with those from before a resumption
-            if not writer:  # not before there are rows: those of a resumed run stand in the old file
-                file = (out / "metrics.csv" if first else Path(os.devnull)).open("w", newline="")
-                stack.enter_context(file)
-                writer = csv.DictWriter(file, rows[0])
-                writer.writeheader()
-            writer.writerows({name: int(x) if x.is_integer() else x for name, x in row.items()} for row in rows)
-            file.flush()
-            if checkpoint_every and len(history) % checkpoint_every == 0:
-                checkpoint.save(out / "checkpoint.pt", history, checkpoint_ring)
-    checkpoint.save(out / "checkpoint.pt", history, checkpoint_ring)
-    clipped = ranks.total(history.ring.clipped).tolist()
+    write_while_training(run, out, checkpoint_every, checkpoint_ring)
+    clipped = ranks.total([run.ring.clipped])[0].tolist()
     ranks.stop()
-    if not first:
-        return
-    figure = plot.Figure(figsize=(7, 4), layout="constrained")
-    steps, returns = history.evaluations()
+    if first:
+        report(run, clipped, out)
+
+
+def require_default(config: Config, overwrite: bool) -> None:
+    """Raises ValueError if something is given beside `resume` that a resumed run cannot change."""
+    for field in dataclasses.fields(Config):
+        if getattr(config, field.name) != field.default:
+            raise ValueError(
+                f"{field.name} is {getattr(config, field.name)} beside resume, which takes the run's own: leave it out"
+            )
+    if overwrite:
+        raise ValueError("overwrite is True beside resume, which continues in the folder: leave it out")
+
+
+def write_while_training(run: Run, out: Path, checkpoint_every: int, checkpoint_ring: bool) -> None:
+    """Trains a run to its end; rank 0 writes metrics.csv and checkpoint.pt as it goes."""
+    with (out / "metrics.csv" if run.rank == 0 else Path(os.devnull)).open("w", newline="") as file:
+        writer = csv.writer(file)
+
+        def write(rows: list[dict[str, float]]) -> None:
+            if rows and rows[0]["iteration"] == 0:
+                writer.writerow(rows[0])
+            writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
+            file.flush()
+
+        write(run.history.rows)  # those from before a resumption
+        for _ in iterate(run, progress=run.rank == 0):
+            write([run.history.last])
+            if checkpoint_every and len(run.history) % checkpoint_every == 0:
+                checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+    checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+
+
+def report(run: Run, clipped: list[int], out: Path) -> None:
+    """Draws reward_curve.png and prints what came out."""
+    config, history = run.config, run.history
+    figure = Figure(figsize=(7, 4), layout="constrained")
     ax = figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}")
-    plot.learning_curves(ax, {config.precision: (steps, returns)}, marks=config.env_id is None)
+    plot.learning_curves(ax, {config.precision: history.evaluations()}, marks=config.env_id is None)
     figure.savefig(out / "reward_curve.png", dpi=120)
-    print(Precision(config.precision, config.places.learn).describe(history.model))
-    if history.last["clipped"]:
+    print(hardware.describe(run.precision, run.model))
+    if any(clipped):
         counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(clipped) if n)
         print(f"warning: codec {config.codec} clipped observations ({counts}): choose bf16 or fp32", file=sys.stderr)
     most = "" if config.env_id else " of 200"
@@ -151,7 +157,7 @@ def evaluate_run(
     start_noise: float = 0.05,
     seed: int = 0,
     precision: str | None = None,
-    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    json_output: Json = False,
 ) -> None:
     """Evaluate a trained agent on the CPU.
 
@@ -166,24 +172,23 @@ def evaluate_run(
     """
     if not 1 <= episodes <= 10**6:
         raise ValueError(f"episodes is {episodes}: give a number from 1 to a million")
-    if not 0 <= seed < 2**62:
-        raise ValueError(f"seed is {seed}: give a number from 0 to 2**62 - 1")
-    changes = {"precision": precision, "collect_precision": None} if precision else {}
-    model, config = checkpoint.load(run / "checkpoint.pt", **changes)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed}: give a number from 0 to 2**32 - 1")
+    model, config = checkpoint.load(run / "checkpoint.pt", NETWORKS, **({"precision": precision} if precision else {}))
     if config.env_id and start_noise != 0.05:
         raise ValueError(f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it")
-    computes = Precision(config.precision)
-    returns = evaluate(computes.prepare(model), episodes, greedy, start_noise, seed, computes, **config.observed)
-    result = {
-        "mean_return": float(returns.mean()),
-        "std_return": float(returns.std()),
-        "episodes": episodes,
-        "greedy": greedy,
-    }
-    if json_output:
-        print(json.dumps(result))
+    generator = torch.Generator().manual_seed(seed)
+    observed = {"extra_features": config.extra_features, "hide_velocity": config.hide_velocity}
+    if config.env_id:
+        env = GymEnv(config.env_id, episodes, seed=seed + 2**31)  # other starts than in training
     else:
-        print(f"mean return {result['mean_return']:.2f}, standard deviation {result['std_return']:.2f}, {episodes} episodes")
+        env = BatchedEnv(episodes, start_noise, generator=generator, **observed)
+    computes = Precision(config.precision)
+    with contextlib.closing(env):
+        returns = evaluate(computes.prepare(model), env, computes, greedy, seed)
+    result = {"mean_return": float(returns.mean()), "std_return": float(returns.std()), "episodes": episodes, "greedy": greedy}
+    words = f"mean return {result['mean_return']:.2f}, standard deviation {result['std_return']:.2f}, {episodes} episodes"
+    print(json.dumps(result) if json_output else words)
 
 
 def compare(
@@ -194,10 +199,9 @@ def compare(
     steps: int = 100_000,
     collect_precision: str | None = None,
     controls: bool = False,
-    workers: int = os.cpu_count() or 1,
     overwrite: bool = False,
 ) -> None:
-    """Train every precision on the same seeds and write results.csv, table.md and curves.png.
+    """Train every precision on the same seeds, a process a core, and write results.csv, table.md and curves.png.
 
     Args:
         out: folder for the results.
@@ -208,12 +212,13 @@ def compare(
         collect_precision: run each precision once more, with the acting policy in this one.
         controls: add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8
             that leaves the scales out of its products, which must fail.
-        workers: processes at a time.
         overwrite: replace a study that the folder holds.
     """
-    for name, value in {"seeds": seeds, "precisions": len(precisions), "workers": workers}.items():
+    for name, value in {"seeds": seeds, "precisions": len(precisions)}.items():
         if value < 1:
             raise ValueError(f"{name} is {value}: give at least 1")
+    for name in (*precisions, collect_precision or precisions[0]):
+        Precision(name)
 
     def runs(first: int = first_seed, **fields) -> list[Config]:
         return [Config(seed=seed, steps=steps, **fields) for seed in range(first, first + seeds)]
@@ -228,22 +233,25 @@ def compare(
         unscaled["control: fp8, products not scaled back"] = runs(precision="fp8")
     require_free(out, overwrite)
     claim(out)
-    histories: dict[str, list[History]] = {arm: [] for arm in arms | unscaled}
-    results = []
+    results, histories = [], {arm: [] for arm in arms | unscaled}
     for group, run in ((arms, study.run), (unscaled, study.run_unscaled)):
         arm_of = {config: arm for arm, configs in group.items() for config in configs}
-        for history in study.run_all(sorted(arm_of, key=lambda config: config.seed), workers, run=run):
-            arm = arm_of[history.config]
-            histories[arm].append(history)
-            results.append(study.summarize(history, arm))
+        for config, history in study.run_all(sorted(arm_of, key=lambda config: config.seed), run=run):
+            histories[arm_of[config]].append(history)
+            results.append(study.summarize(config, history, arm_of[config]))
             study.write_results(out / "results.csv", results)
+    write_study(out, results, {arm: histories[arm] for arm in arms}, list(histories))
+
+
+def write_study(out: Path, results: list[dict], shown: dict[str, list[History]], arms: list[str]) -> None:
+    """Writes table.md of all arms and curves.png of those shown, and prints the table."""
     command = f"python -m fp8rl {shlex.join(sys.argv[1:])}"
-    text = f"{study.table(results, list(histories))}\n`{command}` on {study.hardware()}.\n"
+    text = f"{study.table(results, arms)}\n`{command}` on {hardware.hardware()}.\n"
     (out / "table.md").write_text(text)
-    figure = plot.Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    plot.learning_curves(left, {arm: study.stack(histories[arm], "eval_return") for arm in arms})
-    left.set_title(f"interquartile mean and range of {seeds} seeds", fontsize=9)
+    plot.learning_curves(left, {arm: study.stack(histories, "eval_return") for arm, histories in shown.items()})
+    left.set_title(f"interquartile mean and range of {len(shown[arms[0]])} seeds", fontsize=9)
     plot.intervals(right, study.scores(results, "final_return"), "final greedy return, of 200")
     right.set_xlim(study.THRESHOLD - 1, 200)
     right.set_title(f"each seed, interquartile mean, 95% interval, from {study.THRESHOLD - 1:g} up", fontsize=9)
@@ -256,10 +264,9 @@ def measure(
     num_envs: int = 4096,
     rollout_length: int = 32,
     precision: str | None = None,
-    device: str = "cpu",
-    compile: bool = False,
+    machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(reuse_forward=True),  # noqa: B008
     seconds: float = 5.0,
-    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    json_output: Json = False,
     out: Path = Path("benchmarks/results"),
 ) -> None:
     """Measure speed on this machine.
@@ -270,8 +277,7 @@ def measure(
         num_envs: environments of the loop.
         rollout_length: steps that it collects from each in an iteration.
         precision: what it computes in, if not in what is fastest on this machine.
-        device: where it runs; on CUDA as a graph.
-        compile: compile the loop that collects and act in fp32: the fastest with few environments.
+        machine: where and how fast. With few environments --compile --no-reuse-forward is the fastest.
         seconds: how long to measure.
         json_output: print one JSON object.
         out: folder for the result of fp8.
@@ -283,10 +289,9 @@ def measure(
         return
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: give a positive number")
-    ranks.start(Fields(device=device))
-    config = bench.loop_config(num_envs, rollout_length, precision, compile, device=device, graph=device != "cpu")
-    result = bench.bench_loop(config, seconds)
-    first = ranks.share()[0] == 0
+    ranks.start(machine.devices)
+    result = bench.bench_loop(bench.loop_of(num_envs, rollout_length, precision, machine), machine, seconds)
+    first = ranks.rank()[0] == 0
     ranks.stop()
     if first:
         shown = {name: f"{x:,.3f}" if isinstance(x, float) else x for name, x in result.items()}
@@ -294,33 +299,60 @@ def measure(
 
 
 def predict_and_measure(
-    fields: tyro.conf.OmitArgPrefixes[Fields], json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
+    config: tyro.conf.OmitArgPrefixes[Config], machine: tyro.conf.OmitArgPrefixes[Machine], json_output: Json = False
 ) -> None:
     """Predict the bytes of a config's replay ring, allocate it and measure. In a memmap folder it is there to stay.
 
     Args:
-        fields: what would be trained.
+        config: what would be trained.
+        machine: where.
         json_output: print one JSON object.
     """
-    config = Config(**vars(fields))
-    predicted = config.ring_bytes
-    before = memory.available("cpu" if config.memmap else config.places.store)
+    before = growth.available(machine.on("store"))
+    run = build(config, machine)
+    predicted = ring_bytes(config.rows, config.num_envs, run.ring.obs_size, config.layout, config.codec)
     result = {
         "predicted_bytes": predicted,
-        "measured_bytes": config.ring().nbytes,
+        "measured_bytes": run.ring.nbytes,
         "bytes_per_transition": predicted / (config.rows * config.num_envs),
         "transitions": config.rows * config.num_envs,
         "available_bytes": before,
     }
+    run.close()
     print(json.dumps(result) if json_output else "\n".join(f"{name:20} {value:>20,}" for name, value in result.items()))
+
+
+def parse(commands: dict[str, Callable]) -> Callable[[], None]:
+    """The command that argv names, with its arguments.
+
+    Raises:
+        ValueError: argv cannot be read, in one line instead of tyro's box.
+    """
+
+    def deferred(command):
+        return functools.wraps(command)(lambda *args, **kwargs: functools.partial(command, *args, **kwargs))
+
+    jobs, box = {name: deferred(command) for name, command in commands.items()}, io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.extras.subcommand_cli_from_dict(jobs, prog="python -m fp8rl", description=__doc__)
+    except SystemExit as stop:
+        if not stop.code:
+            raise  # --help
+        lines = [line.strip("│ ") for line in box.getvalue().splitlines()[1:]]  # under a title
+        rules = [bool(line) and set(line) <= set("─-") for line in lines]
+        begin = rules.index(False)
+        end = rules.index(True, begin) if True in rules[begin:] else len(lines)
+        said = re.sub(r"^Error parsing __tyro\S*: ", "", " ".join(lines[begin:end]))
+        raise ValueError(f"{said} (see --help)" if said.startswith(("Error", "Unrec", "Expected", "Missing")) else said) from None
 
 
 def main() -> None:
     """Runs the command line."""
-    torch.set_num_threads(1)  # the network is too small to share, and so a run's numbers do not depend on the cores
+    torch.set_num_threads(1)  # the network is too small for more, and so a run's numbers do not depend on the cores
     commands = {"train": train, "eval": evaluate_run, "study": compare, "memory": predict_and_measure, "bench": measure}
     try:
-        tyro.extras.subcommand_cli_from_dict(commands, prog="python -m fp8rl", description=__doc__)
+        parse(commands)()
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         print(f"fp8rl: {error}", file=sys.stderr)
         sys.exit(2)
@@ -328,7 +360,7 @@ def main() -> None:
         print("fp8rl: interrupted", file=sys.stderr)
         sys.exit(130)
     except RuntimeError as error:
-        rank, size = ranks.share()
+        rank, size = ranks.rank()
         if size == 1:
             raise
         reason = str(error).splitlines()[0]

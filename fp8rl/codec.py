@@ -7,10 +7,9 @@
     int8   1       round((x - middle) / step), 254 steps in the bounds  half a step, (high - low) / 508, wherever it is
     fp8    1       e4m3 of x / scale, one power of two a feature        2^-4 of the value, down to 2^-13 of the bound
 
-The scales come from the bounds of the observation space and never change, so a row is decoded without looking at any other, and
-storing them costs nothing per transition. int8 is affine: equal steps over the range. fp8's steps grow with the value: finer
-than int8's within a sixteenth of the bound from 0, coarser beyond. A value outside what a codec can represent is clipped to the
-nearest end, never wrapped around; `outside` counts them.
+The scales come from the bounds of the observation space and never change, so storing them costs nothing per transition. int8 is
+affine: equal steps. fp8's steps grow with the value: finer than int8's within a sixteenth of the bound from 0, coarser beyond. A
+value that a codec cannot represent is clipped to the nearest end; `outside` counts them.
 """
 
 import math
@@ -25,15 +24,8 @@ CODECS = tuple(DTYPES)
 
 
 class Codec:
-    """One row of the table in the module's docstring, for observations with given bounds.
-
-    Attributes:
-        dtype: of the codes. fp8 codes are uint8, their bits: torch does not index float8 tensors everywhere.
-
-    Args:
-        name: a name of the table.
-        low, high: bounds of each feature [F], infinite where there is none.
-        device: where observations are encoded.
+    """One row of the module's table. `low` and `high` are the bounds of each feature [F], infinite where there is none. `dtype`
+    is that of the codes; fp8's are uint8, their bits, since torch does not index float8 tensors everywhere.
 
     Raises:
         ValueError: an unknown name, bounds that are no numbers or not as many, or a one-byte codec for a feature without finite
@@ -47,12 +39,14 @@ class Codec:
         low, high = (torch.tensor(list(bound), dtype=torch.float32, device=device) for bound in (low, high))
         if low.shape != high.shape:
             raise ValueError(f"low has {len(low)} bounds and high {len(high)}: give one for each feature")
-        bad, mend = low.isnan() | high.isnan(), "give numbers"
+        bad, remedy = low.isnan() | high.isnan(), "give numbers"
         if name in ("int8", "fp8"):
-            bad, mend = ~((high - low).isfinite() & (low < high)), "give finite ones, or choose bf16"
+            bad, remedy = ~((high - low).isfinite() & (low < high)), "give finite ones, or choose bf16"
         if bad.any():
             feature = int(bad.nonzero()[0])
-            raise ValueError(f"codec is {name!r} and feature {feature} has bounds [{low[feature]:g}, {high[feature]:g}]: {mend}")
+            raise ValueError(
+                f"codec is {name!r} and feature {feature} has bounds [{low[feature]:g}, {high[feature]:g}]: {remedy}"
+            )
         self.dtype = torch.uint8 if name == "fp8" else DTYPES[name]
         self.middle, self.scale = torch.zeros_like(low), torch.ones_like(low)
         if name == "int8":

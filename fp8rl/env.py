@@ -6,17 +6,14 @@ State (position p, velocity v), both dimensionless, one unit of time a step. Act
     reward = 1 - 0.1 |p|                             (of the new p)
     terminated when |p| > 2, truncated after 200 steps
 
-The velocity obeys v <- 0.95 (v + push), so |v| < 1.9 always, and a step that leaves |p| <= 2 ends at |p| < 4: those are the
-bounds of the observation space. Reference returns from the origin: a constant action 6.2, uniformly random actions 18.5 in the
-mean, bang-bang control (push against p + 3 v) 199 of 200.
+So |v| < 1.9 always, and a step that leaves |p| <= 2 ends at |p| < 4: the bounds of the observation space. Reference returns from
+the origin: a constant action 6.2, uniformly random actions 18.5, bang-bang control (push against p + 3 v) 199 of 200.
 
-Two options change what is observed, not the task. `hide_velocity` leaves the position alone: one observation no longer tells
-where to push, two in a row do, so a policy needs memory. `extra_features=k` appends k channels of uniform noise in [-1, 1), new
-at every step: an observation as wide as real tasks have, which nothing can be learned from.
+Two options change what is observed, not the task. `hide_velocity` leaves the position alone, so a policy needs memory.
+`extra_features=k` appends k channels of uniform noise in [-1, 1), new at every step, from which nothing can be learned.
 
-The physics stands once, in `dynamics`, `reward_of` and `is_out`. Three thin classes run it: `CustomEnv` (one environment, the
-Gymnasium contract), `BatchedEnv` (N environments in tensors on a device; what training uses) and `CustomVectorEnv` (the same
-with Gymnasium's NumPy vector contract).
+The physics stands once, in `dynamics`, `reward_of` and `is_out`. Two thin classes run it: `CustomEnv` (one environment behind
+Gymnasium's contract) and `BatchedEnv` (N environments as tensors on a device, which training uses).
 
 Autoreset is Gymnasium's default, NEXT_STEP: the step after an episode's end ignores its action and returns the reset
 observation with reward 0. So the final observation of an episode is an ordinary observation, never lost.
@@ -25,34 +22,25 @@ observation with reward 0. So the final observation of an episode is an ordinary
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.vector.utils import batch_space
 
 PUSH = 0.1
 DAMPING = 0.95
 LIMIT = 2.0
 MAX_STEPS = 200
-# Bounds that the dynamics cannot leave (module docstring).
-STATE_HIGH = (2 * LIMIT, 1.9)
+STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """One step of the physics.
-
-    Args:
-        state: float32 [..., 2], position and velocity.
-        action: integers [...], 0 or 1. Not checked here.
-
-    Returns:
-        float32 [..., 2], the next state.
-    """
+    """One step of the physics: the next state, float32 [..., 2], from a state (position, velocity) float32 [..., 2] and actions
+    [...] (integers 0 or 1, not checked)."""
     velocity = state[..., 1] + (2 * PUSH * action - PUSH)
     # Positions, then velocities: a batch is worked on by the column.
-    return torch.stack((state[..., 0] + velocity, DAMPING * velocity)).movedim(0, -1)
+    return torch.stack((state[..., 0] + velocity, velocity * DAMPING)).movedim(0, -1)
 
 
 def reward_of(state: torch.Tensor) -> torch.Tensor:
     """Reward [...] for arriving in `state` [..., 2]: 1 at the origin, 0.1 less for each unit of distance."""
-    return 1 - 0.1 * state[..., 0].abs()
+    return state[..., 0].abs() * -0.1 + 1
 
 
 def is_out(state: torch.Tensor) -> torch.Tensor:
@@ -65,20 +53,16 @@ def bang_bang(state: torch.Tensor) -> torch.Tensor:
     return (state[..., 0] + 3 * state[..., 1] < 0).long()
 
 
-def obs_high(extra_features: int = 0, hide_velocity: bool = False) -> tuple[float, ...]:
-    """Bounds of an observation's features, symmetric about 0: for the Box space and for codecs that quantize observations."""
-    return STATE_HIGH[: 1 if hide_velocity else 2] + (1.0,) * extra_features
+def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Lowest and highest value of each feature of an observation."""
+    low, high = (bound[: 1 if hide_velocity else 2] for bound in STATE_BOUNDS)
+    return low + (-1.0,) * extra_features, high + (1.0,) * extra_features
 
 
-def take_share(x: torch.Tensor, share: tuple[int, int], dim: int = 0) -> torch.Tensor:
-    """Part k of n equal parts of a tensor, for share = (k, n)."""
-    part, parts = share
-    return x if parts == 1 else x.chunk(parts, dim)[part]
-
-
-def _spaces(extra_features: int, hide_velocity: bool) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
-    high = np.array(obs_high(extra_features, hide_velocity), dtype=np.float32)
-    return gymnasium.spaces.Box(-high, high, dtype=np.float32), gymnasium.spaces.Discrete(2)
+def spaces_of(extra_features: int, hide_velocity: bool) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
+    """The observation space and the action space."""
+    low, high = np.array(obs_bounds(extra_features, hide_velocity), dtype=np.float32)
+    return gymnasium.spaces.Box(low, high, dtype=np.float32), gymnasium.spaces.Discrete(2)
 
 
 def _check(start_noise: float, extra_features: int) -> None:
@@ -91,12 +75,10 @@ def _check(start_noise: float, extra_features: int) -> None:
 class CustomEnv(gymnasium.Env):
     """One environment behind Gymnasium's contract; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it.
 
-    Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). Actions: 0 pushes left, 1 pushes right.
-    Reward, end and dynamics: see the module. Each episode starts uniformly within `start_noise` of the origin, in position
-    and in velocity.
+    Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). Actions, reward, end and dynamics: see the module.
 
     Args:
-        start_noise: half-width of the start range; 0 starts every episode exactly at the origin.
+        start_noise: episodes start uniformly within it of 0, in position and in velocity.
         render_mode: None or "rgb_array" (a frame drawn by matplotlib, uint8 [240, 480, 3]).
         extra_features: channels of noise appended to the observation.
         hide_velocity: leave the velocity out of the observation.
@@ -108,18 +90,14 @@ class CustomEnv(gymnasium.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
 
     def __init__(
-        self,
-        start_noise: float = 0.05,
-        render_mode: str | None = None,
-        extra_features: int = 0,
-        hide_velocity: bool = False,
+        self, start_noise: float = 0.05, render_mode: str | None = None, extra_features: int = 0, hide_velocity: bool = False
     ):
         _check(start_noise, extra_features)
         self.start_noise = start_noise
         self.render_mode = render_mode
         self.hide_velocity = hide_velocity
         self.extra_features = extra_features
-        self.observation_space, self.action_space = _spaces(extra_features, hide_velocity)
+        self.observation_space, self.action_space = spaces_of(extra_features, hide_velocity)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
@@ -143,35 +121,46 @@ class CustomEnv(gymnasium.Env):
         return np.concatenate((seen.numpy(), noise))
 
     def render(self):
-        if self.render_mode == "rgb_array":
-            from .plot import env_frame  # only a rendered environment needs matplotlib
+        return frame(self.state.numpy(), self.steps) if self.render_mode == "rgb_array" else None
 
-            return env_frame(self.state.numpy(), self.steps)
+
+def frame(state: np.ndarray, steps: int) -> np.ndarray:
+    """A picture of the cart, uint8 [240, 480, 3]: a square at its position, an arrow for its velocity, the track shaded."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only a rendered environment needs matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8, 2.4), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    ax = figure.add_subplot()
+    position, velocity = state
+    ax.axvspan(-LIMIT, LIMIT, color="#56B4E9", alpha=0.15)
+    ax.axvline(0, color="#009E73", linestyle=":")
+    ax.annotate("", (position + velocity, 0.5), (position, 0.5), arrowprops={"arrowstyle": "->", "color": "#D55E00", "lw": 2})
+    ax.plot(position, 0.5, "s", color="#000000", markersize=14)
+    ax.set(xlim=(-2 * LIMIT, 2 * LIMIT), ylim=(0, 1), yticks=[], xlabel="position", title=f"step {steps}")
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 class BatchedEnv:
     """N environments in tensors on one device, stepped together, with NEXT_STEP autoreset.
 
     Attributes:
-        max_steps: steps in an episode at most.
-        obs: float32 [N, F], the current observations: F = 2, one less with `hide_velocity`, and `extra_features` more.
+        bounds: lowest and highest value of each feature of an observation, two tuples of F floats.
+        num_actions, max_steps: how many actions there are, and steps in an episode at most.
+        obs: float32 [N, F], the current observations.
         state: float32 [N, 2], the positions and velocities behind them.
         done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
 
     Args:
-        num_envs: N, at least 1.
-        start_noise: half-width of the uniform start range.
-        device: where the tensors live.
-        generator: source of start and channel noise, on the same device; None takes torch's global one.
-        extra_features, hide_velocity: what is observed (module docstring).
-        share: (k, n) holds the k-th of n equal shares of `num_envs` environments alone (N is then that many), with the noise
-            that they would have in the whole.
+        num_envs: N. generator: source of starts and channel noise, on the same device; None is torch's global one.
+        start_noise, extra_features, hide_velocity: as in CustomEnv.
 
     Raises:
         ValueError: `num_envs` below 1, `start_noise` outside [0, 1] or negative `extra_features`.
     """
 
-    max_steps = MAX_STEPS
+    num_actions, max_steps = 2, MAX_STEPS
 
     def __init__(
         self,
@@ -181,13 +170,12 @@ class BatchedEnv:
         generator: torch.Generator | None = None,
         extra_features: int = 0,
         hide_velocity: bool = False,
-        share: tuple[int, int] = (0, 1),
     ):
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: give at least 1")
         _check(start_noise, extra_features)
-        self.share = share
-        self.num_envs = num_envs // share[1]
+        self.bounds = obs_bounds(extra_features, hide_velocity)
+        self.num_envs = num_envs
         self.start_noise = start_noise
         self.extra_features = extra_features
         self.hide_velocity = hide_velocity
@@ -197,106 +185,58 @@ class BatchedEnv:
 
     def reset(self) -> torch.Tensor:
         """Starts every environment anew and returns the observations, float32 [N, F]."""
-        drawn = self.draw(1)[0]
-        self.state = drawn[:, :2].mT.contiguous().mT
-        self.obs = self._observe(drawn)
+        (start,) = self.draw(1)
+        self.state, self.obs = start[:, :2], self._observe(start[:, :2], start)
         self.steps = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         return self.obs
 
-    def draw(self, length: int) -> torch.Tensor:
-        """What `length` steps need: states to start from, then channels of noise, float32 [length, N, 2 + extra_features]. On a
-        CPU they are the same as drawn step by step, in fewer calls."""
-        rows = self.share[1] * self.num_envs
-        noise = torch.rand(length, rows * (2 + self.extra_features), device=self.device, generator=self.generator)
-        parts = noise.split((2 * rows, self.extra_features * rows), dim=1)
-        starts, channels = (take_share(part.view(length, rows, -1), self.share, dim=1).mul_(2).sub_(1) for part in parts)
-        starts = starts.mT.mul(self.start_noise).contiguous().mT  # in memory as `dynamics` lays states out
-        return torch.cat((starts, channels), dim=-1) if self.extra_features else starts
+    def draw(self, length: int) -> tuple[torch.Tensor, ...]:
+        """Random numbers for `length` steps, drawn at once: for each a float32 [N, 2 + extra_features] with states to start from
+        and channels of noise."""
+        n, k = self.num_envs, self.extra_features
+        noise = torch.rand(length, n * (2 + k), device=self.device, generator=self.generator).mul_(2).sub_(1)
+        starts, channels = (part.view(length, n, -1) for part in noise.split((2 * n, k * n), dim=1))
+        starts = starts.mT.mul(self.start_noise).mT  # features before environments in memory, as `dynamics` lays states out
+        return (torch.cat((starts, channels), dim=-1) if k else starts).unbind()
 
     def step(
-        self, action: torch.Tensor, drawn: torch.Tensor | None = None
+        self, action: torch.Tensor, start: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Takes actions [N] (0 or 1, not checked: that would stall a GPU at every step), and one of the rows that `draw` gives;
-        None draws one.
+        """Takes actions [N] (not checked: that would stall a GPU) and one of the tensors that `draw` gives (None draws one).
 
         Returns:
             obs float32 [N, F], reward float32 [N], terminated bool [N], truncated bool [N]; where the last step ended an
             episode: the reset observation, 0, False, False.
         """
-        drawn = self.draw(1)[0] if drawn is None else drawn
-        live = ~self.done
-        self.state = torch.where(self.done.unsqueeze(-1), drawn[:, :2], dynamics(self.state, action))
-        self.obs = self._observe(drawn)
-        self.steps = (self.steps + 1) * live
+        if start is None:
+            (start,) = self.draw(1)
+        moved = dynamics(self.state, action)
+        self.state = torch.where(self.done.unsqueeze(-1), start[:, :2] if self.extra_features else start, moved)
+        self.obs = self._observe(self.state, start)
+        self.steps.add_(1).masked_fill_(self.done, 0)
+        reward = reward_of(self.state).masked_fill(self.done, 0)
         terminated = is_out(self.state)  # never where a start was drawn
-        truncated = (self.steps >= MAX_STEPS) & ~terminated
+        truncated = (self.steps >= MAX_STEPS) > terminated  # and not terminated
         self.done = terminated | truncated
-        return self.obs, reward_of(self.state) * live, terminated, truncated
+        return self.obs, reward, terminated, truncated
+
+    def _observe(self, state: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        seen = state[:, :1] if self.hide_velocity else state
+        return torch.cat((seen, start[:, 2:]), dim=-1) if self.extra_features else seen
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the next step depends on, but for the generator; no copies."""
+        """What the next step depends on, apart from the generator; no copies."""
         return {name: getattr(self, name) for name in ("state", "obs", "steps", "done")}
-
-    def settle(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Moves what `tensors` gives into tensors that it gave earlier, and goes on from those: a CUDA graph finds its inputs
-        where they were."""
-        for name, now in self.tensors().items():
-            setattr(self, name, tensors[name].copy_(now))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Contiguous copies of `tensors`."""
         return {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors().items()}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Goes on from another's `state_dict`, of as many environments."""
+        """Continues from another's `state_dict`, of as many environments."""
         for name, x in self.tensors().items():
             setattr(self, name, torch.empty_like(x).copy_(tensors[name]))
 
-    def _observe(self, drawn: torch.Tensor) -> torch.Tensor:
-        seen = self.state[:, :1] if self.hide_velocity else self.state
-        return torch.cat((seen, drawn[:, 2:]), dim=-1) if self.extra_features else seen
-
     def close(self) -> None:
-        """Nothing: it has no processes or files to end, as other environments do."""
-
-
-class CustomVectorEnv(gymnasium.vector.VectorEnv):
-    """`BatchedEnv` on the CPU behind Gymnasium's NumPy vector contract; `gymnasium.make_vec` builds it.
-
-    Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N].
-
-    Raises:
-        ValueError: `num_envs` below 1, `start_noise` outside [0, 1], negative `extra_features`, or actions outside the space.
-    """
-
-    metadata = {**CustomEnv.metadata, "render_modes": [], "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
-
-    def __init__(
-        self,
-        num_envs: int = 1,
-        start_noise: float = 0.05,
-        render_mode: None = None,
-        extra_features: int = 0,
-        hide_velocity: bool = False,
-    ):
-        observed = {"extra_features": extra_features, "hide_velocity": hide_velocity}
-        self.env = BatchedEnv(num_envs, start_noise, generator=torch.Generator(), **observed)
-        self.env.generator.seed()
-        self.num_envs = num_envs
-        self.render_mode = render_mode
-        self.single_observation_space, self.single_action_space = _spaces(**observed)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        if seed is not None:
-            self.env.generator.manual_seed(int(seed))
-        return self.env.reset().numpy().copy(), {}
-
-    def step(self, actions):
-        actions = np.asarray(actions)
-        if actions.dtype.kind not in "iu" or not self.action_space.contains(actions.astype(np.int64)):
-            raise ValueError(f"actions {actions} are outside {self.action_space}: pass {self.num_envs} integers, 0 or 1")
-        obs, reward, terminated, truncated = self.env.step(torch.from_numpy(actions.astype(np.int64)))
-        return obs.numpy().copy(), reward.numpy(), terminated.numpy(), truncated.numpy(), {}
+        """Does nothing: it has no processes or files to end, as other environments do."""

@@ -3,10 +3,9 @@
 Formats (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433). A float8 number has one sign bit and
     e4m3   4 exponent, 3 mantissa bits: +-448, smallest 2^-9, no infinity.   Forward: activations and weights want digits.
     e5m2   5 exponent, 2 mantissa bits: +-57344, smallest 2^-16, has inf.    Gradients: they want range.
-So few binades do not hold a tensor by luck, so each tensor is divided by a scale first and the product multiplied by it after.
-The scale is dynamic (from this very tensor's largest magnitude) and the smallest power of two that lets the tensor fit:
-multiplying by it is exact, so the only error is the rounding to float8, and it does not matter whether a machine applies the
-scales before or after the sum.
+So each tensor is divided by a scale first and the product multiplied by it after. The scale is dynamic (from this very tensor's
+largest magnitude) and the smallest power of two that lets the tensor fit: multiplying by it is exact, so the only error is the
+rounding to float8, and it does not matter whether a machine applies the scales before or after the sum.
 
 The three matmuls of a linear layer y = x W^T + b with x [B, I], W [O, I] and the gradient g [B, O] of y:
     output            y  = x   @ W^T     e4m3 x e4m3     contracts I
@@ -22,20 +21,18 @@ that what passes here passes there.
 A number that is not finite is never saturated away: it makes the scale NaN, so everything computed from the tensor is NaN, and
 the optimizer step is skipped as a loss scaler would (precision.py).
 
-Why this is not faster at width 64: quantizing x [B, I] costs a few passes over its B I numbers (maximum, division, cast, copies
-to the other layout), the matmul 2 B I O operations. The passes do not shrink with the precision, so FP8 can only pay where O is
-large, and only on hardware that multiplies float8; `python -m fp8rl bench fp8` measures from which width on.
-
-Left out on purpose: delayed scaling (a history of maxima instead of this tensor's own, which saves one pass), stochastic
-rounding, FP8 optimizer state.
+Quantizing x [B, I] costs a few passes over its B I numbers, the matmul 2 B I O operations. So FP8 pays only where O is large,
+on hardware that multiplies float8: `python -m fp8rl bench fp8` measures from which width on. Left out on purpose: delayed
+scaling, which saves one pass.
 """
 
-import contextlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.torch_version import TorchVersion
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -47,8 +44,7 @@ MULTIPLE = 16
 class Quantized(NamedTuple):
     """A float8 tensor and what to multiply it by: value = data * scale.
 
-    data float8 [M, N]; scale float32, [] for the whole tensor or [M, 1] by rows ([1, N] once transposed), a power of two, NaN
-    if the tensor held a number that is not finite.
+    data float8 [M, N]; scale float32 scalar, a power of two, NaN if the tensor held a number that is not finite.
     """
 
     data: torch.Tensor
@@ -56,7 +52,7 @@ class Quantized(NamedTuple):
 
     def t(self) -> "Quantized":
         """The transpose, without copying: a row-major matrix becomes column-major."""
-        return Quantized(self.data.t(), self.scale.t())
+        return Quantized(self.data.t(), self.scale)
 
     def flip_layout(self) -> "Quantized":
         """The same matrix with rows and columns swapped in memory (a copy)."""
@@ -67,31 +63,22 @@ class Quantized(NamedTuple):
         return self.data.float() * self.scale
 
 
-def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, rowwise: bool = False) -> Quantized:
-    """Rounds a tensor to float8 under a power-of-two scale taken from its own largest magnitude.
-
-    Args:
-        x: float32 or bfloat16 [M, N].
-        dtype: `E4M3` or `E5M2`.
-        rowwise: a scale for each row instead of one for all.
+def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
+    """Rounds a tensor [M, N] to float8 (`E4M3` or `E5M2`) under a power-of-two scale taken from its own largest magnitude.
 
     Raises:
-        TypeError: `x` of another dtype. float16 has overflowed or flushed already what FP8 would have scaled.
+        TypeError: `x` is not float32 or bfloat16. float16 has overflowed or flushed already what FP8 would have scaled.
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
     x = x.float().contiguous()  # row-major, whatever strides came in
-    largest = x.abs().amax(-1, keepdim=True) if rowwise else x.abs().amax()
-    scale = power_of_two_scale(largest, dtype)
+    scale = power_of_two_scale(x.abs().amax(), dtype)
     return Quantized(cast(x / scale, dtype), scale)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds to the nearest float8, ties to even, after a clamp to the format's range.
-
-    The clamp is explicit because casts differ: beyond 448, e4m3 saturates in torch 2.12 and later and gives NaN before; beyond
-    57344, e5m2 gives infinity in all. NaN stays NaN.
-    """
+    """Rounds to the nearest float8, ties to even, after a clamp to the format's range: beyond it, e4m3 saturates from torch 2.12
+    on and gives NaN before, and e5m2 gives infinity. NaN stays NaN."""
     return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
@@ -116,31 +103,22 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     """
     _check_rules(a, b)
     if emulate is None:
-        emulate = not has_kernel(a.data.device, rowwise=a.scale.ndim > 0)
+        emulate = not has_kernel(a.data.device)
     with torch.autocast(a.data.device.type, enabled=False):  # or a surrounding bfloat16 region would round the result
         if emulate:
             # Row-major, as the CPU's kernel lays the second matrix out, so that both add in the same order, bit for bit.
             return (a.data.float() @ b.data.float().contiguous()) * (a.scale * b.scale)
-        row, tensor = F.ScalingType.RowWise, F.ScalingType.TensorWise
-        return F.scaled_mm(
-            a.data,
-            b.data,
-            a.scale,
-            row if a.scale.ndim else tensor,
-            b.scale,
-            row if b.scale.ndim else tensor,
-            output_dtype=torch.float32,
-        )
+        whole = F.ScalingType.TensorWise
+        return F.scaled_mm(a.data, b.data, a.scale, whole, b.scale, whole, output_dtype=torch.float32)
 
 
-def has_kernel(device: torch.device | str, rowwise: bool = False) -> bool:
-    """Whether torch multiplies float8 matrices on this device with float32 results: CUDA of compute capability 8.9 up (with
-    rowwise scales 9.0 alone: others give bfloat16 then), or the CPU from torch 2.13."""
+def has_kernel(device: torch.device | str) -> bool:
+    """Whether torch multiplies float8 matrices on this device with float32 results: CUDA of compute capability 8.9 up, or the CPU
+    from torch 2.13."""
     device = torch.device(device)
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        return capability == (9, 0) if rowwise else capability >= (8, 9)
-    return device.type == "cpu" and torch.__version__ >= "2.13"
+        return torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cpu" and TorchVersion(torch.__version__) >= (2, 13)
 
 
 def arithmetic(device: torch.device | str) -> str:
@@ -159,8 +137,6 @@ def _check_rules(a: Quantized, b: Quantized) -> None:
         raise ValueError("both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, quantize one as e4m3")
     if not a.data.is_contiguous() or not b.data.t().is_contiguous():
         raise ValueError("layout is not row-major times column-major: FP8 kernels take no other, use flip_layout()")
-    if a.scale.ndim != b.scale.ndim:
-        raise ValueError("one scale is tensorwise and the other rowwise: quantize both alike")
 
 
 class _Float8Matmuls(torch.autograd.Function):
@@ -169,8 +145,8 @@ class _Float8Matmuls(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, layer):
         x8, w8 = quantize(x), quantize(weight)
-        layer.record("input", x, x8)
-        layer.record("weight", weight, w8)
+        layer.watch("input", x, x8)
+        layer.watch("weight", weight, w8)
         ctx.save_for_backward(*x8, *w8)
         ctx.layer, ctx.input_dtype = layer, x.dtype
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
@@ -179,7 +155,7 @@ class _Float8Matmuls(torch.autograd.Function):
     def backward(ctx, grad):
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         x8, w8, g8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale), quantize(grad, E5M2)
-        ctx.layer.record("gradient", grad, g8)
+        ctx.layer.watch("gradient", grad, g8)
         grad_x = scaled_matmul(g8, w8.flip_layout(), ctx.layer.emulate)  # [B, O] @ [O, I]
         grad_w = scaled_matmul(g8.flip_layout().t(), x8.flip_layout(), ctx.layer.emulate)  # [O, B] @ [B, I]
         return grad_x.to(ctx.input_dtype), grad_w, None
@@ -188,16 +164,16 @@ class _Float8Matmuls(torch.autograd.Function):
 class Float8Linear(nn.Linear):
     """A linear layer that multiplies in float8 and keeps its parameters in float32, under the same names as nn.Linear.
 
-    Forward takes float32 or bfloat16 [..., I] and returns float32 [..., O]. Both I and O must be multiples of 16, and in training
-    so must the number of rows (the product of the leading dimensions), or the matmul raises ValueError.
+    Forward takes float32 or bfloat16 [..., I] and returns float32 [..., O]. Both I and O must be multiples of 16, or the matmul
+    raises ValueError. Rows are padded with zeros to a multiple of 16, which adds nothing to any sum.
 
     Attributes:
         emulate: see `scaled_matmul`.
-        statistics: None, or a dict that the next passes fill with one entry a tensor (see `measure`).
+        watch: called with the name ("input", "weight", "gradient") of every tensor that is quantized, the tensor and the result.
     """
 
     emulate: bool | None = None
-    statistics: dict[str, dict[str, torch.Tensor]] | None = None
+    watch: Callable[[str, torch.Tensor, Quantized], None] = staticmethod(lambda name, x, quantized: None)
 
     @classmethod
     def share(cls, linear: nn.Linear) -> "Float8Linear":
@@ -208,85 +184,28 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)
-        y = _Float8Matmuls.apply(flat, self.weight, self)
+        rows = len(flat)
+        if rows % MULTIPLE:
+            flat = F.pad(flat, (0, 0, 0, -rows % MULTIPLE))
+        y = _Float8Matmuls.apply(flat, self.weight, self)[:rows]
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features)
 
-    def record(self, name: str, x: torch.Tensor, quantized: Quantized) -> None:
-        """Measures one quantization, if `statistics` is a dict."""
-        if self.statistics is not None:
-            self.statistics[name] = measure(x, quantized)
 
-
-def measure(x: torch.Tensor, quantized: Quantized) -> dict[str, torch.Tensor]:
-    """What a quantization did to a tensor, scalars in float32.
-
-    saturated: share of elements beyond the format's largest number. flushed: share of nonzero elements that became 0. scale:
-    the largest scale. snr_db: signal-to-noise ratio, 10 log10(sum x^2 / sum error^2). nonfinite: elements that were not finite.
-    """
-    x = x.float()
-    error = x - quantized.dequantize()
-    nonzero = (x != 0).sum().clamp(min=1)
-    limit = LARGEST[quantized.data.dtype]
-    return {
-        "saturated": ((x / quantized.scale).abs() > limit).float().mean(),
-        "flushed": ((quantized.data.float() == 0) & (x != 0)).sum() / nonzero,
-        "scale": quantized.scale.amax(),
-        "snr_db": 10 * (x.square().sum() / error.square().sum()).log10(),
-        "nonfinite": (~x.isfinite()).sum().float(),
-    }
-
-
-@contextlib.contextmanager
-def recorded(model: nn.Module | None):
-    """Fills the dict that it gives with `measure` of every FP8 tensor of the passes inside, the last pass's numbers (scalar
-    tensors), under "fp8.LAYER.TENSOR.STATISTIC" (tensors: input, weight, gradient). Costs a few passes over the data, so not for
-    every update: None records nothing."""
-    modules = () if model is None else model.named_modules()
-    layers = {name: layer for name, layer in modules if isinstance(layer, Float8Linear)}
-    flat: dict[str, torch.Tensor] = {}
-    for layer in layers.values():
-        layer.statistics = {}
-    try:
-        yield flat
-    finally:
-        for name, layer in layers.items():
-            for tensor, numbers in layer.statistics.items():
-                flat.update({f"fp8.{name}.{tensor}.{key}": value for key, value in numbers.items()})
-            layer.statistics = None
-
-
-class Conversion(NamedTuple):
-    """What `convert_linears` did, by layer name: the converted ones, and why each other was left."""
-
-    converted: list[str]
-    left: dict[str, str]
-
-
-def convert_linears(model: nn.Module, names: list[str] | None = None) -> Conversion:
+def convert_linears(model: nn.Module) -> dict[str, str | None]:
     """Swaps the linear layers of a model that qualify for Float8Linear, in place, on the same parameters.
 
-    Args:
-        model: any module.
-        names: the layers to convert; None converts every one that qualifies.
-
-    Raises:
-        ValueError: a layer was demanded by name and does not qualify or does not exist.
+    Returns:
+        For each linear layer by name None if it was converted, else why it was left.
     """
     modules = model.named_modules(remove_duplicate=False)  # a tied layer stands under each of its names
     linears = {name: layer for name, layer in modules if type(layer) is nn.Linear}
     reasons = {name: _disqualifies(name, layer) for name, layer in linears.items()}
-    for name in names or []:
-        reason = reasons.get(name, "it is no linear layer of this model")
-        if reason:
-            able = ", ".join(n for n, r in reasons.items() if not r)
-            raise ValueError(f"layer {name!r} cannot run in FP8, {reason}: choose from {able or 'none of this model'}")
-    converted = [name for name, reason in reasons.items() if not reason and (names is None or name in names)]
-    for name in converted:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, Float8Linear.share(linears[name]))
-    left = {name: reason or "not asked for" for name, reason in reasons.items() if name not in converted}
-    return Conversion(converted, left)
+    for name, reason in reasons.items():
+        if reason is None:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, Float8Linear.share(linears[name]))
+    return reasons
 
 
 def _disqualifies(name: str, layer: nn.Linear) -> str | None:

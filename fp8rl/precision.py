@@ -15,19 +15,15 @@
     fp8+bf16   fp8, and bfloat16 for     as fp8                 as fp8
                the layers that it leaves
 
-What a machine lacks instructions for it emulates, bfloat16 and float16 on many CPUs among them: the same numbers, but many times
-slower than float32 (`is_emulated`).
+What a machine has no instructions for it emulates, bfloat16 and float16 on many CPUs among them: many times slower than float32.
 
 Parameters, optimizer and losses are float32 in every row. bfloat16 has float32's range, so its gradients need no scaling.
 float16 ends at 65,504 and flushes below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before
-clipping, skips the step when one is not finite and halves the scale then, and doubles it after a run of good steps. FP8 scales
-each tensor by itself and needs no loss scale: its scaler stays at 1, and is there to skip the steps in which a
-tensor was not finite. A disabled autocast or scaler is a no-op, so the loop has no branches.
+clipping, skips the step and halves the scale when one is not finite, and doubles it after a run of good steps. FP8 scales each
+tensor by itself; its scaler stays at 1 and only skips steps. A disabled autocast or scaler is a no-op: the loop has no branches.
 """
 
 import contextlib
-import functools
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -58,38 +54,6 @@ def _obstacle(name: str, device: torch.device) -> str | None:
     return None
 
 
-@functools.cache
-def is_emulated(name: str, device="cpu") -> bool:
-    """Whether this machine multiplies a precision's numbers in another type, which is slow. A CPU does not tell, and libraries
-    differ in what they use, so its 16-bit products are timed once, on one thread: emulated ones take some fifty times as long as
-    float32's, native ones no more than three times for so small a matrix.
-
-    Args:
-        name: a precision that can run there.
-        device: where.
-    """
-    device = torch.device(device)
-    if name.startswith("fp8"):
-        return fp8.arithmetic(device) == "emulated"
-    if name not in AUTOCAST or device.type != "cpu":
-        return name == "bf16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-
-    def shortest(dtype: torch.dtype) -> float:
-        a, b, times = torch.ones(256, 64, dtype=dtype), torch.ones(64, 64, dtype=dtype), []
-        for _ in range(20):
-            began = time.perf_counter()
-            torch.mm(a, b)
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on several, one that has to wait for a busy core would be what is timed
-    try:
-        return shortest(AUTOCAST[name]) > 10 * shortest(torch.float32)
-    finally:
-        torch.set_num_threads(threads)
-
-
 class StepReport(NamedTuple):
     """What one optimizer step did, scalar tensors on the device: the gradient's L2 norm before clipping, the loss scale from now
     on (1 in all but fp16) and whether the scaler skipped the step (bool)."""
@@ -100,11 +64,7 @@ class StepReport(NamedTuple):
 
 
 class Precision:
-    """One row of the table in the module's docstring.
-
-    Args:
-        name: a name of the table.
-        device: where the model runs.
+    """One row of the table in the module's docstring, for a model on a device.
 
     Raises:
         ValueError: an unknown name, or one that the device cannot run; the message names those it can. There is no fallback.
@@ -122,29 +82,15 @@ class Precision:
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=start, growth_interval=growth, enabled=enabled)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Moves the model to the device and, for FP8, swaps its eligible linear layers in place. Parameters stay float32 and
-        keep their names.
-
-        Raises:
-            ValueError: FP8 was asked for and no layer qualifies.
-        """
+        """Moves the model to the device and, for FP8, swaps its eligible linear layers in place; ValueError if there are none.
+        Parameters stay float32 and keep their names."""
         model = model.to(self.device)
         if self.is_fp8:
-            conversion = fp8.convert_linears(model)
-            if not conversion.converted:
-                reasons = "; ".join(f"{name}: {reason}" for name, reason in conversion.left.items())
-                raise ValueError(f"precision is {self.name!r} and no layer can run in FP8 ({reasons}): widen one or choose bf16")
+            reasons = fp8.convert_linears(model)
+            if all(reasons.values()):
+                why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+                raise ValueError(f"precision is {self.name!r} and no layer can run in FP8 ({why}): widen one or choose bf16")
         return model
-
-    def describe(self, model: nn.Module) -> str:
-        """One line on what a prepared model computes in: whether it is emulated, and for FP8 the layers converted and left."""
-        where = f"{self.name} on {self.device}"
-        if not self.is_fp8:
-            return f"{where}, emulated" if is_emulated(self.name, self.device) else where
-        linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-        converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
-        left = [name for name in linears if name not in converted]
-        return f"{where}, {fp8.arithmetic(self.device)}: FP8 in {', '.join(converted)}, not in {', '.join(left)}"
 
     @contextlib.contextmanager
     def autocast(self):
@@ -157,21 +103,11 @@ class Precision:
             yield
 
     def step(
-        self,
-        loss: torch.Tensor,
-        optimizer: torch.optim.Optimizer,
-        max_grad_norm: float,
-        total: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, total: Callable | None = None
     ) -> StepReport:
-        """Backward, unscale, clip, step: in that order, since a norm is meaningless while the scale is still in it. On CUDA, with
-        a fused and capturable optimizer, nothing here waits for the device.
-
-        Args:
-            loss: float32 scalar.
-            optimizer: holds the parameters; their gradients are replaced.
-            max_grad_norm: gradients are scaled down to this L2 norm.
-            total: sums a tensor over the processes that hold the other parts of the loss.
-        """
+        """Backward, unscale, clip to an L2 norm, step: in that order, since a norm is meaningless while the scale is still in it.
+        `total` sums the gradients over the processes that hold the other parts of the loss. On CUDA, with a fused and capturable
+        optimizer, nothing here waits for the device."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), device=self.device)
         scale = self.scaler.scale(one)
@@ -179,15 +115,15 @@ class Precision:
         with self.matmul_mode():
             self.scaler.scale(loss).backward()
         if total:
-            grads = [p.grad for p in parameters]  # in one message, which costs more than its bytes
-            nn.utils.vector_to_parameters(total(nn.utils.parameters_to_vector(grads)), grads)
+            for p, grad in zip(parameters, total([p.grad for p in parameters]), strict=True):
+                p.grad = grad
         self.scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
         new_scale = self.scaler.scale(one)
         skipped = new_scale < scale
-        if self.is_fp8:  # there is no loss scale to mend, and halved again and again it would end at 0
+        if self.is_fp8:  # there is no loss scale to lower, and halved again and again it would end at 0
             self.scaler.update(one)
             new_scale = one
         return StepReport(grad_norm, new_scale, skipped)

@@ -1,358 +1,300 @@
 """Training: collect T steps from N environments, learn from them once, learn from replay K times, repeat.
 
 The rollout just collected is on-policy; the slices replayed from the ring are not, so both go through V-trace (losses.py), which
-is plain GAE on the first. `update` is a function of a batch, so that compiling, timing or testing it is one line.
+is plain GAE on the first. `iterate` is the whole algorithm. It works on a `Run`: the state of a run in named parts, each of which
+can be saved and restored, and the few functions that move it on, `collect`, `sample`, `update` and `evaluate`. A CUDA graph, a
+thread that collects ahead or a second process replaces one of these (scale/machine.py); nothing here knows of them.
 """
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import math
 import time
-from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from . import fp8, ranks
-from .collect import act, collect, compiled, steps
 from .config import Config
-from .devices import check_devices, make_env, on_own_stream, sync_weights, torch_device
-from .env import take_share
+from .env import BatchedEnv
 from .evaluate import evaluate
-from .graphs import GRAPHED, Graphed
-from .losses import TERMINATED, TRUNCATED, Rollout, action_logp, actor_critic_loss, log_softmax
+from .history import TERMS, EpisodeReturns, History, summarize
+from .losses import actor_critic_loss, alone
 from .model import ActorCritic
 from .precision import Precision
 from .replay import ReplayBuffer
+from .rollout import Rollout, check_finite, collect, steps, stream_seed
 
-TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # of which every process has a part
-
-
-@dataclass
-class History:
-    """What a run leaves: its config, the trained model and the replay ring (None if another process keeps them), and a row of
-    numbers for each iteration.
-
-    Each row holds: iteration, steps (environment steps so far), seconds (training time, evaluations left out), train_return
-    (mean return of episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between
-    evaluations), loss, policy_loss, value_loss, entropy (nats), min_logp, ess (these six averaged over the iteration's updates,
-    min_logp their minimum), grad_norm (the largest), nonfinite (updates whose gradient was not finite), skipped (updates that
-    the scaler skipped), loss_scale (after the iteration), learning_rate and clipped (values in observations that the ring's
-    codec has clipped so far); with FP8 also the quantization statistics of the iteration's last update (fp8.recorded), with
-    reuse_forward of its gradients alone. Of several processes the first alone evaluates.
-
-    Rows are kept as columns of doubles: a row of Python objects takes 2 kB, and a run's memory shall not grow by megabytes.
-    """
-
-    config: Config
-    model: ActorCritic | None
-    columns: dict[str, array] = dataclasses.field(default_factory=dict)
-    ring: ReplayBuffer | None = None
-    snapshot: Callable[[bool], dict] | None = None
-    """Everything but the model that the run needs to go on, with or without the ring's rows."""
-
-    def add(self, row: dict[str, float]) -> None:
-        """Appends an iteration's numbers."""
-        for name, value in row.items():
-            self.columns.setdefault(name, array("d")).append(value)
-
-    def __len__(self) -> int:
-        """Iterations so far."""
-        return len(self.columns.get("iteration", ()))
-
-    @property
-    def last(self) -> dict[str, float]:
-        """The newest row."""
-        return {name: values[-1] for name, values in self.columns.items()}
-
-    @property
-    def rows(self) -> list[dict[str, float]]:
-        """All rows."""
-        return [dict(zip(self.columns, values, strict=True)) for values in zip(*self.columns.values(), strict=True)]
-
-    def column(self, name: str) -> np.ndarray:
-        """One number of every row, float64 [iterations]."""
-        return np.array(self.columns[name])
-
-    def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
-        """Environment steps and mean greedy returns of the evaluations."""
-        done = ~np.isnan(self.column("eval_return"))
-        return self.column("steps")[done], self.column("eval_return")[done]
-
-    @property
-    def final_return(self) -> float:
-        """Mean greedy return of the last evaluation."""
-        return float(self.evaluations()[1][-1])
-
-    def first_step_at(self, threshold: float = 195.0) -> float:
-        """Environment steps at the first evaluation that reached `threshold`; NaN if none did."""
-        steps, returns = self.evaluations()
-        return float(steps[returns >= threshold][0]) if (returns >= threshold).any() else math.nan
+PLAIN = {"mlp": ActorCritic}
+PATIENCE = 20  # iterations in a row without a finite gradient, after which a run gives up
 
 
-def update(model, optimizer, precision: Precision, batch: Rollout, config: Config, outputs=None) -> dict[str, torch.Tensor]:
+def update(
+    model, optimizer, precision: Precision, batch: Rollout, config: Config, outputs=None, total: Callable = alone
+) -> dict[str, torch.Tensor]:
     """One gradient step on a batch. Returns the loss's statistics and the optimizer step's, scalars.
 
-    Of several processes each gives its share of the batch; the step is that of the whole, and the loss and its terms are this
-    share's parts of the whole's, which they add up to; min_logp and ess are the share's own.
-
     Args:
-        outputs: the model's logits and values of the batch with their gradient, as `act` gives them; None computes them.
-        (the others as in `iterate`)
-
-    Raises:
-        ValueError: the batch is on another device than the model's.
+        batch: on the model's device.
+        config: coefficients of the loss, and max_grad_norm.
+        outputs: logits and values of the batch with their gradient, if they are known; None computes them.
+        total: sums tensors over the processes that hold the other parts of the batch (`actor_critic_loss`). The step is that of
+            the whole; min_logp and ess are of this part alone.
     """
-    check_devices("the batch", next(model.parameters()).device, **batch._asdict())
     if outputs is None:
         with precision.autocast():
-            outputs = model(batch.obs, None if batch.state is None else batch.state[0], batch.first)
-    loss, stats = actor_critic_loss(
-        *outputs,
-        batch,
-        gamma=config.gamma,
-        lam=config.lam,
-        value_coef=config.value_coef,
-        entropy_coef=config.entropy_coef,
-        reward_scale=config.reward_scale,
-        correct=config.importance != "none",
-        normalize_advantage=config.normalize_advantage,
-        bootstrap_truncation=config.bootstrap_truncation,
-        total=ranks.total,
-    )
-    report = precision.step(loss, optimizer, config.max_grad_norm, ranks.total if ranks.share()[1] > 1 else None)
+            past = (batch.state if batch.state is None else batch.state[0], batch.first) if model.recurrent else ()
+            outputs = model(batch.obs, *past)
+    loss, stats = actor_critic_loss(*outputs, batch, config, total)
+    report = precision.step(loss, optimizer, config.max_grad_norm, total)
     return {"loss": loss.detach(), **stats, **report._asdict()}
 
 
-def iterate(config: Config, progress: bool = False, start: dict | None = None) -> Iterator[History]:
-    """Trains, yielding the growing History after every iteration. The whole algorithm stands here.
+class Stream(torch.Generator):
+    """A torch.Generator that is saved and restored as other parts are, on the same kind of device."""
+
+    def state_dict(self) -> dict:
+        return {"device": self.device.type, "state": self.get_state()}
+
+    def load_state_dict(self, state: dict) -> None:
+        if state["device"] == self.device.type:  # another kind could not continue it
+            self.set_state(state["state"].clone())  # of a part of a larger tensor torch reads what lies behind it
+
+
+def make_cart(config: Config, num_envs: int, start_noise: float, generator: torch.Generator) -> BatchedEnv:
+    """The package's own environments, on the generator's device."""
+    return BatchedEnv(num_envs, start_noise, generator.device, generator, config.extra_features, config.hide_velocity)
+
+
+class Run:
+    """The whole state of a run.
+
+    Attributes:
+        model, optimizer, scaler: the learner, on `device`.
+        actor: the policy that acts: the model itself, or a copy that computes in `collect_precision`.
+        env: the training environments; returns: of their episodes under way.
+        generator: source of starts and of the actions' noise; draws: source of what is replayed, the same unless given.
+        ring: the replay ring. history: the numbers so far.
+        state: float32 [N, W], a recurrent policy's state where the environments stand; else None.
 
     Args:
-        config: the run.
-        progress: show a bar with the return, steps per second and the loss scale.
-        start: what `checkpoint.resume` gives. On the CPU the run then goes on bit for bit as if it had never stopped; on another
-            device than before, with other random numbers; in a Gymnasium environment, with new episodes; with a ring in a folder,
-            or without its rows, from other memories.
+        config: what is learned.
+        device: where the learner computes.
+        collect_device: where the environments are and the policy acts, if not there.
+        make_env, make_ring: as make_cart and ReplayBuffer, for parts of another make; networks: by the config's encoder.
+        rank, ranks: which process of how many that split the environments, the ring and each batch (scale/ranks.py).
 
     Raises:
-        ValueError: `start` does not fit the config, the environment returned what is not finite, or several processes (ranks.py)
-            cannot share the environments equally.
-        EnvironmentFailed: a Gymnasium environment raised, or a process of it died.
+        ValueError: an unknown precision, codec or encoder, or one that cannot be had here.
+        MemoryError: the ring cannot be allocated.
+    """
+
+    PARTS = ("model", "optimizer", "scaler", "generator", "env", "returns", "history")
+
+    def __init__(
+        self,
+        config: Config,
+        device="cpu",
+        collect_device=None,
+        make_env: Callable = make_cart,
+        make_ring: Callable = ReplayBuffer,
+        networks: dict[str, type[ActorCritic]] = PLAIN,
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        plain = {"env_id": make_env is make_cart, "layout": make_ring is ReplayBuffer, "encoder": networks is PLAIN}
+        for field in plain:
+            if plain[field] and getattr(config, field) != getattr(Config, field):
+                raise ValueError(f"{field} is {getattr(config, field)}: make this run by fp8rl.scale.machine.build")
+        self.config, self.device, self.rank, self.ranks = config, torch.device(device), rank, ranks
+        collect_device = collect_device or device
+        self.precision = Precision(config.precision, device)
+        self.acting = Precision(config.collect_precision or config.precision, collect_device)
+        self.make_env, self.total, self.loop = make_env, alone, steps
+        self.recorder = functools.partial(contextlib.nullcontext, {})
+        self.generator = self.draws = Stream(collect_device).manual_seed(stream_seed(config.seed, rank) if rank else config.seed)
+        self.env = make_env(config, config.num_envs // ranks, config.start_noise, self.generator)
+        with torch.random.fork_rng(devices=[]):  # leave the caller's generator alone
+            torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would reseed the caller's CUDA generators too
+            model = networks[config.encoder](len(self.env.bounds[0]), self.env.num_actions)
+        alike = self.acting.name == self.precision.name and self.acting.device == self.precision.device
+        actor = None if alike else self.acting.prepare(copy.deepcopy(model))
+        self.model = self.precision.prepare(model)
+        self.actor = actor or self.model
+        self.optimizer = adam(self.model, config.learning_rate)
+        self.scaler = self.precision.scaler
+        self.ring = make_ring(config.rows, self.env.num_envs, self.env.bounds, config.codec, self.env.device)
+        self.stores = config.replay_updates > 0  # else nobody reads the ring
+        self.returns = EpisodeReturns(self.env.num_envs)
+        self.state = None
+        self.history = History()
+
+    def collect(self) -> Rollout:
+        """The next T steps of the N environments, with the weights of now."""
+        self.sync_actor()
+        return self.act()
+
+    def sync_actor(self) -> None:
+        """Copies the learner's weights into an actor of its own tensors."""
+        if self.actor is not self.model:
+            self.actor.load_state_dict(self.model.state_dict())
+
+    def act(self) -> Rollout:
+        """`collect` with the actor as it is."""
+        length = self.config.rollout_length
+        rollout = collect(self.actor, self.env, length, self.acting, self.generator, self.state, self.loop)
+        self.state = None if rollout.state is None else rollout.state[-1]
+        return rollout
+
+    def sample(self) -> Rollout:
+        """A batch of slices from the ring."""
+        length = self.config.slice_length
+        return self.ring.sample(self.config.batch_size // length // self.ranks, length, self.draws)
+
+    def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
+        """One gradient step on a batch, from any device. With `record` the statistics hold those of `recorder` too."""
+        with self.recorder() if record else contextlib.nullcontext({}) as recorded:
+            stats = self.learn(batch.to(self.device))
+        return stats | recorded
+
+    def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
+        """`update` with this run's parts."""
+        return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total)
+
+    def evaluate(self, judge=None, precision: Precision | None = None, make_env: Callable | None = None) -> float:
+        """Mean greedy return of `eval_episodes` episodes from starts within 0.05, the same ones every time; by a copy of the
+        model on another device, or in other environments, if they are given."""
+        judge, precision, make_env = judge or self.model, precision or self.precision, make_env or self.make_env
+        if judge is not self.model:
+            judge.load_state_dict(self.model.state_dict())
+        stream = torch.Generator(precision.device).manual_seed(0)
+        with contextlib.closing(make_env(self.config, self.config.eval_episodes, 0.05, stream)) as env:
+            return float(evaluate(judge, env, precision).mean())
+
+    def state_dict(self, ring: bool = True) -> dict:
+        """All that the run needs to continue as if it had never stopped, with or without the ring's rows."""
+        parts = {name: getattr(self, name).state_dict() for name in self.PARTS}
+        parts["state"] = None if self.state is None else self.state.clone()
+        parts["draws"] = None if self.draws is self.generator else self.draws.state_dict()
+        return {**parts, "ring": self.ring.state_dict() if ring else None}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continues from another run's `state_dict`: on the CPU bit for bit; on another device than before, with other random
+        numbers; without the ring's rows, from other memories.
+
+        Raises:
+            ValueError: the state does not fit the config.
+        """
+        try:
+            for name in self.PARTS:
+                if name == "optimizer":
+                    load_optimizer(self.optimizer, state[name])
+                else:
+                    getattr(self, name).load_state_dict(state[name])
+            if state["state"] is not None:
+                self.state = state["state"].to(self.env.device, copy=True)
+            if state["draws"] is not None and self.draws is not self.generator:
+                self.draws.load_state_dict(state["draws"])
+            if state["ring"] is not None:
+                self.ring.load_state_dict(state["ring"])
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            self.close()
+            raise ValueError("the state does not fit the config: resume with the run's own") from error
+
+    def close(self) -> None:
+        """Closes the environments and the ring, which can still be read."""
+        self.env.close()
+        self.ring.close()
+
+
+def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
+    """Trains, yielding the run after every iteration. The whole algorithm stands here.
+
+    The run is new or has been restored, and is closed at the end. `progress` shows a bar.
+
+    Raises:
+        ValueError: the environment returned what is not finite.
         FloatingPointError: a gradient was not finite in a precision that has no loss scaler to skip it, or in every update of
             20 iterations in one that has.
     """
-    places = config.places
-    device, acts_on, judges_on = (torch_device(name) for name in (places.learn, places.collect, places.evaluate))
-    share = rank, size = ranks.share()
-    check_share(config, size)
-    precision = Precision(config.precision, device)
-    acting = Precision(config.collect_precision or config.precision, acts_on)
-    judging = Precision(config.precision, judges_on)
-    generator = torch.Generator(acts_on).manual_seed(config.seed)
-    with torch.random.fork_rng(devices=[]):  # leave the caller's generator alone
-        torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would reseed the caller's CUDA generators too
-        base = config.network()
-    actor, judge = acting.prepare(copy.deepcopy(base)), judging.prepare(copy.deepcopy(base))
-    model = precision.prepare(base)
-    optimizer = adam(model, config.learning_rate, config.graph)
-    begin = 0 if start is None else start["iteration"]
-    seed = config.seed + begin * config.num_envs  # of a Gymnasium environment: a resumed run begins other episodes
-    ring = config.ring(size)
-    env = make_env(config.num_envs, config.start_noise, acts_on, generator, seed, share, **config.observed)
-    memory = torch.zeros(env.num_envs, model.width, device=acts_on) if model.recurrent else None
-    one_stream = ring.device == acts_on and not places.async_collect
-    draws = generator if one_stream else torch.Generator(ring.device).manual_seed(config.seed + 2**33)
-    slices = config.batch_size // config.slice_length
-    history = History(config, model, ring=ring)
-    columns = history.columns
-    loop = compiled() if config.compile else steps
-    open_returns = np.zeros(env.num_envs)
-    stuck = 0  # iterations in a row without a single finite gradient
-    seam = False  # whether the next rollout goes on where the ring ends
-    iteration = begin - 1
-    ahead = None  # the next rollout, if it is collected ahead
-
-    def snapshot(with_ring: bool = True) -> dict:
-        # It must not refer to the history that holds it: such a circle keeps the ring, and a folder's lock, for long.
-        waiting = None if ahead is None else ahead.result()  # first, since its thread moves the environments and the generator
-        rows = ring.state_dict() if with_ring else None
-        return {
-            "iteration": iteration + 1,
-            "device": acts_on.type,
-            "store_device": ring.device.type,
-            "optimizer": optimizer.state_dict(),
-            "scaler": precision.scaler.state_dict(),
-            "generators": [generator.get_state(), None if one_stream else draws.get_state()],
-            "env": _gathered(env.state_dict()),
-            "memory": None if memory is None else ranks.gather(memory.clone()),
-            "open_returns": ranks.gather(torch.from_numpy(open_returns)),
-            "ahead": None if waiting is None else [None if x is None else ranks.gather(x, dim=1) for x in waiting],
-            "stuck": stuck,
-            "columns": {name: torch.tensor(values, dtype=torch.float64) for name, values in columns.items()},
-            "ring": None if rows is None else _gathered(rows) | {"clock": rows["clock"], "clipped": ranks.total(rows["clipped"])},
-        }
-
-    history.snapshot = snapshot
-    if start is not None:
-        try:
-            model.load_state_dict(start["model"])
-            _load_optimizer(optimizer, start["optimizer"])
-            precision.scaler.load_state_dict(start["scaler"])
-            acting_state, drawing_state = start["generators"]
-            if start["device"] == acts_on.type:
-                generator.set_state(acting_state)
-            if drawing_state is not None and start["store_device"] == ring.device.type and not one_stream:
-                draws.set_state(drawing_state)
-            seam = start["env"] is None
-            if not seam:
-                env.load_state_dict({name: take_share(x, share) for name, x in start["env"].items()})
-                open_returns = take_share(start["open_returns"], share).numpy()
-                if memory is not None:
-                    memory.copy_(take_share(start["memory"], share))
-                if start["ahead"] is not None:  # the environments stand behind it, whoever collects the next one
-                    ahead = Future()
-                    parts = (None if x is None else take_share(x, share, dim=1).to(acts_on) for x in start["ahead"])
-                    ahead.set_result(Rollout(*parts))
-            stuck = start["stuck"]
-            columns.update({name: array("d", values.tolist()) for name, values in start["columns"].items()})
-            if start["ring"] is not None:
-                whole = {name: start["ring"][name] for name in ("clock", "clipped")}
-                whole["clipped"] = whole["clipped"] * (rank == 0)  # one rank counts on
-                ring.load_state_dict({name: take_share(x, share) for name, x in start["ring"].items()} | whole)
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            env.close()
-            raise ValueError("start does not fit the config: resume with the run's own") from error
-
-    def start_collecting() -> Future:
-        """The next rollout with the weights of now: in the collecting thread, or here and at once."""
-        sync_weights(model, actor)
-        job = functools.partial(collect, actor, env, config.rollout_length, acting, generator, memory, loop)
-        if pool:
-            return pool.submit(on_own_stream(job, acts_on))
-        done = Future()
-        done.set_result(job())
-        return done
-
-    def learn(batch: Rollout, last: bool, outputs=None) -> dict[str, torch.Tensor]:
-        with fp8.recorded(model if last else None) as fp8_statistics:
-            stats = update(model, optimizer, precision, batch, config, outputs)
-        return stats | fp8_statistics
-
-    def collect_and_learn() -> tuple[Rollout, list[dict]]:
-        """The next rollout, and the update on it if there shall be one."""
-        nonlocal ahead
-        held, outputs = env.tensors(), None
-        if config.reuse_forward and not ahead:
-            before = None if memory is None else memory.clone()  # the backward pass wants it as it was
-            rollout, outputs = act(model, env, config.rollout_length, precision, generator, before)
-        else:
-            rollout = (ahead or start_collecting()).result()
-        if memory is not None:
-            memory.copy_(rollout.state[-1])
-        ahead = start_collecting() if pool and iteration + 1 < config.iterations else None
-        if config.importance == "learner":
-            rollout = rollout._replace(behavior_logp=_logp(model, precision, rollout.to(device)).to(acts_on))
-        batch = rollout.to(device)
-        stats = [learn(batch, not config.replay_updates, outputs) for _ in range(config.fresh_updates)]
-        if config.graph:
-            env.settle(held)
-        return rollout, stats
-
-    replay = learn
-    if config.graph and device.type in GRAPHED:
-        collect_and_learn = Graphed(collect_and_learn, generator)
-        graphed = {last: Graphed(functools.partial(learn, last=last), generator) for last in (False, True)}
-
-        def replay(batch: Rollout, last: bool) -> dict[str, torch.Tensor]:
-            return {name: x.clone() for name, x in graphed[last](batch).items()}
-
-    if begin >= config.iterations:
-        yield history  # it had finished
-    hidden = not progress or rank > 0
-    bar = tqdm(range(begin, config.iterations), unit="iteration", disable=hidden, initial=begin, total=config.iterations)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(env))
-        pool = None
-        if places.async_collect:
-            stack.enter_context(precision.matmul_mode())  # once for both threads, since it is a switch of the whole process
-            pool = stack.enter_context(ThreadPoolExecutor(1))
+    config, history, begin = run.config, run.history, len(run.history)
+    with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
             began = time.perf_counter()
-            learning_rate = config.learning_rate * (1 - iteration / config.iterations if config.anneal else 1)
-            _set_learning_rate(optimizer, learning_rate)
-            rollout, fresh = collect_and_learn()
-            stats = list(fresh)  # a graph gives the very same list every time
-            _check_finite(rollout)
-            if config.replay_updates or config.memmap:  # else nobody reads it
-                ring.append(rollout, seam)
-            seam = False
-            for k in range(config.replay_updates):
-                batch = ring.sample(slices, config.slice_length, draws, share).to(device)
-                stats.append(replay(batch, last=k == config.replay_updates - 1))
-            finished, open_returns = episode_returns(rollout, open_returns)
-            summary = _summarize(stats)
-            terms = [summary[name] for name in TERMS]
-            sums = torch.tensor([finished.sum(), len(finished), ring.clipped.sum(), *terms], dtype=torch.float64)
-            returns, episodes, clipped, *terms = ranks.total(sums).tolist()
-            row = {
-                "iteration": iteration,
-                "steps": (iteration + 1) * config.steps_per_iteration,
-                "seconds": columns["seconds"][-1] if columns else 0.0,
-                "train_return": returns / episodes if episodes else math.nan,
-                "eval_return": math.nan,
-                "learning_rate": learning_rate,
-                "clipped": int(clipped),
-                **summary,
-                **dict(zip(TERMS, terms, strict=True)),
-            }
-            row["seconds"] += time.perf_counter() - began
-            stuck = stuck + 1 if row["nonfinite"] == len(stats) else 0
-            if stuck == 20 or (row["nonfinite"] and not precision.scaler.is_enabled()):
-                raise FloatingPointError(f"gradient not finite at step {row['steps']} in {config.precision}: lower learning_rate")
-            if config.evaluates_at(iteration) and rank == 0:
-                sync_weights(model, judge)
-                row["eval_return"] = float(evaluate(judge, config.eval_episodes, precision=judging, **config.observed).mean())
+            learning_rate = set_learning_rate(run.optimizer, config.learning_rate_at(iteration))
+            rollout = run.collect()  # T steps of N environments
+            check_finite(rollout)  # before anything learns from it
+            if run.stores:
+                run.ring.append(rollout)
+            stats = []
+            for k in range(config.updates):
+                batch = rollout if k < config.fresh_updates else run.sample()  # older policies': V-trace corrects
+                stats.append(run.update(batch, record=k + 1 == config.updates))
+            row = {"iteration": iteration, **totals(run, rollout, summarize(stats)), "learning_rate": learning_rate}
+            row["seconds"] = time.perf_counter() - began + (history.last["seconds"] if iteration else 0)
+            row["eval_return"] = run.evaluate() if config.evaluates_at(iteration) else math.nan
             history.add(row)
-            shown = [f"{name} {row[name]:.1f}" for name in ("train_return", "eval_return") if not math.isnan(row[name])]
-            shown += [f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {row['loss_scale']:g}"]
-            bar.set_postfix_str(", ".join(shown), refresh=False)
-            yield history
+            check_learning(run)
+            bar.set_postfix_str(shown(row), refresh=False)
+            yield run
 
 
-def train(config: Config, progress: bool = True, start: dict | None = None) -> History:
-    """Runs `iterate` to its end. Raises what it raises."""
-    *_, history = iterate(config, progress, start)  # the same History every time, so nothing piles up
-    return history
+def train(run: Run | Config, progress: bool = True) -> Run:
+    """Trains a run, or a new one of a config, to its end. Raises what `iterate` raises."""
+    run = Run(run) if isinstance(run, Config) else run
+    for _ in iterate(run, progress):
+        pass
+    return run
 
 
-def adam(model: ActorCritic, learning_rate: float, graph: bool = False) -> torch.optim.Adam:
+def totals(run: Run, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
+    """A summary of the updates, with the sums over all processes: returns, clipped values and the terms of the loss."""
+    finished, terms = run.returns.add(rollout), [summary[name] for name in TERMS]
+    sums = torch.tensor([finished.sum(), len(finished), run.ring.clipped.sum(), *terms], dtype=torch.float64)
+    returns, episodes, clipped, *terms = run.total([sums])[0].tolist()
+    summary |= dict(zip(TERMS, terms, strict=True))
+    steps = (len(run.history) + 1) * run.config.steps_per_iteration
+    return {"steps": steps, "train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped), **summary}
+
+
+def check_learning(run: Run) -> None:
+    """Raises FloatingPointError where the newest row shows that nothing is learned any more (see `iterate`)."""
+    bad = run.history.columns["nonfinite"][-PATIENCE:]
+    stuck = len(bad) == PATIENCE and min(bad) == run.config.updates
+    if stuck or (bad[-1] and not run.scaler.is_enabled()):
+        step, precision = run.history.last["steps"], run.config.precision
+        raise FloatingPointError(f"gradient not finite at step {step:.0f} in {precision}: lower learning_rate")
+
+
+def shown(row: dict[str, float]) -> str:
+    """What the progress bar says of a row."""
+    parts = [f"{name} {row[name]:.1f}" for name in ("train_return", "eval_return") if not math.isnan(row[name])]
+    return ", ".join([*parts, f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {row['loss_scale']:g}"])
+
+
+def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:
     """Adam over a model's parameters. On CUDA one kernel takes a step (`fused`) and all its numbers, step counts and learning
-    rate too, live there, so that it never waits for the host; for a graph it must be `capturable` besides."""
-    if next(model.parameters()).is_cuda:
-        rate = torch.tensor(learning_rate, device=next(model.parameters()).device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=graph)
-        optimizer._warned_capturable_if_run_uncaptured = True  # the steps before the capture need no warning
-        return optimizer
-    return torch.optim.Adam(model.parameters(), lr=learning_rate, eps=1e-5)
+    rate too, are kept there, so that it never waits for the host; a CUDA graph needs it `capturable` besides."""
+    if not model.actor.weight.is_cuda:
+        return torch.optim.Adam(model.parameters(), lr=learning_rate, eps=1e-5)
+    rate = torch.tensor(learning_rate, device=model.actor.weight.device) if model.actor.weight.is_cuda else learning_rate
+    return torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=capturable)
 
 
-def _set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> float:
+    """Sets an optimizer's learning rate and returns it."""
     group = optimizer.param_groups[0]
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(learning_rate)  # in place: a captured step reads it there
     else:
         group["lr"] = learning_rate
+    return learning_rate
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Loads an optimizer's state, but keeps where and how this one runs: load_state_dict would take that over from the state, and
-    moves the step counts to where those flags want them."""
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Loads an optimizer's state, but keeps where and how this one runs: load_state_dict would take that over from the state.
+    It moves the step counts to where this one's flags want them."""
     own = ("fused", "capturable", "foreach", "differentiable", "lr")
     mine = [{name: group[name] for name in own} for group in optimizer.param_groups]
     groups = [group | flags for group, flags in zip(state["param_groups"], mine, strict=True)]
@@ -360,87 +302,3 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
     for values in optimizer.state.values():
         if not (mine[0]["capturable"] or mine[0]["fused"]):
             values["step"] = values["step"].cpu()
-
-
-def _gathered(tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-    """The tensors of all ranks' environments [N of the rank, ...] joined."""
-    return None if tensors is None else {name: ranks.gather(x) for name, x in tensors.items()}
-
-
-def check_share(config: Config, size: int) -> None:
-    """Refuses what `size` processes cannot do together.
-
-    Raises:
-        ValueError: such a field, with what to give instead.
-    """
-
-    def require(name: str, good: bool, mend: str) -> None:
-        if size > 1 and not good:
-            raise ValueError(f"{name} is {getattr(config, name)} and {size} processes share the work: {mend}")
-
-    require("num_envs", config.num_envs % size == 0, f"give a multiple of {size}")
-    require("memmap", config.memmap is None, "leave it out")
-    require("graph", not config.graph, "leave it out")
-    if config.precision.startswith("fp8"):
-        by_row = config.encoder == "gru" or config.reuse_forward
-        rows = config.num_envs // size * (1 if by_row else config.rollout_length + 1)
-        whole = rows % fp8.MULTIPLE == 0 or not config.fresh_updates
-        require("num_envs", whole, f"give a multiple of {fp8.MULTIPLE * size} for {config.precision}")
-
-
-def _check_finite(rollout: Rollout) -> None:
-    for name in ("obs", "reward"):
-        extremes = torch.stack(getattr(rollout, name).aminmax())  # one pass, and NaN is the extreme of whatever holds one
-        if not extremes.isfinite().all():
-            raise ValueError(f"{name} from the environment is not finite: mend the environment, nothing can be learned from it")
-
-
-@torch.no_grad()
-def _logp(model, precision: Precision, rollout: Rollout) -> torch.Tensor:
-    """Log-probabilities [T, B] that a model gives the actions of a rollout."""
-    with precision.autocast():
-        logits, _ = model(rollout.obs, None if rollout.state is None else rollout.state[0], rollout.first)
-    return action_logp(log_softmax(logits[:-1]), rollout.action)
-
-
-def episode_returns(rollout: Rollout, open_returns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns of the episodes that ended in a rollout.
-
-    Args:
-        rollout: T rows of N environments.
-        open_returns: float64 [N], what the episodes still open at its start had earned.
-
-    Returns:
-        The finished episodes' returns [any number], and the new open ones [N].
-    """
-    rewards = rollout.reward.cpu().numpy()
-    ended = (rollout.flags & (TERMINATED | TRUNCATED)).cpu().numpy() != 0
-    finished, begin = [np.empty(0)], 0
-    for t in np.flatnonzero(ended.any(axis=1)):
-        open_returns = open_returns + rewards[begin : t + 1].sum(axis=0, dtype=np.float64)
-        (here,) = ended[t].nonzero()
-        finished.append(open_returns[here])
-        open_returns[here] = 0
-        begin = t + 1
-    open_returns = open_returns + rewards[begin:].sum(axis=0, dtype=np.float64)
-    return np.concatenate(finished), open_returns
-
-
-def _summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Joins the statistics of an iteration's updates into one row (see History). Waits for the device once."""
-    numbers = iter(torch.stack([x.float() for s in stats for x in s.values()]).tolist())
-    stats = [{name: next(numbers) for name in s} for s in stats]
-    column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}
-    finite = np.isfinite(column["grad_norm"])
-    row = {name: float(column[name].mean()) for name in TERMS}
-    known = column["ess"][~np.isnan(column["ess"])]  # a process whose share of a batch has no row has none
-    return {
-        **row,
-        "ess": float(known.mean()) if len(known) else math.nan,
-        "min_logp": float(column["min_logp"].min()),
-        "grad_norm": float(column["grad_norm"][finite].max(initial=0)),
-        "nonfinite": int((~finite).sum()),
-        "skipped": int(column["skipped"].sum()),
-        "loss_scale": float(column["loss_scale"][-1]),
-        **{name: x for name, x in stats[-1].items() if name.startswith("fp8.")},
-    }

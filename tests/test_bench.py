@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8rl import bench
+from fp8rl.scale import bench
+from fp8rl.scale.machine import Machine
 
 
 @pytest.mark.parametrize(
@@ -21,8 +22,8 @@ def test_every_precision_is_timed_on_the_same_work():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_loop_is_measured_against_its_matmuls(precision):
-    config = bench.loop_config(16, 4, precision)
-    result = bench.bench_loop(config, seconds=0.05, rounds=2)
+    machine = Machine(reuse_forward=precision == "bf16")
+    result = bench.bench_loop(bench.loop_of(16, 4, precision, machine), machine, seconds=0.05, rounds=2)
     assert (result["num_envs"], result["rollout_length"], result["precision"]) == (16, 4, precision)
     assert result["train_steps_per_second"] > 0 and 0 < result["floor_share"] < 1
     assert 0 < result["collect_share"] < 1 and 0 < result["update_share"] < 1
@@ -34,10 +35,18 @@ def test_the_floor_multiplies_what_the_loop_must():
     backward = 2 * forward - 2 * 16 * 2 * 64  # no gradient is wanted of the observations
     repeated = 4 * forward + 5 * (forward + backward)
     for reused, expected in ((True, 4 * (forward + backward) + forward), (False, repeated)):
-        floor = bench.floor_of(bench.loop_config(16, 4, "fp32", reuse_forward=reused))
+        machine = Machine(reuse_forward=reused)
+        floor = bench.floor_of(bench.loop_of(16, 4, "fp32", machine), machine)
         with FlopCounterMode(display=False) as counted:
             floor()
         assert counted.get_total_flops() == expected
+
+
+def test_the_loop_learns_from_every_step_once_and_keeps_none():
+    config = bench.loop_of(16, 4, "fp32")
+    assert (config.num_envs, config.rollout_length, config.precision, config.collect_precision) == (16, 4, "fp32", None)
+    assert (config.fresh_updates, config.replay_updates, config.eval_every) == (1, 0, 0)
+    assert bench.loop_of(16, 4, "bf16", Machine(compile=True)).collect_precision == "fp32"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

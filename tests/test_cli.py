@@ -1,15 +1,21 @@
 import csv
+import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from fp8rl import __main__ as cli
-from fp8rl import config, study
-from fp8rl.model import ActorCritic
-from fp8rl.replay import ReplayBuffer
+from fp8rl import checkpoint
+from fp8rl.config import Config
+from fp8rl.env import BatchedEnv
+from fp8rl.report import study
+from fp8rl.scale import machine as machine_module
+from fp8rl.scale.storage import StoredRing
+from fp8rl.train import Run, iterate
 
 TINY = ["--steps", "1024", "--eval-episodes", "2"]
 
@@ -40,7 +46,7 @@ def test_train_writes_its_four_files(trained):
     with (trained / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["steps"] for row in rows] == ["512", "1024"] and float(rows[-1]["eval_return"]) > 0
-    ActorCritic().load_state_dict(torch.load(trained / "checkpoint.pt", weights_only=True)["model"])
+    assert checkpoint.load(trained / "checkpoint.pt")[1].precision == "bf16"
     assert (trained / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -61,13 +67,13 @@ def test_eval_repeats_the_last_evaluation_of_training(trained, capsys):
 
 def test_fp8_says_how_it_computes(tmp_path, capsys):
     run("train", "--precision", "fp8", *TINY, "--out", tmp_path / "a")
-    assert "fp8 on cpu, emulated: FP8 in encoder.2, not in encoder.0, actor, critic" in capsys.readouterr().out
+    assert "fp8 on cpu, emulated: FP8 in hidden, not in inputs, actor, critic" in capsys.readouterr().out
 
 
 @pytest.fixture
 def one_process(monkeypatch):
     """Runs a study's configs here: that processes give the same numbers is tested elsewhere."""
-    monkeypatch.setattr(cli.study, "run_all", lambda configs, workers, run=study.run: map(run, configs))
+    monkeypatch.setattr(cli.study, "run_all", lambda configs, run=study.run: ((config, run(config)) for config in configs))
 
 
 def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process):
@@ -96,12 +102,26 @@ def test_a_failed_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     run("train", *TINY, "--out", tmp_path)
     with pytest.raises(SystemExit):
         run("train", *TINY, "--out", tmp_path, "--overwrite", "--reward-scale", "1e38")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.csv"]
+    assert (tmp_path / "metrics.csv").read_text() == ""
 
 
 def test_eval_can_change_the_precision(trained, capsys):
     run("eval", trained, "--episodes", 3, "--json", "--precision", "fp8")
     assert json.loads(capsys.readouterr().out)["episodes"] == 3
+
+
+def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_evaluate(trained, tmp_path, capsys):
+    content = torch.load(trained / "checkpoint.pt", weights_only=True)
+    torch.save({**content, "config": {**content["config"], "precision": "tf32"}}, tmp_path / "checkpoint.pt")
+    for command in (["eval", tmp_path], ["train", "--resume", tmp_path]):
+        with pytest.raises(SystemExit) as caught:
+            run(*command)
+        error = capsys.readouterr().err
+        assert caught.value.code == 2 and error.startswith("fp8rl: precision is 'tf32' and ") and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    run("eval", tmp_path, "--episodes", 2, "--precision", "fp32")
+    assert "mean return " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -117,10 +137,14 @@ def test_eval_can_change_the_precision(trained, capsys):
         (["train", "--codec", "fp4"], "codec"),
         (["train", "--layout", "loose"], "layout"),
         (["train", "--encoder", "lstm"], "encoder"),
-        (["train", "--memmap", "README.md"], "memmap"),
-        (["train", "--memmap", "tests"], "memmap"),
+        (["train", "--collect-device", "gpu"], "collect_device"),
+        (["train", "--memmap", "ring", "--store-device", "cpu"], "memmap"),
+        (["train", "--vectorization", "async"], "vectorization"),
+        (["train", "--env-id", "Nothing-v0"], "env_id"),
+        (["train", "--fresh-updates", "0", "--reuse-forward"], "reuse_forward"),
+        (["train", "--memmap", __file__], "memmap"),
+        (["train", "--memmap", str(Path(__file__).parent)], "memmap"),
         (["study", "--seeds", "0"], "seeds"),
-        (["study", "--workers", "0"], "workers"),
         (["study", "--precisions", "fp32", "fp7"], "precision"),
         (["study", "--steps", "1"], "steps"),
     ],
@@ -191,35 +215,127 @@ def test_a_run_that_is_refused_makes_no_ring(trained, tmp_path):
     assert not (tmp_path / "ring").exists()
 
 
+def test_what_cannot_be_read_is_one_line_and_exit_code_2(capsys):
+    for arguments, word in (
+        (["train", "--steps", "many"], "steps"),
+        (["train", "--no-such-option", "1", "--out", "a"], "--no-such-option"),
+        (["train", "--steps"], "steps"),
+        (["fly"], "fly"),
+        ([], "train"),
+        (["eval"], "PATH"),
+        (["study", "--out"], "out"),
+        (["bench", "nothing"], "nothing"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            run(*arguments)
+        captured = capsys.readouterr()
+        assert caught.value.code == 2 and captured.err.startswith("fp8rl: ") and captured.err.count("\n") == 1, arguments
+        assert word in captured.err and "│" not in captured.err and captured.out == "", captured.err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_what_is_refused_is_said_whatever_the_encoding_is(encoding, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    with pytest.raises(SystemExit):
+        run("train", "--steps", "0")
+    assert capsys.readouterr().err == "fp8rl: steps is 0: give at least 1\n"
+
+
+def test_help_is_printed(capsys):
+    for command in ([], ["train"], ["eval"], ["study"], ["memory"], ["bench"]):
+        with pytest.raises(SystemExit) as caught:
+            run(*command, "--help")
+        assert not caught.value.code and "usage: python -m fp8rl" in capsys.readouterr().out
+
+
 def test_resuming_takes_the_run_s_own_config(trained, tmp_path, capsys):
     for arguments, message in (
         (["--resume", trained, "--steps", "2048"], "steps is 2048 beside resume, which takes the run's own"),
+        (["--resume", trained, "--precision=bf16"], "precision is bf16 beside resume"),  # though it is
+        (["--resume", trained, "--overwrite"], "overwrite is True beside resume"),
         (["--resume", trained, "--out", tmp_path / "b"], "out is "),
         ([], "out is None and resume None: give one of them"),
         (["--resume", tmp_path / "nothing"], "checkpoint "),
         (["--out", tmp_path / "b", "--checkpoint-every", -1], "checkpoint_every is -1: give 0 or more"),
     ):
-        with pytest.raises(SystemExit):
+        before = {path.name: path.read_bytes() for path in trained.iterdir()}
+        with pytest.raises(SystemExit) as caught:
             run("train", *arguments)
         error = capsys.readouterr().err
-        assert error.startswith(f"fp8rl: {message}") and error.count("\n") == 1
-    before = (trained / "metrics.csv").read_text()
-    run("train", "--resume", trained)  # finished already
-    assert (trained / "metrics.csv").read_text() == before
+        assert caught.value.code == 2 and error.startswith(f"fp8rl: {message}") and error.count("\n") == 1
+        assert {path.name: path.read_bytes() for path in trained.iterdir()} == before
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_resuming_a_finished_run_leaves_its_metrics_whole(precision, tmp_path):
+    run("train", *TINY, "--precision", precision, "--out", tmp_path / "a")
+    before = (tmp_path / "a" / "metrics.csv").read_text()
+    for _ in range(2):
+        run("train", "--resume", tmp_path / "a")
+        assert (tmp_path / "a" / "metrics.csv").read_text() == before
+    assert len(before.splitlines()) == 1 + 2
+
+
+def test_an_interrupted_run_says_so_and_resumes_with_every_row_once(tmp_path, monkeypatch, capsys):
+    run("train", *TINY, "--out", tmp_path / "whole")
+
+    def interrupted(*args, **options):
+        yield next(iterate(*args, **options))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
+        patch.setattr(cli, "iterate", interrupted)
+        run("train", *TINY, "--checkpoint-every", 1, "--out", tmp_path / "a")
+    assert caught.value.code == 130 and capsys.readouterr().err.endswith("fp8rl: interrupted\n")
+    assert len((tmp_path / "a" / "metrics.csv").read_text().splitlines()) == 2
+    run("train", "--resume", tmp_path / "a")
+    assert timeless(tmp_path / "a") == timeless(tmp_path / "whole")
+
+
+def timeless(out) -> list[dict[str, str]]:
+    """The rows of metrics.csv without their seconds."""
+    with (out / "metrics.csv").open() as file:
+        return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
+
+
+def test_a_run_of_the_plain_loop_resumes_from_the_command_line(tmp_path):
+    plain = Run(Config(steps=2048, eval_episodes=2, precision="fp8"))
+    next(iterate(plain))
+    checkpoint.save(tmp_path / "checkpoint.pt", plain)
+    for _ in range(2):
+        run("train", "--resume", tmp_path)
+        assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 4
+
+
+def test_a_resumed_run_takes_the_machine_that_is_given_now(tmp_path, monkeypatch, capsys):
+    run("train", *TINY, "--reuse-forward", "--out", tmp_path / "a")
+    seen = []
+    monkeypatch.setattr(cli, "build", lambda *args: seen.append(args[1]) or machine_module.build(*args))
+    run("train", "--resume", tmp_path / "a", "--store-device", "cpu", "--evaluate-device", "cpu")
+    assert seen == [machine_module.Machine(store_device="cpu", evaluate_device="cpu")]
+    assert "machine" not in (tmp_path / "a" / "config.json").read_text()
+
+
+def test_collecting_ahead_is_an_option(tmp_path):
+    run("train", *TINY, "--collect-ahead", "--out", tmp_path)
+    run("train", "--resume", tmp_path, "--collect-ahead")
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
 
 
 def test_memory_predicts_and_measures(capsys):
     run("memory", "--layout", "compact", "--codec", "fp8", "--capacity", 100_000, "--json")
     result = json.loads(capsys.readouterr().out)
     assert result["predicted_bytes"] == result["measured_bytes"] == 1_200_000 and result["bytes_per_transition"] == 12
-    run("memory")
-    assert "bytes_per_transition" in capsys.readouterr().out
+    run("memory", "--env-id", "CartPole-v1", "--layout", "full")
+    said = capsys.readouterr().out
+    assert "bytes_per_transition                 42.0" in said
 
 
-def test_training_in_a_folder_goes_on_with_its_ring(tmp_path):
-    for i, count in enumerate((64, 129)):  # the second run puts a seam of one row between
+def test_training_in_a_folder_goes_on_with_its_ring(tmp_path, capsys):
+    for i, count in enumerate((64, 129)):  # the second run puts a dummy row between
         run("train", *TINY, "--codec", "int8", "--memmap", tmp_path / "ring", "--out", tmp_path / str(i))
-        assert ReplayBuffer.open(tmp_path / "ring").count == count
+        assert StoredRing.open(tmp_path / "ring").count == count
+        assert ("continuing with 64 rows of 16 environments in " in capsys.readouterr().out) == (i == 1)
 
 
 def test_a_run_with_a_memory_and_a_wide_view_is_evaluated_alike(tmp_path, capsys):
@@ -231,24 +347,17 @@ def test_a_run_with_a_memory_and_a_wide_view_is_evaluated_alike(tmp_path, capsys
 
 
 def test_clipped_observations_are_reported(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(config, "obs_high", lambda *observed: (0.01, 1.9))
+    class Narrow(BatchedEnv):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.bounds = (-0.01, -1.9), (0.01, 1.9)
+
+    monkeypatch.setattr(
+        machine_module, "make_cart", lambda config, num_envs, noise, generator: Narrow(num_envs, noise, generator=generator)
+    )
     run("train", *TINY, "--codec", "int8", "--out", tmp_path / "a")
-    assert "warning: codec int8 clipped observations (feature 0: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("word", ["--steps=1024", "--precision=bf16", "--overwrite"])
-def test_what_a_resumed_run_cannot_change_is_refused_even_if_it_is_the_default_or_its_own(word, trained, capsys):
-    with pytest.raises(SystemExit):
-        run("train", "--resume", trained, word)
-    name = word.removeprefix("--").split("=")[0]
-    assert capsys.readouterr().err.startswith(f"fp8rl: {name} is ") and (trained / "metrics.csv").read_text()
-
-
-def test_a_resumed_run_moves_only_the_parts_that_are_named(tmp_path, monkeypatch):
-    run("train", *TINY, "--async-collect", "--evaluate", "cpu", "--out", tmp_path)
-    run("train", "--resume", tmp_path, "--device", "cpu", "--store", "cpu")
-    placement = json.loads((tmp_path / "config.json").read_text())["placement"]
-    assert placement == {"learn": None, "collect": None, "store": "cpu", "evaluate": "cpu", "async_collect": True}
+    error = capsys.readouterr().err
+    assert "warning: codec int8 clipped observations (feature 0: " in error and "feature 1" not in error
 
 
 def test_metrics_stand_when_a_resumed_run_cannot_begin(trained, monkeypatch, capsys):

@@ -14,14 +14,14 @@ from fp8rl.env import (
     PUSH,
     BatchedEnv,
     CustomEnv,
-    CustomVectorEnv,
     bang_bang,
     dynamics,
     is_out,
-    obs_high,
+    obs_bounds,
     reward_of,
 )
 from fp8rl.evaluate import play
+from fp8rl.scale.gym import CustomVectorEnv
 
 NAME = "fp8rl:fp8rl/CustomEnv-v0"
 actions = st.lists(st.integers(0, 1), min_size=1, max_size=250)
@@ -56,10 +56,10 @@ def test_observations_stay_inside_the_space(pushes, start_noise, seed):
 
 
 def test_reference_returns():
-    assert play(lambda obs: torch.ones(len(obs), dtype=torch.long), 1, start_noise=0) == pytest.approx(6.22, abs=0.01)
-    assert play(bang_bang, 1, start_noise=0).item() >= 198.9
+    assert play(lambda obs: torch.ones(len(obs), dtype=torch.long), BatchedEnv(1, 0.0)) == pytest.approx(6.22, abs=0.01)
+    assert play(bang_bang, BatchedEnv(1, 0.0)).item() >= 198.9
     generator = torch.Generator().manual_seed(0)
-    random = play(lambda obs: torch.randint(2, (len(obs),), generator=generator), 20_000, start_noise=0)
+    random = play(lambda obs: torch.randint(2, (len(obs),), generator=generator), BatchedEnv(20_000, 0.0))
     assert abs(random.mean() - 18.5) < 4 * random.std() / np.sqrt(len(random))
 
 
@@ -215,7 +215,7 @@ def test_every_form_of_the_environment_takes_the_options(observed):
         check_env(gymnasium.make(NAME, **observed).unwrapped)
     vector = gymnasium.make_vec(NAME, num_envs=5, **observed)
     obs, _ = vector.reset(seed=0)
-    size = len(obs_high(**observed))
+    size = len(obs_bounds(**observed)[0])
     assert obs.shape == (5, size) and vector.observation_space.contains(obs)
     assert BatchedEnv(3, **observed).obs.shape == (3, size)
     for build in (CustomEnv, lambda **options: BatchedEnv(1, **options)):

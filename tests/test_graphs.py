@@ -1,39 +1,33 @@
-import dataclasses
-import itertools
-
-import numpy as np
 import pytest
 import torch
+from helpers import after, assert_same, resumed, weights
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fp8rl import checkpoint, fp8
-from fp8rl import train as train_module
-from fp8rl.env import BatchedEnv
-from fp8rl.precision import Precision, available_precisions
-from fp8rl.train import Config, collect, iterate, train, update
+from fp8rl import checkpoint
+from fp8rl.config import Config
+from fp8rl.precision import available_precisions
+from fp8rl.rollout import check_finite
+from fp8rl.scale import graphs
+from fp8rl.scale import machine as machine_module
+from fp8rl.scale.machine import HERE, Machine, build
+from fp8rl.train import adam, train
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-def weights(history) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(history.model.parameters())
+ON_CUDA = pytest.mark.parametrize("precision", available_precisions("cuda") if torch.cuda.is_available() else ["fp32"])
 
 
 def captured(config: Config, between=lambda rollout: None) -> dict[str, torch.Tensor]:
-    """What a graph would capture, on fake tensors of the CPU: they have no values, so asking for one raises."""
-    with FakeTensorMode():
-        precision = Precision(config.precision)
-        model = config.network()
-        if precision.is_fp8:
-            fp8.convert_linears(model)  # what prepare does, without moving to a device, which fake modules cannot
-        env = BatchedEnv(config.num_envs, config.start_noise)
-        optimizer = torch.optim.Adam(model.parameters(), fused=True)
-        held = env.tensors()
-        rollout = collect(model, env, config.rollout_length, precision, None)
+    """What graphs would capture, on fake tensors of the CPU: they have no values, so asking for one raises."""
+    with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "to", lambda module, device: module)  # fake modules cannot move
+        patch.setattr(machine_module, "make_ring", lambda *settings: None)  # is no part of a graph, and asks
+        run = build(config)
+        run.optimizer = torch.optim.Adam(run.model.parameters(), fused=True)  # as on CUDA
+        act = graphs.in_place(run)
+        rollout = act()
         between(rollout)
-        env.settle(held)
-        update(model, optimizer, precision, rollout, config)
-        return update(model, optimizer, precision, rollout, config)  # now with a state and a scale that exist
+        run.update(act())
+        return run.update(act(), record=True)  # now with a state and a scale that exist
 
 
 @pytest.mark.parametrize("fields", [*({"precision": name} for name in available_precisions()), {"encoder": "gru"}], ids=str)
@@ -43,20 +37,24 @@ def test_nothing_in_a_graph_asks_the_host(fields):
 
 def test_a_question_to_the_host_would_be_noticed():
     with pytest.raises(DataDependentOutputException):
-        captured(Config(), between=train_module._check_finite)
+        captured(Config(), between=check_finite)
 
 
 @pytest.mark.parametrize("reuse_forward", [False, True])
-def test_on_the_cpu_the_same_function_runs_without_a_graph(reuse_forward):
-    config = Config(steps=4_096, eval_every=0, eval_episodes=5, encoder="gru", replay_updates=2, reuse_forward=reuse_forward)
-    assert torch.equal(*(weights(train(dataclasses.replace(config, graph=graph), progress=False)) for graph in (False, True)))
+def test_on_the_cpu_the_same_functions_run_without_a_graph(reuse_forward):
+    config = Config(steps=4_096, eval_every=0, eval_episodes=5, encoder="gru", replay_updates=2)
+    machines = (Machine(graph=graph, reuse_forward=reuse_forward) for graph in (False, True))
+    assert_same(*(train(build(config, machine), progress=False) for machine in machines))
 
 
 class Replayed:
     """Stands in for Graphed on the CPU: runs the function, and gives its results in the very objects that it gave at first."""
 
+    made = 0
+
     def __init__(self, function, generator):
         self.function, self.first = function, None
+        Replayed.made += 1
 
     def __call__(self, *batches):
         results = self.function(*batches)
@@ -69,51 +67,52 @@ class Replayed:
         return self.first
 
 
-def test_results_that_the_next_replay_overwrites_are_used_before(monkeypatch):
-    config = Config(steps=5_120, eval_every=0, eval_episodes=5, replay_updates=2)
-    plain = train(config, progress=False)
-    monkeypatch.setattr(train_module, "GRAPHED", ("cpu",))
-    monkeypatch.setattr(train_module, "Graphed", Replayed)
-    replayed = train(dataclasses.replace(config, graph=True), progress=False)
-    assert torch.equal(weights(plain), weights(replayed))
-    for name, values in plain.columns.items():
-        assert name == "seconds" or np.array_equal(values, replayed.columns[name], equal_nan=True), name
+@pytest.mark.parametrize("fields", [{"replay_updates": 2}, {"encoder": "gru", "precision": "fp8"}], ids=str)
+def test_results_that_the_next_replay_overwrites_are_used_before(fields, monkeypatch, tmp_path):
+    config, path = Config(steps=4_096, eval_every=0, eval_episodes=5, **fields), tmp_path / "checkpoint.pt"
+    plain = train(build(config), progress=False)
+    monkeypatch.setattr(graphs, "GRAPHED", ("cpu",))
+    monkeypatch.setattr(graphs, "Graphed", Replayed)
+    monkeypatch.setattr(graphs, "adam", lambda model, rate, capturable: adam(model, rate))  # one that a CPU has
+    replayed = build(config, Machine(graph=True))
+    checkpoint.save(path, after(3, replayed))
+    assert Replayed.made
+    assert_same(train(replayed, progress=False), plain)
+    assert_same(train(resumed(path, Machine(graph=True)), progress=False), plain)
 
 
 @pytest.mark.cuda
 @CUDA
-@pytest.mark.parametrize(
-    "fields", [{}, {"replay_updates": 0, "reuse_forward": True}, {"replay_updates": 2}, {"encoder": "gru"}], ids=str
-)
-@pytest.mark.parametrize("precision", available_precisions("cuda") if torch.cuda.is_available() else ["fp32"])
+@pytest.mark.parametrize("fields", [{}, {"replay_updates": 0}, {"replay_updates": 2}, {"encoder": "gru"}], ids=str)
+@ON_CUDA
 def test_a_graph_trains_as_eager_launches_do(precision, fields):
-    if precision.startswith("fp8") and fields.get("encoder") == "gru":
-        pytest.skip("its matmuls want more environments")
-    config = Config(steps=20_480, eval_every=0, eval_episodes=50, device="cuda", precision=precision, **fields)
-    eager, graph = (train(dataclasses.replace(config, graph=graph), progress=False) for graph in (False, True))
+    reuse_forward = fields.get("replay_updates") == 0
+    config = Config(steps=20_480, eval_every=0, eval_episodes=50, precision=precision, **fields)
+    machines = (Machine(device="cuda", graph=graph, reuse_forward=reuse_forward) for graph in (False, True))
+    eager, graph = (train(build(config, machine), progress=False) for machine in machines)
     torch.testing.assert_close(weights(graph), weights(eager))
     for name in ("loss", "grad_norm", "loss_scale", "skipped", "train_return"):
-        torch.testing.assert_close(graph.column(name), eager.column(name), equal_nan=True, rtol=1e-3, atol=1e-4)
+        ours, theirs = (run.history.column(name) for run in (graph, eager))
+        torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.cuda
 @CUDA
 def test_the_scaler_works_inside_the_graph():
-    config = Config(steps=102_400, eval_every=0, device="cuda", precision="fp16", graph=True)
-    history = train(config, progress=False)
-    scales = history.column("loss_scale")
-    assert scales.max() > 2.0**16 and history.final_return >= 195  # it has grown
+    config = Config(steps=102_400, eval_every=0, precision="fp16")
+    history = train(build(config, Machine(device="cuda", graph=True)), progress=False).history
+    assert history.column("loss_scale").max() > 2.0**16 and history.final_return >= 195  # it has grown
 
 
 @pytest.mark.cuda
 @CUDA
-@pytest.mark.parametrize("precision", available_precisions("cuda") if torch.cuda.is_available() else ["fp32"])
+@ON_CUDA
 def test_a_checkpoint_goes_from_cpu_to_cuda_and_back(precision, tmp_path):
     if precision not in available_precisions():
         pytest.skip("the CPU cannot run it")
-    path, config, start = tmp_path / "checkpoint.pt", Config(steps=20_480, eval_every=0, precision=precision), None
-    for device, graph in (("cuda", True), ("cpu", False), ("cuda", False)):
-        checkpoint.save(path, next(itertools.islice(iterate(config, start=start), 9, None)))  # ten iterations on
-        config, start = checkpoint.resume(path, device=device, graph=graph)
-    history = train(config, False, start)
+    path, run = tmp_path / "checkpoint.pt", build(Config(steps=20_480, eval_every=0, precision=precision))
+    for machine in (Machine(device="cuda", graph=True), HERE, Machine(device="cuda")):
+        checkpoint.save(path, after(10, run))
+        run = resumed(path, machine)
+    history = train(run, progress=False).history
     assert len(history) == 40 and history.final_return >= 190

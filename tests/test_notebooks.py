@@ -120,9 +120,9 @@ def test_figures_beside_a_link_to_a_table_are_the_tables(path, prose):
             assert re.search(r"` on (.+?, \d+ cores)", table)[1] in text, link
 
 
-def test_readme_tables_are_the_committed_results():
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"<!-- (\S+\.md) -->\n(.*?)<!-- end -->", readme, flags=re.DOTALL)
+def test_tables_in_readmes_are_the_committed_results():
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "benchmarks/README.md"))
+    blocks = re.findall(r"<!-- (\S+\.md) -->\n(.*?)<!-- end -->", text, flags=re.DOTALL)
     assert blocks
     for name, block in blocks:
         assert block == (ROOT / name).read_text(), name

@@ -5,8 +5,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fp8rl import plot
 from fp8rl.env import bang_bang
+from fp8rl.report import plot
 
 STEPS = np.arange(1, 31) * 512
 

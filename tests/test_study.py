@@ -2,16 +2,17 @@ import csv
 
 import numpy as np
 import pytest
-import torch
 
-from fp8rl import study
-from fp8rl.train import Config, History, train
+from fp8rl.config import Config
+from fp8rl.history import History
+from fp8rl.report import study
+from fp8rl.train import train
 
 TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2}
 
 
-def history_of(returns, seed=0, **config) -> History:
-    history = History(Config(seed=seed, **config), None)
+def history_of(returns) -> History:
+    history = History()
     for i, value in enumerate(returns):
         history.add({"steps": 512 * (i + 1), "eval_return": value, "seconds": 0.5 * (i + 1)})
     return history
@@ -22,7 +23,8 @@ def result(arm, seed, final):
 
 
 def test_summary_by_hand():
-    row = study.summarize(history_of([np.nan, 100, np.nan, 196, 190], seed=4, collect_precision="fp8"))
+    config = Config(seed=4, collect_precision="fp8")
+    row = study.summarize(config, history_of([np.nan, 100, np.nan, 196, 190]))
     assert row == {
         "arm": "fp32",
         "precision": "fp32",
@@ -34,7 +36,8 @@ def test_summary_by_hand():
         "seconds_to_195": 2.0,
         "train_seconds": 2.5,
     }
-    assert np.isnan(study.summarize(history_of([100]))["first_step_at_195"])
+    row = study.summarize(config, history_of([100]), arm="another")
+    assert np.isnan(row["first_step_at_195"]) and np.isnan(row["seconds_to_195"]) and row["arm"] == "another"
 
 
 def test_stack_leaves_out_rows_without_a_value():
@@ -67,7 +70,8 @@ def test_a_seed_that_never_got_there_counts_as_the_latest(values, text):
 
 
 def test_results_are_ordered_and_complete(tmp_path):
-    rows = [study.summarize(history_of([100], seed=seed, precision=name)) for seed in (1, 0) for name in ("fp32", "bf16")]
+    configs = [Config(seed=seed, precision=name) for seed in (1, 0) for name in ("fp32", "bf16")]
+    rows = [study.summarize(config, history_of([100])) for config in configs]
     study.write_results(tmp_path / "results.csv", rows)
     with (tmp_path / "results.csv").open() as file:
         read = list(csv.DictReader(file))
@@ -77,11 +81,12 @@ def test_results_are_ordered_and_complete(tmp_path):
 
 def test_processes_give_the_numbers_of_this_one():
     configs = [Config(seed=seed, **TINY) for seed in range(2)]
-    histories = {h.config: h for h in study.run_all(configs, workers=2, progress=False)}
+    histories = dict(study.run_all(configs, workers=2, progress=False))
+    assert histories.keys() == set(configs) and list(study.run_all([])) == []
     for config in configs:
-        ours = train(config, progress=False)
-        assert histories[config].rows[0].keys() == ours.rows[0].keys()
-        for name in ours.rows[0].keys() - {"seconds"}:
+        ours = train(config, progress=False).history
+        assert histories[config].columns.keys() == ours.columns.keys()
+        for name in ours.columns.keys() - {"seconds"}:
             np.testing.assert_array_equal(histories[config].column(name), ours.column(name), name)
 
 
@@ -89,13 +94,3 @@ def test_the_control_without_scales_is_not_the_real_thing():
     config = Config(precision="fp8", **TINY)
     broken, real = study.run_unscaled(config).column("loss"), study.run(config).column("loss")
     assert broken[0] != real[0] and np.array_equal(study.run(config).column("loss"), real)  # and it leaves no trace
-
-
-def test_hardware_names_the_instruction_set_and_the_gpu(monkeypatch):
-    said = study.hardware()
-    assert torch.backends.cpu.get_cpu_capability() in said and (" native bf16" in said or " emulated bf16" in said)
-    assert f"threads: {torch.get_num_threads()};" in said
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU of a test")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    assert "; GPU of a test of compute capability 8.9; " in study.hardware()

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from fp8rl.config import Config
+from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import play
 
 THRESHOLD = 195.0
@@ -105,7 +106,7 @@ class Learning:
 
 def greedy_return(act: Callable, episodes: int = 100) -> float:
     """Mean return of greedy episodes from starts within 0.05 of the origin."""
-    return float(play(act, episodes).mean())
+    return float(play(act, BatchedEnv(episodes, generator=torch.Generator().manual_seed(0))).mean())
 
 
 def peak_rss_mb() -> float:

@@ -7,6 +7,7 @@ medians count. Peak memory is the process's largest resident set, most of which 
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -17,8 +18,9 @@ from pathlib import Path
 import common
 import torch
 
-from fp8rl import study
-from fp8rl.bench import loop_config
+from fp8rl.scale.bench import loop_of
+from fp8rl.scale.hardware import hardware
+from fp8rl.scale.machine import Machine, build
 from fp8rl.train import train
 
 LENGTHS = (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000)
@@ -30,7 +32,8 @@ def whole_run(steps: int) -> dict[str, float]:
     torch.set_num_threads(1)
     common.import_lazy_parts()
     began = time.perf_counter()
-    history = train(loop_config(NUM_ENVS, ROLLOUT_LENGTH, PRECISION, steps=steps, eval_episodes=1), progress=False)
+    config = dataclasses.replace(loop_of(NUM_ENVS, ROLLOUT_LENGTH, PRECISION), steps=steps, eval_episodes=1)
+    history = train(build(config, Machine(reuse_forward=True)), progress=False).history
     seconds = time.perf_counter() - began
     done = history.column("steps")[-1]
     return {"steps": done, "whole": done / seconds, "loop": done / history.column("seconds")[-1], "rss": common.peak_rss_mb()}
@@ -45,6 +48,7 @@ def main() -> None:
     if options.one:
         print(json.dumps(whole_run(options.one)))
         return
+    torch.set_num_threads(1)  # as every run has
     rows = {steps: [] for steps in LENGTHS}
     for _ in range(options.rounds):
         for steps in LENGTHS:
@@ -62,7 +66,7 @@ def main() -> None:
         ),
         "",
         f"{NUM_ENVS:,} environments x {ROLLOUT_LENGTH} steps, {PRECISION}, one torch thread, medians of {options.rounds} "
-        f"alternating rounds. `python benchmarks/speed/length.py {options.out}` on {study.hardware()}.",
+        f"alternating rounds. `python benchmarks/speed/length.py {options.out}` on {hardware()}.",
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("\n".join(lines) + "\n")

@@ -19,7 +19,7 @@ from torch import nn
 
 from fp8rl.config import Config
 from fp8rl.model import ActorCritic
-from fp8rl.train import iterate
+from fp8rl.train import Run, iterate
 
 LOOP = Config.published()
 
@@ -65,9 +65,8 @@ def naive(options, tick):
 
 def package(options, tick):
     changes = {"precision": options.precision, "seed": options.seed, "steps": options.steps, "eval_every": 0}
-    size = options.rollout_length
-    for count, history in enumerate(iterate(Config.published(**changes), progress=False), start=1):
-        tick(count * size, lambda x, model=history.model: model(x)[0].argmax(-1))
+    for run in iterate(Run(Config.published(**changes))):
+        tick(int(run.history.last["steps"]), lambda x, model=run.model: model(x)[0].argmax(-1))
 
 
 def train(options, tick):

@@ -13,110 +13,106 @@ time would say nothing.
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
 import platform
 import statistics
 import time
-import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from . import fp8, ranks
-from . import train as loop
-from .config import Config
-from .precision import AUTOCAST, Precision, available_precisions, is_emulated
+from .. import fp8
+from ..config import Config
+from ..precision import AUTOCAST, Precision, available_precisions
+from ..train import iterate
+from . import ranks
+from .hardware import is_emulated
+from .machine import HERE, Machine, build
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
 WIDTHS = tuple(2**n for n in range(6, 14))
 BATCHES = (1024, 4096, 16384, 65536)
 
 
-def loop_config(
-    num_envs: int = 4096, rollout_length: int = 32, precision: str | None = None, compile: bool = False, **fields
-) -> Config:
-    """The loop without replay at a shape, in its fastest form for many environments or (`compile`) for few, which
-    act in fp32, since so few rows take longer in bf16. It has steps without end, and the smallest ring that takes a rollout.
-    precision: None is the fastest one here."""
-    if precision is None:
-        precision = fastest_precision(num_envs=num_envs, rollout_length=rollout_length, **fields)
-    shape = {"num_envs": num_envs, "rollout_length": rollout_length, "slice_length": 1, "precision": precision}
-    shape |= {"capacity": (rollout_length + 1) * num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
-    form = {"compile": True, "collect_precision": "fp32"} if compile else {"reuse_forward": True}
-    return Config(**{**shape, **form, **fields})
-
-
-def fastest_precision(device="cpu", **fields) -> str:
-    """The precision in which a loop of this shape trains fastest here, of those that the device does not emulate.
+def loop_of(num_envs: int = 4096, rollout_length: int = 32, precision: str | None = None, machine: Machine = HERE) -> Config:
+    """The loop without replay at a shape. It has steps without end, and the smallest ring that takes a rollout. A compiled loop
+    acts in fp32: so few rows as it is for take longer in 16 bits.
 
     Args:
-        device: where it would run.
-        fields: of `loop_config`.
+        precision: None is the one in which it trains fastest on the machine, of those that the machine does not emulate.
+        machine: where it would run.
     """
-    names = available_precisions(device)
-    emulated = ranks.total(torch.tensor([is_emulated(name, device) for name in names]).int())  # on any rank: all must agree
-    configs = [loop_config(precision=name, device=device, **fields) for name, no in zip(names, emulated, strict=True) if not no]
-    speeds = ranks.total(torch.tensor([bench_loop(config, 0.5, 1)["train_steps_per_second"] for config in configs]))
-    return configs[int(speeds.argmax())].precision
+    shape = {"num_envs": num_envs, "rollout_length": rollout_length, "slice_length": 1}
+    shape |= {"capacity": (rollout_length + 1) * num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
+    acting = "fp32" if machine.compile else None
+    if precision is not None:
+        return Config(precision=precision, collect_precision=acting, **shape)
+    names = available_precisions(machine.device)
+    (emulated,) = ranks.total([torch.tensor([is_emulated(name, machine.device) for name in names]).int()])  # all must agree
+    names = [name for name, no in zip(names, emulated, strict=True) if not no]
+    eager = dataclasses.replace(machine, compile=False)
+    speeds = [bench_loop(Config(precision=name, **shape), eager, 0.5, 1)["train_steps_per_second"] for name in names]
+    (speeds,) = ranks.total([torch.tensor(speeds)])
+    return Config(precision=names[int(speeds.argmax())], collect_precision=acting, **shape)
 
 
-def bench_loop(config: Config, seconds: float = 5.0, rounds: int = 5) -> dict[str, float | int | str]:
+def bench_loop(config: Config, machine: Machine, seconds: float = 5.0, rounds: int = 5) -> dict[str, float | int | str]:
     """Training steps per second of a config's loop: medians of rounds that alternate with its floor.
 
     Returns:
         train_steps_per_second, num_envs, rollout_length, precision; collect_share and update_share, of an iteration's time (of a
         CUDA graph or of collection ahead they say nothing); floor_share, the floor's time as a share of an iteration's.
     """
-    spent = {"act": 0.0, "collect": 0.0, "update": 0.0}  # an iteration collects by one of the first two
+    spent = {"collect": 0.0, "update": 0.0}
+    run = build(config, machine)
 
-    def timed(name, function):
-        def run(*args, **kwargs):
+    def timed(name):
+        function = getattr(run, name)
+
+        def timed_function(*args, **kwargs):
             began = time.perf_counter()
             result = function(*args, **kwargs)
             spent[name] += time.perf_counter() - began
             return result
 
-        return run
+        setattr(run, name, timed_function)
 
-    def lowest(function):
-        return seconds_of({"floor": function}, 1, 0.05, config.places.learn)["floor"]
-
-    found = []
-    with contextlib.ExitStack() as stack:
-        for name in spent:
-            stack.enter_context(unittest.mock.patch.object(loop, name, timed(name, getattr(loop, name))))
-        run = loop.iterate(config)
-        stack.callback(run.close)
+    for name in spent:
+        timed(name)
+    found, floor = [], floor_of(config, machine)
+    with contextlib.closing(iterate(run)) as iterations:
         for _ in range(5):  # caches, and the capture of a graph
             began = time.perf_counter()
-            next(run)
+            next(iterations)
         # As many in every process, which wait for each other.
-        count = max(1, int(seconds / rounds / ranks.total(torch.tensor(time.perf_counter() - began)).item() * ranks.share()[1]))
-        floor = floor_of(config)
+        (each,) = ranks.total([torch.tensor(time.perf_counter() - began) / run.ranks])
+        count = max(1, int(seconds / rounds / each.item()))
         for _ in range(rounds):
             spent |= dict.fromkeys(spent, 0.0)
             began = time.perf_counter()
             for _ in range(count):
-                next(run)
+                next(iterations)
             each = (time.perf_counter() - began) / count
-            shares = [took / count / each for took in (spent["act"] + spent["collect"], spent["update"])]
-            found.append((config.steps_per_iteration / each, *shares, lowest(floor) / each))
+            lowest = seconds_of({"floor": floor}, 1, 0.05, machine.device)["floor"]
+            found.append((config.steps_per_iteration / each, *(took / count / each for took in spent.values()), lowest / each))
     names = ("train_steps_per_second", "collect_share", "update_share", "floor_share")
     result = dict(zip(names, map(statistics.median, zip(*found, strict=True)), strict=True))
     shape = {"num_envs": config.num_envs, "rollout_length": config.rollout_length, "precision": config.precision}
     return {"train_steps_per_second": result.pop("train_steps_per_second"), **shape, **result}
 
 
-def floor_of(config: Config) -> Callable[[], None]:
-    """A function that multiplies what an iteration must, and nothing else, for this process's environments: T + 1 forward passes
-    that act and T backward passes, a time step at a time; or, if the forward passes are not reused, T of them that act, and one
-    forward and one backward pass over all rows at once. On CUDA with `graph` it is a graph too."""
-    device, envs, length = config.places.learn, config.num_envs // ranks.share()[1], config.rollout_length
-    sizes = [(len(config.interface.high), 64), (64, 64), (64, config.interface.num_actions + 1)]  # both heads at once
+def floor_of(config: Config, machine: Machine) -> Callable[[], None]:
+    """A function that multiplies what an iteration must on the package's own environment, and nothing else, for this process's
+    environments: T + 1 forward passes that act and T backward passes, a time step at a time; or, if the forward passes are not
+    reused, T of them that act, and one forward and one backward pass over all rows at once. On CUDA with `graph` it is a graph
+    too."""
+    device, envs, length = machine.device, config.num_envs // ranks.rank()[1], config.rollout_length
+    sizes = [(2, 64), (64, 64), (64, 3)]  # both heads at once
 
     def passes(rows: int, precision: str) -> tuple[list, list]:
         dtype = AUTOCAST.get(precision, torch.float32)
@@ -127,7 +123,7 @@ def floor_of(config: Config) -> Callable[[], None]:
 
     mode = Precision(config.precision, device).matmul_mode
     acting, backward = passes(envs, config.collect_precision or config.precision)
-    if config.reuse_forward:
+    if machine.reuse_forward:
         products = (acting + backward) * length + acting
     else:
         forward, backward = passes((length + 1) * envs, config.precision)
@@ -138,7 +134,7 @@ def floor_of(config: Config) -> Callable[[], None]:
             for a, b, out in products:
                 torch.mm(a, b, out=out)
 
-    if not config.graph or torch.device(device).type != "cuda":
+    if not machine.graph or torch.device(device).type != "cuda":
         return multiply
     multiply()  # libraries start before a capture
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Figures: arrays in, Axes out. The only module that imports matplotlib.
+"""Figures: arrays in, Axes out.
 
 Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines differ in dash and marker too, for print.
 """
@@ -9,12 +9,10 @@ from itertools import cycle
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from PIL import Image
 
-from .env import LIMIT, CustomEnv
-from .evaluate import bootstrap_interval, iqm
+from ..env import CustomEnv
+from .statistics import bootstrap_interval, iqm
 
 # Black, orange, sky blue, green, vermillion, blue, purple, with a dash pattern and a marker each.
 STYLES = [
@@ -27,21 +25,6 @@ STYLES = [
     )
 ]
 REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
-
-
-def env_frame(state: np.ndarray, steps: int) -> np.ndarray:
-    """One frame of the environment, uint8 [240, 480, 3]: the cart at its position, its velocity as an arrow."""
-    figure = Figure(figsize=(4.8, 2.4), dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    ax = figure.add_subplot()
-    position, velocity = state
-    ax.axvspan(-LIMIT, LIMIT, color="#56B4E9", alpha=0.15)
-    ax.axvline(0, color="#009E73", linestyle=":")
-    ax.annotate("", (position + velocity, 0.5), (position, 0.5), arrowprops={"arrowstyle": "->", "color": "#D55E00", "lw": 2})
-    ax.plot(position, 0.5, "s", color="#000000", markersize=14)
-    ax.set(xlim=(-2 * LIMIT, 2 * LIMIT), ylim=(0, 1), yticks=[], xlabel="position", title=f"step {steps}")
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
 def film(policy, start_noise: float = 0.5, steps: int = 50, seed: int = 0, fps: int = 12) -> bytes:

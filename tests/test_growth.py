@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl import memory
-from fp8rl.memory import GrowthWatch, Reading
+from fp8rl.config import Config
 from fp8rl.model import ActorCritic
-from fp8rl.replay import ReplayBuffer
-from fp8rl.train import Config, iterate
+from fp8rl.scale import growth
+from fp8rl.scale.growth import GrowthWatch, Reading
+from fp8rl.scale.machine import Machine, build
+from fp8rl.scale.storage import StoredRing
+from fp8rl.train import iterate
 
 MIB = 2**20
 
@@ -165,9 +167,9 @@ def test_a_container_made_later_and_its_subclasses_are_followed():
 
 
 def test_reading_a_mapped_ring_is_no_leak(tmp_path):
-    config = Config(capacity=2_000_000, steps=2_048, eval_episodes=1, memmap=tmp_path / "ring")
-    next(iterate(config)).ring.close()
-    ring, watch = ReplayBuffer.open(tmp_path / "ring"), GrowthWatch()
+    config = Config(capacity=2_000_000, steps=2_048, eval_episodes=1)
+    next(iterate(build(config, Machine(memmap=tmp_path / "ring")))).ring.close()
+    ring, watch = StoredRing.open(tmp_path / "ring"), GrowthWatch()
     for name in ("obs", "reward", "behavior_logp"):
         watch.read(ring)
         ring.fields[name].sum()  # touches all of its pages
@@ -191,19 +193,17 @@ def test_native_memory_is_named_by_what_is_left():
 
 @pytest.mark.parametrize("precision, encoder", [("fp32", "mlp"), ("fp8", "mlp"), ("bf16", "gru")])
 def test_a_clean_run_is_left_alone(precision, encoder):
-    watch, config = (
-        GrowthWatch(2 * MIB),
-        Config(steps=40_960, precision=precision, encoder=encoder, eval_every=5_000, eval_episodes=5),
-    )
-    for history in iterate(config):
-        if len(history) >= 30 and len(history) % 10 == 0:
-            watch.read(history.ring)
+    config = Config(steps=30_720, precision=precision, encoder=encoder, eval_every=5_000, eval_episodes=5)
+    watch = GrowthWatch(2 * MIB)
+    for run in iterate(build(config)):
+        if len(run.history) >= 20 and len(run.history) % 8 == 4:
+            watch.read(run.ring)
     assert len(watch.readings) >= 5 and watch.findings() == []
 
 
 def test_filling_a_ring_is_explained():
-    watch, ring = GrowthWatch(), ReplayBuffer(30_000, 16, [1.0] * 62)
-    rollout = next(iterate(Config(steps=512, extra_features=60, eval_episodes=1))).ring.sample(16, 32)
+    watch, ring = GrowthWatch(), StoredRing(30_000, 16, ([-1.0] * 62, [1.0] * 62))
+    rollout = next(iterate(build(Config(steps=512, extra_features=60, eval_episodes=1)))).ring.sample(16, 32)
     for i in range(900):
         ring.append(rollout)
         if i >= 300 and i % 100 == 0:
@@ -267,23 +267,23 @@ def test_traced_memory_is_read_while_tracing():
 
 
 def test_room():
-    assert 0 < memory.available() < 2**50
-    memory.require_room(memory.available() // 2)
+    assert 0 < growth.available() < 2**50
+    growth.require_room(growth.available() // 2)
     with pytest.raises(MemoryError, match=r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity, .*memmap"):
-        memory.require_room(2**60)
+        growth.require_room(2**60)
 
 
 def test_a_container_s_limit_is_room_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "Path", lambda _: tmp_path)
-    before = memory.available()
+    monkeypatch.setattr(growth, "Path", lambda _: tmp_path)
+    before = growth.available()
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available() > before / 2
+    assert growth.available() > before / 2
     (tmp_path / "memory.max").write_text("5000\n")
-    assert memory.available() == 4300
+    assert growth.available() == 4300
     (tmp_path / "memory.max").write_text("600\n")
-    assert memory.available() == 0
+    assert growth.available() == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds private memory to RLIMIT_DATA")
@@ -291,19 +291,19 @@ def test_a_ring_beyond_a_set_limit_is_refused_in_ram_and_works_in_a_folder(tmp_p
     script = """
         import resource, sys
         import psutil, torch
-        from fp8rl.replay import ReplayBuffer
-        from fp8rl.train import Config, train
+        from fp8rl.config import Config
+        from fp8rl.scale.machine import Machine, build
+        from fp8rl.train import train
         torch.set_num_threads(1)
         limit = psutil.Process().memory_info().data + 256 * 2**20
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         config = Config(capacity=25_000_000, steps=1024, eval_episodes=1)  # 450 MB
         try:
-            config.ring()
+            build(config)
         except MemoryError as error:
             print(error)
-        import dataclasses
-        history = train(dataclasses.replace(config, memmap=sys.argv[1]), progress=False)
-        print(history.ring.nbytes, history.ring.size)
+        run = train(build(config, Machine(memmap=sys.argv[1])), progress=False)
+        print(run.ring.nbytes, run.ring.size)
     """
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), tmp_path / "ring"], capture_output=True, text=True, check=True
@@ -317,4 +317,4 @@ def test_cuda_blocks_that_torch_would_use_again_are_available(monkeypatch):
     numbers = {"mem_get_info": (100, 1000), "memory_reserved": 70, "memory_allocated": 30}
     for name, value in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert memory.available("cuda") == 140
+    assert growth.available("cuda") == 140

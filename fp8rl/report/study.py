@@ -8,8 +8,6 @@ import csv
 import math
 import multiprocessing
 import os
-import platform
-import unittest.mock
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -18,10 +16,12 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from . import fp8
-from .evaluate import bootstrap_interval, iqm
-from .precision import is_emulated
-from .train import Config, History, train
+from .. import fp8
+from ..config import Config
+from ..history import History
+from ..scale.machine import build
+from ..train import train
+from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = 195.0
 MARGIN = 2.0
@@ -30,9 +30,8 @@ FIELDS += ["first_step_at_195", "seconds_to_195", "train_seconds"]
 
 
 def run(config: Config) -> History:
-    """Trains one config without a progress bar. The History comes back without model and ring, which stay in the process."""
-    history = train(config, progress=False)
-    return History(config, None, history.columns)
+    """Trains one config without a progress bar."""
+    return train(build(config), progress=False).history
 
 
 def run_unscaled(config: Config) -> History:
@@ -42,14 +41,17 @@ def run_unscaled(config: Config) -> History:
     def without_scales(a, b, emulate=None, matmul=fp8.scaled_matmul):
         return matmul(a._replace(scale=torch.ones_like(a.scale)), b._replace(scale=torch.ones_like(b.scale)), emulate)
 
-    with unittest.mock.patch.object(fp8, "scaled_matmul", without_scales):
+    intact, fp8.scaled_matmul = fp8.scaled_matmul, without_scales
+    try:
         return run(config)
+    finally:
+        fp8.scaled_matmul = intact
 
 
 def run_all(
     configs: list[Config], workers: int | None = None, progress: bool = True, run: Callable[[Config], History] = run
-) -> Iterator[History]:
-    """Trains configs in parallel processes of one thread each, yielding Histories as they finish (in any order).
+) -> Iterator[tuple[Config, History]]:
+    """Trains configs in parallel processes of one thread each, yielding each with its history as they finish (in any order).
 
     Args:
         configs: what to train.
@@ -63,15 +65,15 @@ def run_all(
     context = multiprocessing.get_context("spawn")
     workers = min(workers or os.cpu_count() or 1, len(configs))
     with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = [pool.submit(run, config) for config in configs]
+        futures = {pool.submit(run, config): config for config in configs}
         try:
             for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not progress):
-                yield future.result()
+                yield futures[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def summarize(history: History, arm: str | None = None) -> dict[str, float | str]:
+def summarize(config: Config, history: History, arm: str | None = None) -> dict[str, float | str]:
     """One run as a row of results.csv. `arm` names the group it is compared in, the precision if not given.
 
     final_return: mean of the last evaluation. area: mean of all evaluations, the normalized area under the learning curve.
@@ -81,10 +83,10 @@ def summarize(history: History, arm: str | None = None) -> dict[str, float | str
     first = history.first_step_at(THRESHOLD)
     reached = history.column("steps") == first
     return {
-        "arm": arm or history.config.precision,
-        "precision": history.config.precision,
-        "collect_precision": history.config.collect_precision or history.config.precision,
-        "seed": history.config.seed,
+        "arm": arm or config.precision,
+        "precision": config.precision,
+        "collect_precision": config.collect_precision or config.precision,
+        "seed": config.seed,
         "final_return": history.final_return,
         "area": float(history.evaluations()[1].mean()),
         "first_step_at_195": first,
@@ -146,19 +148,3 @@ def with_interval(values: np.ndarray, signed: bool = False) -> str:
     low, high = bootstrap_interval(values)
     form = "+.2f" if signed else ".2f"
     return f"{iqm(values):{form}} [{low:{form}}, {high:{form}}]"
-
-
-def hardware() -> str:
-    """The machine, what its processor can do, and the versions that a result was made with, in one line."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-        cpu = models[0] if models else cpu
-    bf16 = "emulated" if is_emulated("bf16") else "native"
-    capability = torch.backends.cpu.get_cpu_capability()
-    parts = [f"{cpu}, {os.cpu_count()} cores, {capability} with {bf16} bf16, threads: {torch.get_num_threads()}"]
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        parts.append(f"{torch.cuda.get_device_name()} of compute capability {major}.{minor}")
-    parts.append(f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}")
-    return "; ".join(parts)

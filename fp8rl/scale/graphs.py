@@ -1,4 +1,4 @@
-"""CUDA graphs: launch a whole iteration as one.
+"""CUDA graphs: launch collection, or an update, as one.
 
 A small network's update is a few hundred kernels of microseconds each, and the CPU that launches them one by one is what takes
 the time. A CUDA graph records the launches once and replays them all with a single call. The price: a replay does the very
@@ -7,11 +7,13 @@ stay in place, the results of a replay are overwritten by the next, and what cha
 scale, Adam's step count, the random generator's offset) must live on the device. That is why Adam must be `capturable`.
 """
 
+import warnings
 from collections.abc import Callable
 
 import torch
 
-from .losses import Rollout
+from ..rollout import Rollout
+from ..train import Run, adam
 
 # Calls before the capture, on the stream that it will use: libraries and lazily made state (Adam's, the scaler's) settle in them.
 WARMUP = 3
@@ -39,7 +41,8 @@ class Graphed:
         if self.calls <= WARMUP:
             outside = torch.cuda.current_stream(self.stream.device)
             self.stream.wait_stream(outside)
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.stream), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*capturable=True.*")  # that these steps are not captured yet
                 result = self.function(*batches)
             outside.wait_stream(self.stream)
             return result
@@ -57,3 +60,38 @@ class Graphed:
                     mine.copy_(new)
         self.graph.replay()
         return self.result
+
+
+def in_place(run: Run) -> Callable[[], Rollout]:
+    """`run.act`, but the environments' tensors and the recurrent state stay where they are, as a replay needs them."""
+    act, held = run.act, run.env.tensors()
+    if run.model.recurrent:
+        run.state = torch.zeros(run.env.num_envs, run.model.width, device=run.env.device)
+    before = run.state
+
+    def act_in_place() -> Rollout:
+        rollout = act()
+        for name, now in run.env.tensors().items():
+            setattr(run.env, name, held[name].copy_(now))
+        if before is not None:
+            run.state = before.copy_(run.state)
+        return rollout
+
+    return act_in_place
+
+
+def capture(run: Run) -> None:
+    """Lets a run collect and update by graphs; on a device without graphs it stays as it is."""
+    if run.device.type not in GRAPHED:
+        return
+    run.optimizer = adam(run.model, run.config.learning_rate, capturable=True)
+    run.act = Graphed(in_place(run), run.generator)
+    update, graphed = run.update, {}  # a graph for each shape of batch, and one more that measures FP8
+
+    def update_by_graph(batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
+        batch, key = batch.to(run.device), (batch.action.shape, record)
+        if key not in graphed:
+            graphed[key] = Graphed(lambda given: update(given, record), run.generator)
+        return {name: x.clone() for name, x in graphed[key](batch).items()}
+
+    run.update = update_by_graph

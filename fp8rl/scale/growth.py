@@ -57,8 +57,8 @@ def require_room(needed: int, device="cpu") -> None:
     """
     free = available(device)
     if needed > free:
-        mend = "lower capacity, choose a one-byte codec, or keep it in a memmap folder"
-        raise MemoryError(f"replay needs {needed:,} bytes and {device} has {free:,} free: {mend}")
+        remedy = "lower capacity, choose a one-byte codec, or keep it in a memmap folder"
+        raise MemoryError(f"replay needs {needed:,} bytes and {device} has {free:,} free: {remedy}")
 
 
 class Reading(NamedTuple):
@@ -116,7 +116,7 @@ class GrowthWatch:
         return reading
 
     def findings(self) -> list[str]:
-        """What grew over all readings, each with the mend; empty if nothing did but what is explained. Needs three readings."""
+        """What grew over all readings, each with the remedy; empty if nothing did but what is explained. Needs three readings."""
         if len(self.readings) < 3:
             raise ValueError(f"readings are {len(self.readings)}: take at least 3")
         found = [describe for describe in map(_describe_container, self._growing()) if describe]

@@ -1,0 +1,65 @@
+"""Makes the tables of benchmarks/README.md again, and puts each into the READMEs, between `<!-- FILE -->` and `<!-- end -->`.
+
+python benchmarks/results.py               # all of them, which takes hours
+python benchmarks/results.py study speed   # these
+"""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+STUDY = "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 30 --first-seed 0 --steps 100000"
+COMMANDS = {
+    "study": f"python -m fp8rl study {STUDY} --out benchmarks/results/study --overwrite",
+    "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
+    "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
+    "recurrence": "python benchmarks/recurrence.py benchmarks/results/recurrence.md",
+    "cartpole": "python benchmarks/cartpole.py benchmarks/results/cartpole.md",
+    "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
+    "checkpoints": "python benchmarks/checkpoints.py benchmarks/results/checkpoints.md",
+    "fp8_causes": "python benchmarks/fp8_causes.py benchmarks/results/fp8_causes.md",
+    "speed": "python benchmarks/speed/compare.py benchmarks/results",
+    "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
+    "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
+}
+PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl", "stable_baselines3", "jax")}
+
+
+def obstacle(name: str) -> str | None:
+    """Why a table cannot be made here, or None."""
+    if not all(importlib.util.find_spec(package) for package in PEERS.get(name, ())):
+        return "it needs other libraries: pip install --no-deps -r benchmarks/requirements.txt"
+    return "it needs a CUDA device" if name == "placements" and not torch.cuda.is_available() else None
+
+
+def put() -> None:
+    """Puts the tables as they are in their files between the markers of the READMEs."""
+
+    def block(found: re.Match) -> str:
+        return f"<!-- {found[1]} -->\n{(ROOT / found[1]).read_text()}<!-- end -->"
+
+    for readme in (ROOT / "README.md", ROOT / "benchmarks/README.md"):
+        readme.write_text(re.sub(r"<!-- (\S+\.md) -->\n.*?<!-- end -->", block, readme.read_text(), flags=re.DOTALL))
+
+
+def main(names: list[str]) -> None:
+    unknown = [name for name in names if name not in COMMANDS]
+    if unknown:
+        sys.exit(f"{', '.join(unknown)}: choose from {', '.join(COMMANDS)}")
+    for name in names or COMMANDS:
+        if reason := obstacle(name):
+            print(f"{name} left out: {reason}")
+            continue
+        print(f"{name}: {COMMANDS[name]}", flush=True)
+        subprocess.run([sys.executable, *shlex.split(COMMANDS[name])[1:]], cwd=ROOT, check=True)
+        put()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,120 @@
+"""What a run leaves in numbers: a row for each iteration, and the returns of the episodes that ended in it."""
+
+import math
+from array import array
+
+import numpy as np
+import torch
+
+from .rollout import TERMINATED, TRUNCATED, Rollout
+
+TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # of which each of several processes has a part
+
+
+class History:
+    """A row of numbers for each iteration, kept as columns of doubles: a row of Python objects would take 2 kB. Its names:
+
+    iteration, steps (environment steps so far), seconds (training time without evaluations), train_return (mean return of
+    episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between evaluations),
+    learning_rate, clipped (values that the ring's codec has clipped so far); of the iteration's updates the mean loss,
+    policy_loss, value_loss, entropy (nats) and ess, the smallest min_logp, the largest grad_norm, and how many were nonfinite
+    (in the gradient) or skipped (by the scaler); loss_scale; with FP8 what scale/quantization.py records of the last update.
+    """
+
+    def __init__(self, columns: dict[str, array] | None = None):
+        self.columns = {} if columns is None else columns
+
+    def add(self, row: dict[str, float]) -> None:
+        """Appends an iteration's numbers, NaN for those that it lacks or that were not known before."""
+        unknown = [math.nan] * len(self)
+        for name in {**self.columns, **row}:
+            self.columns.setdefault(name, array("d", unknown)).append(row.get(name, math.nan))
+
+    def __len__(self) -> int:
+        """Iterations so far."""
+        return len(self.columns.get("iteration", ()))
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The newest row."""
+        return {name: values[-1] for name, values in self.columns.items()}
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """All rows."""
+        return [dict(zip(self.columns, values, strict=True)) for values in zip(*self.columns.values(), strict=True)]
+
+    def column(self, name: str) -> np.ndarray:
+        """One number of every row, float64 [iterations]."""
+        return np.array(self.columns[name])
+
+    def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
+        """Environment steps and mean greedy returns of the evaluations."""
+        done = ~np.isnan(self.column("eval_return"))
+        return self.column("steps")[done], self.column("eval_return")[done]
+
+    @property
+    def final_return(self) -> float:
+        """Mean greedy return of the last evaluation."""
+        return float(self.evaluations()[1][-1])
+
+    def first_step_at(self, threshold: float = 195.0) -> float:
+        """Environment steps at the first evaluation that reached `threshold`; NaN if none did."""
+        steps, returns = self.evaluations()
+        return float(steps[returns >= threshold][0]) if (returns >= threshold).any() else math.nan
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The columns, float64 [iterations] each."""
+        return {name: torch.tensor(values, dtype=torch.float64) for name, values in self.columns.items()}
+
+    def load_state_dict(self, columns: dict[str, torch.Tensor]) -> None:
+        """Continues from another's `state_dict`."""
+        self.columns = {name: array("d", values.tolist()) for name, values in columns.items()}
+
+
+class EpisodeReturns:
+    """Sums of rewards over whole episodes, which may span several rollouts. `open` is what the running ones have earned, float64
+    tensor [N]."""
+
+    def __init__(self, num_envs: int):
+        self.open = torch.zeros(num_envs, dtype=torch.float64)
+
+    def add(self, rollout: Rollout) -> np.ndarray:
+        """Takes the next rollout and returns the returns of the episodes that ended in it, float64 [any number]."""
+        rewards, earned = rollout.reward.cpu().numpy(), self.open.numpy()
+        ended = (rollout.flags & (TERMINATED | TRUNCATED)).cpu().numpy() != 0
+        finished, begin = [np.empty(0)], 0
+        for t in np.flatnonzero(ended.any(axis=1)):
+            earned = earned + rewards[begin : t + 1].sum(axis=0, dtype=np.float64)
+            (here,) = ended[t].nonzero()
+            finished.append(earned[here])
+            earned[here] = 0
+            begin = t + 1
+        self.open = torch.from_numpy(earned + rewards[begin:].sum(axis=0, dtype=np.float64))
+        return np.concatenate(finished)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of the open sums."""
+        return {"open": self.open.clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Continues from another's `state_dict`."""
+        self.open.copy_(state["open"])
+
+
+def summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Joins the statistics of an iteration's updates into one row. Waits for the device once."""
+    numbers = iter(torch.stack([x.float() for s in stats for x in s.values()]).tolist())
+    stats = [{name: next(numbers) for name in s} for s in stats]
+    column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}
+    finite = np.isfinite(column["grad_norm"])
+    return {
+        **{name: float(column[name].mean()) for name in TERMS},
+        "ess": float(column["ess"].mean()),
+        "min_logp": float(column["min_logp"].min()),
+        "grad_norm": float(column["grad_norm"][finite].max(initial=0)),
+        "nonfinite": int((~finite).sum()),
+        "skipped": int(column["skipped"].sum()),
+        "loss_scale": float(column["loss_scale"][-1]),
+        **{name: x for name, x in stats[-1].items() if name.startswith("fp8.")},
+    }

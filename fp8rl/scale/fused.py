@@ -1,0 +1,192 @@
+"""Faster forms of what the core does plainly: the network for many rows, the forward passes that acted used again to learn, and
+the loop of collection compiled. Each computes what the plain form does, apart from rounding.
+
+With many rows on a CPU in bfloat16, multiplying takes half of the time; casts, biases, ReLU and copies take the rest. So there
+ReLU works on bits, the bias of the first layer is the weight of an input that is always 1, both heads are one layer, the narrow
+matrices lie with rows along memory, and the backward pass computes the narrow first layer again, whose output it would otherwise
+keep and read.
+With few rows it is the calls that take the time, and compiling 16 time steps into one C++ function saves most of them.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from ..model import ActorCritic
+from ..rollout import Rollout, steps
+from ..train import Run
+
+MANY = 2**16  # numbers in a hidden layer, from which on arithmetic costs more than calling it
+CHUNK = 16  # time steps that `compiled` makes one: more take longer to compile, fewer leave more calls
+
+
+class ManyRows(ActorCritic):
+    """An ActorCritic that computes many rows with fewer passes over memory, and few rows as the plain one, bit for bit, but acts
+    without the calls of its modules, which take longer than their arithmetic."""
+
+    def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64):
+        super().__init__(obs_size, num_actions, width)
+        self.acting = [(layer.weight, layer.bias) for layer in (self.inputs, self.hidden, self.actor)]
+
+    def forward(self, obs, state=None, first=None):
+        """As ActorCritic.forward."""
+        return self._in_one(obs) if self._fits(obs) else super().forward(obs, state, first)
+
+    def policy(self, obs, state=None):
+        """As ActorCritic.policy."""
+        if self._fits(obs):
+            return self._in_one(obs)[0], None
+        if obs.numel() // obs.shape[-1] * self.width < MANY:
+            if type(self.hidden) is not nn.Linear:
+                return super().policy(obs, state)
+            inputs, hidden, actor = self.acting
+            encoded = linear(linear(obs, *inputs).relu_(), *hidden).relu_()
+            return linear(encoded, *actor).float(), None
+        return super().step(obs, state)[0], None
+
+    def step(self, obs, state=None):
+        """As ActorCritic.step."""
+        return (*self._in_one(obs), None) if self._fits(obs) else super().step(obs, state)
+
+    def _fits(self, obs: torch.Tensor) -> bool:
+        """Whether BF16Network computes the outputs: of many rows in bfloat16 on a CPU, if no layer is FP8's."""
+        many = obs.device.type == "cpu" and obs.numel() // obs.shape[-1] * self.width >= MANY
+        if not many or torch.compiler.is_compiling():
+            return False
+        bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        return bf16 and type(self.hidden) is nn.Linear
+
+    def _in_one(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, shape = obs.reshape(-1, obs.shape[-1]), obs.shape[:-1]
+        logits, values = BF16Network.apply(rows, *self.parameters())
+        return logits.t().unflatten(0, shape), values.unflatten(0, shape)
+
+    def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ActorCritic.heads."""
+        if hidden.numel() < MANY:
+            return super().heads(hidden)
+        # One matmul for both: many rows times a single column take as long as times sixty.
+        heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
+        outputs = linear(hidden, *(torch.cat(pair) for pair in heads)).float()
+        return outputs[..., :-1], outputs[..., -1]
+
+
+def relu_(x: torch.Tensor) -> torch.Tensor:
+    """ReLU of a bfloat16 tensor, in place, by its bits: read as an integer, a negative number is negative too. Torch's own goes
+    through float32 and takes six times as long. (A NaN stays one if its sign bit is not set.)"""
+    x.view(torch.int16).clamp_(min=0)
+    return x
+
+
+def relu_backward_(grad: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """ReLU's gradient in the place of `grad`, that of `output`, both bfloat16. By bits again: times 1 where the output is
+    positive, else times 0. The output is lost."""
+    grad.view(torch.int16).mul_(output.view(torch.int16).clamp_(max=1))
+    return grad
+
+
+class BF16Network(torch.autograd.Function):
+    """The feed-forward network in bfloat16: what autocast and autograd compute layer by layer, in the form that the module
+    describes. Weights' gradients come in bfloat16, as under autocast."""
+
+    @staticmethod
+    def forward(ctx, obs, *parameters):
+        """obs float32 [B, F] and the parameters of inputs, hidden, actor and critic to logits [A, B] and values [B], float32."""
+        weight1, bias1, weight2, bias2, actor_weight, actor_bias, critic_weight, critic_bias = parameters
+        inputs = obs.new_ones((obs.shape[1] + 1, len(obs)), dtype=torch.bfloat16)
+        inputs[:-1] = obs.t()
+        layer1 = torch.cat((weight1, bias1.unsqueeze(1)), dim=1).to(inputs.dtype)
+        layer2 = weight2.to(inputs.dtype)
+        heads = torch.cat((actor_weight, critic_weight)).to(inputs.dtype)
+        hidden = relu_(inputs.t() @ layer1.t())
+        hidden = relu_(torch.addmm(bias2.to(inputs.dtype), hidden, layer2.t()))
+        ctx.save_for_backward(inputs, layer1, layer2, heads, hidden)
+        outputs = (heads @ hidden.t()).float().add_(torch.cat((actor_bias, critic_bias)).unsqueeze(1))
+        return outputs[:-1], outputs[-1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, logits_grad, values_grad):
+        inputs, layer1, layer2, heads, hidden2 = ctx.saved_tensors
+        grad = hidden2.new_empty(len(heads), len(hidden2))
+        grad[:-1], grad[-1] = logits_grad, values_grad
+        heads_grad, heads_bias_grad = (grad @ hidden2).float(), grad.float().sum(1)
+        grad = relu_backward_(grad.t() @ heads, hidden2)
+        hidden1 = relu_(inputs.t() @ layer1.t())
+        grad2, bias2_grad = (grad.t() @ hidden1).float(), grad.sum(0).float()
+        grad = relu_backward_(grad @ layer2, hidden1)
+        grad1 = (inputs @ grad).t().float()
+        of_heads = heads_grad[:-1], heads_bias_grad[:-1], heads_grad[-1:], heads_bias_grad[-1:]
+        return None, grad1[:, :-1], grad1[:, -1], grad2, bias2_grad, *of_heads
+
+
+class Reuse:
+    """`steps` with gradient, which keeps what an update on the new rollout needs.
+
+    Attributes:
+        outputs: the last rollout's logits [T+1, N, A] and values [T+1, N], with their gradient.
+    """
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.values: list[torch.Tensor] = []
+
+    def policy(self, obs, state):
+        """As ActorCritic.policy, and keeps the values."""
+        logits, value, state = self.run.model.step(obs, state)
+        self.values.append(value)
+        return logits, state
+
+    def __call__(self, model, env, noise, starts, state):
+        self.values.clear()
+        with torch.enable_grad(), self.run.precision.autocast():
+            (*rows, logits), state = steps(self, env, noise, starts, state)
+        with torch.no_grad(), self.run.precision.autocast():  # its value is bootstrapped from, and nothing else
+            last_logits, last_value, _ = self.run.model.step(env.obs, state)
+        with torch.enable_grad():
+            self.outputs = torch.cat((logits, last_logits.unsqueeze(0))), torch.stack((*self.values, last_value))
+        return (*rows, logits.detach()), None if state is None else state.detach()
+
+
+def reuse_forward(run: Run) -> None:
+    """Lets a run learn from each new rollout by the forward passes that acted."""
+    run.loop = reuse = Reuse(run)
+    act, learn, newest = run.act, run.learn, None
+
+    def remembering_act() -> Rollout:
+        nonlocal newest
+        newest = act()
+        return newest
+
+    def learn_reusing(batch: Rollout):
+        return learn(batch, reuse.outputs if batch is newest else None)
+
+    run.act, run.learn = remembering_act, learn_reusing
+
+
+def require_compiler() -> None:
+    """Raises ValueError if there is no C++ compiler."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch chooses it
+    if shutil.which(compiler) is None:
+        raise ValueError(f"compile is True: leave it out, or install {compiler}")
+
+
+def compiled() -> Callable:
+    """`steps` as C++ (torch.compile), CHUNK time steps a call. The first call compiles for many seconds."""
+    fast = torch.compile(steps, dynamic=False, fullgraph=True, options={"cpp_wrapper": True})
+
+    def run(model, env, noise, starts, state):
+        parts = []
+        for begin in range(0, len(noise), CHUNK):
+            rows, state = fast(model, env, noise[begin : begin + CHUNK], starts[begin : begin + CHUNK], state)
+            parts.append(rows)
+        obs, *rest = zip(*parts, strict=True)
+        obs = [*(part[:-1] for part in obs[:-1]), obs[-1]]  # a part's last observation is the next one's first
+        return tuple(torch.cat(column) for column in (obs, *rest)), state
+
+    return run

@@ -1,0 +1,241 @@
+"""Any Gymnasium environment as tensors on a device, and data from environments that reset in the same step.
+
+`GymEnv` puts a Gymnasium vector environment (NumPy, CPU) behind the attributes and methods that training uses of `BatchedEnv`.
+Any environment with a flat Box of observations and Discrete actions will do.
+
+Data from elsewhere often lacks final observations: the environment reset in the same step, and the row after an end is already
+the next episode's. `same_step_rollout` makes an ordinary rollout of such data, with a dummy row behind each end. What stands in
+for a final observation is the last one before it (what TorchRL's value estimators do with the NaN that they find there), so
+targets are finite, and after a truncation wrong by discount_t (V(x_t) - V(x_{t+1})); or the row is left out, which is not wrong.
+"""
+
+import contextlib
+import functools
+import warnings
+from typing import NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector.utils import batch_space
+
+from ..env import BatchedEnv, CustomEnv, spaces_of
+from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
+
+VECTORIZATIONS = ("sync", "async", "vector_entry_point")
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment raised, or the process that it ran in died."""
+
+
+class Interface(NamedTuple):
+    """What a Gymnasium environment takes and gives."""
+
+    bounds: tuple[tuple[float, ...], tuple[float, ...]]
+    num_actions: int
+    first_action: int
+    max_steps: int
+
+
+@functools.lru_cache
+def interface_of(env_id: str) -> Interface:
+    """Bounds of each feature of an observation, the actions and the time limit (10,000 steps if it has none).
+
+    Raises:
+        ValueError: Gymnasium cannot make it, its observations are no flat Box, or its actions are not Discrete.
+    """
+    try:
+        env = gymnasium.make(env_id)
+    except Exception as error:  # an unknown id, a missing package, or whatever the environment's own code raises
+        reason = " ".join(str(error).split())
+        raise ValueError(f"env_id is {env_id!r}, which Gymnasium cannot make ({reason}): register or install it") from error
+    observations, actions = env.observation_space, env.action_space
+    env.close()
+    if not isinstance(observations, gymnasium.spaces.Box) or len(observations.shape) != 1:
+        kind = f"{type(observations).__name__}{list(observations.shape or ())}"
+        remedy = "register it wrapped in gymnasium.wrappers.FlattenObservation"
+        raise ValueError(f"env_id is {env_id!r}, whose observations are {kind}, not a flat Box: {remedy}")
+    if not isinstance(actions, gymnasium.spaces.Discrete):
+        raise ValueError(f"env_id is {env_id!r}, whose actions are {type(actions).__name__}, not Discrete: choose another")
+    if actions.n > 256:
+        raise ValueError(
+            f"env_id is {env_id!r} with {actions.n} actions: choose one with at most 256, the ring keeps them in a byte"
+        )
+    bounds = tuple(tuple(bound.astype(float).tolist()) for bound in (observations.low, observations.high))
+    limit = env.spec.max_episode_steps or 10_000
+    return Interface(bounds, int(actions.n), int(actions.start), limit)
+
+
+class GymEnv:
+    """N copies of a Gymnasium environment as tensors on a device, with NEXT_STEP autoreset.
+
+    Attributes:
+        bounds: lowest and highest value of each feature of an observation.
+        num_actions, max_steps: of an action space 0 to num_actions - 1; the steps in an episode at most.
+        obs: float32 [N, F], the current observations.
+        done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
+
+    Args:
+        env_id: as for gymnasium.make.
+        num_envs: N.
+        device: where the tensors live. The environments themselves run on the CPU.
+        seed: environment i starts from seed + i.
+        vectorization: sync, one after the other in this process; async, each in a process of its own; or vector_entry_point, the
+            environment's own batched form, if it has one.
+
+    Raises:
+        ValueError: an environment of another kind, or a vectorization that does not exist or that it does not offer.
+        EnvironmentFailed: it raises when it starts or steps, or one of its processes died.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, device="cpu", seed: int = 0, vectorization: str = "sync"):
+        if vectorization not in VECTORIZATIONS:
+            raise ValueError(f"vectorization is {vectorization!r}: choose from {', '.join(VECTORIZATIONS)}")
+        self.bounds, self.num_actions, self.first_action, self.max_steps = interface_of(env_id)
+        self.env_id, self.num_envs = env_id, num_envs
+        self.device = torch.device(device)
+        self._async = vectorization == "async"
+        kwargs = {}
+        if vectorization != "vector_entry_point":
+            kwargs["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+        self.envs = None
+        try:
+            self.envs = gymnasium.make_vec(env_id, self.num_envs, vectorization_mode=vectorization, **kwargs)
+        except Exception as error:
+            if not (vectorization == "vector_entry_point" and isinstance(error, gymnasium.error.Error)):
+                raise self._failure(error) from error
+        if not self.envs or self.envs.metadata.get("autoreset_mode") != gymnasium.vector.AutoresetMode.NEXT_STEP:
+            self.close()
+            remedy = "choose sync or async"
+            raise ValueError(f"vectorization is {vectorization!r}, which {env_id} lacks with NEXT_STEP autoreset: {remedy}")
+        obs, _ = self._call(self.envs.reset, seed=seed)
+        self.obs = self._tensor(obs, torch.float32)
+        self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+
+    def draw(self, length: int) -> list[None]:
+        """Nothing for each step: the environment draws for itself."""
+        return [None] * length
+
+    def step(self, action: torch.Tensor, start: None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As BatchedEnv.step: takes actions [N], from 0; gives obs float32 [N, F], reward float32 [N], terminated and truncated
+        bool [N]."""
+        actions = action.cpu().numpy() + self.first_action
+        obs, reward, terminated, truncated, _ = self._call(self.envs.step, actions)
+        live = ~self.done  # a step that resets gives no reward and ends nothing, whatever the environment says
+        self.obs = self._tensor(obs, torch.float32)
+        terminated, truncated = (self._tensor(flag, torch.bool) & live for flag in (terminated, truncated))
+        self.done = terminated | truncated
+        return self.obs, self._tensor(reward, torch.float32) * live, terminated, truncated
+
+    def close(self) -> None:
+        """Ends the environments and their processes."""
+        with contextlib.suppress(EOFError, ConnectionError):  # of processes that ended by themselves
+            if self.envs:
+                self.envs.close()
+
+    def state_dict(self) -> dict:
+        """Nothing: Gymnasium has no way to save an environment. A run that continues begins new episodes."""
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Does nothing."""
+
+    def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(array, dtype=dtype, device=self.device)  # a copy: the environment may use its array again
+
+    def _call(self, method, *args, **kwargs):
+        try:
+            with warnings.catch_warnings() if self._async else contextlib.nullcontext():
+                if self._async:
+                    warnings.simplefilter("ignore")  # Gymnasium's, which repeat a worker's error in several lines
+                return method(*args, **kwargs)
+        except Exception as error:  # whatever the environment's own code raises
+            failure = self._failure(error)
+            for process in getattr(self.envs, "processes", ()):
+                process.terminate()  # Gymnasium's close would wait for an answer from the dead
+                self.envs.closed = True
+            with contextlib.suppress(Exception):
+                self.envs.close()
+            raise failure from error
+
+    def _failure(self, error: Exception) -> EnvironmentFailed:
+        died = isinstance(error, EOFError | ConnectionError)
+        what = "a process of it died" if died else f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return EnvironmentFailed(f"environment {self.env_id} failed ({what}): fix it, and resume if there is a checkpoint")
+
+
+def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp, missing_next: str = "nan") -> Rollout:
+    """A Rollout from data without final observations (module docstring).
+
+    Args:
+        obs: float32 [T+1, B, F]. Row t+1 is what action t led to, or the next episode's first observation if t ended one.
+        action, reward, terminated, truncated, behavior_logp: [T, B].
+        missing_next: "nan" keeps truncated rows, with the stand-in; "drop" leaves them out.
+
+    Returns:
+        A Rollout of T + E rows, where E is the most ends that a column has; columns with fewer are filled up with dummy rows.
+
+    Raises:
+        ValueError: another `missing_next`.
+    """
+    if missing_next not in ("nan", "drop"):
+        raise ValueError(f"missing_next is {missing_next!r}: choose nan or drop")
+    terminated, truncated = terminated.bool(), truncated.bool() & ~terminated.bool()
+    ended = (terminated | truncated).long()
+    length, columns = action.shape
+    place = torch.arange(length).unsqueeze(-1) + ended.cumsum(0) - ended  # where each row goes, behind the dummies before it
+    rows = length + int(ended.sum(0).max())
+
+    def spread(values, fill):
+        return values.new_full((rows, columns), fill).scatter_(0, place, values)
+
+    flags = TERMINATED * terminated + TRUNCATED * truncated + (DUMMY * truncated if missing_next == "drop" else 0)
+    number = torch.arange(length).unsqueeze(-1).expand(-1, columns)
+    source = torch.full((rows + 1, columns), length)  # which observation stands in each row
+    source.scatter_(0, place + 1, torch.where(ended.bool(), number, length))  # behind an end the one before it again
+    source.scatter_(0, place, number)
+    full_obs = obs.gather(0, source.unsqueeze(-1).expand(-1, -1, obs.shape[-1]))
+    rest = spread(action.long(), 0), spread(reward, 0), spread(flags.to(torch.uint8), DUMMY), spread(behavior_logp, 0)
+    return Rollout(full_obs, *rest)
+
+
+class CustomVectorEnv(gymnasium.vector.VectorEnv):
+    """`BatchedEnv` on the CPU behind Gymnasium's NumPy vector contract; `gymnasium.make_vec` builds it.
+
+    Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N].
+
+    Raises:
+        ValueError: `num_envs` below 1, `start_noise` outside [0, 1], negative `extra_features`, or actions outside the space.
+    """
+
+    metadata = {**CustomEnv.metadata, "render_modes": [], "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        start_noise: float = 0.05,
+        render_mode: None = None,
+        extra_features: int = 0,
+        hide_velocity: bool = False,
+    ):
+        observed = {"extra_features": extra_features, "hide_velocity": hide_velocity}
+        self.env = BatchedEnv(num_envs, start_noise, generator=torch.Generator(), **observed)
+        self.env.generator.seed()
+        self.num_envs = num_envs
+        self.render_mode = render_mode
+        self.single_observation_space, self.single_action_space = spaces_of(**observed)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        if seed is not None:
+            self.env.generator.manual_seed(int(seed))
+        return self.env.reset().numpy().copy(), {}
+
+    def step(self, actions):
+        actions = np.asarray(actions)
+        if actions.dtype.kind not in "iu" or not self.action_space.contains(actions.astype(np.int64)):
+            raise ValueError(f"actions {actions} are outside {self.action_space}: pass {self.num_envs} integers, 0 or 1")
+        obs, reward, terminated, truncated = self.env.step(torch.from_numpy(actions.astype(np.int64)))
+        return obs.numpy().copy(), reward.numpy(), terminated.numpy(), truncated.numpy(), {}

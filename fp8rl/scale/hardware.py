@@ -1,0 +1,73 @@
+"""What this machine can do, and what it emulates."""
+
+import functools
+import os
+import platform
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from .. import fp8
+from ..precision import AUTOCAST, Precision
+
+
+@functools.cache
+def is_emulated(name: str, device="cpu") -> bool:
+    """Whether this machine multiplies a precision's numbers in another type, which is slow. A CPU does not tell, and libraries
+    differ in what they use, so its 16-bit products are timed once, on one thread: emulated ones take some fifty times as long as
+    float32's, native ones no more than three times for so small a matrix.
+
+    Args:
+        name: a precision that can run there.
+        device: where.
+    """
+    device = torch.device(device)
+    if name.startswith("fp8"):
+        return fp8.arithmetic(device) == "emulated"
+    if name not in AUTOCAST or device.type != "cpu":
+        return name == "bf16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+    def shortest(dtype: torch.dtype) -> float:
+        a, b, times = torch.ones(256, 64, dtype=dtype), torch.ones(64, 64, dtype=dtype), []
+        for _ in range(20):
+            began = time.perf_counter()
+            torch.mm(a, b)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on several, one that has to wait for a busy core would be what is timed
+    try:
+        return shortest(AUTOCAST[name]) > 10 * shortest(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def describe(precision: Precision, model: nn.Module) -> str:
+    """One line on what a prepared model computes in: whether it is emulated, and for FP8 the layers converted and left."""
+    where = f"{precision.name} on {precision.device}"
+    if not precision.is_fp8:
+        return f"{where}, emulated" if is_emulated(precision.name, precision.device) else where
+    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
+    left = [name for name in linears if name not in converted]
+    return f"{where}, {fp8.arithmetic(precision.device)}: FP8 in {', '.join(converted)}, not in {', '.join(left)}"
+
+
+def hardware() -> str:
+    """The machine, what its processor can do, and the versions that a result was made with, in one line."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+        cpu = models[0] if models else cpu
+    bf16 = "emulated" if is_emulated("bf16") else "native"
+    capability = torch.backends.cpu.get_cpu_capability()
+    parts = [f"{cpu}, {os.cpu_count()} cores, {capability} with {bf16} bf16, threads: {torch.get_num_threads()}"]
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        parts.append(f"{torch.cuda.get_device_name()} of compute capability {major}.{minor}")
+    parts.append(f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}")
+    return "; ".join(parts)

@@ -1,0 +1,47 @@
+"""What FP8's quantization does to the tensors of a model."""
+
+import contextlib
+import functools
+
+import torch
+from torch import nn
+
+from .. import fp8
+
+
+def measure(x: torch.Tensor, quantized: fp8.Quantized) -> dict[str, torch.Tensor]:
+    """What a quantization did to a tensor, scalars in float32.
+
+    saturated: share of elements beyond the format's largest number. flushed: share of nonzero elements that became 0. scale:
+    the largest scale. snr_db: signal-to-noise ratio, 10 log10(sum x^2 / sum error^2). nonfinite: elements that were not finite.
+    """
+    x = x.float()
+    error = x - quantized.dequantize()
+    nonzero = (x != 0).sum().clamp(min=1)
+    limit = fp8.LARGEST[quantized.data.dtype]
+    return {
+        "saturated": ((x / quantized.scale).abs() > limit).float().mean(),
+        "flushed": ((quantized.data.float() == 0) & (x != 0)).sum() / nonzero,
+        "scale": quantized.scale.amax(),
+        "snr_db": 10 * (x.square().sum() / error.square().sum()).log10(),
+        "nonfinite": (~x.isfinite()).sum().float(),
+    }
+
+
+@contextlib.contextmanager
+def recorded(model: nn.Module):
+    """Fills the dict that it gives with `measure` of every FP8 tensor of the passes inside, the last pass's numbers (scalar
+    tensors), under "fp8.LAYER.TENSOR.STATISTIC" (tensors: input, weight, gradient). Costs a few passes over the data."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, fp8.Float8Linear)}
+    found: dict[str, torch.Tensor] = {}
+
+    def watch(layer, name, x, quantized):
+        found.update({f"fp8.{layer}.{name}.{key}": value for key, value in measure(x, quantized).items()})
+
+    for name, layer in layers.items():
+        layer.watch = functools.partial(watch, name)
+    try:
+        yield found
+    finally:
+        for layer in layers.values():
+            del layer.watch

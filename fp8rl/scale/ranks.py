@@ -1,0 +1,147 @@
+"""Several processes, one learner: data-parallel training on torch.distributed.
+
+Process k of n (its rank) holds an nth of the environments, with their rows of the ring and random numbers of its own, and replays
+an nth of each batch. Every update adds up over the ranks the sums that the loss is made of and the gradients, so that all take
+the same step: the gradient is that of one process on all the rollouts. (FP8's scales are those of a rank's own tensors.) A
+checkpoint holds the whole, and continues with any number of ranks; with another number, with new random numbers.
+
+torchrun starts the processes and tells each which it is. Without it every function here does nothing.
+"""
+
+import atexit
+import math
+import os
+import signal
+
+import torch
+
+# Before there is a group: its functions take the group of that moment as their default, and destroying it would not end it.
+import torch.distributed.nn.functional
+from torch import distributed
+
+from ..rollout import stream_seed
+from ..train import Run, Stream
+
+
+def start(devices: dict[str, str] | None = None) -> None:
+    """Joins the processes that torchrun started, if it started this one: over gloo, and over nccl besides for a run that has a
+    part on CUDA. There "cuda" then means this process's own GPU.
+
+    Args:
+        devices: those of the run's parts, by the Machine's fields.
+
+    Raises:
+        ValueError: a part is on CUDA and the processes of this machine cannot have a GPU each.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
+        return
+    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+    cuda = {field: device for field, device in (devices or {}).items() if device.startswith("cuda")}
+    for field, device in cuda.items():
+        if here > gpus or (here > 1 and device != "cuda"):
+            fewer = f"start at most {gpus} (--nproc-per-node) or use the CPU"
+            remedy = fewer if here > gpus else "give 'cuda', a GPU of its own for each"
+            raise ValueError(f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}: {remedy}")
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    signal.signal(signal.SIGTERM, _end)  # how torchrun ends the others when one has died
+    atexit.register(stop)
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+
+
+def _end(*_) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise RuntimeError("torchrun ends this process")
+
+
+def stop() -> None:
+    """Leaves the other processes, at the latest when Python ends: gloo's threads end with the group, and one that still has to
+    let go of a tensor after that would abort the process."""
+    if distributed.is_initialized():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        distributed.destroy_process_group()
+
+
+def rank() -> tuple[int, int]:
+    """This process's rank and the number of ranks; (0, 1) alone."""
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
+
+def total(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums of tensors over the ranks, without gradient, the same on all. One message, which costs more than its bytes."""
+    if rank()[1] == 1:
+        return tensors
+    flat = torch.cat([x.detach().flatten() for x in tensors])
+    distributed.all_reduce(flat)
+    return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]
+
+
+def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """The ranks' tensors, all of one shape, joined in a dimension."""
+    size = rank()[1]
+    if size == 1:
+        return x
+    # As bytes: gloo does not know every dtype.
+    flat = x.contiguous().flatten().view(torch.uint8)
+    parts = [torch.empty_like(flat) for _ in range(size)]
+    distributed.all_gather(parts, flat)
+    return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
+
+
+# How the ranks' tensors of a part are joined: in which dimension; None where all have the same, and a sum for one of the ring's.
+_JOINED = {"env": 0, "returns": 0, "state": 0, "ring": 0, "ahead": 1, "generator": 0, "draws": 0}
+
+
+def join(run: Run) -> None:
+    """Lets a run sum its losses and gradients over the ranks, evaluate on rank 0 alone, and save the whole."""
+    run.total = total
+    own_state = run.state_dict
+    if rank()[0] > 0:
+        run.evaluate = lambda: math.nan
+
+    def state_dict(ring: bool = True) -> dict:
+        return {name: _joined(part, _JOINED.get(name)) for name, part in own_state(ring).items()}
+
+    run.state_dict = state_dict
+
+
+def _joined(part, dim: int | None):
+    """A part of all ranks, of this rank's."""
+    if part is None or dim is None:
+        return part
+    if isinstance(part, torch.Tensor):
+        return gather(part, dim)
+    kept = {"clock", "device"}  # the same on all
+    joined = {name: x if name in kept else gather(x, dim) for name, x in part.items()}
+    if "clipped" in part:
+        joined["clipped"] = total([part["clipped"]])[0]
+    if "device" in part:  # a random generator: a row for each rank
+        joined["state"] = joined["state"].view(rank()[1], -1)
+    return joined
+
+
+def part_of(state: dict) -> dict:
+    """This rank's part of the whole that `Run.state_dict` gave, under whatever number of ranks."""
+    return {name: _parted(part, _JOINED.get(name)) for name, part in state.items()}
+
+
+def _parted(part, dim: int | None):
+    own, size = rank()
+    if part is None or dim is None:
+        return part
+    if isinstance(part, torch.Tensor):
+        return part.chunk(size, dim)[own]
+    if "device" in part:
+        return _stream_of(part)
+    parted = {name: x if name == "clock" else x.chunk(size, dim)[own] for name, x in part.items() if name != "clipped"}
+    return parted | ({"clipped": part["clipped"] * (own == 0)} if "clipped" in part else {})  # one rank counts on
+
+
+def _stream_of(part: dict) -> dict:
+    """A rank's random generator, of as many ranks, or a new one that no rank has used."""
+    own, size = rank()
+    states = part["state"].view(-1, part["state"].shape[-1])
+    if len(states) == size:
+        return part | {"state": states[own].clone()}
+    seed = stream_seed(int(states[0].long().sum()), own)
+    return part | {"state": Stream(part["device"]).manual_seed(seed).get_state()}

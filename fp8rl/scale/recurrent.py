@@ -1,0 +1,57 @@
+"""A policy that remembers, for environments that one observation does not describe.
+
+A GRU (Cho et al. 2014, arXiv:1406.1078, in torch.nn.GRUCell's form) takes the place of the second hidden layer:
+
+    r = sigmoid(x_r + h_r),  z = sigmoid(x_z + h_z),  n = tanh(x_n + r h_n),  h' = (1 - z) n + z h
+
+where x and h are what two linear layers make of the input and of the state h before. The first runs over all rows of a sequence
+in one matmul; only the second must go step by step. Where an episode starts within a sequence, the state is set to 0, so slices
+need neither padding nor cutting. The state and its gates are float32.
+"""
+
+import torch
+
+from ..model import ActorCritic, linear
+
+
+class Recurrent(ActorCritic):
+    """An ActorCritic with a GRU, whose state is float32 [B, width] (None is 0)."""
+
+    recurrent = True
+
+    def make_hidden(self, width: int) -> None:
+        """Makes the layers that give x and h."""
+        self.hidden = linear(width, 3 * width, 1.0)
+        self.gates = linear(width, 3 * width, 1.0)
+
+    def encode(self, obs: torch.Tensor) -> torch.Tensor:
+        """x, float32 [..., 3 width]."""
+        return self.hidden(self.inputs(obs).relu_()).float()
+
+    def forward(self, obs, state=None, first=None):
+        """As ActorCritic.forward, of observations [T, B, obs_size] in time; first: bool [T, B], None is no row."""
+        inputs, states = self.encode(obs), []
+        for t, row in enumerate(inputs):
+            if first is not None and state is not None:
+                state = torch.where(first[t].unsqueeze(-1), 0, state)
+            state = self.gru(row, state)
+            states.append(state)
+        return self.heads(torch.stack(states))
+
+    def policy(self, obs, state=None):
+        """As ActorCritic.policy."""
+        state = self.gru(self.encode(obs), state)
+        return self.actor(state).float(), state
+
+    def step(self, obs, state=None):
+        """As ActorCritic.step."""
+        state = self.gru(self.encode(obs), state)
+        return *self.heads(state), state
+
+    def gru(self, inputs: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The next state, float32 [B, width], from the encoded inputs [B, 3 width] and the state before."""
+        state = inputs.new_zeros(len(inputs), self.width) if state is None else state
+        reset, update, new = inputs.chunk(3, dim=-1)
+        from_reset, from_update, from_new = self.gates(state).float().chunk(3, dim=-1)
+        candidate = torch.tanh(new + torch.sigmoid(reset + from_reset) * from_new)
+        return torch.lerp(candidate, state, torch.sigmoid(update + from_update))

@@ -1,0 +1,343 @@
+"""Storage beyond the plain ring: other layouts, and a ring in a folder of files.
+
+What a ring keeps of next observations (`layout`), where the plain ring is `compact`:
+
+    compact   every observation once                                 exact
+    full      the next observation beside it, as most buffers do     exact
+    delta     the difference to the next one, in a smaller type      the difference rounded to float16, or to e4m3 where
+              (TorchRL's NextObservationDelta)                       observations take less than four bytes themselves
+
+All three give the same slices. Bytes of a transition: those of the plain ring, with the observation twice in `full` and the
+difference besides in `delta`.
+
+A folder of memory-mapped files may be larger than RAM and outlives the process. It holds NAME.bin for each tensor, `ring.json`
+that says what they are, and `lock`. The files are reserved in full, so that a disk that fills up later cannot break a run, and
+`ring.json` comes last, by a rename, so a folder with it is complete. What a process has written to a mapped page belongs to the
+kernel from then on: killing the process loses nothing, in the order it wrote. (A power failure is another matter: the kernel
+writes pages back when it likes.) One process may write to a folder, or any number read it; the kernel drops the lock of one
+that dies.
+"""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..codec import DTYPES, Codec
+from ..config import LAYOUTS
+from ..env import STATE_BOUNDS
+from ..replay import ReplayBuffer
+from ..rollout import DUMMY, Rollout
+from .growth import require_room
+
+FORMAT = "fp8rl-ring-1"
+CACHE = 2**20  # bytes that a core keeps near by itself, of the usual order
+_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# A difference is stored in a smaller type than the observation where there is one.
+_DELTA = {"fp32": "fp16", "fp16": "fp8", "bf16": "fp8", "int8": "fp8", "fp8": "fp8"}
+
+
+def fields_of(layout: str, codec: str, obs_size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What a transition is stored as: name -> (dtype, shape).
+
+    Raises:
+        ValueError: an unknown layout or codec.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}: choose from {', '.join(LAYOUTS)}")
+    if codec not in DTYPES:
+        raise ValueError(f"codec is {codec!r}: choose from {', '.join(DTYPES)}")
+
+    def observation(name):
+        return torch.uint8 if name == "fp8" else DTYPES[name], (obs_size,)
+
+    fields = {"obs": observation(codec)}
+    if layout == "full":
+        fields["next_obs"] = observation(codec)
+    elif layout == "delta":
+        fields["delta"] = observation(_DELTA[codec])
+    rest = {"action": torch.uint8, "reward": torch.float32, "flags": torch.uint8, "behavior_logp": torch.float32}
+    return fields | {name: (dtype, ()) for name, dtype in rest.items()}
+
+
+def ring_bytes(rows: int, num_envs: int, obs_size: int = 2, layout: str = "compact", codec: str = "fp32") -> int:
+    """Bytes that a ring of these settings will occupy, before there is one. Raises as `fields_of`."""
+    fields = fields_of(layout, codec, obs_size).values()
+    return rows * num_envs * sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields)
+
+
+class StoredRing(ReplayBuffer):
+    """A ReplayBuffer in any layout, in memory or in a folder of files.
+
+    Attributes:
+        new_episodes: the next rollout does not begin where the last one ended.
+
+    Args:
+        layout: see the module.
+        folder: keeps the ring there. One that holds a ring of these very settings is continued.
+        writable: off opens a folder's ring to sample from it alone.
+        (the others as in ReplayBuffer)
+
+    Raises:
+        ValueError: as ReplayBuffer; an unknown layout, or a folder whose ring is another one or damaged.
+        MemoryError: more bytes than the device has free. OSError: a folder without room or rights, or in use.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        num_envs: int,
+        bounds: tuple[Sequence[float], Sequence[float]] = STATE_BOUNDS,
+        codec: str = "fp32",
+        device="cpu",
+        layout: str = "compact",
+        folder: str | Path | None = None,
+        writable: bool = True,
+    ):
+        self.layout, self.bounds, self.writable, self._path, self._folder = layout, bounds, writable, folder, None
+        super().__init__(rows, num_envs, bounds, codec, "cpu" if folder else device)
+        if layout == "delta":
+            widest = [top - bottom for bottom, top in zip(*bounds, strict=True)]
+            try:
+                self.delta_codec = Codec(_DELTA[codec], [-width for width in widest], widest, self.device)
+            except ValueError as error:
+                raise ValueError(f"layout is 'delta' and codec {codec!r}, which needs finite bounds: choose compact") from error
+        self.new_episodes = self.count > 0  # whoever continues a folder does not continue its last episodes
+
+    def _allocate(self) -> dict[str, torch.Tensor]:
+        spec = fields_of(self.layout, self.codec.name, self.obs_size)
+        shapes = {name: ((self.num_envs, self.rows, *shape), dtype) for name, (dtype, shape) in spec.items()}
+        if not self._path:
+            require_room(ring_bytes(self.rows, self.num_envs, self.obs_size, self.layout, self.codec.name), self.device)
+            return {name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in shapes.items()}
+        about = {"format": FORMAT, "rows": self.rows, "num_envs": self.num_envs, "layout": self.layout, "codec": self.codec.name}
+        about |= {name: [float(x) for x in bound] for name, bound in zip(("low", "high"), self.bounds, strict=True)}
+        self._folder = MappedFolder(self._path, about, shapes | {"clock": ((2,), torch.int64)}, self.writable)
+        fields = dict(self._folder.tensors)
+        self._clock = fields.pop("clock")
+        if not 0 <= self.start <= self.count or self.size >= self.rows:
+            raise ValueError(f"memmap is {self._path}, whose clock.bin is damaged: delete the folder")
+        return fields
+
+    @classmethod
+    def open(cls, folder: str | Path, writable: bool = False) -> "StoredRing":
+        """A folder's ring with the settings that stand in it, to sample from or, if `writable`, to continue. Raises as the
+        class."""
+        about = MappedFolder.about(folder, FORMAT)
+        del about["format"]
+        kinds = {"rows": int, "num_envs": int, "layout": str, "codec": str, "low": list, "high": list}
+        good = about.keys() == kinds.keys() and all(type(about[name]) is kind for name, kind in kinds.items())
+        if not (good and all(isinstance(bound, float) for bound in about["low"] + about["high"])):
+            raise ValueError(f"memmap is {folder}, whose ring.json is damaged: delete the folder")
+        return cls(bounds=(about.pop("low"), about.pop("high")), **about, folder=folder, writable=writable)
+
+    def close(self) -> None:
+        """Gives a folder back to others. A ring that is garbage has done so."""
+        if self._folder:
+            self._folder.close()
+            self.writable = False
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Copies of the rows and the clock; None of a ring in a folder, which is its own copy."""
+        return None if self._folder else super().state_dict()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the ring occupies: of its tensors' storages, or of its files."""
+        if self._folder:
+            return sum(self._folder.path_of(name).stat().st_size for name in self.fields)
+        return super().nbytes
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes that the rows written so far have taken of memory, apart from whole pages; none if the ring is in files."""
+        return 0 if self._folder else self.nbytes // self.rows * min(self.count + 1, self.rows)
+
+    def append(self, rollout: Rollout) -> None:
+        """As ReplayBuffer.append. Where `new_episodes` says that the rollout does not begin where the last one ended, a dummy row
+        is put between, so that no slice takes the two for one episode.
+
+        Raises:
+            ValueError: as there, or the ring is open to read alone; other shapes than the ring's, a NaN, or an action that is no
+                byte. The ring is as before then.
+        """
+        if not self.writable:
+            raise ValueError("the ring is closed or was opened to read: open it with writable=True to append")
+        self._check(rollout)
+        if self.new_episodes and self.size:
+            self._write(self._dummy_row(rollout.obs[:1].to(self.device)))
+        self.new_episodes = False
+        super().append(rollout)
+
+    def _check(self, rollout: Rollout) -> None:
+        """Refuses what would be stored as something else."""
+        rows = (len(rollout.action), self.num_envs)
+        for name in ("obs", "action", "reward", "flags", "behavior_logp"):
+            shape = tuple(getattr(rollout, name).shape)
+            expected = (rows[0] + 1, self.num_envs, self.obs_size) if name == "obs" else rows
+            if shape != expected:
+                raise ValueError(f"{name} has shape {list(shape)}: this ring takes {list(expected)}")
+        floats = ("obs", "reward", "behavior_logp")
+        bad = [getattr(rollout, name).isnan().any() for name in floats]
+        for name, found in zip(floats, torch.stack(bad).tolist(), strict=True):
+            if found:
+                raise ValueError(f"{name} is NaN: fix its source or leave those rows out")
+        if (rollout.action != (rollout.action & 255)).any():
+            raise ValueError("action is outside 0 to 255: the ring keeps actions in a byte")
+
+    def _dummy_row(self, next_obs: torch.Tensor) -> Rollout:
+        """One row that leads from the newest observation to another episode's, next_obs [1, N, F]."""
+        env = torch.arange(self.num_envs, device=self.device)
+        last = self._read(torch.full_like(env, self.count - 1), env, 1)
+        zero = torch.zeros_like(last.reward)
+        flags = torch.full_like(last.flags, DUMMY)
+        return Rollout(torch.cat((last.obs[1:], next_obs)), zero.long(), zero, flags, zero)
+
+    def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
+        field = self.fields[name].flatten(0, 1)
+        size = field.stride(0) * field.itemsize  # bytes of a row
+        # A row of two numbers as one number of their size: copied faster.
+        rows = field.view(_INTEGER[size]).squeeze(-1) if field.ndim > 1 and size in _INTEGER else field
+        if field.nbytes > CACHE and self.device.type == "cpu":
+            # One row of every cache line first, result unused: a processor waits for many lines at once when nothing is done in
+            # between, for few when it copies. Copying then finds them all in its cache.
+            rows.index_select(0, index[:: max(1, 64 // size)].flatten())
+        return rows.index_select(0, index.flatten()).view(field.dtype).view(*index.shape, *field.shape[1:])
+
+    def _observations(self, index: torch.Tensor) -> torch.Tensor:
+        if self.layout == "compact":
+            return super()._observations(index)
+        obs = self.codec.decode(self._take("obs", index[:-1]))
+        if self.layout == "full":
+            last = self.codec.decode(self._take("next_obs", index[-2:-1]))
+        else:
+            last = obs[-1:] + self.delta_codec.decode(self._take("delta", index[-2:-1]))
+        return torch.cat((obs, last))
+
+    def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
+        codes = self.codec.encode(obs)
+        if self.layout == "compact":
+            return {"obs": codes}
+        if self.layout == "full":
+            return {"obs": codes[:-1], "next_obs": codes[1:]}
+        return {"obs": codes[:-1], "delta": self.delta_codec.encode(obs[1:] - self.codec.decode(codes[:-1]))}
+
+
+class MappedFolder:
+    """A folder's tensors. Makes the folder if there is none; otherwise checks that it is the same.
+
+    Attributes:
+        tensors: name -> tensor, whose memory is the file's. Read-only ones are copied on write, so the file never changes.
+
+    Args:
+        folder: where.
+        about: what must agree with the folder's own, as JSON has it.
+        shapes: name -> (shape, dtype).
+        writable: off opens an existing folder to read.
+
+    Raises:
+        ValueError: the folder holds something else, or a file of the wrong size.
+        OSError: no such folder to read, no room, no rights, or another process is using it.
+    """
+
+    def __init__(self, folder: str | Path, about: dict, shapes: dict[str, tuple[tuple, torch.dtype]], writable: bool):
+        self.folder = Path(folder)
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+        try:
+            new = writable and not (self.folder / "ring.json").exists()
+            if new:
+                self._require_room(sum(sizes.values()))
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock(writable)
+            if new:
+                self._make(about, sizes)
+            self._check(about, sizes)
+            self.tensors = {}
+            for name, (shape, dtype) in shapes.items():
+                mapped = np.memmap(self.path_of(name), np.uint8, "r+" if writable else "c")
+                self.tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
+        except OSError as error:
+            if error.errno is None:
+                raise  # one of our own lines
+            raise OSError(f"memmap is {folder} and cannot be used ({error.strerror}): name another folder") from error
+
+    def close(self) -> None:
+        """Drops the lock. The tensors stay mapped: write no more."""
+        self._lock_file.close()
+
+    def path_of(self, name: str) -> Path:
+        """The file of a tensor."""
+        return self.folder / f"{name}.bin"
+
+    @staticmethod
+    def about(folder: str | Path, form: str) -> dict:
+        """What a folder says about itself.
+
+        Raises:
+            FileNotFoundError: no `ring.json` in it. ValueError: one that is damaged or not of format `form`.
+        """
+        path = Path(folder) / "ring.json"
+        try:
+            about = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"memmap is {folder}, which holds no finished ring: name another, or delete it") from error
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"memmap is {folder}, whose ring.json cannot be read: fix its rights or delete the folder"
+            ) from error
+        if not isinstance(about, dict) or about.get("format") != form:
+            raise ValueError(f"memmap is {folder}, whose ring.json is not of format {form}: name another folder")
+        return about
+
+    def _lock(self, writable: bool) -> None:
+        try:
+            self._lock_file = (self.folder / "lock").open("ab" if writable else "rb")
+            fcntl.flock(self._lock_file, (fcntl.LOCK_EX if writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"memmap is {self.folder}, which holds no ring: name the folder of one") from error
+        except BlockingIOError as error:
+            raise OSError(f"memmap is {self.folder}, which another ring is using: close that one or name another") from error
+
+    def _require_room(self, needed: int) -> None:
+        """Refuses a new folder that holds something else or will not fit, before anything is written."""
+        if self.folder.is_dir() and any(path.name != "lock" for path in self.folder.iterdir()):
+            raise OSError(f"memmap is {self.folder}, which holds files but no finished ring: name another, or delete it")
+        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if needed > free:
+            raise OSError(f"memmap is {self.folder} and needs {needed:,} bytes, the disk has {free:,} free: lower capacity")
+
+    def _make(self, about: dict, sizes: dict[str, int]) -> None:
+        try:
+            for name, size in sizes.items():
+                with self.path_of(name).open("wb") as file:
+                    if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at some later write
+                        os.posix_fallocate(file.fileno(), 0, size)
+                    file.truncate(size)
+        except OSError:
+            for name in sizes:
+                self.path_of(name).unlink(missing_ok=True)
+            raise
+        temporary = self.folder / "ring.json.tmp"
+        temporary.write_text(json.dumps(about, indent=1) + "\n")
+        os.replace(temporary, self.folder / "ring.json")
+
+    def _check(self, about: dict, sizes: dict[str, int]) -> None:
+        theirs = self.about(self.folder, about["format"])
+        for name, ours in about.items():
+            if theirs.get(name) != ours:
+                other = f"has {name} {theirs.get(name)!r} and not {ours!r}"
+                raise ValueError(f"memmap is {self.folder}, whose ring {other}: name another folder, or delete this one")
+        for name, size in sizes.items():
+            path = self.path_of(name)
+            found = path.stat().st_size if path.exists() else 0
+            if found != size:
+                raise ValueError(
+                    f"memmap is {self.folder}, where {path.name} has {found:,} bytes of {size:,}: restore it or delete the folder"
+                )

@@ -1,0 +1,90 @@
+"""What several test files ask of runs and rollouts."""
+
+import itertools
+
+import numpy as np
+import torch
+
+from fp8rl import checkpoint
+from fp8rl.precision import Precision
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
+from fp8rl.scale.machine import HERE, build
+from fp8rl.train import Run, iterate
+
+SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5}
+WIDE = (-1000.0, -10.0), (1000.0, 10.0)  # bounds that the times and environments of `coded` stay in
+
+
+def weights(run: Run) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+
+
+def numbers(run: Run) -> dict[str, np.ndarray]:
+    return {name: run.history.column(name) for name in run.history.columns if name != "seconds"}
+
+
+def assert_same(one: Run, other: Run) -> None:
+    """Weights and history bit for bit."""
+    assert torch.equal(weights(one), weights(other))
+    assert numbers(one).keys() == numbers(other).keys()
+    for name, values in numbers(one).items():
+        np.testing.assert_array_equal(values, numbers(other)[name], name)
+
+
+def after(iterations: int, run: Run) -> Run:
+    """The run so many iterations on."""
+    return next(itertools.islice(iterate(run), iterations - 1, None))
+
+
+def resumed(path, machine=HERE) -> Run:
+    config, state = checkpoint.resume(path)
+    return build(config, machine, state)
+
+
+def log_probabilities(model, precision: Precision, rollout: Rollout) -> torch.Tensor:
+    """What a policy gives a rollout's actions, from its forward pass over all rows."""
+    with torch.no_grad(), precision.autocast():
+        logits, _ = model(rollout.obs, None if rollout.state is None else rollout.state[0], rollout.first)
+    return torch.distributions.Categorical(logits=logits[:-1]).log_prob(rollout.action)
+
+
+def coded(start: int, length: int, num_envs: int) -> Rollout:
+    """A rollout whose numbers tell their time and environment: obs (time, env), reward 4 time + env, and so on."""
+    time = torch.arange(start, start + length + 1).float().unsqueeze(-1).expand(-1, num_envs)
+    env = torch.arange(num_envs).float().expand(length + 1, -1)
+    obs = torch.stack((time, env), dim=-1)
+    row = number_of(obs)
+    return Rollout(obs, (row % 7).long(), row.clone(), (row % 5).to(torch.uint8), -row)
+
+
+def number_of(obs: torch.Tensor) -> torch.Tensor:
+    """The number, unique among up to 4 environments, of each row but the last of `coded`."""
+    return 4 * obs[:-1, :, 0] + obs[:-1, :, 1]
+
+
+def noise(start: int, length: int, num_envs: int, features: int = 2) -> Rollout:
+    """A rollout of random numbers that goes on from one of the same seed sequence: observation t depends on t alone."""
+    rows = [torch.Generator().manual_seed(t) for t in range(start, start + length + 1)]
+    obs = torch.stack([2 * torch.rand(num_envs, features, generator=g) - 1 for g in rows])
+    return Rollout(obs, torch.zeros(length, num_envs).long(), obs[1:, :, 0], torch.zeros(length, num_envs).byte(), obs[1:, :, 1])
+
+
+def same(one: Rollout, other: Rollout) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one[:5], other[:5], strict=True))
+
+
+def random_rollout(seed: int, length: int, batch: int = 3, on_policy: bool = False):
+    """Values float64 [T+1, B], log ratios [T, B] and a rollout whose episodes end at random, each end followed by a dummy row."""
+    rng = np.random.default_rng(seed)
+    flags = np.zeros((length, batch), dtype=np.uint8)
+    for t, b in np.ndindex(length, batch):
+        if t and flags[t - 1, b] & (TERMINATED | TRUNCATED):
+            flags[t, b] = DUMMY
+        else:
+            flags[t, b] = rng.choice([0, TERMINATED, TRUNCATED], p=[0.7, 0.15, 0.15])
+    tensor = lambda *shape: torch.from_numpy(rng.normal(size=shape))  # noqa: E731
+    reward = tensor(length, batch) * torch.from_numpy((flags & DUMMY) == 0)
+    action = torch.from_numpy(rng.integers(2, size=(length, batch)))
+    rollout = Rollout(tensor(length + 1, batch, 2), action, reward, torch.from_numpy(flags), tensor(length, batch) * 0.1 - 0.7)
+    log_ratios = torch.zeros(length, batch).double() if on_policy else tensor(length, batch)
+    return tensor(length + 1, batch), log_ratios, rollout

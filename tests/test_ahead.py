@@ -1,0 +1,55 @@
+import pytest
+import torch
+from helpers import SHORT, after, assert_same, resumed, weights
+
+from fp8rl import checkpoint
+from fp8rl.config import Config
+from fp8rl.env import dynamics
+from fp8rl.scale.machine import HERE, Machine, build
+from fp8rl.train import train
+
+AHEAD = Machine(collect_ahead=True)
+
+
+@pytest.mark.parametrize("fields", [{}, {"encoder": "gru", "hide_velocity": True}], ids=str)
+def test_collecting_ahead_is_stale_by_one_update_and_repeats_bit_for_bit(fields):
+    config = Config(steps=4_096, eval_every=0, eval_episodes=1, learning_rate=3e-3, replay_updates=0, **fields)
+    turns, first, again = (train(build(config, machine), progress=False) for machine in (HERE, AHEAD, AHEAD))
+    assert_same(first, again)
+    assert not torch.equal(weights(first), weights(turns))
+    fresh, stale = turns.history.column("ess"), first.history.column("ess")
+    assert stale[0] == fresh[0] and stale[1:].max() < fresh.min() and fresh.min() > 1 - 1e-6 and stale.min() > 0.5
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+def test_a_run_that_collects_ahead_resumes_bit_for_bit(stop, tmp_path):
+    config = Config(**SHORT, collect_precision="bf16")
+    checkpoint.save(tmp_path / "checkpoint.pt", after(stop, build(config, AHEAD)))
+    assert_same(train(resumed(tmp_path / "checkpoint.pt", AHEAD), progress=False), train(build(config, AHEAD), progress=False))
+
+
+def test_collecting_ahead_learns():
+    assert train(build(Config(steps=20_480), AHEAD), progress=False).history.final_return >= 195
+
+
+def test_acting_and_drawing_have_random_numbers_of_their_own():
+    run, plain = build(Config(**SHORT), AHEAD), torch.Generator().manual_seed(Config().seed)
+    first = torch.rand(100, generator=plain)  # what the starts were made of
+    assert not torch.isin(torch.rand(100, generator=run.draws), first).any()
+    turns = build(Config(**SHORT))
+    assert turns.draws is turns.generator
+
+
+@pytest.mark.parametrize("before, later", [(AHEAD, HERE), (HERE, AHEAD)], ids=["on to off", "off to on"])
+def test_a_resumed_run_that_would_begin_or_cease_to_collect_ahead(before, later, tmp_path):
+    """It is refused in one line that names the option, or no step in the ring leads from one place to another."""
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save(path, after(1, build(Config(**SHORT), before)))
+    try:
+        run = after(2, resumed(path, later))
+    except ValueError as error:
+        assert "collect_ahead" in str(error) and "\n" not in str(error)
+        return
+    batch = run.ring.sample(200, run.ring.size, torch.Generator().manual_seed(0))
+    expected = dynamics(batch.obs[:-1], batch.action)[batch.valid]
+    torch.testing.assert_close(expected, batch.obs[1:][batch.valid])

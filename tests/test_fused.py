@@ -1,0 +1,195 @@
+import copy
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import same
+
+from fp8rl.config import Config
+from fp8rl.env import MAX_STEPS
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.rollout import DUMMY
+from fp8rl.scale import fused
+from fp8rl.scale.fused import BF16Network, ManyRows, relu_, relu_backward_
+from fp8rl.scale.machine import HERE, Machine, build
+from fp8rl.train import train
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_heads_at_once_give_what_each_gives(dtype):
+    model, obs = ManyRows(num_actions=3), torch.randn(2, 1024, 2)
+    with torch.no_grad():
+        model.actor.bias.uniform_()
+        model.critic.bias.uniform_()
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        logits, values = model(obs)
+        hidden = model.encode(obs)
+        expected = model.actor(hidden).float(), model.critic(hidden).squeeze(-1).float()
+        few = model(obs[:, :10])
+    assert logits.shape == (2, 1024, 3) and values.shape == (2, 1024) and logits.dtype == values.dtype == torch.float32
+    torch.testing.assert_close((logits, values), expected, **tolerance)
+    torch.testing.assert_close((logits[:, :10], values[:, :10]), few, **tolerance)
+    parameters, both = list(model.parameters()), ((logits, values), expected)
+    mine, theirs = (torch.autograd.grad(x.square().sum() + y.square().sum(), parameters) for x, y in both)
+    torch.testing.assert_close(mine, theirs, **{name: 10 * value for name, value in tolerance.items()})
+
+
+def test_many_rows_in_bfloat16_give_what_the_layers_give(monkeypatch):
+    calls = []
+    apply = BF16Network.apply
+    monkeypatch.setattr(BF16Network, "apply", lambda *inputs: calls.append(len(inputs[0])) or apply(*inputs))
+    for shape, actions in (((1024, 2), 2), ((3, 512, 4), 3)):
+        torch.manual_seed(actions)
+        model, obs = ManyRows(shape[-1], actions), torch.randn(shape)
+        for layer in (model.inputs, model.hidden, model.actor, model.critic):
+            torch.nn.init.uniform_(layer.bias, -1, 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs, (*stepped, state) = model(obs), model.step(obs)
+            hidden = model.encode(obs)
+            plain = model.actor(hidden).float(), model.critic(hidden).squeeze(-1).float()
+            model(obs.flatten(0, -2)[:100])
+        assert state is None and torch.equal(outputs[0], stepped[0]) and torch.equal(outputs[1], stepped[1])
+        grads = [torch.randn_like(x) for x in plain]
+        mine, theirs = (torch.autograd.grad(x, list(model.parameters()), grads) for x in (outputs, plain))
+        exact = torch.autograd.grad(model.float()(obs), list(model.parameters()), grads)  # in float32
+        for x, y in zip(outputs, plain, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+        for x, y, z in zip(mine, theirs, exact, strict=True):
+            assert x.shape == y.shape and x.dtype == torch.float32
+            assert (x - z).norm() < 1.2 * (y - z).norm() + 1e-3 * z.norm()  # no further from the truth than layer by layer
+            assert (x - z).norm() < 0.1 * z.norm()
+    assert calls == [1024, 1024, 1536, 1536]
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp8", "fp8+bf16"])
+def test_other_precisions_go_layer_by_layer(name, monkeypatch):
+    monkeypatch.setattr(BF16Network, "apply", None)  # calling it would raise
+    precision = Precision(name)
+    model = precision.prepare(ManyRows())
+    with precision.autocast():
+        assert model(torch.randn(1024, 2))[0].isfinite().all()
+
+
+def test_a_second_backward_pass_over_many_rows_is_refused():
+    model = ManyRows()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, _ = model(torch.randn(1024, 2))
+    logits.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logits.sum().backward()
+
+
+def test_few_rows_go_as_in_the_plain_network_bit_for_bit():
+    models = []
+    for network in (ActorCritic, ManyRows):
+        torch.manual_seed(0)
+        models.append(network())
+    obs = torch.rand(3, 16, 2)
+    for precision in (Precision("fp32"), Precision("bf16")):
+        with precision.autocast():
+            plain, ours = ((*model(obs), *model.policy(obs[0]), *model.step(obs[0])) for model in models)
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(plain, ours, strict=True))
+
+
+def test_a_copy_acts_with_weights_of_its_own():
+    model, obs = ManyRows(), torch.rand(5, 2)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.actor.bias.add_(torch.tensor([0.0, 1.0]))
+    before = twin.policy(obs)[0]
+    torch.testing.assert_close(before, twin(obs)[0])
+    assert not torch.equal(before, model.policy(obs)[0])
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin.policy(obs)[0], model.policy(obs)[0])
+
+
+def test_relu_by_bits_is_relu_for_every_bfloat16():
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    numbers = every[~every.isnan()]
+    output = relu_(numbers.clone())
+    assert torch.equal(output, numbers.relu()) and len(output) > 65_000
+    assert relu_(every[every.isnan()]).isnan().sum() == 127  # those with a clear sign bit
+    grad = torch.randn(len(numbers), dtype=torch.bfloat16)
+    expected = torch.where(numbers > 0, grad, 0)
+    assert torch.equal(relu_backward_(grad, output), expected)
+
+
+def collected(config: Config, machine: Machine, rollouts: int = 3):
+    """A run and the last of some rollouts, over which episodes end and into which a memory comes."""
+    run = build(config, machine)
+    for _ in range(rollouts):
+        rollout = run.collect()
+    assert (rollout.flags & DUMMY).any()
+    return run, rollout
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("encoder", ["mlp", "gru"])
+def test_the_forward_passes_that_acted_give_the_update_of_a_new_one(encoder, precision):
+    config, found = Config(precision=precision, encoder=encoder, max_grad_norm=1e9), []
+    for machine in (Machine(reuse_forward=True), HERE):
+        run, rollout = collected(config, machine)
+        run.update(rollout)
+        found.append((rollout, torch.cat([p.grad.flatten() for p in run.model.parameters()])))
+    (rollout, kept), (plain, new) = found
+    assert same(rollout, plain)
+    error = (kept - new).norm() / new.norm()
+    assert error < (1e-5 if precision == "fp32" else 2e-2) and new.norm() > 0
+
+
+def test_only_the_newest_rollout_is_learned_from_by_the_forward_passes_that_acted(monkeypatch):
+    run, rollout = collected(Config(), Machine(reuse_forward=True))
+    calls, forward = [], run.model.forward
+    monkeypatch.setattr(run.model, "forward", lambda *inputs: calls.append(inputs) or forward(*inputs))
+    run.ring.append(rollout)
+    for batch, forwards in ((rollout, 0), (run.sample(), 1), (rollout._replace(reward=rollout.reward + 1), 2)):
+        run.update(batch)
+        assert len(calls) == forwards
+
+
+@pytest.mark.parametrize("fields", [{"precision": "bf16"}, {"precision": "fp8"}, {"encoder": "gru", "steps": 40_960}], ids=str)
+def test_learns_from_the_forward_passes_that_acted(fields):
+    config = Config(**{"steps": 20_480, "eval_every": 0, **fields})
+    assert train(build(config, Machine(reuse_forward=True)), progress=False).history.final_return >= 195
+
+
+WIDE_MEMORY = {"encoder": "gru", "extra_features": 3, "hide_velocity": True}
+
+
+def rollouts_of(config: Config, machine: Machine):
+    """A run, with what three of its rollouts give and leave behind."""
+    run, found = build(config, machine), []
+    run.env.steps[:8] = MAX_STEPS - 5  # so that episodes end
+    for _ in range(3):
+        found.append((*run.collect(), *run.env.tensors().values()))
+    assert any(row[3].any() for row in found)  # flags
+    return run, found
+
+
+@pytest.mark.parametrize("length", [2, 4, 5])
+@pytest.mark.parametrize("fields", [{}, WIDE_MEMORY], ids=str)
+def test_a_rollout_in_chunks_is_the_whole_one(length, fields, monkeypatch):
+    monkeypatch.setattr(fused, "CHUNK", 2)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    config = Config(rollout_length=length, slice_length=1, **fields)
+    results = [rollouts_of(config, machine)[1] for machine in (HERE, Machine(compile=True))]
+    for ours, plain in zip(*results, strict=True):
+        assert all(mine is expected is None or torch.equal(mine, expected) for mine, expected in zip(ours, plain, strict=True))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_the_compiled_loop_collects_and_trains_as_the_plain_one_does(monkeypatch):
+    monkeypatch.setattr(fused, "CHUNK", 2)
+    config = Config(precision="bf16", collect_precision="fp32", rollout_length=4, slice_length=4, steps=320, **WIDE_MEMORY)
+    config = dataclasses.replace(config, eval_every=0, eval_episodes=2)
+    (plain, theirs), (run, ours) = (rollouts_of(config, machine) for machine in (HERE, Machine(compile=True)))
+    for mine, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    for each in (plain, run):
+        train(each, progress=False)
+    np.testing.assert_allclose(run.history.column("loss"), plain.history.column("loss"), rtol=1e-2, atol=1e-4)
+    assert len(run.history) == 5

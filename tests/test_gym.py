@@ -1,0 +1,382 @@
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from helpers import after, random_rollout, resumed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl import __main__ as cli
+from fp8rl import checkpoint
+from fp8rl.config import Config
+from fp8rl.env import BatchedEnv
+from fp8rl.evaluate import play
+from fp8rl.losses import discounts_of, vtrace
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, collect
+from fp8rl.scale.gym import EnvironmentFailed, GymEnv, interface_of, same_step_rollout
+from fp8rl.scale.machine import Machine, build
+from fp8rl.train import train
+
+SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5}
+
+
+class Counter(gymnasium.Env):
+    """Counts its steps; ends at the seventh. What else it does is said by its class."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = gymnasium.spaces.Discrete(3, start=5)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(2), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.count += 1
+        return np.array([self.count, action], np.float64), float(action), self.count == 7, False, {}
+
+
+class Raises(Counter):
+    def step(self, action):
+        if self.count == 5:
+            raise ZeroDivisionError("the pole\nis not defined")
+        return super().step(action)
+
+
+class Poisoned(Counter):
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return obs / (self.count != 5), *rest
+
+
+class Dies(Counter):
+    def step(self, action):
+        if self.count == 5:
+            sys.exit(1)  # of the process that it runs in
+        return super().step(action)
+
+
+class Scarce(Counter):
+    """Of which there can be but two at a time, one of them to ask for its spaces."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        if self.made > 2:
+            raise OSError("no licence left")
+
+
+class OldSeeds(Counter):
+    def reset(self, *, seed=None, options=None):
+        np.random.RandomState(seed)  # takes 32 bits
+        return super().reset(seed=seed, options=options)
+
+
+class Continuous(Counter):
+    action_space = gymnasium.spaces.Box(-1, 1, (1,))
+
+
+class Many(Counter):
+    action_space = gymnasium.spaces.Discrete(257)
+
+
+class Keyed(Counter):
+    observation_space = gymnasium.spaces.Dict({"count": gymnasium.spaces.Discrete(8)})
+
+
+class Picture(Counter):
+    observation_space = gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
+
+
+ENVS = (Counter, Raises, Poisoned, Dies, Scarce, OldSeeds, Continuous, Many, Keyed, Picture)
+for env in ENVS:
+    gymnasium.register(f"fp8rl-tests/{env.__name__}-v0", env, disable_env_checker=True)
+
+
+def test_interface_of_an_environment():
+    cart = interface_of("CartPole-v1")
+    assert (cart.num_actions, cart.first_action, cart.max_steps) == (2, 0, 500)
+    low, high = cart.bounds
+    assert high[0] == pytest.approx(4.8) and low == tuple(-x for x in high)
+    counter = interface_of("fp8rl-tests/Counter-v0")
+    assert (counter.num_actions, counter.first_action, counter.max_steps) == (3, 5, 10_000)
+
+
+@pytest.mark.parametrize(
+    "env_id, reason",
+    [
+        ("Nothing-v0", "which Gymnasium cannot make"),
+        ("no_such_package:Nothing-v0", "which Gymnasium cannot make"),
+        ("fp8rl-tests/Many-v0", "with 257 actions: choose one with at most 256"),
+        ("fp8rl-tests/Continuous-v0", "whose actions are Box, not Discrete"),
+        ("fp8rl-tests/Keyed-v0", r"whose observations are Dict\[\], not a flat Box: register it wrapped in .*FlattenObservation"),
+        ("fp8rl-tests/Picture-v0", r"whose observations are Box\[8, 8\], not a flat Box"),
+    ],
+)
+def test_environments_of_another_kind_are_refused_in_one_line(env_id, reason):
+    with pytest.raises(ValueError, match=f"^env_id is '{env_id}',? {reason}") as caught:
+        build(Config(env_id=env_id))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_codec_that_needs_bounds_refuses_an_environment_without():
+    with pytest.raises(ValueError, match=r"codec is 'int8' and feature 0 has bounds \[-inf, inf\]: give finite"):
+        build(Config(env_id="fp8rl-tests/Counter-v0", codec="int8"))
+
+
+def test_steps_are_gymnasium_s_own():
+    actions = torch.randint(2, (60, 3), generator=torch.Generator().manual_seed(0))
+    plain = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")
+    env = GymEnv("CartPole-v1", 3, seed=7)
+    assert env.obs.dtype == torch.float32 and np.array_equal(env.obs.numpy(), plain.reset(seed=7)[0])
+    ended = 0
+    for action in actions:
+        resets = env.done.clone()
+        obs, reward, terminated, truncated = env.step(action)
+        expected = plain.step(action.numpy())
+        for ours, theirs in zip((obs, reward, terminated, truncated), expected, strict=False):
+            assert np.array_equal(ours.numpy(), theirs)
+        assert (reward[resets] == 0).all() and not env.done[resets].any() and (obs[resets].abs() <= 0.05).all()
+        ended += int(terminated.sum())
+    assert ended > 3
+
+
+def test_processes_and_one_process_give_the_same_rollout():
+    rollouts = []
+    for vectorization in ("sync", "async"):
+        env, generator = GymEnv("CartPole-v1", 2, seed=3, vectorization=vectorization), torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        rollouts.append(collect(ActorCritic(4), env, 40, Precision("fp32"), generator))
+        env.close()
+    for ours, theirs in zip(*rollouts, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+    assert (rollouts[0].flags & DUMMY).any()
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "vector_entry_point"])
+def test_the_package_s_environment_behind_gymnasium_is_the_same(vectorization):
+    env, plain = GymEnv("fp8rl:fp8rl/CustomEnv-v0", 4, vectorization=vectorization), BatchedEnv(4)
+    plain.state = plain.obs = env.obs.clone()
+    right = torch.ones(4, dtype=torch.long)
+    for _ in range(9):  # a constant push leaves the bounds after eight
+        ours, theirs = env.step(right), plain.step(right)
+        for x, y in zip(ours[1:], theirs[1:], strict=True):
+            torch.testing.assert_close(x, y)
+        if env.done.any():
+            break
+        torch.testing.assert_close(ours[0], theirs[0])
+    assert env.done.any()
+
+
+def test_actions_that_do_not_start_at_zero():
+    env = GymEnv("fp8rl-tests/Counter-v0", 2)
+    obs, reward, _, _ = env.step(torch.tensor([0, 2]))
+    assert obs.tolist() == [[1, 5], [1, 7]] and reward.tolist() == [5, 7]
+    assert play(lambda obs: torch.full((len(obs),), 1), GymEnv("fp8rl-tests/Counter-v0", 3)).tolist() == [42] * 3
+
+
+def evaluated(seed: int, vectorization: str, monkeypatch) -> tuple[torch.Tensor, float]:
+    """The starts and the result of a new run's evaluation."""
+    run = build(Config(env_id="CartPole-v1", eval_episodes=4, seed=seed), Machine(vectorization=vectorization))
+    starts, policy = [], run.model.policy
+    monkeypatch.setattr(run.model, "policy", lambda obs, state: starts.append(obs) or policy(obs, state))
+    result = run.evaluate()
+    assert result == run.evaluate() and not torch.isin(run.env.obs, starts[0]).any()
+    run.close()
+    return starts[0], result
+
+
+def test_evaluation_starts_unlike_training_and_always_the_same(monkeypatch):
+    (starts, result), (again, same), (others, _) = (
+        evaluated(*case, monkeypatch) for case in ((0, "sync"), (0, "async"), (1, "sync"))
+    )
+    assert torch.equal(starts, again) and torch.equal(starts, others) and result == same > 5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_learns_to_hold_the_pole(precision):
+    fields = {"env_id": "CartPole-v1", "gamma": 0.98, "reward_scale": 0.02}
+    config = Config(steps=40_960, eval_every=0, eval_episodes=20, precision=precision, **fields)
+    history = train(build(config, Machine(vectorization="vector_entry_point")), progress=False).history
+    assert history.final_return >= 150  # actions at random hold it for 22 steps
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.parametrize(
+    "name, what", [("Raises", "ZeroDivisionError: the pole is not defined"), ("Dies", "a process of it died|SystemExit")]
+)
+def test_an_environment_that_fails_is_one_line(name, what, vectorization):
+    if (name, vectorization) == ("Dies", "sync"):
+        pytest.skip("it would end this process")
+    env = GymEnv(f"fp8rl-tests/{name}-v0", 2, vectorization=vectorization)
+    with pytest.raises(
+        EnvironmentFailed,
+        match=f"^environment fp8rl-tests/{name}-v0 failed .{what}.: fix it, and resume if there is a checkpoint$",
+    ):
+        for _ in range(7):
+            env.step(torch.zeros(2, dtype=torch.long))
+    env.close()
+
+
+def test_a_lost_process_does_not_hang():
+    env = GymEnv("fp8rl-tests/Counter-v0", 3, vectorization="async")
+    env.envs.processes[1].kill()
+    with pytest.raises(EnvironmentFailed, match="a process of it died"):
+        for _ in range(3):
+            env.step(torch.zeros(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name, line", [("Raises", "fp8rl-tests/Raises-v0 failed"), ("Poisoned", "obs from the environment")])
+def test_the_last_checkpoint_stands_when_the_environment_fails(name, line, tmp_path, monkeypatch, capsys):
+    whole = gymnasium.spec(f"fp8rl-tests/{name}-v0").entry_point
+    monkeypatch.setattr(whole, "step", Counter.step)
+    fields = ["--env-id", f"fp8rl-tests/{name}-v0", "--steps", "4096", "--eval-episodes", "1", "--out", str(tmp_path / "a")]
+    saved = []
+
+    def save(path, run, ring, keep=checkpoint.save):
+        keep(path, run, ring)
+        saved.append(path.read_bytes())
+        if len(saved) == 3:
+            monkeypatch.undo()  # from now on it fails
+
+    monkeypatch.setattr(cli.checkpoint, "save", save)
+    monkeypatch.setattr(sys, "argv", ["fp8rl", "train", *fields, "--checkpoint-every", "1"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    (error,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("fp8rl: ")]
+    assert line in error and (tmp_path / "a" / "checkpoint.pt").read_bytes() == saved[2]
+    _, state = checkpoint.resume(tmp_path / "a" / "checkpoint.pt")
+    assert len(state["history"]["iteration"]) == 3
+    # A Gymnasium environment begins new episodes, behind a dummy row that parts them from the old ones.
+    monkeypatch.setattr(whole, "step", Counter.step)
+    run = after(1, resumed(tmp_path / "a" / "checkpoint.pt"))
+    assert len(run.history) == 4 and run.ring.size == 4 * 32 + 1
+    assert ((run.ring.fields["flags"][:, 96] & DUMMY) != 0).all()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_resumed_run_s_ring_parts_its_new_episodes_from_the_old_ones(ahead, tmp_path):
+    machine, path = Machine(collect_ahead=ahead), tmp_path / "checkpoint.pt"
+    config = Config(env_id="fp8rl-tests/Counter-v0", steps=4_096, eval_every=0, rollout_length=10, slice_length=5, batch_size=50)
+    checkpoint.save(path, after(2, build(config, machine)))
+    run = after(3, resumed(path, machine))
+    batch = run.ring.sample(100, run.ring.size, torch.Generator().manual_seed(0))
+    count = batch.obs[:, :, 0]
+    assert torch.equal(count[1:][batch.valid], count[:-1][batch.valid] + 1) and (count[1:][~batch.valid] == 0).all()
+    assert run.history.column("train_return")[1:].min() >= 35  # of whole episodes, seven steps of 5 or more
+
+
+def test_a_copy_that_cannot_be_made_is_one_line():
+    with pytest.raises(
+        EnvironmentFailed, match=r"^environment fp8rl-tests/Scarce-v0 failed \(OSError: no licence left\): fix it"
+    ):
+        GymEnv("fp8rl-tests/Scarce-v0", 3)
+
+
+def test_seeds_fit_old_generators():
+    run = build(Config(env_id="fp8rl-tests/OldSeeds-v0", eval_episodes=2))
+    assert 35 <= run.evaluate() <= 49
+
+
+def test_a_batched_form_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="vectorization is 'vector_entry_point', which fp8rl-tests/Counter-v0 lacks"):
+        GymEnv("fp8rl-tests/Counter-v0", 2, vectorization="vector_entry_point")
+
+
+def test_a_vectorization_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="vectorization is 'threads': choose from sync, async, vector_entry_point"):
+        GymEnv("CartPole-v1", 2, vectorization="threads")
+
+
+# Data without final observations
+
+GAMMA = 0.9
+seeds = st.integers(0, 2**32 - 1)
+lambdas = st.sampled_from([0.0, 0.5, 0.95, 1.0])
+
+
+@given(seeds, st.integers(1, 12), lambdas, st.sampled_from(["nan", "drop"]))
+def test_data_without_final_observations_is_biased_only_where_it_says(seed, length, lam, missing_next):
+    _, log_ratios, rollout = random_rollout(seed, length, batch=1)
+    values = rollout.obs.sum(-1)  # any function of the observations
+    rollout.flags[-1] &= DUMMY  # a final observation that ends the data is not missing
+    keep = rollout.valid.squeeze(-1)
+    rows = torch.cat((keep, torch.ones(1, dtype=torch.bool)))  # without dummy rows an end is followed by the next episode
+    terminated, truncated = ((rollout.flags[keep] & bit) != 0 for bit in (TERMINATED, TRUNCATED))
+    data = (rollout.obs[rows], rollout.action[keep], rollout.reward[keep], terminated, truncated, rollout.behavior_logp[keep])
+    short = same_step_rollout(*data, missing_next)
+    own = (short.flags != DUMMY).squeeze(-1)  # not put between
+    ratios = torch.zeros(len(own), 1).double()
+    ratios[own] = log_ratios[keep]
+    discounts = discounts_of(short.flags, GAMMA).double()
+    targets = vtrace(short.obs.sum(-1), short.reward, discounts, ratios, short.valid, lam)
+    value, advantage = targets.value[own], targets.advantage[own]
+    exact = vtrace(values, rollout.reward, discounts_of(rollout.flags, GAMMA).double(), log_ratios, rollout.valid, lam)
+    exact_value, exact_advantage = exact.value[keep], exact.advantage[keep]
+    inherits, carry = torch.zeros_like(truncated), torch.zeros(1, dtype=torch.bool)
+    for t in reversed(range(len(truncated))):  # rows before a truncation of their episode see its bias through the trace
+        carry = truncated[t] | (carry & ~terminated[t])
+        inherits[t] = carry
+    torch.testing.assert_close(value[~inherits], exact_value[~inherits])
+    torch.testing.assert_close(advantage[~inherits], exact_advantage[~inherits])
+    if missing_next == "nan":
+        bias = log_ratios[keep].exp().clamp(max=1) * GAMMA * (values[:-1][keep] - values[1:][keep])
+        torch.testing.assert_close((value - exact_value)[truncated], bias[truncated])
+    else:  # nothing is learned there, and the rows before bootstrap from a value that is right
+        assert torch.equal(value[truncated], values[:-1][keep][truncated]) and (advantage[truncated] == 0).all()
+
+
+@given(seeds, st.integers(1, 12), st.integers(1, 4), st.sampled_from(["nan", "drop"]))
+def test_same_step_rollouts_equal_their_slow_twin(seed, length, columns, missing_next):
+    rng = np.random.default_rng(seed)
+    shapes = (length + 1, columns, 2), (length, columns), (length, columns)
+    obs, reward, logp = (torch.from_numpy(rng.normal(size=shape)).float() for shape in shapes)
+    action = torch.from_numpy(rng.integers(3, size=(length, columns)))
+    ends = torch.from_numpy(rng.choice([0, TERMINATED, TRUNCATED], p=[0.6, 0.2, 0.2], size=(length, columns)))
+    rollout = same_step_rollout(obs, action, reward, ends == TERMINATED, ends == TRUNCATED, logp, missing_next)
+    size = length + int((ends != 0).sum(0).max())
+    assert rollout.obs.shape == (size + 1, columns, 2) and rollout.action.shape == (size, columns)
+    assert rollout.flags.dtype == torch.uint8 and rollout.action.dtype == torch.int64
+    for b in range(columns):
+        rows, nothing = [], (0, 0.0, DUMMY, 0.0)
+        for t in range(length):
+            end = int(ends[t, b])
+            left_out = DUMMY if missing_next == "drop" and end == TRUNCATED else 0
+            rows.append((obs[t, b], int(action[t, b]), float(reward[t, b]), end + left_out, float(logp[t, b])))
+            rows += [(obs[t, b], *nothing)] if end else []
+        rows += [(obs[-1, b], *nothing)] * (size - len(rows))
+        for ours, theirs in zip(rollout[:5], zip(*rows, strict=True), strict=True):
+            theirs = torch.stack((*theirs, obs[-1, b])) if isinstance(theirs[0], torch.Tensor) else torch.tensor(theirs)
+            torch.testing.assert_close(ours[:, b], theirs, check_dtype=False, rtol=0, atol=0)
+
+
+def test_same_step_rollouts_start_memories_anew_and_refuse_other_words():
+    ends = torch.tensor([[False], [True], [False]])
+    none = torch.zeros_like(ends)
+    data = (torch.rand(4, 1, 2), torch.zeros(3, 1), torch.ones(3, 1))
+    for missing_next, valid in (("nan", [True, True, False, True]), ("drop", [True, False, False, True])):
+        rollout = same_step_rollout(*data, none, ends, torch.zeros(3, 1), missing_next)
+        assert rollout.valid.squeeze(-1).tolist() == valid
+        assert rollout.first[3] and not rollout.first[:2].any() and not rollout.first[4]
+    rollout = same_step_rollout(*data, ends, none, torch.zeros(3, 1), "drop")
+    assert rollout.valid.squeeze(-1).tolist() == [True, True, False, True]  # a termination needs no final observation
+    with pytest.raises(ValueError, match="missing_next is 'zero': choose nan or drop"):
+        same_step_rollout(*data, none, ends, torch.zeros(3, 1), "zero")
+
+
+def test_rows_before_a_missing_observation_bootstrap_from_the_one_before_it():
+    values, flags = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]]), torch.zeros(4, 1, dtype=torch.bool)
+    terminated, truncated = flags.clone(), flags.clone()
+    truncated[1], terminated[2] = True, True
+    data = values.unsqueeze(-1), torch.zeros(4, 1), torch.ones(4, 1), terminated, truncated, torch.zeros(4, 1)
+    rollout = same_step_rollout(*data)
+    discounts, ratios = discounts_of(rollout.flags, GAMMA), torch.zeros(6, 1)
+    targets = vtrace(rollout.obs.squeeze(-1), rollout.reward, discounts, ratios, rollout.valid, 0.0)
+    expected = [1 + 0.9 * 2, 1 + 0.9 * 2, 1, 1 + 0.9 * 5]
+    assert targets.value[rollout.valid].tolist() == pytest.approx(expected)

@@ -1,0 +1,55 @@
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.scale import hardware
+
+PRETENDED = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # a processor without 16-bit arithmetic
+ASK = """
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.scale import bench, hardware
+print([hardware.is_emulated(name) for name in ("fp32", "bf16", "fp16", "fp8")])
+print(hardware.describe(Precision("bf16"), ActorCritic()))
+print(hardware.hardware())
+print(bench.loop_of(16, 4).precision)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these variables are read on x86 alone")
+def test_emulation_is_noticed_named_and_not_chosen():
+    answer = subprocess.run([sys.executable, "-c", ASK], env=os.environ | PRETENDED, capture_output=True, text=True, check=True)
+    emulated, described, machine, fastest = answer.stdout.splitlines()
+    assert emulated == "[False, True, True, True]" and described == "bf16 on cpu, emulated" and fastest == "fp32"
+    assert "AVX2 with emulated bf16, threads: " in machine
+
+
+def test_a_cuda_device_emulates_bf16_below_capability_8(monkeypatch):
+    for capability, expected in (((7, 5), True), ((8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        hardware.is_emulated.cache_clear()
+        assert hardware.is_emulated("bf16", "cuda") is expected and not hardware.is_emulated("fp16", "cuda")
+    hardware.is_emulated.cache_clear()
+
+
+def test_hardware_names_the_instruction_set_and_the_gpu(monkeypatch):
+    said = hardware.hardware()
+    assert torch.backends.cpu.get_cpu_capability() in said and (" native bf16" in said or " emulated bf16" in said)
+    assert f"threads: {torch.get_num_threads()};" in said
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU of a test")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert "; GPU of a test of compute capability 8.9; " in hardware.hardware()
+
+
+def test_description_says_what_computes_where():
+    assert hardware.describe(Precision("fp32"), ActorCritic()) == "fp32 on cpu"
+    precision = Precision("fp8")
+    described = hardware.describe(precision, precision.prepare(ActorCritic()))
+    assert described == "fp8 on cpu, emulated: FP8 in hidden, not in inputs, actor, critic"

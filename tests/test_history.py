@@ -1,0 +1,81 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import SHORT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl.config import Config
+from fp8rl.history import EpisodeReturns, History, summarize
+from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
+from fp8rl.train import train
+
+
+def test_history_keeps_columns_and_gives_rows():
+    history = train(Config(**SHORT), progress=False).history
+    assert len(history) == len(history.rows) == 4 and history.rows[-1] == history.last
+    assert history.column("steps").tolist() == [512, 1024, 1536, 2048]
+    assert len(History()) == 0 and History().rows == []
+
+
+def test_a_history_is_saved_and_restored():
+    history, again = History(), History()
+    for i in range(3):
+        history.add({"iteration": i, "eval_return": 1 / 3 if i else math.nan})
+    again.load_state_dict(history.state_dict())
+    assert len(again) == 3 and again.last == {"iteration": 2, "eval_return": 1 / 3}
+    again.add({"iteration": 3, "eval_return": 0.5})
+    assert len(again) == 4 and len(history) == 3
+
+
+def test_evaluations_are_the_rows_that_have_one():
+    history = History()
+    for i, value in enumerate([math.nan, 100, math.nan, 196, 190]):
+        history.add({"steps": 512 * (i + 1), "eval_return": value})
+    steps, returns = history.evaluations()
+    assert (steps.tolist(), returns.tolist(), history.final_return) == ([1024, 2048, 2560], [100, 196, 190], 190)
+    assert history.first_step_at() == 2048 and history.first_step_at(90) == 1024 and math.isnan(history.first_step_at(200))
+
+
+@given(seed=st.integers(0, 1000), parts=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
+    rng = np.random.default_rng(seed)
+    reward, flags = rng.normal(size=(sum(parts), 2)), rng.choice([0, 0, TERMINATED, TRUNCATED], size=(sum(parts), 2))
+    expected, totals = [], [0.0, 0.0]
+    for t, b in np.ndindex(*reward.shape):
+        totals[b] += reward[t, b]
+        if flags[t, b]:
+            expected.append(totals[b])
+            totals[b] = 0.0
+    ours, returns, start = [], EpisodeReturns(2), 0
+    for length in parts:
+        rows = slice(start, start := start + length)
+        rollout = Rollout(None, None, torch.from_numpy(reward[rows]), torch.from_numpy(flags[rows]), None)
+        restored = EpisodeReturns(2)
+        restored.load_state_dict(returns.state_dict())
+        returns = restored
+        ours.extend(returns.add(rollout))
+    np.testing.assert_allclose(ours, expected)
+    np.testing.assert_allclose(returns.open, totals)
+
+
+def stats_of(**changes) -> dict[str, torch.Tensor]:
+    names = ("loss", "policy_loss", "value_loss", "entropy", "min_logp", "grad_norm", "ess", "loss_scale")
+    return {name: torch.tensor(1.0) for name in names} | {"skipped": torch.tensor(False)} | changes
+
+
+def test_a_row_of_several_updates_by_hand():
+    one = stats_of(loss=torch.tensor(2.0), min_logp=torch.tensor(-3.0), ess=torch.tensor(0.5))
+    one |= {"grad_norm": torch.tensor(torch.inf), "skipped": torch.tensor(True)}
+    other = stats_of(loss_scale=torch.tensor(8.0)) | {"fp8.hidden.input.scale": torch.tensor(4.0)}
+    row = summarize([one, other])
+    assert (row["loss"], row["min_logp"], row["grad_norm"], row["ess"], row["loss_scale"]) == (1.5, -3, 1, 0.75, 8)
+    assert (row["nonfinite"], row["skipped"], row["fp8.hidden.input.scale"]) == (1, 1, 4)
+
+
+@pytest.mark.parametrize("fields", [{"eval_every": 1_500, "steps": 4_096}, {"eval_every": 0, "steps": 1_024}], ids=str)
+def test_evaluations_come_when_asked(fields):
+    steps = train(Config(**fields, eval_episodes=2), progress=False).history.evaluations()[0].tolist()
+    assert steps == ([1_536, 3_072, 4_096] if fields["eval_every"] else [1_024])

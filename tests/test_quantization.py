@@ -1,0 +1,51 @@
+import pytest
+import torch
+from torch import nn
+
+from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized, cast, quantize
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.scale.quantization import measure, recorded
+
+
+def snr_db(x: torch.Tensor, reference: torch.Tensor) -> float:
+    error = x.double() - reference.double()
+    return 10 * torch.log10(reference.double().square().sum() / error.square().sum()).item()
+
+
+def test_measure_counts_what_was_lost():
+    x = torch.tensor([[500.0, 2.0**-20, 0.0, 1.0]])
+    unscaled = Quantized(cast(x, E4M3), torch.ones(()))
+    numbers = measure(x, unscaled)
+    assert numbers["saturated"] == 1 / 4 and numbers["flushed"] == 1 / 3 and numbers["scale"] == 1
+    assert numbers["snr_db"].item() == pytest.approx(snr_db(unscaled.dequantize(), x), abs=1e-3)
+    assert measure(torch.tensor([[torch.nan, torch.inf, 1.0]]), quantize(torch.ones(1, 3)))["nonfinite"] == 2
+
+
+def test_recorded_names_layer_tensor_and_statistic():
+    model, x, grad = nn.Sequential(Float8Linear.share(nn.Linear(64, 64))), torch.randn(32, 64), 1e-5 * torch.randn(32, 64)
+    with recorded(model) as statistics:
+        model(x).backward(grad)
+    assert {name.split(".")[2] for name in statistics} == {"input", "weight", "gradient"}
+    assert {name.split(".")[3] for name in statistics} == {"saturated", "flushed", "scale", "snr_db", "nonfinite"}
+    assert statistics["fp8.0.gradient.scale"] == quantize(grad, E5M2).scale
+    before = dict(statistics)
+    model(3 * x).backward(grad)  # after the region nothing is recorded
+    assert statistics == before
+
+
+def test_without_a_layer_in_fp8_nothing_is_recorded():
+    model = ActorCritic()
+    with recorded(model) as statistics:
+        model(torch.rand(16, 2))[0].sum().backward()
+    assert statistics == {}
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_bad_number_is_counted(bad):
+    precision = Precision("fp8")
+    model, obs = precision.prepare(ActorCritic()), torch.rand(16, 2)
+    obs[3, 1] = bad
+    with recorded(model) as statistics:
+        model(obs)
+    assert statistics["fp8.hidden.input.nonfinite"] > 0

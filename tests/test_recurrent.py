@@ -1,0 +1,100 @@
+import pytest
+import torch
+from helpers import log_probabilities
+
+from fp8rl.config import Config
+from fp8rl.env import BatchedEnv
+from fp8rl.precision import Precision
+from fp8rl.rollout import DUMMY, collect
+from fp8rl.scale.machine import build
+from fp8rl.scale.recurrent import Recurrent
+from fp8rl.train import train
+
+
+def sequence(length=12, batch=5, obs_size=3, seed=0):
+    """A GRU agent, observations [T, B, F], starts of episodes [T, B] and a first state [B, W]."""
+    torch.manual_seed(seed)
+    first = torch.rand(length, batch) < 0.2
+    return Recurrent(obs_size), torch.randn(length, batch, obs_size), first, torch.randn(batch, 64)
+
+
+def test_a_sequence_equals_its_steps_one_by_one():
+    model, obs, first, state = sequence()
+    logits, values = model(obs, state, first)
+    for t in range(len(obs)):
+        state = torch.where(first[t].unsqueeze(-1), 0, state)
+        step_logits, step_values, state = model.step(obs[t], state)
+        torch.testing.assert_close(step_logits, logits[t])
+        torch.testing.assert_close(step_values, values[t])
+
+
+def test_memory_is_torch_s_gru():
+    model, obs, _, state = sequence()
+    twin = torch.nn.GRU(64, 64)
+    with torch.no_grad():
+        twin.weight_ih_l0.copy_(model.hidden.weight)
+        twin.bias_ih_l0.copy_(model.hidden.bias.uniform_(-1, 1))
+        twin.weight_hh_l0.copy_(model.gates.weight)
+        twin.bias_hh_l0.copy_(model.gates.bias.uniform_(-1, 1))
+    hidden, _ = twin(model.inputs(obs).relu(), state.unsqueeze(0))
+    for ours, theirs in zip(model(obs, state), (model.actor(hidden), model.critic(hidden).squeeze(-1)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_episodes_in_a_sequence_do_not_see_each_other():
+    model, obs, _, state = sequence()
+    first = torch.zeros(12, 5, dtype=torch.bool)
+    first[7] = True
+    whole, _ = model(obs, state, first)
+    torch.testing.assert_close(whole[:7], model(obs[:7], state)[0])
+    torch.testing.assert_close(whole[7:], model(obs[7:])[0])
+    obs.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(obs, state, first)[0][7:].square().sum(), obs)
+    assert (gradient[:7] == 0).all() and (gradient[7:] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+def test_memory_runs_in_every_precision(precision):
+    precision = Precision(precision)
+    torch.manual_seed(0)
+    model = Recurrent()
+    obs = torch.randn(8, 16, 2)
+    exact, _ = model(obs)
+    model = precision.prepare(model)
+    with precision.autocast():
+        logits, values = model(obs)
+        _, _, state = model.step(obs[0])
+    assert logits.dtype == values.dtype == state.dtype == torch.float32
+    assert 0 < (logits - exact).abs().max() < 0.15 * exact.abs().max()
+
+
+def test_to_act_takes_the_same_logits_without_the_values():
+    model, obs, _, state = sequence()
+    (logits, after), (*both, after_step) = model.policy(obs[0], state), model.step(obs[0], state)
+    torch.testing.assert_close((logits, *both), (both[0], *(x[0] for x in model(obs[:1], state))))
+    assert model.recurrent and torch.equal(after, after_step)
+
+
+def test_no_state_is_zero():
+    model, obs, first, _ = sequence()
+    for x, y in zip(model(obs, None, first), model(obs, torch.zeros(5, 64), first), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_a_memory_s_rollout_can_be_gone_through_again_as_it_was_acted(name):
+    precision, generator = Precision(name), torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = precision.prepare(Recurrent(1))
+    env, state = BatchedEnv(16, 0.5, generator=generator, hide_velocity=True), None
+    for _ in range(4):  # across rollouts and episodes
+        rollout = collect(model, env, 32, precision, generator, state)
+        assert rollout.state.shape == (2, 16, 64)
+        state = rollout.state[-1]
+        torch.testing.assert_close(log_probabilities(model, precision, rollout), rollout.behavior_logp)
+    assert (rollout.flags & DUMMY).any()
+
+
+def test_a_memory_needs_no_velocity():
+    config = Config(encoder="gru", hide_velocity=True, steps=51_200, eval_every=0)
+    assert train(build(config), progress=False).history.final_return >= 190

@@ -1,0 +1,92 @@
+import copy
+import math
+
+import pytest
+import torch
+from helpers import log_probabilities
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl.env import BatchedEnv, dynamics
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, action_logp, check_finite, collect, gumbel, log_softmax
+
+FP32 = Precision("fp32")
+
+
+def test_a_rollout_is_what_happened():
+    generator = torch.Generator().manual_seed(0)
+    model, env = ActorCritic(), BatchedEnv(4, 0.5, generator=generator)
+    rollout = collect(model, env, 50, FP32, generator)
+    assert torch.equal(rollout.obs[-1], env.obs)
+    dummy = (rollout.flags & DUMMY) != 0
+    ended = (rollout.flags & (TERMINATED | TRUNCATED)) != 0
+    assert ended.any() and torch.equal(dummy[1:], ended[:-1]) and not dummy[0].any()
+    assert torch.equal(rollout.valid, ~dummy) and torch.equal(rollout.first[1:], dummy) and not rollout.first[0].any()
+    assert (rollout.reward[dummy] == 0).all()
+    torch.testing.assert_close(dynamics(rollout.obs[:-1], rollout.action)[~dummy], rollout.obs[1:][~dummy])
+    assert (rollout.obs[1:][dummy].abs() <= 0.5).all()  # what follows a dummy row is a start
+    torch.testing.assert_close(rollout.behavior_logp, log_probabilities(model, FP32, rollout))
+
+
+def test_a_rollout_goes_on_where_the_last_one_ended():
+    generator = torch.Generator().manual_seed(0)
+    model, env = ActorCritic(), BatchedEnv(50, 0.5, generator=generator)
+    one, other = (collect(model, env, 5, FP32, generator) for _ in range(2))
+    assert torch.equal(one.obs[-1], other.obs[0])
+    ended = (one.flags[-1] & (TERMINATED | TRUNCATED)) != 0
+    assert ended.any() and torch.equal((other.flags[0] & DUMMY) != 0, ended)
+
+
+def test_actions_follow_the_policy():
+    model = ActorCritic()
+    with torch.no_grad():
+        model.actor.weight.zero_()
+        model.actor.bias.copy_(torch.tensor([0.0, 1.0]))
+    generator = torch.Generator().manual_seed(0)
+    rollout = collect(model, BatchedEnv(100, generator=generator), 100, FP32, generator)
+    share, expected = rollout.action.float().mean().item(), torch.tensor(1.0).sigmoid().item()
+    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 10_000)
+
+
+def test_gumbel_noise_draws_from_the_softmax():
+    logits, draws = torch.tensor([0.0, 1.0, -2.0]), 100_000
+    noise = gumbel((draws, 3), "cpu", torch.Generator().manual_seed(0))
+    share = (logits + noise).argmax(-1).bincount(minlength=3) / draws
+    probability = logits.softmax(-1)
+    assert ((share - probability).abs() < 4 * (probability * (1 - probability) / draws).sqrt()).all()
+
+
+@given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 70), st.integers(2, 6))
+def test_log_probabilities_in_another_layout_are_the_plain_ones(seed, steps, rows, actions):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 10 * torch.randn(steps, rows, actions, generator=generator)
+    action = torch.randint(actions, (steps, rows), generator=generator)
+    plain = logits.log_softmax(-1)
+    torch.testing.assert_close(log_softmax(logits), plain, rtol=1e-6, atol=1e-6)
+    assert torch.equal(action_logp(plain, action), plain.gather(-1, action.unsqueeze(-1)).squeeze(-1))
+
+
+@pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("fp8", "fp32"), ("bf16", "fp16")])
+def test_log_probabilities_are_those_of_the_policy_that_acted_in_its_precision(learner, actor):
+    torch.manual_seed(0)
+    base, generator = ActorCritic(), torch.Generator().manual_seed(0)
+    acts = Precision(actor)
+    rollout = collect(acts.prepare(copy.deepcopy(base)), BatchedEnv(16, 0.5, generator=generator), 32, acts, generator)
+    for name in (learner, actor):
+        precision = Precision(name)
+        logp = log_probabilities(precision.prepare(copy.deepcopy(base)), precision, rollout)
+        assert torch.allclose(logp, rollout.behavior_logp, atol=1e-7, rtol=1e-6) == (name == actor)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["obs", "reward"])
+def test_what_is_not_finite_is_named(name, bad):
+    generator = torch.Generator().manual_seed(0)
+    rollout = collect(ActorCritic(), BatchedEnv(4, generator=generator), 10, FP32, generator)
+    check_finite(rollout)
+    getattr(rollout, name)[7, 3] = bad
+    with pytest.raises(ValueError, match=f"^{name} from the environment is not finite: fix the environment") as caught:
+        check_finite(rollout)
+    assert "\n" not in str(caught.value)

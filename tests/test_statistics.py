@@ -1,0 +1,32 @@
+import numpy as np
+import pytest
+
+from fp8rl.report.statistics import bootstrap_interval, iqm
+
+
+@pytest.mark.parametrize(
+    "scores, expected", [([5, 1, 2, 3], 2.5), ([9, 1, 2, 3, 4], 3), ([0, 0, 1, 2, 3, 4, 50, 90], 2.5), ([7], 7), ([1, 2, 6], 3)]
+)
+def test_iqm_by_hand(scores, expected):
+    assert iqm(np.array(scores)) == expected
+
+
+def test_iqm_along_an_axis():
+    table = np.array([[5, 1, 2, 3], [50, 10, 20, 30]])
+    assert iqm(table, axis=1).tolist() == [2.5, 25] and iqm(table.T, axis=0).tolist() == [2.5, 25]
+
+
+def test_bootstrap_interval_brackets_the_iqm_and_narrows():
+    scores = np.random.default_rng(0).normal(size=400)
+    low, high = bootstrap_interval(scores)
+    few_low, few_high = bootstrap_interval(scores[:20])
+    assert low < iqm(scores) < high and high - low < 0.5 * (few_high - few_low)
+    assert bootstrap_interval(scores) == (low, high)
+    assert bootstrap_interval(np.full(30, 3.0)) == (3, 3)
+
+
+def test_bootstrap_interval_covers_the_truth_about_19_times_of_20():
+    rng = np.random.default_rng(0)
+    intervals = [bootstrap_interval(rng.normal(size=30), resamples=500) for _ in range(200)]
+    covered = sum(low <= 0 <= high for low, high in intervals)
+    assert 0.88 * 200 <= covered <= 200 * 0.995

@@ -1,0 +1,433 @@
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from helpers import WIDE, coded, noise, same
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl.codec import CODECS
+from fp8rl.config import LAYOUTS
+from fp8rl.replay import ReplayBuffer
+from fp8rl.rollout import DUMMY, Rollout
+from fp8rl.scale import storage
+from fp8rl.scale.storage import StoredRing, ring_bytes
+
+
+@given(
+    rows=st.integers(2, 20),
+    num_envs=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 19), min_size=1, max_size=8),
+    length=st.integers(1, 19),
+    codec=st.sampled_from(CODECS),
+    seed=st.integers(0, 1000),
+    layout=st.sampled_from(["compact", "full"]),
+)
+def test_a_stored_ring_samples_what_the_plain_one_does(rows, num_envs, lengths, length, codec, seed, layout):
+    plain, stored, clock = ReplayBuffer(rows, num_envs, WIDE, codec), StoredRing(rows, num_envs, WIDE, codec, layout=layout), 0
+    for n in (min(n, rows - 1) for n in lengths):
+        for ring in (plain, stored):
+            ring.append(coded(clock, n, num_envs))
+        clock += n
+    length = min(length, plain.size)
+    generators = [torch.Generator().manual_seed(seed) for _ in range(2)]
+    assert same(plain.sample(50, length, generators[0]), stored.sample(50, length, generators[1]))
+    assert torch.equal(*(generator.get_state() for generator in generators))
+    assert (plain.start, plain.count, plain.size) == (stored.start, stored.count, stored.size)
+    assert torch.equal(plain.clipped, stored.clipped)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_ring_larger_than_a_cache_samples_what_the_plain_one_does(codec):
+    rows, num_envs = 4000, 300
+    plain, stored = ReplayBuffer(rows, num_envs, codec=codec), StoredRing(rows, num_envs, codec=codec)
+    assert min(field.nbytes for field in stored.fields.values()) > storage.CACHE
+    for start in (0, 2500):  # around the end
+        rollout = some(start, 2500, num_envs)
+        plain.append(rollout)
+        stored.append(rollout)
+    one, other = (ring.sample(200, 40, torch.Generator().manual_seed(0)) for ring in (plain, stored))
+    assert plain.count > rows and same(one, other)
+
+
+def some(seed: int, length: int, num_envs: int) -> Rollout:
+    generator = torch.Generator().manual_seed(seed)
+    obs = torch.rand(length + 1, num_envs, 2, generator=generator)
+    return Rollout(obs, (obs[1:, :, 0] > 0.5).long(), obs[1:, :, 0], (4 * obs[1:, :, 1]).byte(), -obs[1:, :, 1])
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    layout=st.sampled_from(LAYOUTS),
+    codec=st.sampled_from(CODECS),
+    seed=st.integers(0, 1000),
+)
+def test_every_layout_and_codec_gives_the_plain_ones_slices(lengths, layout, codec, seed):
+    plain, ring, clock = StoredRing(10, 2, layout="full"), StoredRing(10, 2, layout=layout, codec=codec), 0
+    for n in lengths:
+        plain.append(noise(clock, n, 2))
+        ring.append(noise(clock, n, 2))
+        clock += n
+    length = min(3, plain.size)
+    ours = ring.sample(20, length, torch.Generator().manual_seed(seed))
+    theirs = plain.sample(20, length, torch.Generator().manual_seed(seed))
+    assert same(ours._replace(obs=theirs.obs), theirs)
+    half_step = torch.tensor(
+        {"fp32": (0, 0), "fp16": (2**-12,) * 2, "bf16": (2**-9,) * 2, "int8": (4 / 254, 1.9 / 254)}.get(codec, (2**-5,) * 2)
+    )
+    error = (ours.obs - theirs.obs).abs()
+    assert (error[:-1] <= half_step + 1e-7).all()
+    if layout != "delta":
+        assert (error[-1] <= half_step + 1e-7).all()
+    elif codec == "fp32":
+        assert (error[-1] <= 2**-11).all()  # of a difference below 2
+    else:
+        assert (error[-1] <= 2**-4 * 2).all()
+
+
+# Bytes of an observation and of what `delta` stores beside it, a feature.
+WIDTHS = {"fp32": (4, 2), "fp16": (2, 1), "bf16": (2, 1), "int8": (1, 1), "fp8": (1, 1)}
+
+
+@pytest.mark.parametrize("features", [2, 64])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kept", ["ram", "folder"])
+def test_predicted_bytes_are_the_measured_ones(tmp_path, layout, codec, kept, features):
+    folder = tmp_path / "ring" if kept == "folder" else None
+    ring = StoredRing(25, 16, ([-1.0] * features, [1.0] * features), codec, layout=layout, folder=folder)
+    own, delta = WIDTHS[codec]
+    by_hand = 25 * 16 * (features * {"compact": own, "full": 2 * own, "delta": own + delta}[layout] + 10)
+    assert ring_bytes(25, 16, features, layout, codec) == ring.nbytes == by_hand
+    assert ring.filled_bytes == (by_hand // 25 if kept == "ram" else 0)
+    ring.append(noise(0, 24, 16, features))
+    assert ring.nbytes == by_hand and ring.filled_bytes == (by_hand if kept == "ram" else 0)
+
+
+def test_the_promised_sizes():
+    assert ring_bytes(1, 1) == 18 and ring_bytes(1, 1, codec="int8") == ring_bytes(1, 1, codec="fp8") == 12
+    assert 7 * ring_bytes(1, 1, 64, "compact", "int8") <= ring_bytes(1, 1, 64, "full", "fp32")
+    for bad in ({"layout": "loose"}, {"codec": "fp4"}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} is '{next(iter(bad.values()))}': choose from"):
+            ring_bytes(1, 1, **bad)
+
+
+def test_touching_cache_lines_first_changes_nothing(monkeypatch):
+    ring = StoredRing(100, 3, WIDE)
+    ring.append(coded(0, 90, 3))
+    plain = ring.sample(50, 20, torch.Generator().manual_seed(0))
+    monkeypatch.setattr(storage, "CACHE", 0)
+    assert same(ring.sample(50, 20, torch.Generator().manual_seed(0)), plain)
+
+
+def test_samples_are_copies(tmp_path):
+    for folder in (None, tmp_path / "ring"):
+        ring = StoredRing(10, 2, folder=folder)
+        ring.append(coded(0, 5, 2))
+        before = {name: field.clone() for name, field in ring.fields.items()}
+        for x in ring.sample(8, 3)[:5]:
+            x.fill_(99)
+        assert all(torch.equal(ring.fields[name], field) for name, field in before.items())
+
+
+def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path):
+    memory, folder = StoredRing(10, 2, WIDE), StoredRing(10, 2, WIDE, folder=tmp_path / "ring")
+    memory.append(coded(0, 7, 2))
+    assert folder.state_dict() is None
+    folder.load_state_dict(memory.state_dict())
+    folder.append(coded(7, 2, 2))  # it is the same run's
+    assert folder.sample(1, 9).obs[:, 0, 0].tolist() == list(range(10))
+
+
+def test_a_seam_is_a_dummy_row_between_two_sources():
+    for layout in LAYOUTS:
+        ring = StoredRing(20, 2, WIDE, layout=layout)
+        ring.append(coded(0, 5, 2))
+        ring.new_episodes = True
+        ring.append(coded(100, 5, 2))
+        assert not ring.new_episodes
+        assert ring.size == 11
+        batch = ring.sample(1, 11)
+        assert batch.obs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104, 105]
+        assert batch.flags[5, 0] == DUMMY and batch.reward[5, 0] == 0
+
+
+def test_refusals():
+    for bad in ({"layout": "loose"}, {"codec": "fp4"}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))} is '{next(iter(bad.values()))}': choose from"):
+            StoredRing(10, 2, **bad)
+    with pytest.raises(MemoryError, match=r"replay needs 18,000,000,000,000 bytes and cpu has [\d,]+ free: lower capacity"):
+        StoredRing(10**12, 1)
+    with pytest.raises(ValueError, match="layout is 'delta' and codec 'bf16', which needs finite bounds: choose compact"):
+        StoredRing(10, 2, ((-1.0, -torch.inf), (1.0, torch.inf)), layout="delta", codec="bf16")
+
+
+def poisoned(name: str) -> Rollout:
+    rollout = coded(8, 4, 2)
+    getattr(rollout, name)[(2, 1, 1) if name == "obs" else (2, 1)] = torch.nan
+    return rollout
+
+
+@pytest.mark.parametrize(
+    "rollout, message",
+    [
+        (coded(8, 4, 1), r"obs has shape \[5, 1, 2\]: this ring takes \[5, 2, 2\]"),
+        (coded(8, 4, 3), r"obs has shape \[5, 3, 2\]: this ring takes \[5, 2, 2\]"),
+        (noise(8, 4, 2, 3), r"obs has shape \[5, 2, 3\]: this ring takes \[5, 2, 2\]"),
+        (coded(8, 4, 2)._replace(obs=torch.zeros(4, 2, 2)), r"obs has shape \[4, 2, 2\]: this ring takes \[5, 2, 2\]"),
+        (coded(8, 4, 2)._replace(reward=torch.zeros(3, 2)), r"reward has shape \[3, 2\]: this ring takes \[4, 2\]"),
+        (coded(8, 4, 2)._replace(action=torch.full((4, 2), 300)), "action is outside 0 to 255"),
+        (coded(8, 4, 2)._replace(action=torch.full((4, 2), -1)), "action is outside 0 to 255"),
+        (poisoned("obs"), "obs is NaN: fix its source"),
+        (poisoned("reward"), "reward is NaN: fix its source"),
+        (poisoned("behavior_logp"), "behavior_logp is NaN: fix its source"),
+    ],
+)
+def test_a_rollout_that_does_not_fit_is_refused_and_leaves_the_ring_as_it_was(rollout, message):
+    ring = StoredRing(10, 2, WIDE)
+    ring.append(coded(0, 8, 2))
+    before = ring.sample(1, 8, torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=message):
+        ring.append(rollout)
+    assert ring.size == 8 and same(ring.sample(1, 8, torch.Generator().manual_seed(0)), before)
+
+
+# In a folder
+
+
+def folder_of(tmp_path, **kind) -> tuple:
+    ring = StoredRing(10, 2, WIDE, folder=tmp_path / "ring", **kind)
+    ring.append(coded(0, 7, 2))
+    ring.append(coded(7, 7, 2))
+    return tmp_path / "ring", ring
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_folder_holds_what_ram_would(tmp_path, layout, codec):
+    rings = [StoredRing(10, 2, layout=layout, codec=codec, folder=folder) for folder in (None, tmp_path / "ring")]
+    for start in (0, 7, 14):
+        for ring in rings:
+            ring.append(noise(start, 7, 2))
+    in_ram, mapped = (ring.sample(30, 4, torch.Generator().manual_seed(0)) for ring in rings)
+    assert same(in_ram, mapped)
+    rings[1].close()
+    again = StoredRing.open(tmp_path / "ring")
+    assert same(in_ram, again.sample(30, 4, torch.Generator().manual_seed(0)))
+    assert (again.layout, again.codec.name) == (layout, codec)
+
+
+def test_reopened_to_read_it_never_changes(tmp_path):
+    folder, ring = folder_of(tmp_path)
+    del ring
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    reader, other = StoredRing.open(folder), StoredRing.open(folder)
+    with pytest.raises(ValueError, match="opened to read"):
+        reader.append(coded(14, 3, 2))
+    reader.fields["reward"].fill_(99)  # a private copy
+    assert other.sample(5, 3).reward.max() < 99
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("how", ["open", "same settings"])
+def test_reopened_to_go_on_it_puts_a_seam(tmp_path, how):
+    folder, ring = folder_of(tmp_path)
+    del ring
+    ring = StoredRing.open(folder, writable=True) if how == "open" else StoredRing(10, 2, WIDE, folder=folder)
+    ring.append(coded(500, 3, 2))
+    assert ring.sample(1, 9).obs[:, 0, 0].tolist() == [9, 10, 11, 12, 13, 14, 500, 501, 502, 503]
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    folder, ring = folder_of(tmp_path)
+    for writable in (True, False):
+        with pytest.raises(OSError, match="another ring is using"):
+            StoredRing.open(folder, writable)
+    del ring
+    StoredRing.open(folder, writable=True)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def edit(folder, **changes):
+    about = json.loads((folder / "ring.json").read_text())
+    (folder / "ring.json").write_text(json.dumps(about | changes))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda folder: cut(folder / "obs.bin"), "obs.bin has 159 bytes of 160"),
+        (lambda folder: (folder / "reward.bin").unlink(), "reward.bin has 0 bytes of 80"),
+        (lambda folder: (folder / "clock.bin").write_bytes(b"\xff" * 16), "clock.bin is damaged"),
+        (lambda folder: cut(folder / "ring.json") or cut(folder / "ring.json"), "ring.json cannot be read"),
+        (lambda folder: (folder / "ring.json").write_text("{}"), "not of format fp8rl-ring-1"),
+        (lambda folder: edit(folder, rows="10"), "ring.json is damaged"),
+        (lambda folder: edit(folder, num_envs=None), "ring.json is damaged"),
+        (lambda folder: edit(folder, high=[[1.0]]), "ring.json is damaged"),
+        (lambda folder: edit(folder, extra=1), "ring.json is damaged"),
+        (lambda folder: edit(folder, rows=11), "obs.bin has 160 bytes of 176"),
+        (lambda folder: (folder / "ring.json").unlink(), "holds no finished ring"),
+        (lambda folder: shutil.rmtree(folder), "holds no finished ring"),
+    ],
+)
+def test_a_damaged_folder_says_what_is_wrong(tmp_path, damage, message):
+    folder, ring = folder_of(tmp_path)
+    del ring
+    damage(folder)
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        StoredRing.open(folder)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+
+
+OTHERS = [{"rows": 11}, {"num_envs": 3}, {"layout": "full"}, {"codec": "int8"}, {"bounds": ((-9.0, -9.0), (9.0, 9.0))}]
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=str)
+def test_a_folder_of_another_config_is_refused(tmp_path, change):
+    folder, ring = folder_of(tmp_path)
+    del ring
+    name = next(iter(change)).replace("bounds", "low")
+    with pytest.raises(ValueError, match=f"whose ring has {name} .* and not .*: name another folder"):
+        StoredRing(**{"rows": 10, "num_envs": 2, "bounds": WIDE, "folder": folder} | change)
+    assert StoredRing.open(folder).size == 9
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+        StoredRing(10, 2, folder=tmp_path / "file")
+    with pytest.raises(OSError, match="holds files but no finished ring"):
+        StoredRing(10, 2, folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
+    with pytest.raises(OSError, match=r"needs [\d,]+ bytes, the disk has [\d,]+ free: lower capacity"):
+        StoredRing(10**15, 2, folder=tmp_path / "large")
+    assert not (tmp_path / "large").exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing_in_the_way(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"memmap is .* and cannot be used \(No space left on device\): name another folder"):
+            StoredRing(10, 2, folder=tmp_path / "ring")
+    StoredRing(10, 2, folder=tmp_path / "ring")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_rights_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match=r"cannot be used \(Permission denied\): name another folder"):
+        StoredRing(10, 2, folder=tmp_path / "ring")
+
+
+def test_a_refused_permission_is_said_in_one_line(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(storage.MappedFolder, "_lock", refuse)
+    with pytest.raises(OSError, match=r"memmap is .* and cannot be used \(Permission denied\): name another folder"):
+        StoredRing(10, 2, folder=tmp_path / "ring")
+
+
+WRITER = """
+    import sys, torch
+    from fp8rl.rollout import Rollout
+    from fp8rl.scale.storage import StoredRing
+    ring, t = StoredRing(50, 4, ((-1e9,), (1e9,)), folder=sys.argv[1], layout=sys.argv[2]), 0
+    print("ready", flush=True)
+    while True:
+        n = 1 + t % 40
+        time = torch.arange(t, t + n + 1.0).view(-1, 1).expand(-1, 4)
+        zero = torch.zeros(n, 4)
+        ring.append(Rollout(time.unsqueeze(-1).contiguous(), zero.long(), time[:-1], zero.byte(), -time[:-1]))
+        t += n
+"""
+
+
+@pytest.mark.parametrize("layout", ["compact", "full"])
+def test_a_killed_writer_leaves_whole_rows(tmp_path, layout):
+    delays = np.random.default_rng(0).uniform(0, 0.05, 1)
+    for i, delay in enumerate(delays):
+        folder = tmp_path / str(i)
+        command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), layout]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(delay)
+            process.send_signal(signal.SIGKILL)
+        ring = StoredRing.open(folder)
+        if ring.size:
+            batch = ring.sample(1, ring.size)
+            time = batch.obs[:, 0, 0]
+            assert (time[1:] == time[:-1] + 1).all() and time[-1] == ring.count
+            assert torch.equal(batch.reward[:, 0], time[:-1]) and torch.equal(batch.behavior_logp[:, 0], -time[:-1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_append_cut_short_gives_up_only_what_it_was_overwriting(tmp_path, layout, monkeypatch):
+    """The slow twin of the kill: stop after each single store."""
+    stores = 0
+    for stop in itertools.count():
+        folder = tmp_path / str(stop)
+        ring = StoredRing(10, 2, WIDE, folder=folder, layout=layout)
+        ring.append(coded(0, 7, 2))
+        done = 0
+
+        def counted(tensor, key, value, store=torch.Tensor.__setitem__, stop=stop):
+            nonlocal done
+            if done == stop:
+                raise KeyboardInterrupt
+            done += 1
+            store(tensor, key, value)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "__setitem__", counted)
+            try:
+                ring.append(coded(7, 6, 2))
+                stores = done
+            except KeyboardInterrupt:
+                pass
+        del ring
+        ring = StoredRing.open(folder)
+        whole = stop >= (stores or stop + 1)
+        assert ring.count == (13 if whole else 7) and ring.size == (9 if whole else 7 if stop == 0 else 3)
+        obs = ring.sample(1, ring.size).obs[:, 0, 0]
+        assert obs.tolist() == list(range(ring.start, ring.count + 1))
+        if stores:
+            break
+    assert stores > 6
+
+
+def test_settings_stand_in_the_folder_as_json(tmp_path):
+    folder, _ = folder_of(tmp_path)
+    about = json.loads((folder / "ring.json").read_text())
+    assert about["rows"] == 10 and about["codec"] == "fp32" and (about["low"], about["high"]) == tuple(map(list, WIDE))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_device_s_ring_holds_what_ram_would(layout, codec):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    rings = [StoredRing(20, 3, layout=layout, codec=codec, device=device) for device in ("cpu", "cuda")]
+    start, env = torch.tensor([12, 15, 20]), torch.tensor([0, 2, 1])
+    for ring in rings:
+        for clock in (0, 12):
+            ring.append(noise(clock, 12, 3).to(ring.device if clock else "cpu"))  # from either side
+    in_ram, on_device = (ring._read(start.to(ring.device), env.to(ring.device), 4).to("cpu") for ring in rings)
+    assert rings[1].device.type == "cuda" and rings[1].nbytes == rings[0].nbytes and same(in_ram, on_device)
+    assert rings[1].sample(8, 4).obs.device.type == "cuda"
