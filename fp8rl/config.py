@@ -63,7 +63,7 @@ class Config:
     bootstrap_truncation: bool = True
     """Value the state in which the time limit cut an episode. Off treats the time limit as a failure."""
     normalize_advantage: bool = True
-    """Divide advantages by their standard deviation in the batch."""
+    """Subtract the advantages' mean over the batch and divide by their standard deviation."""
     reward_scale: float = 0.05
     """Multiplies rewards in the loss. 1 - gamma makes values of order 1."""
     entropy_coef: float = 0.01

@@ -33,7 +33,7 @@ STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """One step of the physics: the next state, float32 [..., 2], from a state (position, velocity) float32 [..., 2] and actions
     [...] (integers 0 or 1, not checked)."""
-    velocity = state[..., 1] + (2 * PUSH * action - PUSH)
+    velocity = torch.add(state[..., 1], action, alpha=2 * PUSH) - PUSH
     # Positions, then velocities: a batch is worked on by the column.
     return torch.stack((state[..., 0] + velocity, velocity * DAMPING)).movedim(0, -1)
 

@@ -75,8 +75,8 @@ def actor_critic_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the shared network on a rollout: policy gradient + value_coef * squared error - entropy_coef * entropy.
 
-    Means run over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (divided by its standard
-    deviation when `normalize_advantage`), the value term half the squared distance to the V-trace target (Espeholt et
+    Means run over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (less its mean and divided by its
+    standard deviation when `normalize_advantage`), the value term half the squared distance to the V-trace target (Espeholt et
     al. 2018, section 4.2).
 
     Args:
@@ -93,25 +93,20 @@ def actor_critic_loss(
     """
     valid = rollout.valid
     mask = valid.float()  # to multiply with: faster than a bool
-    rows = valid.sum()
+    rows = mask.sum()
     log_policy = log_softmax(logits[:-1])
     logp = action_logp(log_policy, rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
     discounts = discounts_of(rollout.flags, config.gamma, config.bootstrap_truncation)
     corrected = log_ratios if config.importance_correction else torch.zeros_like(log_ratios)
     targets = vtrace(values.detach(), config.reward_scale * rollout.reward, discounts, corrected, valid, config.lam)
-    advantage, count = targets.advantage, rows
+    advantage = targets.advantage
+    count, mean = total([rows, advantage.sum()])  # dummy rows hold 0, so sums over all rows are sums over valid ones
+    count = count.clamp(min=1)
     if config.normalize_advantage:
-        # The parts' squares about their own means, which do not cancel, and in float64 what moves them to the mean of all.
-        mean = advantage.sum() / rows.clamp(min=1)  # dummy rows hold 0, so sums over all rows are sums over valid ones
-        squares = (mask * (advantage - mean)).square().sum() + rows * mean.double().square()
-        count, sums, squares = total([torch.stack((rows.double(), rows * mean.double(), squares))])[0].unbind()
-        count = count.clamp(min=1)
-        variance = (squares / count - (sums / count).square()).clamp(min=0).float()
-        advantage = advantage / (variance.sqrt() + 1e-8)
-    else:
-        count = total([rows])[0].clamp(min=1)
-    count = count.float()
+        advantage = mask * (advantage - mean / count)
+        (squares,) = total([advantage.square().sum()])
+        advantage = advantage / ((squares / count).sqrt() + 1e-8)
     policy_loss = -(logp * advantage).sum() / count
     value_loss = 0.5 * (mask * (values[:-1] - targets.value)).square().sum() / count
     entropy = -(mask * (log_policy.exp() * log_policy).sum(-1)).sum() / count

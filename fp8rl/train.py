@@ -274,10 +274,8 @@ def shown(row: dict[str, float]) -> str:
 
 
 def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:
-    """Adam over a model's parameters. On CUDA one kernel takes a step (`fused`) and all its numbers, step counts and learning
-    rate too, are kept there, so that it never waits for the host; a CUDA graph needs it `capturable` besides."""
-    if not model.actor.weight.is_cuda:
-        return torch.optim.Adam(model.parameters(), lr=learning_rate, eps=1e-5)
+    """Adam over a model's parameters, a step in one kernel. On CUDA all its numbers, step counts and learning rate too, are kept
+    there, so that it never waits for the host; a CUDA graph needs it `capturable` besides."""
     rate = torch.tensor(learning_rate, device=model.actor.weight.device) if model.actor.weight.is_cuda else learning_rate
     return torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=capturable)
 

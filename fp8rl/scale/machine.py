@@ -21,6 +21,7 @@ import torch
 from ..config import Config
 from ..history import EpisodeReturns
 from ..precision import Precision
+from ..rollout import stream_seed
 from ..train import Run, Stream, make_cart
 from . import fused, graphs, ranks
 from .ahead import Ahead, collect_first
@@ -127,7 +128,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
         size,
     )
     if machine.collect_ahead or store != collector:
-        run.draws = Stream(store).manual_seed(config.seed + 2**33 + rank)
+        run.draws = Stream(store).manual_seed(stream_seed(config.seed, rank, 1))
     if machine.memmap:
         run.stores = True
     if machine.compile:
