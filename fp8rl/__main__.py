@@ -107,8 +107,10 @@ def train(
 
 def require_default(config: Config, overwrite: bool) -> None:
     """Raises ValueError if something is given beside `resume` that a resumed run cannot change."""
+    words = [word.split("=")[0].removeprefix("--").removeprefix("no-") for word in sys.argv if word.startswith("--")]
+    given = {word.replace("-", "_") for word in words}  # one that has its default value too
     for field in dataclasses.fields(Config):
-        if getattr(config, field.name) != field.default:
+        if field.name in given:
             raise ValueError(
                 f"{field.name} is {getattr(config, field.name)} beside resume, which takes the run's own: leave it out"
             )
@@ -119,11 +121,15 @@ def require_default(config: Config, overwrite: bool) -> None:
 def write_while_training(run: Run, out: Path, checkpoint_every: int, checkpoint_ring: bool) -> None:
     """Trains a run to its end; rank 0 writes metrics.csv and checkpoint.pt as it goes."""
     with (out / "metrics.csv" if run.rank == 0 else Path(os.devnull)).open("w", newline="") as file:
-        writer = csv.writer(file)
+        writer, header = csv.writer(file), []
 
         def write(rows: list[dict[str, float]]) -> None:
-            if rows and rows[0]["iteration"] == 0:
-                writer.writerow(rows[0])
+            nonlocal header
+            if rows and list(rows[0]) != header:  # at first, or where a run resumed by other means has new columns
+                header, rows = list(rows[0]), run.history.rows
+                file.seek(0)
+                file.truncate()
+                writer.writerow(header)
             writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
             file.flush()
 
@@ -277,7 +283,8 @@ def measure(
         num_envs: environments of the loop.
         rollout_length: steps that it collects from each in an iteration.
         precision: what it computes in, if not in what is fastest on this machine.
-        machine: where and how fast. With few environments --compile --no-reuse-forward is the fastest.
+        machine: where and how fast. With few environments --compile --no-reuse-forward is the fastest; a CUDA graph too needs
+            --no-reuse-forward.
         seconds: how long to measure.
         json_output: print one JSON object.
         out: folder for the result of fp8.

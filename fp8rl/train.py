@@ -173,7 +173,8 @@ class Run:
             return float(evaluate(judge, env, precision).mean())
 
     def state_dict(self, ring: bool = True) -> dict:
-        """All that the run needs to continue as if it had never stopped, with or without the ring's rows."""
+        """All that the run needs to continue as if it had never stopped, with or without the ring's rows. Tensors of model
+        and optimizer are their own, as in torch: copy them if the run goes on."""
         parts = {name: getattr(self, name).state_dict() for name in self.PARTS}
         parts["state"] = None if self.state is None else self.state.clone()
         parts["draws"] = None if self.draws is self.generator else self.draws.state_dict()

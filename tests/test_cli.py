@@ -251,6 +251,7 @@ def test_help_is_printed(capsys):
 def test_resuming_takes_the_run_s_own_config(trained, tmp_path, capsys):
     for arguments, message in (
         (["--resume", trained, "--steps", "2048"], "steps is 2048 beside resume, which takes the run's own"),
+        (["--resume", trained, "--steps", "100000"], "steps is 100000 beside resume"),  # the default, but not the run's own
         (["--resume", trained, "--precision=bf16"], "precision is bf16 beside resume"),  # though it is
         (["--resume", trained, "--overwrite"], "overwrite is True beside resume"),
         (["--resume", trained, "--out", tmp_path / "b"], "out is "),
@@ -304,7 +305,8 @@ def test_a_run_of_the_plain_loop_resumes_from_the_command_line(tmp_path):
     checkpoint.save(tmp_path / "checkpoint.pt", plain)
     for _ in range(2):
         run("train", "--resume", tmp_path)
-        assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 4
+        header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+        assert len(rows) == 4 and "fp8.hidden.input.snr_db" in header  # which the plain loop does not record
 
 
 def test_a_resumed_run_takes_the_machine_that_is_given_now(tmp_path, monkeypatch, capsys):

@@ -40,10 +40,9 @@ def test_a_question_to_the_host_would_be_noticed():
         captured(Config(), between=check_finite)
 
 
-@pytest.mark.parametrize("reuse_forward", [False, True])
-def test_on_the_cpu_the_same_functions_run_without_a_graph(reuse_forward):
+def test_on_the_cpu_the_same_functions_run_without_a_graph():
     config = Config(steps=4_096, eval_every=0, eval_episodes=5, encoder="gru", replay_updates=2)
-    machines = (Machine(graph=graph, reuse_forward=reuse_forward) for graph in (False, True))
+    machines = (Machine(graph=graph) for graph in (False, True))
     assert_same(*(train(build(config, machine), progress=False) for machine in machines))
 
 
@@ -86,9 +85,8 @@ def test_results_that_the_next_replay_overwrites_are_used_before(fields, monkeyp
 @pytest.mark.parametrize("fields", [{}, {"replay_updates": 0}, {"replay_updates": 2}, {"encoder": "gru"}], ids=str)
 @ON_CUDA
 def test_a_graph_trains_as_eager_launches_do(precision, fields):
-    reuse_forward = fields.get("replay_updates") == 0
     config = Config(steps=20_480, eval_every=0, eval_episodes=50, precision=precision, **fields)
-    machines = (Machine(device="cuda", graph=graph, reuse_forward=reuse_forward) for graph in (False, True))
+    machines = (Machine(device="cuda", graph=graph) for graph in (False, True))
     eager, graph = (train(build(config, machine), progress=False) for machine in machines)
     torch.testing.assert_close(weights(graph), weights(eager))
     for name in ("loss", "grad_norm", "loss_scale", "skipped", "train_return"):

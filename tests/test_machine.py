@@ -64,6 +64,7 @@ NOT_COMPILED = "compile is True: leave it out, or collect on the CPU in the pack
         ({}, {"vectorization": "async"}, "vectorization is async: leave it out, it is for env_id"),
         ({}, {"graph": True, "collect_ahead": True}, "graph is True: leave it out"),
         ({"env_id": "CartPole-v1"}, {"graph": True}, "graph is True: leave it out"),
+        ({}, {"graph": True, "reuse_forward": True}, r"reuse_forward is True: leave it out \(--no-reuse-forward\) with graph"),
         ({"fresh_updates": 0}, {"reuse_forward": True}, NOT_REUSED),
         ({"collect_precision": "bf16"}, {"reuse_forward": True}, NOT_REUSED),
         ({}, {"reuse_forward": True, "collect_ahead": True}, NOT_REUSED),

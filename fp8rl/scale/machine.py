@@ -186,6 +186,8 @@ def check(config: Config, machine: Machine, size: int) -> None:
     if machine.graph:
         remedy = "leave it out, or learn and collect on one device, in turn, in the package's environment"
         require("graph", own and one, remedy)
+        # Replays overwrite the observations that a kept forward pass still needs for its gradient.
+        require("reuse_forward", not machine.reuse_forward, "leave it out (--no-reuse-forward) with graph")
     if machine.collect_ahead:
         tf32 = "tf32" in (config.precision, config.collect_precision)
         require("precision", not tf32, "choose another for collect_ahead, TF32 is a switch of the whole process")
