@@ -125,6 +125,8 @@ def write_while_training(run: Run, out: Path, checkpoint_every: int, checkpoint_
 
         def write(rows: list[dict[str, float]]) -> None:
             nonlocal header
+            if run.rank > 0:
+                return
             if rows and list(rows[0]) != header:  # at first, or where a run resumed by other means has new columns
                 header, rows = list(rows[0]), run.history.rows
                 file.seek(0)
