@@ -43,7 +43,7 @@ class ActorCritic(nn.Module):
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
         """The encoder: [..., width] of observations [..., obs_size]."""
-        return self.hidden(self.inputs(obs).relu_()).relu_()
+        return self.hidden(self.inputs(obs).relu()).relu()
 
     def forward(
         self, obs: torch.Tensor, state: torch.Tensor | None = None, first: torch.Tensor | None = None
