@@ -23,7 +23,7 @@ from fp8rl.report import plot, study
 from fp8rl.scale.hardware import hardware
 from fp8rl.train import Run, train
 
-SEEDS = range(30)
+SEEDS = range(1000, 1030)
 GROUPS = {
     "Fresh and replayed": {
         "fp32": {},

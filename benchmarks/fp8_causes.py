@@ -21,7 +21,7 @@ from fp8rl.report import study
 from fp8rl.scale.hardware import hardware
 from fp8rl.train import train
 
-SEEDS = range(20)
+SEEDS = range(1000, 1020)
 NEAR = {"gamma": 0.99, "reward_scale": 0.01, "start_noise": 0.05, "eval_every": 0}
 WIDE = {**NEAR, "start_noise": 1.0}
 NO_FORWARD = "fp8, discount 0.99, start 1.0, activations and weights exact"
