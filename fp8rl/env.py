@@ -27,10 +27,6 @@ PUSH = 0.1
 DAMPING = 0.95
 LIMIT = 2.0
 MAX_STEPS = 200
-# The same as tensors without dimensions, which go with tensors on any device: an operator takes one in half the time that it needs
-# for a Python number, and one environment step is two dozen operators.
-_PUSH, _DAMPING, _LIMIT, _SLOPE, _ONE = (torch.tensor(x, device="cpu") for x in (PUSH, DAMPING, LIMIT, -0.1, 1.0))
-_STEP, _MAX_STEPS = (torch.tensor(n, dtype=torch.int32, device="cpu") for n in (1, MAX_STEPS))
 STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 
 
@@ -38,19 +34,19 @@ def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """One step of the physics: the next state, float32 [..., 2], from a state (position, velocity) float32 [..., 2] and actions
     [...] (integers 0 or 1, not checked)."""
     position, velocity = state.unbind(-1)
-    velocity = torch.add(velocity, action, alpha=2 * PUSH) - _PUSH
+    velocity = torch.add(velocity, action, alpha=2 * PUSH) - PUSH
     # Positions, then velocities: a batch is worked on by the column.
-    return torch.stack((position + velocity, velocity * _DAMPING)).movedim(0, -1)
+    return torch.stack((position + velocity, velocity * DAMPING)).movedim(0, -1)
 
 
 def reward_of(state: torch.Tensor) -> torch.Tensor:
     """Reward [...] for arriving in `state` [..., 2]: 1 at the origin, 0.1 less for each unit of distance."""
-    return state[..., 0].abs() * _SLOPE + _ONE
+    return state[..., 0].abs() * -0.1 + 1
 
 
 def is_out(state: torch.Tensor) -> torch.Tensor:
     """Whether `state` [..., 2] ends the episode: bool [...]."""
-    return state[..., 0].abs() > _LIMIT
+    return state[..., 0].abs() > LIMIT
 
 
 def bang_bang(state: torch.Tensor) -> torch.Tensor:
@@ -107,14 +103,14 @@ class CustomEnv(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
         start = self.np_random.uniform(-self.start_noise, self.start_noise, size=2)
-        self.state = torch.tensor(start, dtype=torch.float32)
+        self.state = torch.tensor(start, dtype=torch.float32, device="cpu")
         self.steps = 0
         return self._observation(), {}
 
     def step(self, action):
         if not self.action_space.contains(action):
             raise ValueError(f"action {action!r} is outside {self.action_space}: pass the integer 0 or 1")
-        self.state = dynamics(self.state, torch.tensor(int(action)))
+        self.state = dynamics(self.state, torch.tensor(int(action), device="cpu"))
         self.steps += 1
         terminated = bool(is_out(self.state))
         truncated = not terminated and self.steps >= MAX_STEPS
@@ -200,7 +196,7 @@ class BatchedEnv:
         """Random numbers for `length` steps, drawn at once: for each a float32 [N, 2 + extra_features] with states to start from
         and channels of noise."""
         n, k = self.num_envs, self.extra_features
-        noise = torch.rand(length, n * (2 + k), device=self.device, generator=self.generator).mul_(2).sub_(1)
+        noise = torch.rand(length, n * (2 + k), dtype=torch.float32, device=self.device, generator=self.generator).mul_(2).sub_(1)
         starts, channels = (part.view(length, n, -1) for part in noise.split((2 * n, k * n), dim=1))
         starts = starts.mT.mul(self.start_noise).mT  # features before environments in memory, as `dynamics` lays states out
         return (torch.cat((starts, channels), dim=-1) if k else starts).unbind()
@@ -219,10 +215,10 @@ class BatchedEnv:
         moved = dynamics(self.state, action)
         self.state = torch.where(self.done.unsqueeze(-1), start[:, :2] if self.extra_features else start, moved)
         self.obs = self._observe(self.state, start)
-        self.steps.add_(_STEP).masked_fill_(self.done, 0)
+        self.steps.add_(1).masked_fill_(self.done, 0)
         reward = reward_of(self.state).masked_fill(self.done, 0)
         terminated = is_out(self.state)  # never where a start was drawn
-        truncated = (self.steps >= _MAX_STEPS) > terminated  # and not terminated
+        truncated = (self.steps >= MAX_STEPS) > terminated  # and not terminated
         self.done = terminated | truncated
         return self.obs, reward, terminated, truncated
 

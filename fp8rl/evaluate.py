@@ -12,7 +12,7 @@ from .rollout import gumbel, stream_seed
 def play(policy, env) -> np.ndarray:
     """Returns float32 [N] of the first episode in each of N environments just made, as BatchedEnv(N): they are stepped until all
     have ended. The policy maps observations float32 [N, F] to actions int64 [N]."""
-    total = torch.zeros(env.num_envs, device=env.device)
+    total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     live = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     for step in range(env.max_steps):
         _, reward, _, _ = env.step(policy(env.obs))

@@ -152,6 +152,7 @@ class _Float8Matmuls(torch.autograd.Function):
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         x8, w8, g8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale), quantize(grad, E5M2)

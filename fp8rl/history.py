@@ -46,7 +46,7 @@ class History:
 
     def column(self, name: str) -> np.ndarray:
         """One number of every row, float64 [iterations]."""
-        return np.array(self.columns[name])
+        return np.array(self.columns.get(name, ()))
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
         """Environment steps and mean greedy returns of the evaluations."""
@@ -55,8 +55,8 @@ class History:
 
     @property
     def final_return(self) -> float:
-        """Mean greedy return of the last evaluation."""
-        return float(self.evaluations()[1][-1])
+        """Mean greedy return of the last evaluation; NaN before the first."""
+        return float(self.evaluations()[1][-1]) if len(self.evaluations()[1]) else math.nan
 
     def first_step_at(self, threshold: float = 195.0) -> float:
         """Environment steps at the first evaluation that reached `threshold`; NaN if none did."""
@@ -65,7 +65,7 @@ class History:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The columns, float64 [iterations] each."""
-        return {name: torch.tensor(values, dtype=torch.float64) for name, values in self.columns.items()}
+        return {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in self.columns.items()}
 
     def load_state_dict(self, columns: dict[str, torch.Tensor]) -> None:
         """Continues from another's `state_dict`."""
@@ -77,7 +77,7 @@ class EpisodeReturns:
     tensor [N]."""
 
     def __init__(self, num_envs: int):
-        self.open = torch.zeros(num_envs, dtype=torch.float64)
+        self.open = torch.zeros(num_envs, dtype=torch.float64, device="cpu")
 
     def add(self, rollout: Rollout) -> np.ndarray:
         """Takes the next rollout and returns the returns of the episodes that ended in it, float64 [any number]."""

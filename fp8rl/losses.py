@@ -112,12 +112,12 @@ def actor_critic_loss(
     entropy = -(mask * (log_policy.exp() * log_policy).sum(-1)).sum() / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
     masked = torch.where(valid, log_ratios, -torch.inf)
-    ratio = (masked - masked.max()).exp()  # the share does not change, and nothing overflows
+    ratio = torch.where(valid, (masked - masked.max()).exp(), 0)  # the share does not change, and nothing overflows
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
         "min_logp": torch.where(valid, logp, 0).min(),
-        "ess": ratio.sum().square() / (rows.clamp(min=1) * ratio.square().sum()),
+        "ess": ratio.sum().square() / (rows * ratio.square().sum()).clamp(min=1),
     }
     return loss, {name: stat.detach() for name, stat in stats.items()}

@@ -13,33 +13,36 @@ import torch
 from torch import nn
 
 
-def linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
-    """A linear layer with orthogonal weights and no bias yet."""
-    layer = nn.Linear(inputs, outputs)
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
+def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator | None = None) -> nn.Linear:
+    """A float32 linear layer on the CPU with orthogonal weights, drawn from `generator` (None is torch's global one), and zero
+    bias."""
+    layer = nn.Linear(inputs, outputs, device="meta")  # without the weights that it would draw from the global generator
+    weight = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu")
+    layer.weight = nn.Parameter(nn.init.orthogonal_(weight, gain, generator))
+    layer.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32, device="cpu"))
     return layer
 
 
 class ActorCritic(nn.Module):
-    """Policy and value of an observation of `obs_size` features, for `num_actions` actions, with `width` units a hidden layer.
+    """Policy and value of an observation of `obs_size` features, for `num_actions` actions, with `width` units a hidden layer and
+    weights drawn from `generator` (None is torch's global one).
 
     Outputs are float32 whatever autocast computes in: probabilities and targets are taken from them.
     """
 
     recurrent = False
 
-    def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64):
+    def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64, generator: torch.Generator | None = None):
         super().__init__()
         self.width = width
-        self.inputs = linear(obs_size, width, math.sqrt(2))
-        self.make_hidden(width)
-        self.actor = linear(width, num_actions, 0.01)
-        self.critic = linear(width, 1, 1.0)
+        self.inputs = linear(obs_size, width, math.sqrt(2), generator)
+        self.make_hidden(width, generator)
+        self.actor = linear(width, num_actions, 0.01, generator)
+        self.critic = linear(width, 1, 1.0, generator)
 
-    def make_hidden(self, width: int) -> None:
+    def make_hidden(self, width: int, generator: torch.Generator | None) -> None:
         """Makes what lies between the first layer and the heads."""
-        self.hidden = linear(width, width, math.sqrt(2))
+        self.hidden = linear(width, width, math.sqrt(2), generator)
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
         """The encoder: [..., width] of observations [..., obs_size]."""

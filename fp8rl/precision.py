@@ -101,6 +101,7 @@ class Precision:
         cast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached)
         with self.matmul_mode(), cast:
             yield
+        torch.clear_autocast_cache()  # inside a region of the caller's, weights cast now would outlive their next update
 
     def step(
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, total: Callable | None = None
@@ -109,10 +110,10 @@ class Precision:
         `total` sums the gradients over the processes that hold the other parts of the loss. On CUDA, with a fused and capturable
         optimizer, nothing here waits for the device."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        one = torch.ones((), device=self.device)
+        one = torch.ones((), dtype=torch.float32, device=self.device)
         scale = self.scaler.scale(one)
         optimizer.zero_grad(set_to_none=True)
-        with self.matmul_mode():
+        with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):  # the caller's would cast FP8's own matmuls
             self.scaler.scale(loss).backward()
         if total:
             for p, grad in zip(parameters, total([p.grad for p in parameters]), strict=True):
@@ -130,7 +131,10 @@ class Precision:
 
     @contextlib.contextmanager
     def matmul_mode(self):
-        """Sets torch's process-wide TF32 switch for this precision and puts it back."""
+        """On CUDA sets torch's process-wide TF32 switch for this precision and puts it back."""
+        if self.device.type != "cuda":
+            yield
+            return
         matmul = torch.backends.cuda.matmul
         before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if self.name == "tf32" else "ieee"
         try:

@@ -56,7 +56,7 @@ class ReplayBuffer:
         self.codec = Codec(codec, *bounds, self.device)
         self.obs_size = len(bounds[0])
         self.clipped = torch.zeros(self.obs_size, dtype=torch.int64, device=self.device)
-        self._clock = torch.zeros(2, dtype=torch.int64)
+        self._clock = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.fields = self._allocate()
 
     def _allocate(self) -> dict[str, torch.Tensor]:

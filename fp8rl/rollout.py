@@ -73,7 +73,7 @@ def stream_seed(*key: int) -> int:
 
 def gumbel(shape: tuple[int, ...], device="cpu", generator: torch.Generator | None = None) -> torch.Tensor:
     """Standard Gumbel noise, float32: argmax(logits + noise) is a draw from softmax(logits)."""
-    return torch.rand(shape, device=device, generator=generator).log_().neg_().log_().neg_()
+    return torch.rand(shape, dtype=torch.float32, device=device, generator=generator).log_().neg_().log_().neg_()
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:

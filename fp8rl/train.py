@@ -115,9 +115,8 @@ class Run:
         self.recorder = functools.partial(contextlib.nullcontext, {})
         self.generator = self.draws = Stream(collect_device).manual_seed(stream_seed(config.seed, rank) if rank else config.seed)
         self.env = make_env(config, config.num_envs // ranks, config.start_noise, self.generator)
-        with torch.random.fork_rng(devices=[]):  # leave the caller's generator alone
-            torch.default_generator.manual_seed(config.seed)  # torch.manual_seed would reseed the caller's CUDA generators too
-            model = networks[config.encoder](len(self.env.bounds[0]), self.env.num_actions)
+        weights = torch.Generator("cpu").manual_seed(config.seed)
+        model = networks[config.encoder](len(self.env.bounds[0]), self.env.num_actions, generator=weights)
         alike = self.acting.name == self.precision.name and self.acting.device == self.precision.device
         actor = None if alike else self.acting.prepare(copy.deepcopy(model))
         self.model = self.precision.prepare(model)
@@ -252,7 +251,7 @@ def train(run: Run | Config, progress: bool = True) -> Run:
 def totals(run: Run, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
     """A summary of the updates, with the sums over all processes: returns, clipped values and the terms of the loss."""
     finished, terms = run.returns.add(rollout), [summary[name] for name in TERMS]
-    sums = torch.tensor([finished.sum(), len(finished), run.ring.clipped.sum(), *terms], dtype=torch.float64)
+    sums = torch.tensor([finished.sum(), len(finished), run.ring.clipped.sum(), *terms], dtype=torch.float64, device="cpu")
     returns, episodes, clipped, *terms = run.total([sums])[0].tolist()
     summary |= dict(zip(TERMS, terms, strict=True))
     steps = (len(run.history) + 1) * run.config.steps_per_iteration
@@ -277,7 +276,11 @@ def shown(row: dict[str, float]) -> str:
 def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:
     """Adam over a model's parameters, a step in one kernel. On CUDA all its numbers, step counts and learning rate too, are kept
     there, so that it never waits for the host; a CUDA graph needs it `capturable` besides."""
-    rate = torch.tensor(learning_rate, device=model.actor.weight.device) if model.actor.weight.is_cuda else learning_rate
+    rate = (
+        torch.tensor(learning_rate, dtype=torch.float32, device=model.actor.weight.device)
+        if model.actor.weight.is_cuda
+        else learning_rate
+    )
     return torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=capturable)
 
 

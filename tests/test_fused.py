@@ -61,7 +61,7 @@ def test_many_rows_in_bfloat16_give_what_the_layers_give(monkeypatch):
         for x, y, z in zip(mine, theirs, exact, strict=True):
             assert x.shape == y.shape and x.dtype == torch.float32
             assert (x - z).norm() < 1.2 * (y - z).norm() + 1e-3 * z.norm()  # no further from the truth than layer by layer
-            assert (x - z).norm() < 0.1 * z.norm()
+            assert (x - z).norm() < 0.2 * z.norm()  # layer by layer up to 0.16, over eight seeds
     assert calls == [1024, 1024, 1536, 1536]
 
 

@@ -66,7 +66,7 @@ def test_table_pairs_by_seed_and_judges():
 
 @pytest.mark.parametrize("values, text", [([1, 3, 2], "2"), ([1, np.nan, 2], "2"), ([1, np.nan, np.nan], "not reached")])
 def test_a_seed_that_never_got_there_counts_as_the_latest(values, text):
-    assert study._median(np.array(values), "g") == text
+    assert study.median_of(np.array(values), "g") == text
 
 
 def test_results_are_ordered_and_complete(tmp_path):

@@ -29,8 +29,8 @@ class ManyRows(ActorCritic):
     """An ActorCritic that computes many rows with fewer passes over memory, and few rows as the plain one, bit for bit, but acts
     without the calls of its modules, which take longer than their arithmetic."""
 
-    def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64):
-        super().__init__(obs_size, num_actions, width)
+    def __init__(self, *sizes, **kwargs):
+        super().__init__(*sizes, **kwargs)
         self.acting = [(layer.weight, layer.bias) for layer in (self.inputs, self.hidden, self.actor)]
 
     def forward(self, obs, state=None, first=None):
@@ -78,7 +78,7 @@ class ManyRows(ActorCritic):
 
 def relu_(x: torch.Tensor) -> torch.Tensor:
     """ReLU of a bfloat16 tensor, in place, by its bits: read as an integer, a negative number is negative too. Torch's own goes
-    through float32 and takes six times as long. (A NaN stays one if its sign bit is not set.)"""
+    through float32 and takes six times as long. On x86 a NaN becomes 0."""
     x.view(torch.int16).clamp_(min=0)
     return x
 

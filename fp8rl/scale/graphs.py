@@ -66,7 +66,7 @@ def in_place(run: Run) -> Callable[[], Rollout]:
     """`run.act`, but the environments' tensors and the recurrent state stay where they are, as a replay needs them."""
     act, held = run.act, run.env.tensors()
     if run.model.recurrent:
-        run.state = torch.zeros(run.env.num_envs, run.model.width, device=run.env.device)
+        run.state = torch.zeros(run.env.num_envs, run.model.width, dtype=torch.float32, device=run.env.device)
     before = run.state
 
     def act_in_place() -> Rollout:

@@ -116,7 +116,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
     check(config, machine, size)
     learner, collector, store = machine.on("learn"), machine.on("collect"), machine.on("store")
     iteration = len(state["history"].get("iteration", ())) if state else 0  # a continued run begins other episodes
-    first_seed = config.seed + iteration * config.num_envs + rank * config.num_envs // size
+    first_seed = stream_seed(config.seed, iteration, rank)  # of environments side by side, which count up from it
     run = Run(
         config,
         learner,

@@ -19,14 +19,14 @@ class Recurrent(ActorCritic):
 
     recurrent = True
 
-    def make_hidden(self, width: int) -> None:
+    def make_hidden(self, width: int, generator: torch.Generator | None) -> None:
         """Makes the layers that give x and h."""
-        self.hidden = linear(width, 3 * width, 1.0)
-        self.gates = linear(width, 3 * width, 1.0)
+        self.hidden = linear(width, 3 * width, 1.0, generator)
+        self.gates = linear(width, 3 * width, 1.0, generator)
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
         """x, float32 [..., 3 width]."""
-        return self.hidden(self.inputs(obs).relu_()).float()
+        return self.hidden(self.inputs(obs).relu()).float()
 
     def forward(self, obs, state=None, first=None):
         """As ActorCritic.forward, of observations [T, B, obs_size] in time; first: bool [T, B], None is no row."""
