@@ -75,7 +75,7 @@ def main(out: Path) -> None:
         plot.intervals(row[1], study.scores(found, "final_return"), "final greedy return, of 200")
         row[1].set_title("each seed, interquartile mean, 95% interval", fontsize=9)
     figure.savefig(out / "curves.png", dpi=120)
-    study.write_results(out / "results.csv", results)
+    (out / "results.csv").write_text(study.results_csv(results))
     text += f"`python benchmarks/codecs.py {out}` on {hardware()}.\n"
     (out / "table.md").write_text(text)
     print(text)

@@ -10,10 +10,11 @@ import functools
 import io
 import json
 import math
-import os
 import re
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,33 +30,23 @@ from .evaluate import evaluate
 from .history import History
 from .precision import Precision
 from .report import plot, study
+from .report.folder import Folder, read_mark, require_free
 from .scale import bench, growth, hardware, ranks
 from .scale.gym import EnvironmentFailed, GymEnv
 from .scale.machine import NETWORKS, Machine, build
 from .scale.storage import ring_bytes
 from .train import Run, iterate
 
-OUTPUTS = ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png", "results.csv", "table.md", "curves.png")
 Json = Annotated[bool, tyro.conf.arg(name="json")]
+MINUTE = 60.0
 
 
-def require_free(out: Path, overwrite: bool) -> None:
-    """Refuses an output folder that is in use.
+class Interrupted(Exception):
+    """A signal asked the run to end, and it has: `code` is the exit status."""
 
-    Raises:
-        FileExistsError: it holds files and `overwrite` is off, or it is itself a file.
-    """
-    if out.is_file():
-        raise FileExistsError(f"out is {out}, which is a file: name a folder")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise FileExistsError(f"out is {out}, which holds another run: name a new folder, or add --overwrite to replace it")
-
-
-def claim(out: Path) -> None:
-    """Makes the output folder, without what an earlier run left."""
-    out.mkdir(parents=True, exist_ok=True)
-    for name in OUTPUTS:  # so that a run which fails is not mistaken for the one it replaced
-        (out / name).unlink(missing_ok=True)
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
 
 
 def train(
@@ -63,99 +54,168 @@ def train(
     machine: tyro.conf.OmitArgPrefixes[Machine],
     out: Path | None = None,
     resume: Path | None = None,
-    checkpoint_every: int = 0,
+    checkpoint_every: int | None = None,
     checkpoint_ring: bool = True,
     overwrite: bool = False,
+    trust: bool = False,
 ) -> None:
-    """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png. Under torchrun several processes
-    train it together and the first one writes.
+    """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png. Ctrl-C leaves a checkpoint. Under
+    torchrun several processes train the agent together; only rank 0 writes.
 
     Args:
         config: what is learned: a resumed run takes its own.
         machine: where it runs and how fast: a resumed run takes what is given now.
         out: folder for the results.
-        resume: folder of a run that was stopped: it continues from its checkpoint, on the CPU bit for bit as if it had not been.
-        checkpoint_every: iterations between checkpoints; 0 writes one at the end.
+        resume: folder of a run that was stopped: it continues from its checkpoint, on the CPU bit for bit as if it had not been,
+            or from the beginning if it has none yet.
+        checkpoint_every: iterations between checkpoints, 0 for one at the end; by default one is written every minute. A resumed
+            run keeps this option and the next.
         checkpoint_ring: keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty one.
         overwrite: replace a run that the folder holds.
+        trust: a checkpoint may name a module to import (env_id module:Name-v0).
     """
     if (out is None) == (resume is None):
         raise ValueError(f"out is {out} and resume {resume}: give one of them")
-    if checkpoint_every < 0:
+    if checkpoint_every is not None and checkpoint_every < 0:
         raise ValueError(f"checkpoint_every is {checkpoint_every}: give 0 or more")
     ranks.start(machine.devices)
     first, state = ranks.rank()[0] == 0, None
-    if resume:
-        require_default(config, overwrite)
-        out = resume
-        config, state = checkpoint.resume(out / "checkpoint.pt")
-    elif first:
-        require_free(out, overwrite)
-    run = build(config, machine, state)  # what cannot be is refused before anything is written or replaced
-    if machine.memmap and run.ring.count:
-        print(f"continuing with {run.ring.size} rows of {run.ring.num_envs} environments in {machine.memmap}")
-    if first and not resume:
-        claim(out)
-    if first:
-        (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-    write_while_training(run, out, checkpoint_every, checkpoint_ring)
-    clipped = ranks.total([run.ring.clipped])[0].tolist()
-    ranks.stop()
-    if first:
-        report(run, clipped, out)
+    options = {"checkpoint_every": checkpoint_every, "checkpoint_ring": checkpoint_ring}
+    with contextlib.ExitStack() as owned:
+        if resume:
+            require_default(overwrite)
+            out = resume
+            if first:
+                folder = owned.enter_context(Folder.reopen(out, "train"))
+            config, state = stopped_run(out, trust)
+            kept = read_mark(out).get("options", {})
+            options |= {name: kept[name] for name in options if name in kept and name not in given()}
+        elif first:
+            require_free(out, "train", overwrite)
+        run = build(config, machine, state)  # what cannot be is refused before anything is written or replaced
+        if machine.memmap and run.ring.count:
+            print(f"continuing with {run.ring.size} rows of {run.ring.num_envs} environments in {machine.memmap}")
+        if first and not resume:
+            folder = owned.enter_context(Folder.create(out, "train", options, overwrite))
+        if first:
+            folder.remember("train", options)
+            folder.write("config.json", config.to_json())
+        write_while_training(run, out, **options)
+        clipped = ranks.total([run.ring.clipped])[0].tolist()
+        ranks.stop()
+        if first:
+            report(run, clipped, folder)
 
 
-def require_default(config: Config, overwrite: bool) -> None:
-    """Raises ValueError if something is given beside `resume` that a resumed run cannot change."""
+def given() -> set[str]:
+    """Names of the options on the command line, those with their default value too."""
     words = [word.split("=")[0].removeprefix("--").removeprefix("no-") for word in sys.argv if word.startswith("--")]
-    given = {word.replace("-", "_") for word in words}  # one that has its default value too
+    return {word.replace("-", "_") for word in words}
+
+
+def require_default(overwrite: bool) -> None:
+    """Raises ValueError if something is given beside `resume` that a resumed run cannot change."""
     for field in dataclasses.fields(Config):
-        if field.name in given:
-            raise ValueError(
-                f"{field.name} is {getattr(config, field.name)} beside resume, which takes the run's own: leave it out"
-            )
+        if field.name in given():
+            raise ValueError(f"{field.name} is given beside resume, which takes the run's own: leave it out")
     if overwrite:
         raise ValueError("overwrite is True beside resume, which continues in the folder: leave it out")
 
 
-def write_while_training(run: Run, out: Path, checkpoint_every: int, checkpoint_ring: bool) -> None:
-    """Trains a run to its end; rank 0 writes metrics.csv and checkpoint.pt as it goes."""
-    with (out / "metrics.csv" if run.rank == 0 else Path(os.devnull)).open("w", newline="") as file:
-        writer, header = csv.writer(file), []
+def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
+    """A run's config and state; no state if it was stopped before its first checkpoint."""
+    if (out / "checkpoint.pt").exists() or not (out / "config.json").exists():
+        return checkpoint.resume(out / "checkpoint.pt", trust)
+    return Config.from_json((out / "config.json").read_text()), None
 
-        def write(rows: list[dict[str, float]]) -> None:
-            nonlocal header
-            if run.rank > 0:
-                return
-            if rows and list(rows[0]) != header:  # at first, or where a run resumed by other means has new columns
-                header, rows = list(rows[0]), run.history.rows
-                file.seek(0)
-                file.truncate()
-                writer.writerow(header)
-            writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
-            file.flush()
 
-        write(run.history.rows)  # those from before a resumption
-        for _ in iterate(run, progress=run.rank == 0):
-            write([run.history.last])
-            if checkpoint_every and len(run.history) % checkpoint_every == 0:
-                checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+def write_while_training(run: Run, out: Path, checkpoint_every: int | None, checkpoint_ring: bool) -> None:
+    """Trains a run to its end; rank 0 writes metrics.csv and checkpoint.pt as it goes.
+
+    Raises:
+        Interrupted: SIGINT or SIGTERM came; the checkpoint is of the last iteration that was finished.
+    """
+    signals: list[int] = []
+
+    def remember(number, _):
+        if signals and run.ranks == 1:
+            raise KeyboardInterrupt  # the second time at once
+        signals.append(number)
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    saved = time.monotonic()
+    iterations = iterate(run, progress=run.rank == 0)
+    try:
+        with contextlib.closing(iterations), metrics(run, out) as write:
+            for _ in iterations:
+                write([run.history.last])
+                due = time.monotonic() - saved > MINUTE if checkpoint_every is None else False
+                # All ranks must agree: rank 0's clock counts, and anybody's signal.
+                sums = run.total([torch.tensor([float(due and run.rank == 0), float(sum(signals))], dtype=torch.float64)])
+                due, stop = sums[0].tolist()
+                if due or stop or (checkpoint_every and len(run.history) % checkpoint_every == 0):
+                    checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+                    saved = time.monotonic()
+                if stop and len(run.history) < run.config.iterations:
+                    step = run.history.last["steps"]
+                    said = f"interrupted at step {step:,.0f} of {run.config.steps:,}: go on with train --resume {out}"
+                    raise Interrupted(said, 128 + (signals[0] if signals else signal.SIGTERM))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if run.rank == 0:
+        most = "" if run.config.env_id else " of 200"
+        print(f"final greedy return {run.history.final_return:.2f}{most}")  # known even if it cannot be written
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
 
-def report(run: Run, clipped: list[int], out: Path) -> None:
-    """Draws reward_curve.png and prints what came out."""
+@contextlib.contextmanager
+def metrics(run: Run, out: Path):
+    """Opens metrics.csv on rank 0 and gives a function that appends rows to it."""
+    if run.rank > 0:
+        yield lambda rows: None
+        return
+    try:
+        with (out / "metrics.csv").open("w", newline="") as file:
+            writer, header = csv.writer(file), []
+
+            def write(rows: list[dict[str, float]]) -> None:
+                nonlocal header
+                if rows and list(rows[0]) != header:  # at first, or where a run resumed by other means has new columns
+                    header, rows = list(rows[0]), run.history.rows
+                    file.seek(0)
+                    file.truncate()
+                    writer.writerow(header)
+                writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
+                file.flush()
+
+            write(run.history.rows)  # those from before a resumption
+            yield write
+    except OSError as error:
+        if error.errno is None:
+            raise  # one of our own lines
+        raise OSError(f"{out / 'metrics.csv'} cannot be written ({error.strerror}): make room, then --resume {out}") from error
+
+
+def report(run: Run, clipped: list[int], folder: Folder) -> None:
+    """Draws reward_curve.png and prints what else is to be known."""
     config, history = run.config, run.history
     figure = Figure(figsize=(7, 4), layout="constrained")
     ax = figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}")
     plot.learning_curves(ax, {config.precision: history.evaluations()}, marks=config.env_id is None)
-    figure.savefig(out / "reward_curve.png", dpi=120)
+    folder.write("reward_curve.png", png(figure))
     print(hardware.describe(run.precision, run.model))
     if any(clipped):
         counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(clipped) if n)
         print(f"warning: codec {config.codec} clipped observations ({counts}): choose bf16 or fp32", file=sys.stderr)
-    most = "" if config.env_id else " of 200"
-    print(f"final greedy return {history.final_return:.2f}{most}; results in {out}/")
+    print(f"results in {folder.path}/")
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG file's bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
 
 
 def evaluate_run(
@@ -165,6 +225,7 @@ def evaluate_run(
     start_noise: float = 0.05,
     seed: int = 0,
     precision: str | None = None,
+    trust: bool = False,
     json_output: Json = False,
 ) -> None:
     """Evaluate a trained agent on the CPU.
@@ -176,13 +237,14 @@ def evaluate_run(
         start_noise: half-width of the range that episodes start in.
         seed: of the starts.
         precision: what to compute in, if not what it was trained in.
+        trust: the checkpoint may name a module to import (env_id module:Name-v0).
         json_output: print one JSON object.
     """
     if not 1 <= episodes <= 10**6:
         raise ValueError(f"episodes is {episodes}: give a number from 1 to a million")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}: give a number from 0 to 2**32 - 1")
-    model, config = checkpoint.load(run / "checkpoint.pt", NETWORKS, **({"precision": precision} if precision else {}))
+    model, config = checkpoint.load(run / "checkpoint.pt", NETWORKS, trust, **({"precision": precision} if precision else {}))
     if config.env_id and start_noise != 0.05:
         raise ValueError(f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it")
     generator = torch.Generator().manual_seed(seed)
@@ -209,7 +271,8 @@ def compare(
     controls: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Train every precision on the same seeds, a process a core, and write results.csv, table.md and curves.png.
+    """Train every precision on the same seeds, a process a core, and write results.csv, table.md and curves.png. A study that was
+    stopped goes on when it is called again.
 
     Args:
         out: folder for the results.
@@ -239,23 +302,43 @@ def compare(
     if controls:
         arms[f"control: {precisions[0]}, other seeds"] = runs(first_seed + seeds, precision=precisions[0])
         unscaled["control: fp8, products not scaled back"] = runs(precision="fp8")
-    require_free(out, overwrite)
-    claim(out)
-    results, histories = [], {arm: [] for arm in arms | unscaled}
-    for group, run in ((arms, study.run), (unscaled, study.run_unscaled)):
-        arm_of = {config: arm for arm, configs in group.items() for config in configs}
-        for config, history in study.run_all(sorted(arm_of, key=lambda config: config.seed), run=run):
-            histories[arm_of[config]].append(history)
-            results.append(study.summarize(config, history, arm_of[config]))
-            study.write_results(out / "results.csv", results)
-    write_study(out, results, {arm: histories[arm] for arm in arms}, list(histories))
+    with folder_of(out, arms | unscaled, overwrite) as folder:
+        journal = study.Journal(out / "runs.jsonl")
+        for group, run in ((arms, study.run), (unscaled, study.run_unscaled)):
+            arm_of = {
+                config: arm for arm, configs in group.items() for config in configs if (arm, config) not in journal.histories
+            }
+            for config, history in study.run_all(sorted(arm_of, key=lambda config: config.seed), run=run):
+                with folder.writing():
+                    journal.add(arm_of[config], config, history)
+        results, shown = [], {}
+        for arm, configs in (arms | unscaled).items():
+            histories = [journal.histories[arm, config] for config in configs]
+            results += [study.summarize(config, history, arm) for config, history in zip(configs, histories, strict=True)]
+            shown |= {arm: histories} if arm in arms else {}
+        write_study(folder, results, shown, list(arms | unscaled))
 
 
-def write_study(out: Path, results: list[dict], shown: dict[str, list[History]], arms: list[str]) -> None:
-    """Writes table.md of all arms and curves.png of those shown, and prints the table."""
+def folder_of(out: Path, arms: dict[str, list[Config]], overwrite: bool) -> Folder:
+    """The folder of a study: a new one, or that of the same study, which was stopped."""
+    options = {"arms": {arm: [dataclasses.asdict(config) for config in configs] for arm, configs in arms.items()}}
+    mark = read_mark(out)
+    if overwrite or mark.get("command") != "study":
+        require_free(out, "study", overwrite)
+        return Folder.create(out, "study", options, overwrite)
+    folder = Folder.reopen(out, "study")
+    if folder.options != options:
+        folder.close()
+        raise FileExistsError(f"out is {out}, which holds another study: name a new folder, or add --overwrite to replace it")
+    return folder
+
+
+def write_study(folder: Folder, results: list[dict], shown: dict[str, list[History]], arms: list[str]) -> None:
+    """Writes results.csv, table.md of all arms and curves.png of those shown, and prints the table."""
     command = f"python -m fp8rl {shlex.join(sys.argv[1:])}"
     text = f"{study.table(results, arms)}\n`{command}` on {hardware.hardware()}.\n"
-    (out / "table.md").write_text(text)
+    folder.write("results.csv", study.results_csv(results))
+    folder.write("table.md", text)
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     plot.learning_curves(left, {arm: study.stack(histories, "eval_return") for arm, histories in shown.items()})
@@ -263,7 +346,7 @@ def write_study(out: Path, results: list[dict], shown: dict[str, list[History]],
     plot.intervals(right, study.scores(results, "final_return"), "final greedy return, of 200")
     right.set_xlim(study.THRESHOLD - 1, 200)
     right.set_title(f"each seed, interquartile mean, 95% interval, from {study.THRESHOLD - 1:g} up", fontsize=9)
-    figure.savefig(out / "curves.png", dpi=120)
+    folder.write("curves.png", png(figure))
     print(text)
 
 
@@ -292,6 +375,8 @@ def measure(
         out: folder for the result of fp8.
     """
     if what == "fp8":
+        if json_output:
+            raise ValueError("json is for the loop: leave it out, fp8 writes its results to a JSON file in out")
         path = bench.bench_fp8(out)
         if path:
             print(f"results in {path}")
@@ -358,6 +443,7 @@ def parse(commands: dict[str, Callable]) -> Callable[[], None]:
 
 def main() -> None:
     """Runs the command line."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # the network is too small for more, and so a run's numbers do not depend on the cores
     commands = {"train": train, "eval": evaluate_run, "study": compare, "memory": predict_and_measure, "bench": measure}
     try:
@@ -365,6 +451,9 @@ def main() -> None:
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         print(f"fp8rl: {error}", file=sys.stderr)
         sys.exit(2)
+    except Interrupted as stop:
+        print(f"fp8rl: {stop}", file=sys.stderr)
+        sys.exit(stop.code)
     except KeyboardInterrupt:
         print("fp8rl: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -8,6 +8,7 @@ are compared first. torch's `weights_only` reader makes nothing but tensors and 
 import dataclasses
 import io
 import os
+import sys
 import zipfile
 from pathlib import Path
 
@@ -30,15 +31,18 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
         _write(Path(path), content)
 
 
-def load(path: str | Path, networks: dict[str, type[ActorCritic]] = PLAIN, **changes) -> tuple[ActorCritic, Config]:
+def load(
+    path: str | Path, networks: dict[str, type[ActorCritic]] = PLAIN, trust: bool = False, **changes
+) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint's model onto the CPU, and its config with fields changed, as the precision where this machine cannot run
-    the trained one. `networks`: by the config's encoder (scale.machine.NETWORKS has all).
+    the trained one. `networks`: by the config's encoder (scale.machine.NETWORKS has all). `trust`: the module that an env_id such
+    as "module:Name-v0" names may be imported; otherwise it must have been.
 
     Raises:
         FileNotFoundError: nothing at `path`.
-        ValueError: damaged, not a checkpoint of this package, or of another architecture.
+        ValueError: damaged, not a checkpoint of this package, or of another architecture; or an env_id that is not trusted.
     """
-    config, state = resume(path, **changes)
+    config, state = resume(path, trust, **changes)
     try:
         weights = state["model"]
         width, obs_size = weights["inputs.weight"].shape
@@ -49,18 +53,22 @@ def load(path: str | Path, networks: dict[str, type[ActorCritic]] = PLAIN, **cha
     return model, config
 
 
-def resume(path: str | Path, **changes) -> tuple[Config, dict]:
-    """Reads a run's config and the state for `Run.load_state_dict`. Changes and errors as in `load`."""
+def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config, dict]:
+    """Reads a run's config and the state for `Run.load_state_dict`. Arguments and errors as in `load`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"checkpoint {path} does not exist: name the folder of a run")
     content = _read(path)
     try:
-        return Config(**{**content["config"], **changes}), content["run"]
+        config, state = Config.of({**content["config"], **changes}), content["run"]
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's config: train again") from error
+    module, _, _ = (config.env_id or "").rpartition(":")  # which Gymnasium would import
+    if module and module not in sys.modules and not trust:
+        raise ValueError(f"checkpoint {path} has env_id {config.env_id!r}: import {module} first, or add --trust if you know it")
+    return config, state
 
 
 def _write(path: Path, content: dict) -> None:
@@ -72,6 +80,7 @@ def _write(path: Path, content: dict) -> None:
             file.write(buffer.getbuffer())
             file.flush()
             os.fsync(file.fileno())
+        _read(temporary)  # not saved before it can be read
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

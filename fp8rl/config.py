@@ -1,10 +1,15 @@
-"""Config: what a run learns, and so which run it is. Each field is explained beside its default and checked when it is made.
+"""Config: what a run learns, and so which run it is. Each field is explained beside its default. Types are converted and ranges
+checked when a Config is made, whether from Python, JSON or the command line; names of precisions and codecs when a run is.
 
-Where and how fast it runs is another matter (scale/machine.py): that may change when a run is resumed, this may not.
+Devices and speed are options of scale/machine.py: a resumed run may change those, but not these.
 """
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from numbers import Real
+
+import numpy as np
 
 ENCODERS = ("mlp", "gru")
 LAYOUTS = ("compact", "full", "delta")
@@ -83,6 +88,8 @@ class Config:
     """Episodes in an evaluation."""
 
     def __post_init__(self):
+        for field in fields(self):
+            object.__setattr__(self, field.name, self._converted(field.name, field.type))
         for name in ("steps", "num_envs", "rollout_length", "capacity", "slice_length", "batch_size", "eval_episodes"):
             self._require(name, getattr(self, name) >= 1, "give at least 1")
         for name in ("extra_features", "eval_episodes"):
@@ -90,6 +97,8 @@ class Config:
         for name in ("replay_updates", "eval_every", "extra_features", "entropy_coef", "value_coef", "seed"):
             self._require(name, getattr(self, name) >= 0, "give 0 or more")
         self._require("seed", self.seed < 2**32, "give less than 2**32")
+        for name in ("entropy_coef", "value_coef"):
+            self._require(name, getattr(self, name) < math.inf, "give a finite number")
         for name in ("learning_rate", "max_grad_norm", "reward_scale"):
             self._require(name, 0 < getattr(self, name) < math.inf, "give a positive number")
         for name in ("gamma", "lam", "start_noise"):
@@ -115,6 +124,48 @@ class Config:
     def _require(self, name: str, good: bool, remedy: str) -> None:
         if not good:
             raise ValueError(f"{name} is {getattr(self, name)}: {remedy}")
+
+    def _converted(self, name: str, kind: type):
+        """A field's value as Python's own type, which JSON and checkpoints can hold: NumPy's numbers and 1e4 for an int, too."""
+        value = getattr(self, name)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's are Real too, its bool is not
+        if kind is bool and isinstance(value, bool | np.bool_):
+            return bool(value)
+        if kind is int and is_number and value % 1 == 0:
+            return int(value)
+        if kind is float and is_number:
+            return float(value)
+        if (isinstance(value, str) or (value is None and kind is not str)) and kind not in (bool, int, float):
+            return value if value is None else str(value)
+        wanted = {bool: "True or False", int: "a whole number", float: "a number"}.get(kind, "text")
+        raise ValueError(f"{name} is {value!r}: give {wanted}")
+
+    def to_json(self) -> str:
+        """The fields as a JSON object, which `from_json` reads."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Config":
+        """The Config that `to_json` wrote. Fields that are left out have their defaults.
+
+        Raises:
+            ValueError: no JSON object, a field that does not exist, or one out of range.
+        """
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"config is not JSON ({error}): restore it") from error
+        return cls.of(found)
+
+    @classmethod
+    def of(cls, found: dict) -> "Config":
+        """A Config of fields that were read from somewhere. Raises as `from_json`."""
+        if not isinstance(found, dict):
+            raise ValueError(f"config is {type(found).__name__}: give an object of fields")
+        unknown = [name for name in found if name not in cls.__dataclass_fields__]
+        if unknown:
+            raise ValueError(f"config has the field {unknown[0]!r}, which does not exist: leave it out")
+        return cls(**found)
 
     @property
     def steps_per_iteration(self) -> int:

@@ -184,7 +184,7 @@ class Run:
         numbers; without the ring's rows, from other memories.
 
         Raises:
-            ValueError: the state does not fit the config.
+            ValueError: the state does not fit the config. OSError: the ring's rows are in another place than the run's own.
         """
         try:
             for name in self.PARTS:
@@ -198,6 +198,9 @@ class Run:
                 self.draws.load_state_dict(state["draws"])
             if state["ring"] is not None:
                 self.ring.load_state_dict(state["ring"])
+        except OSError:  # the ring's place
+            self.close()
+            raise
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             self.close()
             raise ValueError("the state does not fit the config: resume with the run's own") from error

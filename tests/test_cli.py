@@ -40,7 +40,11 @@ def trained(tmp_path_factory):
 
 
 def test_train_writes_its_four_files(trained):
-    assert sorted(path.name for path in trained.iterdir()) == ["checkpoint.pt", "config.json", "metrics.csv", "reward_curve.png"]
+    names = [".fp8rl", "checkpoint.pt", "config.json", "metrics.csv", "reward_curve.png"]
+    assert sorted(path.name for path in trained.iterdir()) == names
+    assert Config.from_json((trained / "config.json").read_text()) == Config(
+        precision="bf16", seed=1, steps=1024, eval_episodes=2
+    )
     config = json.loads((trained / "config.json").read_text())
     assert (config["precision"], config["seed"], config["steps"]) == ("bf16", 1, 1024)
     with (trained / "metrics.csv").open() as file:
@@ -95,14 +99,15 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process)
 
 def test_study_needs_no_controls(tmp_path, one_process):
     run("study", "--precisions", "fp32", "--seeds", 1, "--steps", 512, "--out", tmp_path / "study")
-    assert sorted(path.name for path in (tmp_path / "study").iterdir()) == ["curves.png", "results.csv", "table.md"]
+    names = [".fp8rl", "curves.png", "results.csv", "runs.jsonl", "table.md"]
+    assert sorted(path.name for path in (tmp_path / "study").iterdir()) == names
 
 
 def test_a_failed_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     run("train", *TINY, "--out", tmp_path)
     with pytest.raises(SystemExit):
         run("train", *TINY, "--out", tmp_path, "--overwrite", "--reward-scale", "1e38")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".fp8rl", "config.json", "metrics.csv"]
     assert (tmp_path / "metrics.csv").read_text() == ""
 
 
@@ -119,7 +124,7 @@ def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_eval
             run(*command)
         error = capsys.readouterr().err
         assert caught.value.code == 2 and error.startswith("fp8rl: precision is 'tf32' and ") and error.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint.pt", ".fp8rl"}
     run("eval", tmp_path, "--episodes", 2, "--precision", "fp32")
     assert "mean return " in capsys.readouterr().out
 
@@ -170,8 +175,10 @@ def test_a_folder_in_use_is_refused_and_untouched(command, tmp_path, capsys):
     (tmp_path / "config.json").write_text("precious")
     with pytest.raises(SystemExit) as caught:
         run(*command, "--out", tmp_path)
-    assert caught.value.code == 2 and "--overwrite" in capsys.readouterr().err
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+    assert caught.value.code == 2 and "holds other files (config.json): name a new folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(*command, "--out", tmp_path, "--overwrite")  # which is for runs
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"] and capsys.readouterr()
     with pytest.raises(SystemExit):
         run(*command, "--out", tmp_path / "config.json")
     assert "which is a file" in capsys.readouterr().err
@@ -250,13 +257,13 @@ def test_help_is_printed(capsys):
 
 def test_resuming_takes_the_run_s_own_config(trained, tmp_path, capsys):
     for arguments, message in (
-        (["--resume", trained, "--steps", "2048"], "steps is 2048 beside resume, which takes the run's own"),
-        (["--resume", trained, "--steps", "100000"], "steps is 100000 beside resume"),  # the default, but not the run's own
-        (["--resume", trained, "--precision=bf16"], "precision is bf16 beside resume"),  # though it is
+        (["--resume", trained, "--steps", "2048"], "steps is given beside resume, which takes the run's own"),
+        (["--resume", trained, "--steps", "100000"], "steps is given beside resume"),  # the default, but not the run's own
+        (["--resume", trained, "--precision=bf16"], "precision is given beside resume"),  # though it is
         (["--resume", trained, "--overwrite"], "overwrite is True beside resume"),
         (["--resume", trained, "--out", tmp_path / "b"], "out is "),
         ([], "out is None and resume None: give one of them"),
-        (["--resume", tmp_path / "nothing"], "checkpoint "),
+        (["--resume", tmp_path / "nothing"], f"{tmp_path / 'nothing'} holds no run of train to go on with"),
         (["--out", tmp_path / "b", "--checkpoint-every", -1], "checkpoint_every is -1: give 0 or more"),
     ):
         before = {path.name: path.read_bytes() for path in trained.iterdir()}

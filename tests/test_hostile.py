@@ -1,14 +1,24 @@
 """What users do to it: kills, two writers, foreign files, other code beside it."""
 
 import contextlib
+import os
 import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
 import threading
+import time
 
+import psutil
 import pytest
 import torch
 from helpers import numbers, weights
 
+from fp8rl import checkpoint
 from fp8rl.config import Config
+from fp8rl.report.folder import FILES, MARK, Folder, require_free
 from fp8rl.scale.machine import build
 from fp8rl.train import train
 
@@ -79,3 +89,176 @@ def test_a_history_can_be_pickled():
     run = train(Config(**SHORT), progress=False)
     copied = pickle.loads(pickle.dumps(run.history))
     assert [column.tobytes() for column in copied.columns.values()] == [x.tobytes() for x in run.history.columns.values()]
+
+
+TRAIN = ["train", "--steps", "20480", "--eval-episodes", "2"]
+
+
+def start(*arguments, **kwargs) -> subprocess.Popen:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "fp8rl", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def finished(*arguments) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command line."""
+    process = start(*arguments)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, "\n".join(line for line in err.splitlines() if "it/s" not in line and "iteration" not in line)
+
+
+def until(condition, process: subprocess.Popen) -> None:
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def rows_of(path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The weights of an uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "a"
+    assert finished(*TRAIN, "--out", out)[0] == 0
+    return checkpoint.load(out / "checkpoint.pt")[0].state_dict()
+
+
+def assert_goes_on_to(whole, out) -> None:
+    code, _, err = finished("train", "--resume", out)
+    assert code == 0, err
+    weights = checkpoint.load(out / "checkpoint.pt")[0].state_dict()
+    assert all(torch.equal(weights[name], whole[name]) for name in whole)
+    assert rows_of(out / "metrics.csv") == 1 + 40
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, code, tmp_path, whole):
+    out = tmp_path / "a"
+    process = start(*TRAIN, "--out", out)
+    until(lambda: rows_of(out / "metrics.csv") > random.randint(5, 20), process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    if number != signal.SIGKILL:
+        assert f"of 20,480: go on with train --resume {out}" in err.splitlines()[-1] and "Traceback" not in err
+        assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 5  # nothing was lost
+    assert_goes_on_to(whole, out)
+
+
+def test_a_resumed_run_goes_on_saving(tmp_path, whole):
+    out = tmp_path / "a"
+    for arguments in (("--checkpoint-every", 1, "--out", out), ("--resume", out)):
+        begun = rows_of(out / "metrics.csv")
+        process = start(*(TRAIN if "--out" in arguments else TRAIN[:1]), *arguments)
+        until(lambda begun=begun: rows_of(out / "metrics.csv") > begun + 6, process)
+        process.kill()
+        process.communicate()
+        saved = len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"])
+        assert saved >= rows_of(out / "metrics.csv") - 2 > begun  # a header, and at most one row is not in the checkpoint
+    assert_goes_on_to(whole, out)
+
+
+def test_ctrl_c_while_python_starts_is_no_traceback():
+    for wait in (0.02, 0.2, 0.6):
+        process = start(*TRAIN, "--out", "/nowhere")
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0 and ("Traceback" not in err or "site" in err)  # Python's own start is not ours
+
+
+def test_one_of_two_writers_wins_and_the_other_says_so(tmp_path):
+    study = ["study", "--precisions", "fp32", "--seeds", "2", "--steps", "20480"]
+    for commands in ((TRAIN, TRAIN), (TRAIN, study)):
+        out = tmp_path / str(len(commands[1]))
+        both = [start(*command, "--out", out) for command in commands]
+        said = [process.communicate(timeout=120)[1] for process in both]
+        assert sorted(process.returncode for process in both) == [0, 2], said
+        (loser,) = (err for process, err in zip(both, said, strict=True) if process.returncode)
+        assert loser.startswith(f"fp8rl: out is {out}, ") and loser.count("\n") == 1
+        winner = commands[[process.returncode for process in both].index(0)][0]
+        assert {path.name for path in out.iterdir()} == {MARK, *FILES[winner]} - {"checkpoint.pt.tmp"}
+
+
+def test_a_run_that_still_runs_is_not_resumed(tmp_path):
+    out = tmp_path / "a"
+    process = start("train", "--steps", "2048000", "--out", out)
+    until(lambda: rows_of(out / "metrics.csv") > 3, process)
+    code, _, err = finished("train", "--resume", out)
+    assert code == 2 and err == f"fp8rl: out is {out}, where another process is writing: wait for it or name another"
+    process.terminate()
+    assert process.wait(60) == 143
+
+
+def test_overwrite_touches_nothing_that_no_run_wrote(tmp_path):
+    for name, command in (("table.md", "train"), ("config.json", "train"), ("notes.txt", "study")):
+        out = tmp_path / name
+        out.mkdir()
+        (out / name).write_text("precious")
+        with pytest.raises(FileExistsError, match="holds other files"):
+            require_free(out, command, overwrite=True)
+    with Folder.create(tmp_path / "a", "train", {}) as folder:
+        folder.write("config.json", "{}")
+        (folder.path / "notes.txt").write_text("precious")
+        (folder.path / "table.md").write_text("precious")
+    with pytest.raises(FileExistsError, match=r"whose table\.md no run wrote"):
+        require_free(tmp_path / "a", "study", overwrite=True)
+    Folder.create(tmp_path / "a", "train", {}, overwrite=True).close()
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {MARK, "notes.txt", "table.md"}
+
+
+def test_a_full_disk_is_named_with_its_path(tmp_path):
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # noqa: E731
+    process = start(*TRAIN, "--out", tmp_path / "a", preexec_fn=limit)
+    _, err = process.communicate(timeout=120)
+    last = err.splitlines()[-1]
+    assert process.returncode == 2 and f"{tmp_path}/a" in last and "cannot be written (File too large): make room" in last
+
+
+STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "3", "--steps", "10240"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_study_that_is_stopped_leaves_no_process_and_goes_on(number, tmp_path):
+    out = tmp_path / "a"
+    process = start(*STUDY, "--out", out)
+    until(lambda: rows_of(out / "runs.jsonl") >= 1, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    process.wait(30)
+    gone, alive = psutil.wait_procs(children, timeout=2)
+    assert gone and not alive
+    before = (out / "runs.jsonl").read_text()
+    code, said, err = finished(*STUDY, "--out", out)
+    assert code == 0 and (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
+    assert rows_of(out / "runs.jsonl") == 6 and "| bf16 |" in said, err
+    code, _, err = finished(*STUDY[:-1], "5120", "--out", out)
+    assert code == 2 and "holds another study: name a new folder, or add --overwrite" in err
+
+
+def test_a_worker_that_dies_is_one_line(tmp_path):
+    process = start(*STUDY, "--out", tmp_path / "a")
+    until(lambda: rows_of(tmp_path / "a/runs.jsonl") >= 1, process)
+    workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    workers[0].kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and "Traceback" not in err
+    assert "fp8rl: a process of the study died (killed, or out of memory): run the command again\n" in err
+
+
+def test_a_checkpoint_imports_nothing_that_it_names(tmp_path, monkeypatch):
+    (tmp_path / "payload.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = train(Config(**SHORT), progress=False)
+    checkpoint.save("checkpoint.pt", run)
+    content = torch.load("checkpoint.pt", weights_only=True)
+    content["config"] |= {"env_id": "payload:Foo-v0", "start_noise": 0.5}
+    torch.save(content, "checkpoint.pt")
+    for command in (["eval", "."], ["train", "--resume", "."]):
+        code, _, err = finished(*command)
+        assert code == 2 and "has env_id 'payload:Foo-v0': import payload first, or add --trust if you know it" in err
+    assert not os.path.exists("ran")
+    assert checkpoint.resume("checkpoint.pt", trust=True)[0].env_id == "payload:Foo-v0"

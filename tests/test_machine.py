@@ -239,9 +239,28 @@ def test_a_ring_moves_into_a_folder_and_continues_there(tmp_path):
     assert_same_rows(run, 96)
     checkpoint.save(path, run)
     run.ring.close()
-    assert len(torch.load(path, weights_only=True)["run"]) and checkpoint.resume(path)[1]["ring"] is None
+    assert checkpoint.resume(path)[1]["ring"] == {"folder": str(tmp_path / "ring")}
     run = after(1, resumed(path, folder))
     assert run.ring.size == 96 + 1 + 32 and len(run.history) == 4  # behind a dummy row
+
+
+def test_no_run_goes_on_with_another_ring_than_its_own_without_a_word(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, memory, folder = Config(**SHORT), tmp_path / "memory.pt", tmp_path / "folder.pt"
+    checkpoint.save(memory, after(2, build(config)))
+    run = after(2, build(config, Machine(memmap="ring")))  # from here
+    checkpoint.save(folder, run)
+    run.ring.close()
+    rows = (tmp_path / "ring/obs.bin").read_bytes()
+    with pytest.raises(FileExistsError, match="memmap is ring, which holds another run's ring: name a new folder"):
+        resumed(memory, Machine(memmap="ring"))
+    assert (tmp_path / "ring/obs.bin").read_bytes() == rows
+    with pytest.raises(FileNotFoundError, match=f"memmap is None and the run kept its ring in {tmp_path / 'ring'}: give"):
+        resumed(folder)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    resumed(folder, Machine(memmap="ring")).close()
+    assert f"a new ring, and the run kept its own in {tmp_path / 'ring'}" in capsys.readouterr().err
 
 
 def assert_same_rows(run: Run, size: int) -> None:

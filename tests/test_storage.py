@@ -141,7 +141,7 @@ def test_samples_are_copies(tmp_path):
 def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path):
     memory, folder = StoredRing(10, 2, WIDE), StoredRing(10, 2, WIDE, folder=tmp_path / "ring")
     memory.append(coded(0, 7, 2))
-    assert folder.state_dict() is None
+    assert folder.state_dict() == {"folder": str(tmp_path / "ring")}
     folder.load_state_dict(memory.state_dict())
     folder.append(coded(7, 2, 2))  # it is the same run's
     assert folder.sample(1, 9).obs[:, 0, 0].tolist() == list(range(10))

@@ -1,15 +1,22 @@
 """Studies: many configs over the machine's cores, and the table that compares them.
 
-Every run is a process of one thread: these networks are too small to share, and two runs side by side beat one on two threads.
-Results are written after each run, so that a study that is stopped keeps what it has.
+Each run is a single-threaded process: these networks are too small to share, and two runs side by side beat one on two threads.
+What has finished is written down at once (`Journal`), so that a study that was stopped goes on with the rest.
 """
 
 import csv
+import dataclasses
+import io
+import json
 import math
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +26,7 @@ from tqdm.auto import tqdm
 from .. import fp8
 from ..config import Config
 from ..history import History
+from ..scale.gym import children_ignore_interrupts
 from ..scale.machine import build
 from ..train import train
 from .statistics import bootstrap_interval, iqm
@@ -58,19 +66,71 @@ def run_all(
         workers: processes at a time; None is one a core.
         progress: show a bar.
         run: what each process does with a config.
+
+    Raises:
+        ChildProcessError: a process died. What a run raises is raised here. No process outlives this one or the last result.
     """
     if not configs:
         return
     # Spawned, not forked: a fork of a process that has used torch's threads can hang.
-    context = multiprocessing.get_context("spawn")
+    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     workers = min(workers or os.cpu_count() or 1, len(configs))
-    with ProcessPoolExecutor(workers, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = {pool.submit(run, config): config for config in configs}
-        try:
-            for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not progress):
-                yield futures[future], future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker)
+    try:
+        with children_ignore_interrupts():
+            futures = {pool.submit(run, config): config for config in configs}
+        for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not progress):
+            yield futures[future], future.result()
+    except BrokenProcessPool as error:
+        raise ChildProcessError("a process of the study died (killed, or out of memory): run the command again") from error
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()  # or closing would wait for runs that nobody wants any more
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its children
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+class Journal:
+    """The finished runs of a study in a file, a JSON object a line: arm, config and the history's rows that hold an evaluation.
+
+    Attributes:
+        histories: of the finished runs, by arm and config, with those rows alone.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.histories = path, {}
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # a line that was being written when the study was killed is no run
+        for line in whole.splitlines():
+            self._keep(**json.loads(line))
+        if whole != text:
+            path.write_text(whole)
+
+    def add(self, arm: str, config: Config, history: History) -> None:
+        """Writes a finished run down."""
+        rows = [row for row in history.rows if not math.isnan(row["eval_return"])]
+        line = {"arm": arm, "config": dataclasses.asdict(config), "rows": rows}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._keep(**line)
+
+    def _keep(self, arm: str, config: dict, rows: list[dict[str, float]]) -> None:
+        self.histories[arm, Config.of(config)] = history = History()
+        for row in rows:
+            history.add(row)
 
 
 def summarize(config: Config, history: History, arm: str | None = None) -> dict[str, float | str]:
@@ -102,12 +162,13 @@ def stack(histories: list[History], column: str) -> tuple[np.ndarray, np.ndarray
     return histories[0].column("steps")[filled], values[:, filled]
 
 
-def write_results(path: Path, results: list[dict]) -> None:
-    """Writes results.csv, ordered by arm and seed."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(sorted(results, key=lambda row: (row["arm"], row["seed"])))
+def results_csv(results: list[dict]) -> str:
+    """The text of results.csv, ordered by arm and seed."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, FIELDS)
+    writer.writeheader()
+    writer.writerows(sorted(results, key=lambda row: (row["arm"], row["seed"])))
+    return file.getvalue()
 
 
 def scores(results: list[dict], column: str) -> dict[str, np.ndarray]:

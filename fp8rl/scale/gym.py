@@ -11,6 +11,8 @@ targets are finite, and after a truncation wrong by discount_t (V(x_t) - V(x_{t+
 
 import contextlib
 import functools
+import signal
+import threading
 import warnings
 from typing import NamedTuple
 
@@ -27,6 +29,19 @@ VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 
 class EnvironmentFailed(RuntimeError):
     """An environment raised, or the process that it ran in died."""
+
+
+@contextlib.contextmanager
+def children_ignore_interrupts():
+    """Processes started inside do not hear Ctrl-C, which goes to every process of a terminal: this one ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only there can it be set
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Interface(NamedTuple):
@@ -101,7 +116,8 @@ class GymEnv:
             kwargs["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
         self.envs = None
         try:
-            self.envs = gymnasium.make_vec(env_id, self.num_envs, vectorization_mode=vectorization, **kwargs)
+            with children_ignore_interrupts() if self._async else contextlib.nullcontext():
+                self.envs = gymnasium.make_vec(env_id, self.num_envs, vectorization_mode=vectorization, **kwargs)
         except Exception as error:
             if not (vectorization == "vector_entry_point" and isinstance(error, gymnasium.error.Error)):
                 raise self._failure(error) from error

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -144,8 +145,25 @@ class StoredRing(ReplayBuffer):
             self.writable = False
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Copies of the rows and the clock; None of a ring in a folder, which is its own copy."""
-        return None if self._folder else super().state_dict()
+        """Copies of the rows and the clock; of a ring in a folder, which is its own copy, where it is."""
+        return {"folder": str(Path(self._path).absolute())} if self._folder else super().state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """As ReplayBuffer.load_state_dict. A ring in a folder goes on as it is.
+
+        Raises:
+            ValueError: as there.
+            OSError: the run kept its rows in a folder and this ring has none, or this ring's folder holds those of another run.
+        """
+        folder = state.get("folder")
+        if folder is None and self._folder and self.count:
+            raise FileExistsError(f"memmap is {self._path}, which holds another run's ring: name a new folder")
+        if folder is None:
+            super().load_state_dict(state)
+        elif not self._folder:
+            raise FileNotFoundError(f"memmap is None and the run kept its ring in {folder}: give that folder, or a new one")
+        elif not self.count:
+            print(f"warning: memmap is {self._path}, a new ring, and the run kept its own in {folder}", file=sys.stderr)
 
     @property
     def nbytes(self) -> int:

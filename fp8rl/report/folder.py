@@ -1,0 +1,149 @@
+"""Output folders: one owner at a time, known by a mark, with files that are written whole.
+
+Whoever writes in a folder holds a lock on its mark, the file `.fp8rl`, which the kernel lets go of when the process ends, however
+it ends. The mark is a JSON object: which command made the folder, and the options to go on with. It tells a run's folder from
+anybody else's: what stands in a folder without one is never touched, and of one with it only the files that the command writes.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+MARK = ".fp8rl"
+FILES = {
+    "train": ("config.json", "metrics.csv", "checkpoint.pt", "checkpoint.pt.tmp", "reward_curve.png"),
+    "study": ("runs.jsonl", "results.csv", "table.md", "curves.png"),
+}
+
+
+def read_mark(path: Path) -> dict:
+    """The mark of a folder: `command` and `options`; empty if there is none, or nothing that the command writes first."""
+    try:
+        found = json.loads((path / MARK).read_text() or "{}")
+    except (OSError, ValueError):
+        return {}
+    good = isinstance(found, dict) and found.get("command") in FILES and isinstance(found.get("options"), dict)
+    return found if good and (path / FILES[found["command"]][0]).exists() else {}
+
+
+def require_free(path: Path, command: str, overwrite: bool = False) -> None:
+    """Refuses an output folder that is in use for something else.
+
+    Raises:
+        FileExistsError: `path` is a file, a folder of somebody else's, or one of a run and `overwrite` is off.
+    """
+    if path.is_file():
+        raise FileExistsError(f"out is {path}, which is a file: name a folder")
+    if path.is_dir() and not read_mark(path):
+        found = {entry.name for entry in path.iterdir()} - {MARK}
+        if found:
+            raise FileExistsError(f"out is {path}, which holds other files ({min(found)}): name a new folder")
+    _require_own(path, command, overwrite)
+
+
+def _require_own(path: Path, command: str, overwrite: bool) -> None:
+    """Refuses a folder whose files would be replaced without leave, or that no run wrote."""
+    mark = read_mark(path)
+    if mark and not overwrite:
+        raise FileExistsError(f"out is {path}, which holds another run: name a new folder, or add --overwrite to replace it")
+    foreign = [name for name in FILES[command] if (path / name).exists() and name not in FILES.get(mark.get("command"), ())]
+    if foreign:
+        raise FileExistsError(f"out is {path}, whose {foreign[0]} no run wrote: name a new folder")
+
+
+class Folder:
+    """A folder that this process owns until it is closed. Make one by `create` or `reopen`.
+
+    Attributes:
+        path: where.
+        options: what the mark says, to go on with.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._mark = (path / MARK).open("a+")
+            fcntl.flock(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._mark.close()
+            raise FileExistsError(f"out is {path}, where another process is writing: wait for it or name another") from error
+        except OSError as error:
+            raise OSError(f"out is {path} and cannot be used ({error.strerror}): name another folder") from error
+        self.options = read_mark(path).get("options", {})
+
+    @classmethod
+    def create(cls, path: Path, command: str, options: dict, overwrite: bool = False) -> "Folder":
+        """A folder for a new run of a command, without the files of the run that it replaces. Ask `require_free` first.
+
+        Raises:
+            FileExistsError: another process is writing there, or has begun a run since. OSError: it cannot be made.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"out is {path} and cannot be made ({error.strerror}): name another folder") from error
+        folder = cls(path)
+        try:
+            _require_own(path, command, overwrite)  # again, now that nobody else can fill it
+            for name in FILES.get(read_mark(path).get("command"), ()):  # a run that fails is not mistaken for the old one
+                (path / name).unlink(missing_ok=True)
+            folder.remember(command, options)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path, command: str) -> "Folder":
+        """The folder of a run that goes on, or one with nothing but a checkpoint of it.
+
+        Raises:
+            FileNotFoundError: no run of the command stands there. FileExistsError: another process is writing there.
+        """
+        found = read_mark(path).get("command")
+        alone = [name for name in FILES[command] if (path / name).exists()] == ["checkpoint.pt"]
+        if found != command and (found or not alone):
+            raise FileNotFoundError(f"{path} holds no run of {command} to go on with: name the folder of one")
+        return cls(path)
+
+    def remember(self, command: str, options: dict) -> None:
+        """Writes the mark."""
+        self.options = options
+        with self.writing():
+            self._mark.truncate(0)
+            self._mark.write(json.dumps({"command": command, "options": options}) + "\n")
+            self._mark.flush()
+            os.fsync(self._mark.fileno())
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Names the folder where a write in it fails."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:
+                raise  # one of our own lines
+            raise OSError(f"out is {self.path} and cannot be written ({error.strerror}): make room, then go on") from error
+
+    def write(self, name: str, content: str | bytes) -> None:
+        """Writes a file whole or not at all."""
+        temporary = self.path / f"{name}.tmp"
+        with self.writing():
+            try:
+                temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+                os.replace(temporary, self.path / name)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Lets others write in the folder."""
+        self._mark.close()
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
