@@ -12,6 +12,7 @@ targets are finite, and after a truncation wrong by discount_t (V(x_t) - V(x_{t+
 import contextlib
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import gymnasium
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import batch_space
 
-from ..env import BatchedEnv, CustomEnv, spaces_of
+from ..env import MAX_STEPS, BatchedEnv, CustomEnv, spaces_of
 from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
@@ -125,6 +126,7 @@ class GymEnv:
         live = ~self.done  # a step that resets gives no reward and ends nothing, whatever the environment says
         self.obs = self._tensor(obs, torch.float32)
         terminated, truncated = (self._tensor(flag, torch.bool) & live for flag in (terminated, truncated))
+        truncated &= ~terminated  # Gymnasium's time limit says both
         self.done = terminated | truncated
         return self.obs, self._tensor(reward, torch.float32) * live, terminated, truncated
 
@@ -203,10 +205,17 @@ def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp,
 class CustomVectorEnv(gymnasium.vector.VectorEnv):
     """`BatchedEnv` on the CPU behind Gymnasium's NumPy vector contract; `gymnasium.make_vec` builds it.
 
-    Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N].
+    Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N]. A step that
+    leaves the bounds at the time limit is terminated and truncated, as in CustomEnv.
+
+    Args:
+        num_envs: N.
+        max_episode_steps: steps in an episode at most, up to 200; None is 200.
+        start_noise, render_mode, extra_features, hide_velocity: as in CustomEnv; nothing is rendered.
 
     Raises:
-        ValueError: `num_envs` below 1, `start_noise` outside [0, 1], negative `extra_features`, or actions outside the space.
+        ValueError: `num_envs` below 1, `max_episode_steps` outside [1, 200], `start_noise` outside [0, 1], negative
+            `extra_features`, or actions outside the space.
     """
 
     metadata = {**CustomEnv.metadata, "render_modes": [], "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
@@ -218,24 +227,71 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
         render_mode: None = None,
         extra_features: int = 0,
         hide_velocity: bool = False,
+        max_episode_steps: int | None = None,
     ):
+        self.max_episode_steps = MAX_STEPS if max_episode_steps is None else max_episode_steps
+        if not 1 <= self.max_episode_steps <= MAX_STEPS:
+            raise ValueError(f"max_episode_steps is {max_episode_steps}: give a number from 1 to {MAX_STEPS}")
         observed = {"extra_features": extra_features, "hide_velocity": hide_velocity}
         self.env = BatchedEnv(num_envs, start_noise, generator=torch.Generator(), **observed)
         self.env.generator.seed()
+        self.own = {}  # the generators of environments that have one of their own, by number
         self.num_envs = num_envs
         self.render_mode = render_mode
         self.single_observation_space, self.single_action_space = spaces_of(**observed)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        if seed is not None:
+    def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
+        """Starts every environment anew, or those where `options["reset_mask"]`, bool [N], is True; the others stay as they are.
+
+        Args:
+            seed: an integer seeds one generator, from which all environments take their starts and their noise. A list gives
+                environment i a generator of its own for seed[i], from which it takes the same as a CustomEnv of that seed,
+                whatever the others do, until another seed is given; None leaves it the generator that it has. With a mask an
+                integer is the list seed, seed + 1, ..., and where the mask is False seeds are ignored.
+
+        Raises:
+            ValueError: seeds that are no such list, or a mask that is not bool [N] with a True in it.
+        """
+        everywhere = np.ones(self.num_envs, dtype=bool)
+        mask = (options or {}).get("reset_mask", everywhere)
+        if not isinstance(mask, np.ndarray) or mask.dtype != bool or mask.shape != everywhere.shape or not mask.any():
+            kind = f"{getattr(mask, 'dtype', type(mask).__name__)}{list(np.shape(mask))}"
+            raise ValueError(f"reset_mask is {kind}: give a NumPy array, bool[{self.num_envs}], with a True in it")
+        if isinstance(seed, int | np.integer) and mask is everywhere:
             self.env.generator.manual_seed(int(seed))
-        return self.env.reset().numpy().copy(), {}
+            self.own = {}
+        elif seed is not None:
+            seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed + i for i in range(self.num_envs)]
+            good = [one is None or (isinstance(one, int | np.integer) and one >= 0) for one in seeds]
+            if len(seeds) != self.num_envs or not all(good):
+                raise ValueError(f"seed is {seed}: give an integer from 0, or a list of {self.num_envs}, with None for no seed")
+            given = {i: np.random.default_rng(one) for i, one in enumerate(seeds) if mask[i] and one is not None}
+            self.own = self.own | given
+        before = self.env.tensors()
+        self.env.reset(self._draw(begins=mask, rows=mask))
+        for name, x in self.env.tensors().items():
+            x[~mask] = before[name][~mask]
+        return self.env.obs.numpy().copy(), {}
+
+    def _draw(self, begins: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+        """What `BatchedEnv.draw` gives for a step; from the environments' own generators, if they have one, starts where `begins`
+        and noise in `rows`, both bool [N]."""
+        (start,) = self.env.draw(1)
+        for i, generator in self.own.items():  # in the order in which CustomEnv draws
+            if begins[i]:
+                start[i, :2] = torch.from_numpy(generator.uniform(-self.env.start_noise, self.env.start_noise, 2))
+            if self.env.extra_features and rows[i]:
+                start[i, 2:] = torch.from_numpy(generator.uniform(-1, 1, self.env.extra_features))
+        return start
 
     def step(self, actions):
         actions = np.asarray(actions)
         if actions.dtype.kind not in "iu" or not self.action_space.contains(actions.astype(np.int64)):
             raise ValueError(f"actions {actions} are outside {self.action_space}: pass {self.num_envs} integers, 0 or 1")
-        obs, reward, terminated, truncated = self.env.step(torch.from_numpy(actions.astype(np.int64)))
+        start = self._draw(begins=self.env.done.numpy(), rows=np.ones(self.num_envs, dtype=bool))
+        obs, reward, terminated, _ = self.env.step(torch.from_numpy(actions.astype(np.int64)), start)
+        truncated = self.env.steps >= self.max_episode_steps
+        self.env.done = terminated | truncated
         return obs.numpy().copy(), reward.numpy(), terminated.numpy(), truncated.numpy(), {}
