@@ -26,8 +26,48 @@ from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 
 
+# What an environment's own code may raise; sys.exit() is no reason to end the program without a word, and Ctrl-C is not its own.
+RAISES = Exception, SystemExit
+OLD_STEP = "expected 5, got 4"  # Python's words for what Gymnasium finds
+
+
 class EnvironmentFailed(RuntimeError):
-    """An environment raised, or the process that it ran in died."""
+    """An environment raised or ended, answered in another form than Gymnasium's, or the process that it ran in died."""
+
+
+def failure(env_id: str, error: BaseException) -> EnvironmentFailed:
+    """What there is to say of an environment that raised `error`, in one line."""
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, EOFError | ConnectionError):
+        what = "a process of it died"
+    elif isinstance(error, ValueError) and OLD_STEP in str(error):
+        what = "its step returns 4 values as in old gym, not obs, reward, terminated, truncated, info"
+    return EnvironmentFailed(f"environment {env_id} failed ({what}): fix it, and resume if there is a checkpoint")
+
+
+def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
+    """Raises ValueError if an array has not this shape, or numbers of a kind that does not go into this type."""
+    array = np.asarray(array)
+    if array.shape != shape or (array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind")):
+        raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}{list(shape)}")
+
+
+class Strict(gymnasium.Wrapper):
+    """Refuses observations of another shape or kind than their space's, which Gymnasium stretches and casts in some forms."""
+
+    def __init__(self, env: gymnasium.Env):
+        super().__init__(env)
+        self.form = env.observation_space.shape, env.observation_space.dtype
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        require("obs", obs, *self.form)
+        return obs, info
+
+    def step(self, action):
+        obs, *rest = self.env.step(action)
+        require("obs", obs, *self.form)
+        return obs, *rest
 
 
 class Interface(NamedTuple):
@@ -41,13 +81,17 @@ class Interface(NamedTuple):
 
 @functools.lru_cache
 def interface_of(env_id: str) -> Interface:
-    """Bounds of each feature of an observation, the actions and the time limit (10,000 steps if it has none).
+    """Bounds of each feature of an observation, the actions and the time limit (10,000 steps if it has none, with a warning).
 
     Raises:
-        ValueError: Gymnasium cannot make it, its observations are no flat Box, or its actions are not Discrete.
+        ValueError: Gymnasium cannot make it, its observations are no flat Box with features, or its actions are not Discrete with
+            2 to 256 of them.
+        EnvironmentFailed: it calls sys.exit.
     """
     try:
         env = gymnasium.make(env_id)
+    except SystemExit as error:
+        raise failure(env_id, error) from error
     except Exception as error:  # an unknown id, a missing package, or whatever the environment's own code raises
         reason = " ".join(str(error).split())
         raise ValueError(f"env_id is {env_id!r}, which Gymnasium cannot make ({reason}): register or install it") from error
@@ -57,14 +101,19 @@ def interface_of(env_id: str) -> Interface:
         kind = f"{type(observations).__name__}{list(observations.shape or ())}"
         remedy = "register it wrapped in gymnasium.wrappers.FlattenObservation"
         raise ValueError(f"env_id is {env_id!r}, whose observations are {kind}, not a flat Box: {remedy}")
+    if observations.shape == (0,):
+        raise ValueError(f"env_id is {env_id!r}, whose observations are Box[0], without a feature: choose another")
     if not isinstance(actions, gymnasium.spaces.Discrete):
         raise ValueError(f"env_id is {env_id!r}, whose actions are {type(actions).__name__}, not Discrete: choose another")
-    if actions.n > 256:
-        raise ValueError(
-            f"env_id is {env_id!r} with {actions.n} actions: choose one with at most 256, the ring keeps them in a byte"
-        )
+    if not 2 <= actions.n <= 256:
+        remedy = "choose one with 2 to 256 actions, the ring keeps them in a byte"
+        raise ValueError(f"env_id is {env_id!r}, whose actions are Discrete({actions.n}): {remedy}")
     bounds = tuple(tuple(bound.astype(float).tolist()) for bound in (observations.low, observations.high))
-    limit = env.spec.max_episode_steps or 10_000
+    limit = env.spec.max_episode_steps
+    if limit is None:
+        limit = 10_000
+        what = f"registered without a time limit, so an evaluation takes up to {limit:,} steps"
+        warnings.warn(f"env_id is {env_id!r}, {what}: register it with max_episode_steps", stacklevel=2)
     return Interface(bounds, int(actions.n), int(actions.start), limit)
 
 
@@ -87,7 +136,7 @@ class GymEnv:
 
     Raises:
         ValueError: an environment of another kind, or a vectorization that does not exist or that it does not offer.
-        EnvironmentFailed: it raises when it starts or steps, or one of its processes died.
+        EnvironmentFailed: it raises or ends when it starts or steps, answers in another form, or one of its processes died.
     """
 
     def __init__(self, env_id: str, num_envs: int, device="cpu", seed: int = 0, vectorization: str = "sync"):
@@ -100,18 +149,18 @@ class GymEnv:
         kwargs = {}
         if vectorization != "vector_entry_point":
             kwargs["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+            kwargs["wrappers"] = [Strict]
         self.envs = None
         try:
             self.envs = gymnasium.make_vec(env_id, self.num_envs, vectorization_mode=vectorization, **kwargs)
-        except Exception as error:
+        except RAISES as error:
             if not (vectorization == "vector_entry_point" and isinstance(error, gymnasium.error.Error)):
-                raise self._failure(error) from error
+                raise failure(env_id, error) from error
         if not self.envs or self.envs.metadata.get("autoreset_mode") != gymnasium.vector.AutoresetMode.NEXT_STEP:
             self.close()
             remedy = "choose sync or async"
             raise ValueError(f"vectorization is {vectorization!r}, which {env_id} lacks with NEXT_STEP autoreset: {remedy}")
-        obs, _ = self._call(self.envs.reset, seed=seed)
-        self.obs = self._tensor(obs, torch.float32)
+        self.obs = self._tensor(self._call(self._reset, seed), torch.float32)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
 
     def draw(self, length: int) -> list[None]:
@@ -122,7 +171,7 @@ class GymEnv:
         """As BatchedEnv.step: takes actions [N], from 0; gives obs float32 [N, F], reward float32 [N], terminated and truncated
         bool [N]."""
         actions = action.cpu().numpy() + self.first_action
-        obs, reward, terminated, truncated, _ = self._call(self.envs.step, actions)
+        obs, reward, terminated, truncated = self._call(self._step, actions)
         live = ~self.done  # a step that resets gives no reward and ends nothing, whatever the environment says
         self.obs = self._tensor(obs, torch.float32)
         terminated, truncated = (self._tensor(flag, torch.bool) & live for flag in (terminated, truncated))
@@ -146,25 +195,31 @@ class GymEnv:
     def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(array, dtype=dtype, device=self.device)  # a copy: the environment may use its array again
 
-    def _call(self, method, *args, **kwargs):
+    def _reset(self, seed: int) -> np.ndarray:
+        obs, _ = self.envs.reset(seed=seed)
+        require("obs", obs, (self.num_envs, len(self.bounds[0])))
+        return obs
+
+    def _step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+        obs, reward, terminated, truncated, _ = self.envs.step(actions)
+        require("obs", obs, (self.num_envs, len(self.bounds[0])))
+        for name, array in {"reward": reward, "terminated": terminated, "truncated": truncated}.items():
+            require(name, array, (self.num_envs,))
+        return obs, reward, terminated, truncated
+
+    def _call(self, method, argument):
         try:
             with warnings.catch_warnings() if self._async else contextlib.nullcontext():
                 if self._async:
                     warnings.simplefilter("ignore")  # Gymnasium's, which repeat a worker's error in several lines
-                return method(*args, **kwargs)
-        except Exception as error:  # whatever the environment's own code raises
-            failure = self._failure(error)
+                return method(argument)
+        except RAISES as error:
             for process in getattr(self.envs, "processes", ()):
                 process.terminate()  # Gymnasium's close would wait for an answer from the dead
                 self.envs.closed = True
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(*RAISES):
                 self.envs.close()
-            raise failure from error
-
-    def _failure(self, error: Exception) -> EnvironmentFailed:
-        died = isinstance(error, EOFError | ConnectionError)
-        what = "a process of it died" if died else f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return EnvironmentFailed(f"environment {self.env_id} failed ({what}): fix it, and resume if there is a checkpoint")
+            raise failure(self.env_id, error) from error
 
 
 def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp, missing_next: str = "nan") -> Rollout:
