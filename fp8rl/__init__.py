@@ -8,4 +8,9 @@ if sys.argv[:1] == ["-m"]:  # python -m fp8rl: until the command runs, Ctrl-C en
 
 import gymnasium
 
-gymnasium.register("fp8rl/CustomEnv-v0", entry_point="fp8rl.env:CustomEnv", vector_entry_point="fp8rl.scale.gym:CustomVectorEnv")
+gymnasium.register(
+    "fp8rl/CustomEnv-v0",
+    entry_point="fp8rl.env:CustomEnv",
+    vector_entry_point="fp8rl.scale.gym:CustomVectorEnv",
+    max_episode_steps=200,  # env.MAX_STEPS, which would import torch
+)

@@ -15,6 +15,7 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -444,6 +445,7 @@ def parse(commands: dict[str, Callable]) -> Callable[[], None]:
 def main() -> None:
     """Runs the command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    warnings.formatwarning = lambda text, *_, **__: f"fp8rl: warning: {text}\n"
     torch.set_num_threads(1)  # the network is too small for more, and so a run's numbers do not depend on the cores
     commands = {"train": train, "eval": evaluate_run, "study": compare, "memory": predict_and_measure, "bench": measure}
     try:

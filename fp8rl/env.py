@@ -77,6 +77,8 @@ class CustomEnv(gymnasium.Env):
     """One environment behind Gymnasium's contract; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it.
 
     Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). Actions, reward, end and dynamics: see the module.
+    An episode lasts 200 steps at most, which `max_episode_steps` of gymnasium.make can shorten and not extend. A step that leaves
+    the bounds at the limit is terminated and truncated, as Gymnasium's TimeLimit has it; in BatchedEnv it is terminated alone.
 
     Args:
         start_noise: episodes start uniformly within it of 0, in position and in velocity.
@@ -112,9 +114,7 @@ class CustomEnv(gymnasium.Env):
             raise ValueError(f"action {action!r} is outside {self.action_space}: pass the integer 0 or 1")
         self.state = dynamics(self.state, torch.tensor(int(action), device="cpu"))
         self.steps += 1
-        terminated = bool(is_out(self.state))
-        truncated = not terminated and self.steps >= MAX_STEPS
-        return self._observation(), float(reward_of(self.state)), terminated, truncated, {}
+        return self._observation(), float(reward_of(self.state)), bool(is_out(self.state)), self.steps >= MAX_STEPS, {}
 
     def _observation(self) -> np.ndarray:
         seen = self.state[:1] if self.hide_velocity else self.state
@@ -184,9 +184,11 @@ class BatchedEnv:
         self.generator = generator
         self.reset()
 
-    def reset(self) -> torch.Tensor:
-        """Starts every environment anew and returns the observations, float32 [N, F]."""
-        (start,) = self.draw(1)
+    def reset(self, start: torch.Tensor | None = None) -> torch.Tensor:
+        """Starts every environment anew from one of the tensors that `draw` gives (None draws one) and returns the observations,
+        float32 [N, F]."""
+        if start is None:
+            (start,) = self.draw(1)
         self.state, self.obs = start[:, :2], self._observe(start[:, :2], start)
         self.steps = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)

@@ -8,6 +8,7 @@ After an episode's end comes a DUMMY row, whose action the environment ignored t
 final observation to the next episode's first one, so every observation stands in the rollout once.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,9 @@ from .precision import Precision
 
 # Bits of a row's flags.
 TERMINATED, TRUNCATED, DUMMY = 1, 2, 4
+# The magnitude that float32 can learn from, and what brings larger ones down. A gradient has the square of an observation in it
+# and the gradient's norm the fourth power; of a reward the first and the second.
+LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
 
 
 class Rollout(NamedTuple):
@@ -59,11 +63,14 @@ class Rollout(NamedTuple):
 
 
 def check_finite(rollout: Rollout) -> None:
-    """Raises ValueError if an observation or a reward is not finite. Waits for the device."""
-    for name in ("obs", "reward"):
-        extremes = torch.stack(getattr(rollout, name).aminmax())  # one pass, and NaN is the extreme of whatever holds one
-        if not extremes.isfinite().all():
+    """Raises ValueError if an observation or a reward is not finite, or beyond `LARGEST`. Waits for the device."""
+    for name, (bound, wrapper) in LARGEST.items():
+        low, high = torch.stack(getattr(rollout, name).aminmax()).tolist()  # one pass, and NaN is the extreme of what holds one
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError(f"{name} from the environment is not finite: fix the environment, nothing can be learned from it")
+        if max(-low, high) > bound:
+            large, remedy = f"{max(-low, high):.0e}, over {bound:.0e}", f"register it wrapped in gymnasium.wrappers.{wrapper}"
+            raise ValueError(f"{name} from the environment reaches {large}, too large to compute with: {remedy}")
 
 
 def stream_seed(*key: int) -> int:

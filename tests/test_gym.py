@@ -1,4 +1,7 @@
+import functools
+import os
 import sys
+import warnings
 
 import gymnasium
 import numpy as np
@@ -21,6 +24,7 @@ from fp8rl.scale.gym import EnvironmentFailed, GymEnv, interface_of, same_step_r
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import train
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*registered without a time limit")  # which Counter is
 SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5}
 
 
@@ -86,6 +90,97 @@ class Many(Counter):
     action_space = gymnasium.spaces.Discrete(257)
 
 
+class Single(Counter):
+    action_space = gymnasium.spaces.Discrete(1)
+
+
+class Blind(Counter):
+    observation_space = gymnasium.spaces.Box(0, 1, (0,))
+
+
+class Quits(Counter):
+    """Calls sys.exit(0) in the method that `when` names."""
+
+    def __init__(self, when):
+        self.when = when
+        self.quit("init")
+
+    def quit(self, where):
+        if where == self.when:
+            sys.exit(0)
+
+    def reset(self, **kwargs):
+        self.quit("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action):
+        self.quit("step")
+        return super().step(action)
+
+
+class QuitsElsewhere(Quits):
+    """When it is made, but not in this process."""
+
+    here = os.getpid()
+
+    def __init__(self):
+        super().__init__("" if os.getpid() == self.here else "init")
+
+
+class Odd(Counter):
+    """Every observation is what `see` makes of it."""
+
+    def __init__(self, see):
+        self.see = see
+
+    def reset(self, **kwargs):
+        obs, info = super().reset(**kwargs)
+        return self.see(obs), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return self.see(obs), *rest
+
+
+class Old(Counter):
+    def step(self, action):
+        obs, reward, terminated, _, info = super().step(action)
+        return obs, reward, terminated, info
+
+
+class Interrupted(Counter):
+    def step(self, action):
+        raise KeyboardInterrupt
+
+
+class Large(Counter):
+    """Its sixth observation and reward are larger by these factors."""
+
+    def __init__(self, obs, reward):
+        self.factors = obs, reward
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        large = self.factors if self.count == 6 else (1, 1)
+        return obs * large[0], reward * large[1], *rest
+
+
+class OddVector(gymnasium.vector.VectorEnv):
+    """A batched form whose answers are what `change` makes of them."""
+
+    metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+
+    def __init__(self, num_envs, change):
+        self.num_envs, self.change = num_envs, change
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros((self.num_envs, 2)), {}
+
+    def step(self, actions):
+        flags = np.zeros(self.num_envs, dtype=bool)
+        return self.change(np.zeros((self.num_envs, 2)), np.zeros(self.num_envs), flags, flags, {})
+
+
 class Keyed(Counter):
     observation_space = gymnasium.spaces.Dict({"count": gymnasium.spaces.Discrete(8)})
 
@@ -94,9 +189,31 @@ class Picture(Counter):
     observation_space = gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
 
 
-ENVS = (Counter, Raises, Poisoned, Dies, Scarce, OldSeeds, Continuous, Many, Keyed, Picture)
-for env in ENVS:
+ENVS = (Counter, Raises, Poisoned, Dies, Scarce, OldSeeds, Continuous, Many, Single, Blind, Keyed, Picture)
+for env in (*ENVS, QuitsElsewhere, Old, Interrupted):
     gymnasium.register(f"fp8rl-tests/{env.__name__}-v0", env, disable_env_checker=True)
+gymnasium.register("fp8rl-tests/Limited-v0", Counter, disable_env_checker=True, max_episode_steps=7)
+for when in ("init", "reset", "step"):
+    gymnasium.register(f"fp8rl-tests/Quits-{when}-v0", Quits, disable_env_checker=True, kwargs={"when": when})
+for name, see in {
+    "short": lambda obs: obs[:1],
+    "row": lambda obs: obs[None],
+    "object": lambda obs: obs.astype(object),
+    "words": lambda obs: obs.astype(str),
+    "ragged": lambda obs: [obs, 0],
+}.items():
+    gymnasium.register(f"fp8rl-tests/Odd-{name}-v0", Odd, disable_env_checker=True, kwargs={"see": see})
+for name, change in {
+    "obs": lambda obs, *rest: (obs[:, :1], *rest),
+    "object": lambda obs, *rest: (obs.astype(object), *rest),
+    "reward": lambda obs, reward, *rest: (obs, reward[:, None], *rest),
+    "flags": lambda obs, reward, terminated, *rest: (obs, reward, terminated[:1], *rest),
+    "four": lambda obs, reward, terminated, truncated, info: (obs, reward, terminated, info),
+}.items():
+    form = functools.partial(OddVector, change=change)
+    gymnasium.register(f"fp8rl-tests/OddVector-{name}-v0", Counter, vector_entry_point=form, disable_env_checker=True)
+for name, factors in {"obs": {"obs": 1e30, "reward": 1}, "reward": {"obs": 1, "reward": 1e30}}.items():
+    gymnasium.register(f"fp8rl-tests/Large-{name}-v0", Large, disable_env_checker=True, kwargs=factors)
 
 
 def test_interface_of_an_environment():
@@ -113,7 +230,9 @@ def test_interface_of_an_environment():
     [
         ("Nothing-v0", "which Gymnasium cannot make"),
         ("no_such_package:Nothing-v0", "which Gymnasium cannot make"),
-        ("fp8rl-tests/Many-v0", "with 257 actions: choose one with at most 256"),
+        ("fp8rl-tests/Many-v0", r"whose actions are Discrete\(257\): choose one with 2 to 256 actions"),
+        ("fp8rl-tests/Single-v0", r"whose actions are Discrete\(1\): choose one with 2 to 256 actions"),
+        ("fp8rl-tests/Blind-v0", r"whose observations are Box\[0\], without a feature: choose another"),
         ("fp8rl-tests/Continuous-v0", "whose actions are Box, not Discrete"),
         ("fp8rl-tests/Keyed-v0", r"whose observations are Dict\[\], not a flat Box: register it wrapped in .*FlattenObservation"),
         ("fp8rl-tests/Picture-v0", r"whose observations are Box\[8, 8\], not a flat Box"),
@@ -207,21 +326,94 @@ def test_learns_to_hold_the_pole(precision):
     assert history.final_return >= 150  # actions at random hold it for 22 steps
 
 
+OLD = "its step returns 4 values as in old gym, not obs, reward, terminated, truncated, info"
+FAILING = {
+    "Raises": "ZeroDivisionError: the pole is not defined",
+    "Dies": "SystemExit: 1|a process of it died",
+    "Quits-init": "SystemExit: 0",
+    "Quits-reset": "SystemExit: 0|a process of it died",
+    "Quits-step": "SystemExit: 0|a process of it died",
+    "Odd-short": r"ValueError: obs is float64\[1\], not float64\[2\]",
+    "Odd-row": r"ValueError: obs is float64\[1, 2\], not float64\[2\]",
+    "Odd-object": r"ValueError: obs is object\[2\], not float64\[2\]",
+    "Odd-words": r"ValueError: obs is <U32\[2\], not float64\[2\]",
+    "Odd-ragged": "ValueError: setting an array element with a sequence.*",
+    "Old": OLD,
+}
+
+
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-@pytest.mark.parametrize(
-    "name, what", [("Raises", "ZeroDivisionError: the pole is not defined"), ("Dies", "a process of it died|SystemExit")]
-)
-def test_an_environment_that_fails_is_one_line(name, what, vectorization):
-    if (name, vectorization) == ("Dies", "sync"):
-        pytest.skip("it would end this process")
-    env = GymEnv(f"fp8rl-tests/{name}-v0", 2, vectorization=vectorization)
-    with pytest.raises(
-        EnvironmentFailed,
-        match=f"^environment fp8rl-tests/{name}-v0 failed .{what}.: fix it, and resume if there is a checkpoint$",
-    ):
+@pytest.mark.parametrize("name", FAILING)
+def test_an_environment_that_fails_is_one_line(name, vectorization):
+    line = f"^environment fp8rl-tests/{name}-v0 failed .({FAILING[name]}).: fix it, and resume if there is a checkpoint$"
+    with pytest.raises(EnvironmentFailed, match=line) as caught:
+        env = GymEnv(f"fp8rl-tests/{name}-v0", 2, vectorization=vectorization)
         for _ in range(7):
             env.step(torch.zeros(2, dtype=torch.long))
-    env.close()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_process_that_ends_while_its_environment_is_made_is_one_line():
+    with pytest.raises(EnvironmentFailed, match=r"^environment fp8rl-tests/QuitsElsewhere-v0 failed .a process of it died.: fix"):
+        GymEnv("fp8rl-tests/QuitsElsewhere-v0", 2, vectorization="async")
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("obs", r"ValueError: obs is float64\[3, 1\], not float64\[3, 2\]"),
+        ("object", r"ValueError: obs is object\[3, 2\], not float64\[3, 2\]"),
+        ("reward", r"ValueError: reward is float64\[3, 1\], not float64\[3\]"),
+        ("flags", r"ValueError: terminated is bool\[1\], not float64\[3\]"),
+        ("four", OLD),
+    ],
+)
+def test_a_batched_form_that_answers_in_another_form_is_one_line(name, what):
+    env = GymEnv(f"fp8rl-tests/OddVector-{name}-v0", 3, vectorization="vector_entry_point")
+    with pytest.raises(EnvironmentFailed, match=f"^environment fp8rl-tests/OddVector-{name}-v0 failed .{what}.: fix it"):
+        env.step(torch.zeros(3, dtype=torch.long))
+
+
+def test_a_program_that_its_environment_ends_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fp8rl", "train", "--env-id", "fp8rl-tests/Quits-step-v0", "--out", str(tmp_path / "a")])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2
+    assert "fp8rl: environment fp8rl-tests/Quits-step-v0 failed (SystemExit: 0): fix it" in capsys.readouterr().err
+
+
+def test_an_interrupt_passes_through():
+    env = GymEnv("fp8rl-tests/Interrupted-v0", 2)
+    with pytest.raises(KeyboardInterrupt):
+        env.step(torch.zeros(2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("name, wrapper", [("obs", "NormalizeObservation"), ("reward", "NormalizeReward")])
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_numbers_that_are_too_large_are_not_blamed_on_the_learning_rate(name, wrapper, precision):
+    run = build(Config(env_id=f"fp8rl-tests/Large-{name}-v0", precision=precision, **SHORT))
+    line = (
+        f"^{name} from the environment reaches [5-9]e.30, over .*, too large to compute with: register it wrapped in .*{wrapper}$"
+    )
+    with pytest.raises(ValueError, match=line):
+        train(run, progress=False)
+
+
+def test_a_time_limit_that_says_both_ends_is_termination_alone():
+    env = GymEnv("fp8rl-tests/Limited-v0", 2)
+    *_, last = (env.step(torch.zeros(2, dtype=torch.long)) for _ in range(7))  # where both come
+    assert [end.tolist() for end in last[2:]] == [[True, True], [False, False]]
+
+
+def test_an_environment_without_a_time_limit_is_told_once():
+    interface_of.cache_clear()
+    line = "^env_id is 'fp8rl-tests/Counter-v0', registered without a time limit, .* 10,000 steps: register it with max_episode"
+    with pytest.warns(UserWarning, match=line):
+        GymEnv("fp8rl-tests/Counter-v0", 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GymEnv("fp8rl-tests/Counter-v0", 2)
+        GymEnv("fp8rl-tests/Limited-v0", 2)
 
 
 def test_a_lost_process_does_not_hang():

@@ -29,6 +29,7 @@ from fp8rl.config import Config
 from fp8rl.losses import actor_critic_loss, alone
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
+from fp8rl.report.folder import FILES, MARK, Folder
 from fp8rl.rollout import DUMMY, Rollout
 from fp8rl.scale import ranks
 from fp8rl.scale.machine import HERE, NETWORKS, Machine, build
@@ -206,7 +207,7 @@ def test_sums_and_parts_of_every_dtype_are_joined(two):
 def test_the_command_writes_one_run(two, folder):
     assert ["final greedy return" in found["said"] for found in two] == [True, False]
     out = folder / "command"
-    assert sorted(path.name for path in out.iterdir()) == sorted(cli.OUTPUTS[:4])
+    assert sorted(path.name for path in out.iterdir()) == sorted({MARK, *FILES["train"]} - {"checkpoint.pt.tmp"})
     with (out / "metrics.csv").open() as file:
         assert [row["steps"] for row in csv.DictReader(file)] == ["512", "1024"]
     assert json.loads((out / "config.json").read_text())["steps"] == 1024
@@ -357,14 +358,16 @@ def loss_of(model, batch: Rollout, normalized: bool = True, total=alone):
     ],
 )
 def test_what_ranks_cannot_share_is_refused_before_a_run_is_replaced(options, message, tmp_path, monkeypatch, capsys):
-    (tmp_path / "metrics.csv").write_text("precious")
+    with Folder.create(tmp_path, "train", {}) as folder:
+        folder.write("config.json", "precious")
     monkeypatch.setattr(ranks, "rank", lambda: (0, 2))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fp8rl", "train", *options, "--out", str(tmp_path), "--overwrite"])
     with pytest.raises(SystemExit):
         cli.main()
     assert capsys.readouterr().err == f"fp8rl: {message}\n"
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("metrics.csv", "precious")]
+    assert {path.name for path in tmp_path.iterdir()} == {MARK, "config.json"}
+    assert (tmp_path / "config.json").read_text() == "precious"
 
 
 def test_no_thread_of_the_group_is_left_to_abort_the_process(two):
@@ -431,9 +434,24 @@ def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues(tmp_pa
     assert process.returncode not in (0, None)
     assert "fp8rl: rank 0 of 2 lost the others (" in errors and "): resume from the last checkpoint" in errors
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    assert sorted(path.name for path in out.iterdir() if path.suffix != ".tmp") == ["checkpoint.pt", "config.json", "metrics.csv"]
+    names = [MARK, "checkpoint.pt", "config.json", "metrics.csv"]
+    assert sorted(path.name for path in out.iterdir() if path.suffix != ".tmp") == names
     run = resumed(out / "checkpoint.pt")
     done = len(run.history)
     assert run.env.num_envs == 16 and 0 < done < run.config.iterations
     run = next(iterate(run))
     assert run.history.last["iteration"] == done and np.isfinite(run.history.last["loss"])
+
+
+def test_ranks_that_are_interrupted_leave_one_checkpoint(tmp_path):
+    out = tmp_path / "a"
+    options = ["--steps", str(2000 * 512), "--eval-every", "0", "--eval-episodes", "1", "--out", str(out)]
+    with subprocess.Popen([*TORCHRUN, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        began = time.monotonic()
+        while not (out / "metrics.csv").exists() and process.poll() is None and time.monotonic() < began + 60:
+            time.sleep(0.1)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert f"go on with train --resume {out}" in errors
+    run = resumed(out / "checkpoint.pt")
+    assert 0 < len(run.history) < 2000 and run.env.num_envs == 16

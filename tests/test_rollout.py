@@ -90,3 +90,15 @@ def test_what_is_not_finite_is_named(name, bad):
     with pytest.raises(ValueError, match=f"^{name} from the environment is not finite: fix the environment") as caught:
         check_finite(rollout)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name, good, bad", [("obs", 1e8, 2e8), ("reward", 1e15, 2e15)])
+def test_what_is_too_large_is_named(name, good, bad):
+    generator = torch.Generator().manual_seed(0)
+    rollout = collect(ActorCritic(), BatchedEnv(4, generator=generator), 10, FP32, generator)
+    for sign in (1, -1):
+        getattr(rollout, name)[7, 3] = sign * good * 0.99
+        check_finite(rollout)
+        getattr(rollout, name)[7, 3] = sign * bad
+        with pytest.raises(ValueError, match=f"^{name} from the environment reaches 2e.*, over 1e.*: register it wrapped in"):
+            check_finite(rollout)

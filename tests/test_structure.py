@@ -1,6 +1,8 @@
 """The two floors of the package: the core stands alone, and nothing imports in a circle."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,10 @@ def test_nothing_imports_in_a_circle():
         for name in ready:
             del left[name]
     assert not left
+
+
+def test_a_folder_of_its_name_does_not_hide_the_package(tmp_path):
+    """As the clone is one, for who works beside it."""
+    (tmp_path / "fp8rl").mkdir()
+    done = subprocess.run([sys.executable, "-c", "import fp8rl.checkpoint"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

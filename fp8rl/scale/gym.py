@@ -14,6 +14,7 @@ import functools
 import signal
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import gymnasium
@@ -21,14 +22,54 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import batch_space
 
-from ..env import BatchedEnv, CustomEnv, spaces_of
+from ..env import MAX_STEPS, BatchedEnv, CustomEnv, spaces_of
 from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 
 
+# What an environment's own code may raise; sys.exit() is no reason to end the program without a word, and Ctrl-C is not its own.
+RAISES = Exception, SystemExit
+OLD_STEP = "expected 5, got 4"  # Python's words for what Gymnasium finds
+
+
 class EnvironmentFailed(RuntimeError):
-    """An environment raised, or the process that it ran in died."""
+    """An environment raised or ended, answered in another form than Gymnasium's, or the process that it ran in died."""
+
+
+def failure(env_id: str, error: BaseException) -> EnvironmentFailed:
+    """What there is to say of an environment that raised `error`, in one line."""
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, EOFError | ConnectionError):
+        what = "a process of it died"
+    elif isinstance(error, ValueError) and OLD_STEP in str(error):
+        what = "its step returns 4 values as in old gym, not obs, reward, terminated, truncated, info"
+    return EnvironmentFailed(f"environment {env_id} failed ({what}): fix it, and resume if there is a checkpoint")
+
+
+def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
+    """Raises ValueError if an array has not this shape, or numbers of a kind that does not go into this type."""
+    array = np.asarray(array)
+    if array.shape != shape or (array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind")):
+        raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}{list(shape)}")
+
+
+class Strict(gymnasium.Wrapper):
+    """Refuses observations of another shape or kind than their space's, which Gymnasium stretches and casts in some forms."""
+
+    def __init__(self, env: gymnasium.Env):
+        super().__init__(env)
+        self.form = env.observation_space.shape, env.observation_space.dtype
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        require("obs", obs, *self.form)
+        return obs, info
+
+    def step(self, action):
+        obs, *rest = self.env.step(action)
+        require("obs", obs, *self.form)
+        return obs, *rest
 
 
 @contextlib.contextmanager
@@ -55,13 +96,17 @@ class Interface(NamedTuple):
 
 @functools.lru_cache
 def interface_of(env_id: str) -> Interface:
-    """Bounds of each feature of an observation, the actions and the time limit (10,000 steps if it has none).
+    """Bounds of each feature of an observation, the actions and the time limit (10,000 steps if it has none, with a warning).
 
     Raises:
-        ValueError: Gymnasium cannot make it, its observations are no flat Box, or its actions are not Discrete.
+        ValueError: Gymnasium cannot make it, its observations are no flat Box with features, or its actions are not Discrete with
+            2 to 256 of them.
+        EnvironmentFailed: it calls sys.exit.
     """
     try:
         env = gymnasium.make(env_id)
+    except SystemExit as error:
+        raise failure(env_id, error) from error
     except Exception as error:  # an unknown id, a missing package, or whatever the environment's own code raises
         reason = " ".join(str(error).split())
         raise ValueError(f"env_id is {env_id!r}, which Gymnasium cannot make ({reason}): register or install it") from error
@@ -71,14 +116,19 @@ def interface_of(env_id: str) -> Interface:
         kind = f"{type(observations).__name__}{list(observations.shape or ())}"
         remedy = "register it wrapped in gymnasium.wrappers.FlattenObservation"
         raise ValueError(f"env_id is {env_id!r}, whose observations are {kind}, not a flat Box: {remedy}")
+    if observations.shape == (0,):
+        raise ValueError(f"env_id is {env_id!r}, whose observations are Box[0], without a feature: choose another")
     if not isinstance(actions, gymnasium.spaces.Discrete):
         raise ValueError(f"env_id is {env_id!r}, whose actions are {type(actions).__name__}, not Discrete: choose another")
-    if actions.n > 256:
-        raise ValueError(
-            f"env_id is {env_id!r} with {actions.n} actions: choose one with at most 256, the ring keeps them in a byte"
-        )
+    if not 2 <= actions.n <= 256:
+        remedy = "choose one with 2 to 256 actions, the ring keeps them in a byte"
+        raise ValueError(f"env_id is {env_id!r}, whose actions are Discrete({actions.n}): {remedy}")
     bounds = tuple(tuple(bound.astype(float).tolist()) for bound in (observations.low, observations.high))
-    limit = env.spec.max_episode_steps or 10_000
+    limit = env.spec.max_episode_steps
+    if limit is None:
+        limit = 10_000
+        what = f"registered without a time limit, so an evaluation takes up to {limit:,} steps"
+        warnings.warn(f"env_id is {env_id!r}, {what}: register it with max_episode_steps", stacklevel=2)
     return Interface(bounds, int(actions.n), int(actions.start), limit)
 
 
@@ -101,7 +151,7 @@ class GymEnv:
 
     Raises:
         ValueError: an environment of another kind, or a vectorization that does not exist or that it does not offer.
-        EnvironmentFailed: it raises when it starts or steps, or one of its processes died.
+        EnvironmentFailed: it raises or ends when it starts or steps, answers in another form, or one of its processes died.
     """
 
     def __init__(self, env_id: str, num_envs: int, device="cpu", seed: int = 0, vectorization: str = "sync"):
@@ -114,19 +164,19 @@ class GymEnv:
         kwargs = {}
         if vectorization != "vector_entry_point":
             kwargs["vector_kwargs"] = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+            kwargs["wrappers"] = [Strict]
         self.envs = None
         try:
             with children_ignore_interrupts() if self._async else contextlib.nullcontext():
                 self.envs = gymnasium.make_vec(env_id, self.num_envs, vectorization_mode=vectorization, **kwargs)
-        except Exception as error:
+        except RAISES as error:
             if not (vectorization == "vector_entry_point" and isinstance(error, gymnasium.error.Error)):
-                raise self._failure(error) from error
+                raise failure(env_id, error) from error
         if not self.envs or self.envs.metadata.get("autoreset_mode") != gymnasium.vector.AutoresetMode.NEXT_STEP:
             self.close()
             remedy = "choose sync or async"
             raise ValueError(f"vectorization is {vectorization!r}, which {env_id} lacks with NEXT_STEP autoreset: {remedy}")
-        obs, _ = self._call(self.envs.reset, seed=seed)
-        self.obs = self._tensor(obs, torch.float32)
+        self.obs = self._tensor(self._call(self._reset, seed), torch.float32)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
 
     def draw(self, length: int) -> list[None]:
@@ -137,10 +187,11 @@ class GymEnv:
         """As BatchedEnv.step: takes actions [N], from 0; gives obs float32 [N, F], reward float32 [N], terminated and truncated
         bool [N]."""
         actions = action.cpu().numpy() + self.first_action
-        obs, reward, terminated, truncated, _ = self._call(self.envs.step, actions)
+        obs, reward, terminated, truncated = self._call(self._step, actions)
         live = ~self.done  # a step that resets gives no reward and ends nothing, whatever the environment says
         self.obs = self._tensor(obs, torch.float32)
         terminated, truncated = (self._tensor(flag, torch.bool) & live for flag in (terminated, truncated))
+        truncated &= ~terminated  # Gymnasium's time limit says both
         self.done = terminated | truncated
         return self.obs, self._tensor(reward, torch.float32) * live, terminated, truncated
 
@@ -160,25 +211,31 @@ class GymEnv:
     def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(array, dtype=dtype, device=self.device)  # a copy: the environment may use its array again
 
-    def _call(self, method, *args, **kwargs):
+    def _reset(self, seed: int) -> np.ndarray:
+        obs, _ = self.envs.reset(seed=seed)
+        require("obs", obs, (self.num_envs, len(self.bounds[0])))
+        return obs
+
+    def _step(self, actions: np.ndarray) -> tuple[np.ndarray, ...]:
+        obs, reward, terminated, truncated, _ = self.envs.step(actions)
+        require("obs", obs, (self.num_envs, len(self.bounds[0])))
+        for name, array in {"reward": reward, "terminated": terminated, "truncated": truncated}.items():
+            require(name, array, (self.num_envs,))
+        return obs, reward, terminated, truncated
+
+    def _call(self, method, argument):
         try:
             with warnings.catch_warnings() if self._async else contextlib.nullcontext():
                 if self._async:
                     warnings.simplefilter("ignore")  # Gymnasium's, which repeat a worker's error in several lines
-                return method(*args, **kwargs)
-        except Exception as error:  # whatever the environment's own code raises
-            failure = self._failure(error)
+                return method(argument)
+        except RAISES as error:
             for process in getattr(self.envs, "processes", ()):
                 process.terminate()  # Gymnasium's close would wait for an answer from the dead
                 self.envs.closed = True
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(*RAISES):
                 self.envs.close()
-            raise failure from error
-
-    def _failure(self, error: Exception) -> EnvironmentFailed:
-        died = isinstance(error, EOFError | ConnectionError)
-        what = "a process of it died" if died else f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return EnvironmentFailed(f"environment {self.env_id} failed ({what}): fix it, and resume if there is a checkpoint")
+            raise failure(self.env_id, error) from error
 
 
 def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp, missing_next: str = "nan") -> Rollout:
@@ -219,10 +276,17 @@ def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp,
 class CustomVectorEnv(gymnasium.vector.VectorEnv):
     """`BatchedEnv` on the CPU behind Gymnasium's NumPy vector contract; `gymnasium.make_vec` builds it.
 
-    Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N].
+    Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N]. A step that
+    leaves the bounds at the time limit is terminated and truncated, as in CustomEnv.
+
+    Args:
+        num_envs: N.
+        max_episode_steps: steps in an episode at most, up to 200; None is 200.
+        start_noise, render_mode, extra_features, hide_velocity: as in CustomEnv; nothing is rendered.
 
     Raises:
-        ValueError: `num_envs` below 1, `start_noise` outside [0, 1], negative `extra_features`, or actions outside the space.
+        ValueError: `num_envs` below 1, `max_episode_steps` outside [1, 200], `start_noise` outside [0, 1], negative
+            `extra_features`, or actions outside the space.
     """
 
     metadata = {**CustomEnv.metadata, "render_modes": [], "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
@@ -234,24 +298,71 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
         render_mode: None = None,
         extra_features: int = 0,
         hide_velocity: bool = False,
+        max_episode_steps: int | None = None,
     ):
+        self.max_episode_steps = MAX_STEPS if max_episode_steps is None else max_episode_steps
+        if not 1 <= self.max_episode_steps <= MAX_STEPS:
+            raise ValueError(f"max_episode_steps is {max_episode_steps}: give a number from 1 to {MAX_STEPS}")
         observed = {"extra_features": extra_features, "hide_velocity": hide_velocity}
         self.env = BatchedEnv(num_envs, start_noise, generator=torch.Generator(), **observed)
         self.env.generator.seed()
+        self.own = {}  # the generators of environments that have one of their own, by number
         self.num_envs = num_envs
         self.render_mode = render_mode
         self.single_observation_space, self.single_action_space = spaces_of(**observed)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        if seed is not None:
+    def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
+        """Starts every environment anew, or those where `options["reset_mask"]`, bool [N], is True; the others stay as they are.
+
+        Args:
+            seed: an integer seeds one generator, from which all environments take their starts and their noise. A list gives
+                environment i a generator of its own for seed[i], from which it takes the same as a CustomEnv of that seed,
+                whatever the others do, until another seed is given; None leaves it the generator that it has. With a mask an
+                integer is the list seed, seed + 1, ..., and where the mask is False seeds are ignored.
+
+        Raises:
+            ValueError: seeds that are no such list, or a mask that is not bool [N] with a True in it.
+        """
+        everywhere = np.ones(self.num_envs, dtype=bool)
+        mask = (options or {}).get("reset_mask", everywhere)
+        if not isinstance(mask, np.ndarray) or mask.dtype != bool or mask.shape != everywhere.shape or not mask.any():
+            kind = f"{getattr(mask, 'dtype', type(mask).__name__)}{list(np.shape(mask))}"
+            raise ValueError(f"reset_mask is {kind}: give a NumPy array, bool[{self.num_envs}], with a True in it")
+        if isinstance(seed, int | np.integer) and mask is everywhere:
             self.env.generator.manual_seed(int(seed))
-        return self.env.reset().numpy().copy(), {}
+            self.own = {}
+        elif seed is not None:
+            seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed + i for i in range(self.num_envs)]
+            good = [one is None or (isinstance(one, int | np.integer) and one >= 0) for one in seeds]
+            if len(seeds) != self.num_envs or not all(good):
+                raise ValueError(f"seed is {seed}: give an integer from 0, or a list of {self.num_envs}, with None for no seed")
+            given = {i: np.random.default_rng(one) for i, one in enumerate(seeds) if mask[i] and one is not None}
+            self.own = self.own | given
+        before = self.env.tensors()
+        self.env.reset(self._draw(begins=mask, rows=mask))
+        for name, x in self.env.tensors().items():
+            x[~mask] = before[name][~mask]
+        return self.env.obs.numpy().copy(), {}
+
+    def _draw(self, begins: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+        """What `BatchedEnv.draw` gives for a step; from the environments' own generators, if they have one, starts where `begins`
+        and noise in `rows`, both bool [N]."""
+        (start,) = self.env.draw(1)
+        for i, generator in self.own.items():  # in the order in which CustomEnv draws
+            if begins[i]:
+                start[i, :2] = torch.from_numpy(generator.uniform(-self.env.start_noise, self.env.start_noise, 2))
+            if self.env.extra_features and rows[i]:
+                start[i, 2:] = torch.from_numpy(generator.uniform(-1, 1, self.env.extra_features))
+        return start
 
     def step(self, actions):
         actions = np.asarray(actions)
         if actions.dtype.kind not in "iu" or not self.action_space.contains(actions.astype(np.int64)):
             raise ValueError(f"actions {actions} are outside {self.action_space}: pass {self.num_envs} integers, 0 or 1")
-        obs, reward, terminated, truncated = self.env.step(torch.from_numpy(actions.astype(np.int64)))
+        start = self._draw(begins=self.env.done.numpy(), rows=np.ones(self.num_envs, dtype=bool))
+        obs, reward, terminated, _ = self.env.step(torch.from_numpy(actions.astype(np.int64)), start)
+        truncated = self.env.steps >= self.max_episode_steps
+        self.env.done = terminated | truncated
         return obs.numpy().copy(), reward.numpy(), terminated.numpy(), truncated.numpy(), {}
