@@ -127,7 +127,10 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
     """A run's config and state; no state if it was stopped before its first checkpoint."""
     if (out / "checkpoint.pt").exists() or not (out / "config.json").exists():
         return checkpoint.resume(out / "checkpoint.pt", trust)
-    return Config.from_json((out / "config.json").read_text()), None
+    try:
+        return Config.from_json((out / "config.json").read_text()), None
+    except ValueError as error:
+        raise ValueError(f"{out / 'config.json'}: {error}") from error
 
 
 def write_while_training(run: Run, out: Path, checkpoint_every: int | None, checkpoint_ring: bool) -> None:

@@ -126,17 +126,15 @@ class Config:
             raise ValueError(f"{name} is {getattr(self, name)}: {remedy}")
 
     def _converted(self, name: str, kind: type):
-        """A field's value as Python's own type, which JSON and checkpoints can hold: NumPy's numbers and 1e4 for an int, too."""
+        """A field's value as Python's own type, which JSON and checkpoints can hold: from NumPy's, and from 1e4 for an int."""
         value = getattr(self, name)
-        is_number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's are Real too, its bool is not
+        number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's numbers are Real too, its bool is not
+        if (kind is int and number and value % 1 == 0) or (kind is float and number):
+            return kind(value)
         if kind is bool and isinstance(value, bool | np.bool_):
             return bool(value)
-        if kind is int and is_number and value % 1 == 0:
-            return int(value)
-        if kind is float and is_number:
-            return float(value)
-        if (isinstance(value, str) or (value is None and kind is not str)) and kind not in (bool, int, float):
-            return value if value is None else str(value)
+        if kind not in (int, float, bool) and (isinstance(value, str) or (value is None and kind is not str)):
+            return value and str(value)
         wanted = {bool: "True or False", int: "a whole number", float: "a number"}.get(kind, "text")
         raise ValueError(f"{name} is {value!r}: give {wanted}")
 
@@ -151,20 +149,14 @@ class Config:
         Raises:
             ValueError: no JSON object, a field that does not exist, or one out of range.
         """
-        try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"config is not JSON ({error}): restore it") from error
-        return cls.of(found)
+        found = json.loads(text)
+        return cls.of(found if isinstance(found, dict) else {str(found): None})
 
     @classmethod
     def of(cls, found: dict) -> "Config":
-        """A Config of fields that were read from somewhere. Raises as `from_json`."""
-        if not isinstance(found, dict):
-            raise ValueError(f"config is {type(found).__name__}: give an object of fields")
-        unknown = [name for name in found if name not in cls.__dataclass_fields__]
-        if unknown:
-            raise ValueError(f"config has the field {unknown[0]!r}, which does not exist: leave it out")
+        """A Config of fields that were read from somewhere; ValueError for one that does not exist or is out of range."""
+        for name in found.keys() - cls.__dataclass_fields__.keys():
+            raise ValueError(f"config has the field {name!r}, which does not exist: leave it out")
         return cls(**found)
 
     @property

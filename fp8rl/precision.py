@@ -49,8 +49,6 @@ def _obstacle(name: str, device: torch.device) -> str | None:
         return "it is unknown"
     if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
         return "it needs CUDA, compute capability 8.0 up"
-    if name.startswith("fp8") and not hasattr(torch.nn.functional, "scaled_mm"):
-        return f"torch {torch.__version__} has no scaled_mm, torch 2.11 has"
     return None
 
 

@@ -1,6 +1,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from fp8rl.config import Config
@@ -41,6 +42,38 @@ def test_bad_fields_are_named_with_the_remedy_in_one_line(field, value, remedy):
         Config(**{field: value})
     message = str(caught.value)
     assert "\n" not in message and message.startswith(f"{field} is ") and str(value) in message
+
+
+@pytest.mark.parametrize(
+    "field, value, remedy",
+    [
+        *(("num_envs", value, "a whole number") for value in (16.5, "16", True, math.inf, math.nan, None)),
+        *(("gamma", value, "a number") for value in ("0.9", False, None)),
+        *(("anneal", value, "True or False") for value in (1, "yes", None)),
+        *(("precision", value, "text") for value in (8, None)),
+        ("env_id", 4, "text"),
+        *((name, math.inf, "a finite number") for name in ("entropy_coef", "value_coef")),
+    ],
+)
+def test_values_of_another_type_are_named(field, value, remedy):
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}: give {remedy}$"):
+        Config(**{field: value})
+
+
+def test_numbers_become_pythons_own_whatever_they_come_from():
+    config = Config(learning_rate=np.float32(0.5), steps=1e4, seed=np.int64(3), gamma=1, anneal=np.bool_(False))
+    assert config == Config(learning_rate=0.5, steps=10_000, seed=3, gamma=1.0, anneal=False)
+    kinds = [type(getattr(config, name)) for name in ("learning_rate", "steps", "seed", "gamma", "anneal")]
+    assert kinds == [float, int, int, float, bool]
+
+
+def test_json_gives_the_config_back():
+    for config in (Config(), Config(learning_rate=np.float64(1 / 3), env_id="CartPole-v1", collect_precision="fp8")):
+        assert Config.from_json(config.to_json()) == config
+    for text in ("{", "[1]", "7", '{"stepz": 1}', '{"steps": "many"}'):
+        with pytest.raises(ValueError) as caught:
+            Config.from_json(text)
+        assert "\n" not in str(caught.value)
 
 
 def test_fields_that_fit_only_together():

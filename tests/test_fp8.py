@@ -383,9 +383,3 @@ def test_a_gradient_that_overflows_is_not_saturated_away(pair):
     grad[7, 7] = torch.inf
     _, grad_x, grad_w, _ = gradients(layer, x, grad)
     assert grad_x.isnan().all() and grad_w.isnan().all()
-
-
-def test_torch_without_the_operator_is_refused_with_the_version_needed(monkeypatch):
-    monkeypatch.delattr(F, "scaled_mm")
-    with pytest.raises(ValueError, match=r"precision is 'fp8' and torch .* has no scaled_mm, torch 2\.11 has: choose from fp32"):
-        Precision("fp8")

@@ -1,0 +1,250 @@
+"""Does anything get lost when runs and studies are killed, when two want one folder, or when a checkpoint is not what it seems?
+
+Runs with default settings are ended at random moments (KILL, TERM and INT in turn), resumed, and compared to the same run left
+to itself, bit for bit. So are studies, whose processes must be gone two seconds after them. Two trainings, two resumptions, or a
+training and a study are started together in one folder: one must win. Checkpoints are damaged (cut short, a bit flipped, a
+pickle spliced in) or forged (pickles, modules to import, paths, sizes); each must be refused in one line or equal the original,
+and none may run code or write anything.
+
+    python benchmarks/hostile.py benchmarks/results/hostile.md [--share 0.1]
+"""
+
+import argparse
+import collections
+import csv
+import io
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from fp8rl import checkpoint
+from fp8rl.config import Config
+from fp8rl.scale.hardware import hardware
+from fp8rl.scale.machine import Machine, build
+from fp8rl.train import iterate, train
+
+RUN = [sys.executable, "-m", "fp8rl"]
+STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "4", "--steps", "20480"]
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+KILLS, STUDY_KILLS, TOGETHER, DAMAGES, FORGERIES = 100, 20, 50, 10_000, 200
+
+
+def start(*arguments) -> subprocess.Popen:
+    return subprocess.Popen([*RUN, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def weights(out: Path) -> list[torch.Tensor]:
+    return list(checkpoint.load(out / "checkpoint.pt")[0].state_dict().values())
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def killed(i: int, folder: Path, seconds: float, whole: list[torch.Tensor]) -> tuple[str, str]:
+    """Ends a default run at a random moment of its `seconds`, resumes it (or starts it again, if it had not begun), and says
+    what came of it."""
+    out, rng = folder / str(i), np.random.default_rng(i)
+    number = SIGNALS[i % 3]
+    process = start("train", "--out", out)
+    try:
+        process.wait(rng.uniform(0, seconds))
+    except subprocess.TimeoutExpired:
+        process.send_signal(number)
+        process.wait()
+    begun = (out / "config.json").exists()
+    stage = "after it began" if begun else "before it began"
+    again = start("train", *(("--resume", out) if begun else ("--out", out)))
+    err = again.communicate()[1]
+    good = again.returncode == 0 and same(weights(out), whole) and len((out / "metrics.csv").read_text().splitlines()) == 196
+    shutil.rmtree(out)
+    return f"{number.name}, {stage}", "equal, bit for bit" if good else f"NOT EQUAL: {err[-200:]}"
+
+
+def killed_study(i: int, folder: Path, seconds: float, whole: list[dict]) -> tuple[str, str]:
+    """Ends a study at a random moment, looks for its processes, calls it again and compares its results."""
+    out, rng = folder / f"study{i}", np.random.default_rng(i)
+    number = SIGNALS[i % 3]
+    process = start(*STUDY, "--out", out)
+    time.sleep(rng.uniform(0.2, 1) * seconds)
+    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.send_signal(number)
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=2)
+    again = start(*STUDY, "--out", out)
+    err = again.communicate()[1]
+    good = again.returncode == 0 and results(out) == whole
+    shutil.rmtree(out)
+    fate = "equal" if good else f"NOT EQUAL: {err[-200:]}"
+    return number.name, f"{fate}, no process left" if not alive else f"{fate}, {len(alive)} PROCESSES LEFT"
+
+
+def results(out: Path) -> list[dict]:
+    """A study's results but for the seconds."""
+    with (out / "results.csv").open() as file:
+        return [{name: x for name, x in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
+
+
+def together(i: int, folder: Path, whole: list[torch.Tensor]) -> tuple[str, str]:
+    """Starts two commands in one folder."""
+    out = folder / f"both{i}"
+    name = ("two trainings", "two resumptions", "a training and a study")[i % 3]
+    first = second = ["train", "--out", out]
+    if name == "two resumptions":
+        process = start("train", "--out", out)
+        while not (out / "config.json").exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        first = second = ["train", "--resume", out]
+    elif name == "a training and a study":
+        second = [*STUDY, "--out", out]
+    both = [start(*first), start(*second)]
+    said = [process.communicate()[1] for process in both]
+    codes = [process.returncode for process in both]
+    lines = [err.count("\n") for err, code in zip(said, codes, strict=True) if code == 2]
+    if sorted(codes) == [0, 2] and lines == [1]:
+        trained = codes[0] == 0 or second[0] == "train"
+        good = same(weights(out), whole) if trained else len(results(out)) == 8
+        fate = "one won, its files are whole" if good else "THE WINNER'S FILES ARE NOT WHOLE"
+    elif codes == [0, 0] and name == "two resumptions" and same(weights(out), whole):
+        fate = "the second came after the first had ended"
+    else:
+        fate = f"EXIT CODES {codes}"
+    shutil.rmtree(out)
+    return name, fate
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.mkdir, ("hostile-code-ran",)
+
+
+def content(path: Path) -> bytes:
+    """What a checkpoint holds, as bytes to compare."""
+    config, state = checkpoint.resume(path)
+    written = io.BytesIO()
+    torch.save((config, state), written)
+    return written.getvalue()
+
+
+def loaded(path: Path, original: bytes) -> str:
+    try:
+        return "equal to the original" if content(path) == original else "LOADED AS SOMETHING ELSE"
+    except ValueError as error:
+        return "refused" if "\n" not in str(error) else "REFUSED IN SEVERAL LINES"
+
+
+def damage(path: Path, count: int) -> collections.Counter:
+    """Outcomes of loading damaged copies: (kind, outcome) -> how many."""
+    rng, outcomes = np.random.default_rng(0), collections.Counter()
+    whole, original = path.read_bytes(), content(path)
+    for i in range(count):
+        damaged, kind = bytearray(whole), ("cut short", "bit flipped", "pickle spliced in")[i % 3]
+        at = rng.integers(len(whole))
+        if kind == "cut short":
+            del damaged[at:]
+        elif kind == "bit flipped":
+            damaged[at] ^= 1 << rng.integers(8)
+        else:
+            splice = pickle.dumps(Hostile(), protocol=2)
+            damaged[at : at + len(splice)] = splice
+        path.write_bytes(damaged)
+        outcomes[kind, loaded(path, original)] += 1
+    path.write_bytes(whole)
+    return outcomes
+
+
+def forge(path: Path, count: int) -> collections.Counter:
+    """Outcomes of building runs from forged copies: (kind, outcome) -> how many."""
+    rng, outcomes = np.random.default_rng(1), collections.Counter()
+    whole = torch.load(path, weights_only=True)
+    Path("payload.py").write_text("import pathlib; pathlib.Path('hostile-code-ran').mkdir()")
+    fields, parts = list(whole["config"]), list(whole["run"])
+    big = torch.zeros(1).expand(2**42)
+    for i in range(count):
+        forged, kind = (
+            {**whole, "config": dict(whole["config"]), "run": dict(whole["run"])},
+            ("pickle", "module", "path", "size")[i % 4],
+        )
+        field, part = fields[rng.integers(len(fields))], parts[rng.integers(len(parts))]
+        if kind == "pickle":
+            forged["config" if i % 8 else "run"][field if i % 8 else part] = Hostile()
+        elif kind == "module":
+            forged["config"]["env_id"] = f"payload:Foo{i}-v0"
+        elif kind == "path":
+            forged["run"]["ring"] = {"folder": f"../outside{i}"}
+        else:
+            forged["run"][part] = big if i % 8 else {"state": big, "clock": big}
+            forged["config"]["capacity"] = 2 ** int(rng.integers(50, 70))
+        torch.save(forged, path)
+        try:
+            config, state = checkpoint.resume(path)
+            build(config, Machine(), state).close()
+            fate = "LOADED AS SOMETHING ELSE"
+        except (ValueError, OSError, MemoryError) as error:
+            fate = "refused" if "\n" not in str(error) else "REFUSED IN SEVERAL LINES"
+        outcomes[kind, fate] += 1
+    assert not list(Path("..").glob("outside*"))
+    return outcomes
+
+
+def table(head: str, outcomes: collections.Counter) -> list[str]:
+    rows = [f"| {kind} | {outcome} | {count:,} |" for (kind, outcome), count in sorted(outcomes.items())]
+    return [f"| {head} | outcome | times |", "| --- | --- | --- |", *rows, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--share", type=float, default=1.0, help="of the number of trials")
+    options = parser.parse_args()
+    out = options.out.absolute()
+    torch.set_num_threads(1)
+    lines, workers = [], os.cpu_count() or 1
+
+    def count(trials: int) -> int:
+        return max(1, int(trials * options.share))
+
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(workers) as pool:
+        folder = Path(name)
+        whole = list(train(build(Config()), progress=False).model.state_dict().values())
+        begun = time.monotonic()
+        for job in [start("train", "--out", folder / f"whole{i}") for i in range(workers)]:  # as many as will run side by side
+            job.communicate()
+        seconds = time.monotonic() - begun
+        assert same(weights(folder / "whole0"), whole)
+        fates = pool.map(lambda i: killed(i, folder, seconds, whole), range(count(KILLS)))
+        lines += table("default run ended by", collections.Counter(fates))
+        begun = time.monotonic()
+        start(*STUDY, "--out", folder / "study").communicate()
+        study, seconds = results(folder / "study"), time.monotonic() - begun
+        fates = [killed_study(i, folder, seconds, study) for i in range(count(STUDY_KILLS))]
+        lines += table("study ended by", collections.Counter(fates))
+        fates = [together(i, folder, whole) for i in range(3 * count(TOGETHER))]
+        lines += table("started together in one folder", collections.Counter(fates))
+        (folder / "inside").mkdir()
+        os.chdir(folder / "inside")
+        checkpoint.save("checkpoint.pt", next(iterate(build(Config(steps=512, capacity=600, eval_episodes=1)))))
+        lines += table("checkpoint damaged", damage(Path("checkpoint.pt"), count(DAMAGES)))
+        lines += table("checkpoint forged", forge(Path("checkpoint.pt"), count(FORGERIES)))
+        assert not os.path.exists("hostile-code-ran")
+        os.chdir(Path(__file__).parent.parent)
+    command = f"python benchmarks/hostile.py {options.out}"
+    out.write_text("\n".join(lines) + f"\n`{command}` on {hardware()}.\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
