@@ -7,6 +7,7 @@ python benchmarks/results.py study speed   # these
 import importlib.util
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,13 @@ import torch
 ROOT = Path(__file__).parent.parent
 STUDY = "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 30 --first-seed 1000 --steps 100000"
 COMMANDS = {
-    "study": f"python -m fp8rl study {STUDY} --out benchmarks/results/study --overwrite",
+    "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
     "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
     "recurrence": "python benchmarks/recurrence.py benchmarks/results/recurrence.md",
     "cartpole": "python benchmarks/cartpole.py benchmarks/results/cartpole.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
-    "checkpoints": "python benchmarks/checkpoints.py benchmarks/results/checkpoints.md",
+    "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
     "fp8_causes": "python benchmarks/fp8_causes.py benchmarks/results/fp8_causes.md",
     "speed": "python benchmarks/speed/compare.py benchmarks/results",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
@@ -58,6 +59,9 @@ def main(names: list[str]) -> None:
             continue
         print(f"{name}: {COMMANDS[name]}", flush=True)
         subprocess.run([sys.executable, *shlex.split(COMMANDS[name])[1:]], cwd=ROOT, check=True)
+        if name == "study":  # in a folder of its own, which it can go on in
+            for file in ("results.csv", "table.md", "curves.png"):
+                shutil.copy(ROOT / "build/study" / file, ROOT / "benchmarks/results/study" / file)
         put()
 
 
