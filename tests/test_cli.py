@@ -245,7 +245,7 @@ def test_what_is_refused_is_said_whatever_the_encoding_is(encoding, monkeypatch,
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
     with pytest.raises(SystemExit):
         run("train", "--steps", "0")
-    assert capsys.readouterr().err == "fp8rl: steps is 0: give at least 1\n"
+    assert capsys.readouterr().err == "fp8rl: steps is 0: use at least 1\n"
 
 
 def test_help_is_printed(capsys):

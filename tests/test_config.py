@@ -11,7 +11,7 @@ from fp8rl.train import train
     "field, value, remedy",
     [
         *(
-            (name, 0, "give at least")
+            (name, 0, "use at least")
             for name in ("steps", "num_envs", "rollout_length", "capacity", "slice_length", "batch_size")
         ),
         ("steps", 511, "512 steps"),
@@ -44,7 +44,7 @@ def test_bad_fields_are_named_with_the_remedy_in_one_line(field, value, remedy):
 
 
 def test_fields_that_fit_only_together():
-    with pytest.raises(ValueError, match="replay_updates is 0: give at least 1 without fresh_updates"):
+    with pytest.raises(ValueError, match="replay_updates is 0: use at least 1 without fresh_updates"):
         Config(fresh_updates=0, replay_updates=0)
     for field, value in (("hide_velocity", True), ("extra_features", 2), ("start_noise", 0.1)):
         with pytest.raises(ValueError, match=f"{field} is {value}: leave it out, CartPole-v1 does not have it"):

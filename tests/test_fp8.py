@@ -323,10 +323,10 @@ def test_layer_refuses_widths_that_its_kernels_cannot_contract(inputs, outputs):
 
 def test_conversion_reports_by_name():
     assert convert_linears(ActorCritic()) == {
-        "inputs": "its 2 inputs are no multiple of 16",
+        "inputs": "its 2 inputs are not a multiple of 16",
         "hidden": None,
-        "actor": "its 2 outputs are no multiple of 16",
-        "critic": "its 1 outputs are no multiple of 16",
+        "actor": "its 2 outputs are not a multiple of 16",
+        "critic": "its 1 outputs are not a multiple of 16",
     }
 
 
@@ -387,5 +387,7 @@ def test_a_gradient_that_overflows_is_not_saturated_away(pair):
 
 def test_torch_without_the_operator_is_refused_with_the_version_needed(monkeypatch):
     monkeypatch.delattr(F, "scaled_mm")
-    with pytest.raises(ValueError, match=r"precision is 'fp8' and torch .* has no scaled_mm, torch 2\.11 has: choose from fp32"):
+    with pytest.raises(
+        ValueError, match=r"precision is 'fp8' and torch .* has no scaled_mm, which needs torch 2\.11: choose from fp32"
+    ):
         Precision("fp8")

@@ -353,7 +353,7 @@ def loss_of(model, batch: Rollout, normalized: bool = True, total=alone):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--num-envs=15"], "num_envs is 15 and 2 processes share the run: give a multiple of 2"),
+        (["--num-envs=15"], "num_envs is 15 and 2 processes share the run: use a multiple of 2"),
         (["--memmap=ring"], "memmap is ring and 2 processes share the run: leave it out"),
     ],
 )
@@ -406,7 +406,7 @@ def test_processes_join_over_what_their_tensors_need(devices, gpus, did, monkeyp
     "device, gpus, processes, message",
     [
         ("cuda", 1, 2, "device is 'cuda' and 2 processes share 1 GPU: start at most 1 (--nproc-per-node) or use the CPU"),
-        ("cuda:1", 2, 2, "device is 'cuda:1' and 2 processes share 2 GPUs: give 'cuda', a GPU of its own for each"),
+        ("cuda:1", 2, 2, "device is 'cuda:1' and 2 processes share 2 GPUs: use 'cuda', which gives each process its own GPU"),
     ],
 )
 def test_processes_without_a_gpu_each_are_refused_in_one_line(device, gpus, processes, message, monkeypatch):
