@@ -51,7 +51,7 @@ class Machine:
     ones; or vector_entry_point, the environment's own batched form, if it has one."""
     collect_ahead: bool = False
     """Collect in a separate thread, one iteration ahead of the learner, with weights one update older. The importance ratios
-    correct for this like for any other staleness."""
+    correct for this as for any other staleness."""
     reuse_forward: bool = False
     """Learn from the new rollout with the forward passes that acted, instead of repeating them for all rows at once. Faster,
     above all with many environments, where the rows of one step then stay in the processor's cache."""
