@@ -233,7 +233,7 @@ def test_ranks_and_seeds_draw_numbers_of_their_own(monkeypatch):
     found = []
     for seed in (0, 1):
         for rank in range(3):
-            monkeypatch.setattr(ranks, "rank", lambda rank=rank: (rank, 3))
+            monkeypatch.setattr(ranks, "rank_and_size", lambda rank=rank: (rank, 3))
             run = build(Config(num_envs=15, batch_size=96, seed=seed), AHEAD)
             found += [drawn(run.generator.get_state()), drawn(run.draws.get_state()), tuple(run.env.state.flatten().tolist())]
             run.close()
@@ -290,7 +290,7 @@ def test_the_parts_of_a_state_make_up_the_whole(size, monkeypatch):
     run = after(2, build(config, AHEAD))
     whole, parts = run.state_dict(), []
     for own in range(size):
-        monkeypatch.setattr(ranks, "rank", lambda own=own: (own, size))
+        monkeypatch.setattr(ranks, "rank_and_size", lambda own=own: (own, size))
         parts.append(ranks.part_of(whole))
     for name, dim in (("env", 0), ("returns", 0), ("ring", 0), ("ahead", 1)):
         for key, x in whole[name].items():
@@ -360,7 +360,7 @@ def loss_of(model, batch: Rollout, normalized: bool = True, total=alone):
 def test_what_ranks_cannot_share_is_refused_before_a_run_is_replaced(options, message, tmp_path, monkeypatch, capsys):
     with Folder.create(tmp_path, "train", {}) as folder:
         folder.write("config.json", "precious")
-    monkeypatch.setattr(ranks, "rank", lambda: (0, 2))
+    monkeypatch.setattr(ranks, "rank_and_size", lambda: (0, 2))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fp8rl", "train", *options, "--out", str(tmp_path), "--overwrite"])
     with pytest.raises(SystemExit):

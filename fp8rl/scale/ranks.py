@@ -67,7 +67,9 @@ def rank_and_size() -> tuple[int, int]:
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
-rank = rank_and_size  # the old name, until __main__.py and benchmarks/ use the new one
+def rank() -> tuple[int, int]:
+    """The old name of `rank_and_size`, which __main__.py and benchmarks/ still use."""
+    return rank_and_size()
 
 
 def total(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
