@@ -1,5 +1,5 @@
 # make demo     trains the agent in the notebook and leaves the executed notebook and its figures under build/
-# make test     runs the tests and every notebook
+# make test     runs the tests and every notebook, a process for each core
 # make lab      opens the notebooks in JupyterLab
 # make lint     checks package, tests and notebooks
 # make results  makes every table in benchmarks/README.md again (hours); ONLY="study codecs" makes these alone
@@ -21,7 +21,7 @@ demo: $(READY)
 	@echo "Its figures:       build/$(NOTEBOOK)_files/"
 
 test: $(READY)
-	$(RUN) pytest --nbmake tests notebooks
+	$(RUN) pytest -n auto --nbmake tests notebooks
 
 lab: $(READY)
 	$(RUN) jupyter lab notebooks

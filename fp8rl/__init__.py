@@ -3,7 +3,7 @@
 import signal
 import sys
 
-if sys.argv[:1] == ["-m"]:  # python -m fp8rl: until the command runs, Ctrl-C ends it without a traceback of imports
+if sys.argv[:1] == ["-m"]:  # python -m fp8rl: Ctrl-C during the imports ends it without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import gymnasium
@@ -12,5 +12,5 @@ gymnasium.register(
     "fp8rl/CustomEnv-v0",
     entry_point="fp8rl.env:CustomEnv",
     vector_entry_point="fp8rl.scale.gym:CustomVectorEnv",
-    max_episode_steps=200,  # env.MAX_STEPS, which would import torch
+    max_episode_steps=200,  # equals env.MAX_STEPS, whose import would load torch
 )

@@ -1,6 +1,6 @@
 """The command line: python -m fp8rl train | eval | study | memory | bench. Each takes --help.
 
-What is refused (a bad value, a folder in use, a file that is not there) is said in one line on stderr, with exit code 2.
+Invalid input (a bad value, a folder in use, a missing file) is reported in one line on stderr, with exit code 2.
 """
 
 import contextlib
@@ -76,11 +76,11 @@ def train(
         trust: a checkpoint may name a module to import (env_id module:Name-v0).
     """
     if (out is None) == (resume is None):
-        raise ValueError(f"out is {out} and resume {resume}: give one of them")
+        raise ValueError(f"out is {out} and resume {resume}: use one of them")
     if checkpoint_every is not None and checkpoint_every < 0:
-        raise ValueError(f"checkpoint_every is {checkpoint_every}: give 0 or more")
+        raise ValueError(f"checkpoint_every is {checkpoint_every}: use 0 or more")
     ranks.start(machine.devices)
-    first, state = ranks.rank()[0] == 0, None
+    first, state = ranks.rank_and_size()[0] == 0, None
     options = {"checkpoint_every": checkpoint_every, "checkpoint_ring": checkpoint_ring}
     with contextlib.ExitStack() as owned:
         if resume:
@@ -162,7 +162,7 @@ def write_while_training(run: Run, out: Path, checkpoint_every: int | None, chec
                     saved = time.monotonic()
                 if stop and len(run.history) < run.config.iterations:
                     step = run.history.last["steps"]
-                    said = f"interrupted at step {step:,.0f} of {run.config.steps:,}: go on with train --resume {out}"
+                    said = f"interrupted at step {step:,.0f} of {run.config.steps:,}: continue with train --resume {out}"
                     raise Interrupted(said, 128 + (signals[0] if signals else signal.SIGTERM))
     finally:
         for number, handler in before.items():
@@ -237,7 +237,7 @@ def evaluate_run(
     Args:
         run: folder that `train` wrote.
         episodes: how many to play.
-        greedy: take the likeliest action; --no-greedy samples.
+        greedy: take the greedy action; --no-greedy samples.
         start_noise: half-width of the range that episodes start in.
         seed: of the starts.
         precision: what to compute in, if not what it was trained in.
@@ -245,9 +245,9 @@ def evaluate_run(
         json_output: print one JSON object.
     """
     if not 1 <= episodes <= 10**6:
-        raise ValueError(f"episodes is {episodes}: give a number from 1 to a million")
+        raise ValueError(f"episodes is {episodes}: use a number from 1 to a million")
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed is {seed}: give a number from 0 to 2**32 - 1")
+        raise ValueError(f"seed is {seed}: use a number from 0 to 2**32 - 1")
     model, config = checkpoint.load(run / "checkpoint.pt", NETWORKS, trust, **({"precision": precision} if precision else {}))
     if config.env_id and start_noise != 0.05:
         raise ValueError(f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it")
@@ -275,7 +275,7 @@ def compare(
     controls: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Train every precision on the same seeds, a process a core, and write results.csv, table.md and curves.png. A study that was
+    """Train every precision on the same seeds, one process per core, and write results.csv, table.md and curves.png. A study that was
     stopped goes on when it is called again.
 
     Args:
@@ -291,7 +291,7 @@ def compare(
     """
     for name, value in {"seeds": seeds, "precisions": len(precisions)}.items():
         if value < 1:
-            raise ValueError(f"{name} is {value}: give at least 1")
+            raise ValueError(f"{name} is {value}: use at least 1")
     for name in (*precisions, collect_precision or precisions[0]):
         Precision(name)
 
@@ -333,7 +333,7 @@ def folder_of(out: Path, arms: dict[str, list[Config]], overwrite: bool) -> Fold
     folder = Folder.reopen(out, "study")
     if folder.options != options:
         folder.close()
-        raise FileExistsError(f"out is {out}, which holds another study: name a new folder, or add --overwrite to replace it")
+        raise FileExistsError(f"out is {out}, which holds another study: use a new folder, or add --overwrite to replace it")
     return folder
 
 
@@ -386,10 +386,10 @@ def measure(
             print(f"results in {path}")
         return
     if not 0 < seconds < math.inf:
-        raise ValueError(f"seconds is {seconds}: give a positive number")
+        raise ValueError(f"seconds is {seconds}: use a positive number")
     ranks.start(machine.devices)
     result = bench.bench_loop(bench.loop_of(num_envs, rollout_length, precision, machine), machine, seconds)
-    first = ranks.rank()[0] == 0
+    first = ranks.rank_and_size()[0] == 0
     ranks.stop()
     if first:
         shown = {name: f"{x:,.3f}" if isinstance(x, float) else x for name, x in result.items()}
@@ -463,7 +463,7 @@ def main() -> None:
         print("fp8rl: interrupted", file=sys.stderr)
         sys.exit(130)
     except RuntimeError as error:
-        rank, size = ranks.rank()
+        rank, size = ranks.rank_and_size()
         if size == 1:
             raise
         reason = str(error).splitlines()[0]

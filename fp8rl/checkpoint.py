@@ -1,8 +1,8 @@
-"""Checkpoints: written whole or not at all, and read without running anything that they contain.
+"""Checkpoints: written whole or not at all, and read without executing anything in them.
 
-A checkpoint is a dict: `format` (this module's mark), `config` (the run's fields) and `run` (what `Run.state_dict` gives). torch
-writes it as an uncompressed zip archive and, reading one, does not notice a flipped bit in a tensor, so the archive's checksums
-are compared first. torch's `weights_only` reader makes nothing but tensors and plain containers.
+A checkpoint is a dict: `format` (this module's version), `config` (the run's fields) and `run` (from `Run.state_dict`). torch
+writes it as an uncompressed zip archive but does not notice a flipped bit in a tensor when it reads one, so the archive's
+checksums are checked first. torch's `weights_only` reader creates only tensors and plain containers.
 """
 
 import dataclasses
@@ -22,10 +22,9 @@ FORMAT = "fp8rl-4"
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
-    """Writes a run's state to `path`, with the replay ring's rows or without: first to a temporary file beside it, then renamed
-    over it in one step, so that a crash leaves the old checkpoint or the new one. All ranks must call it; rank 0 writes.
-
-    Raises OSError if it cannot be written; the old checkpoint stands then."""
+    """Writes a run's state to `path`, with or without the replay ring's rows: to a temporary file beside it, which is then
+    renamed in one step, so that a crash leaves the old checkpoint or the new one. All ranks must call it; rank 0 writes. Raises
+    OSError if it cannot be written; the old checkpoint is kept."""
     content = {"format": FORMAT, "config": dataclasses.asdict(run.config), "run": run.state_dict(ring)}
     if run.rank == 0:
         _write(Path(path), content)
@@ -34,14 +33,11 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
 def load(
     path: str | Path, networks: dict[str, type[ActorCritic]] = PLAIN, trust: bool = False, **changes
 ) -> tuple[ActorCritic, Config]:
-    """Reads a checkpoint's model onto the CPU, and its config with fields changed, as the precision where this machine cannot run
-    the trained one. `networks`: by the config's encoder (scale.machine.NETWORKS has all). `trust`: the module that an env_id such
-    as "module:Name-v0" names may be imported; otherwise it must have been.
-
-    Raises:
-        FileNotFoundError: nothing at `path`.
-        ValueError: damaged, not a checkpoint of this package, or of another architecture; or an env_id that is not trusted.
-    """
+    """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. the precision if this machine
+    cannot run the original one. `networks` is the model class by the config's encoder (scale.machine.NETWORKS has all). `trust`
+    allows importing the module in an env_id such as "module:Name-v0", which must otherwise be imported already. Raises
+    FileNotFoundError if `path` is not a file, and ValueError if it is damaged, not a checkpoint of this package, of another
+    architecture, or has an env_id that is not trusted."""
     config, state = resume(path, trust, **changes)
     try:
         weights = state["model"]
@@ -57,7 +53,7 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config, di
     """Reads a run's config and the state for `Run.load_state_dict`. Arguments and errors as in `load`."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"checkpoint {path} does not exist: name the folder of a run")
+        raise FileNotFoundError(f"checkpoint {path} does not exist: choose the folder of a run")
     content = _read(path)
     try:
         config, state = Config.of({**content["config"], **changes}), content["run"]
@@ -65,9 +61,9 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config, di
         raise ValueError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's config: train again") from error
-    module, _, _ = (config.env_id or "").rpartition(":")  # which Gymnasium would import
+    module, _, _ = (config.env_id or "").rpartition(":")  # that Gymnasium would import
     if module and module not in sys.modules and not trust:
-        raise ValueError(f"checkpoint {path} has env_id {config.env_id!r}: import {module} first, or add --trust if you know it")
+        raise ValueError(f"checkpoint {path} has env_id {config.env_id!r}: import {module} first, or add --trust if you trust it")
     return config, state
 
 
@@ -80,12 +76,12 @@ def _write(path: Path, content: dict) -> None:
             file.write(buffer.getbuffer())
             file.flush()
             os.fsync(file.fileno())
-        _read(temporary)  # not saved before it can be read
+        _read(temporary)  # check that it can be read
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         reason = error.strerror or error
-        raise OSError(f"checkpoint {path} cannot be written ({reason}): make room or name another folder") from error
+        raise OSError(f"checkpoint {path} cannot be written ({reason}): make room or choose another folder") from error
 
 
 def _read(path: Path) -> dict:
@@ -93,11 +89,11 @@ def _read(path: Path) -> dict:
         with zipfile.ZipFile(path) as archive:
             stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
             if not stored or archive.testzip() is not None:
-                raise ValueError("not as torch writes it, or a checksum does not agree")
+                raise ValueError("not as torch writes it, or a checksum is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True)
         if not _plain(content):
-            raise ValueError("a tensor whose numbers do not lie side by side")
-    except Exception as error:  # zipfile and torch raise a dozen unrelated types on bytes that they cannot read
+            raise ValueError("a tensor is not contiguous")
+    except Exception as error:  # zipfile and torch raise a dozen unrelated types for unreadable bytes
         raise ValueError(f"checkpoint {path} cannot be read: it is damaged or not made by fp8rl") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} is not of format {FORMAT}: it was made by another program or version")
@@ -105,7 +101,7 @@ def _read(path: Path) -> dict:
 
 
 def _plain(content) -> bool:
-    """Whether all tensors in nested containers are contiguous: a forged stride can make a few bytes pass for terabytes."""
+    """Whether all tensors in nested containers are contiguous: a forged stride can make a few bytes look like terabytes."""
     if isinstance(content, torch.Tensor):
         return content.is_contiguous()
     inner = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()

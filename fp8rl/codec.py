@@ -1,15 +1,15 @@
 """Codecs: how an observation's features are stored. Each maps float32 to a smaller type and back.
 
     name   bytes   stored as                                            error of a feature in (low, high)
-    fp32   4       itself                                               none
+    fp32   4       float32                                              none
     fp16   2       float16                                              2^-11 of the value (3e-8 near 0); ends at 65,504
     bf16   2       bfloat16                                             2^-8 of the value
-    int8   1       round((x - middle) / step), 254 steps in the bounds  half a step, (high - low) / 508, wherever it is
-    fp8    1       e4m3 of x / scale, one power of two a feature        2^-4 of the value, down to 2^-13 of the bound
+    int8   1       round((x - middle) / step), 254 steps in the bounds  half a step, (high - low) / 508, everywhere
+    fp8    1       e4m3 of x / scale, a power of two per feature        2^-4 of the value, down to 2^-13 of the bound
 
-The scales come from the bounds of the observation space and never change, so storing them costs nothing per transition. int8 is
-affine: equal steps. fp8's steps grow with the value: finer than int8's within a sixteenth of the bound from 0, coarser beyond. A
-value that a codec cannot represent is clipped to the nearest end; `outside` counts them.
+The scales come from the bounds of the observation space and never change, so storing them costs nothing per transition. int8 has
+equal steps. The steps of fp8 grow with the value: finer than int8's within a sixteenth of the bound from 0, coarser beyond. A
+value that a codec cannot represent is clipped to the nearest end of its range; `outside` counts them.
 """
 
 import math
@@ -24,13 +24,9 @@ CODECS = tuple(DTYPES)
 
 
 class Codec:
-    """One row of the module's table. `low` and `high` are the bounds of each feature [F], infinite where there is none. `dtype`
-    is that of the codes; fp8's are uint8, their bits, since torch does not index float8 tensors everywhere.
-
-    Raises:
-        ValueError: an unknown name, bounds that are no numbers or not as many, or a one-byte codec for a feature without finite
-            bounds.
-    """
+    """One row of the module's table. `low` and `high` are the bounds of each feature [F], infinite if it has none. `dtype` is the
+    type of the codes; fp8 codes are their bits as uint8, because torch cannot index float8 tensors everywhere. Raises ValueError
+    for an unknown name, bounds that are not numbers or differ in number, or a one-byte codec without finite bounds."""
 
     def __init__(self, name: str, low: Sequence[float], high: Sequence[float], device="cpu"):
         if name not in DTYPES:
@@ -38,15 +34,14 @@ class Codec:
         self.name = name
         low, high = (torch.tensor(list(bound), dtype=torch.float32, device=device) for bound in (low, high))
         if low.shape != high.shape:
-            raise ValueError(f"low has {len(low)} bounds and high {len(high)}: give one for each feature")
-        bad, remedy = low.isnan() | high.isnan(), "give numbers"
+            raise ValueError(f"low has {len(low)} bounds and high {len(high)}: pass one per feature")
+        bad, remedy = low.isnan() | high.isnan(), "use numbers"
         if name in ("int8", "fp8"):
-            bad, remedy = ~((high - low).isfinite() & (low < high)), "give finite ones, or choose bf16"
+            bad, remedy = ~((high - low).isfinite() & (low < high)), "use finite bounds, or choose bf16"
         if bad.any():
             feature = int(bad.nonzero()[0])
-            raise ValueError(
-                f"codec is {name!r} and feature {feature} has bounds [{low[feature]:g}, {high[feature]:g}]: {remedy}"
-            )
+            bounds = f"[{low[feature]:g}, {high[feature]:g}]"
+            raise ValueError(f"codec is {name!r} and feature {feature} has bounds {bounds}: {remedy}")
         self.dtype = torch.uint8 if name == "fp8" else DTYPES[name]
         self.middle, self.scale = torch.zeros_like(low), torch.ones_like(low)
         if name == "int8":
@@ -59,7 +54,7 @@ class Codec:
             self.limit = math.inf if name == "fp32" else torch.finfo(self.dtype).max
 
     def outside(self, obs: torch.Tensor) -> torch.Tensor:
-        """How many values of each feature are clipped: int64 [F] of observations [..., F]."""
+        """How many values of each feature are clipped: int64 [F] for observations [..., F]."""
         x = (obs - self.middle) / self.scale
         return ((x.round() if self.name == "int8" else x).abs() > self.limit).flatten(0, -2).sum(0)
 
@@ -83,5 +78,5 @@ class Codec:
         return codes.float() * self.scale + self.middle
 
     def error(self, obs: torch.Tensor) -> torch.Tensor:
-        """Root mean square error of the round trip, by feature: float32 [F] in the feature's own unit, from obs [..., F]."""
+        """Root mean square round-trip error of each feature: float32 [F] in the feature's unit, for obs [..., F]."""
         return (self.decode(self.encode(obs)) - obs).square().flatten(0, -2).mean(0).sqrt()

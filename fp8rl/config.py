@@ -1,8 +1,6 @@
-"""Config: what a run learns, and so which run it is. Each field is explained beside its default. Types are converted and ranges
-checked when a Config is made, whether from Python, JSON or the command line; names of precisions and codecs when a run is.
-
-Devices and speed are options of scale/machine.py: a resumed run may change those, but not these.
-"""
+"""Config: what a run learns. Types are converted and ranges checked when a Config is made, whether from Python, JSON or the
+command line; names of precisions and codecs are checked when a run is built. Devices and speed are options of scale/machine.py: a
+resumed run may change those, but not these."""
 
 import json
 import math
@@ -18,104 +16,104 @@ LAYOUTS = ("compact", "full", "delta")
 @dataclass(frozen=True)
 class Config:
     """What a run learns. The same Config on the same machine gives the same numbers, bit for bit on a CPU with the same number of
-    torch threads. Raises ValueError for a field out of range, with its name and what to give instead."""
+    torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
 
     precision: str = "fp32"
-    """What the learner's matmuls compute in: fp32, tf32, bf16, fp16, fp8 or fp8+bf16."""
+    """Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16."""
     collect_precision: str | None = None
-    """What the acting policy's matmuls compute in, if not the learner's precision."""
+    """Precision of the acting policy's matmuls; None is the learner's."""
     seed: int = 0
-    """Of weights, starts, actions and replay."""
+    """Seed for weights, starts, actions and replay."""
     steps: int = 100_000
-    """Environment steps to train for; rounded down to whole iterations."""
+    """Environment steps to train for, rounded down to whole iterations."""
 
     env_id: str | None = None
-    """A Gymnasium environment (CartPole-v1) with a flat Box of observations and Discrete actions; None is the package's own."""
+    """A Gymnasium environment (CartPole-v1) with flat Box observations and Discrete actions; None is the package's own."""
     num_envs: int = 16
-    """Environments stepped together, N."""
+    """Number of environments stepped together, N."""
     start_noise: float = 0.5
-    """Training episodes start within it of 0: wide, or the critic forgets the places that a good policy no longer visits;
-    evaluation starts within 0.05. This and the next two are for the package's own environment."""
+    """Training episodes start within this distance of 0. Wide, because the critic forgets states that a good policy no longer
+    visits; evaluation starts within 0.05. Only for the package's own environment, like the next two fields."""
     extra_features: int = 0
-    """Channels of noise appended to the observation."""
+    """Noise channels appended to the observation."""
     hide_velocity: bool = False
-    """Leave the velocity out of the observation: the policy then needs a memory."""
+    """Leave the velocity out of the observation, so that the policy needs memory."""
     encoder: str = "mlp"
-    """mlp, or gru, which remembers (scale/recurrent.py); a replayed slice starts without a memory."""
+    """mlp, or gru, which has memory (scale/recurrent.py); a replayed slice starts from a zero state."""
     rollout_length: int = 32
     """Steps collected from each environment per iteration, T."""
     capacity: int = 10_000
     """Transitions that the replay ring holds (rows times environments)."""
     codec: str = "fp32"
-    """What the ring stores observations as: fp32, fp16, bf16, int8 or fp8 (codec.py)."""
+    """How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (codec.py)."""
     layout: str = "compact"
-    """How the ring keeps next observations: compact, full or delta (scale/storage.py)."""
+    """How the ring stores next observations: compact, full or delta (scale/storage.py)."""
     slice_length: int = 32
     """Consecutive steps in a replayed slice; 1 replays single transitions."""
     batch_size: int = 512
-    """Transitions in a replayed batch; a multiple of slice_length."""
+    """Transitions in a replayed batch, a multiple of slice_length."""
     fresh_updates: int = 1
-    """Updates on each new rollout: 1, or 0 to learn from replay alone."""
+    """Updates on each new rollout: 1, or 0 to learn from replay only."""
     replay_updates: int = 1
-    """Updates on replayed slices per iteration, K. With 0 the ring is left empty, unless it is kept in a folder."""
+    """Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless it is stored in a folder."""
 
     gamma: float = 0.95
-    """Discount per step. A push is felt for about 20 steps, the horizon of 0.95."""
+    """Discount per step. The effect of a push lasts about 20 steps, the horizon of 0.95."""
     lam: float = 0.95
-    """Lambda of V-trace: 0 trusts the critic after one step, 1 not before the slice ends."""
+    """Lambda of V-trace: 0 bootstraps from the critic after one step, 1 only at the end of the slice."""
     importance_correction: bool = True
-    """Weigh replayed steps by importance ratios. Off treats them as the policy's own: the common mistake, kept to be shown."""
+    """Weight replayed steps by importance ratios. False treats them as on-policy: a common bug, kept for demonstration."""
     bootstrap_truncation: bool = True
-    """Value the state in which the time limit cut an episode. Off treats the time limit as a failure."""
+    """Bootstrap from the final state of a truncated episode. False treats truncation as termination: another common bug."""
     normalize_advantage: bool = True
-    """Subtract the advantages' mean over the batch and divide by their standard deviation."""
+    """Subtract the batch mean from the advantages and divide by their standard deviation."""
     reward_scale: float = 0.05
-    """Multiplies rewards in the loss. 1 - gamma makes values of order 1."""
+    """Multiplies rewards in the loss. 1 - gamma keeps values of order 1."""
     entropy_coef: float = 0.01
-    """Weight of the entropy bonus: keeps the policy from deciding early."""
+    """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
     value_coef: float = 0.5
-    """Weight of the critic's error."""
+    """Weight of the value loss."""
     learning_rate: float = 1e-3
-    """Of Adam, at the start."""
+    """Adam's initial learning rate."""
     anneal: bool = True
-    """Let the learning rate fall linearly to 0 at the last step."""
+    """Decay the learning rate linearly towards 0 over training."""
     max_grad_norm: float = 0.5
-    """Gradients are scaled down to this L2 norm."""
+    """Gradients are clipped to this L2 norm."""
 
     eval_every: int = 5_000
     """Environment steps between greedy evaluations; 0 evaluates only at the end."""
     eval_episodes: int = 100
-    """Episodes in an evaluation."""
+    """Episodes per evaluation."""
 
     def __post_init__(self):
         for field in fields(self):
             object.__setattr__(self, field.name, self._converted(field.name, field.type))
         for name in ("steps", "num_envs", "rollout_length", "capacity", "slice_length", "batch_size", "eval_episodes"):
-            self._require(name, getattr(self, name) >= 1, "give at least 1")
+            self._require(name, getattr(self, name) >= 1, "use at least 1")
         for name in ("extra_features", "eval_episodes"):
-            self._require(name, getattr(self, name) <= 10**6, "give at most a million")
+            self._require(name, getattr(self, name) <= 10**6, "use at most a million")
         for name in ("replay_updates", "eval_every", "extra_features", "entropy_coef", "value_coef", "seed"):
-            self._require(name, getattr(self, name) >= 0, "give 0 or more")
-        self._require("seed", self.seed < 2**32, "give less than 2**32")
+            self._require(name, getattr(self, name) >= 0, "use 0 or more")
+        self._require("seed", self.seed < 2**32, "use a number less than 2**32")
         for name in ("entropy_coef", "value_coef"):
-            self._require(name, getattr(self, name) < math.inf, "give a finite number")
+            self._require(name, getattr(self, name) < math.inf, "use a finite number")
         for name in ("learning_rate", "max_grad_norm", "reward_scale"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "give a positive number")
+            self._require(name, 0 < getattr(self, name) < math.inf, "use a positive number")
         for name in ("gamma", "lam", "start_noise"):
-            self._require(name, 0 <= getattr(self, name) <= 1, "give a number from 0 to 1")
+            self._require(name, 0 <= getattr(self, name) <= 1, "use a number from 0 to 1")
         self._require("encoder", self.encoder in ENCODERS, f"choose from {', '.join(ENCODERS)}")
         self._require("layout", self.layout in LAYOUTS, f"choose from {', '.join(LAYOUTS)}")
-        self._require("fresh_updates", self.fresh_updates in (0, 1), "give 0 or 1")
-        self._require("replay_updates", self.updates > 0, "give at least 1 without fresh_updates")
+        self._require("fresh_updates", self.fresh_updates in (0, 1), "use 0 or 1")
+        self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
         divides = self.batch_size % self.slice_length == 0
-        self._require("batch_size", divides, f"give a multiple of slice_length, {self.slice_length}")
-        # The first iteration replays what it has just collected.
+        self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
+        # The first iteration replays the rollout it has just collected.
         replays = self.slice_length <= self.rollout_length or not self.replay_updates
-        self._require("slice_length", replays, f"give at most rollout_length, {self.rollout_length}")
-        rows = self.rollout_length + 1  # the ring's open row is the one more
-        enough = f"give at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
+        self._require("slice_length", replays, f"use at most rollout_length, {self.rollout_length}")
+        rows = self.rollout_length + 1  # one more for the ring's open row
+        enough = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
         self._require("capacity", self.rows >= rows, enough)
-        self._require("steps", self.iterations >= 1, f"give at least one iteration, {self.steps_per_iteration} steps")
+        self._require("steps", self.iterations >= 1, f"use at least one iteration, {self.steps_per_iteration} steps")
         if self.env_id is not None:
             for name in ("extra_features", "hide_velocity", "start_noise"):
                 kept = getattr(self, name) == type(self).__dataclass_fields__[name].default
@@ -126,7 +124,7 @@ class Config:
             raise ValueError(f"{name} is {getattr(self, name)}: {remedy}")
 
     def _converted(self, name: str, kind: type):
-        """A field's value as Python's own type, which JSON and checkpoints can hold: from NumPy's, and from 1e4 for an int."""
+        """A field's value as a plain Python type, for JSON and checkpoints; takes NumPy numbers, and 1e4 for an int."""
         value = getattr(self, name)
         number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's numbers are Real too, its bool is not
         if (kind is int and number and value % 1 == 0) or (kind is float and number):
@@ -135,26 +133,23 @@ class Config:
             return bool(value)
         if kind not in (int, float, bool) and (isinstance(value, str) or (value is None and kind is not str)):
             return value and str(value)
-        wanted = {bool: "True or False", int: "a whole number", float: "a number"}.get(kind, "text")
-        raise ValueError(f"{name} is {value!r}: give {wanted}")
+        wanted = {bool: "True or False", int: "a whole number", float: "a number"}.get(kind, "a string")
+        raise ValueError(f"{name} is {value!r}: use {wanted}")
 
     def to_json(self) -> str:
-        """The fields as a JSON object, which `from_json` reads."""
+        """The fields as a JSON object for `from_json`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Config":
-        """The Config that `to_json` wrote. Fields that are left out have their defaults.
-
-        Raises:
-            ValueError: no JSON object, a field that does not exist, or one out of range.
-        """
+        """The Config that `to_json` wrote; missing fields have their defaults. Raises ValueError if the text is not a JSON
+        object, or if a field does not exist or is out of range."""
         found = json.loads(text)
         return cls.of(found if isinstance(found, dict) else {str(found): None})
 
     @classmethod
     def of(cls, found: dict) -> "Config":
-        """A Config of fields that were read from somewhere; ValueError for one that does not exist or is out of range."""
+        """A Config from a dict of fields. Raises like `from_json`."""
         for name in found.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"config has the field {name!r}, which does not exist: leave it out")
         return cls(**found)
@@ -182,7 +177,7 @@ class Config:
         return self.learning_rate * (1 - iteration / self.iterations if self.anneal else 1)
 
     def evaluates_at(self, iteration: int) -> bool:
-        """Whether an evaluation follows an iteration: the last one, and each that crosses a multiple of eval_every."""
+        """Whether an evaluation follows an iteration: the last one, or one that crosses a multiple of eval_every."""
         if iteration + 1 == self.iterations:
             return True
         every, size = self.eval_every, self.steps_per_iteration
@@ -190,8 +185,8 @@ class Config:
 
     @classmethod
     def published(cls, **changes) -> "Config":
-        """The loop of the published demo: one environment, uniform single transitions, no correction, no entropy bonus, the
-        time limit taken for a termination, 64 transitions learned of 128 collected."""
+        """The loop of the demo that this project started from: one environment, uniform single transitions, no importance
+        correction, no entropy bonus, time limits treated as terminations, 64 transitions learned from per 128 collected."""
         loop = {"num_envs": 1, "start_noise": 0.0, "rollout_length": 128, "slice_length": 1, "batch_size": 64, "fresh_updates": 0}
         loop |= {"gamma": 0.99, "reward_scale": 1.0, "importance_correction": False, "bootstrap_truncation": False}
         loop |= {"normalize_advantage": False, "entropy_coef": 0.0, "anneal": False}

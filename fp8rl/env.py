@@ -1,22 +1,21 @@
-"""The environment: a cart without friction that must stay near the origin.
+"""The environment: a damped cart that must stay near the origin.
 
-State (position p, velocity v), both dimensionless, one unit of time a step. Action 0 pushes left, 1 pushes right:
+State (position p, velocity v), both dimensionless; one step is one unit of time. Action 0 pushes left, 1 pushes right:
 
     v <- v + push,  p <- p + v,  v <- 0.95 v        with push = -0.1 or +0.1
     reward = 1 - 0.1 |p|                             (of the new p)
     terminated when |p| > 2, truncated after 200 steps
 
-So |v| < 1.9 always, and a step that leaves |p| <= 2 ends at |p| < 4: the bounds of the observation space. Reference returns from
-the origin: a constant action 6.2, uniformly random actions 18.5, bang-bang control (push against p + 3 v) 199 of 200.
+So |v| < 1.9 always, and a step that leaves |p| <= 2 ends at |p| < 4; these are the bounds of the observation space. Reference
+returns from the origin: constant action 6.2, uniformly random actions 18.5, bang-bang control (push against p + 3 v) 199 of 200.
 
-Two options change what is observed, not the task. `hide_velocity` leaves the position alone, so a policy needs memory.
-`extra_features=k` appends k channels of uniform noise in [-1, 1), new at every step, from which nothing can be learned.
+Two options change only what is observed. `hide_velocity` leaves the velocity out, so a policy needs memory. `extra_features=k`
+appends k channels of uniform noise in [-1, 1), drawn anew at every step, from which nothing can be learned.
 
-The physics stands once, in `dynamics`, `reward_of` and `is_out`. Two thin classes run it: `CustomEnv` (one environment behind
-Gymnasium's contract) and `BatchedEnv` (N environments as tensors on a device, which training uses).
-
-Autoreset is Gymnasium's default, NEXT_STEP: the step after an episode's end ignores its action and returns the reset
-observation with reward 0. So the final observation of an episode is an ordinary observation, never lost.
+The physics is defined in `dynamics`, `reward_of` and `is_out`. Two thin classes run it: `CustomEnv` (one environment with the
+Gymnasium API) and `BatchedEnv` (N environments as tensors on a device, used for training). Autoreset is Gymnasium's default,
+NEXT_STEP: the step after the end of an episode ignores its action and returns the reset observation with reward 0. So the final
+observation of an episode is an ordinary observation and is never lost.
 """
 
 import gymnasium
@@ -31,16 +30,16 @@ STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """One step of the physics: the next state, float32 [..., 2], from a state (position, velocity) float32 [..., 2] and actions
-    [...] (integers 0 or 1, not checked)."""
+    """One step of the physics: the next state float32 [..., 2] from a state (position, velocity) and actions [...] (0 or 1, not
+    checked)."""
     position, velocity = state.unbind(-1)
     velocity = torch.add(velocity, action, alpha=2 * PUSH) - PUSH
-    # Positions, then velocities: a batch is worked on by the column.
+    # All positions, then all velocities in memory: a batch is processed by column.
     return torch.stack((position + velocity, velocity * DAMPING)).movedim(0, -1)
 
 
 def reward_of(state: torch.Tensor) -> torch.Tensor:
-    """Reward [...] for arriving in `state` [..., 2]: 1 at the origin, 0.1 less for each unit of distance."""
+    """Reward [...] for arriving in `state` [..., 2]: 1 at the origin, 0.1 less per unit of distance."""
     return state[..., 0].abs() * -0.1 + 1
 
 
@@ -68,26 +67,24 @@ def spaces_of(extra_features: int, hide_velocity: bool) -> tuple[gymnasium.space
 
 def _check(start_noise: float, extra_features: int) -> None:
     if not 0 <= start_noise <= 1:
-        raise ValueError(f"start_noise is {start_noise}: give a number from 0 to 1")
+        raise ValueError(f"start_noise is {start_noise}: use a number from 0 to 1")
     if extra_features < 0:
-        raise ValueError(f"extra_features is {extra_features}: give 0 or more")
+        raise ValueError(f"extra_features is {extra_features}: use 0 or more")
 
 
 class CustomEnv(gymnasium.Env):
-    """One environment behind Gymnasium's contract; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it.
+    """One environment with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it.
 
-    Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). Actions, reward, end and dynamics: see the module.
-    An episode lasts 200 steps at most, which `max_episode_steps` of gymnasium.make can shorten and not extend. A step that leaves
-    the bounds at the limit is terminated and truncated, as Gymnasium's TimeLimit has it; in BatchedEnv it is terminated alone.
+    Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). For actions, rewards and termination see the
+    module. An episode lasts at most 200 steps; `max_episode_steps` of gymnasium.make can shorten this but not extend it. A step
+    that leaves the bounds at the time limit is terminated and truncated, as with Gymnasium's TimeLimit; in BatchedEnv it is only
+    terminated. Raises ValueError for `start_noise` outside [0, 1], negative `extra_features`, or an action that is not 0 or 1.
 
     Args:
-        start_noise: episodes start uniformly within it of 0, in position and in velocity.
+        start_noise: position and velocity start uniformly within this distance of 0.
         render_mode: None or "rgb_array" (a frame drawn by matplotlib, uint8 [240, 480, 3]).
-        extra_features: channels of noise appended to the observation.
+        extra_features: number of noise channels appended to the observation.
         hide_velocity: leave the velocity out of the observation.
-
-    Raises:
-        ValueError: `start_noise` outside [0, 1], negative `extra_features`, or an action that is neither 0 nor 1.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
@@ -127,7 +124,7 @@ class CustomEnv(gymnasium.Env):
 
 def frame(state: np.ndarray, steps: int) -> np.ndarray:
     """A picture of the cart, uint8 [240, 480, 3]: a square at its position, an arrow for its velocity, the track shaded."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only a rendered environment needs matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only rendering needs matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.8, 2.4), dpi=100, layout="constrained")
@@ -144,21 +141,18 @@ def frame(state: np.ndarray, steps: int) -> np.ndarray:
 
 
 class BatchedEnv:
-    """N environments in tensors on one device, stepped together, with NEXT_STEP autoreset.
+    """N environments as tensors on one device, stepped together, with NEXT_STEP autoreset. Raises ValueError for `num_envs` below
+    1, `start_noise` outside [0, 1] or negative `extra_features`.
 
     Attributes:
         bounds: lowest and highest value of each feature of an observation, two tuples of F floats.
-        num_actions, max_steps: how many actions there are, and steps in an episode at most.
-        obs: float32 [N, F], the current observations.
-        state: float32 [N, 2], the positions and velocities behind them.
+        num_actions, max_steps: number of actions, and maximum steps in an episode.
+        obs: float32 [N, F], the current observations. state: float32 [N, 2], their positions and velocities.
         done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
 
     Args:
-        num_envs: N. generator: source of starts and channel noise, on the same device; None is torch's global one.
+        num_envs: N. generator: source of starts and noise, on the same device; None is torch's global one.
         start_noise, extra_features, hide_velocity: as in CustomEnv.
-
-    Raises:
-        ValueError: `num_envs` below 1, `start_noise` outside [0, 1] or negative `extra_features`.
     """
 
     num_actions, max_steps = 2, MAX_STEPS
@@ -173,7 +167,7 @@ class BatchedEnv:
         hide_velocity: bool = False,
     ):
         if num_envs < 1:
-            raise ValueError(f"num_envs is {num_envs}: give at least 1")
+            raise ValueError(f"num_envs is {num_envs}: use at least 1")
         _check(start_noise, extra_features)
         self.bounds = obs_bounds(extra_features, hide_velocity)
         self.num_envs = num_envs
@@ -185,8 +179,7 @@ class BatchedEnv:
         self.reset()
 
     def reset(self, start: torch.Tensor | None = None) -> torch.Tensor:
-        """Starts every environment anew from one of the tensors that `draw` gives (None draws one) and returns the observations,
-        float32 [N, F]."""
+        """Resets every environment to one of the tensors from `draw` (None draws one); returns observations float32 [N, F]."""
         if start is None:
             (start,) = self.draw(1)
         self.state, self.obs = start[:, :2], self._observe(start[:, :2], start)
@@ -195,23 +188,19 @@ class BatchedEnv:
         return self.obs
 
     def draw(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Random numbers for `length` steps, drawn at once: for each a float32 [N, 2 + extra_features] with states to start from
-        and channels of noise."""
+        """Random numbers for `length` steps at once, each float32 [N, 2 + extra_features]: start states and noise channels."""
         n, k = self.num_envs, self.extra_features
         noise = torch.rand(length, n * (2 + k), dtype=torch.float32, device=self.device, generator=self.generator).mul_(2).sub_(1)
         starts, channels = (part.view(length, n, -1) for part in noise.split((2 * n, k * n), dim=1))
-        starts = starts.mT.mul(self.start_noise).mT  # features before environments in memory, as `dynamics` lays states out
+        starts = starts.mT.mul(self.start_noise).mT  # features before environments in memory, like `dynamics`
         return (torch.cat((starts, channels), dim=-1) if k else starts).unbind()
 
     def step(
         self, action: torch.Tensor, start: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Takes actions [N] (not checked: that would stall a GPU) and one of the tensors that `draw` gives (None draws one).
-
-        Returns:
-            obs float32 [N, F], reward float32 [N], terminated bool [N], truncated bool [N]; where the last step ended an
-            episode: the reset observation, 0, False, False.
-        """
+        """Takes actions [N] (not checked: that would stall a GPU) and one of the tensors from `draw` (None draws one). Returns
+        obs float32 [N, F], reward float32 [N], terminated and truncated bool [N]; the reset observation, 0 and False after an
+        end."""
         if start is None:
             (start,) = self.draw(1)
         moved = dynamics(self.state, action)
@@ -219,7 +208,7 @@ class BatchedEnv:
         self.obs = self._observe(self.state, start)
         self.steps.add_(1).masked_fill_(self.done, 0)
         reward = reward_of(self.state).masked_fill(self.done, 0)
-        terminated = is_out(self.state)  # never where a start was drawn
+        terminated = is_out(self.state)  # never right after a reset
         truncated = (self.steps >= MAX_STEPS) > terminated  # and not terminated
         self.done = terminated | truncated
         return self.obs, reward, terminated, truncated
@@ -229,7 +218,7 @@ class BatchedEnv:
         return torch.cat((seen, start[:, 2:]), dim=-1) if self.extra_features else seen
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the next step depends on, apart from the generator; no copies."""
+        """The tensors that the next step depends on, apart from the generator; not copies."""
         return {name: getattr(self, name) for name in ("state", "obs", "steps", "done")}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -237,9 +226,9 @@ class BatchedEnv:
         return {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors().items()}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Continues from another's `state_dict`, of as many environments."""
+        """Restores a `state_dict` with the same number of environments."""
         for name, x in self.tensors().items():
             setattr(self, name, torch.empty_like(x).copy_(tensors[name]))
 
     def close(self) -> None:
-        """Does nothing: it has no processes or files to end, as other environments do."""
+        """Does nothing: unlike other environments it has no processes or files to close."""

@@ -1,4 +1,4 @@
-"""What a run leaves in numbers: a row for each iteration, and the returns of the episodes that ended in it."""
+"""History: one row of numbers per iteration of a run, and the returns of the episodes that ended in it."""
 
 import math
 from array import array
@@ -8,30 +8,28 @@ import torch
 
 from .rollout import TERMINATED, TRUNCATED, Rollout
 
-TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # of which each of several processes has a part
+TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several processes, each has a part of these
 
 
 class History:
-    """A row of numbers for each iteration, kept as columns of doubles: a row of Python objects would take 2 kB. Its names:
-
-    iteration, steps (environment steps so far), seconds (training time without evaluations), train_return (mean return of
+    """One row of numbers per iteration, kept as columns of doubles: a row of Python objects would take 2 kB. The columns are
+    iteration, steps (environment steps so far), seconds (training time without evaluations), train_return (mean return of the
     episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between evaluations),
-    learning_rate, clipped (values that the ring's codec has clipped so far); of the iteration's updates the mean loss,
-    policy_loss, value_loss, entropy (nats) and ess, the smallest min_logp, the largest grad_norm, and how many were nonfinite
-    (in the gradient) or skipped (by the scaler); loss_scale; with FP8 what scale/quantization.py records of the last update.
-    """
+    learning_rate, clipped (values clipped by the ring's codec so far); over the iteration's updates the mean loss, policy_loss,
+    value_loss, entropy (nats) and ess, the smallest min_logp, the largest finite grad_norm (0 if none was finite), and how many
+    were nonfinite (in the gradient) or skipped (by the scaler); loss_scale; with FP8 also scale/quantization.py's numbers."""
 
     def __init__(self, columns: dict[str, array] | None = None):
         self.columns = {} if columns is None else columns
 
     def add(self, row: dict[str, float]) -> None:
-        """Appends an iteration's numbers, NaN for those that it lacks or that were not known before."""
+        """Appends an iteration's numbers; missing and previously unknown ones are NaN."""
         unknown = [math.nan] * len(self)
         for name in {**self.columns, **row}:
             self.columns.setdefault(name, array("d", unknown)).append(row.get(name, math.nan))
 
     def __len__(self) -> int:
-        """Iterations so far."""
+        """Number of iterations so far."""
         return len(self.columns.get("iteration", ()))
 
     @property
@@ -45,7 +43,7 @@ class History:
         return [dict(zip(self.columns, values, strict=True)) for values in zip(*self.columns.values(), strict=True)]
 
     def column(self, name: str) -> np.ndarray:
-        """One number of every row, float64 [iterations]."""
+        """One column, float64 [iterations]."""
         return np.array(self.columns.get(name, ()))
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
@@ -68,19 +66,18 @@ class History:
         return {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in self.columns.items()}
 
     def load_state_dict(self, columns: dict[str, torch.Tensor]) -> None:
-        """Continues from another's `state_dict`."""
+        """Restores a `state_dict`."""
         self.columns = {name: array("d", values.tolist()) for name, values in columns.items()}
 
 
 class EpisodeReturns:
-    """Sums of rewards over whole episodes, which may span several rollouts. `open` is what the running ones have earned, float64
-    tensor [N]."""
+    """Undiscounted returns of whole episodes, which may span several rollouts. `open` is the running sums, float64 tensor [N]."""
 
     def __init__(self, num_envs: int):
         self.open = torch.zeros(num_envs, dtype=torch.float64, device="cpu")
 
     def add(self, rollout: Rollout) -> np.ndarray:
-        """Takes the next rollout and returns the returns of the episodes that ended in it, float64 [any number]."""
+        """Takes the next rollout and gives the returns of the episodes that ended in it, float64 [any number]."""
         rewards, earned = rollout.reward.cpu().numpy(), self.open.numpy()
         ended = (rollout.flags & (TERMINATED | TRUNCATED)).cpu().numpy() != 0
         finished, begin = [np.empty(0)], 0
@@ -98,12 +95,12 @@ class EpisodeReturns:
         return {"open": self.open.clone()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Continues from another's `state_dict`."""
+        """Restores a `state_dict`."""
         self.open.copy_(state["open"])
 
 
 def summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Joins the statistics of an iteration's updates into one row. Waits for the device once."""
+    """Combines the statistics of an iteration's updates into one row. Waits for the device once."""
     numbers = iter(torch.stack([x.float() for s in stats for x in s.values()]).tolist())
     stats = [{name: next(numbers) for name in s} for s in stats]
     column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}

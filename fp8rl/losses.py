@@ -1,7 +1,7 @@
 """V-trace targets and the actor-critic loss: pure functions in float32, outside autocast.
 
-Replayed transitions were chosen by an older policy mu, the behaviour policy, so a plain advantage actor-critic on them follows
-the wrong gradient. V-trace (Espeholt et al. 2018, "IMPALA", arXiv:1802.01561, section 4.1) weighs each step by the importance
+Replayed actions were chosen by an older policy mu, the behaviour policy, so a plain advantage actor-critic would follow the wrong
+gradient on them. V-trace (Espeholt et al. 2018, "IMPALA", arXiv:1802.01561, section 4.1) weights each step by the importance
 ratio rho_t = pi(a_t|x_t) / mu(a_t|x_t), clipped at 1:
 
     delta_t = min(1, rho_t) (r_t + discount_t V(x_{t+1}) - V(x_t))
@@ -13,7 +13,7 @@ arXiv:1506.02438, equation 16). A slice of length 1 makes it TD(0).
 
 Ends of episodes: `discount` is 0 after a termination and gamma elsewhere, so a truncation bootstraps from V of the final
 observation, the next row. The row after any end is a dummy whose action was ignored: `valid` is False there, which zeroes its
-delta and cuts the trace, so that nothing leaks from one episode into the one before.
+delta and cuts the trace, so that nothing leaks from one episode into the previous one.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from .rollout import TERMINATED, TRUNCATED, Rollout, action_logp, log_softmax
 
 
 class Targets(NamedTuple):
-    """What V-trace makes of a rollout, float32 [T, B] each; ratios are not clipped."""
+    """Results of V-trace, float32 [T, B] each; ratios are not clipped."""
 
     value: torch.Tensor
     advantage: torch.Tensor
@@ -38,9 +38,8 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
 
     Args:
         values: float32 [T+1, B], the critic's values of obs rows 0..T, without gradient.
-        rewards: float32 [T, B].
-        discounts: float32 [T, B], gamma, or 0 after a termination.
-        log_ratios: float32 [T, B], log pi - log mu of the actions taken; zeros switch the correction off.
+        rewards, discounts: float32 [T, B]; a discount is gamma, or 0 after a termination.
+        log_ratios: float32 [T, B], log pi - log mu of the actions taken; zeros disable the correction.
         valid: bool [T, B], False on dummy rows.
         lam: lambda in [0, 1].
     """
@@ -59,14 +58,14 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
 
 
 def discounts_of(flags: torch.Tensor, gamma: float, bootstrap_truncation: bool = True) -> torch.Tensor:
-    """Discount of each row, float32 like `flags` [T, B]: 0 after a termination, else gamma. With `bootstrap_truncation=False` a
-    truncation counts as a termination: the common mistake, kept to be shown."""
+    """Discount of each row, float32 [T, B] like `flags`: 0 after a termination, else gamma. With `bootstrap_truncation=False` a
+    truncation counts as a termination: a common bug, kept for demonstration."""
     ends = TERMINATED if bootstrap_truncation else TERMINATED | TRUNCATED
     return gamma * ((flags & ends) == 0).float()
 
 
 def alone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums over all processes, where there is one."""
+    """Sums over all processes when there is only one: the tensors themselves."""
     return tensors
 
 
@@ -75,24 +74,20 @@ def actor_critic_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the shared network on a rollout: policy gradient + value_coef * squared error - entropy_coef * entropy.
 
-    Means run over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (less its mean and divided by its
-    standard deviation when `normalize_advantage`), the value term half the squared distance to the V-trace target (Espeholt et
-    al. 2018, section 4.2).
+    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (normalized to mean 0 and standard
+    deviation 1 with `normalize_advantage`), the value term half the squared distance to the V-trace target (Espeholt et al. 2018,
+    section 4.2). Returns the loss (float32 scalar) and statistics without gradient: policy_loss, value_loss, entropy (nats),
+    min_logp (smallest log-probability of an action taken) and ess (effective sample size of the importance ratios as a fraction
+    of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
 
     Args:
         logits, values: float32 [T+1, B, A] and [T+1, B], with gradient.
-        rollout: what was experienced.
-        config: where the coefficients stand.
-        total: sums tensors over the processes that hold the other parts of the batch. Means are then those of the whole batch,
-            and what the parts return as their loss, policy_loss, value_loss and entropy adds up to the whole's.
-
-    Returns:
-        The loss (float32 scalar) and statistics without gradient: policy_loss, value_loss, entropy (nats), min_logp (smallest
-        log-probability of an action taken) and ess (effective sample size of the importance ratios as a share of the rows:
-        Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
+        rollout: the transitions. config: the coefficients.
+        total: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch, and
+            the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
     """
     valid = rollout.valid
-    mask = valid.float()  # to multiply with: faster than a bool
+    mask = valid.float()  # for multiplying, faster than a bool
     rows = mask.sum()
     log_policy = log_softmax(logits[:-1])
     logp = action_logp(log_policy, rollout.action)
@@ -101,10 +96,10 @@ def actor_critic_loss(
     corrected = log_ratios if config.importance_correction else torch.zeros_like(log_ratios)
     targets = vtrace(values.detach(), config.reward_scale * rollout.reward, discounts, corrected, valid, config.lam)
     advantage = targets.advantage
-    count, mean = total([rows, advantage.sum()])  # dummy rows hold 0, so sums over all rows are sums over valid ones
+    count, advantage_sum = total([rows, advantage.sum()])  # dummy rows hold 0, so these are sums over valid rows
     count = count.clamp(min=1)
     if config.normalize_advantage:
-        advantage = mask * (advantage - mean / count)
+        advantage = mask * (advantage - advantage_sum / count)
         (squares,) = total([advantage.square().sum()])
         advantage = advantage / ((squares / count).sqrt() + 1e-8)
     policy_loss = -(logp * advantage).sum() / count
@@ -112,7 +107,7 @@ def actor_critic_loss(
     entropy = -(mask * (log_policy.exp() * log_policy).sum(-1)).sum() / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
     masked = torch.where(valid, log_ratios, -torch.inf)
-    ratio = torch.where(valid, (masked - masked.max()).exp(), 0)  # the share does not change, and nothing overflows
+    ratio = torch.where(valid, (masked - masked.max()).exp(), 0)  # does not change the fraction, and nothing overflows
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,

@@ -1,4 +1,4 @@
-"""What the matmuls compute in. One training loop serves every precision through three touch points:
+"""Precisions of the matmuls. One training loop serves all of them through three calls:
 
     model = precision.prepare(model)
     with precision.autocast():
@@ -7,20 +7,20 @@
 
     name       matmuls                   loss scaling           where
     fp32       float32, TF32 off         none                   everywhere
-    tf32       TensorFloat-32            none                   CUDA, compute capability 8.0 up
+    tf32       TensorFloat-32            none                   CUDA, compute capability 8.0 or higher
     bf16       autocast bfloat16         none                   everywhere
     fp16       autocast float16          torch.amp.GradScaler   everywhere
-    fp8        e4m3 forward, e5m2        none, bad steps are    everywhere; in hardware on CUDA, compute capability
-               gradients (fp8.py)        skipped all the same   8.9 up, emulated elsewhere with the same numerics
+    fp8        e4m3 forward, e5m2        none, but bad steps    everywhere; in hardware on CUDA, compute capability
+               gradients (fp8.py)        are skipped            8.9 or higher, elsewhere emulated with the same numerics
     fp8+bf16   fp8, and bfloat16 for     as fp8                 as fp8
-               the layers that it leaves
+               the layers not in FP8
 
-What a machine has no instructions for it emulates, bfloat16 and float16 on many CPUs among them: many times slower than float32.
+A machine emulates types that it has no instructions for (on many CPUs bfloat16 and float16), many times slower than float32.
 
-Parameters, optimizer and losses are float32 in every row. bfloat16 has float32's range, so its gradients need no scaling.
-float16 ends at 65,504 and flushes below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before
+Parameters, optimizer and losses are always float32. bfloat16 has the range of float32, so its gradients need no scaling. float16
+ends at 65,504 and flushes to 0 below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before
 clipping, skips the step and halves the scale when one is not finite, and doubles it after a run of good steps. FP8 scales each
-tensor by itself; its scaler stays at 1 and only skips steps. A disabled autocast or scaler is a no-op: the loop has no branches.
+tensor separately; its scaler stays at 1 and only skips steps. A disabled autocast or scaler is a no-op: the loop has no branches.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from . import fp8
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8+bf16")
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8+bf16": torch.bfloat16}
-# GradScaler's default doubles the scale every 2000 steps; a run here takes a few hundred, so it would never be seen to move.
+# GradScaler's default is 2000 steps; a run here takes only a few hundred, so the scale would never grow.
 SCALE_GROWTH_INTERVAL = 100
 
 
@@ -48,13 +48,13 @@ def _obstacle(name: str, device: torch.device) -> str | None:
     if name not in PRECISIONS:
         return "it is unknown"
     if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
-        return "it needs CUDA, compute capability 8.0 up"
+        return "it needs CUDA, compute capability 8.0 or higher"
     return None
 
 
 class StepReport(NamedTuple):
-    """What one optimizer step did, scalar tensors on the device: the gradient's L2 norm before clipping, the loss scale from now
-    on (1 in all but fp16) and whether the scaler skipped the step (bool)."""
+    """The result of one optimizer step, scalar tensors on the device: the gradient's L2 norm before clipping, the loss scale from
+    now on (1 in all but fp16) and whether the scaler skipped the step (bool)."""
 
     grad_norm: torch.Tensor
     loss_scale: torch.Tensor
@@ -62,11 +62,8 @@ class StepReport(NamedTuple):
 
 
 class Precision:
-    """One row of the table in the module's docstring, for a model on a device.
-
-    Raises:
-        ValueError: an unknown name, or one that the device cannot run; the message names those it can. There is no fallback.
-    """
+    """One row of the module's table, for a model on a device. Raises ValueError for a name that is unknown or that the device
+    cannot run, and names those it can. There is no fallback."""
 
     def __init__(self, name: str, device="cpu"):
         self.name = name
@@ -92,26 +89,26 @@ class Precision:
 
     @contextlib.contextmanager
     def autocast(self):
-        """The region in which a forward pass runs in this precision."""
+        """Runs a forward pass in this precision."""
         dtype = AUTOCAST.get(self.name)
-        # Where a gradient is taken, a weight that was cast once for many steps would add up their gradients in the low precision.
+        # With gradients, a weight that is cast once for many steps would sum their gradients in the low precision.
         cached = not torch.is_grad_enabled()
         cast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached)
         with self.matmul_mode(), cast:
             yield
-        torch.clear_autocast_cache()  # inside a region of the caller's, weights cast now would outlive their next update
+        torch.clear_autocast_cache()  # in a caller's own region, the cached casts would outlive the next update
 
     def step(
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, total: Callable | None = None
     ) -> StepReport:
-        """Backward, unscale, clip to an L2 norm, step: in that order, since a norm is meaningless while the scale is still in it.
-        `total` sums the gradients over the processes that hold the other parts of the loss. On CUDA, with a fused and capturable
-        optimizer, nothing here waits for the device."""
+        """Backward, unscale, clip to an L2 norm, step. In that order, because the norm of scaled gradients is meaningless.
+        `total` sums the gradients over processes that share the loss. With a fused, capturable optimizer on CUDA nothing waits
+        for the device."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scale = self.scaler.scale(one)
         optimizer.zero_grad(set_to_none=True)
-        with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):  # the caller's would cast FP8's own matmuls
+        with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):  # or a caller's would cast FP8's own matmuls
             self.scaler.scale(loss).backward()
         if total:
             for p, grad in zip(parameters, total([p.grad for p in parameters]), strict=True):
@@ -122,14 +119,14 @@ class Precision:
         self.scaler.update()
         new_scale = self.scaler.scale(one)
         skipped = new_scale < scale
-        if self.is_fp8:  # there is no loss scale to lower, and halved again and again it would end at 0
+        if self.is_fp8:  # no loss scale to lower: repeated halving would end at 0
             self.scaler.update(one)
             new_scale = one
         return StepReport(grad_norm, new_scale, skipped)
 
     @contextlib.contextmanager
     def matmul_mode(self):
-        """On CUDA sets torch's process-wide TF32 switch for this precision and puts it back."""
+        """On CUDA, sets torch's process-wide TF32 switch for this precision and restores it afterwards."""
         if self.device.type != "cuda":
             yield
             return

@@ -1,15 +1,15 @@
-"""Replay: a ring of rollout rows in which every observation stands once.
+"""Replay: a ring of rollout rows in which every observation is stored once.
 
-Each environment has its own ring, all of one length, in which time runs along the memory: a slice of consecutive steps lies in
-consecutive bytes, so drawing it touches few pages whatever the capacity. Row t holds the observation, the action taken on it,
-the reward and flags that followed, and the behaviour log-probability; its next observation is row t+1. With NEXT_STEP autoreset
-that holds exactly, at an episode's end too (the final observation is an ordinary row, followed by the reset one).
+Each environment has its own ring, all of the same length, with consecutive steps in consecutive memory, so reading a slice
+touches few pages at any capacity. Row t holds the observation, the action taken on it, the reward and flags that followed, and
+the behaviour log-probability; its next observation is row t+1. With NEXT_STEP autoreset this is exact at the end of an episode
+too: the final observation is an ordinary row, followed by the reset observation.
 
 A slice needs the row after its last one for the final next observation, so the row at the head is open: it holds only the
-observation that the newest transition led to, until the next append fills it. A ring of R rows remembers R - 1 complete ones.
+observation that the newest transition led to, until the next append fills it. A ring of R rows holds R - 1 complete ones.
 
-Bytes of a transition with F features of b bytes (codec.py): F b for the observation + 1 (action) + 4 (reward) + 1 (flags) + 4
-(log-probability). Two features: 18 in float32, 12 with a one-byte codec.
+Bytes per transition with F features of b bytes (codec.py): F b for the observation + 1 (action) + 4 (reward) + 1 (flags) + 4
+(log-probability). With two features: 18 in float32, 12 with a one-byte codec.
 """
 
 from collections.abc import Sequence
@@ -22,36 +22,27 @@ from .rollout import Rollout
 
 
 class ReplayBuffer:
-    """A preallocated ring over `rows` time steps of `num_envs` environments.
+    """A preallocated ring of `rows` time steps of `num_envs` environments. Raises ValueError for sizes that are too small or a
+    codec that is unknown or does not suit the bounds, and MemoryError if the ring cannot be allocated.
 
     Attributes:
-        clipped: int64 [F], values of each feature that were appended and that the codec could not represent and clipped.
+        clipped: int64 [F], how many appended values of each feature the codec had to clip.
         fields: name -> tensor [num_envs, rows] or, for observations, [num_envs, rows, F].
-        start, count: the complete rows are number `start` to `count` - 1 of all that were ever appended.
+        start, count: the complete rows are numbers `start` to `count` - 1 of all rows ever appended.
 
     Args:
-        rows, num_envs: length of the ring in time steps, one of them open, and environments side by side, N.
-        bounds: lowest and highest value of each feature of an observation, [F] and [F], infinite where there is none.
-        codec: how observations are stored (codec.py).
-        device: where the ring lives.
-
-    Raises:
-        ValueError: a number too small, or a codec that does not exist or cannot do with the bounds.
-        MemoryError: it cannot be allocated.
+        rows, num_envs: length of the ring in time steps, including the open one, and number of environments, N.
+        bounds: lowest and highest value of each feature of an observation, [F] and [F], infinite if it has none.
+        codec: how observations are stored (codec.py). device: where the ring is stored.
     """
 
     def __init__(
-        self,
-        rows: int,
-        num_envs: int,
-        bounds: tuple[Sequence[float], Sequence[float]] = STATE_BOUNDS,
-        codec: str = "fp32",
-        device="cpu",
+        self, rows: int, num_envs: int, bounds: tuple[Sequence[float], Sequence[float]] = STATE_BOUNDS, codec="fp32", device="cpu"
     ):
         if rows < 2:
-            raise ValueError(f"rows is {rows}: give at least 2, one of them is always open")
+            raise ValueError(f"rows is {rows}: use at least 2, one of them is always open")
         if num_envs < 1:
-            raise ValueError(f"num_envs is {num_envs}: give at least 1")
+            raise ValueError(f"num_envs is {num_envs}: use at least 1")
         self.rows, self.num_envs, self.device = rows, num_envs, torch.device(device)
         self.codec = Codec(codec, *bounds, self.device)
         self.obs_size = len(bounds[0])
@@ -65,7 +56,7 @@ class ReplayBuffer:
         shape = (self.num_envs, self.rows)
         try:
             return {name: torch.empty((*shape, *last), dtype=dtype, device=self.device) for name, (dtype, last) in spec.items()}
-        except RuntimeError as error:  # torch's own, of many lines
+        except RuntimeError as error:  # torch's own message has many lines
             raise MemoryError(f"replay cannot be allocated on {self.device}: lower capacity") from error
 
     def close(self) -> None:
@@ -78,11 +69,11 @@ class ReplayBuffer:
         return {"clock": self._clock.clone(), "clipped": self.clipped.clone(), **copies}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Continues from another ring's `state_dict`; ValueError for a ring of other settings."""
+        """Restores another ring's `state_dict`; ValueError if that ring has other settings."""
         filled = min(int(tensors["clock"][1]) + 1, self.rows)
         for name, field in self.fields.items():
             if tensors[name].shape != field[:, :filled].shape or tensors[name].dtype != field.dtype:
-                raise ValueError(f"{name} is of a ring of other settings: give this one's own")
+                raise ValueError(f"{name} is from a ring of other settings: use the same settings")
         for name, field in self.fields.items():
             field[:, :filled] = tensors[name]
         self._clock.copy_(tensors["clock"])
@@ -98,34 +89,31 @@ class ReplayBuffer:
 
     @property
     def size(self) -> int:
-        """Complete rows."""
+        """Number of complete rows."""
         return self.count - self.start
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the ring occupies: of its tensors' storages."""
+        """Bytes that the ring occupies, counted over its tensors' storages."""
         return sum(x.untyped_storage().nbytes() for x in self.fields.values())
 
     def append(self, rollout: Rollout) -> None:
-        """Copies a rollout of T rows behind the last one, whose last observation is its first; the oldest rows make way. Raises
-        ValueError if it has as many rows as the ring, or more."""
+        """Copies a rollout of T rows behind the previous one, whose last observation is its first, over the oldest rows. Raises
+        ValueError if it has as many rows as the ring or more."""
         length = len(rollout.action)
         if length >= self.rows:
             raise ValueError(f"rollout of {length} rows: a ring of {self.rows} rows takes at most {self.rows - 1}")
         rollout = rollout.to(self.device)
         if not self.count:
-            self.clipped += self.codec.outside(rollout.obs[:1])  # later ones are the last rollout's already
+            self.clipped += self.codec.outside(rollout.obs[:1])  # in later rollouts the previous one has counted it
         self._write(rollout)
 
     def sample(self, slices: int, length: int, generator: torch.Generator | None = None) -> Rollout:
-        """Draws B slices of L rows uniformly, with replacement, over all valid starts and environments: a Rollout with obs
-        [L+1, B, F], as the codec gives them back, and the rest [L, B]. The generator is on the ring's device.
-
-        Raises:
-            ValueError: fewer than `length` complete rows are stored, or fewer than one slice or row is asked for.
-        """
+        """Draws B slices of L rows uniformly, with replacement, over all valid starts and environments: a Rollout with decoded
+        obs [L+1, B, F] and the rest [L, B]. The generator is on the ring's device. Raises ValueError if fewer than `length`
+        complete rows are stored, or if `slices` or `length` is below 1."""
         if slices < 1 or length < 1:
-            raise ValueError(f"slices is {slices} and length {length}: give at least 1 of each")
+            raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.size:
             raise ValueError(f"slice length is {length} but only {self.size} rows are stored: collect more or shorten it")
         start = torch.randint(self.size - length + 1, (slices,), generator=generator, device=self.device)
@@ -133,9 +121,9 @@ class ReplayBuffer:
         return self._read(self.start + start, env, length)
 
     def _read(self, start: torch.Tensor, env: torch.Tensor, length: int) -> Rollout:
-        """Slices [L, B] that begin at row numbers `start` [B] of environments `env` [B]."""
+        """Slices [L, B] that start at row numbers `start` [B] of environments `env` [B]."""
         row = start % self.rows + torch.arange(length + 1, device=self.device).unsqueeze(-1)
-        row = torch.where(row < self.rows, row, row - self.rows)  # around the end, cheaper than a division of each
+        row = torch.where(row < self.rows, row, row - self.rows)  # wrap around, cheaper than a modulo of each
         index = env * self.rows + row  # [L+1, B], into num_envs * rows
         rest = {name: self._take(name, index[:-1]) for name in ("action", "reward", "flags", "behavior_logp")}
         return Rollout(self._observations(index), **(rest | {"action": rest["action"].long()}))
@@ -149,12 +137,12 @@ class ReplayBuffer:
         return self.fields[name].flatten(0, 1)[index]
 
     def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is stored of observations float32 [T+1, N, F]: field -> codes [T or T+1, N, F]."""
+        """Stored form of observations float32 [T+1, N, F]: field -> codes [T or T+1, N, F]."""
         return {"obs": self.codec.encode(obs)}
 
     def _write(self, rollout: Rollout) -> None:
-        """Writes T rows. A kill at any moment leaves rows `start` to `count` - 1 whole: those to be overwritten are given up
-        first, those written are counted last."""
+        """Writes T rows. A kill at any moment leaves rows `start` to `count` - 1 intact: `start` moves past the rows to be
+        overwritten first, and `count` includes the new ones last."""
         count, length = self.count, len(rollout.action)
         if self.codec.name != "fp32":
             self.clipped += self.codec.outside(rollout.obs[1:])

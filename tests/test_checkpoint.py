@@ -147,7 +147,7 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(kind, path, monkeypatch, t
 def test_a_field_that_is_out_of_range_is_named_and_can_be_changed(path):
     content = torch.load(path, weights_only=True)
     torch.save({**content, "config": {**content["config"], "gamma": 7.0}}, path)
-    with pytest.raises(ValueError, match=r"checkpoint .*checkpoint\.pt: gamma is 7\.0: give a number from 0 to 1"):
+    with pytest.raises(ValueError, match=r"checkpoint .*checkpoint\.pt: gamma is 7\.0: use a number from 0 to 1"):
         checkpoint.load(path)
     assert checkpoint.load(path, gamma=0.5, precision="fp32")[1].precision == "fp32"
 
@@ -218,7 +218,7 @@ def test_forged_strides_are_refused(path, tensor, place):
 def test_parts_of_the_wrong_form_are_refused_in_one_line(part, path):
     config, state = checkpoint.resume(path)
     for wrong in ({}, {"x": torch.zeros(3)}):
-        with pytest.raises(ValueError, match="the state does not fit the config: resume with the run's own") as caught:
+        with pytest.raises(ValueError, match="the state does not fit the config: resume with the run's own config") as caught:
             build(config, state={**state, part: wrong})
         assert "\n" not in str(caught.value)
 

@@ -175,7 +175,7 @@ def test_a_folder_in_use_is_refused_and_untouched(command, tmp_path, capsys):
     (tmp_path / "config.json").write_text("precious")
     with pytest.raises(SystemExit) as caught:
         run(*command, "--out", tmp_path)
-    assert caught.value.code == 2 and "holds other files (config.json): name a new folder" in capsys.readouterr().err
+    assert caught.value.code == 2 and "holds other files (config.json): use a new folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(*command, "--out", tmp_path, "--overwrite")  # which is for runs
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"] and capsys.readouterr()
@@ -245,7 +245,7 @@ def test_what_is_refused_is_said_whatever_the_encoding_is(encoding, monkeypatch,
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
     with pytest.raises(SystemExit):
         run("train", "--steps", "0")
-    assert capsys.readouterr().err == "fp8rl: steps is 0: give at least 1\n"
+    assert capsys.readouterr().err == "fp8rl: steps is 0: use at least 1\n"
 
 
 def test_help_is_printed(capsys):
@@ -262,9 +262,9 @@ def test_resuming_takes_the_run_s_own_config(trained, tmp_path, capsys):
         (["--resume", trained, "--precision=bf16"], "precision is given beside resume"),  # though it is
         (["--resume", trained, "--overwrite"], "overwrite is True beside resume"),
         (["--resume", trained, "--out", tmp_path / "b"], "out is "),
-        ([], "out is None and resume None: give one of them"),
-        (["--resume", tmp_path / "nothing"], f"{tmp_path / 'nothing'} holds no run of train to go on with"),
-        (["--out", tmp_path / "b", "--checkpoint-every", -1], "checkpoint_every is -1: give 0 or more"),
+        ([], "out is None and resume None: use one of them"),
+        (["--resume", tmp_path / "nothing"], f"{tmp_path / 'nothing'} holds no run of train to continue"),
+        (["--out", tmp_path / "b", "--checkpoint-every", -1], "checkpoint_every is -1: use 0 or more"),
     ):
         before = {path.name: path.read_bytes() for path in trained.iterdir()}
         with pytest.raises(SystemExit) as caught:

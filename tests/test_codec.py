@@ -63,7 +63,7 @@ def test_fp8_is_e4m3_under_a_power_of_two():
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("bounds", [([0.0, -1.0], [1.0, torch.inf]), ([0.0, -torch.inf], [1.0, 1.0]), ([0.0, 1.0], [1.0, 1.0])])
 def test_one_byte_codecs_need_bounds(name, bounds):
-    with pytest.raises(ValueError, match=f"codec is '{name}' and feature 1 has bounds .*: give finite ones, or choose bf16"):
+    with pytest.raises(ValueError, match=f"codec is '{name}' and feature 1 has bounds .*: use finite bounds, or choose bf16"):
         Codec(name, *bounds)
     Codec("bf16", *bounds)
 
@@ -74,11 +74,11 @@ def test_unknown_codec_is_refused():
 
 
 def test_bounds_are_numbers_one_for_each_feature():
-    with pytest.raises(ValueError, match=r"codec is 'fp32' and feature 1 has bounds \[0, nan\]: give numbers"):
+    with pytest.raises(ValueError, match=r"codec is 'fp32' and feature 1 has bounds \[0, nan\]: use numbers"):
         Codec("fp32", [0.0, 0.0], [1.0, torch.nan])
-    with pytest.raises(ValueError, match="low has 1 bounds and high 2: give one for each feature"):
+    with pytest.raises(ValueError, match="low has 1 bounds and high 2: pass one per feature"):
         Codec("fp32", [0.0], [1.0, 1.0])
-    with pytest.raises(ValueError, match=r"codec is 'int8' and feature 0 has bounds .*: give finite ones"):
+    with pytest.raises(ValueError, match=r"codec is 'int8' and feature 0 has bounds .*: use finite bounds"):
         Codec("int8", [-3.4e38], [3.4e38])  # their difference is not
 
 

@@ -12,7 +12,7 @@ from fp8rl.train import train
     "field, value, remedy",
     [
         *(
-            (name, 0, "give at least")
+            (name, 0, "use at least")
             for name in ("steps", "num_envs", "rollout_length", "capacity", "slice_length", "batch_size")
         ),
         ("steps", 511, "512 steps"),
@@ -50,13 +50,13 @@ def test_bad_fields_are_named_with_the_remedy_in_one_line(field, value, remedy):
         *(("num_envs", value, "a whole number") for value in (16.5, "16", True, math.inf, math.nan, None)),
         *(("gamma", value, "a number") for value in ("0.9", False, None)),
         *(("anneal", value, "True or False") for value in (1, "yes", None)),
-        *(("precision", value, "text") for value in (8, None)),
-        ("env_id", 4, "text"),
+        *(("precision", value, "a string") for value in (8, None)),
+        ("env_id", 4, "a string"),
         *((name, math.inf, "a finite number") for name in ("entropy_coef", "value_coef")),
     ],
 )
 def test_values_of_another_type_are_named(field, value, remedy):
-    with pytest.raises(ValueError, match=f"^{field} is {value!r}: give {remedy}$"):
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}: use {remedy}$"):
         Config(**{field: value})
 
 
@@ -77,7 +77,7 @@ def test_json_gives_the_config_back():
 
 
 def test_fields_that_fit_only_together():
-    with pytest.raises(ValueError, match="replay_updates is 0: give at least 1 without fresh_updates"):
+    with pytest.raises(ValueError, match="replay_updates is 0: use at least 1 without fresh_updates"):
         Config(fresh_updates=0, replay_updates=0)
     for field, value in (("hide_velocity", True), ("extra_features", 2), ("start_noise", 0.1)):
         with pytest.raises(ValueError, match=f"{field} is {value}: leave it out, CartPole-v1 does not have it"):

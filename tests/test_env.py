@@ -131,7 +131,7 @@ def test_the_time_limit_can_be_shortened(mode):
 
 @pytest.mark.parametrize("limit", [0, -1, 201])
 def test_a_time_limit_that_the_task_does_not_have_is_refused(limit):
-    with pytest.raises(ValueError, match=f"^max_episode_steps is {limit}: give a number from 1 to 200$"):
+    with pytest.raises(ValueError, match=f"^max_episode_steps is {limit}: use a number from 1 to 200$"):
         gymnasium.make_vec(NAME, num_envs=3, max_episode_steps=limit)
 
 
@@ -215,13 +215,13 @@ def test_a_seed_of_its_own_does_not_depend_on_the_others():
     "mask", [np.ones(3), np.zeros(3, dtype=bool), np.ones(2, dtype=bool), [True, False, True], np.ones((3, 1), dtype=bool), None]
 )
 def test_a_mask_of_another_kind_is_refused(mask):
-    with pytest.raises(ValueError, match=r"^reset_mask is .*: give a NumPy array, bool\[3\], with a True in it$"):
+    with pytest.raises(ValueError, match=r"^reset_mask is .*: pass a NumPy array, bool\[3\], with a True in it$"):
         gymnasium.make_vec(NAME, 3).reset(options={"reset_mask": mask})
 
 
 @pytest.mark.parametrize("seed", [[1, 2], [1, 2, -3], [1, 2, 0.5], 0.5, "abc"])
 def test_seeds_of_another_kind_are_refused(seed):
-    with pytest.raises(ValueError, match=r"^seed is .*: give an integer from 0, or a list of 3, with None for no seed$"):
+    with pytest.raises(ValueError, match=r"^seed is .*: pass a non-negative integer or a list of 3, with None for no seed$"):
         gymnasium.make_vec(NAME, 3).reset(seed=seed)
 
 
@@ -266,7 +266,7 @@ def test_start_noise_outside_its_range_is_refused(start_noise):
 @pytest.mark.parametrize("make", [BatchedEnv, CustomVectorEnv])
 @pytest.mark.parametrize("num_envs", [0, -1])
 def test_no_environments_are_refused(make, num_envs):
-    with pytest.raises(ValueError, match=f"num_envs is {num_envs}: give at least 1"):
+    with pytest.raises(ValueError, match=f"num_envs is {num_envs}: use at least 1"):
         make(num_envs)
 
 
@@ -301,5 +301,5 @@ def test_every_form_of_the_environment_takes_the_options(observed):
     assert obs.shape == (5, size) and vector.observation_space.contains(obs)
     assert BatchedEnv(3, **observed).obs.shape == (3, size)
     for build in (CustomEnv, lambda **options: BatchedEnv(1, **options)):
-        with pytest.raises(ValueError, match="extra_features is -1: give 0 or more"):
+        with pytest.raises(ValueError, match="extra_features is -1: use 0 or more"):
             build(extra_features=-1)

@@ -323,10 +323,10 @@ def test_layer_refuses_widths_that_its_kernels_cannot_contract(inputs, outputs):
 
 def test_conversion_reports_by_name():
     assert convert_linears(ActorCritic()) == {
-        "inputs": "its 2 inputs are no multiple of 16",
+        "inputs": "its 2 inputs are not a multiple of 16",
         "hidden": None,
-        "actor": "its 2 outputs are no multiple of 16",
-        "critic": "its 1 outputs are no multiple of 16",
+        "actor": "its 2 outputs are not a multiple of 16",
+        "critic": "its 1 outputs are not a multiple of 16",
     }
 
 

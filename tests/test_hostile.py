@@ -142,7 +142,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, code, tmp_p
     _, err = process.communicate(timeout=60)
     assert process.returncode == code
     if number != signal.SIGKILL:
-        assert f"of 20,480: go on with train --resume {out}" in err.splitlines()[-1] and "Traceback" not in err
+        assert f"of 20,480: continue with train --resume {out}" in err.splitlines()[-1] and "Traceback" not in err
         assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 5  # nothing was lost
     assert_goes_on_to(whole, out)
 
@@ -187,7 +187,7 @@ def test_a_run_that_still_runs_is_not_resumed(tmp_path):
     process = start("train", "--steps", "2048000", "--out", out)
     until(lambda: rows_of(out / "metrics.csv") > 3, process)
     code, _, err = finished("train", "--resume", out)
-    assert code == 2 and err == f"fp8rl: out is {out}, where another process is writing: wait for it or name another"
+    assert code == 2 and err == f"fp8rl: out is {out}, where another process is writing: wait for it or use another"
     process.terminate()
     assert process.wait(60) == 143
 
@@ -235,7 +235,7 @@ def test_a_study_that_is_stopped_leaves_no_process_and_goes_on(number, tmp_path)
     assert code == 0 and (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
     assert rows_of(out / "runs.jsonl") == 6 and "| bf16 |" in said, err
     code, _, err = finished(*STUDY[:-1], "5120", "--out", out)
-    assert code == 2 and "holds another study: name a new folder, or add --overwrite" in err
+    assert code == 2 and "holds another study: use a new folder, or add --overwrite" in err
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path):

@@ -59,9 +59,9 @@ NOT_COMPILED = "compile is True: leave it out, or collect on the CPU in the pack
 @pytest.mark.parametrize(
     "fields, machine, message",
     [
-        ({}, {"memmap": ""}, "memmap is : name a folder"),
-        ({}, {"memmap": "runs/ring", "store_device": "cpu"}, "memmap is runs/ring: give a folder or store_device, not both"),
-        ({}, {"vectorization": "async"}, "vectorization is async: leave it out, it is for env_id"),
+        ({}, {"memmap": ""}, "memmap is : choose a folder"),
+        ({}, {"memmap": "runs/ring", "store_device": "cpu"}, "memmap is runs/ring: use a folder or store_device, not both"),
+        ({}, {"vectorization": "async"}, "vectorization is async: leave it out, it needs env_id"),
         ({}, {"graph": True, "collect_ahead": True}, "graph is True: leave it out"),
         ({"env_id": "CartPole-v1"}, {"graph": True}, "graph is True: leave it out"),
         ({}, {"graph": True, "reuse_forward": True}, r"reuse_forward is True: leave it out \(--no-reuse-forward\) with graph"),
@@ -87,7 +87,7 @@ def test_what_cannot_be_had_is_refused_in_one_line(fields, machine, message):
 
 def test_tf32_is_not_for_two_threads():
     for field in ("precision", "collect_precision"):
-        with pytest.raises(ValueError, match=r"precision is .*: choose another for collect_ahead, TF32 is a switch"):
+        with pytest.raises(ValueError, match=r"precision is .*: choose another for collect_ahead, TF32 is a process-wide switch"):
             check(Config(**{field: "tf32"}), Machine(collect_ahead=True), 1)
 
 
@@ -100,9 +100,9 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch):
 @pytest.mark.parametrize(
     "fields, machine, size, message",
     [
-        ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes share the run: give a multiple of 2"),
-        ({"num_envs": 1}, {}, 3, "num_envs is 1 and 3 processes share the run: give a multiple of 3"),
-        ({"batch_size": 96}, {}, 2, "batch_size is 96 and 2 processes share the run: give a multiple of 2 slices"),
+        ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes share the run: use a multiple of 2"),
+        ({"num_envs": 1}, {}, 3, "num_envs is 1 and 3 processes share the run: use a multiple of 3"),
+        ({"batch_size": 96}, {}, 2, "batch_size is 96 and 2 processes share the run: use a multiple of 2 slices"),
         ({}, {"memmap": "ring"}, 2, "memmap is ring and 2 processes share the run: leave it out"),
         ({}, {"graph": True}, 2, "graph is True and 2 processes share the run: leave it out"),
     ],
@@ -252,15 +252,15 @@ def test_no_run_goes_on_with_another_ring_than_its_own_without_a_word(tmp_path, 
     checkpoint.save(folder, run)
     run.ring.close()
     rows = (tmp_path / "ring/obs.bin").read_bytes()
-    with pytest.raises(FileExistsError, match="memmap is ring, which holds another run's ring: name a new folder"):
+    with pytest.raises(FileExistsError, match="memmap is ring, which holds another run's ring: choose a new folder"):
         resumed(memory, Machine(memmap="ring"))
     assert (tmp_path / "ring/obs.bin").read_bytes() == rows
-    with pytest.raises(FileNotFoundError, match=f"memmap is None and the run kept its ring in {tmp_path / 'ring'}: give"):
+    with pytest.raises(FileNotFoundError, match=f"memmap is None and the run stored its ring in {tmp_path / 'ring'}: use"):
         resumed(folder)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     resumed(folder, Machine(memmap="ring")).close()
-    assert f"a new ring, and the run kept its own in {tmp_path / 'ring'}" in capsys.readouterr().err
+    assert f"a new ring, and the run stored its own in {tmp_path / 'ring'}" in capsys.readouterr().err
 
 
 def assert_same_rows(run: Run, size: int) -> None:
@@ -276,7 +276,7 @@ def assert_same_rows(run: Run, size: int) -> None:
 def test_a_state_of_another_config_is_refused(change):
     config = Config(**SHORT)
     state = after(3, build(config)).state_dict()
-    with pytest.raises(ValueError, match="the state does not fit the config: resume with the run's own"):
+    with pytest.raises(ValueError, match="the state does not fit the config: resume with the run's own config"):
         build(dataclasses.replace(config, **change), HERE, state)
 
 

@@ -233,7 +233,7 @@ def test_ranks_and_seeds_draw_numbers_of_their_own(monkeypatch):
     found = []
     for seed in (0, 1):
         for rank in range(3):
-            monkeypatch.setattr(ranks, "rank", lambda rank=rank: (rank, 3))
+            monkeypatch.setattr(ranks, "rank_and_size", lambda rank=rank: (rank, 3))
             run = build(Config(num_envs=15, batch_size=96, seed=seed), AHEAD)
             found += [drawn(run.generator.get_state()), drawn(run.draws.get_state()), tuple(run.env.state.flatten().tolist())]
             run.close()
@@ -290,7 +290,7 @@ def test_the_parts_of_a_state_make_up_the_whole(size, monkeypatch):
     run = after(2, build(config, AHEAD))
     whole, parts = run.state_dict(), []
     for own in range(size):
-        monkeypatch.setattr(ranks, "rank", lambda own=own: (own, size))
+        monkeypatch.setattr(ranks, "rank_and_size", lambda own=own: (own, size))
         parts.append(ranks.part_of(whole))
     for name, dim in (("env", 0), ("returns", 0), ("ring", 0), ("ahead", 1)):
         for key, x in whole[name].items():
@@ -353,14 +353,14 @@ def loss_of(model, batch: Rollout, normalized: bool = True, total=alone):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--num-envs=15"], "num_envs is 15 and 2 processes share the run: give a multiple of 2"),
+        (["--num-envs=15"], "num_envs is 15 and 2 processes share the run: use a multiple of 2"),
         (["--memmap=ring"], "memmap is ring and 2 processes share the run: leave it out"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_before_a_run_is_replaced(options, message, tmp_path, monkeypatch, capsys):
     with Folder.create(tmp_path, "train", {}) as folder:
         folder.write("config.json", "precious")
-    monkeypatch.setattr(ranks, "rank", lambda: (0, 2))
+    monkeypatch.setattr(ranks, "rank_and_size", lambda: (0, 2))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fp8rl", "train", *options, "--out", str(tmp_path), "--overwrite"])
     with pytest.raises(SystemExit):
@@ -406,7 +406,7 @@ def test_processes_join_over_what_their_tensors_need(devices, gpus, did, monkeyp
     "device, gpus, processes, message",
     [
         ("cuda", 1, 2, "device is 'cuda' and 2 processes share 1 GPU: start at most 1 (--nproc-per-node) or use the CPU"),
-        ("cuda:1", 2, 2, "device is 'cuda:1' and 2 processes share 2 GPUs: give 'cuda', a GPU of its own for each"),
+        ("cuda:1", 2, 2, "device is 'cuda:1' and 2 processes share 2 GPUs: use 'cuda', which gives each process its own GPU"),
     ],
 )
 def test_processes_without_a_gpu_each_are_refused_in_one_line(device, gpus, processes, message, monkeypatch):
@@ -452,6 +452,6 @@ def test_ranks_that_are_interrupted_leave_one_checkpoint(tmp_path):
             time.sleep(0.1)
         process.terminate()
         _, errors = process.communicate(timeout=60)
-    assert f"go on with train --resume {out}" in errors
+    assert f"continue with train --resume {out}" in errors
     run = resumed(out / "checkpoint.pt")
     assert 0 < len(run.history) < 2000 and run.env.num_envs == 16

@@ -98,21 +98,21 @@ def test_a_ring_is_saved_and_restored():
         assert (again.start, again.count) == (ring.start, ring.count)
         one, other = (each.sample(20, 3, torch.Generator().manual_seed(0)) for each in (ring, again))
         assert same(one, other)
-    with pytest.raises(ValueError, match="obs is of a ring of other settings"):
+    with pytest.raises(ValueError, match="obs is from a ring of other settings"):
         ReplayBuffer(8, 3, WIDE, "bf16").load_state_dict(ring.state_dict())
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="rows is 1: give at least 2"):
+    with pytest.raises(ValueError, match="rows is 1: use at least 2"):
         ReplayBuffer(1, 2)
-    with pytest.raises(ValueError, match="num_envs is 0: give at least 1"):
+    with pytest.raises(ValueError, match="num_envs is 0: use at least 1"):
         ReplayBuffer(10, 0)
     with pytest.raises(ValueError, match="codec is 'fp4': choose from"):
         ReplayBuffer(10, 2, codec="fp4")
     with pytest.raises(MemoryError, match="replay cannot be allocated on cpu: lower capacity"):
         ReplayBuffer(10**16, 1)
     for codec in ("int8", "fp8"):
-        with pytest.raises(ValueError, match=rf"codec is '{codec}' and feature 1 has bounds \[-inf, inf\]: give finite ones"):
+        with pytest.raises(ValueError, match=rf"codec is '{codec}' and feature 1 has bounds \[-inf, inf\]: use finite bounds"):
             ReplayBuffer(10, 2, ((-1.0, -torch.inf), (1.0, torch.inf)), codec=codec)
     ring = ReplayBuffer(10, 2)
     with pytest.raises(ValueError, match="rollout of 10 rows"):
@@ -121,7 +121,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="slice length is 5 but only 4 rows are stored"):
         ring.sample(1, 5)
     for slices, length in ((0, 1), (1, 0), (-1, 1), (1, -1)):
-        with pytest.raises(ValueError, match=f"slices is {slices} and length {length}: give at least 1 of each"):
+        with pytest.raises(ValueError, match=f"slices is {slices} and length {length}: use at least 1 of each"):
             ring.sample(slices, length)
 
 

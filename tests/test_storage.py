@@ -230,7 +230,7 @@ def test_reopened_to_read_it_never_changes(tmp_path):
     del ring
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     reader, other = StoredRing.open(folder), StoredRing.open(folder)
-    with pytest.raises(ValueError, match="opened to read"):
+    with pytest.raises(ValueError, match="opened for reading"):
         reader.append(coded(14, 3, 2))
     reader.fields["reward"].fill_(99)  # a private copy
     assert other.sample(5, 3).reward.max() < 99
@@ -277,8 +277,8 @@ def edit(folder, **changes):
         (lambda folder: edit(folder, high=[[1.0]]), "ring.json is damaged"),
         (lambda folder: edit(folder, extra=1), "ring.json is damaged"),
         (lambda folder: edit(folder, rows=11), "obs.bin has 160 bytes of 176"),
-        (lambda folder: (folder / "ring.json").unlink(), "holds no finished ring"),
-        (lambda folder: shutil.rmtree(folder), "holds no finished ring"),
+        (lambda folder: (folder / "ring.json").unlink(), "holds no complete ring"),
+        (lambda folder: shutil.rmtree(folder), "holds no complete ring"),
     ],
 )
 def test_a_damaged_folder_says_what_is_wrong(tmp_path, damage, message):
@@ -298,7 +298,7 @@ def test_a_folder_of_another_config_is_refused(tmp_path, change):
     folder, ring = folder_of(tmp_path)
     del ring
     name = next(iter(change)).replace("bounds", "low")
-    with pytest.raises(ValueError, match=f"whose ring has {name} .* and not .*: name another folder"):
+    with pytest.raises(ValueError, match=f"whose ring has {name} .* and not .*: choose another folder"):
         StoredRing(**{"rows": 10, "num_envs": 2, "bounds": WIDE, "folder": folder} | change)
     assert StoredRing.open(folder).size == 9
 
@@ -307,7 +307,7 @@ def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_text("kept")
     with pytest.raises(OSError, match=r"Not a directory|File exists"):
         StoredRing(10, 2, folder=tmp_path / "file")
-    with pytest.raises(OSError, match="holds files but no finished ring"):
+    with pytest.raises(OSError, match="holds files but no complete ring"):
         StoredRing(10, 2, folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
     with pytest.raises(OSError, match=r"needs [\d,]+ bytes, the disk has [\d,]+ free: lower capacity"):
@@ -321,7 +321,7 @@ def test_a_disk_that_fills_up_leaves_nothing_in_the_way(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match=r"memmap is .* and cannot be used \(No space left on device\): name another folder"):
+        with pytest.raises(OSError, match=r"memmap is .* and cannot be used \(No space left on device\): choose another folder"):
             StoredRing(10, 2, folder=tmp_path / "ring")
     StoredRing(10, 2, folder=tmp_path / "ring")
 
@@ -329,7 +329,7 @@ def test_a_disk_that_fills_up_leaves_nothing_in_the_way(tmp_path, monkeypatch):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_rights_is_refused(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(OSError, match=r"cannot be used \(Permission denied\): name another folder"):
+    with pytest.raises(OSError, match=r"cannot be used \(Permission denied\): choose another folder"):
         StoredRing(10, 2, folder=tmp_path / "ring")
 
 
@@ -338,7 +338,7 @@ def test_a_refused_permission_is_said_in_one_line(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(storage.MappedFolder, "_lock", refuse)
-    with pytest.raises(OSError, match=r"memmap is .* and cannot be used \(Permission denied\): name another folder"):
+    with pytest.raises(OSError, match=r"memmap is .* and cannot be used \(Permission denied\): choose another folder"):
         StoredRing(10, 2, folder=tmp_path / "ring")
 
 

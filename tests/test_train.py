@@ -146,9 +146,9 @@ def test_a_run_that_only_skips_stops_too(precision):
         ({"precision": "tf32"}, "precision is 'tf32' and .*choose from fp32"),
         ({"collect_precision": "tf32"}, "precision is 'tf32' and .*choose from fp32"),
         ({"codec": "fp4"}, "codec is 'fp4': choose from fp32, fp16, bf16, int8, fp8"),
-        ({"env_id": "CartPole-v1"}, r"env_id is .*CartPole-v1.*: make .* by fp8rl\.scale\.machine\.build"),
-        ({"layout": "full"}, r"layout is .*full.*: make .* by fp8rl\.scale\.machine\.build"),
-        ({"encoder": "gru"}, r"encoder is .*gru.*: make .* by fp8rl\.scale\.machine\.build"),
+        ({"env_id": "CartPole-v1"}, r"env_id is .*CartPole-v1.*: make .* with fp8rl\.scale\.machine\.build"),
+        ({"layout": "full"}, r"layout is .*full.*: make .* with fp8rl\.scale\.machine\.build"),
+        ({"encoder": "gru"}, r"encoder is .*gru.*: make .* with fp8rl\.scale\.machine\.build"),
     ],
     ids=str,
 )
@@ -230,7 +230,7 @@ def test_a_run_continues_without_its_rows():
 def test_a_state_of_another_config_is_refused_in_one_line(change):
     config = Config(**SHORT)
     state = after(3, Run(config)).state_dict()
-    with pytest.raises(ValueError, match="the state does not fit the config: resume with the run's own") as caught:
+    with pytest.raises(ValueError, match="the state does not fit the config: resume with the run's own config") as caught:
         Run(dataclasses.replace(config, **change)).load_state_dict(state)
     assert "\n" not in str(caught.value)
 

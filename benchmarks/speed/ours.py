@@ -46,5 +46,5 @@ def train(options, tick):
 if __name__ == "__main__":
     ranks.start()
     precisions = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
-    common.main("fp8rl", train, variants=tuple(MACHINES), precisions=precisions, speaks=ranks.rank()[0] == 0)
+    common.main("fp8rl", train, variants=tuple(MACHINES), precisions=precisions, speaks=ranks.rank_and_size()[0] == 0)
     ranks.stop()

@@ -1,1 +1,1 @@
-"""Comparing runs: statistics, studies, figures. Stands on the core, which imports none of it."""
+"""Comparing runs: statistics, studies, figures. Builds on the core, which imports nothing from here."""

@@ -1,8 +1,8 @@
 """Output folders: one owner at a time, known by a mark, with files that are written whole.
 
-Whoever writes in a folder holds a lock on its mark, the file `.fp8rl`, which the kernel lets go of when the process ends, however
-it ends. The mark is a JSON object: which command made the folder, and the options to go on with. It tells a run's folder from
-anybody else's: what stands in a folder without one is never touched, and of one with it only the files that the command writes.
+Whoever writes in a folder holds a lock on its mark, the file `.fp8rl`, which the kernel releases when the process ends, however it
+ends. The mark is a JSON object: which command made the folder, and the options to go on with. It tells a run's folder from
+anybody else's: nothing in a folder without one is ever touched, and in a folder with one only the files that the command writes.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ def require_free(path: Path, command: str, overwrite: bool = False) -> None:
         FileExistsError: `path` is a file, a folder of somebody else's, or one of a run and `overwrite` is off.
     """
     if path.is_file():
-        raise FileExistsError(f"out is {path}, which is a file: name a folder")
+        raise FileExistsError(f"out is {path}, which is a file: use a folder")
     if path.is_dir() and not read_mark(path):
         found = {entry.name for entry in path.iterdir()} - {MARK}
         if found:
-            raise FileExistsError(f"out is {path}, which holds other files ({min(found)}): name a new folder")
+            raise FileExistsError(f"out is {path}, which holds other files ({min(found)}): use a new folder")
     _require_own(path, command, overwrite)
 
 
@@ -48,10 +48,10 @@ def _require_own(path: Path, command: str, overwrite: bool) -> None:
     """Refuses a folder whose files would be replaced without leave, or that no run wrote."""
     mark = read_mark(path)
     if mark and not overwrite:
-        raise FileExistsError(f"out is {path}, which holds another run: name a new folder, or add --overwrite to replace it")
+        raise FileExistsError(f"out is {path}, which holds another run: use a new folder, or add --overwrite to replace it")
     foreign = [name for name in FILES[command] if (path / name).exists() and name not in FILES.get(mark.get("command"), ())]
     if foreign:
-        raise FileExistsError(f"out is {path}, whose {foreign[0]} no run wrote: name a new folder")
+        raise FileExistsError(f"out is {path}, whose {foreign[0]} no run wrote: use a new folder")
 
 
 class Folder:
@@ -69,9 +69,9 @@ class Folder:
             fcntl.flock(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._mark.close()
-            raise FileExistsError(f"out is {path}, where another process is writing: wait for it or name another") from error
+            raise FileExistsError(f"out is {path}, where another process is writing: wait for it or use another") from error
         except OSError as error:
-            raise OSError(f"out is {path} and cannot be used ({error.strerror}): name another folder") from error
+            raise OSError(f"out is {path} and cannot be used ({error.strerror}): use another folder") from error
         self.options = read_mark(path).get("options", {})
 
     @classmethod
@@ -84,7 +84,7 @@ class Folder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OSError(f"out is {path} and cannot be made ({error.strerror}): name another folder") from error
+            raise OSError(f"out is {path} and cannot be made ({error.strerror}): use another folder") from error
         folder = cls(path)
         try:
             _require_own(path, command, overwrite)  # again, now that nobody else can fill it
@@ -106,7 +106,7 @@ class Folder:
         found = read_mark(path).get("command")
         alone = [name for name in FILES[command] if (path / name).exists()] == ["checkpoint.pt"]
         if found != command and (found or not alone):
-            raise FileNotFoundError(f"{path} holds no run of {command} to go on with: name the folder of one")
+            raise FileNotFoundError(f"{path} holds no run of {command} to continue: use the folder of one")
         return cls(path)
 
     def remember(self, command: str, options: dict) -> None:
@@ -126,7 +126,7 @@ class Folder:
         except OSError as error:
             if error.errno is None:
                 raise  # one of our own lines
-            raise OSError(f"out is {self.path} and cannot be written ({error.strerror}): make room, then go on") from error
+            raise OSError(f"out is {self.path} and cannot be written ({error.strerror}): make room, then continue") from error
 
     def write(self, name: str, content: str | bytes) -> None:
         """Writes a file whole or not at all."""

@@ -1,6 +1,7 @@
 """Figures: arrays in, Axes out.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; lines differ in dash and marker too, for print.
+The colours are those of Okabe and Ito, which colour-blind readers can tell apart; lines also differ in dash and marker, for
+print.
 """
 
 import io
@@ -14,7 +15,7 @@ from PIL import Image
 from ..env import CustomEnv
 from .statistics import bootstrap_interval, iqm
 
-# Black, orange, sky blue, green, vermillion, blue, purple, with a dash pattern and a marker each.
+# Black, orange, sky blue, green, vermillion, blue, purple, each with a dash pattern and a marker.
 STYLES = [
     {"color": color, "linestyle": dash, "marker": marker}
     for color, dash, marker in zip(
@@ -28,13 +29,13 @@ REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
 
 
 def film(policy, start_noise: float = 0.5, steps: int = 50, seed: int = 0, fps: int = 12) -> bytes:
-    """An endless GIF of one episode's first steps, drawn by the environment's own render.
+    """An endlessly looping GIF of the first steps of an episode, drawn by the environment's own render.
 
     Args:
         policy: maps an observation, float32 tensor [2], to an action.
-        start_noise, seed: of the start.
-        steps: frames at most; the episode's end cuts it short.
-        fps: frames a second.
+        start_noise, seed: for the start.
+        steps: maximum number of frames; the end of the episode cuts it short.
+        fps: frames per second.
     """
     env = CustomEnv(start_noise, render_mode="rgb_array")
     obs, _ = env.reset(seed=seed)
@@ -50,7 +51,7 @@ def film(policy, start_noise: float = 0.5, steps: int = 50, seed: int = 0, fps: 
 
 
 def references(ax: Axes) -> Axes:
-    """Marks the reference returns and sets the axis to returns."""
+    """Marks the reference returns and scales the axis for returns."""
     for name, value in REFERENCES.items():
         ax.axhline(value, color="#888888", linewidth=0.8, zorder=0)
         ax.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7, color="#666666")
@@ -59,12 +60,12 @@ def references(ax: Axes) -> Axes:
 
 
 def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True) -> Axes:
-    """Evaluation returns against environment steps, a line a name: the interquartile mean of the seeds, and their full range.
+    """Evaluation returns against environment steps, one line per name: the interquartile mean of the seeds, and their full range.
 
     Args:
         ax: where to draw.
         curves: name -> (steps [E], returns [seeds, E]).
-        marks: draw CustomEnv's reference returns; off for another environment's.
+        marks: draw CustomEnv's reference returns; False for other environments.
     """
     for style, (name, (steps, returns)) in zip(cycle(STYLES), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
@@ -78,12 +79,12 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], 
 
 
 def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str, window: int = 10) -> Axes:
-    """A quantity of training against environment steps, a line a name: the mean of the seeds over a sliding window.
+    """A training quantity against environment steps, one line per name: the mean of the seeds over a sliding window.
 
     Args:
         ax: where to draw.
         runs: name -> (steps [n], values [seeds, n]).
-        label: of the quantity, with its unit.
+        label: the quantity, with its unit.
         window: iterations averaged.
     """
     for style, (name, (steps, values)) in zip(cycle(STYLES), runs.items(), strict=False):
@@ -94,12 +95,12 @@ def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str,
 
 
 def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
-    """A row a name: every seed's score, their interquartile mean and its 95% bootstrap interval.
+    """One row per name: every seed's score, their interquartile mean and its 95% bootstrap interval.
 
     Args:
         ax: where to draw.
         scores: name -> scores [seeds].
-        label: of the score axis, with its unit.
+        label: the score axis, with its unit.
     """
     for row, (style, (_, values)) in enumerate(zip(cycle(STYLES), scores.items(), strict=False)):
         low, high = bootstrap_interval(values)
@@ -144,7 +145,7 @@ def number_line(ax: Axes, formats: dict[str, np.ndarray]) -> Axes:
 
 
 def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.ndarray) -> Axes:
-    """The probability of a push to the right over the state space, its boundary in white, bang-bang's dashed.
+    """The probability of a push to the right over the state space, with its decision boundary in white and bang-bang's dashed.
 
     Args:
         ax: where to draw.
@@ -161,7 +162,7 @@ def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.n
 
 
 def byte_bars(ax: Axes, sizes: dict[str, dict[str, float]]) -> Axes:
-    """Bytes of a transition as groups of bars.
+    """Bytes per transition as groups of bars.
 
     Args:
         ax: where to draw.

@@ -1,13 +1,12 @@
-"""Statistics that compare runs, as Agarwal et al. (2021, "Deep RL at the Edge of the Statistical Precipice", arXiv:2108.13264)
-advise: the interquartile mean over seeds, since means follow outliers and medians ignore half of the data, with a percentile
-bootstrap interval over seeds. Two precisions are compared by the differences of runs that share a seed.
-"""
+"""Statistics for comparing runs, following Agarwal et al. (2021, "Deep RL at the Edge of the Statistical Precipice",
+arXiv:2108.13264): the interquartile mean over seeds, because means follow outliers and medians ignore half of the data, with a
+percentile bootstrap interval over seeds. Two precisions are compared by the differences between runs with the same seed."""
 
 import numpy as np
 
 
 def iqm(scores: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Interquartile mean along an axis: the mean of what is left when a quarter (rounded down) is cut from each end."""
+    """Interquartile mean along an axis: the mean of what remains after cutting a quarter (rounded down) from each end."""
     scores = np.sort(np.asarray(scores, dtype=np.float64), axis)
     count = scores.shape[axis]
     return np.take(scores, range(count // 4, count - count // 4), axis).mean(axis)

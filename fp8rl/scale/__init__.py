@@ -1,1 +1,1 @@
-"""Where a run computes and how fast. Stands on the core, which imports none of it."""
+"""Where and how fast a run computes. Builds on the core, which imports nothing from here."""

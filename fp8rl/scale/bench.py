@@ -1,15 +1,15 @@
-"""Benchmarks that need the package alone.
+"""Benchmarks that need only this package.
 
 `python -m fp8rl bench`: how fast does the loop train, and how far is that from what the machine could do? Every environment step
-is learned from once, without replay. The floor is the loop's matmuls alone, at the same shapes and in the same precision, one
+is learned from once, without replay. The floor is only the loop's matmuls, at the same shapes and in the same precision, one
 after the other with preallocated outputs, each matrix row-major or column-major, whichever is fastest here: no loop that
 multiplies these matrices can be faster. Loop and floor alternate.
 
-`python -m fp8rl bench fp8`: from which width on does FP8 pay? One square linear layer, forward and backward, in fp32, tf32, bf16
+`python -m fp8rl bench fp8`: from which width on is FP8 faster? One square linear layer, forward and backward, in fp32, tf32, bf16
 and fp8. FP8 here quantizes dynamically with plain tensor operations, so its time includes finding maxima, casting and changing
 layouts; that overhead grows with the bytes, the matmul with the bytes times the width. The width at which they balance is
-measured, per batch size, on hardware with FP8 tensor cores only: elsewhere the float8 numbers are multiplied in float32 and a
-time would say nothing.
+measured per batch size, and only on hardware with FP8 tensor cores: elsewhere the float8 numbers are multiplied in float32 and a
+time would be meaningless.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ BATCHES = (1024, 4096, 16384, 65536)
 
 
 def loop_of(num_envs: int = 4096, rollout_length: int = 32, precision: str | None = None, machine: Machine = HERE) -> Config:
-    """The loop without replay at a shape. It has steps without end, and the smallest ring that takes a rollout. A compiled loop
-    acts in fp32: so few rows as it is for take longer in 16 bits.
+    """The loop without replay at a given shape, with unlimited steps and the smallest ring that takes a rollout. A compiled loop
+    acts in fp32, because with so few rows 16 bits are slower.
 
     Args:
-        precision: None is the one in which it trains fastest on the machine, of those that the machine does not emulate.
+        precision: None is the fastest precision on the machine among those that it does not emulate.
         machine: where it would run.
     """
     shape = {"num_envs": num_envs, "rollout_length": rollout_length, "slice_length": 1}
@@ -65,8 +65,9 @@ def bench_loop(config: Config, machine: Machine, seconds: float = 5.0, rounds: i
     """Training steps per second of a config's loop: medians of rounds that alternate with its floor.
 
     Returns:
-        train_steps_per_second, num_envs, rollout_length, precision; collect_share and update_share, of an iteration's time (of a
-        CUDA graph or of collection ahead they say nothing); floor_share, the floor's time as a share of an iteration's.
+        train_steps_per_second, num_envs, rollout_length, precision; collect_share and update_share, fractions of an iteration's
+            time (meaningless for a CUDA graph or collection ahead); floor_share, the floor's time as a fraction of an
+            iteration's.
     """
     spent = {"collect": 0.0, "update": 0.0}
     run = build(config, machine)
@@ -89,7 +90,7 @@ def bench_loop(config: Config, machine: Machine, seconds: float = 5.0, rounds: i
         for _ in range(5):  # caches, and the capture of a graph
             began = time.perf_counter()
             next(iterations)
-        # As many in every process, which wait for each other.
+        # The same count in every process, because they wait for each other.
         (each,) = ranks.total([torch.tensor(time.perf_counter() - began) / run.ranks])
         count = max(1, int(seconds / rounds / each.item()))
         for _ in range(rounds):
@@ -107,11 +108,11 @@ def bench_loop(config: Config, machine: Machine, seconds: float = 5.0, rounds: i
 
 
 def floor_of(config: Config, machine: Machine) -> Callable[[], None]:
-    """A function that multiplies what an iteration must on the package's own environment, and nothing else, for this process's
-    environments: T + 1 forward passes that act and T backward passes, a time step at a time; or, if the forward passes are not
-    reused, T of them that act, and one forward and one backward pass over all rows at once. On CUDA with `graph` it is a graph
+    """A function that does only the multiplications of an iteration on the package's own environment, for this process's
+    environments: T + 1 forward passes to act and T backward passes, one time step at a time; or, if the forward passes are not
+    reused, T of them to act, and one forward and one backward pass over all rows at once. On CUDA with `graph` it is a graph
     too."""
-    device, envs, length = machine.device, config.num_envs // ranks.rank()[1], config.rollout_length
+    device, envs, length = machine.device, config.num_envs // ranks.rank_and_size()[1], config.rollout_length
     sizes = [(2, 64), (64, 64), (64, 3)]  # both heads at once
 
     def passes(rows: int, precision: str) -> tuple[list, list]:
@@ -136,7 +137,7 @@ def floor_of(config: Config, machine: Machine) -> Callable[[], None]:
 
     if not machine.graph or torch.device(device).type != "cuda":
         return multiply
-    multiply()  # libraries start before a capture
+    multiply()  # libraries must be initialized before a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
         multiply()
@@ -144,8 +145,8 @@ def floor_of(config: Config, machine: Machine) -> Callable[[], None]:
 
 
 def fastest_product(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Matrices [m, k] and [k, n] and a place for their product, each row-major or column-major, whichever multiplies fastest:
-    where arithmetic is emulated that differs up to tenfold."""
+    """Matrices [m, k] and [k, n] and a tensor for their product, each row-major or column-major, whichever multiplies fastest:
+    with emulated arithmetic this differs up to tenfold."""
 
     def new(rows, columns, transposed):
         shape = (columns, rows) if transposed else (rows, columns)
@@ -161,7 +162,7 @@ def fastest_product(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> 
 
 def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") -> dict:
     """For each precision a function that runs one layer forward and backward: name -> callable. All share one input and one
-    output gradient, which are the largest of what they need."""
+    output gradient, which take most of the memory."""
     x = torch.randn(batch, width, device=device, requires_grad=True)
     grad = torch.randn(batch, width, device=device)
 
@@ -172,7 +173,7 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
         def step():
             layer.zero_grad()
             x.grad = None
-            with precision.autocast():  # the backward pass inside too, for its TF32 switch
+            with precision.autocast():  # includes the backward pass, for the TF32 switch
                 y = layer(x)
                 y.backward(grad.to(y.dtype))
 
@@ -182,7 +183,7 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
 
 
 def seconds_of(steps: dict, rounds: int = 7, round_seconds: float = 0.05, device="cuda") -> dict[str, float]:
-    """Median seconds of each callable over rounds that alternate between them, each long enough for the clock."""
+    """Median seconds of each callable over rounds that alternate between them, each long enough for the clock's resolution."""
 
     def timed(step, repeats):
         began = time.perf_counter()
@@ -200,7 +201,8 @@ def seconds_of(steps: dict, rounds: int = 7, round_seconds: float = 0.05, device
 
 
 def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
-    """The smallest width from which fp8 is faster than another precision at every larger one: None if it is not at the largest.
+    """The smallest width from which fp8 is faster than another precision at every larger width; None if it is slower at the
+    largest.
 
     Args:
         times: width -> precision -> seconds.
@@ -215,14 +217,14 @@ def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
 
 
 def bench_fp8(out: Path, widths=WIDTHS, batches=BATCHES) -> Path | None:
-    """Measures and writes `out`/fp8_layer_HARDWARE.json; without FP8 hardware says so and returns None."""
+    """Measures and writes `out`/fp8_layer_HARDWARE.json; without FP8 hardware prints a message and returns None."""
     if not torch.cuda.is_available() or fp8.arithmetic("cuda") != "hardware":
         print("bench fp8 skipped: it needs a CUDA device of compute capability 8.9 or higher, and there is none here")
         return None
     name = torch.cuda.get_device_name()
     path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
     if path.exists():
-        raise FileExistsError(f"out holds {path.name} already: name another folder or move it away")
+        raise FileExistsError(f"out holds {path.name} already: choose another folder or move it away")
     result = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
     result |= {"seconds": {}, "break_even_width": {}}
     out.mkdir(parents=True, exist_ok=True)
@@ -230,7 +232,7 @@ def bench_fp8(out: Path, widths=WIDTHS, batches=BATCHES) -> Path | None:
         times = result["seconds"][batch] = {}
         for width in widths:
             times[width] = seconds_of(layer_steps(width, batch))
-            path.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may not fit
+            path.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may run out of memory
         result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:-1]}
         print(f"batch {batch}: fp8 is faster from width", result["break_even_width"][batch], flush=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,11 +1,11 @@
-"""Faster forms of what the core does plainly: the network for many rows, the forward passes that acted used again to learn, and
-the loop of collection compiled. Each computes what the plain form does, apart from rounding.
+"""Faster forms of the core's plain code: the network for many rows, forward passes reused from acting to learn, and the compiled
+collection loop. Each computes the same as the plain form, apart from rounding.
 
-With many rows on a CPU in bfloat16, multiplying takes half of the time; casts, biases, ReLU and copies take the rest. So there
+With many rows on a CPU in bfloat16, matmuls take only half of the time; casts, biases, ReLU and copies take the rest. So there
 ReLU works on bits, the bias of the first layer is the weight of an input that is always 1, both heads are one layer, the narrow
-matrices lie with rows along memory, and the backward pass computes the narrow first layer again, whose output it would otherwise
-keep and read.
-With few rows it is the calls that take the time, and compiling 16 time steps into one C++ function saves most of them.
+matrices have their rows contiguous in memory, and the backward pass recomputes the narrow first layer, whose output it would
+otherwise store and read. With few rows the calls take the time, and compiling 16 time steps into one C++ function saves most of
+them.
 """
 
 import os
@@ -21,40 +21,40 @@ from ..model import ActorCritic
 from ..rollout import Rollout, steps
 from ..train import Run
 
-MANY = 2**16  # numbers in a hidden layer, from which on arithmetic costs more than calling it
-CHUNK = 16  # time steps that `compiled` makes one: more take longer to compile, fewer leave more calls
+MANY = 2**16  # numbers in a hidden layer from which on arithmetic costs more than the calls
+CHUNK = 16  # time steps that `compiled` combines: more take longer to compile, fewer leave more calls
 
 
 class ManyRows(ActorCritic):
-    """An ActorCritic that computes many rows with fewer passes over memory, and few rows as the plain one, bit for bit, but acts
-    without the calls of its modules, which take longer than their arithmetic."""
+    """An ActorCritic that computes many rows with fewer passes over memory. Few rows give the same numbers as the plain one, bit
+    for bit, but it acts without calling its modules, which takes longer than their arithmetic."""
 
     def __init__(self, *sizes, **kwargs):
         super().__init__(*sizes, **kwargs)
-        self.acting = [(layer.weight, layer.bias) for layer in (self.inputs, self.hidden, self.actor)]
+        self.actor_layers = [(layer.weight, layer.bias) for layer in (self.inputs, self.hidden, self.actor)]
 
     def forward(self, obs, state=None, first=None):
-        """As ActorCritic.forward."""
+        """Like ActorCritic.forward."""
         return self._in_one(obs) if self._fits(obs) else super().forward(obs, state, first)
 
     def policy(self, obs, state=None):
-        """As ActorCritic.policy."""
+        """Like ActorCritic.policy."""
         if self._fits(obs):
             return self._in_one(obs)[0], None
         if obs.numel() // obs.shape[-1] * self.width < MANY:
             if type(self.hidden) is not nn.Linear:
                 return super().policy(obs, state)
-            inputs, hidden, actor = self.acting
+            inputs, hidden, actor = self.actor_layers
             encoded = linear(linear(obs, *inputs).relu_(), *hidden).relu_()
             return linear(encoded, *actor).float(), None
         return super().step(obs, state)[0], None
 
     def step(self, obs, state=None):
-        """As ActorCritic.step."""
+        """Like ActorCritic.step."""
         return (*self._in_one(obs), None) if self._fits(obs) else super().step(obs, state)
 
     def _fits(self, obs: torch.Tensor) -> bool:
-        """Whether BF16Network computes the outputs: of many rows in bfloat16 on a CPU, if no layer is FP8's."""
+        """Whether BF16Network computes the outputs: for many rows in bfloat16 on a CPU, if no layer is in FP8."""
         many = obs.device.type == "cpu" and obs.numel() // obs.shape[-1] * self.width >= MANY
         if not many or torch.compiler.is_compiling():
             return False
@@ -67,36 +67,37 @@ class ManyRows(ActorCritic):
         return logits.t().unflatten(0, shape), values.unflatten(0, shape)
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ActorCritic.heads."""
+        """Like ActorCritic.heads."""
         if hidden.numel() < MANY:
             return super().heads(hidden)
-        # One matmul for both: many rows times a single column take as long as times sixty.
+        # One matmul for both: with many rows a single column takes as long as sixty.
         heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
         outputs = linear(hidden, *(torch.cat(pair) for pair in heads)).float()
         return outputs[..., :-1], outputs[..., -1]
 
 
 def relu_(x: torch.Tensor) -> torch.Tensor:
-    """ReLU of a bfloat16 tensor, in place, by its bits: read as an integer, a negative number is negative too. Torch's own goes
-    through float32 and takes six times as long. On x86 a NaN becomes 0."""
+    """ReLU of a bfloat16 tensor, in place, by its bits: a negative number is also negative when read as an integer. Torch's ReLU
+    goes through float32 and takes six times as long. On x86 a NaN becomes 0."""
     x.view(torch.int16).clamp_(min=0)
     return x
 
 
 def relu_backward_(grad: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """ReLU's gradient in the place of `grad`, that of `output`, both bfloat16. By bits again: times 1 where the output is
-    positive, else times 0. The output is lost."""
+    """Overwrites `grad`, the gradient of ReLU's `output`, with that of its input, both bfloat16. By bits again: multiplied by 1
+    where the output is positive, else by 0. The output is overwritten too."""
     grad.view(torch.int16).mul_(output.view(torch.int16).clamp_(max=1))
     return grad
 
 
 class BF16Network(torch.autograd.Function):
-    """The feed-forward network in bfloat16: what autocast and autograd compute layer by layer, in the form that the module
-    describes. Weights' gradients come in bfloat16, as under autocast."""
+    """The feed-forward network in bfloat16: the computation of autocast and autograd, in the form that the module describes.
+    Gradients of the weights have bfloat16 precision, as under autocast."""
 
     @staticmethod
     def forward(ctx, obs, *parameters):
-        """obs float32 [B, F] and the parameters of inputs, hidden, actor and critic to logits [A, B] and values [B], float32."""
+        """Maps obs float32 [B, F] and the parameters of inputs, hidden, actor and critic to logits [A, B] and values [B],
+        float32."""
         weight1, bias1, weight2, bias2, actor_weight, actor_bias, critic_weight, critic_bias = parameters
         inputs = obs.new_ones((obs.shape[1] + 1, len(obs)), dtype=torch.bfloat16)
         inputs[:-1] = obs.t()
@@ -126,7 +127,7 @@ class BF16Network(torch.autograd.Function):
 
 
 class Reuse:
-    """`steps` with gradient, which keeps what an update on the new rollout needs.
+    """`steps` with gradient, keeping what an update on the new rollout needs.
 
     Attributes:
         outputs: the last rollout's logits [T+1, N, A] and values [T+1, N], with their gradient.
@@ -137,7 +138,7 @@ class Reuse:
         self.values: list[torch.Tensor] = []
 
     def policy(self, obs, state):
-        """As ActorCritic.policy, and keeps the values."""
+        """Like ActorCritic.policy, and keeps the values."""
         logits, value, state = self.run.model.step(obs, state)
         self.values.append(value)
         return logits, state
@@ -146,7 +147,7 @@ class Reuse:
         self.values.clear()
         with torch.enable_grad(), self.run.precision.autocast():
             (*rows, logits), state = steps(self, env, noise, starts, state)
-        with torch.no_grad(), self.run.precision.autocast():  # its value is bootstrapped from, and nothing else
+        with torch.no_grad(), self.run.precision.autocast():  # its value is used only for bootstrapping
             last_logits, last_value, _ = self.run.model.step(env.obs, state)
         with torch.enable_grad():
             self.outputs = torch.cat((logits, last_logits.unsqueeze(0))), torch.stack((*self.values, last_value))
@@ -154,7 +155,7 @@ class Reuse:
 
 
 def reuse_forward(run: Run) -> None:
-    """Lets a run learn from each new rollout by the forward passes that acted."""
+    """Lets a run learn from each new rollout with the forward passes that acted."""
     run.loop = reuse = Reuse(run)
     act, learn, newest = run.act, run.learn, None
 
@@ -171,13 +172,13 @@ def reuse_forward(run: Run) -> None:
 
 def require_compiler() -> None:
     """Raises ValueError if there is no C++ compiler."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch chooses it
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # like torch's choice
     if shutil.which(compiler) is None:
         raise ValueError(f"compile is True: leave it out, or install {compiler}")
 
 
 def compiled() -> Callable:
-    """`steps` as C++ (torch.compile), CHUNK time steps a call. The first call compiles for many seconds."""
+    """`steps` as C++ (torch.compile), CHUNK time steps per call. The first call compiles for many seconds."""
     fast = torch.compile(steps, dynamic=False, fullgraph=True, options={"cpp_wrapper": True})
 
     def run(model, env, noise, starts, state):

@@ -1,10 +1,10 @@
 """CUDA graphs: launch collection, or an update, as one.
 
-A small network's update is a few hundred kernels of microseconds each, and the CPU that launches them one by one is what takes
-the time. A CUDA graph records the launches once and replays them all with a single call. The price: a replay does the very
-same launches on the very same addresses. So nothing inside may ask the host for a number, inputs must stand in tensors that
+A small network's update is a few hundred kernels of microseconds each, and most of the time is spent by the CPU launching them
+one by one. A CUDA graph records the launches once and replays them all with a single call. The price: a replay repeats exactly
+the same launches on exactly the same addresses. So nothing inside may read a number on the host, inputs must be in tensors that
 stay in place, the results of a replay are overwritten by the next, and what changes between replays (the learning rate, the loss
-scale, Adam's step count, the random generator's offset) must live on the device. That is why Adam must be `capturable`.
+scale, Adam's step count, the random generator's offset) must be on the device. That is why Adam must be `capturable`.
 """
 
 import warnings
@@ -15,19 +15,18 @@ import torch
 from ..rollout import Rollout
 from ..train import Run, adam
 
-# Calls before the capture, on the stream that it will use: libraries and lazily made state (Adam's, the scaler's) settle in them.
+# Eager calls before the capture, on the same stream: they initialize libraries and lazily created state (Adam's, the scaler's).
 WARMUP = 3
-GRAPHED = ("cuda",)  # kinds of devices that have graphs
+GRAPHED = ("cuda",)  # types of devices that have graphs
 
 
 class Graphed:
-    """A function of at most one Rollout, run as it is for its first calls and captured at the next; replayed from then on.
+    """A function of at most one Rollout, run eagerly for its first calls, captured at the next and replayed from then on. What it
+    returns is overwritten by the next call.
 
     Args:
-        function: works on CUDA tensors without asking the host. What it keeps from call to call it must write in place.
+        function: works on CUDA tensors without reading them on the host. It must update its own state in place.
         generator: the random generator that it draws from, so that each replay draws new numbers, the same as without a graph.
-
-    What it returns is overwritten by the next call.
     """
 
     def __init__(self, function: Callable, generator: torch.Generator):
@@ -42,7 +41,7 @@ class Graphed:
             outside = torch.cuda.current_stream(self.stream.device)
             self.stream.wait_stream(outside)
             with torch.cuda.stream(self.stream), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*capturable=True.*")  # that these steps are not captured yet
+                warnings.filterwarnings("ignore", message=".*capturable=True.*")  # these steps are not captured yet
                 result = self.function(*batches)
             outside.wait_stream(self.stream)
             return result
@@ -63,7 +62,7 @@ class Graphed:
 
 
 def in_place(run: Run) -> Callable[[], Rollout]:
-    """`run.act`, but the environments' tensors and the recurrent state stay where they are, as a replay needs them."""
+    """`run.act`, but with the environments' tensors and the recurrent state kept at the same addresses, as a replay requires."""
     act, held = run.act, run.env.tensors()
     if run.model.recurrent:
         run.state = torch.zeros(run.env.num_envs, run.model.width, dtype=torch.float32, device=run.env.device)
@@ -81,12 +80,12 @@ def in_place(run: Run) -> Callable[[], Rollout]:
 
 
 def capture(run: Run) -> None:
-    """Lets a run collect and update by graphs; on a device without graphs it stays as it is."""
+    """Lets a run collect and update by graphs; on a device without graphs nothing changes."""
     if run.device.type not in GRAPHED:
         return
     run.optimizer = adam(run.model, run.config.learning_rate, capturable=True)
     run.act = Graphed(in_place(run), run.generator)
-    update, graphed = run.update, {}  # a graph for each shape of batch, and one more that measures FP8
+    update, graphed = run.update, {}  # a graph per batch shape, and one more that measures FP8
 
     def update_by_graph(batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
         batch, key = batch.to(run.device), (batch.action.shape, record)

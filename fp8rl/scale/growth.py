@@ -1,16 +1,16 @@
-"""Memory: what there is, what a process takes, and whether growth is a buffer filling up or a leak.
+"""Memory: how much there is, how much a process uses, and whether growth is a buffer filling up or a leak.
 
-A process's resident set grows for honest reasons: pages of a new tensor are taken when they are first written, so a replay ring
-of 1 GB starts near 0 and grows until it is full. That growth is known to the byte (`ReplayBuffer.filled_bytes`), so what remains
-once it is taken off is unexplained. Resident memory alone does not say what leaks, and a leak of Python objects can be small for
-long, so `GrowthWatch` looks at causes too, at every reading:
+A process's resident set also grows without a leak: pages of a new tensor are allocated when they are first written, so a replay
+ring of 1 GB starts near 0 and grows until it is full. That growth is known to the byte (`ReplayBuffer.filled_bytes`); what
+remains after subtracting it is unexplained. Resident memory does not show what leaks, and a leak of Python objects can stay small
+for long, so `GrowthWatch` also looks at causes at every reading:
 
-    containers       lists, dicts, deques and sets that grow at every reading, three or more; what they hold names the leak
-                     (a dict of plain numbers is hidden from Python's collector, and shows as resident memory alone)
+    containers       lists, dicts, deques and sets that grow at every reading, three or more; their contents name the leak
+                     (a dict of plain numbers is hidden from Python's collector, and shows only as resident memory)
     autograd graph   nodes that live tensors keep alive: a running sum of losses keeps every step's graph
-    CUDA             allocated (tensors alive) and reserved (blocks that the allocator keeps)
+    CUDA             allocated (live tensors) and reserved (blocks that the allocator keeps)
 
-Readings belong at the same point of a loop, between iterations, after the first ones (which import and warm up).
+Take readings at the same point of a loop, between iterations, after the first ones (which import and warm up).
 """
 
 import contextlib
@@ -30,18 +30,18 @@ MIB = 2**20
 
 
 def available(device="cpu") -> int:
-    """Bytes that a device can still give: of CUDA memory, or of RAM within what is set for this process and its cgroup (v2)."""
+    """Bytes still free on a device: CUDA memory, or RAM within the limits of this process and its cgroup (v2)."""
     device = torch.device(device)
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # blocks that torch would use again
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # blocks that torch would reuse
         return torch.cuda.mem_get_info(device)[0] + unused
     left = [psutil.virtual_memory().available]
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
         free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        left.append(free + int(stat["inactive_file"]))  # files read or written that the kernel will drop when asked for memory
-    if sys.platform == "linux":  # other kernels do not hold a process to these
+        left.append(free + int(stat["inactive_file"]))  # file pages that the kernel drops when memory is needed
+    if sys.platform == "linux":  # other kernels do not enforce these
         used = psutil.Process().memory_info()
         for limit, taken in ((resource.RLIMIT_DATA, used.data), (resource.RLIMIT_AS, used.vms)):
             if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
@@ -50,23 +50,23 @@ def available(device="cpu") -> int:
 
 
 def require_room(needed: int, device="cpu") -> None:
-    """Refuses what will not fit, before it is allocated: RAM is handed out lazily, so too large a buffer dies half-way.
+    """Checks that an allocation fits before it is made: RAM is handed out lazily, so too large a buffer would fail half-way.
 
     Raises:
         MemoryError: more than `available`.
     """
     free = available(device)
     if needed > free:
-        remedy = "lower capacity, choose a one-byte codec, or keep it in a memmap folder"
+        remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
         raise MemoryError(f"replay needs {needed:,} bytes and {device} has {free:,} free: {remedy}")
 
 
 class Reading(NamedTuple):
     """Bytes at one moment, and nodes.
 
-    resident: the process's resident set, on Linux without pages of files, which the kernel can drop. explained: what the replay
-    ring has filled. traced: allocated by Python, 0 unless `tracemalloc` traces. cuda_allocated, cuda_reserved: of torch's CUDA
-    allocator, 0 without CUDA. graph_nodes: of the autograd graphs behind live tensors.
+    resident: the process's resident set, on Linux without file pages, which the kernel can drop. explained: bytes that the replay
+    ring has filled. traced: allocated by Python, 0 unless `tracemalloc` traces. cuda_allocated, cuda_reserved: by torch's CUDA
+    allocator, 0 without CUDA. graph_nodes: in the autograd graphs behind live tensors.
     """
 
     resident: int
@@ -78,26 +78,26 @@ class Reading(NamedTuple):
 
 
 class GrowthWatch:
-    """Reads memory during a loop and says what grows.
+    """Reads memory during a loop and reports what grows.
 
     Attributes:
         readings: those taken so far.
 
     Args:
-        tolerance: bytes of growth over all readings that are left alone.
+        tolerance: bytes of growth over all readings that are ignored.
     """
 
     def __init__(self, tolerance: int = MIB):
         self.tolerance = tolerance
         self.readings: list[Reading] = []
         self._lengths: dict[int, list[int]] = {}  # id of a container -> its length at each reading since it was first seen
-        _graph_nodes(gc.get_objects())  # a walk takes memory of its own, which is not to be found later
+        _graph_nodes(gc.get_objects())  # the walk itself allocates memory, which must not be reported later
 
     def read(self, ring=None) -> Reading:
-        """Takes a reading (0.1 s: it walks all of Python's objects).
+        """Takes a reading (0.1 s: it walks all Python objects).
 
         Args:
-            ring: a ReplayBuffer whose filling is to be taken for explained.
+            ring: a ReplayBuffer whose filling counts as explained.
         """
         gc.collect()
         used = psutil.Process().memory_info()
@@ -116,7 +116,7 @@ class GrowthWatch:
         return reading
 
     def findings(self) -> list[str]:
-        """What grew over all readings, each with the remedy; empty if nothing did but what is explained. Needs three readings."""
+        """What grew over all readings, each with a remedy; empty if all growth is explained. Needs three readings."""
         if len(self.readings) < 3:
             raise ValueError(f"readings are {len(self.readings)}: take at least 3")
         found = [describe for describe in map(_describe_container, self._growing()) if describe]
@@ -138,7 +138,8 @@ class GrowthWatch:
         return found
 
     def _follow_containers(self, objects: list) -> None:
-        """Notes the lengths of containers for as long as they grow at every reading; one that did not is left for good."""
+        """Records the lengths of containers for as long as they grow at every reading; one that stops growing is dropped for
+        good."""
         own = {id(self.readings), id(self._lengths), id(objects)}
         now = {id(obj): len(obj) for obj in objects if _can_hoard(obj) and id(obj) not in own}
         lengths = {key: self._lengths.get(key, [0]) for key in now}
@@ -150,12 +151,12 @@ class GrowthWatch:
 
 
 def _can_hoard(obj) -> bool:
-    """Whether an object is a container without a bound that holds something to speak of."""
+    """Whether an object is an unbounded container with at least eight elements."""
     return issubclass(type(obj), (list, dict, deque, set)) and len(obj) >= 8 and getattr(obj, "maxlen", None) is None
 
 
 def _graph_nodes(objects: list) -> int:
-    """Nodes of the autograd graphs behind the tensors among some objects, each counted once."""
+    """Number of nodes in the autograd graphs behind the tensors among some objects, each counted once."""
     tensors = [obj for obj in objects if issubclass(type(obj), torch.Tensor)]
     seen, todo = set(), [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     while todo:
@@ -167,7 +168,7 @@ def _graph_nodes(objects: list) -> int:
 
 
 def _describe_container(container) -> str | None:
-    """What a container that only grows leaks, told from its newest element; None if it holds nothing any more."""
+    """What a growing container leaks, judged by its newest element; None if it is empty now."""
     newest = [*(container.values() if isinstance(container, dict) else container)][-1:]
     if not newest:
         return None  # emptied since the last reading

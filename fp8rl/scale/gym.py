@@ -1,12 +1,12 @@
 """Any Gymnasium environment as tensors on a device, and data from environments that reset in the same step.
 
-`GymEnv` puts a Gymnasium vector environment (NumPy, CPU) behind the attributes and methods that training uses of `BatchedEnv`.
-Any environment with a flat Box of observations and Discrete actions will do.
+`GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `BatchedEnv` that training uses. Any
+environment with flat Box observations and Discrete actions will do.
 
 Data from elsewhere often lacks final observations: the environment reset in the same step, and the row after an end is already
-the next episode's. `same_step_rollout` makes an ordinary rollout of such data, with a dummy row behind each end. What stands in
-for a final observation is the last one before it (what TorchRL's value estimators do with the NaN that they find there), so
-targets are finite, and after a truncation wrong by discount_t (V(x_t) - V(x_{t+1})); or the row is left out, which is not wrong.
+the next episode's. `same_step_rollout` converts such data to an ordinary rollout, with a dummy row after each end. The last
+observation before the end stands in for the final one (as TorchRL's value estimators replace a NaN there), so targets are finite,
+but wrong after a truncation by discount_t (V(x_t) - V(x_{t+1})). Alternatively the row is dropped, which is not wrong.
 """
 
 import contextlib
@@ -28,34 +28,35 @@ from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 
 
-# What an environment's own code may raise; sys.exit() is no reason to end the program without a word, and Ctrl-C is not its own.
+# What an environment's own code may raise. sys.exit() must not end the program silently; Ctrl-C is not the environment's.
 RAISES = Exception, SystemExit
-OLD_STEP = "expected 5, got 4"  # Python's words for what Gymnasium finds
+OLD_STEP = "expected 5, got 4"  # Python's error message inside Gymnasium
 
 
 class EnvironmentFailed(RuntimeError):
-    """An environment raised or ended, answered in another form than Gymnasium's, or the process that it ran in died."""
+    """An environment raised, exited or did not follow Gymnasium's API, or its process died."""
 
 
 def failure(env_id: str, error: BaseException) -> EnvironmentFailed:
-    """What there is to say of an environment that raised `error`, in one line."""
+    """The exception for an environment that raised `error`, with a one-line message."""
     what = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, EOFError | ConnectionError):
-        what = "a process of it died"
+        what = "one of its processes died"
     elif isinstance(error, ValueError) and OLD_STEP in str(error):
         what = "its step returns 4 values as in old gym, not obs, reward, terminated, truncated, info"
     return EnvironmentFailed(f"environment {env_id} failed ({what}): fix it, and resume if there is a checkpoint")
 
 
 def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
-    """Raises ValueError if an array has not this shape, or numbers of a kind that does not go into this type."""
+    """Raises ValueError if an array does not have this shape, or a type that can be cast to this one."""
     array = np.asarray(array)
     if array.shape != shape or (array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind")):
         raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}{list(shape)}")
 
 
 class Strict(gymnasium.Wrapper):
-    """Refuses observations of another shape or kind than their space's, which Gymnasium stretches and casts in some forms."""
+    """Rejects observations whose shape or type differs from their space's; some of Gymnasium's vector forms stretch and cast
+    them."""
 
     def __init__(self, env: gymnasium.Env):
         super().__init__(env)
@@ -74,9 +75,9 @@ class Strict(gymnasium.Wrapper):
 
 @contextlib.contextmanager
 def children_ignore_interrupts():
-    """Processes started inside do not hear Ctrl-C, which goes to every process of a terminal: this one ends them."""
+    """Processes started inside ignore Ctrl-C, which goes to every process of a terminal: the parent ends them."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only there can it be set
+        yield  # signal handlers can be set only there
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -86,7 +87,7 @@ def children_ignore_interrupts():
 
 
 class Interface(NamedTuple):
-    """What a Gymnasium environment takes and gives."""
+    """The interface of a Gymnasium environment."""
 
     bounds: tuple[tuple[float, ...], tuple[float, ...]]
     num_actions: int
@@ -99,8 +100,8 @@ def interface_of(env_id: str) -> Interface:
     """Bounds of each feature of an observation, the actions and the time limit (10,000 steps if it has none, with a warning).
 
     Raises:
-        ValueError: Gymnasium cannot make it, its observations are no flat Box with features, or its actions are not Discrete with
-            2 to 256 of them.
+        ValueError: Gymnasium cannot make it, its observations are not a flat Box with features, or its actions are not Discrete
+            with 2 to 256 of them.
         EnvironmentFailed: it calls sys.exit.
     """
     try:
@@ -117,11 +118,11 @@ def interface_of(env_id: str) -> Interface:
         remedy = "register it wrapped in gymnasium.wrappers.FlattenObservation"
         raise ValueError(f"env_id is {env_id!r}, whose observations are {kind}, not a flat Box: {remedy}")
     if observations.shape == (0,):
-        raise ValueError(f"env_id is {env_id!r}, whose observations are Box[0], without a feature: choose another")
+        raise ValueError(f"env_id is {env_id!r}, whose observations are Box[0], without features: choose another")
     if not isinstance(actions, gymnasium.spaces.Discrete):
         raise ValueError(f"env_id is {env_id!r}, whose actions are {type(actions).__name__}, not Discrete: choose another")
     if not 2 <= actions.n <= 256:
-        remedy = "choose one with 2 to 256 actions, the ring keeps them in a byte"
+        remedy = "choose one with 2 to 256 actions, the ring stores them in a byte"
         raise ValueError(f"env_id is {env_id!r}, whose actions are Discrete({actions.n}): {remedy}")
     bounds = tuple(tuple(bound.astype(float).tolist()) for bound in (observations.low, observations.high))
     limit = env.spec.max_episode_steps
@@ -137,21 +138,21 @@ class GymEnv:
 
     Attributes:
         bounds: lowest and highest value of each feature of an observation.
-        num_actions, max_steps: of an action space 0 to num_actions - 1; the steps in an episode at most.
+        num_actions, max_steps: actions are 0 to num_actions - 1; maximum steps in an episode.
         obs: float32 [N, F], the current observations.
         done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
 
     Args:
         env_id: as for gymnasium.make.
         num_envs: N.
-        device: where the tensors live. The environments themselves run on the CPU.
+        device: where the tensors are. The environments themselves run on the CPU.
         seed: environment i starts from seed + i.
-        vectorization: sync, one after the other in this process; async, each in a process of its own; or vector_entry_point, the
+        vectorization: sync, one after the other in this process; async, each in its own process; or vector_entry_point, the
             environment's own batched form, if it has one.
 
     Raises:
-        ValueError: an environment of another kind, or a vectorization that does not exist or that it does not offer.
-        EnvironmentFailed: it raises or ends when it starts or steps, answers in another form, or one of its processes died.
+        ValueError: an environment of another kind, or an unknown vectorization or one that it does not support.
+        EnvironmentFailed: it raises or exits when it starts or steps, does not follow the API, or one of its processes died.
     """
 
     def __init__(self, env_id: str, num_envs: int, device="cpu", seed: int = 0, vectorization: str = "sync"):
@@ -175,41 +176,43 @@ class GymEnv:
         if not self.envs or self.envs.metadata.get("autoreset_mode") != gymnasium.vector.AutoresetMode.NEXT_STEP:
             self.close()
             remedy = "choose sync or async"
-            raise ValueError(f"vectorization is {vectorization!r}, which {env_id} lacks with NEXT_STEP autoreset: {remedy}")
+            raise ValueError(
+                f"vectorization is {vectorization!r}, which {env_id} does not support with NEXT_STEP autoreset: {remedy}"
+            )
         self.obs = self._tensor(self._call(self._reset, seed), torch.float32)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
 
     def draw(self, length: int) -> list[None]:
-        """Nothing for each step: the environment draws for itself."""
+        """None for each step: the environment draws its own random numbers."""
         return [None] * length
 
     def step(self, action: torch.Tensor, start: None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As BatchedEnv.step: takes actions [N], from 0; gives obs float32 [N, F], reward float32 [N], terminated and truncated
-        bool [N]."""
+        """Like BatchedEnv.step: takes actions [N], from 0; returns obs float32 [N, F], reward float32 [N], terminated and
+        truncated bool [N]."""
         actions = action.cpu().numpy() + self.first_action
         obs, reward, terminated, truncated = self._call(self._step, actions)
-        live = ~self.done  # a step that resets gives no reward and ends nothing, whatever the environment says
+        live = ~self.done  # a step that resets has no reward and no end, whatever the environment returns
         self.obs = self._tensor(obs, torch.float32)
         terminated, truncated = (self._tensor(flag, torch.bool) & live for flag in (terminated, truncated))
-        truncated &= ~terminated  # Gymnasium's time limit says both
+        truncated &= ~terminated  # Gymnasium's time limit can set both
         self.done = terminated | truncated
         return self.obs, self._tensor(reward, torch.float32) * live, terminated, truncated
 
     def close(self) -> None:
-        """Ends the environments and their processes."""
-        with contextlib.suppress(EOFError, ConnectionError):  # of processes that ended by themselves
+        """Closes the environments and their processes."""
+        with contextlib.suppress(EOFError, ConnectionError):  # from processes that have already ended
             if self.envs:
                 self.envs.close()
 
     def state_dict(self) -> dict:
-        """Nothing: Gymnasium has no way to save an environment. A run that continues begins new episodes."""
+        """Empty: Gymnasium has no way to save an environment. A resumed run starts new episodes."""
         return {}
 
     def load_state_dict(self, state: dict) -> None:
         """Does nothing."""
 
     def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(array, dtype=dtype, device=self.device)  # a copy: the environment may use its array again
+        return torch.tensor(array, dtype=dtype, device=self.device)  # a copy: the environment may reuse its array
 
     def _reset(self, seed: int) -> np.ndarray:
         obs, _ = self.envs.reset(seed=seed)
@@ -227,11 +230,11 @@ class GymEnv:
         try:
             with warnings.catch_warnings() if self._async else contextlib.nullcontext():
                 if self._async:
-                    warnings.simplefilter("ignore")  # Gymnasium's, which repeat a worker's error in several lines
+                    warnings.simplefilter("ignore")  # Gymnasium's repeat a worker's error in several lines
                 return method(argument)
         except RAISES as error:
             for process in getattr(self.envs, "processes", ()):
-                process.terminate()  # Gymnasium's close would wait for an answer from the dead
+                process.terminate()  # Gymnasium's close would wait for an answer from dead processes
                 self.envs.closed = True
             with contextlib.suppress(*RAISES):
                 self.envs.close()
@@ -242,12 +245,12 @@ def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp,
     """A Rollout from data without final observations (module docstring).
 
     Args:
-        obs: float32 [T+1, B, F]. Row t+1 is what action t led to, or the next episode's first observation if t ended one.
+        obs: float32 [T+1, B, F]. Row t+1 is the result of action t, or the next episode's first observation if t ended one.
         action, reward, terminated, truncated, behavior_logp: [T, B].
         missing_next: "nan" keeps truncated rows, with the stand-in; "drop" leaves them out.
 
     Returns:
-        A Rollout of T + E rows, where E is the most ends that a column has; columns with fewer are filled up with dummy rows.
+        A Rollout of T + E rows, where E is the largest number of ends in a column; columns with fewer are padded with dummy rows.
 
     Raises:
         ValueError: another `missing_next`.
@@ -257,7 +260,7 @@ def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp,
     terminated, truncated = terminated.bool(), truncated.bool() & ~terminated.bool()
     ended = (terminated | truncated).long()
     length, columns = action.shape
-    place = torch.arange(length).unsqueeze(-1) + ended.cumsum(0) - ended  # where each row goes, behind the dummies before it
+    place = torch.arange(length).unsqueeze(-1) + ended.cumsum(0) - ended  # where each row goes, after the dummies before it
     rows = length + int(ended.sum(0).max())
 
     def spread(values, fill):
@@ -265,8 +268,8 @@ def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp,
 
     flags = TERMINATED * terminated + TRUNCATED * truncated + (DUMMY * truncated if missing_next == "drop" else 0)
     number = torch.arange(length).unsqueeze(-1).expand(-1, columns)
-    source = torch.full((rows + 1, columns), length)  # which observation stands in each row
-    source.scatter_(0, place + 1, torch.where(ended.bool(), number, length))  # behind an end the one before it again
+    source = torch.full((rows + 1, columns), length)  # which observation goes into each row
+    source.scatter_(0, place + 1, torch.where(ended.bool(), number, length))  # after an end, the one before it again
     source.scatter_(0, place, number)
     full_obs = obs.gather(0, source.unsqueeze(-1).expand(-1, -1, obs.shape[-1]))
     rest = spread(action.long(), 0), spread(reward, 0), spread(flags.to(torch.uint8), DUMMY), spread(behavior_logp, 0)
@@ -274,14 +277,14 @@ def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp,
 
 
 class CustomVectorEnv(gymnasium.vector.VectorEnv):
-    """`BatchedEnv` on the CPU behind Gymnasium's NumPy vector contract; `gymnasium.make_vec` builds it.
+    """`BatchedEnv` on the CPU with Gymnasium's NumPy vector API; `gymnasium.make_vec` builds it.
 
     Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N]. A step that
     leaves the bounds at the time limit is terminated and truncated, as in CustomEnv.
 
     Args:
         num_envs: N.
-        max_episode_steps: steps in an episode at most, up to 200; None is 200.
+        max_episode_steps: maximum steps in an episode, up to 200; None is 200.
         start_noise, render_mode, extra_features, hide_velocity: as in CustomEnv; nothing is rendered.
 
     Raises:
@@ -302,11 +305,11 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
     ):
         self.max_episode_steps = MAX_STEPS if max_episode_steps is None else max_episode_steps
         if not 1 <= self.max_episode_steps <= MAX_STEPS:
-            raise ValueError(f"max_episode_steps is {max_episode_steps}: give a number from 1 to {MAX_STEPS}")
+            raise ValueError(f"max_episode_steps is {max_episode_steps}: use a number from 1 to {MAX_STEPS}")
         observed = {"extra_features": extra_features, "hide_velocity": hide_velocity}
         self.env = BatchedEnv(num_envs, start_noise, generator=torch.Generator(), **observed)
         self.env.generator.seed()
-        self.own = {}  # the generators of environments that have one of their own, by number
+        self.own = {}  # own generators of environments, by index
         self.num_envs = num_envs
         self.render_mode = render_mode
         self.single_observation_space, self.single_action_space = spaces_of(**observed)
@@ -314,22 +317,22 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
-        """Starts every environment anew, or those where `options["reset_mask"]`, bool [N], is True; the others stay as they are.
+        """Resets every environment, or those where `options["reset_mask"]`, bool [N], is True; the others stay as they are.
 
         Args:
             seed: an integer seeds one generator, from which all environments take their starts and their noise. A list gives
-                environment i a generator of its own for seed[i], from which it takes the same as a CustomEnv of that seed,
-                whatever the others do, until another seed is given; None leaves it the generator that it has. With a mask an
-                integer is the list seed, seed + 1, ..., and where the mask is False seeds are ignored.
+                environment i its own generator for seed[i], with the same numbers as a CustomEnv of that seed, whatever the
+                others do, until another seed is given; None keeps its generator. With a mask an integer means the list seed, seed
+                + 1, ..., and seeds are ignored where the mask is False.
 
         Raises:
-            ValueError: seeds that are no such list, or a mask that is not bool [N] with a True in it.
+            ValueError: an invalid list of seeds, or a mask that is not bool [N] with at least one True.
         """
         everywhere = np.ones(self.num_envs, dtype=bool)
         mask = (options or {}).get("reset_mask", everywhere)
         if not isinstance(mask, np.ndarray) or mask.dtype != bool or mask.shape != everywhere.shape or not mask.any():
             kind = f"{getattr(mask, 'dtype', type(mask).__name__)}{list(np.shape(mask))}"
-            raise ValueError(f"reset_mask is {kind}: give a NumPy array, bool[{self.num_envs}], with a True in it")
+            raise ValueError(f"reset_mask is {kind}: pass a NumPy array, bool[{self.num_envs}], with a True in it")
         if isinstance(seed, int | np.integer) and mask is everywhere:
             self.env.generator.manual_seed(int(seed))
             self.own = {}
@@ -337,7 +340,9 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
             seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed + i for i in range(self.num_envs)]
             good = [one is None or (isinstance(one, int | np.integer) and one >= 0) for one in seeds]
             if len(seeds) != self.num_envs or not all(good):
-                raise ValueError(f"seed is {seed}: give an integer from 0, or a list of {self.num_envs}, with None for no seed")
+                raise ValueError(
+                    f"seed is {seed}: pass a non-negative integer or a list of {self.num_envs}, with None for no seed"
+                )
             given = {i: np.random.default_rng(one) for i, one in enumerate(seeds) if mask[i] and one is not None}
             self.own = self.own | given
         before = self.env.tensors()
@@ -347,10 +352,10 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
         return self.env.obs.numpy().copy(), {}
 
     def _draw(self, begins: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """What `BatchedEnv.draw` gives for a step; from the environments' own generators, if they have one, starts where `begins`
-        and noise in `rows`, both bool [N]."""
+        """`BatchedEnv.draw` for one step; environments with their own generator take starts from it where `begins`, and noise in
+        `rows`, both bool [N]."""
         (start,) = self.env.draw(1)
-        for i, generator in self.own.items():  # in the order in which CustomEnv draws
+        for i, generator in self.own.items():  # in the same order as CustomEnv
             if begins[i]:
                 start[i, :2] = torch.from_numpy(generator.uniform(-self.env.start_noise, self.env.start_noise, 2))
             if self.env.extra_features and rows[i]:

@@ -16,9 +16,9 @@ from ..precision import AUTOCAST, Precision
 
 @functools.cache
 def is_emulated(name: str, device="cpu") -> bool:
-    """Whether this machine multiplies a precision's numbers in another type, which is slow. A CPU does not tell, and libraries
-    differ in what they use, so its 16-bit products are timed once, on one thread: emulated ones take some fifty times as long as
-    float32's, native ones no more than three times for so small a matrix.
+    """Whether this machine multiplies a precision's numbers in another type, which is slow. A CPU does not report this, and
+    libraries differ in what they use, so its 16-bit products are timed once, on one thread: emulated ones take about fifty times
+    as long as float32's, native ones at most three times for such a small matrix.
 
     Args:
         name: a precision that can run there.
@@ -39,7 +39,7 @@ def is_emulated(name: str, device="cpu") -> bool:
         return min(times)
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on several, one that has to wait for a busy core would be what is timed
+    torch.set_num_threads(1)  # with several, a wait for a busy core would be timed
     try:
         return shortest(AUTOCAST[name]) > 10 * shortest(torch.float32)
     finally:
@@ -47,18 +47,19 @@ def is_emulated(name: str, device="cpu") -> bool:
 
 
 def describe(precision: Precision, model: nn.Module) -> str:
-    """One line on what a prepared model computes in: whether it is emulated, and for FP8 the layers converted and left."""
+    """One line on how a prepared model runs: whether it is emulated, and for FP8 which layers are converted."""
     where = f"{precision.name} on {precision.device}"
     if not precision.is_fp8:
         return f"{where}, emulated" if is_emulated(precision.name, precision.device) else where
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
     left = [name for name in linears if name not in converted]
-    return f"{where}, {fp8.arithmetic(precision.device)}: FP8 in {', '.join(converted)}, not in {', '.join(left)}"
+    rest = f", not in {', '.join(left)}" if left else " (all linear layers)"
+    return f"{where}, {fp8.arithmetic(precision.device)}: FP8 in {', '.join(converted) or 'no layer'}{rest}"
 
 
 def hardware() -> str:
-    """The machine, what its processor can do, and the versions that a result was made with, in one line."""
+    """The machine, its processor's capabilities and the versions of a result, in one line."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]

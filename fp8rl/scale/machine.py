@@ -1,15 +1,15 @@
-"""Where a run computes and how fast: parts and functions of a Run, replaced.
+"""Where and how fast a run computes: replaces parts and functions of a Run.
 
-`Machine` says it, `build` does it. A run has four parts, each on a device of its own if asked:
+`Machine` describes it, `build` does it. A run has four parts, each optionally on its own device:
 
     learner      the parameters, the optimizer and the loss                      device
     collector    the environments and the acting policy                          collect_device
     store        the replay ring                                                 store_device
-    evaluator    a copy of the weights and environments of its own               evaluate_device
+    evaluator    its own copy of the weights and its own environments            evaluate_device
 
-Between them go rollouts, slices and weights, nothing else. Weights are copied, never shared. (The scheme of rlstructures: a
-device each for learner, batcher and evaluation.) What is learned stands in Config, and a resumed run may change its Machine, not
-its Config.
+Only rollouts, slices and weights pass between them. Weights are copied, never shared. (The scheme is that of rlstructures:
+separate devices for learner, batcher and evaluation.) What is learned is defined in Config; a resumed run may change its Machine
+but not its Config.
 """
 
 import copy
@@ -36,39 +36,40 @@ class Machine:
     """Where and how fast a run computes."""
 
     device: str = "cpu"
-    """Where everything is that has no device of its own: cpu, cuda or cuda:1."""
+    """Device of everything that has no device of its own: cpu, cuda or cuda:1."""
     collect_device: str | None = None
-    """Where environments and acting policy are."""
+    """Device of the environments and the acting policy."""
     store_device: str | None = None
-    """Where the replay ring is; cpu keeps it in RAM."""
+    """Device of the replay ring; cpu keeps it in RAM."""
     evaluate_device: str | None = None
-    """Where evaluations run."""
+    """Device of evaluations."""
     memmap: str | None = None
-    """Folder to keep the replay ring in, instead of memory. A ring of the same settings that it holds already is continued."""
+    """Folder to store the replay ring in, instead of memory. If it already holds a ring of the same settings, that ring is
+    continued."""
     vectorization: str = "sync"
-    """How a Gymnasium environment's copies are stepped: sync, one after the other; async, each in a process of its own, for slow
-    ones; or vector_entry_point, as one, if it has such a form."""
+    """How copies of a Gymnasium environment are stepped: sync, one after the other; async, each in its own process, for slow
+    ones; or vector_entry_point, the environment's own batched form, if it has one."""
     collect_ahead: bool = False
-    """Collect in a thread of its own, one iteration ahead of the learner, with weights one update older. The importance ratios
-    take care of that as of any other staleness."""
+    """Collect in a separate thread, one iteration ahead of the learner, with weights one update older. The importance ratios
+    correct for this as for any other staleness."""
     reuse_forward: bool = False
-    """Learn from the new rollout by the forward passes that acted, instead of repeating them at once for all rows. Faster, most
-    of all with many environments, whose rows of one step then stay in the processor's cache."""
+    """Learn from the new rollout with the forward passes that acted, instead of repeating them for all rows at once. Faster,
+    above all with many environments, where the rows of one step then stay in the processor's cache."""
     graph: bool = False
-    """On CUDA, replay collection and update as CUDA graphs (graphs.py). On the CPU the same runs without."""
+    """On CUDA, replay collection and update as CUDA graphs (graphs.py). No effect on the CPU."""
     compile: bool = False
-    """Compile the loop of collection to C++, which needs a C++ compiler: with few environments faster, after some twenty seconds
-    at the start."""
+    """Compile the collection loop to C++, which needs a C++ compiler: faster with few environments, after about twenty seconds at
+    the start."""
 
     def __post_init__(self):
         if self.memmap is not None:
-            object.__setattr__(self, "memmap", str(self.memmap))  # of a Path
+            object.__setattr__(self, "memmap", str(self.memmap))  # if it is a Path
         for name, device in self.devices.items():
             torch_device(device, name)
 
     @property
     def devices(self) -> dict[str, str]:
-        """The devices that are named, by field."""
+        """The devices that are set, by field."""
         names = ("device", "collect_device", "store_device", "evaluate_device")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -77,15 +78,15 @@ class Machine:
         if part == "store" and self.memmap:
             return torch.device("cpu")
         device = torch_device(self.device if part == "learn" else getattr(self, f"{part}_device") or self.device)
-        return torch.empty(0, device=device).device  # with its index, as tensors on it will say
+        return torch.empty(0, device=device).device  # with its index, like the device of tensors on it
 
 
 def torch_device(name: str, field: str = "device") -> torch.device:
-    """A CPU or CUDA device that exists, or a ValueError that says which do, about the Machine's `field`."""
+    """A CPU or CUDA device that exists; otherwise raises ValueError naming the Machine's `field` and the devices that do."""
     count = torch.cuda.device_count()
     try:
         device = torch.device(name)
-    except RuntimeError:  # torch knows no such device
+    except RuntimeError:  # not a device known to torch
         device = torch.device("meta")
     if device.type == "cpu":
         return torch.device("cpu")
@@ -100,23 +101,23 @@ NETWORKS = {"mlp": fused.ManyRows, "gru": Recurrent}
 
 
 def build(config: Config, machine: Machine = HERE, state: dict | None = None) -> Run:
-    """A run of a config on a machine, new or continued.
+    """A run of a config on a machine, new or resumed.
 
     Args:
         config: what is learned.
         machine: where and how fast.
-        state: what `checkpoint.resume` gives.
+        state: from `checkpoint.resume`.
 
     Raises:
-        ValueError: what the config wants cannot be done on the machine, or `state` does not fit the config.
+        ValueError: the machine cannot do what the config asks for, or `state` does not fit the config.
         MemoryError: the ring does not fit. OSError: its folder cannot be used.
         EnvironmentFailed: a Gymnasium environment raises when it starts.
     """
-    rank, size = ranks.rank()
+    rank, size = ranks.rank_and_size()
     check(config, machine, size)
     learner, collector, store = machine.on("learn"), machine.on("collect"), machine.on("store")
-    iteration = len(state["history"].get("iteration", ())) if state else 0  # a continued run begins other episodes
-    first_seed = stream_seed(config.seed, iteration, rank)  # of environments side by side, which count up from it
+    iteration = len(state["history"].get("iteration", ())) if state else 0  # a resumed run starts other episodes
+    first_seed = stream_seed(config.seed, iteration, rank)  # environment i of a run uses this + i
     run = Run(
         config,
         learner,
@@ -148,7 +149,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
     if state:
         state = {"ahead": {}} | ranks.part_of(state)
         if config.env_id is not None:
-            state["ahead"] = {}  # of episodes that cannot be continued
+            state["ahead"] = {}  # its episodes cannot be continued
         run.load_state_dict(state)
         if not machine.collect_ahead:
             collect_first(run, state["ahead"])
@@ -158,10 +159,10 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
 
 
 def check(config: Config, machine: Machine, size: int) -> None:
-    """Refuses what cannot go together.
+    """Rejects combinations of settings that do not work together.
 
     Raises:
-        ValueError: such a field, with what to give instead.
+        ValueError: such a field, with what to use instead.
     """
 
     def require(field: str, good: bool, remedy: str, beside: str = "") -> None:
@@ -170,10 +171,10 @@ def check(config: Config, machine: Machine, size: int) -> None:
             raise ValueError(f"{field} is {value}{beside}: {remedy}")
 
     own, one = config.env_id is None, machine.on("collect") == machine.on("learn") and not machine.collect_ahead
-    require("memmap", machine.memmap != "", "name a folder")
+    require("memmap", machine.memmap != "", "choose a folder")
     both = machine.memmap is not None and machine.store_device is not None
-    require("memmap", not both, "give a folder or store_device, not both")
-    require("vectorization", not own or machine.vectorization == "sync", "leave it out, it is for env_id")
+    require("memmap", not both, "use a folder or store_device, not both")
+    require("vectorization", not own or machine.vectorization == "sync", "leave it out, it needs env_id")
     if machine.reuse_forward:
         same = one and config.fresh_updates == 1 and config.collect_precision in (None, config.precision)
         require("reuse_forward", same, "leave it out, it needs an actor that is the learner, and fresh_updates")
@@ -186,15 +187,15 @@ def check(config: Config, machine: Machine, size: int) -> None:
     if machine.graph:
         remedy = "leave it out, or learn and collect on one device, in turn, in the package's environment"
         require("graph", own and one, remedy)
-        # Replays overwrite the observations that a kept forward pass still needs for its gradient.
+        # Replays overwrite the observations that a stored forward pass still needs for its gradient.
         require("reuse_forward", not machine.reuse_forward, "leave it out (--no-reuse-forward) with graph")
     if machine.collect_ahead:
         tf32 = "tf32" in (config.precision, config.collect_precision)
-        require("precision", not tf32, "choose another for collect_ahead, TF32 is a switch of the whole process")
+        require("precision", not tf32, "choose another for collect_ahead, TF32 is a process-wide switch")
     if size > 1:
         for field, good, remedy in (
-            ("num_envs", config.num_envs % size == 0, f"give a multiple of {size}"),
-            ("batch_size", config.batch_size // config.slice_length % size == 0, f"give a multiple of {size} slices"),
+            ("num_envs", config.num_envs % size == 0, f"use a multiple of {size}"),
+            ("batch_size", config.batch_size // config.slice_length % size == 0, f"use a multiple of {size} slices"),
             ("memmap", machine.memmap is None, "leave it out"),
             ("graph", not machine.graph, "leave it out"),
         ):
@@ -202,23 +203,23 @@ def check(config: Config, machine: Machine, size: int) -> None:
 
 
 def make_gym(vectorization: str, seed: int, config: Config, num_envs: int, start_noise: float, generator) -> GymEnv:
-    """Gymnasium environments, as `make_cart` makes the package's own; they take their random numbers from seeds."""
+    """Gymnasium environments in place of `make_cart`; they take their random numbers from seeds."""
     return GymEnv(config.env_id, num_envs, generator.device, seed, vectorization)
 
 
 def make_ring(config: Config, machine: Machine, rows: int, num_envs: int, bounds, codec: str, device) -> StoredRing:
-    """The ring that `machine` asks for, in the place of ReplayBuffer."""
+    """The ring that `machine` asks for, in place of ReplayBuffer."""
     return StoredRing(rows, num_envs, bounds, codec, machine.on("store"), config.layout, machine.memmap)
 
 
 def set_evaluator(run: Run, machine: Machine) -> None:
-    """Lets a run evaluate on a device of its own, and in Gymnasium environments other than those it trains in."""
+    """Lets a run evaluate on a separate device, and in Gymnasium environments separate from training."""
     judge, precision, make_env = run.model, run.precision, run.make_env
     if machine.on("evaluate") != run.device:
         precision = Precision(run.config.precision, machine.on("evaluate"))
         judge = copy.deepcopy(run.model).to(precision.device)
     if run.config.env_id is not None:
-        # One process for all episodes: starting one for each would take longer than it saves.
+        # One process for all episodes: starting one per episode takes longer than it saves.
         form = "sync" if machine.vectorization == "async" else machine.vectorization
         make_env = functools.partial(make_gym, form, 2**31)
     run.evaluate = functools.partial(run.evaluate, judge, precision, make_env)

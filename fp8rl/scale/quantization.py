@@ -1,4 +1,4 @@
-"""What FP8's quantization does to the tensors of a model."""
+"""What FP8 quantization does to the tensors of a model."""
 
 import contextlib
 import functools
@@ -10,10 +10,11 @@ from .. import fp8
 
 
 def measure(x: torch.Tensor, quantized: fp8.Quantized) -> dict[str, torch.Tensor]:
-    """What a quantization did to a tensor, scalars in float32.
+    """Effects of quantizing a tensor, scalars in float32.
 
-    saturated: share of elements beyond the format's largest number. flushed: share of nonzero elements that became 0. scale:
-    the largest scale. snr_db: signal-to-noise ratio, 10 log10(sum x^2 / sum error^2). nonfinite: elements that were not finite.
+    saturated: fraction of elements beyond the format's largest number. flushed: fraction of nonzero elements that became 0.
+    scale: the largest scale. snr_db: signal-to-noise ratio, 10 log10(sum x^2 / sum error^2). nonfinite: number of elements that
+    were not finite.
     """
     x = x.float()
     error = x - quantized.dequantize()
@@ -30,7 +31,7 @@ def measure(x: torch.Tensor, quantized: fp8.Quantized) -> dict[str, torch.Tensor
 
 @contextlib.contextmanager
 def recorded(model: nn.Module):
-    """Fills the dict that it gives with `measure` of every FP8 tensor of the passes inside, the last pass's numbers (scalar
+    """Yields a dict that it fills with `measure` of every FP8 tensor in the passes inside, the last pass's numbers (scalar
     tensors), under "fp8.LAYER.TENSOR.STATISTIC" (tensors: input, weight, gradient). Costs a few passes over the data."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, fp8.Float8Linear)}
     found: dict[str, torch.Tensor] = {}

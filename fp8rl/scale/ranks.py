@@ -1,11 +1,11 @@
-"""Several processes, one learner: data-parallel training on torch.distributed.
+"""Several processes, one learner: data-parallel training with torch.distributed.
 
-Process k of n (its rank) holds an nth of the environments, with their rows of the ring and random numbers of its own, and replays
-an nth of each batch. Every update adds up over the ranks the sums that the loss is made of and the gradients, so that all take
-the same step: the gradient is that of one process on all the rollouts. (FP8's scales are those of a rank's own tensors.) A
-checkpoint holds the whole, and continues with any number of ranks; with another number, with new random numbers.
+Process k of n (its rank) holds an nth of the environments, with their rows of the ring and its own random numbers, and replays an
+nth of each batch. Every update sums the gradients and the sums in the loss over the ranks, so that all take the same step: the
+gradient is that of one process on all the rollouts, except in FP8, whose scales are those of a rank's own tensors. A checkpoint
+holds the whole run and can be resumed with any number of ranks; a different number brings new random numbers.
 
-torchrun starts the processes and tells each which it is. Without it every function here does nothing.
+torchrun starts the processes and tells each its rank. Without it the functions here do nothing.
 """
 
 import atexit
@@ -15,7 +15,7 @@ import signal
 
 import torch
 
-# Before there is a group: its functions take the group of that moment as their default, and destroying it would not end it.
+# Import before a group exists: its functions take the current group as their default, which would outlive its destruction.
 import torch.distributed.nn.functional
 from torch import distributed
 
@@ -24,14 +24,14 @@ from ..train import Run, Stream
 
 
 def start(devices: dict[str, str] | None = None) -> None:
-    """Joins the processes that torchrun started, if it started this one: over gloo, and over nccl besides for a run that has a
-    part on CUDA. There "cuda" then means this process's own GPU.
+    """Joins the processes that torchrun started, if it started this one: over gloo, and also over nccl for a run with a part on
+    CUDA. There "cuda" then means this process's own GPU.
 
     Args:
         devices: those of the run's parts, by the Machine's fields.
 
     Raises:
-        ValueError: a part is on CUDA and the processes of this machine cannot have a GPU each.
+        ValueError: a part is on CUDA and the processes of this machine cannot have one GPU each.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
         return
@@ -40,11 +40,11 @@ def start(devices: dict[str, str] | None = None) -> None:
     for field, device in cuda.items():
         if here > gpus or (here > 1 and device != "cuda"):
             fewer = f"start at most {gpus} (--nproc-per-node) or use the CPU"
-            remedy = fewer if here > gpus else "give 'cuda', a GPU of its own for each"
+            remedy = fewer if here > gpus else "use 'cuda', which gives each process its own GPU"
             raise ValueError(f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}: {remedy}")
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    signal.signal(signal.SIGTERM, _end)  # how torchrun ends the others when one has died
+    signal.signal(signal.SIGTERM, _end)  # torchrun's way to end the others when one has died
     atexit.register(stop)
     distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
 
@@ -55,21 +55,22 @@ def _end(*_) -> None:
 
 
 def stop() -> None:
-    """Leaves the other processes, at the latest when Python ends: gloo's threads end with the group, and one that still has to
-    let go of a tensor after that would abort the process."""
+    """Leaves the other processes, at the latest when Python exits: gloo's threads end with the group, and one that releases a
+    tensor after that would abort the process."""
     if distributed.is_initialized():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         distributed.destroy_process_group()
 
 
-def rank() -> tuple[int, int]:
-    """This process's rank and the number of ranks; (0, 1) alone."""
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks; (0, 1) without torchrun."""
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
 def total(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums of tensors over the ranks, without gradient, the same on all. One message, which costs more than its bytes."""
-    if rank()[1] == 1:
+    """The sums of tensors over the ranks, without gradient, the same on all ranks. One message, because its latency costs more
+    than its bytes."""
+    if rank_and_size()[1] == 1:
         return tensors
     flat = torch.cat([x.detach().flatten() for x in tensors])
     distributed.all_reduce(flat)
@@ -77,26 +78,26 @@ def total(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """The ranks' tensors, all of one shape, joined in a dimension."""
-    size = rank()[1]
+    """The ranks' tensors, all of the same shape, concatenated along a dimension."""
+    size = rank_and_size()[1]
     if size == 1:
         return x
-    # As bytes: gloo does not know every dtype.
+    # As bytes, because gloo does not support every dtype.
     flat = x.contiguous().flatten().view(torch.uint8)
     parts = [torch.empty_like(flat) for _ in range(size)]
     distributed.all_gather(parts, flat)
     return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
 
 
-# How the ranks' tensors of a part are joined: in which dimension; None where all have the same, and a sum for one of the ring's.
+# The dimension along which the ranks' tensors of a part are joined; a part that is not here is the same on all ranks.
 _JOINED = {"env": 0, "returns": 0, "state": 0, "ring": 0, "ahead": 1, "generator": 0, "draws": 0}
 
 
 def join(run: Run) -> None:
-    """Lets a run sum its losses and gradients over the ranks, evaluate on rank 0 alone, and save the whole."""
+    """Lets a run sum its losses and gradients over the ranks, evaluate only on rank 0, and save the whole run."""
     run.total = total
     own_state = run.state_dict
-    if rank()[0] > 0:
+    if rank_and_size()[0] > 0:
         run.evaluate = lambda: math.nan
 
     def state_dict(ring: bool = True) -> dict:
@@ -106,7 +107,7 @@ def join(run: Run) -> None:
 
 
 def _joined(part, dim: int | None):
-    """A part of all ranks, of this rank's."""
+    """A part of the whole run, from each rank's part."""
     if part is None or dim is None:
         return part
     if isinstance(part, torch.Tensor):
@@ -116,30 +117,30 @@ def _joined(part, dim: int | None):
     if "clipped" in part:
         joined["clipped"] = total([part["clipped"]])[0]
     if "device" in part:  # a random generator: a row for each rank
-        joined["state"] = joined["state"].view(rank()[1], -1)
+        joined["state"] = joined["state"].view(rank_and_size()[1], -1)
     return joined
 
 
 def part_of(state: dict) -> dict:
-    """This rank's part of the whole that `Run.state_dict` gave, under whatever number of ranks."""
+    """This rank's part of a whole state from `Run.state_dict`, saved with any number of ranks."""
     return {name: _parted(part, _JOINED.get(name)) for name, part in state.items()}
 
 
 def _parted(part, dim: int | None):
-    own, size = rank()
-    if part is None or dim is None or (isinstance(part, dict) and "folder" in part):  # a ring in a folder says no more than where
+    own, size = rank_and_size()
+    if part is None or dim is None or (isinstance(part, dict) and "folder" in part):  # a ring in a folder has only its path
         return part
     if isinstance(part, torch.Tensor):
         return part.chunk(size, dim)[own]
     if "device" in part:
         return _stream_of(part)
     parted = {name: x if name == "clock" else x.chunk(size, dim)[own] for name, x in part.items() if name != "clipped"}
-    return parted | ({"clipped": part["clipped"] * (own == 0)} if "clipped" in part else {})  # one rank counts on
+    return parted | ({"clipped": part["clipped"] * (own == 0)} if "clipped" in part else {})  # only rank 0 continues the count
 
 
 def _stream_of(part: dict) -> dict:
-    """A rank's random generator, of as many ranks, or a new one that no rank has used."""
-    own, size = rank()
+    """This rank's random generator if the number of ranks is the same, or a new one that no rank has used."""
+    own, size = rank_and_size()
     states = part["state"].view(-1, part["state"].shape[-1])
     if len(states) == size:
         return part | {"state": states[own].clone()}

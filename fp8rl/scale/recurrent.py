@@ -1,12 +1,12 @@
-"""A policy that remembers, for environments that one observation does not describe.
+"""A policy with memory, for environments that a single observation does not fully describe.
 
-A GRU (Cho et al. 2014, arXiv:1406.1078, in torch.nn.GRUCell's form) takes the place of the second hidden layer:
+A GRU (Cho et al. 2014, arXiv:1406.1078, in the form of torch.nn.GRUCell) replaces the second hidden layer:
 
     r = sigmoid(x_r + h_r),  z = sigmoid(x_z + h_z),  n = tanh(x_n + r h_n),  h' = (1 - z) n + z h
 
-where x and h are what two linear layers make of the input and of the state h before. The first runs over all rows of a sequence
-in one matmul; only the second must go step by step. Where an episode starts within a sequence, the state is set to 0, so slices
-need neither padding nor cutting. The state and its gates are float32.
+where two linear layers compute x from the input and h_r, h_z and h_n from the previous state h. The first runs over all rows of a
+sequence in one matmul; only the second must go step by step. Where an episode starts within a sequence the state is set to 0, so
+slices need neither padding nor cutting. The state and its gates are float32.
 """
 
 import torch
@@ -20,7 +20,7 @@ class Recurrent(ActorCritic):
     recurrent = True
 
     def make_hidden(self, width: int, generator: torch.Generator | None) -> None:
-        """Makes the layers that give x and h."""
+        """Makes the two linear layers of the GRU."""
         self.hidden = linear(width, 3 * width, 1.0, generator)
         self.gates = linear(width, 3 * width, 1.0, generator)
 
@@ -29,7 +29,8 @@ class Recurrent(ActorCritic):
         return self.hidden(self.inputs(obs).relu()).float()
 
     def forward(self, obs, state=None, first=None):
-        """As ActorCritic.forward, of observations [T, B, obs_size] in time; first: bool [T, B], None is no row."""
+        """Like ActorCritic.forward, for observations [T, B, obs_size] in time order; first: bool [T, B], None if no row starts an
+        episode."""
         inputs, states = self.encode(obs), []
         for t, row in enumerate(inputs):
             if first is not None and state is not None:
@@ -39,17 +40,17 @@ class Recurrent(ActorCritic):
         return self.heads(torch.stack(states))
 
     def policy(self, obs, state=None):
-        """As ActorCritic.policy."""
+        """Like ActorCritic.policy."""
         state = self.gru(self.encode(obs), state)
         return self.actor(state).float(), state
 
     def step(self, obs, state=None):
-        """As ActorCritic.step."""
+        """Like ActorCritic.step."""
         state = self.gru(self.encode(obs), state)
         return *self.heads(state), state
 
     def gru(self, inputs: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """The next state, float32 [B, width], from the encoded inputs [B, 3 width] and the state before."""
+        """The next state, float32 [B, width], from the encoded inputs [B, 3 width] and the previous state."""
         state = inputs.new_zeros(len(inputs), self.width) if state is None else state
         reset, update, new = inputs.chunk(3, dim=-1)
         from_reset, from_update, from_new = self.gates(state).float().chunk(3, dim=-1)

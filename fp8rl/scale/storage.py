@@ -1,21 +1,21 @@
 """Storage beyond the plain ring: other layouts, and a ring in a folder of files.
 
-What a ring keeps of next observations (`layout`), where the plain ring is `compact`:
+How a ring stores next observations (`layout`); the plain ring is `compact`:
 
     compact   every observation once                                 exact
-    full      the next observation beside it, as most buffers do     exact
-    delta     the difference to the next one, in a smaller type      the difference rounded to float16, or to e4m3 where
+    full      the next observation beside it, like most buffers      exact
+    delta     the difference to the next one, in a smaller type      the difference rounded to float16, or to e4m3 if
               (TorchRL's NextObservationDelta)                       observations take less than four bytes themselves
 
-All three give the same slices. Bytes of a transition: those of the plain ring, with the observation twice in `full` and the
-difference besides in `delta`.
+All three give the same slices, except that in `delta` the final observation of a slice is rounded once more. Bytes per
+transition: those of the plain ring, plus the second observation in `full` or the difference in `delta`.
 
-A folder of memory-mapped files may be larger than RAM and outlives the process. It holds NAME.bin for each tensor, `ring.json`
-that says what they are, and `lock`. The files are reserved in full, so that a disk that fills up later cannot break a run, and
-`ring.json` comes last, by a rename, so a folder with it is complete. What a process has written to a mapped page belongs to the
-kernel from then on: killing the process loses nothing, in the order it wrote. (A power failure is another matter: the kernel
-writes pages back when it likes.) One process may write to a folder, or any number read it; the kernel drops the lock of one
-that dies.
+A folder of memory-mapped files may be larger than RAM and outlives the process. It holds NAME.bin for each tensor, `ring.json`,
+which describes them, and `lock`. The files are reserved in full, so that a disk that fills up later cannot break a run, and
+`ring.json` comes last, by a rename, so a folder that has it is complete. What a process has written to a mapped page belongs to
+the kernel from then on: killing the process loses nothing and keeps the order of writes. (A power failure may lose data: the
+kernel writes pages back when it likes.) Either one process may write to a folder or any number may read it; the kernel releases
+the lock of a process that dies.
 """
 
 import fcntl
@@ -38,14 +38,14 @@ from ..rollout import DUMMY, Rollout
 from .growth import require_room
 
 FORMAT = "fp8rl-ring-1"
-CACHE = 2**20  # bytes that a core keeps near by itself, of the usual order
+CACHE = 2**20  # a typical size of a core's own cache, in bytes
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# A difference is stored in a smaller type than the observation where there is one.
+# A difference is stored in a smaller type than the observation, if there is one.
 _DELTA = {"fp32": "fp16", "fp16": "fp8", "bf16": "fp8", "int8": "fp8", "fp8": "fp8"}
 
 
 def fields_of(layout: str, codec: str, obs_size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What a transition is stored as: name -> (dtype, shape).
+    """The fields of a stored transition: name -> (dtype, shape).
 
     Raises:
         ValueError: an unknown layout or codec.
@@ -68,7 +68,7 @@ def fields_of(layout: str, codec: str, obs_size: int) -> dict[str, tuple[torch.d
 
 
 def ring_bytes(rows: int, num_envs: int, obs_size: int = 2, layout: str = "compact", codec: str = "fp32") -> int:
-    """Bytes that a ring of these settings will occupy, before there is one. Raises as `fields_of`."""
+    """Bytes that a ring of these settings will occupy, without allocating it. Raises like `fields_of`."""
     fields = fields_of(layout, codec, obs_size).values()
     return rows * num_envs * sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields)
 
@@ -77,17 +77,17 @@ class StoredRing(ReplayBuffer):
     """A ReplayBuffer in any layout, in memory or in a folder of files.
 
     Attributes:
-        new_episodes: the next rollout does not begin where the last one ended.
+        new_episodes: the next rollout does not continue the last one.
 
     Args:
         layout: see the module.
-        folder: keeps the ring there. One that holds a ring of these very settings is continued.
-        writable: off opens a folder's ring to sample from it alone.
+        folder: stores the ring there. If it already holds a ring of the same settings, that ring is continued.
+        writable: False opens a folder's ring only to sample from it.
         (the others as in ReplayBuffer)
 
     Raises:
-        ValueError: as ReplayBuffer; an unknown layout, or a folder whose ring is another one or damaged.
-        MemoryError: more bytes than the device has free. OSError: a folder without room or rights, or in use.
+        ValueError: as ReplayBuffer; an unknown layout, or a folder with a damaged ring or one of other settings.
+        MemoryError: more bytes than the device has free. OSError: a folder without room or permissions, or in use.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StoredRing(ReplayBuffer):
                 self.delta_codec = Codec(_DELTA[codec], [-width for width in widest], widest, self.device)
             except ValueError as error:
                 raise ValueError(f"layout is 'delta' and codec {codec!r}, which needs finite bounds: choose compact") from error
-        self.new_episodes = self.count > 0  # whoever continues a folder does not continue its last episodes
+        self.new_episodes = self.count > 0  # a resumed folder does not continue its last episodes
 
     def _allocate(self) -> dict[str, torch.Tensor]:
         spec = fields_of(self.layout, self.codec.name, self.obs_size)
@@ -128,8 +128,7 @@ class StoredRing(ReplayBuffer):
 
     @classmethod
     def open(cls, folder: str | Path, writable: bool = False) -> "StoredRing":
-        """A folder's ring with the settings that stand in it, to sample from or, if `writable`, to continue. Raises as the
-        class."""
+        """A folder's ring with its stored settings, to sample from or, if `writable`, to continue. Raises like the class."""
         about = MappedFolder.about(folder, FORMAT)
         del about["format"]
         kinds = {"rows": int, "num_envs": int, "layout": str, "codec": str, "low": list, "high": list}
@@ -139,54 +138,54 @@ class StoredRing(ReplayBuffer):
         return cls(bounds=(about.pop("low"), about.pop("high")), **about, folder=folder, writable=writable)
 
     def close(self) -> None:
-        """Gives a folder back to others. A ring that is garbage has done so."""
+        """Releases a folder for others; garbage collection of the ring does the same."""
         if self._folder:
             self._folder.close()
             self.writable = False
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Copies of the rows and the clock; of a ring in a folder, which is its own copy, where it is."""
+        """Copies of the rows and the clock; for a ring in a folder, which needs no copy, only its path."""
         return {"folder": str(Path(self._path).absolute())} if self._folder else super().state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        """As ReplayBuffer.load_state_dict. A ring in a folder goes on as it is.
+        """Like ReplayBuffer.load_state_dict. A ring in a folder stays as it is.
 
         Raises:
             ValueError: as there.
-            OSError: the run kept its rows in a folder and this ring has none, or this ring's folder holds those of another run.
+            OSError: the run stored its rows in a folder and this ring has none, or this ring's folder holds those of another run.
         """
         folder = state.get("folder")
         if folder is None and self._folder and self.count:
-            raise FileExistsError(f"memmap is {self._path}, which holds another run's ring: name a new folder")
+            raise FileExistsError(f"memmap is {self._path}, which holds another run's ring: choose a new folder")
         if folder is None:
             super().load_state_dict(state)
         elif not self._folder:
-            raise FileNotFoundError(f"memmap is None and the run kept its ring in {folder}: give that folder, or a new one")
+            raise FileNotFoundError(f"memmap is None and the run stored its ring in {folder}: use that folder, or a new one")
         elif not self.count:
-            print(f"warning: memmap is {self._path}, a new ring, and the run kept its own in {folder}", file=sys.stderr)
+            print(f"warning: memmap is {self._path}, a new ring, and the run stored its own in {folder}", file=sys.stderr)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the ring occupies: of its tensors' storages, or of its files."""
+        """Bytes that the ring occupies, counted over its tensors' storages or its files."""
         if self._folder:
             return sum(self._folder.path_of(name).stat().st_size for name in self.fields)
         return super().nbytes
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes that the rows written so far have taken of memory, apart from whole pages; none if the ring is in files."""
+        """Bytes of memory taken by the rows written so far, ignoring page rounding; 0 if the ring is in files."""
         return 0 if self._folder else self.nbytes // self.rows * min(self.count + 1, self.rows)
 
     def append(self, rollout: Rollout) -> None:
-        """As ReplayBuffer.append. Where `new_episodes` says that the rollout does not begin where the last one ended, a dummy row
-        is put between, so that no slice takes the two for one episode.
+        """Like ReplayBuffer.append. If `new_episodes` is set, the rollout does not continue the last one, and a dummy row is
+        inserted between them so that no slice joins two episodes.
 
         Raises:
-            ValueError: as there, or the ring is open to read alone; other shapes than the ring's, a NaN, or an action that is no
-                byte. The ring is as before then.
+            ValueError: as there; the ring is open only for reading; shapes other than the ring's, a NaN, or an action that does
+                not fit a byte. The ring is unchanged then.
         """
         if not self.writable:
-            raise ValueError("the ring is closed or was opened to read: open it with writable=True to append")
+            raise ValueError("the ring is closed or was opened for reading: open it with writable=True to append")
         self._check(rollout)
         if self.new_episodes and self.size:
             self._write(self._dummy_row(rollout.obs[:1].to(self.device)))
@@ -194,7 +193,7 @@ class StoredRing(ReplayBuffer):
         super().append(rollout)
 
     def _check(self, rollout: Rollout) -> None:
-        """Refuses what would be stored as something else."""
+        """Rejects what would be stored as something else."""
         rows = (len(rollout.action), self.num_envs)
         for name in ("obs", "action", "reward", "flags", "behavior_logp"):
             shape = tuple(getattr(rollout, name).shape)
@@ -205,12 +204,12 @@ class StoredRing(ReplayBuffer):
         bad = [getattr(rollout, name).isnan().any() for name in floats]
         for name, found in zip(floats, torch.stack(bad).tolist(), strict=True):
             if found:
-                raise ValueError(f"{name} is NaN: fix its source or leave those rows out")
+                raise ValueError(f"{name} is NaN: fix its source or leave out those rows")
         if (rollout.action != (rollout.action & 255)).any():
-            raise ValueError("action is outside 0 to 255: the ring keeps actions in a byte")
+            raise ValueError("action is outside 0 to 255: the ring stores actions in a byte")
 
     def _dummy_row(self, next_obs: torch.Tensor) -> Rollout:
-        """One row that leads from the newest observation to another episode's, next_obs [1, N, F]."""
+        """One row that leads from the newest observation to that of another episode, next_obs [1, N, F]."""
         env = torch.arange(self.num_envs, device=self.device)
         last = self._read(torch.full_like(env, self.count - 1), env, 1)
         zero = torch.zeros_like(last.reward)
@@ -219,12 +218,12 @@ class StoredRing(ReplayBuffer):
 
     def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
         field = self.fields[name].flatten(0, 1)
-        size = field.stride(0) * field.itemsize  # bytes of a row
-        # A row of two numbers as one number of their size: copied faster.
+        size = field.stride(0) * field.itemsize  # bytes per row
+        # View a row of small numbers as one larger number, which is copied faster.
         rows = field.view(_INTEGER[size]).squeeze(-1) if field.ndim > 1 and size in _INTEGER else field
         if field.nbytes > CACHE and self.device.type == "cpu":
-            # One row of every cache line first, result unused: a processor waits for many lines at once when nothing is done in
-            # between, for few when it copies. Copying then finds them all in its cache.
+            # Prefetch: read one row of every cache line first and discard the result. The processor then waits for many lines at
+            # once, and copying finds them all in its cache.
             rows.index_select(0, index[:: max(1, 64 // size)].flatten())
         return rows.index_select(0, index.flatten()).view(field.dtype).view(*index.shape, *field.shape[1:])
 
@@ -248,20 +247,20 @@ class StoredRing(ReplayBuffer):
 
 
 class MappedFolder:
-    """A folder's tensors. Makes the folder if there is none; otherwise checks that it is the same.
+    """A folder's tensors. Creates the folder if it does not exist; otherwise checks that it matches.
 
     Attributes:
-        tensors: name -> tensor, whose memory is the file's. Read-only ones are copied on write, so the file never changes.
+        tensors: name -> tensor mapped to its file. Read-only ones are copied on write, so the file never changes.
 
     Args:
-        folder: where.
-        about: what must agree with the folder's own, as JSON has it.
+        folder: its path.
+        about: what must match the folder's own description, as in JSON.
         shapes: name -> (shape, dtype).
-        writable: off opens an existing folder to read.
+        writable: False opens an existing folder for reading.
 
     Raises:
         ValueError: the folder holds something else, or a file of the wrong size.
-        OSError: no such folder to read, no room, no rights, or another process is using it.
+        OSError: no such folder to read, no room, no permissions, or another process is using it.
     """
 
     def __init__(self, folder: str | Path, about: dict, shapes: dict[str, tuple[tuple, torch.dtype]], writable: bool):
@@ -282,11 +281,11 @@ class MappedFolder:
                 self.tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
         except OSError as error:
             if error.errno is None:
-                raise  # one of our own lines
-            raise OSError(f"memmap is {folder} and cannot be used ({error.strerror}): name another folder") from error
+                raise  # raised below, with its own message
+            raise OSError(f"memmap is {folder} and cannot be used ({error.strerror}): choose another folder") from error
 
     def close(self) -> None:
-        """Drops the lock. The tensors stay mapped: write no more."""
+        """Releases the lock. The tensors stay mapped: do not write to them any more."""
         self._lock_file.close()
 
     def path_of(self, name: str) -> Path:
@@ -295,7 +294,7 @@ class MappedFolder:
 
     @staticmethod
     def about(folder: str | Path, form: str) -> dict:
-        """What a folder says about itself.
+        """A folder's description of itself.
 
         Raises:
             FileNotFoundError: no `ring.json` in it. ValueError: one that is damaged or not of format `form`.
@@ -304,13 +303,13 @@ class MappedFolder:
         try:
             about = json.loads(path.read_text())
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"memmap is {folder}, which holds no finished ring: name another, or delete it") from error
+            raise FileNotFoundError(f"memmap is {folder}, which holds no complete ring: choose another, or delete it") from error
         except (ValueError, OSError) as error:
             raise ValueError(
-                f"memmap is {folder}, whose ring.json cannot be read: fix its rights or delete the folder"
+                f"memmap is {folder}, whose ring.json cannot be read: fix its permissions or delete the folder"
             ) from error
         if not isinstance(about, dict) or about.get("format") != form:
-            raise ValueError(f"memmap is {folder}, whose ring.json is not of format {form}: name another folder")
+            raise ValueError(f"memmap is {folder}, whose ring.json is not of format {form}: choose another folder")
         return about
 
     def _lock(self, writable: bool) -> None:
@@ -318,14 +317,14 @@ class MappedFolder:
             self._lock_file = (self.folder / "lock").open("ab" if writable else "rb")
             fcntl.flock(self._lock_file, (fcntl.LOCK_EX if writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"memmap is {self.folder}, which holds no ring: name the folder of one") from error
+            raise FileNotFoundError(f"memmap is {self.folder}, which holds no ring: choose the folder of one") from error
         except BlockingIOError as error:
-            raise OSError(f"memmap is {self.folder}, which another ring is using: close that one or name another") from error
+            raise OSError(f"memmap is {self.folder}, which another ring is using: close that one or choose another") from error
 
     def _require_room(self, needed: int) -> None:
-        """Refuses a new folder that holds something else or will not fit, before anything is written."""
+        """Rejects a new folder that holds something else or does not fit on the disk, before anything is written."""
         if self.folder.is_dir() and any(path.name != "lock" for path in self.folder.iterdir()):
-            raise OSError(f"memmap is {self.folder}, which holds files but no finished ring: name another, or delete it")
+            raise OSError(f"memmap is {self.folder}, which holds files but no complete ring: choose another, or delete it")
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
         if needed > free:
@@ -335,7 +334,7 @@ class MappedFolder:
         try:
             for name, size in sizes.items():
                 with self.path_of(name).open("wb") as file:
-                    if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at some later write
+                    if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at a later write
                         os.posix_fallocate(file.fileno(), 0, size)
                     file.truncate(size)
         except OSError:
@@ -351,7 +350,7 @@ class MappedFolder:
         for name, ours in about.items():
             if theirs.get(name) != ours:
                 other = f"has {name} {theirs.get(name)!r} and not {ours!r}"
-                raise ValueError(f"memmap is {self.folder}, whose ring {other}: name another folder, or delete this one")
+                raise ValueError(f"memmap is {self.folder}, whose ring {other}: choose another folder, or delete this one")
         for name, size in sizes.items():
             path = self.path_of(name)
             found = path.stat().st_size if path.exists() else 0
