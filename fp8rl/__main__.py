@@ -275,8 +275,8 @@ def compare(
     controls: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Train every precision on the same seeds, one process per core, and write results.csv, table.md and curves.png. A study that was
-    stopped goes on when it is called again.
+    """Train every precision on the same seeds, one process per core, and write results.csv, table.md and curves.png. A study that
+    was stopped continues when it is called again.
 
     Args:
         out: folder for the results.

@@ -1,7 +1,7 @@
 """Output folders: one owner at a time, known by a mark, with files that are written whole.
 
-Whoever writes in a folder holds a lock on its mark, the file `.fp8rl`, which the kernel releases when the process ends, however it
-ends. The mark is a JSON object: which command made the folder, and the options to go on with. It tells a run's folder from
+Whoever writes in a folder holds a lock on its mark, the file `.fp8rl`; the kernel releases it when the process ends, however it
+ends. The mark is a JSON object: which command made the folder, and the options to continue with. It tells a run's folder from
 anybody else's: nothing in a folder without one is ever touched, and in a folder with one only the files that the command writes.
 """
 
