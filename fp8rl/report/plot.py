@@ -106,9 +106,9 @@ def panels(axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]
         returns = np.atleast_2d(returns)
         ax.plot(steps, returns.T, color=style["color"], linewidth=0.8, alpha=0.5)
         _central(ax, name, steps, returns, {**style, "linestyle": "-"})
-        steps_axis(ax, ticks=3).set_xlim(left=0)
-        references(ax, names=ax is axes[-1]).set_title(name, fontsize=10)
+        steps_axis(references(ax, names=ax is axes[-1]), ticks=3).set_title(name, fontsize=10)
         ax.label_outer()
+    axes[0].set_xlim(left=0)  # of all, and of their longest run: they share it
     return axes
 
 
