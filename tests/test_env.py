@@ -76,6 +76,8 @@ def test_render_draws_the_state():
     before = env.render()
     env.step(1)
     assert before.dtype == np.uint8 and before.shape == (240, 480, 3) and (before != env.render()).any()
+    env.state = torch.tensor([3.9, 1.9])  # as far out as an episode can end, and in the picture all the same
+    assert (env.render() == 0).all(-1).sum() > 200
     silent = CustomEnv()
     silent.reset(seed=0)
     assert silent.render() is None

@@ -45,6 +45,33 @@ def test_learning_curves_show_the_iqm_and_the_references(ax, seeds):
     assert [text.get_text() for text in ax.texts] == list(plot.REFERENCES)
 
 
+def test_the_references_are_named_outside_the_axes(ax):
+    plot.learning_curves(ax, {"a": (STEPS, np.full(30, 199.0))})
+    assert all(text.xyann[0] > 1 and text.get_ha() == "left" for text in ax.texts)
+
+
+def test_steps_are_written_in_full(ax):
+    plot.learning_curves(ax, {"a": (1000 * STEPS, np.full(30, 199.0))})
+    ax.figure.canvas.draw()
+    assert "9,000,000" in [label.get_text() for label in ax.get_xticklabels()] and not ax.xaxis.get_offset_text().get_text()
+
+
+def test_panels_show_a_name_each_with_every_seed():
+    returns, axes = np.random.default_rng(0).uniform(0, 200, (3, 30)), Figure().subplots(1, 2, sharex=True, sharey=True)
+    plot.panels(axes, {"a": (STEPS, returns), "b": (2 * STEPS, returns[:1])})
+    assert axes[0].get_xlim()[0] == 0 and axes[0].get_xlim()[1] > 2 * STEPS[-1]  # no panel cuts another's run off
+    assert [ax.get_title() for ax in axes] == ["a", "b"] and axes[0].get_ylabel() and axes[0].get_xlabel()
+    np.testing.assert_array_equal([line.get_ydata() for line in axes[0].lines[:3]], returns)
+    np.testing.assert_allclose(axes[0].lines[3].get_ydata(), returns.mean(0))
+    assert [len(ax.texts) for ax in axes] == [0, len(plot.REFERENCES)]  # the lines are named once
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_a_run_shorter_than_the_window_is_averaged_whole(ax, length):
+    plot.series(ax, {"a": (STEPS[:length], np.arange(length) * np.ones((2, 1)))}, "nats", window=10)
+    assert ax.lines[0].get_ydata().tolist() == [(length - 1) / 2] * (length > 0)
+
+
 def test_series_shows_the_sliding_mean_over_seeds(ax):
     values = np.random.default_rng(0).normal(size=(3, 30))
     plot.series(ax, {"a": (STEPS, values)}, "nats", window=5)
@@ -57,6 +84,8 @@ def test_intervals_have_a_row_a_name(ax):
     plot.intervals(ax, {"a": np.arange(8.0), "b": np.arange(8.0) + 3}, "return of 200")
     assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"] and ax.get_xlabel() == "return of 200"
     assert ax.yaxis_inverted()  # the first name on top
+    low, high = ax.get_xlim()
+    assert low < 0 and high > 10  # every seed is in sight
 
 
 def test_scaler_life_marks_the_skipped_steps(ax):
@@ -77,6 +106,16 @@ def test_policy_map_has_a_labelled_scale(ax):
     assert plot.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), right) is ax
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("position", "velocity")
     assert ax.figure.axes[1].get_ylabel() == "probability of a push to the right"
+
+
+def test_policy_map_of_a_policy_that_never_doubts_has_no_boundary(ax):
+    plot.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.ones((3, 5)))
+    assert ax.get_xlabel() == "position"
+
+
+def test_film_starts_where_it_is_told():
+    first = [Image.open(io.BytesIO(plot.film(bang_bang, steps=1, start=(p, 0.0)))).convert("RGB") for p in (0.0, 1.0, 1.0)]
+    assert first[0].tobytes() != first[1].tobytes() == first[2].tobytes()
 
 
 @pytest.mark.parametrize("policy, frames", [(bang_bang, 12), (lambda obs: 1, 8)])

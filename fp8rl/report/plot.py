@@ -5,11 +5,13 @@ print.
 """
 
 import io
+from collections.abc import Sequence
 from itertools import cycle
 
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from PIL import Image
 
 from ..env import CustomEnv
@@ -28,17 +30,23 @@ STYLES = [
 REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
 
 
-def film(policy, start_noise: float = 0.5, steps: int = 50, seed: int = 0, fps: int = 12) -> bytes:
+def film(
+    policy, start_noise: float = 0.5, steps: int = 50, seed: int = 0, fps: int = 12, start: tuple[float, float] | None = None
+) -> bytes:
     """An endlessly looping GIF of the first steps of an episode, drawn by the environment's own render.
 
     Args:
         policy: maps an observation, float32 tensor [2], to an action.
         start_noise, seed: for the start.
+        start: position and velocity to start from, instead of drawn ones.
         steps: maximum number of frames; the end of the episode cuts it short.
         fps: frames per second.
     """
     env = CustomEnv(start_noise, render_mode="rgb_array")
     obs, _ = env.reset(seed=seed)
+    if start is not None:
+        env.state = torch.tensor(start, dtype=torch.float32, device="cpu")
+        obs = env.state.numpy()
     frames, over = [env.render()], False
     while len(frames) < steps and not over:
         obs, _, terminated, truncated, _ = env.step(int(policy(torch.from_numpy(obs))))
@@ -50,12 +58,22 @@ def film(policy, start_noise: float = 0.5, steps: int = 50, seed: int = 0, fps: 
     return file.getvalue()
 
 
-def references(ax: Axes) -> Axes:
-    """Marks the reference returns and scales the axis for returns."""
+def references(ax: Axes, names: bool = True) -> Axes:
+    """Marks the reference returns, with their names to the right of the axes, and scales the axis for returns."""
     for name, value in REFERENCES.items():
         ax.axhline(value, color="#888888", linewidth=0.8, zorder=0)
-        ax.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7, color="#666666")
+        if names:
+            at = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "center"}
+            ax.annotate(name, (1.01, value), fontsize=7, color="#666666", annotation_clip=False, **at)
     ax.set(ylim=(0, 215), ylabel="return of an episode")
+    return ax
+
+
+def steps_axis(ax: Axes, ticks: int = 6) -> Axes:
+    """Labels the horizontal axis as environment steps: whole numbers in full, at most `ticks` of them but for one."""
+    ax.set_xlabel("environment steps")
+    ax.xaxis.set_major_locator(MaxNLocator(ticks))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return ax
 
 
@@ -69,13 +87,34 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], 
     """
     for style, (name, (steps, returns)) in zip(cycle(STYLES), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
-        ax.plot(steps, iqm(returns, axis=0), label=name, markersize=4, markevery=max(1, len(steps) // 20), **style)
+        _central(ax, name, steps, returns, style)
         ax.fill_between(steps, returns.min(0), returns.max(0), color=style["color"], alpha=0.15, linewidth=0)
-    ax.set_xlabel("environment steps")
-    ax.set_xlim(left=0)
+    steps_axis(ax).set_xlim(left=0)
     ax.set_ylabel("return of an episode")
     ax.legend(loc="center right", fontsize=8)
     return references(ax) if marks else ax
+
+
+def panels(axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> Sequence[Axes]:
+    """Evaluation returns on the cart against environment steps, one panel per name: the seeds' interquartile mean, and each seed as a
+    thin line.
+
+    Args:
+        axes: where to draw, from left to right, with shared axes; one for each name.
+        curves: name -> (steps [E], returns [seeds, E]).
+    """
+    for ax, style, (name, (steps, returns)) in zip(axes, cycle(STYLES), curves.items(), strict=False):
+        returns = np.atleast_2d(returns)
+        ax.plot(steps, returns.T, color=style["color"], linewidth=0.8, alpha=0.5)
+        _central(ax, name, steps, returns, {**style, "linestyle": "-"})
+        steps_axis(references(ax, names=ax is axes[-1]), ticks=3).set_title(name, fontsize=10)
+        ax.label_outer()
+    axes[0].set_xlim(left=0)  # of all, and of their longest run: they share it
+    return axes
+
+
+def _central(ax: Axes, name: str, steps: np.ndarray, returns: np.ndarray, style: dict) -> None:
+    ax.plot(steps, iqm(returns, axis=0), label=name, markersize=4, markevery=max(1, len(steps) // 20), **style)
 
 
 def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str, window: int = 10) -> Axes:
@@ -85,17 +124,18 @@ def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str,
         ax: where to draw.
         runs: name -> (steps [n], values [seeds, n]).
         label: the quantity, with its unit.
-        window: iterations averaged.
+        window: iterations averaged; all of them in a shorter run.
     """
     for style, (name, (steps, values)) in zip(cycle(STYLES), runs.items(), strict=False):
-        smooth = np.convolve(np.mean(values, axis=0), np.ones(window) / window, "valid")
-        ax.plot(steps[window - 1 :], smooth, label=name, **{**style, "marker": ""})
-    ax.set(xlabel="environment steps", ylabel=label)
+        width = max(1, min(window, len(steps)))
+        smooth = np.convolve(np.mean(values, axis=0), np.ones(width) / width, "valid") if len(steps) else steps
+        ax.plot(steps[width - 1 :], smooth, label=name, **{**style, "marker": ""})
+    steps_axis(ax, ticks=4).set_ylabel(label)
     return ax
 
 
 def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
-    """One row per name: every seed's score, their interquartile mean and its 95% bootstrap interval.
+    """One row per name: the seeds' interquartile mean, its 95% bootstrap interval, and below them each seed's score as a tick.
 
     Args:
         ax: where to draw.
@@ -104,9 +144,10 @@ def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
     """
     for row, (style, (_, values)) in enumerate(zip(cycle(STYLES), scores.items(), strict=False)):
         low, high = bootstrap_interval(values)
-        ax.plot(values, np.full(len(values), row), "|", color=style["color"], alpha=0.5, markersize=12)
-        ax.plot([low, high], [row, row], "-", color=style["color"], linewidth=4, alpha=0.6)
-        ax.plot(iqm(values), row, style["marker"], color=style["color"], markersize=8)
+        ax.plot(values, np.full(len(values), row + 0.25), "|", color=style["color"], markersize=8)
+        ax.plot([low, high], [row - 0.1, row - 0.1], "-", color=style["color"], linewidth=4, alpha=0.6)
+        ax.plot(iqm(values), row - 0.1, style["marker"], color=style["color"], markersize=7)
+    ax.ticklabel_format(axis="x", useOffset=False)
     ax.set(yticks=range(len(scores)), yticklabels=list(scores), ylim=(len(scores) - 0.5, -0.5), xlabel=label)
     return ax
 
@@ -154,7 +195,8 @@ def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.n
     """
     mesh = ax.pcolormesh(position, velocity, right, cmap="cividis", vmin=0, vmax=1, rasterized=True)
     ax.figure.colorbar(mesh, ax=ax, label="probability of a push to the right")
-    ax.contour(position, velocity, right, levels=[0.5], colors="white", linewidths=1.5)
+    if right.min() < 0.5 < right.max():
+        ax.contour(position, velocity, right, levels=[0.5], colors="white", linewidths=1.5)
     ax.plot(position, -position / 3, "--", color="#D55E00", label="bang-bang: p + 3v = 0")
     ax.set(xlabel="position", ylabel="velocity", ylim=(velocity[0], velocity[-1]))
     ax.legend(fontsize=8)
@@ -189,6 +231,6 @@ def growth(ax: Axes, steps: np.ndarray, curves: dict[str, np.ndarray]) -> Axes:
     """
     for style, (name, values) in zip(cycle(STYLES), curves.items(), strict=False):
         ax.plot(steps, (np.asarray(values) - values[0]) / 2**20, label=name, **{**style, "marker": ""})
-    ax.set(xlabel="environment steps", ylabel="MiB above the first reading")
+    steps_axis(ax).set_ylabel("MiB above the first reading")
     ax.legend(fontsize=8)
     return ax
