@@ -96,8 +96,8 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], 
 
 
 def panels(axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> Sequence[Axes]:
-    """Evaluation returns on the cart against environment steps, one panel per name: the seeds' interquartile mean, and each seed as a
-    thin line.
+    """Evaluation returns on the cart against environment steps, one panel per name: the seeds' interquartile mean, and each seed
+    as a thin line.
 
     Args:
         axes: where to draw, from left to right, with shared axes; one for each name.
