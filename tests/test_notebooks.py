@@ -84,7 +84,7 @@ def test_first_code_cell_installs_the_package_only_where_it_is_missing(code, mis
 def test_outputs_are_those_of_one_full_run(path, code):
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
-    assert not any(output["output_type"] == "error" for output in outputs)
+    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert path.stat().st_size < 1_000_000
 

@@ -1,0 +1,58 @@
+"""The notebooks with other parameters, in another folder: smaller than anyone would choose, so that every study is tiny."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+SMALL = {
+    "fp8_actor_critic": {"SEED": 7, "STEPS": 2_048, "PRECISION": "fp8", "STUDY_SEEDS": 1},
+    "replay_memory": {"SEED": 7, "SEEDS": 1, "CODEC_STEPS": 600, "LONG_RUN_STEPS": 10_240},
+    "devices_and_graphs": {"SEED": 7, "STEPS": 1_100, "CARTPOLE_STEPS": 512},
+}
+SENSELESS = [
+    ("fp8_actor_critic", "STEPS", 2_047),
+    ("fp8_actor_critic", "PRECISION", "fp7"),
+    ("fp8_actor_critic", "STUDY_SEEDS", 0),
+    ("replay_memory", "SEEDS", 0),
+    ("replay_memory", "CODEC_STEPS", 511),
+    ("replay_memory", "LONG_RUN_STEPS", 10_239),
+    ("devices_and_graphs", "STEPS", 1_023),
+    ("devices_and_graphs", "CARTPOLE_STEPS", 511),
+]
+
+
+def with_parameters(name: str, **values):
+    """A notebook with a value for each of its parameters, some of them new, and the index of their cell."""
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    (at,) = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
+    names = [line.split(" = ")[0] for line in notebook.cells[at].source.splitlines()]
+    assert values.keys() <= set(names)
+    notebook.cells[at].source += "".join(f"\n{name} = {value!r}" for name, value in values.items())
+    return notebook, at
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_runs_with_other_parameters_in_another_folder(name, tmp_path):
+    notebook, _ = with_parameters(name, **SMALL[name])
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert not list(tmp_path.iterdir())  # it leaves nothing behind
+    text = json.dumps([output for cell in notebook.cells for output in cell.get("outputs", [])])
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_is_tried(name):
+    notebook, at = with_parameters(name)
+    assert notebook.cells[at].source.count("\n") + 1 == len(SMALL[name])
+
+
+@pytest.mark.parametrize("name, parameter, value", SENSELESS)
+def test_a_senseless_parameter_is_named_in_one_line(name, parameter, value):
+    """In the cell after the parameters, which needs no kernel."""
+    notebook, at = with_parameters(name, **{parameter: value})
+    with pytest.raises(AssertionError, match=f"^{parameter} is {value}: [^\n]+$"):
+        exec("\n".join(cell.source for cell in notebook.cells[at : at + 2]), {})
