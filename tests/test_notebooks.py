@@ -117,7 +117,8 @@ def test_figures_beside_a_link_to_a_table_are_the_tables(path, prose):
         for link in re.findall(r"\]\((\S+/results/\S+\.md)\)", paragraph):
             table, text = (path.parent / link).read_text(), " ".join(re.sub(r"\(\S+/\S+\)", "", paragraph).split())
             assert numbers(text) <= numbers(table), link
-            assert re.search(r"` on (.+?, \d+ cores)", table)[1] in text, link
+            machine = re.search(r"` on (.+?, \d+ cores(?:, \w+ with \w+ bf16)?)", table)[1]
+            assert machine in text, link
 
 
 def test_tables_in_readmes_are_the_committed_results():
