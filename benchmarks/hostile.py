@@ -82,7 +82,7 @@ def killed_study(i: int, folder: Path, seconds: float, whole: list[dict]) -> tup
     children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.send_signal(number)
     process.wait()
-    _, alive = psutil.wait_procs(children, timeout=2)
+    alive = [child for child in psutil.wait_procs(children, timeout=2)[1] if child.status() != psutil.STATUS_ZOMBIE]
     again = start(*STUDY, "--out", out)
     err = again.communicate()[1]
     good = again.returncode == 0 and results(out) == whole
