@@ -17,6 +17,7 @@ import torch
 from helpers import numbers, weights
 
 from fp8rl import checkpoint
+from fp8rl.__main__ import folder_of
 from fp8rl.config import Config
 from fp8rl.report.folder import FILES, MARK, Folder, require_free
 from fp8rl.scale.machine import build
@@ -133,7 +134,7 @@ def assert_goes_on_to(whole, out) -> None:
     assert rows_of(out / "metrics.csv") == 1 + 40
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])  # SIGTERM is below
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, code, tmp_path, whole):
     out = tmp_path / "a"
     process = start(*TRAIN, "--out", out)
@@ -166,20 +167,19 @@ def test_ctrl_c_while_python_starts_is_no_traceback():
         time.sleep(wait)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-        assert process.returncode != 0 and ("Traceback" not in err or "site" in err)  # Python's own start is not ours
+        assert process.returncode != 0 and ("Traceback" not in err or "fp8rl/" not in err), err  # Python's own start is not ours
 
 
 def test_one_of_two_writers_wins_and_the_other_says_so(tmp_path):
-    study = ["study", "--precisions", "fp32", "--seeds", "2", "--steps", "20480"]
-    for commands in ((TRAIN, TRAIN), (TRAIN, study)):
-        out = tmp_path / str(len(commands[1]))
-        both = [start(*command, "--out", out) for command in commands]
-        said = [process.communicate(timeout=120)[1] for process in both]
-        assert sorted(process.returncode for process in both) == [0, 2], said
-        (loser,) = (err for process, err in zip(both, said, strict=True) if process.returncode)
-        assert loser.startswith(f"fp8rl: out is {out}, ") and loser.count("\n") == 1
-        winner = commands[[process.returncode for process in both].index(0)][0]
-        assert {path.name for path in out.iterdir()} == {MARK, *FILES[winner]} - {"checkpoint.pt.tmp"}
+    out = tmp_path / "a"
+    commands = TRAIN, ["study", "--precisions", "fp32", "--seeds", "1", "--steps", "5120"]
+    both = [start(*command, "--out", out) for command in commands]
+    said = [process.communicate(timeout=120)[1] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], said
+    (loser,) = (err for process, err in zip(both, said, strict=True) if process.returncode)
+    assert loser.startswith(f"fp8rl: out is {out}, ") and loser.count("\n") == 1
+    winner = commands[[process.returncode for process in both].index(0)][0]
+    assert {path.name for path in out.iterdir()} == {MARK, *FILES[winner]} - {"checkpoint.pt.tmp"}
 
 
 def test_a_run_that_still_runs_is_not_resumed(tmp_path):
@@ -217,25 +217,24 @@ def test_a_full_disk_is_named_with_its_path(tmp_path):
     assert process.returncode == 2 and f"{tmp_path}/a" in last and "cannot be written (File too large): make room" in last
 
 
-STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "3", "--steps", "10240"]
+STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "2", "--steps", "5120"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_study_that_is_stopped_leaves_no_process_and_goes_on(number, tmp_path):
+def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path):
     out = tmp_path / "a"
     process = start(*STUDY, "--out", out)
     until(lambda: rows_of(out / "runs.jsonl") >= 1, process)
     children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(number)
+    process.kill()
     process.wait(30)
     _, alive = psutil.wait_procs(children, timeout=2)
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive) and len(children) >= 2  # dead, if nobody asks for them
     before = (out / "runs.jsonl").read_text()
     code, said, err = finished(*STUDY, "--out", out)
     assert code == 0 and (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
-    assert rows_of(out / "runs.jsonl") == 6 and "| bf16 |" in said, err
-    code, _, err = finished(*STUDY[:-1], "5120", "--out", out)
-    assert code == 2 and "holds another study: use a new folder, or add --overwrite" in err
+    assert rows_of(out / "runs.jsonl") == 4 and "| bf16 |" in said, err
+    with pytest.raises(FileExistsError, match="holds another study: use a new folder, or add --overwrite"):
+        folder_of(out, {"fp32": [Config()]}, overwrite=False)
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path):

@@ -448,7 +448,8 @@ def test_ranks_that_are_interrupted_leave_one_checkpoint(tmp_path):
     options = ["--steps", str(2000 * 512), "--eval-every", "0", "--eval-episodes", "1", "--out", str(out)]
     with subprocess.Popen([*TORCHRUN, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         began = time.monotonic()
-        while not (out / "metrics.csv").exists() and process.poll() is None and time.monotonic() < began + 60:
+        while not (out / "metrics.csv").exists() or len((out / "metrics.csv").read_text().splitlines()) < 10:
+            assert process.poll() is None and time.monotonic() < began + 60
             time.sleep(0.1)
         process.terminate()
         _, errors = process.communicate(timeout=60)
