@@ -243,7 +243,7 @@ def main() -> None:
         lines += table("checkpoint forged", forge(Path("checkpoint.pt"), count(FORGERIES)))
         assert not os.path.exists("hostile-code-ran")
         os.chdir(Path(__file__).parent.parent)
-    command = f"python benchmarks/hostile.py {options.out}"
+    command = f"python benchmarks/hostile.py {options.out}" + (f" --share {options.share:g}" if options.share != 1 else "")
     out.write_text("\n".join(lines) + f"\n`{command}` on {hardware()}.\n")
     print("\n".join(lines))
 
