@@ -42,14 +42,6 @@ Json = Annotated[bool, tyro.conf.arg(name="json")]
 MINUTE = 60.0
 
 
-class Interrupted(Exception):
-    """A signal asked the run to end, and it has: `code` is the exit status."""
-
-    def __init__(self, message: str, code: int):
-        super().__init__(message)
-        self.code = code
-
-
 def train(
     config: tyro.conf.OmitArgPrefixes[Config],
     machine: tyro.conf.OmitArgPrefixes[Machine],
@@ -91,6 +83,7 @@ def train(
             config, state = stopped_run(out, trust)
             kept = read_mark(out).get("options", {})
             options |= {name: kept[name] for name in options if name in kept and name not in given()}
+            ranks.total([torch.zeros(1)])  # all have read the mark before rank 0 writes it again
         elif first:
             require_free(out, "train", overwrite)
         run = build(config, machine, state)  # what cannot be is refused before anything is written or replaced
@@ -101,7 +94,7 @@ def train(
         if first:
             folder.remember("train", options)
             folder.write("config.json", config.to_json())
-        write_while_training(run, out, **options)
+        write_while_training(run, out, folder if first else None, **options)
         clipped = ranks.total([run.ring.clipped])[0].tolist()
         ranks.stop()
         if first:
@@ -133,72 +126,67 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
         raise ValueError(f"{out / 'config.json'}: {error}") from error
 
 
-def write_while_training(run: Run, out: Path, checkpoint_every: int | None, checkpoint_ring: bool) -> None:
-    """Trains a run to its end; rank 0 writes metrics.csv and checkpoint.pt as it goes.
-
-    Raises:
-        Interrupted: SIGINT or SIGTERM came; the checkpoint is of the last iteration that was finished.
-    """
+def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_every: int | None, checkpoint_ring: bool) -> None:
+    """Trains a run to its end. Rank 0, which owns the folder, writes metrics.csv and checkpoint.pt as it goes. After SIGINT or
+    SIGTERM the program exits when the iteration is finished and saved; a second signal ends a single process at once."""
     signals: list[int] = []
 
     def remember(number, _):
         if signals and run.ranks == 1:
-            raise KeyboardInterrupt  # the second time at once
+            raise KeyboardInterrupt
         signals.append(number)
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
-    saved = time.monotonic()
-    iterations = iterate(run, progress=run.rank == 0)
+    saved, iterations, write = time.monotonic(), iterate(run, progress=run.rank == 0), metrics_writer(run, folder)
     try:
-        with contextlib.closing(iterations), metrics(run, out) as write:
+        with contextlib.closing(iterations):
             for _ in iterations:
-                write([run.history.last])
-                due = time.monotonic() - saved > MINUTE if checkpoint_every is None else False
-                # All ranks must agree: rank 0's clock counts, and anybody's signal.
-                sums = run.total([torch.tensor([float(due and run.rank == 0), float(sum(signals))], dtype=torch.float64)])
-                due, stop = sums[0].tolist()
+                write()
+                due = checkpoint_every is None and run.rank == 0 and time.monotonic() - saved > MINUTE
+                # All ranks must agree: rank 0's clock counts, and a signal to any of them.
+                (sums,) = run.total([torch.tensor([due, sum(signals)], dtype=torch.float64)])
+                due, stop = sums.tolist()
                 if due or stop or (checkpoint_every and len(run.history) % checkpoint_every == 0):
                     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
                     saved = time.monotonic()
-                if stop and len(run.history) < run.config.iterations:
-                    step = run.history.last["steps"]
-                    said = f"interrupted at step {step:,.0f} of {run.config.steps:,}: continue with train --resume {out}"
-                    raise Interrupted(said, 128 + (signals[0] if signals else signal.SIGTERM))
+                if stop:
+                    break
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if len(run.history) < run.config.iterations:
+        if run.rank == 0:
+            at = f"step {run.history.last['steps']:,.0f} of {run.config.steps:,}"
+            print(f"fp8rl: interrupted at {at}: continue with train --resume {out}", file=sys.stderr)
+        sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
     if run.rank == 0:
         most = "" if run.config.env_id else " of 200"
         print(f"final greedy return {run.history.final_return:.2f}{most}")  # known even if it cannot be written
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
 
-@contextlib.contextmanager
-def metrics(run: Run, out: Path):
-    """Opens metrics.csv on rank 0 and gives a function that appends rows to it."""
-    if run.rank > 0:
-        yield lambda rows: None
-        return
-    try:
-        with (out / "metrics.csv").open("w", newline="") as file:
-            writer, header = csv.writer(file), []
+def metrics_writer(run: Run, folder: Folder | None) -> Callable[[], None]:
+    """A function that appends the newest row to metrics.csv; on ranks without a folder it does nothing."""
+    header: list[str] = []
 
-            def write(rows: list[dict[str, float]]) -> None:
-                nonlocal header
-                if rows and list(rows[0]) != header:  # at first, or where a run resumed by other means has new columns
-                    header, rows = list(rows[0]), run.history.rows
-                    file.seek(0)
-                    file.truncate()
-                    writer.writerow(header)
-                writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
-                file.flush()
+    def write() -> None:
+        nonlocal header
+        if folder is None or not len(run.history):
+            return
+        new = list(run.history.last) != header  # at first, or if a run resumed by other means has new columns
+        header, rows = list(run.history.last), run.history.rows if new else [run.history.last]
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerows([header] * new)
+        writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
+        if new:
+            folder.write("metrics.csv", text.getvalue())
+        else:
+            with folder.writing(), (folder.path / "metrics.csv").open("a", newline="") as file:
+                file.write(text.getvalue())
 
-            write(run.history.rows)  # those from before a resumption
-            yield write
-    except OSError as error:
-        if error.errno is None:
-            raise  # one of our own lines
-        raise OSError(f"{out / 'metrics.csv'} cannot be written ({error.strerror}): make room, then --resume {out}") from error
+    write()  # the rows from before a resumption
+    return write
 
 
 def report(run: Run, clipped: list[int], folder: Folder) -> None:
@@ -306,7 +294,9 @@ def compare(
     if controls:
         arms[f"control: {precisions[0]}, other seeds"] = runs(first_seed + seeds, precision=precisions[0])
         unscaled["control: fp8, products not scaled back"] = runs(precision="fp8")
-    with folder_of(out, arms | unscaled, overwrite) as folder:
+    options = {"precisions": list(precisions), "collect_precision": collect_precision, "controls": controls}
+    options |= {"seeds": seeds, "first_seed": first_seed, "steps": steps}
+    with folder_of(out, options, overwrite) as folder:
         journal = study.Journal(out / "runs.jsonl")
         for group, run in ((arms, study.run), (unscaled, study.run_unscaled)):
             arm_of = {
@@ -323,11 +313,9 @@ def compare(
         write_study(folder, results, shown, list(arms | unscaled))
 
 
-def folder_of(out: Path, arms: dict[str, list[Config]], overwrite: bool) -> Folder:
-    """The folder of a study: a new one, or that of the same study, which was stopped."""
-    options = {"arms": {arm: [dataclasses.asdict(config) for config in configs] for arm, configs in arms.items()}}
-    mark = read_mark(out)
-    if overwrite or mark.get("command") != "study":
+def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
+    """The folder of a study with these options: a new one, or that of the same study, which was stopped."""
+    if overwrite or read_mark(out).get("command") != "study":
         require_free(out, "study", overwrite)
         return Folder.create(out, "study", options, overwrite)
     folder = Folder.reopen(out, "study")
@@ -456,9 +444,6 @@ def main() -> None:
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         print(f"fp8rl: {error}", file=sys.stderr)
         sys.exit(2)
-    except Interrupted as stop:
-        print(f"fp8rl: {stop}", file=sys.stderr)
-        sys.exit(stop.code)
     except KeyboardInterrupt:
         print("fp8rl: interrupted", file=sys.stderr)
         sys.exit(130)

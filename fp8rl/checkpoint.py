@@ -10,6 +10,7 @@ import io
 import os
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,11 +34,10 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
 def load(
     path: str | Path, networks: dict[str, type[ActorCritic]] = PLAIN, trust: bool = False, **changes
 ) -> tuple[ActorCritic, Config]:
-    """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. the precision if this machine
-    cannot run the original one. `networks` is the model class by the config's encoder (scale.machine.NETWORKS has all). `trust`
-    allows importing the module in an env_id such as "module:Name-v0", which must otherwise be imported already. Raises
-    FileNotFoundError if `path` is not a file, and ValueError if it is damaged, not a checkpoint of this package, of another
-    architecture, or has an env_id that is not trusted."""
+    """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a precision available here.
+    `networks` is the model class by encoder (scale.machine.NETWORKS has all). `trust` allows importing the module in an env_id such
+    as "module:Name-v0", which must otherwise be imported already. Raises FileNotFoundError if `path` is not a file, and ValueError
+    if it is damaged, not a checkpoint of this package, of another architecture, or not trusted."""
     config, state = resume(path, trust, **changes)
     try:
         weights = state["model"]
@@ -67,20 +67,26 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config, di
     return config, state
 
 
+def write_whole(path: Path, content: bytes, check: Callable[[Path], object] = Path.stat) -> None:
+    """Writes a file whole or not at all: to a temporary file beside it, which is renamed unless `check` raises."""
+    try:
+        with (temporary := path.with_name(path.name + ".tmp")).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        check(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _write(path: Path, content: dict) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        _read(temporary)  # check that it can be read
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        reason = error.strerror or error
+        write_whole(path, buffer.getbuffer(), check=_read)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise OSError(f"checkpoint {path} cannot be written ({reason}): make room or choose another folder") from error
 
 

@@ -18,8 +18,7 @@ from .precision import Precision
 
 # Bits in a row's flags.
 TERMINATED, TRUNCATED, DUMMY = 1, 2, 4
-# The largest magnitude that float32 can learn from, and the Gymnasium wrapper that scales larger ones down. A gradient contains
-# the square of an observation, and its squared norm the fourth power; for a reward, the first and the second.
+# The largest magnitudes that float32 can learn from, since norms square the gradient, and the wrappers that scale larger ones.
 LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
 
 

@@ -17,7 +17,7 @@ from fp8rl.scale import growth
 from fp8rl.scale.growth import GrowthWatch, Reading
 from fp8rl.scale.machine import Machine, build
 from fp8rl.scale.storage import StoredRing
-from fp8rl.train import iterate
+from fp8rl.train import iterate, train
 
 MIB = 2**20
 
@@ -318,3 +318,9 @@ def test_cuda_blocks_that_torch_would_use_again_are_available(monkeypatch):
     for name, value in numbers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert growth.available("cuda") == 140
+
+
+def test_the_plain_ring_can_be_watched():
+    run = train(Config(steps=512, eval_every=0, eval_episodes=1), progress=False)
+    GrowthWatch().read(run.ring)
+    assert 0 < run.ring.filled_bytes < run.ring.nbytes

@@ -12,9 +12,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..checkpoint import write_whole
+
 MARK = ".fp8rl"
 FILES = {
-    "train": ("config.json", "metrics.csv", "checkpoint.pt", "checkpoint.pt.tmp", "reward_curve.png"),
+    "train": ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png"),
     "study": ("runs.jsonl", "results.csv", "table.md", "curves.png"),
 }
 
@@ -89,7 +91,8 @@ class Folder:
         try:
             _require_own(path, command, overwrite)  # again, now that nobody else can fill it
             for name in FILES.get(read_mark(path).get("command"), ()):  # a run that fails is not mistaken for the old one
-                (path / name).unlink(missing_ok=True)
+                for file in (name, f"{name}.tmp"):
+                    (path / file).unlink(missing_ok=True)
             folder.remember(command, options)
         except BaseException:
             folder.close()
@@ -130,13 +133,8 @@ class Folder:
 
     def write(self, name: str, content: str | bytes) -> None:
         """Writes a file whole or not at all."""
-        temporary = self.path / f"{name}.tmp"
         with self.writing():
-            try:
-                temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-                os.replace(temporary, self.path / name)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_whole(self.path / name, content.encode() if isinstance(content, str) else content)
 
     def close(self) -> None:
         """Lets others write in the folder."""

@@ -173,8 +173,8 @@ class StoredRing(ReplayBuffer):
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of memory taken by the rows written so far, ignoring page rounding; 0 if the ring is in files."""
-        return 0 if self._folder else self.nbytes // self.rows * min(self.count + 1, self.rows)
+        """As in ReplayBuffer; 0 if the ring is in files."""
+        return 0 if self._folder else super().filled_bytes
 
     def append(self, rollout: Rollout) -> None:
         """Like ReplayBuffer.append. If `new_episodes` is set, the rollout does not continue the last one, and a dummy row is
