@@ -35,8 +35,8 @@ def load(
     path: str | Path, networks: dict[str, type[ActorCritic]] = PLAIN, trust: bool = False, **changes
 ) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a precision available here.
-    `networks` is the model class by encoder (scale.machine.NETWORKS has all). `trust` allows importing the module in an env_id such
-    as "module:Name-v0", which must otherwise be imported already. Raises FileNotFoundError if `path` is not a file, and ValueError
+    `networks` is the model class by encoder (scale.machine.NETWORKS has all). `trust` allows importing the module in an env_id
+    like "module:Name-v0", which must otherwise be imported already. Raises FileNotFoundError if there is no file, and ValueError
     if it is damaged, not a checkpoint of this package, of another architecture, or not trusted."""
     config, state = resume(path, trust, **changes)
     try:
