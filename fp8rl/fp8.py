@@ -40,8 +40,8 @@ MULTIPLE = 16
 
 
 class Quantized(NamedTuple):
-    """A float8 tensor and its scale: value = data * scale. data is float8 [M, N]; scale is a float32 scalar, a power of two, or
-    NaN if the tensor held a number that is not finite."""
+    """A float8 tensor and its scale: value = data * scale. data is float8 [..., M, N]; scale is float32 [...], a power of two for
+    each matrix, or NaN if the matrix held a number that is not finite."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -56,17 +56,17 @@ class Quantized(NamedTuple):
 
     def dequantize(self) -> torch.Tensor:
         """data * scale in float32."""
-        return self.data.float() * self.scale
+        return self.data.float() * self.scale[..., None, None]
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
-    """Rounds a tensor [M, N] to float8 (`E4M3` or `E5M2`) with a power-of-two scale from its own largest magnitude. Raises
+    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a power-of-two scale from its own largest magnitude. Raises
     TypeError if `x` is not float32 or bfloat16: float16 may already have overflowed or flushed what FP8 would have scaled."""
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
     x = x.float().contiguous()  # row-major, whatever the input's strides
-    scale = power_of_two_scale(x.abs().amax(), dtype)
-    return Quantized(cast(x / scale, dtype), scale)
+    scale = power_of_two_scale(x.abs().amax((-2, -1)), dtype)
+    return Quantized(cast(x / scale[..., None, None], dtype), scale)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

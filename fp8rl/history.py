@@ -19,6 +19,8 @@ class History:
     value_loss, entropy (nats) and ess, the smallest min_logp, the largest finite grad_norm (0 if none was finite), and how many
     were nonfinite (in the gradient) or skipped (by the scaler); loss_scale; with FP8 also scale/quantization.py's numbers."""
 
+    failure: str | None = None  # why an agent that trains beside others takes no more steps (lab/population.py)
+
     def __init__(self, columns: dict[str, array] | None = None):
         self.columns = {} if columns is None else columns
 
@@ -76,19 +78,21 @@ class EpisodeReturns:
     def __init__(self, num_envs: int):
         self.open = torch.zeros(num_envs, dtype=torch.float64, device="cpu")
 
-    def add(self, rollout: Rollout) -> np.ndarray:
-        """Takes the next rollout and gives the returns of the episodes that ended in it, float64 [any number]."""
+    def add(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+        """Takes the next rollout. Gives the environments of the episodes that ended in it and their returns, int64 and float64
+        [any number]."""
         rewards, earned = rollout.reward.cpu().numpy(), self.open.numpy()
         ended = (rollout.flags & (TERMINATED | TRUNCATED)).cpu().numpy() != 0
-        finished, begin = [np.empty(0)], 0
+        finished, begin = [(np.empty(0, dtype=np.int64), np.empty(0))], 0
         for t in np.flatnonzero(ended.any(axis=1)):
             earned = earned + rewards[begin : t + 1].sum(axis=0, dtype=np.float64)
             (here,) = ended[t].nonzero()
-            finished.append(earned[here])
+            finished.append((here, earned[here]))
             earned[here] = 0
             begin = t + 1
         self.open = torch.from_numpy(earned + rewards[begin:].sum(axis=0, dtype=np.float64))
-        return np.concatenate(finished)
+        envs, returns = zip(*finished, strict=True)
+        return np.concatenate(envs), np.concatenate(returns)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of the open sums."""
@@ -99,19 +103,19 @@ class EpisodeReturns:
         self.open.copy_(state["open"])
 
 
-def summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Combines the statistics of an iteration's updates into one row. Waits for the device once."""
-    numbers = iter(torch.stack([x.float() for s in stats for x in s.values()]).tolist())
+def summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float | np.ndarray]:
+    """Combines the statistics of an iteration's updates, scalars or tensors [S], into one row of numbers or of arrays [S]. Waits
+    for the device once."""
+    numbers = iter(torch.stack([x.float() for s in stats for x in s.values()]).double().cpu().numpy())
     stats = [{name: next(numbers) for name in s} for s in stats]
     column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}
     finite = np.isfinite(column["grad_norm"])
     return {
-        **{name: float(column[name].mean()) for name in TERMS},
-        "ess": float(column["ess"].mean()),
-        "min_logp": float(column["min_logp"].min()),
-        "grad_norm": float(column["grad_norm"][finite].max(initial=0)),
-        "nonfinite": int((~finite).sum()),
-        "skipped": int(column["skipped"].sum()),
-        "loss_scale": float(column["loss_scale"][-1]),
+        **{name: column[name].mean(axis=0) for name in (*TERMS, "ess")},
+        "min_logp": column["min_logp"].min(axis=0),
+        "grad_norm": np.where(finite, column["grad_norm"], 0).max(axis=0),
+        "nonfinite": (~finite).sum(axis=0),
+        "skipped": column["skipped"].sum(axis=0),
+        "loss_scale": column["loss_scale"][-1],
         **{name: x for name, x in stats[-1].items() if name.startswith("fp8.")},
     }

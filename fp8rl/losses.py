@@ -78,17 +78,18 @@ def actor_critic_loss(
     deviation 1 with `normalize_advantage`), the value term half the squared distance to the V-trace target (Espeholt et al. 2018,
     section 4.2). Returns the loss (float32 scalar) and statistics without gradient: policy_loss, value_loss, entropy (nats),
     min_logp (smallest log-probability of an action taken) and ess (effective sample size of the importance ratios as a fraction
-    of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
+    of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy). With an axis of S agents before B in all arguments, every agent
+    has its own means, loss and statistics, [S] each.
 
     Args:
         logits, values: float32 [T+1, B, A] and [T+1, B], with gradient.
-        rollout: the transitions. config: the coefficients.
+        rollout: the transitions. config: the coefficients, numbers or, one for each agent, tensors [S, 1].
         total: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch, and
             the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
     """
     valid = rollout.valid
     mask = valid.float()  # for multiplying, faster than a bool
-    rows = mask.sum()
+    rows = _sum(mask)
     log_policy = log_softmax(logits[:-1])
     logp = action_logp(log_policy, rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
@@ -96,23 +97,28 @@ def actor_critic_loss(
     corrected = log_ratios if config.importance_correction else torch.zeros_like(log_ratios)
     targets = vtrace(values.detach(), config.reward_scale * rollout.reward, discounts, corrected, valid, config.lam)
     advantage = targets.advantage
-    count, advantage_sum = total([rows, advantage.sum()])  # dummy rows hold 0, so these are sums over valid rows
+    count, advantage_sum = total([rows, _sum(advantage)])  # dummy rows hold 0, so these are sums over valid rows
     count = count.clamp(min=1)
     if config.normalize_advantage:
         advantage = mask * (advantage - advantage_sum / count)
-        (squares,) = total([advantage.square().sum()])
+        (squares,) = total([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + 1e-8)
-    policy_loss = -(logp * advantage).sum() / count
-    value_loss = 0.5 * (mask * (values[:-1] - targets.value)).square().sum() / count
-    entropy = -(mask * (log_policy.exp() * log_policy).sum(-1)).sum() / count
+    policy_loss = -_sum(logp * advantage) / count
+    value_loss = 0.5 * _sum((mask * (values[:-1] - targets.value)).square()) / count
+    entropy = -_sum(mask * (log_policy.exp() * log_policy).sum(-1)) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
     masked = torch.where(valid, log_ratios, -torch.inf)
-    ratio = torch.where(valid, (masked - masked.max()).exp(), 0)  # does not change the fraction, and nothing overflows
+    ratio = torch.where(valid, (masked - masked.amax((0, -1), keepdim=True)).exp(), 0)  # does not change the fraction, and nothing overflows
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "min_logp": torch.where(valid, logp, 0).min(),
-        "ess": ratio.sum().square() / (rows * ratio.square().sum()).clamp(min=1),
+        "min_logp": torch.where(valid, logp, 0).amin((0, -1), keepdim=True),
+        "ess": _sum(ratio).square() / (rows * _sum(ratio.square())).clamp(min=1),
     }
-    return loss, {name: stat.detach() for name, stat in stats.items()}
+    return loss.squeeze(-1).squeeze(0), {name: stat.detach().squeeze(-1).squeeze(0) for name, stat in stats.items()}
+
+
+def _sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the rows [T, B] of a batch, which keeps the axes: [1, 1], or [1, S, 1] with an axis of agents."""
+    return x.sum((0, -1), keepdim=True)

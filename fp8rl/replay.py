@@ -121,9 +121,13 @@ class ReplayBuffer:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.size:
             raise ValueError(f"slice length is {length} but only {self.size} rows are stored: collect more or shorten it")
-        start = torch.randint(self.size - length + 1, (slices,), generator=generator, device=self.device)
-        env = torch.randint(self.num_envs, (slices,), generator=generator, device=self.device)
+        start, env = self._draw(self.size - length + 1, slices, generator)
         return self._read(self.start + start, env, length)
+
+    def _draw(self, starts: int, slices: int, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Uniform random numbers below `starts` and environments, int64 [slices] each."""
+        shape = {"size": (slices,), "generator": generator, "device": self.device}
+        return torch.randint(starts, **shape), torch.randint(self.num_envs, **shape)
 
     def _read(self, start: torch.Tensor, env: torch.Tensor, length: int) -> Rollout:
         """Slices [L, B] that start at row numbers `start` [B] of environments `env` [B]."""

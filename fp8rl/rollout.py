@@ -114,7 +114,6 @@ def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], t
     return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(logits)), state
 
 
-@torch.no_grad()
 def collect(model, env, length: int, precision: Precision, generator, state=None, loop=steps) -> Rollout:
     """Steps every environment `length` times with actions sampled from the model. Returns a Rollout [T, N], whose
     log-probabilities are those of the acting policy in its own precision.
@@ -126,8 +125,14 @@ def collect(model, env, length: int, precision: Precision, generator, state=None
         loop: `steps`, or a faster form of it.
     """
     noise = gumbel((length, env.num_envs, env.num_actions), env.device, generator)
+    return act(model, env, noise, precision, state, loop)
+
+
+@torch.no_grad()
+def act(model, env, noise: torch.Tensor, precision: Precision, state=None, loop=steps) -> Rollout:
+    """`collect` with given Gumbel noise of the actions, float32 [T, N, A]."""
     with precision.autocast():  # one region, so that autocast casts the weights once
-        (obs, action, reward, flags, logits), after = loop(model, env, noise, env.draw(length), state)
+        (obs, action, reward, flags, logits), after = loop(model, env, noise, env.draw(len(noise)), state)
     logp = action_logp(log_softmax(logits), action)
     if after is not None:
         state = torch.stack((torch.zeros_like(after) if state is None else state, after))

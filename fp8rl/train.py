@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -124,6 +125,15 @@ class Run:
         self.state = None
         self.history = History()
 
+    def set_learning_rate(self, learning_rate: float) -> float:
+        """Sets the optimizer's learning rate and returns it."""
+        group = self.optimizer.param_groups[0]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(learning_rate)  # in place, because a captured step reads this tensor
+        else:
+            group["lr"] = learning_rate
+        return learning_rate
+
     def collect(self) -> Rollout:
         """The next T steps of the N environments, with the current weights."""
         self.sync_actor()
@@ -155,6 +165,24 @@ class Run:
     def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
         """The function `update` with this run's parts."""
         return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total)
+
+    def check(self, rollout: Rollout) -> None:
+        """Raises ValueError if the environment returned a number that is not finite or too large."""
+        check_finite(rollout)
+
+    def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
+        """A summary of the updates, with the sums over all processes of returns, clipped values and loss terms."""
+        (_, finished), terms = self.returns.add(rollout), [summary[name] for name in TERMS]
+        sums = torch.tensor([finished.sum(), len(finished), self.ring.clipped.sum(), *terms], dtype=torch.float64, device="cpu")
+        returns, episodes, clipped, *terms = self.total([sums])[0].tolist()
+        steps = (len(self.history) + 1) * self.config.steps_per_iteration
+        earned = {"train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped)}
+        return {"steps": steps, **earned, **summary, **dict(zip(TERMS, terms, strict=True))}
+
+    def check_learning(self) -> None:
+        """Raises FloatingPointError if the newest row shows that nothing is learned any more (see `iterate`)."""
+        if reason := failure(self.history, self.config, self.scaler.is_enabled()):
+            raise FloatingPointError(reason)
 
     def evaluate(self, judge=None, precision: Precision | None = None, make_env: Callable | None = None) -> float:
         """Mean greedy return of `eval_episodes` episodes from starts within 0.05, the same ones every time. Optionally uses a
@@ -213,20 +241,20 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
             began = time.perf_counter()
-            learning_rate = set_learning_rate(run.optimizer, config.learning_rate_at(iteration))
+            learning_rate = run.set_learning_rate(config.learning_rate_at(iteration))
             rollout = run.collect()  # T steps of N environments
-            check_finite(rollout)  # before anything learns from it
+            run.check(rollout)  # before anything learns from it
             if run.stores:
                 run.ring.append(rollout)
             stats = []
             for k in range(config.updates):
                 batch = rollout if k < config.fresh_updates else run.sample()  # from older policies: V-trace corrects
                 stats.append(run.update(batch, record=k + 1 == config.updates))
-            row = {"iteration": iteration, **totals(run, rollout, summarize(stats)), "learning_rate": learning_rate}
+            row = {"iteration": iteration, **run.totals(rollout, summarize(stats)), "learning_rate": learning_rate}
             row["seconds"] = time.perf_counter() - began + (history.last["seconds"] if iteration else 0)
             row["eval_return"] = run.evaluate() if config.evaluates_at(iteration) else math.nan
             history.add(row)
-            check_learning(run)
+            run.check_learning()
             bar.set_postfix_str(shown(row), refresh=False)
             yield run
 
@@ -239,29 +267,19 @@ def train(run: Run | Config, progress: bool = True) -> Run:
     return run
 
 
-def totals(run: Run, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
-    """A summary of the updates, with the sums over all processes of returns, clipped values and loss terms."""
-    finished, terms = run.returns.add(rollout), [summary[name] for name in TERMS]
-    sums = torch.tensor([finished.sum(), len(finished), run.ring.clipped.sum(), *terms], dtype=torch.float64, device="cpu")
-    returns, episodes, clipped, *terms = run.total([sums])[0].tolist()
-    summary |= dict(zip(TERMS, terms, strict=True))
-    steps = (len(run.history) + 1) * run.config.steps_per_iteration
-    return {"steps": steps, "train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped), **summary}
-
-
-def check_learning(run: Run) -> None:
-    """Raises FloatingPointError if the newest row shows that nothing is learned any more (see `iterate`)."""
-    bad = run.history.columns["nonfinite"][-PATIENCE:]
-    stuck = len(bad) == PATIENCE and min(bad) == run.config.updates
-    if stuck or (bad[-1] and not run.scaler.is_enabled()):
-        step, precision = run.history.last["steps"], run.config.precision
-        raise FloatingPointError(f"gradient not finite at step {step:.0f} in {precision}: lower learning_rate")
+def failure(history: History, config: Config, scaled: bool) -> str | None:
+    """Why nothing is learned any more, if the newest row shows it (see `iterate`). `scaled`: a loss scaler skips bad steps."""
+    bad = history.columns["nonfinite"][-PATIENCE:]
+    stuck = len(bad) == PATIENCE and min(bad) == config.updates
+    if stuck or (bad[-1] and not scaled):
+        return f"gradient not finite at step {history.last['steps']:.0f} in {config.precision}: lower learning_rate"
+    return None
 
 
 def shown(row: dict[str, float]) -> str:
     """Text of the progress bar for a row."""
-    parts = [f"{name} {row[name]:.1f}" for name in ("train_return", "eval_return") if not math.isnan(row[name])]
-    return ", ".join([*parts, f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {row['loss_scale']:g}"])
+    parts = [f"{name} {np.mean(row[name]):.1f}" for name in ("train_return", "eval_return") if not np.isnan(row[name]).any()]
+    return ", ".join([*parts, f"{row['steps'] / row['seconds']:,.0f} steps/s"])
 
 
 def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:
@@ -271,16 +289,6 @@ def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> 
     if weight.is_cuda:
         rate = torch.tensor(learning_rate, dtype=torch.float32, device=weight.device)
     return torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=capturable)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> float:
-    """Sets an optimizer's learning rate and returns it."""
-    group = optimizer.param_groups[0]
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(learning_rate)  # in place, because a captured step reads this tensor
-    else:
-        group["lr"] = learning_rate
-    return learning_rate
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:

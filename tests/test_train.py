@@ -14,7 +14,7 @@ from fp8rl.env import BatchedEnv
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import collect
-from fp8rl.train import Run, Stream, iterate, make_cart, set_learning_rate, train, update
+from fp8rl.train import Run, Stream, iterate, make_cart, train, update
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
@@ -248,9 +248,10 @@ def test_the_optimizer_keeps_how_it_runs_here():
 
 
 def test_the_learning_rate_is_set_where_the_optimizer_keeps_it():
-    optimizer = torch.optim.Adam(ActorCritic().parameters(), lr=torch.tensor(1.0), capturable=True)
-    kept = optimizer.param_groups[0]["lr"]
-    assert set_learning_rate(optimizer, 0.5) == 0.5 and kept == 0.5 and optimizer.param_groups[0]["lr"] is kept
+    run = Run(Config())
+    run.optimizer = torch.optim.Adam(run.model.parameters(), lr=torch.tensor(1.0), capturable=True)
+    kept = run.optimizer.param_groups[0]["lr"]
+    assert run.set_learning_rate(0.5) == 0.5 and kept == 0.5 and run.optimizer.param_groups[0]["lr"] is kept
 
 
 def test_the_bar_shows_how_far_it_is(capsys):
