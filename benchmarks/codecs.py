@@ -64,7 +64,7 @@ def main(out: Path) -> None:
         curves, found = {}, []
         for arm, fields in arms.items():
             configs = [Config(seed=seed, **fields) for seed in SEEDS]
-            run = functools.partial(run_coarser, COARSER[arm]) if arm in COARSER else study.run
+            run = functools.partial(run_coarser, COARSER[arm]) if arm in COARSER else None
             finished = list(study.run_all(configs, run=run))
             found += [study.summarize(config, history, arm) for config, history in finished]
             curves[arm] = study.stack([history for _, history in finished], "eval_return")

@@ -29,8 +29,9 @@ from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
+from fp8rl.report import bench
 from fp8rl.rollout import collect
-from fp8rl.scale import bench, ranks
+from fp8rl.scale import ranks
 from fp8rl.scale.gym import GymEnv
 from fp8rl.scale.hardware import hardware
 from fp8rl.scale.machine import Machine, build

@@ -41,8 +41,8 @@ from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
 from fp8rl.env import STATE_BOUNDS
+from fp8rl.report import bench
 from fp8rl.rollout import DUMMY, TRUNCATED, Rollout
-from fp8rl.scale import bench
 from fp8rl.scale.hardware import hardware
 from fp8rl.scale.storage import StoredRing
 

@@ -8,6 +8,7 @@ import csv
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import re
@@ -30,9 +31,9 @@ from .env import BatchedEnv
 from .evaluate import evaluate
 from .history import History
 from .precision import Precision
-from .report import plot, study
+from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
-from .scale import bench, growth, hardware, ranks
+from .scale import growth, hardware, ranks
 from .scale.gym import EnvironmentFailed, GymEnv
 from .scale.machine import NETWORKS, Machine, build
 from .scale.storage import ring_bytes
@@ -253,58 +254,56 @@ def evaluate_run(
     print(json.dumps(result) if json_output else words)
 
 
+def sweep_type() -> type:
+    """A dataclass of Config's numbers, each with any number of values."""
+    found = []
+    for field in dataclasses.fields(Config):
+        if field.type in (int, float) and field.name != "seed":
+            shown = tyro.conf.arg(help=f"Values of `train`'s {field.name}.")
+            found.append((field.name, Annotated[tuple[field.type, ...], shown], dataclasses.field(default=(field.default,))))
+    return dataclasses.make_dataclass("Sweep", found, frozen=True)
+
+
+Sweep = sweep_type()
+
+
 def compare(
     out: Path,
-    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8"),
-    seeds: int = 30,
-    first_seed: int = 0,
-    steps: int = 100_000,
-    collect_precision: str | None = None,
-    controls: bool = False,
+    comparison: tyro.conf.OmitArgPrefixes[study.Comparison] = study.Comparison(),  # noqa: B008
+    sweep: tyro.conf.OmitArgPrefixes[Sweep] = Sweep(),  # noqa: B008
+    one_by_one: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Train every precision on the same seeds, one process per core, and write results.csv, table.md and curves.png. A study that
-    was stopped continues when it is called again.
+    """Train every precision on the same seeds, many agents as one batch on every core, and write results.csv, table.md and
+    curves.png. Any number of Config may have several values (--learning-rate 1e-4 3e-4): each is crossed with all others. A study
+    that was stopped continues when it is called again.
 
     Args:
         out: folder for the results.
-        precisions: what to compare; differences are taken to the first.
-        seeds: runs of each.
-        first_seed: seeds run upwards from here.
-        steps: environment steps of a run.
-        collect_precision: run each precision once more, with the acting policy in this one.
-        controls: add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8
-            that leaves the scales out of its products, which must fail.
+        comparison: the arms.
+        sweep: numbers of the config.
+        one_by_one: train every agent alone, which takes much longer.
         overwrite: replace a study that the folder holds.
     """
-    for name, value in {"seeds": seeds, "precisions": len(precisions)}.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}: use at least 1")
-    for name in (*precisions, collect_precision or precisions[0]):
-        Precision(name)
-
-    def runs(first: int = first_seed, **fields) -> list[Config]:
-        return [Config(seed=seed, steps=steps, **fields) for seed in range(first, first + seeds)]
-
-    arms = {name: runs(precision=name) for name in precisions}
-    if collect_precision:
-        for name in [name for name in arms if name != collect_precision]:
-            arms[f"{name} acting in {collect_precision}"] = runs(precision=name, collect_precision=collect_precision)
-    unscaled = {}
-    if controls:
-        arms[f"control: {precisions[0]}, other seeds"] = runs(first_seed + seeds, precision=precisions[0])
-        unscaled["control: fp8, products not scaled back"] = runs(precision="fp8")
-    options = {"precisions": list(precisions), "collect_precision": collect_precision, "controls": controls}
-    options |= {"seeds": seeds, "first_seed": first_seed, "steps": steps}
+    numbers, arms, unscaled = dataclasses.asdict(sweep), {}, {}
+    for name, values in numbers.items():
+        if not values:
+            raise ValueError(f"{name} has no value: give one or more")
+    for values in itertools.product(*numbers.values()):
+        fields = dict(zip(numbers, values, strict=True))
+        suffix = "".join(f", {name} {value:g}" for name, value in fields.items() if len(numbers[name]) > 1)
+        for group, added in zip((arms, unscaled), comparison.arms(suffix, **fields), strict=True):
+            group |= added
+    options = dataclasses.asdict(comparison) | numbers
     with folder_of(out, options, overwrite) as folder:
         journal = study.Journal(out / "runs.jsonl")
-        for group, run in ((arms, study.run), (unscaled, study.run_unscaled)):
-            arm_of = {
-                config: arm for arm, configs in group.items() for config in configs if (arm, config) not in journal.histories
-            }
-            for config, history in study.run_all(sorted(arm_of, key=lambda config: config.seed), run=run):
+        for group, run in ((arms, study.run if one_by_one else None), (unscaled, study.run_unscaled)):
+            left = {config: arm for arm, configs in group.items() for config in configs if (arm, config) not in journal.histories}
+            for config, history in study.run_all(list(left), run=run):
                 with folder.writing():
-                    journal.add(arm_of[config], config, history)
+                    journal.add(left[config], config, history)
+                if history.failure:
+                    print(f"fp8rl: warning: {left[config]}, seed {config.seed}: {history.failure}", file=sys.stderr)
         results, shown = [], {}
         for arm, configs in (arms | unscaled).items():
             histories = [journal.histories[arm, config] for config in configs]
@@ -344,9 +343,7 @@ def write_study(folder: Folder, results: list[dict], shown: dict[str, list[Histo
 
 def measure(
     what: tyro.conf.Positional[Literal["loop", "fp8"]] = "loop",
-    num_envs: int = 4096,
-    rollout_length: int = 32,
-    precision: str | None = None,
+    loop: tyro.conf.OmitArgPrefixes[bench.Loop] = bench.Loop(),  # noqa: B008
     machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(reuse_forward=True),  # noqa: B008
     seconds: float = 5.0,
     json_output: Json = False,
@@ -357,9 +354,7 @@ def measure(
     Args:
         what: loop, training without replay against its floor (under torchrun of all processes together); or fp8, one linear layer
             in every precision over widths and batches, which needs FP8 hardware and is written to `out`.
-        num_envs: environments of the loop.
-        rollout_length: steps that it collects from each in an iteration.
-        precision: what it computes in, if not in what is fastest on this machine.
+        loop: what is trained.
         machine: where and how fast. With few environments --compile --no-reuse-forward is the fastest; a CUDA graph too needs
             --no-reuse-forward.
         seconds: how long to measure.
@@ -376,7 +371,7 @@ def measure(
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
     ranks.start(machine.devices)
-    result = bench.bench_loop(bench.loop_of(num_envs, rollout_length, precision, machine), machine, seconds)
+    result = bench.bench_loop(loop.config(machine), machine, seconds, agents=loop.agents)
     first = ranks.rank_and_size()[0] == 0
     ranks.stop()
     if first:
@@ -437,6 +432,7 @@ def main() -> None:
     """Runs the command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.formatwarning = lambda text, *_, **__: f"fp8rl: warning: {text}\n"
+    hardware.keep_freed_memory()
     torch.set_num_threads(1)  # the network is too small for more, and so a run's numbers do not depend on the cores
     commands = {"train": train, "eval": evaluate_run, "study": compare, "memory": predict_and_measure, "bench": measure}
     try:

@@ -60,8 +60,9 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
-    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a power-of-two scale from its own largest magnitude. Raises
-    TypeError if `x` is not float32 or bfloat16: float16 may already have overflowed or flushed what FP8 would have scaled."""
+    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a power-of-two scale from its own largest magnitude.
+    Raises TypeError if `x` is not float32 or bfloat16: float16 may already have overflowed or flushed what FP8 would have
+    scaled."""
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
     x = x.float().contiguous()  # row-major, whatever the input's strides

@@ -108,7 +108,9 @@ def actor_critic_loss(
     entropy = -_sum(mask * (log_policy.exp() * log_policy).sum(-1)) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
     masked = torch.where(valid, log_ratios, -torch.inf)
-    ratio = torch.where(valid, (masked - masked.amax((0, -1), keepdim=True)).exp(), 0)  # does not change the fraction, and nothing overflows
+    ratio = torch.where(
+        valid, (masked - masked.amax((0, -1), keepdim=True)).exp(), 0
+    )  # does not change the fraction, and nothing overflows
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8rl.scale import bench
+from fp8rl.report import bench
 from fp8rl.scale.machine import Machine
 
 
@@ -23,7 +23,7 @@ def test_every_precision_is_timed_on_the_same_work():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_loop_is_measured_against_its_matmuls(precision):
     machine = Machine(reuse_forward=precision == "bf16")
-    result = bench.bench_loop(bench.loop_of(16, 4, precision, machine), machine, seconds=0.05, rounds=2)
+    result = bench.bench_loop(bench.Loop(16, 4, precision).config(machine), machine, seconds=0.05, rounds=2)
     assert (result["num_envs"], result["rollout_length"], result["precision"]) == (16, 4, precision)
     assert result["train_steps_per_second"] > 0 and 0 < result["floor_share"] < 1
     assert 0 < result["collect_share"] < 1 and 0 < result["update_share"] < 1
@@ -36,17 +36,17 @@ def test_the_floor_multiplies_what_the_loop_must():
     repeated = 4 * forward + 5 * (forward + backward)
     for reused, expected in ((True, 4 * (forward + backward) + forward), (False, repeated)):
         machine = Machine(reuse_forward=reused)
-        floor = bench.floor_of(bench.loop_of(16, 4, "fp32", machine), machine)
+        floor = bench.floor_of(bench.Loop(16, 4, "fp32").config(machine), machine)
         with FlopCounterMode(display=False) as counted:
             floor()
         assert counted.get_total_flops() == expected
 
 
 def test_the_loop_learns_from_every_step_once_and_keeps_none():
-    config = bench.loop_of(16, 4, "fp32")
+    config = bench.Loop(16, 4, "fp32").config()
     assert (config.num_envs, config.rollout_length, config.precision, config.collect_precision) == (16, 4, "fp32", None)
     assert (config.fresh_updates, config.replay_updates, config.eval_every) == (1, 0, 0)
-    assert bench.loop_of(16, 4, "bf16", Machine(compile=True)).collect_precision == "fp32"
+    assert bench.Loop(16, 4, "bf16").config(Machine(compile=True)).collect_precision == "fp32"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -14,11 +14,12 @@ PRETENDED = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # a p
 ASK = """
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.scale import bench, hardware
+from fp8rl.report import bench
+from fp8rl.scale import hardware
 print([hardware.is_emulated(name) for name in ("fp32", "bf16", "fp16", "fp8")])
 print(hardware.describe(Precision("bf16"), ActorCritic()))
 print(hardware.hardware())
-print(bench.loop_of(16, 4).precision)
+print(bench.Loop(16, 4).config().precision)
 """
 
 

@@ -80,7 +80,7 @@ def test_results_are_ordered_and_complete():
 
 def test_processes_give_the_numbers_of_this_one():
     configs = [Config(seed=seed, **TINY) for seed in range(2)]
-    histories = dict(study.run_all(configs, workers=2, progress=False))
+    histories = dict(study.run_all(configs, workers=2, progress=False, run=study.run))
     assert histories.keys() == set(configs) and list(study.run_all([])) == []
     for config in configs:
         ours = train(config, progress=False).history

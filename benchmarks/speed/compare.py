@@ -285,7 +285,10 @@ def report(rows: dict, trained: dict, learned: dict, versions: dict, options: ar
         [f"Training steps per second, medians of {options.rounds} alternating rounds of {options.seconds:g} s:", ""],
         speed_table(rows, trained),
         [""],
-        [f"Training in {shape}; evaluated after every second update, outside the clock; medians of {options.seeds} seeds from {FIRST_SEED} up:", ""],
+        [
+            f"Training in {shape}; evaluated after every second update, outside the clock; medians of {options.seeds} seeds:",
+            "",
+        ],
         learning_table(learned),
         ["", f"`python benchmarks/speed/compare.py {shlex.join(sys.argv[1:])}` on {hardware()}. {listed}.", ""],
     ]

@@ -18,7 +18,7 @@ from pathlib import Path
 import common
 import torch
 
-from fp8rl.scale.bench import loop_of
+from fp8rl.report.bench import Loop
 from fp8rl.scale.hardware import hardware
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import train
@@ -32,7 +32,7 @@ def whole_run(steps: int) -> dict[str, float]:
     torch.set_num_threads(1)
     common.import_lazy_parts()
     began = time.perf_counter()
-    config = dataclasses.replace(loop_of(NUM_ENVS, ROLLOUT_LENGTH, PRECISION), steps=steps, eval_episodes=1)
+    config = dataclasses.replace(Loop(NUM_ENVS, ROLLOUT_LENGTH, PRECISION).config(), steps=steps, eval_episodes=1)
     history = train(build(config, Machine(reuse_forward=True)), progress=False).history
     seconds = time.perf_counter() - began
     done = history.column("steps")[-1]

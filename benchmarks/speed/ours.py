@@ -15,8 +15,8 @@ import dataclasses
 import common
 import torch
 
+from fp8rl.report.bench import Loop
 from fp8rl.scale import ranks
-from fp8rl.scale.bench import loop_of
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import iterate
 
@@ -31,7 +31,7 @@ MACHINES = {
 def train(options, tick):
     machine = MACHINES[options.variant]
     fields = {"seed": options.seed, "steps": options.steps, "learning_rate": options.learning_rate}
-    config = loop_of(options.num_envs, options.rollout_length, options.precision, machine)
+    config = Loop(options.num_envs, options.rollout_length, options.precision).config(machine)
     for run in iterate(build(dataclasses.replace(config, **fields), machine)):
         stop = False
         try:

@@ -1,7 +1,8 @@
 """Studies: many configs over the machine's cores, and the table that compares them.
 
-Each run is a single-threaded process: these networks are too small to share, and two runs side by side beat one on two threads.
-What has finished is written down at once (`Journal`), so that a study that was stopped goes on with the rest.
+Configs train together as populations (lab/population.py), one on each core, in single-threaded processes that exchange nothing.
+Those that cannot be in a population train alone. What has finished is written down at once (`Journal`), so that a study that was
+stopped goes on with the rest.
 """
 
 import csv
@@ -14,7 +15,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,19 +28,67 @@ from tqdm.auto import tqdm
 from .. import fp8
 from ..config import Config
 from ..history import History
+from ..lab.population import Population, batches, obstacle
+from ..precision import Precision
 from ..scale.gym import children_ignore_interrupts
+from ..scale.hardware import keep_freed_memory
 from ..scale.machine import build
-from ..train import train
+from ..train import iterate, train
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = 195.0
 MARGIN = 2.0
 FIELDS = ["arm", "precision", "collect_precision", "seed", "final_return", "area"]
 FIELDS += ["first_step_at_195", "seconds_to_195", "train_seconds"]
+AGENTS = 32  # in a population, at most: with more the speed hardly grows, and results come later
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Precisions compared on the same seeds."""
+
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8")
+    """What to compare; differences are taken to the first."""
+    seeds: int = 30
+    """Agents of each."""
+    first_seed: int = 0
+    """Seeds run upwards from here."""
+    collect_precision: str | None = None
+    """Train each precision once more, with the acting policy in this one."""
+    controls: bool = False
+    """Add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8 that leaves
+    the scales out of its products, which must fail."""
+
+    def __post_init__(self):
+        for name, value in {"seeds": self.seeds, "precisions": len(self.precisions)}.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}: use at least 1")
+        for name in (*self.precisions, self.collect_precision or self.precisions[0]):
+            Precision(name)
+
+    def arms(self, suffix: str = "", **fields) -> tuple[dict[str, list[Config]], dict[str, list[Config]]]:
+        """The arms, name -> a config for each seed, and apart from them the control for `run_unscaled`, if any.
+
+        Args:
+            suffix: of all names. fields: of all configs.
+        """
+
+        def runs(first: int = self.first_seed, **changes) -> list[Config]:
+            return [Config(seed=seed, **fields, **changes) for seed in range(first, first + self.seeds)]
+
+        acting, arms = self.collect_precision, {name: runs(precision=name) for name in self.precisions}
+        if acting:
+            others = [name for name in self.precisions if name != acting]
+            arms |= {f"{name} acting in {acting}": runs(precision=name, collect_precision=acting) for name in others}
+        if self.controls:
+            first = self.precisions[0]
+            arms[f"control: {first}, other seeds"] = runs(self.first_seed + self.seeds, precision=first)
+        unscaled = {"control: fp8, products not scaled back": runs(precision="fp8")} if self.controls else {}
+        return tuple({name + suffix: configs for name, configs in group.items()} for group in (arms, unscaled))
 
 
 def run(config: Config) -> History:
-    """Trains one config without a progress bar."""
+    """Trains one config alone, without a progress bar."""
     return train(build(config), progress=False).history
 
 
@@ -57,7 +107,7 @@ def run_unscaled(config: Config) -> History:
 
 
 def run_all(
-    configs: list[Config], workers: int | None = None, progress: bool = True, run: Callable[[Config], History] = run
+    configs: list[Config], workers: int | None = None, progress: bool = True, run: Callable[[Config], History] | None = None
 ) -> Iterator[tuple[Config, History]]:
     """Trains configs in parallel processes of one thread each, yielding each with its history as they finish (in any order).
 
@@ -65,7 +115,7 @@ def run_all(
         configs: what to train.
         workers: processes at a time; None is one a core.
         progress: show a bar.
-        run: what each process does with a config.
+        run: what a process does with each config alone; None trains them together, as populations, where that can be.
 
     Raises:
         ChildProcessError: a process died. What a run raises is raised here. No process outlives this one or the last result.
@@ -74,13 +124,21 @@ def run_all(
         return
     # Spawned, not forked: a fork of a process that has used torch's threads can hang.
     context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
-    workers = min(workers or os.cpu_count() or 1, len(configs))
-    pool = ProcessPoolExecutor(workers, context, initializer=_begin_worker)
+    tasks = tasks_of(configs, workers or os.cpu_count() or 1, run)
+    numbers = context.RawArray("d", 2 * len(tasks))
+    pool = ProcessPoolExecutor(min(workers or os.cpu_count() or 1, len(tasks)), context, _begin_worker, (numbers,))
+    total = sum(config.iterations * config.steps_per_iteration for config in configs)
     try:
         with children_ignore_interrupts():
-            futures = {pool.submit(run, config): config for config in configs}
-        for future in tqdm(as_completed(futures), total=len(futures), unit="run", disable=not progress):
-            yield futures[future], future.result()
+            futures = {pool.submit(_work, each, task, 2 * i): task for i, (each, task) in enumerate(tasks)}
+        waiting = set(futures)
+        with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
+            while waiting:
+                done, waiting = wait_for(waiting, 0.5, FIRST_COMPLETED)
+                bar.set_postfix_str(f"{len(configs)} agents, {sum(numbers[1::2]):.0f} at {THRESHOLD:g}", refresh=False)
+                bar.update(sum(numbers[::2]) - bar.n)
+                for future in done:
+                    yield from zip(futures[future], future.result(), strict=True)
     except BrokenProcessPool as error:
         raise ChildProcessError("a process of the study died (killed, or out of memory): run the command again") from error
     except BaseException:
@@ -91,8 +149,34 @@ def run_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin_worker() -> None:
+def tasks_of(configs: list[Config], workers: int, each: Callable | None) -> list[tuple[Callable | None, list[Config]]]:
+    """What the processes do: single runs with `each`, or populations (None). These are dealt out over the workers, so that all
+    finish together."""
+    single = configs if each else [config for config in configs if obstacle(config)]
+    dealt = [] if each else batches([config for config in configs if not obstacle(config)], AGENTS * workers)
+    tasks = [(None, batch[i::workers]) for batch in dealt for i in range(min(workers, len(batch)))]
+    return tasks + [(each or run, [config]) for config in single]
+
+
+def _work(each: Callable | None, configs: list[Config], place: int) -> list[History]:
+    """A process's task. It counts environment steps and agents that have reached 195 in `_numbers`, from `place` on."""
+    if each is None:
+        population, reached = Population(configs), set()
+        for _ in iterate(population):
+            reached |= {k for k, history in enumerate(population.history.each) if history.columns["eval_return"][-1] >= THRESHOLD}
+            _numbers[place : place + 2] = population.history.last["steps"] * len(configs), len(reached)
+        return population.histories(configs)
+    (history,) = [each(config) for config in configs]
+    _numbers[place] = configs[0].iterations * configs[0].steps_per_iteration
+    _numbers[place + 1] = isinstance(history, History) and history.first_step_at(THRESHOLD) > 0
+    return [history]
+
+
+def _begin_worker(numbers) -> None:
+    global _numbers
+    _numbers = numbers  # shared memory goes only to a process that begins
     torch.set_num_threads(1)
+    keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its children
     parent = multiprocessing.parent_process()
 

@@ -1,5 +1,7 @@
 """What this machine can do, and what it emulates."""
 
+import contextlib
+import ctypes
 import functools
 import os
 import platform
@@ -44,6 +46,15 @@ def is_emulated(name: str, device="cpu") -> bool:
         return shortest(AUTOCAST[name]) > 10 * shortest(torch.float32)
     finally:
         torch.set_num_threads(threads)
+
+
+def keep_freed_memory() -> None:
+    """Lets this process keep the memory that it frees. The GNU C library would give large blocks back to the kernel, and every
+    update would have to fetch its pages again. Does nothing with another C library."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its largest value
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def describe(precision: Precision, model: nn.Module) -> str:

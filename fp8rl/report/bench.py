@@ -28,49 +28,78 @@ from torch import nn
 
 from .. import fp8
 from ..config import Config
+from ..lab.population import Population
 from ..precision import AUTOCAST, Precision, available_precisions
+from ..scale import ranks
+from ..scale.hardware import is_emulated
+from ..scale.machine import HERE, Machine, build
 from ..train import iterate
-from . import ranks
-from .hardware import is_emulated
-from .machine import HERE, Machine, build
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
 WIDTHS = tuple(2**n for n in range(6, 14))
 BATCHES = (1024, 4096, 16384, 65536)
 
 
-def loop_of(num_envs: int = 4096, rollout_length: int = 32, precision: str | None = None, machine: Machine = HERE) -> Config:
-    """The loop without replay at a given shape, with unlimited steps and the smallest ring that takes a rollout. A compiled loop
-    acts in fp32, because with so few rows 16 bits are slower.
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The loop without replay, with unlimited steps and the smallest ring that takes a rollout."""
 
-    Args:
-        precision: None is the fastest precision on the machine among those that it does not emulate.
-        machine: where it would run.
-    """
-    shape = {"num_envs": num_envs, "rollout_length": rollout_length, "slice_length": 1}
-    shape |= {"capacity": (rollout_length + 1) * num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
-    acting = "fp32" if machine.compile else None
-    if precision is not None:
-        return Config(precision=precision, collect_precision=acting, **shape)
-    names = available_precisions(machine.device)
-    (emulated,) = ranks.total([torch.tensor([is_emulated(name, machine.device) for name in names]).int()])  # all must agree
-    names = [name for name, no in zip(names, emulated, strict=True) if not no]
-    eager = dataclasses.replace(machine, compile=False)
-    speeds = [bench_loop(Config(precision=name, **shape), eager, 0.5, 1)["train_steps_per_second"] for name in names]
-    (speeds,) = ranks.total([torch.tensor(speeds)])
-    return Config(precision=names[int(speeds.argmax())], collect_precision=acting, **shape)
+    num_envs: int = 4096
+    """Environments, of each agent."""
+    rollout_length: int = 32
+    """Steps collected from each environment per iteration."""
+    precision: str | None = None
+    """None is the fastest precision on the machine among those that it does not emulate; of a population it is fp32."""
+    agents: int | None = None
+    """Agents trained as one batch (lab/population.py); None is a single run."""
+
+    def config(self, machine: Machine = HERE) -> Config:
+        """The config of the loop on a machine. A compiled loop acts in fp32, because with so few rows 16 bits are slower.
+
+        Raises:
+            ValueError: the machine has an option that a population does not have, or a number is out of range.
+        """
+        if self.agents is not None:
+            self._check(machine)
+        shape = {"num_envs": self.num_envs, "rollout_length": self.rollout_length, "slice_length": 1}
+        shape |= {"capacity": (self.rollout_length + 1) * self.num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
+        acting = "fp32" if machine.compile else None
+        if self.precision or self.agents:
+            return Config(precision=self.precision or "fp32", collect_precision=acting, **shape)
+        names = available_precisions(machine.device)
+        (emulated,) = ranks.total([torch.tensor([is_emulated(name, machine.device) for name in names]).int()])  # all must agree
+        names = [name for name, no in zip(names, emulated, strict=True) if not no]
+        eager = dataclasses.replace(machine, compile=False)
+        speeds = [bench_loop(Config(precision=name, **shape), eager, 0.5, 1)["train_steps_per_second"] for name in names]
+        (speeds,) = ranks.total([torch.tensor(speeds)])
+        return Config(precision=names[int(speeds.argmax())], collect_precision=acting, **shape)
+
+    def _check(self, machine: Machine) -> None:
+        if self.agents < 1:
+            raise ValueError(f"agents is {self.agents}: use at least 1")
+        for field in dataclasses.fields(Machine):
+            if field.name not in ("device", "reuse_forward") and getattr(machine, field.name) != field.default:
+                raise ValueError(f"{field.name} is {getattr(machine, field.name)} beside agents: leave it out")
+        if ranks.rank_and_size()[1] > 1:
+            raise ValueError(f"agents is {self.agents} under torchrun: leave one of them out, populations exchange nothing")
 
 
-def bench_loop(config: Config, machine: Machine, seconds: float = 5.0, rounds: int = 5) -> dict[str, float | int | str]:
-    """Training steps per second of a config's loop: medians of rounds that alternate with its floor.
+def bench_loop(
+    config: Config, machine: Machine, seconds: float = 5.0, rounds: int = 5, agents: int | None = None
+) -> dict[str, float | int | str]:
+    """Training steps per second of a config's loop, or of all agents of a population with seeds from 0 up: medians of rounds that
+    alternate with its floor.
 
     Returns:
-        train_steps_per_second, num_envs, rollout_length, precision; collect_share and update_share, fractions of an iteration's
-            time (meaningless for a CUDA graph or collection ahead); floor_share, the floor's time as a fraction of an
-            iteration's.
+        train_steps_per_second, agents (of a population), num_envs, rollout_length, precision; collect_share and update_share,
+            fractions of an iteration's time (meaningless for a CUDA graph or collection ahead); floor_share, the floor's time as
+            a fraction of an iteration's.
     """
     spent = {"collect": 0.0, "update": 0.0}
-    run = build(config, machine)
+    if agents is None:
+        run = build(config, machine)
+    else:
+        run = Population([dataclasses.replace(config, seed=seed) for seed in range(agents)], machine.device)
 
     def timed(name):
         function = getattr(run, name)
@@ -85,7 +114,7 @@ def bench_loop(config: Config, machine: Machine, seconds: float = 5.0, rounds: i
 
     for name in spent:
         timed(name)
-    found, floor = [], floor_of(config, machine)
+    found, floor, steps = [], floor_of(config, machine, agents), config.steps_per_iteration * (agents or 1)
     with contextlib.closing(iterate(run)) as iterations:
         for _ in range(5):  # caches, and the capture of a graph
             began = time.perf_counter()
@@ -100,31 +129,33 @@ def bench_loop(config: Config, machine: Machine, seconds: float = 5.0, rounds: i
                 next(iterations)
             each = (time.perf_counter() - began) / count
             lowest = seconds_of({"floor": floor}, 1, 0.05, machine.device)["floor"]
-            found.append((config.steps_per_iteration / each, *(took / count / each for took in spent.values()), lowest / each))
+            found.append((steps / each, *(took / count / each for took in spent.values()), lowest / each))
     names = ("train_steps_per_second", "collect_share", "update_share", "floor_share")
     result = dict(zip(names, map(statistics.median, zip(*found, strict=True)), strict=True))
-    shape = {"num_envs": config.num_envs, "rollout_length": config.rollout_length, "precision": config.precision}
+    shape = {} if agents is None else {"agents": agents}
+    shape |= {"num_envs": config.num_envs, "rollout_length": config.rollout_length, "precision": config.precision}
     return {"train_steps_per_second": result.pop("train_steps_per_second"), **shape, **result}
 
 
-def floor_of(config: Config, machine: Machine) -> Callable[[], None]:
+def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Callable[[], None]:
     """A function that does only the multiplications of an iteration on the package's own environment, for this process's
-    environments: T + 1 forward passes to act and T backward passes, one time step at a time; or, if the forward passes are not
-    reused, T of them to act, and one forward and one backward pass over all rows at once. On CUDA with `graph` it is a graph
-    too."""
+    environments or, in float32, all agents of a population: T + 1 forward passes to act and T backward passes, one time step at a
+    time; or, if the forward passes are not reused, T of them to act, and one forward and one backward pass over all rows at once.
+    On CUDA with `graph` it is a graph too."""
     device, envs, length = machine.device, config.num_envs // ranks.rank_and_size()[1], config.rollout_length
     sizes = [(2, 64), (64, 64), (64, 3)]  # both heads at once
 
     def passes(rows: int, precision: str) -> tuple[list, list]:
-        dtype = AUTOCAST.get(precision, torch.float32)
-        forward = [fastest_product(rows, i, o, dtype, device) for i, o in sizes]
-        backward = [fastest_product(i, rows, o, dtype, device) for i, o in sizes]  # of the weights
-        backward += [fastest_product(rows, o, i, dtype, device) for i, o in sizes[1:]]  # of the inputs
+        dtype = torch.float32 if agents else AUTOCAST.get(precision, torch.float32)
+        product = functools.partial(fastest_product, dtype=dtype, device=device, agents=agents)
+        forward = [product(rows, i, o) for i, o in sizes]
+        backward = [product(i, rows, o) for i, o in sizes]  # of the weights
+        backward += [product(rows, o, i) for i, o in sizes[1:]]  # of the inputs
         return forward, backward
 
     mode = Precision(config.precision, device).matmul_mode
     acting, backward = passes(envs, config.collect_precision or config.precision)
-    if machine.reuse_forward:
+    if machine.reuse_forward and not agents:
         products = (acting + backward) * length + acting
     else:
         forward, backward = passes((length + 1) * envs, config.precision)
@@ -133,7 +164,7 @@ def floor_of(config: Config, machine: Machine) -> Callable[[], None]:
     def multiply():
         with mode():
             for a, b, out in products:
-                torch.mm(a, b, out=out)
+                torch.matmul(a, b, out=out)
 
     if not machine.graph or torch.device(device).type != "cuda":
         return multiply
@@ -144,18 +175,20 @@ def floor_of(config: Config, machine: Machine) -> Callable[[], None]:
     return graph.replay
 
 
-def fastest_product(m: int, k: int, n: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Matrices [m, k] and [k, n] and a tensor for their product, each row-major or column-major, whichever multiplies fastest:
-    with emulated arithmetic this differs up to tenfold."""
+def fastest_product(
+    m: int, k: int, n: int, dtype: torch.dtype, device: str, agents: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Matrices [m, k] and [k, n], or as many pairs as agents, and a tensor for their product, each row-major or column-major,
+    whichever multiplies fastest: with emulated arithmetic this differs up to tenfold."""
 
     def new(rows, columns, transposed):
         shape = (columns, rows) if transposed else (rows, columns)
-        matrix = torch.randn(shape, device=device).to(dtype)
-        return matrix.t() if transposed else matrix
+        matrix = torch.randn((agents, *shape) if agents else shape, device=device).to(dtype)
+        return matrix.mT if transposed else matrix
 
     layouts = itertools.product((False, True), repeat=3)
     triples = {flips: (new(m, k, flips[0]), new(k, n, flips[1]), new(m, n, flips[2])) for flips in layouts}
-    steps = {flips: functools.partial(torch.mm, a, b, out=out) for flips, (a, b, out) in triples.items()}
+    steps = {flips: functools.partial(torch.matmul, a, b, out=out) for flips, (a, b, out) in triples.items()}
     seconds = seconds_of(steps, 3, 0.001, device)
     return triples[min(seconds, key=seconds.get)]
 

@@ -1,0 +1,1 @@
+"""Populations: many agents as one batch."""

@@ -1,0 +1,564 @@
+"""Populations: S agents trained as one batch.
+
+A network of this size is too small for a processor: with 16 environments, the calls take longer than the arithmetic. So all
+agents share the calls. Their matmuls are one `bmm` over an axis of agents, and everything else has that axis too: rollouts are
+[T, S, N], parameters [S, P]. Nothing else is shared. Every agent has its own weights, environments, replay, Adam and loss scale,
+its own seed, its own precision and, where wanted, its own hyperparameters, and clipping and skipping are decided for each. Losses
+are summed over the agents, so no gradient is divided by S. A Population is a Run: `train.iterate` is the algorithm of both.
+
+Agent k draws from the random streams of a Run with its config, in the same order. So it is that run, except for the order in
+which a matmul sums, whatever the other agents are.
+
+A precision rounds the operands and results of the matmuls, which are computed in float32. Products of two 16-bit or 8-bit numbers
+are exact there, so this is what autocast and FP8 compute, again except for the order of sums. It runs on every machine at about
+the speed of float32, and agents of all precisions fit into one batch. But it saves no memory and uses no tensor cores.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from .. import fp8
+from ..config import Config
+from ..env import BatchedEnv
+from ..evaluate import evaluate
+from ..history import EpisodeReturns, History
+from ..losses import alone
+from ..model import ActorCritic
+from ..precision import AUTOCAST, SCALE_GROWTH_INTERVAL, Precision, StepReport
+from ..replay import ReplayBuffer
+from ..rollout import Rollout, act, check_finite, gumbel, steps
+from ..scale import growth
+from ..scale.storage import ring_bytes
+from ..train import Run, Stream, failure
+
+# The fields of Config in which the agents of a population may differ.
+FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "reward_scale", "entropy_coef", "value_coef")
+FREE += ("learning_rate", "max_grad_norm")
+CHUNK = 8  # agents whose passes follow each other, so that one layer's output is still in the cache when the next reads it
+
+
+def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
+    """Splits configs into lists that can each be a population, of at most `most` agents, in the order given."""
+    found: dict[Config, list[list[Config]]] = {}
+    for config in configs:
+        like = found.setdefault(shared(config), [[]])
+        if len(like[-1]) == most:
+            like.append([])
+        like[-1].append(config)
+    return [batch for like in found.values() for batch in like]
+
+
+def shared(config: Config) -> Config:
+    """A config with the defaults in the fields that are each agent's own."""
+    defaults = {name: Config.__dataclass_fields__[name].default for name in FREE}
+    return Config(**{**vars(config), **defaults})
+
+
+def obstacle(config: Config) -> str | None:
+    """Why a config cannot be in a population, or None."""
+    plain = {"env_id": None, "encoder": "mlp", "layout": "compact"}
+    for name, value in plain.items():
+        if getattr(config, name) != value:
+            return f"{name} is {getattr(config, name)}: train it alone (--one-by-one), a population takes only {value}"
+    if "tf32" in (config.precision, config.collect_precision):
+        return "precision is tf32: train it alone (--one-by-one), TF32 is a switch of the whole process"
+    return None
+
+
+def rounds_to(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """Rounds float32 matrices [S, M, N] to the numbers of another type, in float8 with a scale for each agent."""
+    return fp8.quantize(x, dtype).dequantize() if dtype in fp8.LARGEST else x.to(dtype).float()
+
+
+TO = {dtype: functools.partial(rounds_to, dtype) for dtype in (torch.bfloat16, torch.float16, fp8.E4M3, fp8.E5M2)}
+
+
+class Rounding(NamedTuple):
+    """What a precision does to a layer's matmuls: to inputs, to weights, to the gradient of the output, and to all results. Each
+    maps float32 tensors [S, M, N] to such tensors; None leaves them as they are."""
+
+    inputs: Callable | None = None
+    weights: Callable | None = None
+    gradient: Callable | None = None
+    result: Callable | None = None
+
+
+def roundings_of(precision: str, shapes: list[tuple[int, int]]) -> list[Rounding]:
+    """Rounding of linear layers with weights of given shapes, one after the other."""
+    found, before = [], None
+    for shape in shapes:
+        rounds = to = TO.get(AUTOCAST.get(precision))
+        if precision.startswith("fp8") and not any(size % fp8.MULTIPLE for size in shape):
+            rounding = Rounding(TO[fp8.E4M3], TO[fp8.E4M3], TO[fp8.E5M2])
+            rounds = None
+        else:
+            rounding = Rounding(None if to is before else to, to, to, to)  # the inputs may be rounded already
+        found.append(rounding)
+        before = rounds
+    return found
+
+
+def apply(function: Callable | None, x: torch.Tensor) -> torch.Tensor:
+    return x if function is None else function(x)
+
+
+class Agents(nn.Module):
+    """The networks of S agents. `parameters` is float32 [S, P]; `layers` has views of it, weights [S, O, I] and biases [S, 1, O]:
+    the two hidden layers and, as one, the heads of actor and critic.
+
+    Args:
+        models: S networks, whose parameters are copied.
+        precisions, acting: the learner's precision and the acting policy's of each agent; equal ones follow each other.
+    """
+
+    recurrent = False
+
+    def __init__(self, models: list[ActorCritic], precisions: list[str], acting: list[str], device="cpu"):
+        super().__init__()
+        self.num_actions = models[0].actor.out_features
+        shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, models[0].hidden)]
+        shapes.append((self.num_actions + 1, models[0].width))
+        rows = [torch.cat([x.detach().flatten() for layer in stacked(model) for x in layer]) for model in models]
+        self.theta = nn.Parameter(torch.stack(rows).to(device))
+        self.shapes = shapes
+        self.parts = parts_of(precisions, shapes, CHUNK)
+        self.acting_parts = {"learner": parts_of(precisions, shapes), "actor": parts_of(acting, shapes)}
+
+    @property
+    def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return views(self.theta.detach(), self.shapes)
+
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps observations [T, S, N, F] to logits [T, S, N, A] and values [T, S, N]."""
+        length, agents, envs, features = obs.shape
+        rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
+        outputs = Passes.apply(rows, self.theta, self).view(agents, length, envs, -1).transpose(0, 1)
+        return outputs[..., :-1], outputs[..., -1]
+
+    def policy(self, kind: str) -> "Policy":
+        """The agents' policies with the current weights, in the precision of the "learner" or the "actor"."""
+        layers = self.layers
+        weight, bias = layers[-1]
+        layers[-1] = weight[:, :-1], bias[..., :-1]
+        return Policy(layers, self.acting_parts[kind])
+
+    def alone(self, agent: int) -> ActorCritic:
+        """One agent's network, a copy on the CPU."""
+        (inputs, _), (hidden, _), (heads, _) = layers = [(w[agent].cpu(), b[agent, 0].cpu()) for w, b in self.layers]
+        model = ActorCritic(inputs.shape[1], self.num_actions, hidden.shape[0])
+        for layer, (weight, bias) in zip((model.inputs, model.hidden), layers, strict=False):
+            layer.load_state_dict({"weight": weight, "bias": bias})
+        model.actor.load_state_dict({"weight": heads[:-1], "bias": layers[-1][1][:-1]})
+        model.critic.load_state_dict({"weight": heads[-1:], "bias": layers[-1][1][-1:]})
+        return model
+
+
+def stacked(model: ActorCritic) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights and biases of a network's layers, both heads as one layer."""
+    heads = zip(model.actor.parameters(), model.critic.parameters(), strict=True)
+    return [tuple(layer.parameters()) for layer in (model.inputs, model.hidden)] + [tuple(torch.cat(pair) for pair in heads)]
+
+
+def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights [S, O, I] and biases [S, 1, O] of layers of given shapes in `theta` [S, P]."""
+    sizes = [size for rows, columns in shapes for size in (rows * columns, rows)]
+    weights_and_biases = iter(theta.split(sizes, dim=1))
+    return [(next(weights_and_biases).unflatten(1, shape), next(weights_and_biases).unsqueeze(1)) for shape in shapes]
+
+
+def parts_of(precisions: list[str], shapes: list[tuple[int, int]], most: int | None = None) -> list[tuple[slice, list[Rounding]]]:
+    """The agents of each precision as slices, of at most `most` agents, with the rounding of every layer."""
+    found, begin = [], 0
+    while begin < len(precisions):
+        name = precisions[begin]
+        end = begin + 1
+        while end < len(precisions) and precisions[end] == name and (most is None or end - begin < most):
+            end += 1
+        found.append((slice(begin, end), roundings_of(name, shapes)))
+        begin = end
+    return found
+
+
+class Policy:
+    """Policies of S agents with fixed weights, rounded once."""
+
+    recurrent = False
+
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], parts: list[tuple[slice, list[Rounding]]]):
+        self.agents = len(layers[0][0])
+        self.parts = [
+            (
+                agents,
+                [
+                    (apply(r.weights, w[agents]).mT, b[agents] if r.result is None else r.result(b[agents]), r)
+                    for (w, b), r in zip(layers, roundings, strict=True)
+                ],
+            )
+            for agents, roundings in parts
+        ]
+
+    def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
+        """Maps observations [S N, F] to logits [S N, A]."""
+        obs, logits = obs.unflatten(0, (self.agents, -1)), []
+        for agents, layers in self.parts:
+            x = obs[agents]
+            for i, (weight, bias, rounding) in enumerate(layers):
+                x = torch.baddbmm(bias, apply(rounding.inputs, x), weight)
+                x = apply(rounding.result, x if i + 1 == len(layers) else x.relu_())
+            logits.append(x)
+        return (logits[0] if len(logits) == 1 else torch.cat(logits)).flatten(0, 1), None
+
+
+class Passes(torch.autograd.Function):
+    """Forward and backward pass of all agents, a few agents at a time."""
+
+    @staticmethod
+    def forward(ctx, obs, theta, net):
+        """Maps obs [S, R, F] and parameters [S, P] to outputs [S, R, A + 1]."""
+        layers, outputs, ctx.kept = views(theta, net.shapes), [], []
+        for agents, roundings in net.parts:
+            x = obs[agents]
+            for i, ((weight, bias), rounding) in enumerate(zip(layers, roundings, strict=True)):
+                x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[agents])
+                y = torch.baddbmm(apply(rounding.result, bias[agents]), x, weight.mT)
+                y = apply(rounding.result, y if i + 1 == len(layers) else y.relu_())
+                ctx.kept.append((x, weight, y))
+                x = y
+            outputs.append(y)
+        ctx.net, ctx.shape = net, theta.shape
+        return torch.cat(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        theta_grad = grad.new_empty(ctx.shape)
+        layers = list(enumerate(views(theta_grad, ctx.net.shapes)))
+        for agents, roundings in reversed(ctx.net.parts):
+            g = grad[agents]
+            for i, (weight_grad, bias_grad) in reversed(layers):
+                x, weight, y = ctx.kept.pop()
+                if i + 1 < len(layers):
+                    g = torch.ops.aten.threshold_backward(g, y, 0)  # of ReLU
+                rounding = roundings[i]
+                g = apply(rounding.gradient, g)
+                weight_grad[agents] = apply(rounding.result, g.mT @ x)
+                bias_grad[agents] = apply(rounding.result, g.sum(1, keepdim=True))
+                if i:
+                    g = g @ weight
+        return None, theta_grad, None
+
+
+class Carts(BatchedEnv):
+    """The environments of S agents, agent by agent: each N of them draw from their agent's stream.
+
+    Args:
+        agents, num_envs: S and N. start_noise: of all, or float32 [S].
+        generators: a random stream for each agent, or a single one whose numbers all agents get.
+    """
+
+    def __init__(self, agents: int, num_envs: int, start_noise, device, generators: list[torch.Generator], config: Config):
+        self.agents, self.each, self.generators = agents, num_envs, generators
+        self.spread = torch.as_tensor(start_noise, dtype=torch.float32, device=device).reshape(-1, 1)
+        super().__init__(agents * num_envs, 0.0, device, None, config.extra_features, config.hide_velocity)
+
+    def draw(self, length: int) -> tuple[torch.Tensor, ...]:
+        """Like BatchedEnv.draw."""
+        n, k = self.each, self.extra_features
+        numbers = [torch.rand(length, n * (2 + k), dtype=torch.float32, device=self.device, generator=g) for g in self.generators]
+        noise = torch.stack(numbers, dim=1).mul_(2).sub_(1)
+        starts, channels = (part.unflatten(-1, (n, -1)).movedim(-1, 1) for part in noise.split((2 * n, k * n), dim=-1))
+        drawn = torch.cat((starts * self.spread, channels), dim=1) if k else starts * self.spread
+        return drawn.expand(-1, -1, self.agents, -1).flatten(2).mT.unbind()
+
+
+class Streams(list):
+    """The random streams of S agents."""
+
+    def state_dict(self) -> dict:
+        return {"each": [stream.state_dict() for stream in self]}
+
+    def load_state_dict(self, state: dict) -> None:
+        for stream, each in zip(self, state["each"], strict=True):
+            stream.load_state_dict(each)
+
+
+class Rings(ReplayBuffer):
+    """The replay of S agents: a ring in which each samples only from its own environments. `clipped` is int64 [S, F]."""
+
+    def __init__(self, agents: int, *args):
+        super().__init__(*args)
+        self.agents = agents
+        self.clipped = self.clipped.repeat(agents, 1)
+
+    def _write(self, rollout: Rollout) -> None:
+        before = self.clipped.clone()
+        super()._write(rollout)
+        if self.codec.name != "fp32":
+            each = rollout.obs[1:].unflatten(1, (self.agents, -1)).unbind(1)
+            self.clipped = before + torch.stack([self.codec.outside(obs) for obs in each])
+
+    def _draw(self, starts: int, slices: int, generator: Streams) -> tuple[torch.Tensor, torch.Tensor]:
+        own, shape = self.num_envs // self.agents, {"size": (slices,), "device": self.device}
+        drawn = [(torch.randint(starts, generator=g, **shape), torch.randint(own, generator=g, **shape)) for g in generator]
+        start, env = (torch.stack(numbers) for numbers in zip(*drawn, strict=True))
+        first = own * torch.arange(self.agents, device=self.device).unsqueeze(-1)
+        return start.flatten(), (env + first).flatten()
+
+
+class Adam:
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980) with a learning rate, a step count and skipped steps for each agent.
+
+    Attributes:
+        rate: a number, or float32 [S, 1]. first, second: the moments, float32 [S, P]. count: steps taken, float32 [S, 1].
+    """
+
+    def __init__(self, theta: nn.Parameter, rate):
+        self.theta, self.rate = theta, rate
+        self.param_groups = [{"params": [theta]}]
+        self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
+        self.count = torch.zeros(len(theta), 1, device=theta.device)
+
+    @torch.no_grad()
+    def step(self, grad: torch.Tensor, takes: torch.Tensor) -> None:
+        """One step of the agents in `takes`, bool [S, 1]; the others' gradients, in `grad` [S, P], must be finite too."""
+        self.count += takes
+        self.first.lerp_(grad, torch.where(takes, 1 - 0.9, 0.0))
+        self.second.mul_(torch.where(takes, 0.999, 1.0)).addcmul_(grad, grad, value=1 - 0.999)
+        size = torch.where(takes, self.rate / (1 - 0.9**self.count), 0.0)
+        root = self.second.sqrt().div_((1 - 0.999**self.count).sqrt()).add_(1e-5)
+        self.theta.addcdiv_(self.first * -size, root)
+
+    def state_dict(self) -> dict:
+        return {"first": self.first, "second": self.second, "count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        for name, x in self.state_dict().items():
+            x.copy_(state[name])
+
+
+class Scales:
+    """Loss scales and steps of S agents, in place of Precision: float16's loss scale grows and shrinks for each as GradScaler's
+    does (precision.py). Any agent skips a step whose gradient is not finite.
+
+    Attributes:
+        scale: float32 [S, 1]. good: steps since the scale last changed, float32 [S, 1]. stopped: bool [S, 1], agents that take no
+            more steps.
+    """
+
+    is_fp8 = False
+
+    def __init__(self, precisions: list[str], device):
+        self.name, self.device = "population", torch.device(device)
+        self.grows = torch.tensor([[name == "fp16"] for name in precisions], device=device)
+        self.scale = torch.where(self.grows, 2.0**16, 1.0)
+        self.good = torch.zeros_like(self.scale)
+        self.stopped = torch.zeros_like(self.grows)
+
+    def autocast(self):
+        """Nothing: the networks round themselves."""
+        return contextlib.nullcontext()
+
+    def step(self, loss: torch.Tensor, optimizer: Adam, max_grad_norm, total=None) -> StepReport:
+        """Like Precision.step, for losses [S]; the report has [S] of each."""
+        optimizer.theta.grad = None
+        (loss * self.scale.squeeze(1)).sum().backward()
+        grad = optimizer.theta.grad
+        norm = grad.norm(dim=1, keepdim=True) / self.scale
+        finite = norm.isfinite()
+        takes = finite & ~self.stopped
+        factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1) / self.scale
+        optimizer.step(torch.where(takes, grad * factor, 0), takes)
+        self.good = torch.where(finite, self.good + 1, 0)
+        grown = torch.where(self.good == SCALE_GROWTH_INTERVAL, 2 * self.scale, self.scale)
+        self.good = torch.where(self.good == SCALE_GROWTH_INTERVAL, 0, self.good)
+        self.scale = torch.where(self.grows, torch.where(finite, grown, self.scale / 2), self.scale)
+        return StepReport(*(x.squeeze(1) for x in (norm, self.scale, ~finite)))
+
+    def state_dict(self) -> dict:
+        return {"scale": self.scale, "good": self.good, "stopped": self.stopped}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.scale, self.good, self.stopped = (state[name].clone() for name in ("scale", "good", "stopped"))
+
+
+class Histories:
+    """A History for each of S agents, written and read together."""
+
+    def __init__(self, agents: int):
+        self.each = [History() for _ in range(agents)]
+
+    def add(self, row: dict) -> None:
+        """Appends a row of numbers, which all agents share, and of arrays [S]."""
+        columns = {name: np.broadcast_to(x, len(self.each)).tolist() for name, x in row.items()}
+        for agent, history in enumerate(self.each):
+            history.add({name: values[agent] for name, values in columns.items()})
+
+    def __len__(self) -> int:
+        return len(self.each[0])
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The first agent's newest row."""
+        return self.each[0].last
+
+    def state_dict(self) -> dict:
+        return {"each": [history.state_dict() for history in self.each]}
+
+    def load_state_dict(self, state: dict) -> None:
+        for history, each in zip(self.each, state["each"], strict=True):
+            history.load_state_dict(each)
+
+
+class Population(Run):
+    """A run of S agents. Raises ValueError for a config that cannot be in a population, or for two that cannot be in the same
+    one, and MemoryError if they do not fit.
+
+    Attributes, other than Run's:
+        configs: the agents' configs, ordered by precision.
+
+    Args:
+        configs: of the agents; they may differ in the fields of FREE.
+        device: where everything is.
+    """
+
+    PARTS = ("model", "adam", "scaler", "generator", "env", "returns", "history")
+
+    def __init__(self, configs: list[Config], device="cpu"):
+        for config in configs:
+            if reason := obstacle(config):
+                raise ValueError(reason)
+            for name in (config.precision, config.collect_precision or config.precision):
+                Precision(name, device)
+        one = shared(configs[0])
+        require_room(len(configs), one, device)
+        for config in configs:
+            if shared(config) != one:
+                name = next(name for name, value in vars(shared(config)).items() if value != getattr(one, name))
+                raise ValueError(f"{name} is {getattr(config, name)} beside {getattr(one, name)}: use another population for it")
+        acting = [(config.precision, config.collect_precision or config.precision) for config in configs]
+        order = sorted(range(len(configs)), key=acting.__getitem__)
+        self.configs = [configs[k] for k in order]
+        precisions, acting = zip(*(acting[k] for k in order), strict=True)
+        self.agents, self.device, self.rank, self.ranks = len(configs), torch.device(device), 0, 1
+        self.config = one_of(self.configs, device)
+        self.total, self.loop, self.state = alone, steps, None
+        self.recorder = functools.partial(contextlib.nullcontext, {})
+        self.generator = self.draws = Streams(Stream(device).manual_seed(config.seed) for config in self.configs)
+        self.env = Carts(self.agents, one.num_envs, [c.start_noise for c in self.configs], device, self.generator, one)
+        weights = [torch.Generator("cpu").manual_seed(config.seed) for config in self.configs]
+        models = [ActorCritic(len(self.env.bounds[0]), self.env.num_actions, generator=g) for g in weights]
+        self.model = Agents(models, list(precisions), list(acting), device)
+        self.optimizer = self.adam = Adam(self.model.theta, self.config.learning_rate)
+        self.precision = self.scaler = Scales(precisions, device)
+        self.exact = Precision("fp32", device)
+        self.ring = Rings(self.agents, one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device)
+        self.stores = one.replay_updates > 0
+        self.returns, self.history = EpisodeReturns(self.env.num_envs), Histories(self.agents)
+
+    def set_learning_rate(self, learning_rate):
+        """Sets every agent's learning rate and returns them."""
+        self.optimizer.rate = learning_rate
+        return learning_rate.squeeze(1).cpu().numpy() if isinstance(learning_rate, torch.Tensor) else learning_rate
+
+    def sync_actor(self) -> None:
+        """Rounds the current weights for acting."""
+        self.actor = self.model.policy("actor")
+
+    def act(self) -> Rollout:
+        """Like Run.act, a Rollout [T, S N]."""
+        shape = (self.config.rollout_length, self.config.num_envs, self.env.num_actions)
+        noise = torch.cat([gumbel(shape, self.device, generator) for generator in self.generator], dim=1)
+        return act(self.actor, self.env, noise, self.exact, None, self.loop)
+
+    def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
+        """Like Run.learn on a batch [T, S B]; statistics are [S]."""
+        return super().learn(by_agent(batch, self.agents))
+
+    def check(self, rollout: Rollout) -> None:
+        """Stops the agents whose environments returned a number that is not finite or too large."""
+        try:
+            check_finite(rollout)
+        except ValueError:
+            for agent in range(self.agents):
+                try:
+                    check_finite(Rollout(*(x if x is None else x[:, agent] for x in by_agent(rollout, self.agents))))
+                except ValueError as error:
+                    self.stop(agent, str(error))
+
+    def stop(self, agent: int, reason: str) -> None:
+        """Lets an agent take no more steps; it is evaluated as it is."""
+        history = self.history.each[agent]
+        history.failure = history.failure or reason
+        self.scaler.stopped[agent] = True
+
+    def totals(self, rollout: Rollout, summary: dict) -> dict:
+        """Like Run.totals, for every agent."""
+        envs, finished = self.returns.add(rollout)
+        agent = envs // self.config.num_envs
+        episodes = np.bincount(agent, minlength=self.agents)
+        with np.errstate(invalid="ignore"):
+            mean = np.bincount(agent, finished, self.agents) / episodes  # NaN where none ended
+        steps = (len(self.history) + 1) * self.config.steps_per_iteration
+        return {"steps": steps, "train_return": mean, "clipped": self.ring.clipped.sum(1).cpu().numpy(), **summary}
+
+    def check_learning(self) -> None:
+        """Stops the agents that would end a run of their own (`iterate`)."""
+        for agent, (config, history) in enumerate(zip(self.configs, self.history.each, strict=True)):
+            scaled = config.precision == "fp16" or config.precision.startswith("fp8")
+            if history.columns["nonfinite"][-1] and (reason := failure(history, config, scaled)):
+                self.stop(agent, reason)
+
+    def evaluate(self) -> np.ndarray:
+        """Like Run.evaluate, float64 [S]: all agents begin at the same starts."""
+        episodes, stream = self.config.eval_episodes, torch.Generator(self.device).manual_seed(0)
+        env = Carts(self.agents, episodes, 0.05, self.device, [stream], self.config)
+        returns = evaluate(self.model.policy("learner"), env, self.exact)
+        return returns.reshape(self.agents, episodes).mean(1).astype(np.float64)
+
+    def histories(self, configs: list[Config]) -> list[History]:
+        """The agents' histories in the order of `configs`."""
+        return [self.history.each[self.configs.index(config)] for config in configs]
+
+
+def bytes_per_agent(config: Config) -> int:
+    """Memory that an agent takes, about: its ring, seven tensors like its parameters, and four like the hidden layer of the
+    larger of a rollout and a replayed batch."""
+    features, width = 2 - config.hide_velocity + config.extra_features, 64
+    parameters = width * (features + width + 5) + 3
+    slices = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
+    rows = max((config.rollout_length + 1) * config.num_envs, slices)
+    return ring_bytes(config.rows, config.num_envs, features, codec=config.codec) + 4 * (7 * parameters + 4 * width * rows)
+
+
+def require_room(agents: int, config: Config, device) -> None:
+    """Checks that a population fits before anything is allocated.
+
+    Raises:
+        MemoryError: it does not; the message has the largest that does.
+    """
+    each, free = bytes_per_agent(config), growth.available(device)
+    if agents * each > free:
+        need = f"needs about {agents * each / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}"
+        raise MemoryError(f"population of {agents} agents {need}: use at most {free // each} agents")
+
+
+def one_of(configs: list[Config], device) -> Config:
+    """The configs of agents as one, in which a number that is not the same for all is a float32 tensor [S, 1]."""
+    one = copy.copy(configs[0])
+    for name in FREE:
+        values = [getattr(config, name) for config in configs]
+        if len(set(values)) > 1 and not isinstance(values[0], str | None):
+            object.__setattr__(one, name, torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1))
+    return one
+
+
+def by_agent(rollout: Rollout, agents: int) -> Rollout:
+    """A rollout [T, S B] as [T, S, B]."""
+    return Rollout(*(x if x is None else x.unflatten(1, (agents, -1)) for x in rollout))

@@ -1,0 +1,321 @@
+import dataclasses
+import itertools
+import math
+import subprocess
+import sys
+import unittest.mock
+
+import numpy as np
+import pytest
+import torch
+from helpers import SHORT, after
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl import fp8
+from fp8rl.config import Config
+from fp8rl.env import BatchedEnv
+from fp8rl.evaluate import evaluate
+from fp8rl.lab import population
+from fp8rl.lab.population import Carts, Population, batches, roundings_of
+from fp8rl.losses import actor_critic_loss
+from fp8rl.precision import Precision
+from fp8rl.replay import ReplayBuffer
+from fp8rl.rollout import Rollout
+from fp8rl.train import Run, Stream, iterate, train
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
+MIXED = {"gamma": 0.9, "lam": 0.5, "learning_rate": 3e-3, "entropy_coef": 0.0, "value_coef": 1.0, "max_grad_norm": 0.1}
+MIXED |= {"reward_scale": 0.1, "start_noise": 0.1}
+
+
+def thirty(**changes) -> list[Config]:
+    """Agents of all precisions, every third with other hyperparameters."""
+    fields = [MIXED if k % 3 == 2 else {} for k in range(30)]
+    return [Config(PRECISIONS[k % 5], seed=k, **{**SHORT, **fields[k], **changes}) for k in range(30)]
+
+
+def place(run: Population, config: Config) -> int:
+    return run.configs.index(config)
+
+
+def theta(run: Population, config: Config) -> torch.Tensor:
+    return run.model.theta[place(run, config)].detach().clone()
+
+
+@pytest.mark.parametrize("agents", [2, 30])
+@pytest.mark.parametrize("k", [0, 10, 20, 25])
+def test_an_agent_alone_is_the_agent_among_others(agents, k):
+    """In float32. Only the order of sums may differ, by a relative 1e-7 or so of the largest gradient, about 0.1. Adam's first
+    step is lr g / (abs(g) + 1e-5), which for the smallest g makes 1e-3 lr of that, at most 3e-6. So 20 updates stay within
+    6e-5."""
+    config, others = thirty(steps=10 * 512)[k], thirty(steps=10 * 512)
+    others = others if agents == 30 else [config, others[k - 1]]
+    alone, among = Population([config]), Population(others)
+    for i, _ in enumerate(zip(iterate(alone), iterate(among), strict=True)):
+        if i == 0:
+            torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=1e-6, atol=1e-8)
+    assert i + 1 == 10
+    torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=0, atol=6e-5)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 29])
+def test_so_it_is_in_every_precision(k):
+    """Where a sum's order changes the last bit of a rounded gradient (2^-8 of it in bfloat16), so much does the step change."""
+    config = thirty()[k]
+    alone, among = Population([config]), Population(thirty())
+    for run in (alone, among):
+        after(1, run)
+    close = config.learning_rate * 2 * 2.0**-7  # of two updates
+    torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
+    """The same actions and returns, as long as rounding does not change an action; the weights differ by the order of sums, which
+    in a rounded product is the last bit of a few numbers."""
+    configs = [Config(precision, seed=seed, **{**SHORT, "steps": 10_240}) for seed in (1, 3, 5)]
+    alone, among = Run(configs[1]), Population(configs)
+    far = {"fp32": 1e-5, "fp16": 2e-3}.get(precision, 5e-2)
+    for _ in zip(iterate(alone), iterate(among), strict=True):
+        ours, theirs = (dict(model.named_parameters()) for model in (among.model.alone(place(among, configs[1])), alone.model))
+        for name, weight in theirs.items():
+            assert (ours[name] - weight).abs().max() <= far * weight.abs().max()
+    history = among.histories(configs)[1]
+    for name in ("train_return", "eval_return", "steps", "learning_rate", "clipped", "nonfinite", "skipped", "loss_scale"):
+        np.testing.assert_allclose(history.column(name), alone.history.column(name), rtol=0.05, err_msg=name)
+    for name in ("loss", "entropy", "grad_norm", "ess", "min_logp", "value_loss"):
+        np.testing.assert_allclose(history.column(name), alone.history.column(name), rtol=0.1, atol=3e-3, err_msg=name)
+    assert set(history.columns) == {name for name in alone.history.columns if not name.startswith("fp8.")}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"slice_length": 1, "importance_correction": False},
+        {"codec": "int8", "extra_features": 2},
+        {"anneal": False},
+        {"hide_velocity": True, "normalize_advantage": False},
+    ],
+    ids=str,
+)
+def test_settings_mean_the_same_as_in_a_run_of_its_own(fields):
+    configs = [Config(seed=seed, **SHORT, **fields) for seed in (4, 5)]
+    alone, among = train(Run(configs[1]), progress=False), train(Population(configs), progress=False)
+    ours, theirs = among.histories(configs)[1], alone.history
+    assert ours.columns.keys() == theirs.columns.keys()
+    for name in theirs.columns.keys() - {"seconds"}:
+        np.testing.assert_allclose(ours.column(name), theirs.column(name), rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_the_published_loop_too():
+    configs = [Config.published(seed=seed, steps=1_024, eval_every=0, eval_episodes=4) for seed in range(3)]
+    ours, theirs = train(Population(configs), progress=False).histories(configs)[2], train(configs[2], progress=False).history
+    np.testing.assert_allclose(ours.column("loss"), theirs.column("loss"), rtol=1e-3)
+
+
+def test_hyperparameters_of_one_leave_the_others_bit_for_bit():
+    configs = thirty()
+    other = [dataclasses.replace(configs[0], learning_rate=0.5, gamma=0.1, max_grad_norm=7.0), *configs[1:]]
+    one, two = train(Population(configs), progress=False), train(Population(other), progress=False)
+    assert not torch.equal(theta(one, configs[0]), theta(two, other[0]))
+    for config in configs[1:]:
+        assert torch.equal(theta(one, config), theta(two, config))
+
+
+@pytest.mark.parametrize("fed", ["observation", "reward", "weights"])
+def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
+    configs = thirty()
+    clean, ill = Population(configs), Population(configs)
+    for run, bad in ((clean, False), (ill, True)):
+        k, iterations = place(run, configs[5]), iterate(run)
+        next(iterations)
+        if bad and fed == "observation":
+            run.env.state[k * 16] = math.inf
+        elif bad and fed == "weights":
+            run.model.theta.data[k] = math.inf
+        elif bad:
+            act = run.act
+
+            def infinite(act=act, k=k):
+                rollout = act()
+                rollout.reward[3, k * 16] = math.inf
+                return rollout
+
+            run.act = infinite
+        before = theta(run, configs[5])
+        list(iterations)
+    assert torch.equal(theta(ill, configs[5]), before) or not before.isfinite().all()
+    failures = [history.failure for history in ill.histories(configs)]
+    assert failures[5] and not any(failures[:5] + failures[6:]) and not any(h.failure for h in clean.history.each)
+    for config, one, other in zip(configs, clean.histories(configs), ill.histories(configs), strict=True):
+        if config != configs[5]:
+            assert torch.equal(theta(clean, config), theta(ill, config))
+            for name in one.columns.keys() - {"seconds"}:
+                np.testing.assert_array_equal(one.column(name), other.column(name), name)
+
+
+def test_a_loss_scale_is_each_agent_s_own_and_goes_as_grad_scaler_s():
+    configs = [Config(name, seed=seed, **SHORT) for name in ("fp16", "fp32") for seed in range(3)]
+    run, scaler = Population(configs), torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=100)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    adam, k = torch.optim.Adam([parameter], lr=1e-9), place(run, configs[1])
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        bad = rng.random() < 0.01
+        factor = torch.ones(6)
+        factor[k] = math.inf if bad else 1.0
+        report = run.scaler.step((run.model.theta.sum(1) * factor), run.optimizer, 0.5)
+        scaler.scale(parameter.sum() * (math.inf if bad else 1.0)).backward()
+        scaler.step(adam)
+        scaler.update()
+        adam.zero_grad()
+        assert report.loss_scale[k] == scaler.get_scale() and report.skipped.tolist() == [bad and i == k for i in range(6)]
+    plain = [place(run, config) for config in configs[3:]]
+    assert run.scaler.scale[plain].eq(1).all() and scaler.get_scale() != 2.0**16
+
+
+@given(scale=st.sampled_from([1e-30, 1e-6, 1.0, 3e4]), agents=st.integers(1, 3), seed=st.integers(0, 99))
+def test_rounding_is_that_of_the_types(scale, agents, seed):
+    x = scale * torch.randn(agents, 5, 16, generator=torch.Generator().manual_seed(seed))
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        first, second = roundings_of(name, [(16, 16), (16, 16)])
+        assert second == (None, *first[1:])  # its inputs are the first one's results
+        for function in first:
+            assert torch.equal(function(x), x.to(dtype).float())
+    inputs, weights, gradient, result = roundings_of("fp8", [(16, 16)])[0]
+    for function, dtype in ((inputs, fp8.E4M3), (weights, fp8.E4M3), (gradient, fp8.E5M2)):
+        alone = torch.stack([fp8.quantize(matrix, dtype).dequantize() for matrix in x])
+        assert torch.equal(function(x), alone) and result is None
+
+
+def test_layers_of_one_precision_round_as_prepare_and_autocast_do():
+    shapes, to = [(64, 2), (64, 64), (3, 64)], population.TO
+    eight = (to[fp8.E4M3], to[fp8.E4M3], to[fp8.E5M2], None)
+    bf16 = to[torch.bfloat16]
+    assert roundings_of("fp32", shapes) == [(None,) * 4] * 3
+    assert roundings_of("fp8", shapes) == [(None,) * 4, eight, (None,) * 4]
+    assert roundings_of("fp8+bf16", shapes) == [(bf16,) * 4, eight, (bf16,) * 4]
+    assert roundings_of("bf16", shapes) == [(bf16,) * 4, (None, bf16, bf16, bf16), (None, bf16, bf16, bf16)]
+
+
+def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
+    measure = """if True:
+        import psutil, sys
+        from fp8rl.config import Config
+        from fp8rl.lab.population import Population
+        from fp8rl.scale.hardware import keep_freed_memory
+        from fp8rl.train import train
+        keep_freed_memory()
+        configs = [Config(sys.argv[1], seed=k, steps=16_384, eval_every=0, eval_episodes=1) for k in range(int(sys.argv[2]))]
+        train(Population(configs), progress=False)
+        print(psutil.Process().memory_info().rss)"""
+    few, many = (
+        int(subprocess.run([sys.executable, "-c", measure, "fp8", str(s)], capture_output=True, text=True, check=True).stdout)
+        for s in (16, 80)
+    )
+    assert 0.6 < (many - few) / 64 / population.bytes_per_agent(Config()) < 1.4
+    little = unittest.mock.patch.object(population.growth, "available", return_value=10**7)
+    with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 11 agents"):
+        Population(thirty())
+
+
+def test_gradients_are_those_of_autograd():
+    """The written-out backward pass against autograd on S plain networks."""
+    configs = [Config(seed=seed, **SHORT) for seed in range(11)]  # more than one chunk
+    run = Population(configs)
+    rollout = population.by_agent(run.collect(), 11)
+    loss, _ = actor_critic_loss(*run.model(rollout.obs), rollout, run.config)
+    loss.sum().backward()
+    for k in range(11):
+        model = run.model.alone(k)
+        own = Rollout(*(x if x is None else x[:, k] for x in (rollout.obs, rollout.action)), *(x[:, k] for x in rollout[2:5]))
+        loss, _ = actor_critic_loss(*model(own.obs), own, configs[k])
+        loss.backward()
+        weight, bias = zip(*population.stacked(model), strict=True)
+        grads = torch.cat([torch.cat([x.grad.flatten() for x in (m.weight, m.bias)]) for m in (model.inputs, model.hidden)])
+        heads = torch.cat((model.actor.weight.grad.flatten(), model.critic.weight.grad.flatten()))
+        grads = torch.cat((grads, heads, model.actor.bias.grad, model.critic.bias.grad))
+        torch.testing.assert_close(run.model.theta.grad[k], grads, rtol=1e-4, atol=1e-7)
+        assert len(weight) == len(bias) == 3
+
+
+@given(envs=st.integers(1, 3), features=st.integers(0, 2), length=st.integers(1, 5))
+def test_environments_draw_what_each_would_alone(envs, features, length):
+    config = Config(num_envs=envs, extra_features=features, slice_length=1, batch_size=1)
+    noises, seeds = [0.1, 0.5, 1.0], (3, 4, 5)
+    together = Carts(3, envs, noises, "cpu", [Stream("cpu").manual_seed(s) for s in seeds], config)
+    alone = [BatchedEnv(envs, n, "cpu", Stream("cpu").manual_seed(s), features) for n, s in zip(noises, seeds, strict=True)]
+    assert torch.equal(together.obs, torch.cat([env.obs for env in alone]))
+    draws = [env.draw(length) for env in alone]
+    for t, drawn in enumerate(together.draw(length)):
+        torch.testing.assert_close(drawn, torch.cat([each[t] for each in draws]), rtol=0, atol=0)
+
+
+def test_every_agent_replays_its_own():
+    configs = [Config(seed=seed, **SHORT) for seed in range(3)]
+    run, rings = Population(configs), [ReplayBuffer(run_rows := configs[0].rows, 16) for _ in configs]
+    generators = [Stream("cpu") for _ in configs]
+    assert run.ring.rows == run_rows
+    for _ in range(3):
+        rollout = run.collect()
+        run.ring.append(rollout)
+        own = population.by_agent(rollout, 3)
+        for k, ring in enumerate(rings):
+            ring.append(Rollout(*(x[:, k] for x in own[:5])))
+    for mine, theirs in zip(run.generator, generators, strict=True):
+        theirs.set_state(mine.get_state())
+    batch = population.by_agent(run.sample(), 3)
+    for k, ring in enumerate(rings):
+        expected = ring.sample(16, 32, generators[k])
+        assert all(torch.equal(x[:, k], y) for x, y in zip(batch[:5], expected[:5], strict=True))
+
+
+def test_greedy_evaluations_are_those_of_each_network():
+    configs = thirty()[:6]
+    run = after(2, Population(configs))
+    returns = run.evaluate()
+    for config in configs[:5]:
+        k, precision = place(run, config), Precision(config.precision)
+        env = BatchedEnv(5, generator=torch.Generator().manual_seed(0))
+        alone = evaluate(precision.prepare(run.model.alone(k)), env, precision).mean()
+        assert returns[k] == pytest.approx(alone, abs=0.02)
+
+
+def test_a_population_continues_from_its_state():
+    configs = thirty()
+    whole, cut = Population(configs), Population(configs)
+    train(whole, progress=False)
+    state = after(2, cut).state_dict()
+    again = Population(configs)
+    again.load_state_dict(state)
+    train(again, progress=False)
+    assert torch.equal(whole.model.theta, again.model.theta)
+    assert whole.history.each[3].columns["loss"] == again.history.each[3].columns["loss"]
+
+
+def test_configs_are_split_where_shapes_differ():
+    configs = [Config(seed=s, num_envs=n, precision=p) for n in (16, 8) for p in ("fp32", "fp8") for s in range(3)]
+    found = batches(configs, 4)
+    assert [len(batch) for batch in found] == [4, 2, 4, 2] and sorted(map(str, itertools.chain(*found))) == sorted(
+        map(str, configs)
+    )
+    assert all(len({config.num_envs for config in batch}) == 1 for batch in found)
+
+
+@pytest.mark.parametrize(
+    "fields, field",
+    [
+        ({"env_id": "CartPole-v1", "start_noise": 0.5}, "env_id"),
+        ({"encoder": "gru"}, "encoder"),
+        ({"layout": "full"}, "layout"),
+        ({"precision": "tf32"}, "precision"),
+        ({"precision": "fp4"}, "precision"),
+        ({"num_envs": 8}, "num_envs"),
+        ({"anneal": False}, "anneal"),
+    ],
+)
+def test_what_cannot_be_in_it_is_named_before_anything_runs(fields, field):
+    with pytest.raises(ValueError, match=f"^{field} is ") as caught:
+        Population([Config(**SHORT), Config(seed=1, **SHORT, **fields)])
+    assert "\n" not in str(caught.value)
