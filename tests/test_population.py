@@ -238,6 +238,10 @@ def test_gradients_are_those_of_autograd():
         grads = torch.cat((grads, heads, model.actor.bias.grad, model.critic.bias.grad))
         torch.testing.assert_close(run.model.theta.grad[k], grads, rtol=1e-4, atol=1e-7)
         assert len(weight) == len(bias) == 3
+    late = run.model(rollout.obs)[0].sum()
+    run.model(rollout.obs)
+    with pytest.raises(RuntimeError, match="another forward pass"):
+        late.backward()
 
 
 @given(envs=st.integers(1, 3), features=st.integers(0, 2), length=st.integers(1, 5))

@@ -41,7 +41,7 @@ from ..train import Run, Stream, failure
 # The fields of Config in which the agents of a population may differ.
 FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "reward_scale", "entropy_coef", "value_coef")
 FREE += ("learning_rate", "max_grad_norm")
-CHUNK = 8  # agents whose passes follow each other, so that one layer's output is still in the cache when the next reads it
+CHUNK = 16  # agents that compute together: with more, one operation's results leave the cache before the next one reads them
 
 
 def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
@@ -109,6 +109,17 @@ def apply(function: Callable | None, x: torch.Tensor) -> torch.Tensor:
     return x if function is None else function(x)
 
 
+class Space(dict):
+    """Memory for results that are soon used up: always the same, because new memory would not be in the processor's cache."""
+
+    def of(self, name, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """An uninitialized float32 tensor for x @ weight, for a name and a shape always the same one."""
+        key = name, (*x.shape[:-1], weight.shape[-1])
+        if key not in self:
+            self[key] = x.new_empty(key[1])
+        return self[key]
+
+
 class Agents(nn.Module):
     """The networks of S agents. `parameters` is float32 [S, P]; `layers` has views of it, weights [S, O, I] and biases [S, 1, O]:
     the two hidden layers and, as one, the heads of actor and critic.
@@ -129,6 +140,7 @@ class Agents(nn.Module):
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.shapes = shapes
         self.parts = parts_of(precisions, shapes, CHUNK)
+        self.space, self.passes = Space(), 0
         self.acting_parts = {"learner": parts_of(precisions, shapes), "actor": parts_of(acting, shapes)}
 
     @property
@@ -147,7 +159,7 @@ class Agents(nn.Module):
         layers = self.layers
         weight, bias = layers[-1]
         layers[-1] = weight[:, :-1], bias[..., :-1]
-        return Policy(layers, self.acting_parts[kind])
+        return Policy(layers, self.acting_parts[kind], self.space)
 
     def alone(self, agent: int) -> ActorCritic:
         """One agent's network, a copy on the CPU."""
@@ -191,7 +203,8 @@ class Policy:
 
     recurrent = False
 
-    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], parts: list[tuple[slice, list[Rounding]]]):
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], parts: list[tuple[slice, list[Rounding]]], space: Space):
+        self.space = space
         self.agents = len(layers[0][0])
         self.parts = [
             (
@@ -210,48 +223,54 @@ class Policy:
         for agents, layers in self.parts:
             x = obs[agents]
             for i, (weight, bias, rounding) in enumerate(layers):
-                x = torch.baddbmm(bias, apply(rounding.inputs, x), weight)
-                x = apply(rounding.result, x if i + 1 == len(layers) else x.relu_())
+                last = i + 1 == len(layers)
+                out = None if last else self.space.of(("acts", i), x, weight)
+                x = torch.baddbmm(bias, apply(rounding.inputs, x), weight, out=out)
+                x = apply(rounding.result, x if last else x.relu_())
             logits.append(x)
         return (logits[0] if len(logits) == 1 else torch.cat(logits)).flatten(0, 1), None
 
 
 class Passes(torch.autograd.Function):
-    """Forward and backward pass of all agents, a few agents at a time."""
+    """Forward and backward pass of all agents, a few agents at a time. The next forward pass overwrites what a backward pass needs,
+    which then raises RuntimeError."""
 
     @staticmethod
     def forward(ctx, obs, theta, net):
         """Maps obs [S, R, F] and parameters [S, P] to outputs [S, R, A + 1]."""
-        layers, outputs, ctx.kept = views(theta, net.shapes), [], []
+        net.passes += 1
+        ctx.net, ctx.number, ctx.shape, ctx.kept, layers = net, net.passes, theta.shape, [], views(theta, net.shapes)
         for agents, roundings in net.parts:
-            x = obs[agents]
+            x, kept = obs[agents], []
             for i, ((weight, bias), rounding) in enumerate(zip(layers, roundings, strict=True)):
                 x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[agents])
-                y = torch.baddbmm(apply(rounding.result, bias[agents]), x, weight.mT)
+                out = net.space.of((i, agents.start), x, weight.mT)
+                y = torch.baddbmm(apply(rounding.result, bias[agents]), x, weight.mT, out=out)
                 y = apply(rounding.result, y if i + 1 == len(layers) else y.relu_())
-                ctx.kept.append((x, weight, y))
+                kept.append((x, weight, y))
                 x = y
-            outputs.append(y)
-        ctx.net, ctx.shape = net, theta.shape
-        return torch.cat(outputs)
+            ctx.kept.append(kept)
+        return torch.cat([kept[-1][-1] for kept in ctx.kept])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        theta_grad = grad.new_empty(ctx.shape)
+        if ctx.number != ctx.net.passes:
+            raise RuntimeError("another forward pass has overwritten this one's results: call backward first")
+        theta_grad, space = grad.new_empty(ctx.shape), ctx.net.space
         layers = list(enumerate(views(theta_grad, ctx.net.shapes)))
-        for agents, roundings in reversed(ctx.net.parts):
+        for (agents, roundings), kept in zip(ctx.net.parts, ctx.kept, strict=True):
             g = grad[agents]
             for i, (weight_grad, bias_grad) in reversed(layers):
-                x, weight, y = ctx.kept.pop()
+                x, weight, y = kept[i]
                 if i + 1 < len(layers):
-                    g = torch.ops.aten.threshold_backward(g, y, 0)  # of ReLU
-                rounding = roundings[i]
-                g = apply(rounding.gradient, g)
-                weight_grad[agents] = apply(rounding.result, g.mT @ x)
-                bias_grad[agents] = apply(rounding.result, g.sum(1, keepdim=True))
+                    torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)  # of ReLU, in place
+                g = apply(roundings[i].gradient, g)
+                product = torch.bmm(g.mT, x, out=space.of(("weight", i), g.mT, x))
+                weight_grad[agents] = apply(roundings[i].result, product)
+                bias_grad[agents] = apply(roundings[i].result, g.sum(1, keepdim=True))
                 if i:
-                    g = g @ weight
+                    g = torch.bmm(g, weight, out=space.of(("gradient", i), g, weight))
         return None, theta_grad, None
 
 
@@ -326,14 +345,17 @@ class Adam:
         self.count = torch.zeros(len(theta), 1, device=theta.device)
 
     @torch.no_grad()
-    def step(self, grad: torch.Tensor, takes: torch.Tensor) -> None:
-        """One step of the agents in `takes`, bool [S, 1]; the others' gradients, in `grad` [S, P], must be finite too."""
+    def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
+        """One step of the agents in `takes`, bool [S, 1], with gradients `grad` [S, P] times `factor` [S, 1]."""
         self.count += takes
-        self.first.lerp_(grad, torch.where(takes, 1 - 0.9, 0.0))
-        self.second.mul_(torch.where(takes, 0.999, 1.0)).addcmul_(grad, grad, value=1 - 0.999)
-        size = torch.where(takes, self.rate / (1 - 0.9**self.count), 0.0)
-        root = self.second.sqrt().div_((1 - 0.999**self.count).sqrt()).add_(1e-5)
-        self.theta.addcdiv_(self.first * -size, root)
+        size = torch.where(takes, -self.rate / (1 - 0.9**self.count), 0.0)
+        keep, add, root = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0), (1 - 0.999**self.count).sqrt()
+        for begin in range(0, len(grad), CHUNK):
+            agents = slice(begin, begin + CHUNK)
+            g = torch.where(takes[agents], grad[agents] * factor[agents], 0)  # what is not finite times 0 would be NaN
+            first = self.first[agents].lerp_(g, add[agents])
+            second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
+            self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5))
 
     def state_dict(self) -> dict:
         return {"first": self.first, "second": self.second, "count": self.count}
@@ -374,7 +396,7 @@ class Scales:
         finite = norm.isfinite()
         takes = finite & ~self.stopped
         factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1) / self.scale
-        optimizer.step(torch.where(takes, grad * factor, 0), takes)
+        optimizer.step(grad, factor, takes)
         self.good = torch.where(finite, self.good + 1, 0)
         grown = torch.where(self.good == SCALE_GROWTH_INTERVAL, 2 * self.scale, self.scale)
         self.good = torch.where(self.good == SCALE_GROWTH_INTERVAL, 0, self.good)

@@ -1,0 +1,138 @@
+"""How fast are S agents as one batch: beside JAX's vmap, beside studies one by one, and as S grows?
+
+Ours is `python -m fp8rl bench --agents`, a process on each core with its share of the agents; the JAX loop is
+speed/jax_population.py, once with all agents in a process that may use all cores, once like ours with a process on each. Contestants take turns, and
+medians over the rounds count. All train in float32 on policy, 16 environments an agent, 32 steps a rollout; the studies have the
+defaults of Config, with replay and evaluations.
+
+    python benchmarks/populations.py benchmarks/results/populations.md
+    python benchmarks/populations.py build/avx2.md --avx2    # with AVX2 alone, on a processor that has more
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+from fp8rl.config import Config
+from fp8rl.lab.population import Population, bytes_per_agent
+from fp8rl.report import study
+from fp8rl.scale.hardware import hardware, keep_freed_memory
+from fp8rl.train import iterate
+
+HERE, CORES = Path(__file__).parent, os.cpu_count()
+AGENTS = (8, 32, 128)
+GROWTH = (1, 4, 16, 64, 128, 256, 1024)
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+AVX2 |= {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}
+STUDY = {"steps": 20_480, "seeds": 30, "alone": 2 * CORES}
+
+
+def together(commands: list[list]) -> list[dict]:
+    """Runs Python commands at the same time; the JSON object that each prints last."""
+    began = [subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True) for command in commands]
+    return [json.loads(process.communicate()[0].splitlines()[-1]) for process in began]
+
+
+def bench(agents: int, seconds: float) -> list:
+    return ["-m", "fp8rl", "bench", "--agents", agents, "--num-envs", 16, "--precision", "fp32", "--seconds", seconds, "--json"]
+
+
+def jax(agents: int, seconds: float, variant: str = "scan", core: int | None = None) -> list:
+    own = [] if core is None else ["--core", core]
+    return [HERE / "speed/jax_population.py", "--agents", agents, "--variant", variant, "--seconds", seconds, *own]
+
+
+def speed(options) -> list[str]:
+    """The table beside JAX."""
+    contestants = {
+        "fp8rl, a process on each core": lambda s: [bench(s // CORES, options.seconds)] * CORES,
+        "JAX under vmap": lambda s: [jax(s, options.seconds)],
+        "JAX under vmap, unrolled": lambda s: [jax(s, options.seconds, "unrolled")],
+        "JAX under vmap, a process on each core": lambda s: [jax(s // CORES, options.seconds, core=k) for k in range(CORES)],
+    }
+    found = {(name, agents): [] for name in contestants for agents in AGENTS}
+    for _ in range(options.rounds):
+        for (name, agents), speeds in found.items():
+            results = together(contestants[name](agents))
+            speeds.append(sum(result["train_steps_per_second"] for result in results))
+            print(f"{name}, {agents} agents: {speeds[-1]:,.0f} steps/s", flush=True)
+    lines = [
+        f"| steps/s of all agents | {' | '.join(f'{agents} agents' for agents in AGENTS)} |",
+        "| --- " * (1 + len(AGENTS)) + "|",
+    ]
+    for name in contestants:
+        lines.append(f"| {name} | {' | '.join(f'{statistics.median(found[name, agents]):,.0f}' for agents in AGENTS)} |")
+    return lines
+
+
+def studies() -> list[str]:
+    """The table of studies."""
+    lines = ["| study of the cart | agents | steps/s of all |", "| --- | --- | --- |"]
+    speeds = {}
+    for name, count, run in (("one by one", STUDY["alone"], study.run), ("together", STUDY["seeds"], None)):
+        configs, began = [Config(seed=1000 + k, steps=STUDY["steps"]) for k in range(count)], None
+        for _ in study.run_all(configs[:CORES], run=run, progress=False):
+            pass
+        began = time.perf_counter()
+        finished = list(study.run_all(configs, run=run, progress=False))
+        speeds[name] = sum(history.last["steps"] for _, history in finished) / (time.perf_counter() - began)
+        lines.append(f"| {name} | {count} | {speeds[name]:,.0f} |")
+    return [
+        *lines,
+        "",
+        f"Together is {speeds['together'] / speeds['one by one']:.1f} times as fast, start of the processes included.",
+    ]
+
+
+def memory(agents: int) -> None:
+    """Prints the memory of this process after a short training of a population."""
+    keep_freed_memory()
+    configs = [Config(seed=k, steps=20_480, eval_every=0, eval_episodes=1) for k in range(agents)]
+    for _ in iterate(Population(configs)):
+        pass
+    print(json.dumps(psutil.Process().memory_info().rss))
+
+
+def growth(options) -> list[str]:
+    """The table of growing S, in one process."""
+    lines = ["| agents | steps/s of all | µs per agent and step | floor, share of the time |", "| --- " * 4 + "|"]
+    for agents in GROWTH:
+        (result,) = together([bench(agents, 2 * options.seconds)])
+        rate, share = result["train_steps_per_second"], result["floor_share"]
+        lines.append(f"| {agents:,} | {rate:,.0f} | {1e6 / rate:.2f} | {share:.2f} |")
+        print(lines[-1], flush=True)
+    few, many = (together([[__file__, "build", "--memory", agents]])[0] for agents in (32, 160))
+    measured, predicted = (many - few) / 128 / 1e6, bytes_per_agent(Config()) / 1e6
+    return [*lines, "", f"An agent of the default config takes {measured:.2f} MB; predicted are {predicted:.2f} MB."]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--avx2", action="store_true", help="use no newer instructions")
+    parser.add_argument("--memory", type=int, help="used by the script itself")
+    options = parser.parse_args()
+    if options.memory:
+        return memory(options.memory)
+    if options.avx2 and os.environ.get("ATEN_CPU_CAPABILITY") != "avx2":
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
+    lines = [*speed(options), "", *studies(), "", *growth(options), ""]
+    command = f"python benchmarks/populations.py {shlex.join(sys.argv[1:])}"
+    lines.append(f"Medians of {options.rounds} rounds. `{command}` on {hardware()}, jax {version('jax')}.")
+    options.out.write_text("\n".join(lines) + "\n")
+    print(options.out.read_text())
+
+
+if __name__ == "__main__":
+    main()
