@@ -1,9 +1,9 @@
 """How fast are S agents as one batch: beside JAX's vmap, beside studies one by one, and as S grows?
 
-Ours is `python -m fp8rl bench --agents`, a process on each core with its share of the agents; the JAX loop is
-speed/jax_population.py, once with all agents in a process that may use all cores, once like ours with a process on each. Contestants take turns, and
-medians over the rounds count. All train in float32 on policy, 16 environments an agent, 32 steps a rollout; the studies have the
-defaults of Config, with replay and evaluations.
+Ours is `python -m fp8rl bench --agents`, a process on each core with its share of the agents. The JAX loop is
+speed/jax_population.py, once with all agents in a process that may use all cores, once like ours with a process on each.
+Contestants take turns, and medians over the rounds count. All train in float32 on policy, 16 environments an agent, 32 steps a
+rollout; the studies have the defaults of Config, with replay and evaluations.
 
     python benchmarks/populations.py benchmarks/results/populations.md
     python benchmarks/populations.py build/avx2.md --avx2    # with AVX2 alone, on a processor that has more

@@ -122,7 +122,7 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
     if (out / "checkpoint.pt").exists() or not (out / "config.json").exists():
         return checkpoint.resume(out / "checkpoint.pt", trust)
     try:
-        return Config.from_json((out / "config.json").read_text()), None
+        return Config.of((out / "config.json").read_text()), None
     except ValueError as error:
         raise ValueError(f"{out / 'config.json'}: {error}") from error
 

@@ -76,7 +76,3 @@ class Codec:
         if self.name == "fp8":
             return codes.view(E4M3).float() * self.scale
         return codes.float() * self.scale + self.middle
-
-    def error(self, obs: torch.Tensor) -> torch.Tensor:
-        """Root mean square round-trip error of each feature: float32 [F] in the feature's unit, for obs [..., F]."""
-        return (self.decode(self.encode(obs)) - obs).square().flatten(0, -2).mean(0).sqrt()

@@ -137,20 +137,15 @@ class Config:
         raise ValueError(f"{name} is {value!r}: use {wanted}")
 
     def to_json(self) -> str:
-        """The fields as a JSON object for `from_json`."""
+        """The fields as a JSON object for `of`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Config":
-        """The Config that `to_json` wrote; missing fields have their defaults. Raises ValueError if the text is not a JSON
-        object, or if a field does not exist or is out of range."""
-        found = json.loads(text)
-        return cls.of(found if isinstance(found, dict) else {str(found): None})
-
-    @classmethod
-    def of(cls, found: dict) -> "Config":
-        """A Config from a dict of fields. Raises like `from_json`."""
-        for name in found.keys() - cls.__dataclass_fields__.keys():
+    def of(cls, found: str | dict) -> "Config":
+        """A Config from a dict of fields, or from the text that `to_json` wrote; missing fields have their defaults. Raises
+        ValueError if the text is not a JSON object, or if a field does not exist or is out of range."""
+        found = json.loads(found) if isinstance(found, str) else found
+        for name in set(found if isinstance(found, dict) else [str(found)]) - cls.__dataclass_fields__.keys():
             raise ValueError(f"config has the field {name!r}, which does not exist: leave it out")
         return cls(**found)
 

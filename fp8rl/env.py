@@ -93,10 +93,8 @@ class CustomEnv(gymnasium.Env):
         self, start_noise: float = 0.05, render_mode: str | None = None, extra_features: int = 0, hide_velocity: bool = False
     ):
         _check(start_noise, extra_features)
-        self.start_noise = start_noise
-        self.render_mode = render_mode
-        self.hide_velocity = hide_velocity
-        self.extra_features = extra_features
+        self.start_noise, self.render_mode = start_noise, render_mode
+        self.extra_features, self.hide_velocity = extra_features, hide_velocity
         self.observation_space, self.action_space = spaces_of(extra_features, hide_velocity)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
@@ -172,13 +170,9 @@ class BatchedEnv:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: use at least 1")
         _check(start_noise, extra_features)
+        self.num_envs, self.device, self.generator = num_envs, torch.device(device), generator
+        self.start_noise, self.extra_features, self.hide_velocity = start_noise, extra_features, hide_velocity
         self.bounds = obs_bounds(extra_features, hide_velocity)
-        self.num_envs = num_envs
-        self.start_noise = start_noise
-        self.extra_features = extra_features
-        self.hide_velocity = hide_velocity
-        self.device = torch.device(device)
-        self.generator = generator
         self.reset()
 
     def reset(self, start: torch.Tensor | None = None) -> torch.Tensor:

@@ -110,11 +110,6 @@ def has_kernel(device: torch.device | str) -> bool:
     return device.type == "cpu" and TorchVersion(torch.__version__) >= (2, 13)
 
 
-def arithmetic(device: torch.device | str) -> str:
-    """How FP8 runs on this device: "hardware" on FP8 tensor cores, "emulated" in float32 on the same float8 numbers."""
-    return "hardware" if torch.device(device).type == "cuda" and has_kernel(device) else "emulated"
-
-
 def _check_rules(a: Quantized, b: Quantized) -> None:
     (rows, inner), (inner_b, columns) = a.data.shape, b.data.shape
     if inner != inner_b:

@@ -16,6 +16,7 @@ observation, the next row. The row after any end is a dummy whose action was ign
 delta and cuts the trace, so that nothing leaks from one episode into the previous one.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ import torch
 
 from .config import Config
 from .rollout import TERMINATED, TRUNCATED, Rollout, action_logp, log_softmax
+
+_sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over a batch's rows: [1, 1], or [1, S, 1] for agents
 
 
 class Targets(NamedTuple):
@@ -119,8 +122,3 @@ def actor_critic_loss(
         "ess": _sum(ratio).square() / (rows * _sum(ratio.square())).clamp(min=1),
     }
     return loss.squeeze(-1).squeeze(0), {name: stat.detach().squeeze(-1).squeeze(0) for name, stat in stats.items()}
-
-
-def _sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the rows [T, B] of a batch, which keeps the axes: [1, 1], or [1, S, 1] with an axis of agents."""
-    return x.sum((0, -1), keepdim=True)

@@ -97,11 +97,6 @@ class ReplayBuffer:
         """Bytes that the ring occupies, counted over its tensors' storages."""
         return sum(x.untyped_storage().nbytes() for x in self.fields.values())
 
-    @property
-    def filled_bytes(self) -> int:
-        """Bytes of memory taken by the rows written so far, ignoring page rounding."""
-        return self.nbytes // self.rows * min(self.count + 1, self.rows)
-
     def append(self, rollout: Rollout) -> None:
         """Copies a rollout of T rows behind the previous one, whose last observation is its first, over the oldest rows. Raises
         ValueError if it has as many rows as the ring or more."""

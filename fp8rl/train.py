@@ -107,7 +107,7 @@ class Run:
         self.precision = Precision(config.precision, device)
         self.acting = Precision(config.collect_precision or config.precision, collect_device)
         # Replaced by scale/machine.py; these are the plain ones.
-        self.make_env, self.total, self.loop = make_env, alone, steps
+        self.make_env, self.total, self.loop, self.check = make_env, alone, steps, check_finite
         self.recorder = functools.partial(contextlib.nullcontext, {})
         self.generator = self.draws = Stream(collect_device).manual_seed(stream_seed(config.seed, rank) if rank else config.seed)
         self.env = make_env(config, config.num_envs // ranks, config.start_noise, self.generator)
@@ -165,10 +165,6 @@ class Run:
     def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
         """The function `update` with this run's parts."""
         return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total)
-
-    def check(self, rollout: Rollout) -> None:
-        """Raises ValueError if the environment returned a number that is not finite or too large."""
-        check_finite(rollout)
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
         """A summary of the updates, with the sums over all processes of returns, clipped values and loss terms."""

@@ -42,9 +42,7 @@ def trained(tmp_path_factory):
 def test_train_writes_its_four_files(trained):
     names = [".fp8rl", "checkpoint.pt", "config.json", "metrics.csv", "reward_curve.png"]
     assert sorted(path.name for path in trained.iterdir()) == names
-    assert Config.from_json((trained / "config.json").read_text()) == Config(
-        precision="bf16", seed=1, steps=1024, eval_episodes=2
-    )
+    assert Config.of((trained / "config.json").read_text()) == Config(precision="bf16", seed=1, steps=1024, eval_episodes=2)
     config = json.loads((trained / "config.json").read_text())
     assert (config["precision"], config["seed"], config["steps"]) == ("bf16", 1, 1024)
     with (trained / "metrics.csv").open() as file:

@@ -14,7 +14,7 @@ import torch
 from fp8rl.config import Config
 from fp8rl.model import ActorCritic
 from fp8rl.scale import growth
-from fp8rl.scale.growth import GrowthWatch, Reading
+from fp8rl.scale.growth import GrowthWatch, Reading, filled_bytes
 from fp8rl.scale.machine import Machine, build
 from fp8rl.scale.storage import StoredRing
 from fp8rl.train import iterate, train
@@ -323,4 +323,4 @@ def test_cuda_blocks_that_torch_would_use_again_are_available(monkeypatch):
 def test_the_plain_ring_can_be_watched():
     run = train(Config(steps=512, eval_every=0, eval_episodes=1), progress=False)
     GrowthWatch().read(run.ring)
-    assert 0 < run.ring.filled_bytes < run.ring.nbytes
+    assert 0 < filled_bytes(run.ring) < run.ring.nbytes

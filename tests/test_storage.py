@@ -19,6 +19,7 @@ from fp8rl.config import LAYOUTS
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import DUMMY, Rollout
 from fp8rl.scale import storage
+from fp8rl.scale.growth import filled_bytes
 from fp8rl.scale.storage import StoredRing, ring_bytes
 
 
@@ -107,9 +108,9 @@ def test_predicted_bytes_are_the_measured_ones(tmp_path, layout, codec, kept, fe
     own, delta = WIDTHS[codec]
     by_hand = 25 * 16 * (features * {"compact": own, "full": 2 * own, "delta": own + delta}[layout] + 10)
     assert ring_bytes(25, 16, features, layout, codec) == ring.nbytes == by_hand
-    assert ring.filled_bytes == (by_hand // 25 if kept == "ram" else 0)
+    assert filled_bytes(ring) == (by_hand // 25 if kept == "ram" else 0)
     ring.append(noise(0, 24, 16, features))
-    assert ring.nbytes == by_hand and ring.filled_bytes == (by_hand if kept == "ram" else 0)
+    assert ring.nbytes == by_hand and filled_bytes(ring) == (by_hand if kept == "ram" else 0)
 
 
 def test_the_promised_sizes():

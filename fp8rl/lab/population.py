@@ -232,8 +232,8 @@ class Policy:
 
 
 class Passes(torch.autograd.Function):
-    """Forward and backward pass of all agents, a few agents at a time. The next forward pass overwrites what a backward pass needs,
-    which then raises RuntimeError."""
+    """Forward and backward pass of all agents, a few agents at a time. The next forward pass overwrites what a backward pass
+    needs, which then raises RuntimeError."""
 
     @staticmethod
     def forward(ctx, obs, theta, net):

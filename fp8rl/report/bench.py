@@ -26,12 +26,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .. import fp8
 from ..config import Config
 from ..lab.population import Population
 from ..precision import AUTOCAST, Precision, available_precisions
 from ..scale import ranks
-from ..scale.hardware import is_emulated
+from ..scale.hardware import arithmetic, is_emulated
 from ..scale.machine import HERE, Machine, build
 from ..train import iterate
 
@@ -251,7 +250,7 @@ def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
 
 def bench_fp8(out: Path, widths=WIDTHS, batches=BATCHES) -> Path | None:
     """Measures and writes `out`/fp8_layer_HARDWARE.json; without FP8 hardware prints a message and returns None."""
-    if not torch.cuda.is_available() or fp8.arithmetic("cuda") != "hardware":
+    if not torch.cuda.is_available() or arithmetic("cuda") != "hardware":
         print("bench fp8 skipped: it needs a CUDA device of compute capability 8.9 or higher, and there is none here")
         return None
     name = torch.cuda.get_device_name()

@@ -1,7 +1,7 @@
 """Memory: how much there is, how much a process uses, and whether growth is a buffer filling up or a leak.
 
 A process's resident set also grows without a leak: pages of a new tensor are allocated when they are first written, so a replay
-ring of 1 GB starts near 0 and grows until it is full. That growth is known to the byte (`ReplayBuffer.filled_bytes`); what
+ring of 1 GB starts near 0 and grows until it is full. That growth is known to the byte (`filled_bytes`); what
 remains after subtracting it is unexplained. Resident memory does not show what leaks, and a leak of Python objects can stay small
 for long, so `GrowthWatch` also looks at causes at every reading:
 
@@ -47,6 +47,11 @@ def available(device="cpu") -> int:
             if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
                 left.append(resource.getrlimit(limit)[0] - taken)
     return max(0, min(left))
+
+
+def filled_bytes(ring) -> int:
+    """Bytes of memory taken by the rows written to a ring so far, ignoring page rounding; 0 if it is in files."""
+    return 0 if getattr(ring, "_folder", None) else ring.nbytes // ring.rows * min(ring.count + 1, ring.rows)
 
 
 def require_room(needed: int, device="cpu") -> None:
@@ -105,7 +110,7 @@ class GrowthWatch:
         cuda = torch.cuda.is_available()
         reading = Reading(
             used.rss - getattr(used, "shared", 0),
-            ring.filled_bytes if ring is not None else 0,
+            filled_bytes(ring) if ring is not None else 0,
             tracemalloc.get_traced_memory()[0],
             torch.cuda.memory_allocated() if cuda else 0,
             torch.cuda.memory_reserved() if cuda else 0,

@@ -16,6 +16,11 @@ from .. import fp8
 from ..precision import AUTOCAST, Precision
 
 
+def arithmetic(device: torch.device | str) -> str:
+    """How FP8 runs on this device: "hardware" on FP8 tensor cores, "emulated" in float32 on the same float8 numbers."""
+    return "hardware" if torch.device(device).type == "cuda" and fp8.has_kernel(device) else "emulated"
+
+
 @functools.cache
 def is_emulated(name: str, device="cpu") -> bool:
     """Whether this machine multiplies a precision's numbers in another type, which is slow. A CPU does not report this, and
@@ -28,7 +33,7 @@ def is_emulated(name: str, device="cpu") -> bool:
     """
     device = torch.device(device)
     if name.startswith("fp8"):
-        return fp8.arithmetic(device) == "emulated"
+        return arithmetic(device) == "emulated"
     if name not in AUTOCAST or device.type != "cpu":
         return name == "bf16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
@@ -66,7 +71,7 @@ def describe(precision: Precision, model: nn.Module) -> str:
     converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
     left = [name for name in linears if name not in converted]
     rest = f", not in {', '.join(left)}" if left else " (all linear layers)"
-    return f"{where}, {fp8.arithmetic(precision.device)}: FP8 in {', '.join(converted) or 'no layer'}{rest}"
+    return f"{where}, {arithmetic(precision.device)}: FP8 in {', '.join(converted) or 'no layer'}{rest}"
 
 
 def hardware() -> str:

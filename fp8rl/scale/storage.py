@@ -171,11 +171,6 @@ class StoredRing(ReplayBuffer):
             return sum(self._folder.path_of(name).stat().st_size for name in self.fields)
         return super().nbytes
 
-    @property
-    def filled_bytes(self) -> int:
-        """As in ReplayBuffer; 0 if the ring is in files."""
-        return 0 if self._folder else super().filled_bytes
-
     def append(self, rollout: Rollout) -> None:
         """Like ReplayBuffer.append. If `new_episodes` is set, the rollout does not continue the last one, and a dummy row is
         inserted between them so that no slice joins two episodes.
