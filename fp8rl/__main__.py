@@ -30,6 +30,7 @@ from .config import Config
 from .env import BatchedEnv
 from .evaluate import evaluate
 from .history import History
+from .lab.population import shared
 from .precision import Precision
 from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
@@ -288,12 +289,15 @@ def compare(
     numbers, arms, unscaled = dataclasses.asdict(sweep), {}, {}
     for name, values in numbers.items():
         if not values:
-            raise ValueError(f"{name} has no value: give one or more")
+            raise ValueError(f"{name} is empty: give at least one value")
     for values in itertools.product(*numbers.values()):
         fields = dict(zip(numbers, values, strict=True))
         suffix = "".join(f", {name} {value:g}" for name, value in fields.items() if len(numbers[name]) > 1)
         for group, added in zip((arms, unscaled), comparison.arms(suffix, **fields), strict=True):
             group |= added
+    shapes = len({shared(config) for configs in arms.values() for config in configs})
+    if shapes > 1 and not one_by_one:
+        print(f"{sum(map(len, arms.values()))} agents of {shapes} shapes, a batch for each")
     options = dataclasses.asdict(comparison) | numbers
     with folder_of(out, options, overwrite) as folder:
         journal = study.Journal(out / "runs.jsonl")

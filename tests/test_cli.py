@@ -75,7 +75,9 @@ def test_fp8_says_how_it_computes(tmp_path, capsys):
 @pytest.fixture
 def one_process(monkeypatch):
     """Runs a study's configs here: that processes give the same numbers is tested elsewhere."""
-    monkeypatch.setattr(cli.study, "run_all", lambda configs, run=study.run: ((config, run(config)) for config in configs))
+    monkeypatch.setattr(
+        cli.study, "run_all", lambda configs, run=None: ((config, (run or study.run)(config)) for config in configs)
+    )
 
 
 def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process):
@@ -99,6 +101,32 @@ def test_study_needs_no_controls(tmp_path, one_process):
     run("study", "--precisions", "fp32", "--seeds", 1, "--steps", 512, "--out", tmp_path / "study")
     names = [".fp8rl", "curves.png", "results.csv", "runs.jsonl", "table.md"]
     assert sorted(path.name for path in (tmp_path / "study").iterdir()) == names
+
+
+def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_process):
+    options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 1024, "--num-envs", 16, 8, "--gamma", 0.5, 0.9]
+    run("study", *options, "--eval-episodes", 2, "--out", tmp_path / "study")
+    out = capsys.readouterr().out
+    assert "16 agents of 2 shapes, a batch for each" in out
+    arms = [line.split(" | ")[0].strip("| ") for line in out.splitlines() if line.startswith("| fp")]
+    assert arms == [f"{p}, num_envs {n}, gamma {g}" for n in (16, 8) for g in (0.5, 0.9) for p in ("fp32", "fp8")]
+
+
+def test_study_together_gives_what_one_by_one_gives(tmp_path):
+    options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 5_120, "--eval-episodes", 5]
+    for name, extra in (("together", []), ("alone", ["--one-by-one"])):
+        run("study", *options, *extra, "--out", tmp_path / name)
+    together, alone = (list(csv.DictReader((tmp_path / name / "results.csv").open())) for name in ("together", "alone"))
+    for one, other in zip(together, alone, strict=True):
+        assert one["arm"] == other["arm"] and float(one["final_return"]) == pytest.approx(float(other["final_return"]), abs=0.3)
+
+
+def test_an_agent_that_diverges_is_named_and_the_study_goes_on(tmp_path, capsys):
+    options = ["--precisions", "fp32", "--seeds", 2, "--steps", 2_048, "--eval-episodes", 2, "--reward-scale", 0.05, 1e38]
+    run("study", *options, "--out", tmp_path / "study")
+    said = capsys.readouterr()
+    assert "fp8rl: warning: fp32, reward_scale 1e+38, seed 0: gradient not finite at step 512 in fp32" in said.err
+    assert "| fp32, reward_scale 0.05 |" in said.out and "reward_scale 0.05, seed" not in said.err
 
 
 def test_a_failed_overwrite_leaves_nothing_of_the_old_run(tmp_path):
@@ -149,6 +177,9 @@ def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_eval
         (["study", "--seeds", "0"], "seeds"),
         (["study", "--precisions", "fp32", "fp7"], "precision"),
         (["study", "--steps", "1"], "steps"),
+        (["study", "--gamma"], "gamma"),
+        (["study", "--gamma", "0.9", "1.5"], "gamma"),
+        (["study", "--num-envs", "16", "5000"], "capacity"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(arguments, field, tmp_path, capsys):

@@ -89,6 +89,19 @@ def test_processes_give_the_numbers_of_this_one():
             np.testing.assert_array_equal(histories[config].column(name), ours.column(name), name)
 
 
+def test_what_cannot_be_in_a_population_trains_alone_and_says_so():
+    configs = [Config(seed=1, **TINY), Config(seed=2, encoder="gru", **TINY)]
+    with pytest.warns(UserWarning, match="encoder is gru: trained alone, a population takes only mlp"):
+        assert dict(study.run_all(configs, progress=False)).keys() == set(configs)
+
+
+def test_progress_shows_agents_and_how_many_are_at_195(capsys):
+    configs = [Config(seed=seed, steps=10_240, eval_every=5_120, eval_episodes=4) for seed in range(3)]
+    list(study.run_all(configs))
+    said = capsys.readouterr().err
+    assert "3 agents" in said and "step/s" in said and "100%" in said
+
+
 def test_the_control_without_scales_is_not_the_real_thing():
     config = Config(precision="fp8", **TINY)
     broken, real = study.run_unscaled(config).column("loss"), study.run(config).column("loss")

@@ -66,9 +66,9 @@ def obstacle(config: Config) -> str | None:
     plain = {"env_id": None, "encoder": "mlp", "layout": "compact"}
     for name, value in plain.items():
         if getattr(config, name) != value:
-            return f"{name} is {getattr(config, name)}: train it alone (--one-by-one), a population takes only {value}"
+            return f"{name} is {getattr(config, name)}: train it alone, a population takes only {value}"
     if "tf32" in (config.precision, config.collect_precision):
-        return "precision is tf32: train it alone (--one-by-one), TF32 is a switch of the whole process"
+        return "precision is tf32: train it alone, TF32 is a switch of the whole process"
     return None
 
 

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -122,6 +123,9 @@ def run_all(
     """
     if not configs:
         return
+    reasons = {} if run else dict.fromkeys(filter(None, map(obstacle, configs)))
+    for reason in reasons:
+        warnings.warn(reason.replace("train it alone", "trained alone"), stacklevel=2)
     # Spawned, not forked: a fork of a process that has used torch's threads can hang.
     context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     tasks = tasks_of(configs, workers or os.cpu_count() or 1, run)
