@@ -298,16 +298,17 @@ def compare(
     shapes = len({shared(config) for configs in arms.values() for config in configs})
     if shapes > 1 and not one_by_one:
         print(f"{sum(map(len, arms.values()))} agents of {shapes} shapes, a batch for each")
-    options = dataclasses.asdict(comparison) | numbers
+    options = json.loads(json.dumps(dataclasses.asdict(comparison) | numbers))  # as they are read back
     with folder_of(out, options, overwrite) as folder:
         journal = study.Journal(out / "runs.jsonl")
         for group, run in ((arms, study.run if one_by_one else None), (unscaled, study.run_unscaled)):
-            left = {config: arm for arm, configs in group.items() for config in configs if (arm, config) not in journal.histories}
-            for config, history in study.run_all(list(left), run=run):
+            arm_of = {config: arm for arm, configs in group.items() for config in configs}
+            done = {config for config, arm in arm_of.items() if (arm, config) in journal.histories}
+            for config, history in study.run_all(list(arm_of), run=run, done=done):
                 with folder.writing():
-                    journal.add(left[config], config, history)
+                    journal.add(arm_of[config], config, history)
                 if history.failure:
-                    print(f"fp8rl: warning: {left[config]}, seed {config.seed}: {history.failure}", file=sys.stderr)
+                    print(f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}", file=sys.stderr)
         results, shown = [], {}
         for arm, configs in (arms | unscaled).items():
             histories = [journal.histories[arm, config] for config in configs]

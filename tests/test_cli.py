@@ -76,7 +76,7 @@ def test_fp8_says_how_it_computes(tmp_path, capsys):
 def one_process(monkeypatch):
     """Runs a study's configs here: that processes give the same numbers is tested elsewhere."""
     monkeypatch.setattr(
-        cli.study, "run_all", lambda configs, run=None: ((config, (run or study.run)(config)) for config in configs)
+        cli.study, "run_all", lambda configs, run=None, done=(): ((config, (run or study.run)(config)) for config in configs)
     )
 
 

@@ -217,7 +217,7 @@ def test_a_full_disk_is_named_with_its_path(tmp_path):
     assert process.returncode == 2 and f"{tmp_path}/a" in last and "cannot be written (File too large): make room" in last
 
 
-STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "2", "--steps", "5120"]
+STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "2", "--steps", "20480", "--num-envs", "16", "8"]
 
 
 def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path):
@@ -232,7 +232,7 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path):
     before = (out / "runs.jsonl").read_text()
     code, said, err = finished(*STUDY, "--out", out)
     assert code == 0 and (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
-    assert rows_of(out / "runs.jsonl") == 4 and "| bf16 |" in said, err
+    assert rows_of(out / "runs.jsonl") == 8 and "| bf16, num_envs 8 |" in said, err
     with pytest.raises(FileExistsError, match="holds another study: use a new folder, or add --overwrite"):
         folder_of(out, {"seeds": 9}, overwrite=False)
 

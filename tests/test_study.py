@@ -95,6 +95,15 @@ def test_what_cannot_be_in_a_population_trains_alone_and_says_so():
         assert dict(study.run_all(configs, progress=False)).keys() == set(configs)
 
 
+def test_a_study_that_goes_on_gives_the_same_numbers_bit_for_bit():
+    configs = [Config(name, seed=seed, **TINY) for name in ("fp32", "fp8") for seed in range(3)]
+    whole = dict(study.run_all(configs, workers=2, progress=False))
+    rest = dict(study.run_all(configs, workers=2, progress=False, done=configs[:3]))
+    assert rest.keys() == set(configs[3:]) and not dict(study.run_all(configs, done=configs))
+    for config in configs[3:]:
+        assert rest[config].columns["loss"] == whole[config].columns["loss"]
+
+
 def test_progress_shows_agents_and_how_many_are_at_195(capsys):
     configs = [Config(seed=seed, steps=10_240, eval_every=5_120, eval_episodes=4) for seed in range(3)]
     list(study.run_all(configs))

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
 from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
@@ -108,7 +108,11 @@ def run_unscaled(config: Config) -> History:
 
 
 def run_all(
-    configs: list[Config], workers: int | None = None, progress: bool = True, run: Callable[[Config], History] | None = None
+    configs: list[Config],
+    workers: int | None = None,
+    progress: bool = True,
+    run: Callable[[Config], History] | None = None,
+    done: Container[Config] = (),
 ) -> Iterator[tuple[Config, History]]:
     """Trains configs in parallel processes of one thread each, yielding each with its history as they finish (in any order).
 
@@ -117,32 +121,38 @@ def run_all(
         workers: processes at a time; None is one a core.
         progress: show a bar.
         run: what a process does with each config alone; None trains them together, as populations, where that can be.
+        done: configs that need not be trained any more. The others train in the populations that they would have been in without
+            it, so that a study that goes on gives the same numbers bit for bit.
 
     Raises:
         ChildProcessError: a process died. What a run raises is raised here. No process outlives this one or the last result.
     """
-    if not configs:
-        return
     reasons = {} if run else dict.fromkeys(filter(None, map(obstacle, configs)))
     for reason in reasons:
         warnings.warn(reason.replace("train it alone", "trained alone"), stacklevel=2)
     # Spawned, not forked: a fork of a process that has used torch's threads can hang.
     context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     tasks = tasks_of(configs, workers or os.cpu_count() or 1, run)
+    tasks = [(each, task) for each, task in tasks if any(config not in done for config in task)]
+    if not tasks:
+        return
     numbers = context.RawArray("d", 2 * len(tasks))
     pool = ProcessPoolExecutor(min(workers or os.cpu_count() or 1, len(tasks)), context, _begin_worker, (numbers,))
-    total = sum(config.iterations * config.steps_per_iteration for config in configs)
+    total = sum(config.iterations * config.steps_per_iteration for _, task in tasks for config in task)
+    agents = sum(len(task) for _, task in tasks)
     try:
         with children_ignore_interrupts():
             futures = {pool.submit(_work, each, task, 2 * i): task for i, (each, task) in enumerate(tasks)}
         waiting = set(futures)
         with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
             while waiting:
-                done, waiting = wait_for(waiting, 0.5, FIRST_COMPLETED)
-                bar.set_postfix_str(f"{len(configs)} agents, {sum(numbers[1::2]):.0f} at {THRESHOLD:g}", refresh=False)
+                ended, waiting = wait_for(waiting, 0.5, FIRST_COMPLETED)
+                bar.set_postfix_str(f"{agents} agents, {sum(numbers[1::2]):.0f} at {THRESHOLD:g}", refresh=False)
                 bar.update(sum(numbers[::2]) - bar.n)
-                for future in done:
-                    yield from zip(futures[future], future.result(), strict=True)
+                for future in ended:
+                    for config, history in zip(futures[future], future.result(), strict=True):
+                        if config not in done:
+                            yield config, history
     except BrokenProcessPool as error:
         raise ChildProcessError("a process of the study died (killed, or out of memory): run the command again") from error
     except BaseException:
