@@ -35,7 +35,7 @@ from fp8rl.scale.machine import Machine, build
 from fp8rl.train import iterate, train
 
 RUN = [sys.executable, "-m", "fp8rl"]
-STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "4", "--steps", "20480"]
+STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "4", "--steps", "40960", "--num-envs", "16", "8"]  # two batches
 SHORT = ["train", "--steps", "10240", "--eval-episodes", "2"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 KILLS, STUDY_KILLS, TOGETHER, DAMAGES, FORGERIES = 100, 20, 50, 10_000, 200
@@ -54,13 +54,15 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 def killed(i: int, folder: Path, seconds: float, whole: list[torch.Tensor]) -> tuple[str, str]:
-    """Ends a default run at a random moment of its `seconds`, resumes it (or starts it again, if it had not begun), and says
-    what came of it."""
+    """Ends a default run at a random moment of its `seconds` of training, or in every fourth trial of the start before them,
+    resumes it (or starts it again, if it had not begun), and says what came of it."""
     out, rng = folder / str(i), np.random.default_rng(i)
     number = SIGNALS[i % 3]
     process = start("train", "--out", out)
+    while i % 4 and process.poll() is None and not (out / "config.json").exists():
+        time.sleep(0.01)
     try:
-        process.wait(rng.uniform(0, seconds))
+        process.wait(rng.uniform(0, seconds if i % 4 else 4))
     except subprocess.TimeoutExpired:
         process.send_signal(number)
         process.wait()
@@ -221,10 +223,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(workers) as pool:
         folder = Path(name)
         whole = list(train(build(Config()), progress=False).model.state_dict().values())
-        begun = time.monotonic()
         for job in [start("train", "--out", folder / f"whole{i}") for i in range(workers)]:  # as many as will run side by side
             job.communicate()
-        seconds = time.monotonic() - begun
+        seconds = time.time() - (folder / "whole0/config.json").stat().st_mtime
         assert same(weights(folder / "whole0"), whole)
         fates = pool.map(lambda i: killed(i, folder, seconds, whole), range(count(KILLS)))
         lines += table("default run ended by", collections.Counter(fates))

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-STUDY = "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 30 --first-seed 1000 --steps 100000"
+STUDY = "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 100 --first-seed 1000 --steps 100000"
 COMMANDS = {
     "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
@@ -25,11 +25,15 @@ COMMANDS = {
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
     "fp8_causes": "python benchmarks/fp8_causes.py benchmarks/results/fp8_causes.md",
+    "twins": "python benchmarks/twins.py benchmarks/results/twins.md",
+    "populations": "python benchmarks/populations.py benchmarks/results/populations.md",
+    "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2",
     "speed": "python benchmarks/speed/compare.py benchmarks/results",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
 }
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl", "stable_baselines3", "jax")}
+PEERS |= {"populations": ("jax",), "populations_avx2": ("jax",)}
 
 
 def obstacle(name: str) -> str | None:
