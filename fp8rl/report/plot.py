@@ -105,7 +105,7 @@ def panels(axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]
     """
     for ax, style, (name, (steps, returns)) in zip(axes, cycle(STYLES), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
-        ax.plot(steps, returns.T, color=style["color"], linewidth=0.8, alpha=0.5)
+        ax.plot(steps, returns.T, color=style["color"], linewidth=0.7, alpha=0.35)
         _central(ax, name, steps, returns, {**style, "linestyle": "-"})
         steps_axis(references(ax, names=ax is axes[-1]), ticks=3).set_title(name, fontsize=10)
         ax.label_outer()
