@@ -63,10 +63,10 @@ def shared(config: Config) -> Config:
 
 def obstacle(config: Config) -> str | None:
     """Why a config cannot be in a population, or None."""
-    plain = {"env_id": None, "encoder": "mlp", "layout": "compact"}
-    for name, value in plain.items():
-        if getattr(config, name) != value:
-            return f"{name} is {getattr(config, name)}: train it alone, a population takes only {value}"
+    takes = {"env_id": "the package's own environment", "encoder": "mlp", "layout": "compact"}
+    for name, only in takes.items():
+        if getattr(config, name) != getattr(Config, name):
+            return f"{name} is {getattr(config, name)}: train it alone, a population takes only {only}"
     if "tf32" in (config.precision, config.collect_precision):
         return "precision is tf32: train it alone, TF32 is a switch of the whole process"
     return None
