@@ -27,14 +27,15 @@ def main(out: Path) -> None:
     torch.set_num_threads(1)  # as every run has
     arms = {name: [Config(precision=name, seed=seed, **FIELDS) for seed in SEEDS] for name in ("fp32", "bf16", "fp8")}
     ends = {name: [] for name in arms}
-    for config, history in study.run_all([config for configs in zip(*arms.values(), strict=True) for config in configs]):
+    configs = [config for seed in zip(*arms.values(), strict=True) for config in seed]
+    for config, history in study.run_all(configs, run=study.run):  # Gymnasium's environments cannot be in a population
         ends[config.precision].append((history.final_return, history.first_step_at(THRESHOLD)))
     lines = [f"| precision | final return, IQM [95%] | lowest seed | seeds at {THRESHOLD} | first at {THRESHOLD}, median steps |"]
     lines.append("| --- " * 5 + "|")
     for name, pairs in ends.items():
         final, first = np.array(pairs).T
         at = f"{(final >= THRESHOLD).sum()} of {len(final)}"
-        lines.append(f"| {name} | {study.with_interval(final)} | {final.min():.1f} | {at} | {np.median(first):,.0f} |")
+        lines.append(f"| {name} | {study.with_interval(final)} | {final.min():.1f} | {at} | {study.median_of(first, ',.0f')} |")
     out.write_text("\n".join(lines) + f"\n\n`python benchmarks/cartpole.py {out}` on {hardware()}.\n")
     print(out.read_text())
 

@@ -1,5 +1,10 @@
+from concurrent.futures import Future
+
+import pytest
 import torch
 from hypothesis import settings
+
+from fp8rl.report import study
 
 torch.set_num_threads(1)
 settings.register_profile("fp8rl", deadline=None)  # how fast a machine is must not pass or fail a test
@@ -9,3 +14,24 @@ settings.load_profile("fp8rl")
 def pytest_runtest_setup(item) -> None:
     """What a test draws must not depend on those before it."""
     torch.manual_seed(0)
+
+
+class InThisProcess:
+    """Works at once and here, in place of the processes of a study."""
+
+    def __init__(self, workers, context, initializer, arguments):
+        (study._numbers,) = arguments
+
+    def submit(self, function, *arguments) -> Future:
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def shutdown(self, **_) -> None:
+        pass
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """Starting processes takes longer than what they do; that they give the same numbers is tested elsewhere."""
+    monkeypatch.setattr(study, "ProcessPoolExecutor", InThisProcess)

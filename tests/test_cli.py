@@ -12,7 +12,6 @@ from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.env import BatchedEnv
-from fp8rl.report import study
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.storage import StoredRing
 from fp8rl.train import Run, iterate
@@ -72,14 +71,6 @@ def test_fp8_says_how_it_computes(tmp_path, capsys):
     assert "fp8 on cpu, emulated: FP8 in hidden, not in inputs, actor, critic" in capsys.readouterr().out
 
 
-@pytest.fixture
-def one_process(monkeypatch):
-    """Runs a study's configs here: that processes give the same numbers is tested elsewhere."""
-    monkeypatch.setattr(
-        cli.study, "run_all", lambda configs, run=None, done=(): ((config, (run or study.run)(config)) for config in configs)
-    )
-
-
 def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "fp8", "--collect-precision", "fp8", "--controls", "--seeds", 1, "--first-seed", 5]
     run("study", *options, "--steps", 512, "--out", tmp_path / "study")
@@ -112,7 +103,7 @@ def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_p
     assert arms == [f"{p}, num_envs {n}, gamma {g}" for n in (16, 8) for g in (0.5, 0.9) for p in ("fp32", "fp8")]
 
 
-def test_study_together_gives_what_one_by_one_gives(tmp_path):
+def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
     options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 5_120, "--eval-episodes", 5]
     for name, extra in (("together", []), ("alone", ["--one-by-one"])):
         run("study", *options, *extra, "--out", tmp_path / name)
@@ -121,7 +112,7 @@ def test_study_together_gives_what_one_by_one_gives(tmp_path):
         assert one["arm"] == other["arm"] and float(one["final_return"]) == pytest.approx(float(other["final_return"]), abs=0.3)
 
 
-def test_an_agent_that_diverges_is_named_and_the_study_goes_on(tmp_path, capsys):
+def test_an_agent_that_diverges_is_named_and_the_study_goes_on(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "--seeds", 2, "--steps", 2_048, "--eval-episodes", 2, "--reward-scale", 0.05, 1e38]
     run("study", *options, "--out", tmp_path / "study")
     said = capsys.readouterr()

@@ -207,14 +207,15 @@ def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
         from fp8rl.scale.hardware import keep_freed_memory
         from fp8rl.train import train
         keep_freed_memory()
-        configs = [Config(sys.argv[1], seed=k, steps=16_384, eval_every=0, eval_episodes=1) for k in range(int(sys.argv[2]))]
+        fields = {"steps": 3_072, "capacity": 2_112, "eval_every": 0, "eval_episodes": 1}
+        configs = [Config("fp8", seed=k, **fields) for k in range(int(sys.argv[1]))]
         train(Population(configs), progress=False)
         print(psutil.Process().memory_info().rss)"""
     few, many = (
-        int(subprocess.run([sys.executable, "-c", measure, "fp8", str(s)], capture_output=True, text=True, check=True).stdout)
+        int(subprocess.run([sys.executable, "-c", measure, str(s)], capture_output=True, text=True, check=True).stdout)
         for s in (16, 80)
     )
-    assert 0.6 < (many - few) / 64 / population.bytes_per_agent(Config()) < 1.4
+    assert 0.6 < (many - few) / 64 / population.bytes_per_agent(Config(capacity=2_112)) < 1.4
     little = unittest.mock.patch.object(population.growth, "available", return_value=10**7)
     with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 11 agents"):
         Population(thirty())

@@ -89,13 +89,13 @@ def test_processes_give_the_numbers_of_this_one():
             np.testing.assert_array_equal(histories[config].column(name), ours.column(name), name)
 
 
-def test_what_cannot_be_in_a_population_trains_alone_and_says_so():
+def test_what_cannot_be_in_a_population_trains_alone_and_says_so(one_process):
     configs = [Config(seed=1, **TINY), Config(seed=2, encoder="gru", **TINY)]
     with pytest.warns(UserWarning, match="encoder is gru: trained alone, a population takes only mlp"):
         assert dict(study.run_all(configs, progress=False)).keys() == set(configs)
 
 
-def test_a_study_that_goes_on_gives_the_same_numbers_bit_for_bit():
+def test_a_study_that_goes_on_gives_the_same_numbers_bit_for_bit(one_process):
     configs = [Config(name, seed=seed, **TINY) for name in ("fp32", "fp8") for seed in range(3)]
     whole = dict(study.run_all(configs, workers=2, progress=False))
     rest = dict(study.run_all(configs, workers=2, progress=False, done=configs[:3]))
@@ -104,7 +104,7 @@ def test_a_study_that_goes_on_gives_the_same_numbers_bit_for_bit():
         assert rest[config].columns["loss"] == whole[config].columns["loss"]
 
 
-def test_progress_shows_agents_and_how_many_are_at_195(capsys):
+def test_progress_shows_agents_and_how_many_are_at_195(capsys, one_process):
     configs = [Config(seed=seed, steps=10_240, eval_every=5_120, eval_episodes=4) for seed in range(3)]
     list(study.run_all(configs))
     said = capsys.readouterr().err
