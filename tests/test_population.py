@@ -96,6 +96,8 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
         {"codec": "int8", "extra_features": 2},
         {"anneal": False},
         {"hide_velocity": True, "normalize_advantage": False},
+        {"collect_precision": "bf16"},
+        {"collect_precision": "fp8", "max_grad_norm": 0.1},
     ],
     ids=str,
 )
