@@ -275,7 +275,7 @@ def failure(history: History, config: Config, scaled: bool) -> str | None:
 def shown(row: dict[str, float]) -> str:
     """Text of the progress bar for a row."""
     parts = [f"{name} {np.mean(row[name]):.1f}" for name in ("train_return", "eval_return") if not np.isnan(row[name]).any()]
-    return ", ".join([*parts, f"{row['steps'] / row['seconds']:,.0f} steps/s"])
+    return ", ".join([*parts, f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {np.min(row['loss_scale']):g}"])
 
 
 def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:

@@ -219,6 +219,8 @@ def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
     )
     assert 0.6 < (many - few) / 64 / population.bytes_per_agent(Config(capacity=2_112)) < 1.4
     little = unittest.mock.patch.object(population.growth, "available", return_value=10**7)
+    with pytest.raises(ValueError, match="configs is empty: give at least one"):
+        Population([])
     with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 11 agents"):
         Population(thirty())
 
@@ -278,6 +280,16 @@ def test_every_agent_replays_its_own():
         assert all(torch.equal(x[:, k], y) for x, y in zip(batch[:5], expected[:5], strict=True))
 
 
+def test_clipped_values_are_counted_for_each_agent():
+    narrow, rollout = ((-0.1, -0.1), (0.1, 0.1)), Population([Config(seed=s, **SHORT) for s in range(3)]).collect
+    together, alone = population.Rings(3, 40, 48, narrow, "int8"), [ReplayBuffer(40, 16, narrow, "int8") for _ in range(3)]
+    for batch in (rollout(), rollout()):
+        together.append(batch)
+        for k, ring in enumerate(alone):
+            ring.append(Rollout(*(x[:, k] for x in population.by_agent(batch, 3)[:5])))
+    assert torch.equal(together.clipped, torch.stack([ring.clipped for ring in alone])) and together.clipped.all()
+
+
 def test_greedy_evaluations_are_those_of_each_network():
     configs = thirty()[:6]
     run = after(2, Population(configs))
@@ -299,6 +311,14 @@ def test_a_population_continues_from_its_state():
     train(again, progress=False)
     assert torch.equal(whole.model.theta, again.model.theta)
     assert whole.history.each[3].columns["loss"] == again.history.each[3].columns["loss"]
+
+
+def test_a_caller_s_autocast_changes_nothing():
+    one, other = (Population([Config(seed=s, **SHORT) for s in range(2)]) for _ in range(2))
+    train(one, progress=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(other, progress=False)
+    assert torch.equal(one.model.theta, other.model.theta)
 
 
 def test_configs_are_split_where_shapes_differ():

@@ -121,8 +121,8 @@ class Space(dict):
 
 
 class Agents(nn.Module):
-    """The networks of S agents. `parameters` is float32 [S, P]; `layers` has views of it, weights [S, O, I] and biases [S, 1, O]:
-    the two hidden layers and, as one, the heads of actor and critic.
+    """The networks of S agents. `theta` has their parameters, float32 [S, P], and `layers` views of it, weights [S, O, I] and
+    biases [S, 1, O]: the two hidden layers and, as one, the heads of actor and critic.
 
     Args:
         models: S networks, whose parameters are copied.
@@ -314,14 +314,8 @@ class Rings(ReplayBuffer):
     def __init__(self, agents: int, *args):
         super().__init__(*args)
         self.agents = agents
-        self.clipped = self.clipped.repeat(agents, 1)
-
-    def _write(self, rollout: Rollout) -> None:
-        before = self.clipped.clone()
-        super()._write(rollout)
-        if self.codec.name != "fp32":
-            each = rollout.obs[1:].unflatten(1, (self.agents, -1)).unbind(1)
-            self.clipped = before + torch.stack([self.codec.outside(obs) for obs in each])
+        self.clipped, outside = self.clipped.repeat(agents, 1), self.codec.outside
+        self.codec.outside = lambda obs: torch.stack([outside(own) for own in obs.unflatten(1, (agents, -1)).unbind(1)])
 
     def _draw(self, starts: int, slices: int, generator: Streams) -> tuple[torch.Tensor, torch.Tensor]:
         own, shape = self.num_envs // self.agents, {"size": (slices,), "device": self.device}
@@ -340,7 +334,6 @@ class Adam:
 
     def __init__(self, theta: nn.Parameter, rate):
         self.theta, self.rate = theta, rate
-        self.param_groups = [{"params": [theta]}]
         self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
         self.count = torch.zeros(len(theta), 1, device=theta.device)
 
@@ -374,23 +367,22 @@ class Scales:
             more steps.
     """
 
-    is_fp8 = False
-
     def __init__(self, precisions: list[str], device):
-        self.name, self.device = "population", torch.device(device)
+        self.exact = Precision("fp32", device)
         self.grows = torch.tensor([[name == "fp16"] for name in precisions], device=device)
         self.scale = torch.where(self.grows, 2.0**16, 1.0)
         self.good = torch.zeros_like(self.scale)
         self.stopped = torch.zeros_like(self.grows)
 
     def autocast(self):
-        """Nothing: the networks round themselves."""
-        return contextlib.nullcontext()
+        """Runs in float32, whatever surrounds it: the networks round themselves."""
+        return self.exact.autocast()
 
     def step(self, loss: torch.Tensor, optimizer: Adam, max_grad_norm, total=None) -> StepReport:
         """Like Precision.step, for losses [S]; the report has [S] of each."""
         optimizer.theta.grad = None
-        (loss * self.scale.squeeze(1)).sum().backward()
+        with self.autocast():
+            (loss * self.scale.squeeze(1)).sum().backward()
         grad = optimizer.theta.grad
         norm = grad.norm(dim=1, keepdim=True) / self.scale
         finite = norm.isfinite()
@@ -411,7 +403,7 @@ class Scales:
 
 
 class Histories:
-    """A History for each of S agents, written and read together."""
+    """A History for each of S agents, written and read together. Their seconds are those of the whole population."""
 
     def __init__(self, agents: int):
         self.each = [History() for _ in range(agents)]
@@ -453,6 +445,8 @@ class Population(Run):
     PARTS = ("model", "adam", "scaler", "generator", "env", "returns", "history")
 
     def __init__(self, configs: list[Config], device="cpu"):
+        if not configs:
+            raise ValueError("configs is empty: give at least one")
         for config in configs:
             if reason := obstacle(config):
                 raise ValueError(reason)
@@ -479,7 +473,6 @@ class Population(Run):
         self.model = Agents(models, list(precisions), list(acting), device)
         self.optimizer = self.adam = Adam(self.model.theta, self.config.learning_rate)
         self.precision = self.scaler = Scales(precisions, device)
-        self.exact = Precision("fp32", device)
         self.ring = Rings(self.agents, one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device)
         self.stores = one.replay_updates > 0
         self.returns, self.history = EpisodeReturns(self.env.num_envs), Histories(self.agents)
@@ -497,7 +490,7 @@ class Population(Run):
         """Like Run.act, a Rollout [T, S N]."""
         shape = (self.config.rollout_length, self.config.num_envs, self.env.num_actions)
         noise = torch.cat([gumbel(shape, self.device, generator) for generator in self.generator], dim=1)
-        return act(self.actor, self.env, noise, self.exact, None, self.loop)
+        return act(self.actor, self.env, noise, self.precision, None, self.loop)
 
     def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
         """Like Run.learn on a batch [T, S B]; statistics are [S]."""
@@ -541,7 +534,7 @@ class Population(Run):
         """Like Run.evaluate, float64 [S]: all agents begin at the same starts."""
         episodes, stream = self.config.eval_episodes, torch.Generator(self.device).manual_seed(0)
         env = Carts(self.agents, episodes, 0.05, self.device, [stream], self.config)
-        returns = evaluate(self.model.policy("learner"), env, self.exact)
+        returns = evaluate(self.model.policy("learner"), env, self.precision.exact)
         return returns.reshape(self.agents, episodes).mean(1).astype(np.float64)
 
     def histories(self, configs: list[Config]) -> list[History]:

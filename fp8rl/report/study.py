@@ -180,8 +180,9 @@ def _work(each: Callable | None, configs: list[Config], place: int) -> list[Hist
             reached |= {k for k, history in enumerate(population.history.each) if history.columns["eval_return"][-1] >= THRESHOLD}
             _numbers[place : place + 2] = population.history.last["steps"] * len(configs), len(reached)
         return population.histories(configs)
-    (history,) = [each(config) for config in configs]
-    _numbers[place] = configs[0].iterations * configs[0].steps_per_iteration
+    (config,) = configs
+    history = each(config)
+    _numbers[place] = config.iterations * config.steps_per_iteration
     _numbers[place + 1] = isinstance(history, History) and history.first_step_at(THRESHOLD) > 0
     return [history]
 
