@@ -63,9 +63,11 @@ class ReplayBuffer:
         """Does nothing: memory needs no closing."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the rows and the clock."""
+        """Copies of the rows and the clock. What the open row does not hold yet is 0."""
         filled = min(self.count + 1, self.rows)
         copies = {name: field[:, :filled].clone() for name, field in self.fields.items()}
+        for name in copies.keys() - {"obs"}:
+            copies[name][:, self.count % self.rows] = 0  # memory that nobody has written to, or the oldest row's
         return {"clock": self._clock.clone(), "clipped": self.clipped.clone(), **copies}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -98,8 +100,7 @@ class ReplayBuffer:
         return sum(x.untyped_storage().nbytes() for x in self.fields.values())
 
     def append(self, rollout: Rollout) -> None:
-        """Copies a rollout of T rows behind the previous one, whose last observation is its first, over the oldest rows. Raises
-        ValueError if it has as many rows as the ring or more."""
+        """Copies T rows behind the previous ones, whose last observation is their first. Raises ValueError if T >= `rows`."""
         length = len(rollout.action)
         if length >= self.rows:
             raise ValueError(f"rollout of {length} rows: a ring of {self.rows} rows takes at most {self.rows - 1}")

@@ -139,3 +139,15 @@ def test_values_out_of_range_are_counted_and_clipped(codec):
     largest = {"int8": 2.0, "fp8": 448 * 2**-7, "fp16": 65504, "bf16": torch.finfo(torch.bfloat16).max}[codec]
     obs = ring.sample(1, 8).obs[:, 0, 1]
     assert obs[1] == pytest.approx(largest, rel=1e-6) and obs[2] == pytest.approx(-largest, rel=1e-6)
+
+
+def test_a_state_holds_nothing_that_was_never_written(monkeypatch):
+    """Memory starts with anything in it, also NaN; a checkpoint of it would differ from one of the same numbers."""
+    monkeypatch.setattr(torch, "empty", lambda *args, empty=torch.empty, **kwargs: empty(*args, **kwargs).fill_(77))
+    ring = ReplayBuffer(12, 2, WIDE)
+    for clock in (0, 5, 10, 15):  # the last two wrap around
+        ring.append(coded(clock, 5, 2))
+        state = ring.state_dict()
+        for name in ("action", "reward", "flags", "behavior_logp"):
+            assert not state[name][:, ring.count % ring.rows].any(), name
+        assert state["obs"][0, ring.count % ring.rows].tolist() == [clock + 5, 0]
