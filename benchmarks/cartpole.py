@@ -19,7 +19,7 @@ from fp8rl.report import study
 from fp8rl.scale.hardware import hardware
 
 SEEDS, THRESHOLD = range(1000, 1010), 475
-FIELDS = {"env_id": "CartPole-v1", "gamma": 0.99, "reward_scale": 0.01, "learning_rate": 5e-4}
+FIELDS = {"env_id": "CartPole-v1"}
 FIELDS |= {"steps": 500_000, "eval_every": 25_000}
 
 

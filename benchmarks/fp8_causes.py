@@ -22,7 +22,7 @@ from fp8rl.scale.hardware import hardware
 from fp8rl.train import train
 
 SEEDS = range(1000, 1020)
-NEAR = {"gamma": 0.99, "reward_scale": 0.01, "start_noise": 0.05, "eval_every": 0}
+NEAR = {"gamma": 0.99, "start_noise": 0.05, "eval_every": 0}
 WIDE = {**NEAR, "start_noise": 1.0}
 NO_FORWARD = "fp8, discount 0.99, start 1.0, activations and weights exact"
 NO_BACKWARD = "fp8, discount 0.99, start 1.0, gradients exact"
@@ -35,7 +35,7 @@ ARMS = {
     NO_BACKWARD: {"precision": "fp8", **WIDE},
     "fp8, discount 0.99, start 1.0, learning rate not annealed": {"precision": "fp8", **WIDE, "anneal": False},
     "fp8, discount 0.99, start 0.5": {"precision": "fp8", **WIDE, "start_noise": 0.5},
-    "fp8, discount 0.95, start 1.0": {"precision": "fp8", **WIDE, "gamma": 0.95, "reward_scale": 0.05},
+    "fp8, discount 0.95, start 1.0": {"precision": "fp8", **WIDE, "gamma": 0.95},
     "fp8, discount 0.95, start 0.5 (the defaults)": {"precision": "fp8", "eval_every": 0},
     "fp32, discount 0.95, start 0.5 (the defaults)": {"precision": "fp32", "eval_every": 0},
 }

@@ -10,7 +10,8 @@ import gymnasium
 
 gymnasium.register(
     "fp8rl/CustomEnv-v0",
-    entry_point="fp8rl.env:CustomEnv",
+    entry_point="fp8rl.tasks.cart:CustomEnv",
     vector_entry_point="fp8rl.scale.gym:CustomVectorEnv",
     max_episode_steps=200,  # equals env.MAX_STEPS, whose import would load torch
 )
+gymnasium.register("fp8rl/Lqr-v0", entry_point="fp8rl.tasks.lqr:LqrEnv", max_episode_steps=50)

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 
 from .config import Config
+from .distribution import Categorical, Gaussian
 from .model import ActorCritic
 from .train import PLAIN, Run
 
-FORMAT = "fp8rl-4"
+FORMAT = "fp8rl-5"
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
@@ -42,7 +43,8 @@ def load(
     try:
         weights = state["model"]
         width, obs_size = weights["inputs.weight"].shape
-        model = networks[config.encoder](obs_size, len(weights["actor.weight"]), width)
+        distribution = Gaussian if "log_std" in weights else Categorical
+        model = networks[config.encoder](obs_size, len(weights["actor.weight"]), width, distribution=distribution)
         model.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's network: train again") from error

@@ -28,7 +28,7 @@ class Config:
     """Environment steps to train for, rounded down to whole iterations."""
 
     env_id: str | None = None
-    """A Gymnasium environment (CartPole-v1) with flat Box observations and Discrete actions; None is the package's own."""
+    """A Gymnasium environment (CartPole-v1) with flat Box observations; None is the package's own."""
     num_envs: int = 16
     """Number of environments stepped together, N."""
     start_noise: float = 0.5
@@ -42,10 +42,11 @@ class Config:
     """mlp, or gru, which has memory (scale/recurrent.py); a replayed slice starts from a zero state."""
     rollout_length: int = 32
     """Steps collected from each environment per iteration, T."""
-    capacity: int = 10_000
-    """Transitions that the replay ring holds (rows times environments)."""
+    capacity: int = 100_000
+    """Transitions that the replay ring holds (rows times environments). Large, because old ones show the critic states that a
+    good policy no longer visits."""
     codec: str = "fp32"
-    """How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (codec.py)."""
+    """How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py)."""
     layout: str = "compact"
     """How the ring stores next observations: compact, full or delta (scale/storage.py)."""
     slice_length: int = 32
@@ -54,11 +55,11 @@ class Config:
     """Transitions in a replayed batch, a multiple of slice_length."""
     fresh_updates: int = 1
     """Updates on each new rollout: 1, or 0 to learn from replay only."""
-    replay_updates: int = 1
+    replay_updates: int = 2
     """Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless it is stored in a folder."""
 
-    gamma: float = 0.95
-    """Discount per step. The effect of a push lasts about 20 steps, the horizon of 0.95."""
+    gamma: float = 0.99
+    """Discount per step; 0.99 looks about 100 steps ahead."""
     lam: float = 0.95
     """Lambda of V-trace: 0 bootstraps from the critic after one step, 1 only at the end of the slice."""
     importance_correction: bool = True
@@ -67,13 +68,16 @@ class Config:
     """Bootstrap from the final state of a truncated episode. False treats truncation as termination: another common bug."""
     normalize_advantage: bool = True
     """Subtract the batch mean from the advantages and divide by their standard deviation."""
-    reward_scale: float = 0.05
-    """Multiplies rewards in the loss. 1 - gamma keeps values of order 1."""
+    clip: float = 0.2
+    """A step no longer counts for the policy when that has made the action more likely by this factor, or less, than when it was
+    taken."""
+    scale_rewards: bool = True
+    """Divide rewards by the root mean square of discounted returns, so that the critic's targets are of order 1."""
     entropy_coef: float = 0.01
     """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
     value_coef: float = 0.5
     """Weight of the value loss."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """Adam's initial learning rate."""
     anneal: bool = True
     """Decay the learning rate linearly towards 0 over training."""
@@ -97,7 +101,7 @@ class Config:
         self._require("seed", self.seed < 2**32, "use a number less than 2**32")
         for name in ("entropy_coef", "value_coef"):
             self._require(name, getattr(self, name) < math.inf, "use a finite number")
-        for name in ("learning_rate", "max_grad_norm", "reward_scale"):
+        for name in ("learning_rate", "max_grad_norm", "clip"):
             self._require(name, 0 < getattr(self, name) < math.inf, "use a positive number")
         for name in ("gamma", "lam", "start_noise"):
             self._require(name, 0 <= getattr(self, name) <= 1, "use a number from 0 to 1")
@@ -183,6 +187,7 @@ class Config:
         """The loop of the demo that this project started from: one environment, uniform single transitions, no importance
         correction, no entropy bonus, time limits treated as terminations, 64 transitions learned from per 128 collected."""
         loop = {"num_envs": 1, "start_noise": 0.0, "rollout_length": 128, "slice_length": 1, "batch_size": 64, "fresh_updates": 0}
-        loop |= {"gamma": 0.99, "reward_scale": 1.0, "importance_correction": False, "bootstrap_truncation": False}
-        loop |= {"normalize_advantage": False, "entropy_coef": 0.0, "anneal": False}
+        loop |= {"replay_updates": 1, "capacity": 10_000, "learning_rate": 1e-3, "gamma": 0.99, "scale_rewards": False}
+        loop |= {"importance_correction": False, "bootstrap_truncation": False, "normalize_advantage": False}
+        loop |= {"entropy_coef": 0.0, "anneal": False}
         return cls(**{**loop, **changes})

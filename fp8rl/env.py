@@ -12,15 +12,15 @@ returns from the origin: constant action 6.2, uniformly random actions 18.5, ban
 Two options change only what is observed. `hide_velocity` leaves the velocity out, so a policy needs memory. `extra_features=k`
 appends k channels of uniform noise in [-1, 1), drawn anew at every step, from which nothing can be learned.
 
-The physics is defined in `dynamics`, `reward_of` and `is_out`. Two thin classes run it: `CustomEnv` (one environment with the
-Gymnasium API) and `BatchedEnv` (N environments as tensors on a device, used for training). Autoreset is Gymnasium's default,
-NEXT_STEP: the step after the end of an episode ignores its action and returns the reset observation with reward 0. So the final
-observation of an episode is an ordinary observation and is never lost.
+The physics is defined in `dynamics`, `reward_of` and `is_out`. `BatchedEnv` runs it as tensors, for training; `TensorEnv` has
+what it shares with other tasks (tasks/). `CustomEnv`, one cart with the Gymnasium API, is in tasks/cart.py. Autoreset is
+Gymnasium's default, NEXT_STEP: the step after the end of an episode ignores its action and returns the reset observation with
+reward 0. So the final observation of an episode is an ordinary observation and is never lost.
 """
 
-import gymnasium
-import numpy as np
 import torch
+
+from .distribution import Categorical
 
 PUSH = 0.1
 DAMPING = 0.95
@@ -48,171 +48,86 @@ def is_out(state: torch.Tensor) -> torch.Tensor:
     return state[..., 0].abs() > LIMIT
 
 
-def bang_bang(state: torch.Tensor) -> torch.Tensor:
-    """The reference controller: push against p + 3 v. Takes states [..., 2], returns actions [...] (int64)."""
-    return (state[..., 0] + 3 * state[..., 1] < 0).long()
-
-
 def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Lowest and highest value of each feature of an observation."""
     low, high = (bound[: 1 if hide_velocity else 2] for bound in STATE_BOUNDS)
     return low + (-1.0,) * extra_features, high + (1.0,) * extra_features
 
 
-def spaces_of(extra_features: int, hide_velocity: bool) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
-    """The observation space and the action space."""
-    low, high = np.array(obs_bounds(extra_features, hide_velocity), dtype=np.float32)
-    return gymnasium.spaces.Box(low, high, dtype=np.float32), gymnasium.spaces.Discrete(2)
-
-
-def _check(start_noise: float, extra_features: int) -> None:
-    if not 0 <= start_noise <= 1:
-        raise ValueError(f"start_noise is {start_noise}: use a number from 0 to 1")
-    if extra_features < 0:
-        raise ValueError(f"extra_features is {extra_features}: use 0 or more")
-
-
-class CustomEnv(gymnasium.Env):
-    """One environment with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it.
-
-    Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). For actions, rewards and termination see the
-    module. An episode lasts at most 200 steps; `max_episode_steps` of gymnasium.make can shorten this but not extend it. A step
-    that leaves the bounds at the time limit is terminated and truncated, as with Gymnasium's TimeLimit; in BatchedEnv it is only
-    terminated. Raises ValueError for `start_noise` outside [0, 1], negative `extra_features`, or an action that is not 0 or 1.
-
-    Args:
-        start_noise: position and velocity start uniformly within this distance of 0.
-        render_mode: None or "rgb_array" (a frame drawn by matplotlib, uint8 [240, 480, 3]).
-        extra_features: number of noise channels appended to the observation.
-        hide_velocity: leave the velocity out of the observation.
-    """
-
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
-
-    def __init__(
-        self, start_noise: float = 0.05, render_mode: str | None = None, extra_features: int = 0, hide_velocity: bool = False
-    ):
-        _check(start_noise, extra_features)
-        self.start_noise, self.render_mode = start_noise, render_mode
-        self.extra_features, self.hide_velocity = extra_features, hide_velocity
-        self.observation_space, self.action_space = spaces_of(extra_features, hide_velocity)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        super().reset(seed=seed)
-        start = self.np_random.uniform(-self.start_noise, self.start_noise, size=2)
-        self.state = torch.tensor(start, dtype=torch.float32, device="cpu")
-        self.steps = 0
-        return self._observation(), {}
-
-    def step(self, action):
-        if not self.action_space.contains(action):
-            raise ValueError(f"action {action!r} is outside {self.action_space}: pass the integer 0 or 1")
-        self.state = dynamics(self.state, torch.tensor(int(action), device="cpu"))
-        self.steps += 1
-        return self._observation(), float(reward_of(self.state)), bool(is_out(self.state)), self.steps >= MAX_STEPS, {}
-
-    def _observation(self) -> np.ndarray:
-        seen = self.state[:1] if self.hide_velocity else self.state
-        noise = self.np_random.uniform(-1, 1, self.extra_features).astype(np.float32)
-        return np.concatenate((seen.numpy(), noise))
-
-    def render(self):
-        return frame(self.state.numpy(), self.steps) if self.render_mode == "rgb_array" else None
-
-
-def frame(state: np.ndarray, steps: int) -> np.ndarray:
-    """A picture of the cart, uint8 [240, 480, 3]: a square at its position, above it an arrow of three times its velocity. The
-    track is shaded."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only a rendered environment needs matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.8, 2.4), dpi=100)
-    canvas = FigureCanvasAgg(figure)
-    ax = figure.add_axes((0.05, 0.22, 0.9, 0.64))
-    position, velocity = map(float, state)
-    ax.axvspan(-LIMIT, LIMIT, color="#56B4E9", alpha=0.15)
-    ax.axvline(0, color="#009E73", linestyle=":")
-    arrow = {"arrowstyle": "-|>", "color": "#D55E00", "lw": 3, "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0}
-    ax.annotate("", (position + 3 * velocity, 0.72), (position, 0.72), arrowprops=arrow).arrow_patch.set_clip_box(ax.bbox)
-    ax.plot(position, 0.4, "s", color="#000000", markersize=18)
-    wide = max(1.25 * LIMIT, abs(position) + 0.25)  # the last step of an episode may leave the track by far
-    ax.set(xlim=(-wide, wide), ylim=(0, 1), yticks=[], xlabel="position", title=f"step {steps}")
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
-
-
-class BatchedEnv:
+class TensorEnv:
     """N environments as tensors on one device, stepped together, with NEXT_STEP autoreset. Raises ValueError for `num_envs` below
-    1, `start_noise` outside [0, 1] or negative `extra_features`.
+    1. A task is a subclass with `start`, `advance`, `observe` and some of these attributes:
 
-    Attributes:
         bounds: lowest and highest value of each feature of an observation, two tuples of F floats.
-        num_actions, max_steps: number of actions, and maximum steps in an episode.
-        obs: float32 [N, F], the current observations. state: float32 [N, 2], their positions and velocities.
+        num_actions, distribution: number of actions and Categorical; or their dimensions, scaled to [-1, 1], and Gaussian.
+        max_steps: maximum steps in an episode. discount: of the returns by which an agent is judged. state_size: see `state`.
+        obs: float32 [N, F], the current observations. state: float32 [N, state_size].
         done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
-
-    Args:
         num_envs: N. generator: source of starts and noise, on the same device; None is torch's global one.
-        start_noise, extra_features, hide_velocity: as in CustomEnv.
     """
 
-    num_actions, max_steps = 2, MAX_STEPS
+    distribution, discount, channels = Categorical, 1.0, 0
 
-    def __init__(
-        self,
-        num_envs: int,
-        start_noise: float = 0.05,
-        device="cpu",
-        generator: torch.Generator | None = None,
-        extra_features: int = 0,
-        hide_velocity: bool = False,
-    ):
+    def __init__(self, num_envs: int, device="cpu", generator: torch.Generator | None = None):
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: use at least 1")
-        _check(start_noise, extra_features)
         self.num_envs, self.device, self.generator = num_envs, torch.device(device), generator
-        self.start_noise, self.extra_features, self.hide_velocity = start_noise, extra_features, hide_velocity
-        self.bounds = obs_bounds(extra_features, hide_velocity)
         self.reset()
+
+    def start(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Start states [..., state_size] from random numbers in [-1, 1) of the same shape."""
+        raise NotImplementedError
+
+    def advance(self, state: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The next states, float32 like `state`, rewards float32 [N], and whether the episode terminates, bool [N]."""
+        raise NotImplementedError
+
+    def observe(self, state: torch.Tensor) -> torch.Tensor:
+        """Observations [..., F] of states."""
+        return state
 
     def reset(self, start: torch.Tensor | None = None) -> torch.Tensor:
         """Resets every environment to one of the tensors from `draw` (None draws one); returns observations float32 [N, F]."""
         if start is None:
             (start,) = self.draw(1)
-        self.state, self.obs = start[:, :2], self._observe(start[:, :2], start)
+        self.state = start[:, : self.state_size]
+        self.obs = self._observe(start)
         self.steps = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         return self.obs
 
     def draw(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Random numbers for `length` steps at once, each float32 [N, 2 + extra_features]: start states and noise channels."""
-        n, k = self.num_envs, self.extra_features
-        noise = torch.rand(length, n * (2 + k), dtype=torch.float32, device=self.device, generator=self.generator).mul_(2).sub_(1)
-        starts, channels = (part.view(length, n, -1) for part in noise.split((2 * n, k * n), dim=1))
-        starts = starts.mT.mul(self.start_noise).mT  # features before environments in memory, like `dynamics`
+        """Random numbers for `length` steps at once, each float32 [N, state_size + channels]: start states and noise channels."""
+        n, k, size = self.num_envs, self.channels, self.state_size
+        noise = torch.rand(length, n * (size + k), dtype=torch.float32, device=self.device, generator=self.generator)
+        starts, channels = (part.view(length, n, -1) for part in noise.mul_(2).sub_(1).split((size * n, k * n), dim=1))
+        starts = self.start(starts)
         return (torch.cat((starts, channels), dim=-1) if k else starts).unbind()
+
+    def noise(self, length: int, generator: torch.Generator | None) -> torch.Tensor:
+        """Random numbers from which actions are sampled, float32 [length, N, num_actions]."""
+        return self.distribution.noise((length, self.num_envs, self.num_actions), self.device, generator)
 
     def step(
         self, action: torch.Tensor, start: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Takes actions [N] (not checked: that would stall a GPU) and one of the tensors from `draw` (None draws one). Returns
-        obs float32 [N, F], reward float32 [N], terminated and truncated bool [N]; the reset observation, 0 and False after an
-        end."""
+        """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and one of the tensors from `draw` (None
+        draws one). Returns obs float32 [N, F], reward float32 [N], terminated and truncated bool [N]; the reset observation, 0
+        and False after an end."""
         if start is None:
             (start,) = self.draw(1)
-        moved = dynamics(self.state, action)
-        self.state = torch.where(self.done.unsqueeze(-1), start[:, :2] if self.extra_features else start, moved)
-        self.obs = self._observe(self.state, start)
+        moved, reward, terminated = self.advance(self.state, action)
+        self.state = torch.where(self.done.unsqueeze(-1), start[:, : self.state_size] if self.channels else start, moved)
+        self.obs = self._observe(start)
         self.steps.add_(1).masked_fill_(self.done, 0)
-        reward = reward_of(self.state).masked_fill(self.done, 0)
-        terminated = is_out(self.state)  # never right after a reset
-        truncated = (self.steps >= MAX_STEPS) > terminated  # and not terminated
+        reward, terminated = reward.masked_fill(self.done, 0), terminated > self.done  # and not done
+        truncated = (self.steps >= self.max_steps) > terminated
         self.done = terminated | truncated
         return self.obs, reward, terminated, truncated
 
-    def _observe(self, state: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        seen = state[:, :1] if self.hide_velocity else state
-        return torch.cat((seen, start[:, 2:]), dim=-1) if self.extra_features else seen
+    def _observe(self, start: torch.Tensor) -> torch.Tensor:
+        seen = self.observe(self.state)
+        return torch.cat((seen, start[:, self.state_size :]), dim=-1) if self.channels else seen
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that the next step depends on, apart from the generator; not copies."""
@@ -229,3 +144,44 @@ class BatchedEnv:
 
     def close(self) -> None:
         """Does nothing: unlike other environments it has no processes or files to close."""
+
+
+class BatchedEnv(TensorEnv):
+    """N carts. Raises ValueError for `num_envs` below 1, `start_noise` outside [0, 1] or negative `extra_features`.
+
+    Args:
+        start_noise: position and velocity start uniformly within this distance of 0; one for all, or float32 [N].
+        extra_features: number of noise channels appended to the observation. hide_velocity: leave the velocity out of it.
+    """
+
+    num_actions, max_steps, state_size = 2, MAX_STEPS, 2
+
+    def __init__(
+        self,
+        num_envs: int,
+        start_noise: float | torch.Tensor = 0.05,
+        device="cpu",
+        generator: torch.Generator | None = None,
+        extra_features: int = 0,
+        hide_velocity: bool = False,
+    ):
+        if not isinstance(start_noise, torch.Tensor) and not 0 <= start_noise <= 1:
+            raise ValueError(f"start_noise is {start_noise}: use a number from 0 to 1")
+        if extra_features < 0:
+            raise ValueError(f"extra_features is {extra_features}: use 0 or more")
+        self.start_noise, self.channels, self.hide_velocity = start_noise, extra_features, hide_velocity
+        self.bounds = obs_bounds(extra_features, hide_velocity)
+        super().__init__(num_envs, device, generator)
+
+    def start(self, numbers):
+        """Like TensorEnv.start."""
+        return numbers.mT.mul(self.start_noise).mT  # features before environments in memory, like `dynamics`
+
+    def advance(self, state, action):
+        """Like TensorEnv.advance, by the functions of this module."""
+        state = dynamics(state, action)
+        return state, reward_of(state), is_out(state)
+
+    def observe(self, state):
+        """Like TensorEnv.observe."""
+        return state[:, :1] if self.hide_velocity else state

@@ -1,22 +1,22 @@
 """Evaluation, separate from training: one episode in each of many environments, with greedy or sampled actions. A return is the
-undiscounted, unscaled sum of an episode's rewards, at most 200 for the cart."""
+unscaled sum of an episode's rewards, at most 200 for the cart; undiscounted, unless the task is defined with a discount."""
 
 import numpy as np
 import torch
 
 from .precision import Precision
-from .rollout import gumbel, stream_seed
+from .rollout import stream_seed
 
 
 @torch.no_grad()
 def play(policy, env) -> np.ndarray:
     """Plays one episode in each of N newly created environments (e.g. a BatchedEnv) and gives its returns, float32 [N]. The
-    policy maps observations float32 [N, F] to actions int64 [N]."""
+    policy maps observations float32 [N, F] to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     live = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     for step in range(env.max_steps):
         _, reward, _, _ = env.step(policy(env.obs))
-        total += reward * live
+        total += env.discount**step * reward * live
         live &= ~env.done
         if step % 16 == 15 and not live.any():  # not every step, because it waits for a GPU
             break
@@ -33,7 +33,9 @@ def evaluate(model, env, precision: Precision | None = None, greedy: bool = True
     def policy(obs):
         nonlocal state
         with precision.autocast():
-            logits, state = model.policy(obs, state)
-        return (logits if greedy else logits + gumbel(logits.shape, logits.device, generator)).argmax(-1)
+            outputs, state = model.policy(obs, state)
+        shape = (env.num_envs, env.num_actions)
+        noise = 0.0 if greedy else env.distribution.noise(shape, outputs.device, generator)
+        return env.distribution.sample(outputs, noise)
 
     return play(policy, env)

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ class History:
     """One row of numbers per iteration, kept as columns of doubles: a row of Python objects would take 2 kB. The columns are
     iteration, steps (environment steps so far), seconds (training time without evaluations), train_return (mean return of the
     episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between evaluations),
-    learning_rate, clipped (values clipped by the ring's codec so far); over the iteration's updates the mean loss, policy_loss,
+    learning_rate, clipped (values clipped by the ring's codec so far), outside (share of continuous actions beyond the bounds,
+    where the environment clips them); over the iteration's updates the mean loss, policy_loss,
     value_loss, entropy (nats) and ess, the smallest min_logp, the largest finite grad_norm (0 if none was finite), and how many
     were nonfinite (in the gradient) or skipped (by the scaler); loss_scale; with FP8 also scale/quantization.py's numbers."""
 
@@ -70,6 +72,46 @@ class History:
     def load_state_dict(self, columns: dict[str, torch.Tensor]) -> None:
         """Restores a `state_dict`."""
         self.columns = {name: array("d", values.tolist()) for name, values in columns.items()}
+
+
+class RewardScale:
+    """Brings the critic's targets to order 1: divides rewards by the root mean square of the discounted returns G_t = r_t + gamma
+    G_{t-1} of running episodes, of which it forgets 1% with every step. `open` is G, float32 [N]; `square`, float32 [2, S, 1],
+    the mean square and its weight so far for each of S agents, changed in place, because a captured update reads it."""
+
+    KEEPS = 0.99
+
+    def __init__(self, num_envs: int, device="cpu", agents: int = 1):
+        self.open = torch.zeros(num_envs, dtype=torch.float32, device=device)
+        self.square = torch.zeros(2, agents, 1, dtype=torch.float32, device=device)
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """What rewards are multiplied by, float32 [S, 1]: 1 if there were none."""
+        square, weight = self.square
+        return torch.where(square > 0, (square / weight).rsqrt(), 1.0)
+
+    def add(self, rollout: Rollout, gamma, total: Callable) -> None:
+        """Takes the next rollout, at a discount that is a number or float32 [S, 1]. `total` sums over processes."""
+        G, found = self.open.view(self.square.shape[1], -1), []
+        ended = (rollout.flags & (TERMINATED | TRUNCATED)) != 0
+        for reward, end in zip(rollout.reward.view(-1, *G.shape).unbind(), ended.view(-1, *G.shape).unbind(), strict=True):
+            G = gamma * G + reward
+            found.append(G)
+            G = G.masked_fill(end, 0)
+        self.open = G.flatten()
+        squares = torch.stack(found).square().sum((0, 2)).unsqueeze(1)
+        squares, count = total([squares, torch.full_like(squares, rollout.reward.numel() / len(G))])
+        self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(found))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of `open` and `square`."""
+        return {"open": self.open.clone(), "square": self.square.clone()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Restores a `state_dict`."""
+        self.open.copy_(state["open"])
+        self.square.copy_(state["square"])
 
 
 class EpisodeReturns:

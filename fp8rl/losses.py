@@ -14,6 +14,10 @@ arXiv:1506.02438, equation 16). A slice of length 1 makes it TD(0).
 Ends of episodes: `discount` is 0 after a termination and gamma elsewhere, so a truncation bootstraps from V of the final
 observation, the next row. The row after any end is a dummy whose action was ignored: `valid` is False there, which zeroes its
 delta and cuts the trace, so that nothing leaks from one episode into the previous one.
+
+V-trace bounds how much an old step may weigh, not how far the policy moves on it each time it is replayed. So a step counts for
+the policy only while rho is less than 1 + clip, or more than 1 - clip if its advantage is negative: PPO's rule (Schulman et al.
+2017, arXiv:1707.06347), with the step's own behaviour policy in place of that of the last iteration.
 """
 
 import functools
@@ -23,8 +27,10 @@ from typing import NamedTuple
 import torch
 
 from .config import Config
-from .rollout import TERMINATED, TRUNCATED, Rollout, action_logp, log_softmax
+from .distribution import distribution_of
+from .rollout import TERMINATED, TRUNCATED, Rollout
 
+FLOOR = 0.05  # added to a standard deviation: where nothing is left to gain, what divides by less magnifies only noise
 _sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over a batch's rows: [1, 1], or [1, S, 1] for agents
 
 
@@ -78,42 +84,43 @@ def actor_critic_loss(
     """Loss of the shared network on a rollout: policy gradient + value_coef * squared error - entropy_coef * entropy.
 
     Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (normalized to mean 0 and standard
-    deviation 1 with `normalize_advantage`), the value term half the squared distance to the V-trace target (Espeholt et al. 2018,
-    section 4.2). Returns the loss (float32 scalar) and statistics without gradient: policy_loss, value_loss, entropy (nats),
-    min_logp (smallest log-probability of an action taken) and ess (effective sample size of the importance ratios as a fraction
-    of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy). With an axis of S agents before B in all arguments, every agent
-    has its own means, loss and statistics, [S] each.
+    deviation 1 with `normalize_advantage`, and 0 where the policy has moved far enough), the value term half the squared distance
+    to the V-trace target (Espeholt et al. 2018, section 4.2). Returns the loss (float32 scalar) and statistics without gradient:
+    policy_loss, value_loss, entropy (nats), min_logp (smallest log-probability of an action taken) and ess (effective sample size
+    of the importance ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy). With an axis of S agents
+    before B in all arguments, every agent has its own means, loss and statistics, [S] each.
 
     Args:
-        logits, values: float32 [T+1, B, A] and [T+1, B], with gradient.
-        rollout: the transitions. config: the coefficients, numbers or, one for each agent, tensors [S, 1].
+        logits, values: float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient.
+        rollout: the transitions, with scaled rewards. config: the coefficients, numbers or, one for each agent, tensors [S, 1].
         total: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch, and
             the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
     """
     valid = rollout.valid
     mask = valid.float()  # for multiplying, faster than a bool
     rows = _sum(mask)
-    log_policy = log_softmax(logits[:-1])
-    logp = action_logp(log_policy, rollout.action)
+    policy = distribution_of(rollout.action)(logits[:-1])
+    logp = policy.log_prob(rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
     discounts = discounts_of(rollout.flags, config.gamma, config.bootstrap_truncation)
     corrected = log_ratios if config.importance_correction else torch.zeros_like(log_ratios)
-    targets = vtrace(values.detach(), config.reward_scale * rollout.reward, discounts, corrected, valid, config.lam)
+    targets = vtrace(values.detach(), rollout.reward, discounts, corrected, valid, config.lam)
     advantage = targets.advantage
     count, advantage_sum = total([rows, _sum(advantage)])  # dummy rows hold 0, so these are sums over valid rows
     count = count.clamp(min=1)
     if config.normalize_advantage:
         advantage = mask * (advantage - advantage_sum / count)
         (squares,) = total([_sum(advantage.square())])
-        advantage = advantage / ((squares / count).sqrt() + 1e-8)
+        advantage = advantage / ((squares / count).sqrt() + FLOOR)
+    low, high = targets.ratio <= 1 - config.clip, targets.ratio >= 1 + config.clip
+    advantage = advantage.masked_fill(torch.where(advantage > 0, high, low), 0)
     policy_loss = -_sum(logp * advantage) / count
     value_loss = 0.5 * _sum((mask * (values[:-1] - targets.value)).square()) / count
-    entropy = -_sum(mask * (log_policy.exp() * log_policy).sum(-1)) / count
+    entropy = _sum(mask * policy.entropy()) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
     masked = torch.where(valid, log_ratios, -torch.inf)
-    ratio = torch.where(
-        valid, (masked - masked.amax((0, -1), keepdim=True)).exp(), 0
-    )  # does not change the fraction, and nothing overflows
+    largest = masked.amax((0, -1), keepdim=True)  # subtracting it does not change the fraction, and nothing overflows
+    ratio = torch.where(valid, (masked - largest).exp(), 0)
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,

@@ -2,14 +2,17 @@
 
 Two hidden layers of 64 ReLU units: at this width tanh would cost as much as the matmuls. Weights start orthogonal, with gain
 sqrt(2) before a ReLU, 1 for the critic, and 0.01 for the actor, so that the first policy is almost uniform (the initialization of
-CleanRL's PPO). Parameters stay float32: a precision changes only the matmuls. A policy with memory (scale/recurrent.py) has the
-same methods and uses the states that this one ignores.
+CleanRL's PPO). The standard deviations of continuous actions do not depend on the observation. Parameters stay float32: a
+precision changes only the matmuls. A policy with memory (scale/recurrent.py) has the same methods and uses the states that this
+one ignores.
 """
 
 import math
 
 import torch
 from torch import nn
+
+from .distribution import LOG_STD, Categorical, Gaussian
 
 
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator | None = None) -> nn.Linear:
@@ -22,19 +25,22 @@ def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator | 
 
 
 class ActorCritic(nn.Module):
-    """Policy and value of observations of `obs_size` features, for `num_actions` actions, with `width` units per hidden layer and
-    weights from `generator` (None is torch's global one). Outputs are float32 under any autocast, for probabilities and
-    targets."""
+    """Policy and value of observations of `obs_size` features, for `num_actions` actions (dimensions of an action if
+    `distribution` is Gaussian), with `width` units per hidden layer and weights from `generator` (None is torch's global one).
+    Its outputs [..., A or 2 A] are what `distribution` takes. They and the values are float32 under any autocast."""
 
     recurrent = False
 
-    def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64, generator: torch.Generator | None = None):
+    def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64, generator=None, distribution=Categorical):
         super().__init__()
         self.width = width
         self.inputs = linear(obs_size, width, math.sqrt(2), generator)
         self.make_hidden(width, generator)
         self.actor = linear(width, num_actions, 0.01, generator)
         self.critic = linear(width, 1, 1.0, generator)
+        self.log_std = None
+        if distribution is Gaussian:
+            self.log_std = nn.Parameter(torch.full((num_actions,), -0.5, dtype=torch.float32, device="cpu"))  # deviations of 0.6
 
     def make_hidden(self, width: int, generator: torch.Generator | None) -> None:
         """Makes the layers between the first layer and the heads."""
@@ -47,20 +53,25 @@ class ActorCritic(nn.Module):
     def forward(
         self, obs: torch.Tensor, state: torch.Tensor | None = None, first: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps observations float32 [..., obs_size] to logits [..., num_actions] and values [...]. The other arguments are for a
+        """Maps observations float32 [..., obs_size] to outputs [..., A or 2 A] and values [...]. The other arguments are for a
         policy with memory: its state before the first row, and the rows that start an episode (`Rollout.first`)."""
         return self.heads(self.encode(obs))
 
     def policy(self, obs: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Maps observations [B, obs_size] and the previous state to logits [B, num_actions] and the next state (None here)."""
-        return self.actor(self.encode(obs)).float(), None
+        """Maps observations [B, obs_size] and the previous state to outputs [B, A or 2 A] and the next state (None here)."""
+        return self.outputs(self.actor(self.encode(obs))), None
 
     def step(
         self, obs: torch.Tensor, state: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Like `policy`, with values [B]: logits, values and the next state."""
+        """Like `policy`, with values [B]: outputs, values and the next state."""
         return *self.heads(self.encode(obs)), None
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps hidden [..., width] to logits and values."""
-        return self.actor(hidden).float(), self.critic(hidden).squeeze(-1).float()
+        """Maps hidden [..., width] to outputs and values."""
+        return self.outputs(self.actor(hidden)), self.critic(hidden).squeeze(-1).float()
+
+    def outputs(self, actor: torch.Tensor) -> torch.Tensor:
+        """What `distribution` takes, of the actor's numbers [..., A]."""
+        actor = actor.float()
+        return actor if self.log_std is None else torch.cat((actor, self.log_std.clamp(*LOG_STD).expand_as(actor)), dim=-1)

@@ -8,51 +8,50 @@ too: the final observation is an ordinary row, followed by the reset observation
 A slice needs the row after its last one for the final next observation, so the row at the head is open: it holds only the
 observation that the newest transition led to, until the next append fills it. A ring of R rows holds R - 1 complete ones.
 
-Bytes per transition with F features of b bytes (codec.py): F b for the observation + 1 (action) + 4 (reward) + 1 (flags) + 4
-(log-probability). With two features: 18 in float32, 12 with a one-byte codec.
+Bytes per transition with F features: 4 F for the observation + 1 (action; 4 for each dimension of a continuous one) + 4 (reward)
++ 1 (flags) + 4 (log-probability), so 18 with two features. scale/storage.py stores observations in fewer bytes.
 """
-
-from collections.abc import Sequence
 
 import torch
 
-from .codec import Codec
 from .env import STATE_BOUNDS
 from .rollout import Rollout
 
 
+def action_spec(action_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Type and shape of a stored action: its dimensions, or if there are none a byte."""
+    return (torch.float32, (action_size,)) if action_size else (torch.uint8, ())
+
+
 class ReplayBuffer:
-    """A preallocated ring of `rows` time steps of `num_envs` environments. Raises ValueError for sizes that are too small or a
-    codec that is unknown or does not suit the bounds, and MemoryError if the ring cannot be allocated.
+    """A preallocated ring of `rows` time steps of `num_envs` environments. Raises ValueError for sizes that are too small, and
+    MemoryError if the ring cannot be allocated.
 
     Attributes:
-        clipped: int64 [F], how many appended values of each feature the codec had to clip.
-        fields: name -> tensor [num_envs, rows] or, for observations, [num_envs, rows, F].
+        clipped: int64 [F], how many appended values of each feature had to be clipped to be stored; here 0.
+        fields: name -> tensor [num_envs, rows] or, for observations and continuous actions, [num_envs, rows, size].
         start, count: the complete rows are numbers `start` to `count` - 1 of all rows ever appended.
 
     Args:
         rows, num_envs: length of the ring in time steps, including the open one, and number of environments, N.
-        bounds: lowest and highest value of each feature of an observation, [F] and [F], infinite if it has none.
-        codec: how observations are stored (codec.py). device: where the ring is stored.
+        bounds: lowest and highest value of each feature of an observation, of which only the number F matters here.
+        device: where the ring is stored. action_size: dimensions of a continuous action; 0 for one of up to 256 actions.
     """
 
-    def __init__(
-        self, rows: int, num_envs: int, bounds: tuple[Sequence[float], Sequence[float]] = STATE_BOUNDS, codec="fp32", device="cpu"
-    ):
+    def __init__(self, rows: int, num_envs: int, bounds=STATE_BOUNDS, device="cpu", action_size: int = 0):
         if rows < 2:
             raise ValueError(f"rows is {rows}: use at least 2, one of them is always open")
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: use at least 1")
         self.rows, self.num_envs, self.device = rows, num_envs, torch.device(device)
-        self.codec = Codec(codec, *bounds, self.device)
-        self.obs_size = len(bounds[0])
+        self.obs_size, self.action_size = len(bounds[0]), action_size
         self.clipped = torch.zeros(self.obs_size, dtype=torch.int64, device=self.device)
         self._clock = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.fields = self._allocate()
 
     def _allocate(self) -> dict[str, torch.Tensor]:
-        spec = {"obs": (self.codec.dtype, (self.obs_size,)), "action": (torch.uint8, ()), "reward": (torch.float32, ())}
-        spec |= {"flags": (torch.uint8, ()), "behavior_logp": (torch.float32, ())}
+        spec = {"obs": (torch.float32, (self.obs_size,)), "action": action_spec(self.action_size)}
+        spec |= {"reward": (torch.float32, ()), "flags": (torch.uint8, ()), "behavior_logp": (torch.float32, ())}
         shape = (self.num_envs, self.rows)
         try:
             return {name: torch.empty((*shape, *last), dtype=dtype, device=self.device) for name, (dtype, last) in spec.items()}
@@ -104,13 +103,10 @@ class ReplayBuffer:
         length = len(rollout.action)
         if length >= self.rows:
             raise ValueError(f"rollout of {length} rows: a ring of {self.rows} rows takes at most {self.rows - 1}")
-        rollout = rollout.to(self.device)
-        if not self.count:
-            self.clipped += self.codec.outside(rollout.obs[:1])  # in later rollouts the previous one has counted it
-        self._write(rollout)
+        self._write(rollout.to(self.device))
 
     def sample(self, slices: int, length: int, generator: torch.Generator | None = None) -> Rollout:
-        """Draws B slices of L rows uniformly, with replacement, over all valid starts and environments: a Rollout with decoded
+        """Draws B slices of L rows uniformly, with replacement, over all valid starts and environments: a Rollout with
         obs [L+1, B, F] and the rest [L, B]. The generator is on the ring's device. Raises ValueError if fewer than `length`
         complete rows are stored, or if `slices` or `length` is below 1."""
         if slices < 1 or length < 1:
@@ -131,11 +127,12 @@ class ReplayBuffer:
         row = torch.where(row < self.rows, row, row - self.rows)  # wrap around, cheaper than a modulo of each
         index = env * self.rows + row  # [L+1, B], into num_envs * rows
         rest = {name: self._take(name, index[:-1]) for name in ("action", "reward", "flags", "behavior_logp")}
-        return Rollout(self._observations(index), **(rest | {"action": rest["action"].long()}))
+        action = rest.pop("action")
+        return Rollout(self._observations(index), action if action.is_floating_point() else action.long(), **rest)
 
     def _observations(self, index: torch.Tensor) -> torch.Tensor:
         """Observations float32 [L+1, B, F] at index [L+1, B]."""
-        return self.codec.decode(self._take("obs", index))
+        return self._take("obs", index)
 
     def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
         """Rows of a field at index [L, B]."""
@@ -143,14 +140,12 @@ class ReplayBuffer:
 
     def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Stored form of observations float32 [T+1, N, F]: field -> codes [T or T+1, N, F]."""
-        return {"obs": self.codec.encode(obs)}
+        return {"obs": obs}
 
     def _write(self, rollout: Rollout) -> None:
         """Writes T rows. A kill at any moment leaves rows `start` to `count` - 1 intact: `start` moves past the rows to be
         overwritten first, and `count` includes the new ones last."""
         count, length = self.count, len(rollout.action)
-        if self.codec.name != "fp32":
-            self.clipped += self.codec.outside(rollout.obs[1:])
         new = self._codes(rollout.obs)
         new |= {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}
         self._clock[0] = max(self.start, count + length + 1 - self.rows)

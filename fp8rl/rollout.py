@@ -1,8 +1,7 @@
 """Rollouts: a policy acts in N environments for T steps, and the transitions are stored.
 
-The acting policy is the behaviour policy of the rollout. It samples an action from its softmax as the argmax of its logits plus
-Gumbel noise (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). The log-probability of that action is stored beside it:
-learning from the rollout later, with other weights or in another precision, needs it for the importance ratio.
+The acting policy is the behaviour policy of the rollout. The log-probability of each action is stored beside it: learning from
+the rollout later, with other weights or in another precision, needs it for the importance ratio.
 
 The end of an episode is followed by a DUMMY row, in which the environment ignored the action and reset (NEXT_STEP autoreset). It
 leads from the final observation to the first one of the next episode, so every observation is stored once.
@@ -25,9 +24,10 @@ LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeRewa
 class Rollout(NamedTuple):
     """T steps of B environments (or B slices), time first. Row t+1 of obs is the observation that action t led to.
 
-    obs float32 [T+1, B, F]; action int64 [T, B]; reward float32 [T, B]; flags uint8 [T, B] (the bits above); behavior_logp
-    float32 [T, B], the log-probability of the action under the behaviour policy; state float32 [2, B, W], a recurrent policy's
-    state before row 0 and before row T, None if the policy has none or it was not kept.
+    obs float32 [T+1, B, F]; action int64 [T, B], or float32 [T, B, A] if continuous (distribution.py); reward float32 [T, B];
+    flags uint8 [T, B] (the bits above); behavior_logp float32 [T, B], the log-probability of the action under the behaviour
+    policy; state float32 [2, B, W], a recurrent policy's state before row 0 and before row T, None if the policy has none or it
+    was not kept.
     """
 
     obs: torch.Tensor
@@ -49,15 +49,8 @@ class Rollout(NamedTuple):
         return torch.cat((torch.zeros_like(begins[:1]), begins))
 
     def to(self, device) -> "Rollout":
-        """The same rollout on a device. Copies between host and GPU use pinned memory; a copy to the host is waited for."""
-        here, device = self.obs.device, torch.device(device)
-        if here == device:
-            return self
-        up, down = device.type == "cuda" and here.type == "cpu", device.type == "cpu" and here.type == "cuda"
-        moved = [x if x is None else (x.pin_memory() if up else x).to(device, non_blocking=up or down) for x in self]
-        if down:
-            torch.cuda.current_stream(here).synchronize()
-        return Rollout(*moved)
+        """The same rollout on a device."""
+        return Rollout(*(x if x is None else x.to(device) for x in self))
 
 
 def check_finite(rollout: Rollout) -> None:
@@ -69,6 +62,8 @@ def check_finite(rollout: Rollout) -> None:
         if max(-low, high) > bound:
             large, remedy = f"{max(-low, high):.0e}, over {bound:.0e}", f"register it wrapped in gymnasium.wrappers.{wrapper}"
             raise ValueError(f"{name} from the environment reaches {large}, too large to compute with: {remedy}")
+    if rollout.action.is_floating_point() and rollout.action.isnan().any():
+        raise ValueError("action is not a number, because the policy's weights are not: lower learning_rate")
 
 
 def stream_seed(*key: int) -> int:
@@ -76,31 +71,15 @@ def stream_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-def gumbel(shape: tuple[int, ...], device="cpu", generator: torch.Generator | None = None) -> torch.Tensor:
-    """Standard Gumbel noise, float32: argmax(logits + noise) is a sample from softmax(logits)."""
-    return torch.rand(shape, dtype=torch.float32, device=device, generator=generator).log_().neg_().log_().neg_()
-
-
-def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of logits [..., B, A], with actions before rows in memory: torch's kernel over the last dimension works
-    row by row, which is up to 16 times slower with few actions."""
-    return logits.transpose(-1, -2).contiguous().log_softmax(-2).transpose(-1, -2)
-
-
-def action_logp(log_policy: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """Picks the log-probabilities [..., B] of actions int64 [..., B] from those of all actions [..., B, A]."""
-    return log_policy.transpose(-1, -2).gather(-2, action.unsqueeze(-2)).squeeze(-2)  # in the memory layout of log_softmax
-
-
 def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The loop over time: the policy acts and the environment responds, T times. Takes the Gumbel noise of the actions [T, N, A]
-    and the environment's random numbers for T steps (`BatchedEnv.draw`); the rest as in `collect`. Returns obs, action, reward
-    and flags as in Rollout, logits float32 [T, N, A], and the recurrent state after the last step."""
+    """The loop over time: the policy acts and the environment responds, T times. Takes the noise of the actions [T, N, A] and the
+    environment's random numbers for T steps (`TensorEnv.draw`); the rest as in `collect`. Returns obs, action, reward and flags
+    as in Rollout, the policy's outputs float32 [T, N, A or 2 A], and the recurrent state after the last step."""
     obs, logits, actions, rewards, ends, done = [env.obs], [], [], [], [], env.done
-    for gumbels, start in zip(noise.unbind(), starts, strict=True):
+    for numbers, start in zip(noise.unbind(), starts, strict=True):
         logit, state = model.policy(env.obs, state)
         logits.append(logit)
-        actions.append((logit + gumbels).argmax(-1))
+        actions.append(env.distribution.sample(logit, numbers))
         if state is not None:
             state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
         next_obs, reward, terminated, truncated = env.step(actions[-1], start)
@@ -114,6 +93,7 @@ def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], t
     return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(logits)), state
 
 
+@torch.no_grad()
 def collect(model, env, length: int, precision: Precision, generator, state=None, loop=steps) -> Rollout:
     """Steps every environment `length` times with actions sampled from the model. Returns a Rollout [T, N], whose
     log-probabilities are those of the acting policy in its own precision.
@@ -124,16 +104,10 @@ def collect(model, env, length: int, precision: Precision, generator, state=None
         state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
         loop: `steps`, or a faster form of it.
     """
-    noise = gumbel((length, env.num_envs, env.num_actions), env.device, generator)
-    return act(model, env, noise, precision, state, loop)
-
-
-@torch.no_grad()
-def act(model, env, noise: torch.Tensor, precision: Precision, state=None, loop=steps) -> Rollout:
-    """`collect` with given Gumbel noise of the actions, float32 [T, N, A]."""
+    noise = env.noise(length, generator)
     with precision.autocast():  # one region, so that autocast casts the weights once
-        (obs, action, reward, flags, logits), after = loop(model, env, noise, env.draw(len(noise)), state)
-    logp = action_logp(log_softmax(logits), action)
+        (obs, action, reward, flags, logits), after = loop(model, env, noise, env.draw(length), state)
+    logp = env.distribution(logits).log_prob(action)
     if after is not None:
         state = torch.stack((torch.zeros_like(after) if state is None else state, after))
     return Rollout(obs, action, reward, flags, logp, state)

@@ -18,9 +18,10 @@ import torch
 from tqdm.auto import tqdm
 
 from .config import Config
+from .distribution import Gaussian
 from .env import BatchedEnv
 from .evaluate import evaluate
-from .history import TERMS, EpisodeReturns, History, summarize
+from .history import TERMS, EpisodeReturns, History, RewardScale, summarize
 from .losses import actor_critic_loss, alone
 from .model import ActorCritic
 from .precision import Precision
@@ -73,7 +74,7 @@ class Run:
     Attributes:
         model, optimizer, scaler: the learner, on `device`.
         actor: the acting policy: the model itself, or a copy in `collect_precision`.
-        env: the training environments. returns: of their running episodes.
+        env: the training environments. returns: of their running episodes. rewards: their scale in the loss.
         generator: source of starts and action noise. draws: source of replay samples, by default the same.
         ring: the replay ring. history: the numbers so far.
         state: float32 [N, W], a recurrent policy's current state; else None.
@@ -85,7 +86,7 @@ class Run:
         rank, ranks: this process and the number of processes that split environments, ring and batches (scale/ranks.py).
     """
 
-    PARTS = ("model", "optimizer", "scaler", "generator", "env", "returns", "history")
+    PARTS = ("model", "optimizer", "scaler", "generator", "env", "returns", "rewards", "history")
 
     def __init__(
         self,
@@ -98,7 +99,8 @@ class Run:
         rank: int = 0,
         ranks: int = 1,
     ):
-        plain = {"env_id": make_env is make_cart, "layout": make_ring is ReplayBuffer, "encoder": networks is PLAIN}
+        plain = {"env_id": make_env is make_cart, "encoder": networks is PLAIN}
+        plain |= dict.fromkeys(("codec", "layout"), make_ring is ReplayBuffer)
         for field in plain:
             if plain[field] and getattr(config, field) != getattr(Config, field):
                 raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.scale.machine.build")
@@ -112,16 +114,19 @@ class Run:
         self.generator = self.draws = Stream(collect_device).manual_seed(stream_seed(config.seed, rank) if rank else config.seed)
         self.env = make_env(config, config.num_envs // ranks, config.start_noise, self.generator)
         weights = torch.Generator("cpu").manual_seed(config.seed)
-        model = networks[config.encoder](len(self.env.bounds[0]), self.env.num_actions, generator=weights)
+        sizes, distribution = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
+        model = networks[config.encoder](*sizes, generator=weights, distribution=distribution)
         alike = self.acting.name == self.precision.name and self.acting.device == self.precision.device
         actor = None if alike else self.acting.prepare(copy.deepcopy(model))
         self.model = self.precision.prepare(model)
         self.actor = actor or self.model
         self.optimizer = adam(self.model, config.learning_rate)
         self.scaler = self.precision.scaler
-        self.ring = make_ring(config.rows, self.env.num_envs, self.env.bounds, config.codec, self.env.device)
+        action_size = sizes[1] if distribution is Gaussian else 0
+        self.ring = make_ring(config.rows, self.env.num_envs, self.env.bounds, self.env.device, action_size)
         self.stores = config.replay_updates > 0  # otherwise nothing reads the ring
         self.returns = EpisodeReturns(self.env.num_envs)
+        self.rewards = RewardScale(self.env.num_envs, self.env.device)
         self.state = None
         self.history = History()
 
@@ -163,7 +168,8 @@ class Run:
         return stats | recorded
 
     def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
-        """The function `update` with this run's parts."""
+        """The function `update` with this run's parts, on scaled rewards."""
+        batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
         return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total)
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
@@ -173,6 +179,8 @@ class Run:
         returns, episodes, clipped, *terms = self.total([sums])[0].tolist()
         steps = (len(self.history) + 1) * self.config.steps_per_iteration
         earned = {"train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped)}
+        if rollout.action.is_floating_point():
+            earned["outside"] = float((rollout.action.abs() > 1).float().mean())
         return {"steps": steps, **earned, **summary, **dict(zip(TERMS, terms, strict=True))}
 
     def check_learning(self) -> None:
@@ -180,15 +188,15 @@ class Run:
         if reason := failure(self.history, self.config, self.scaler.is_enabled()):
             raise FloatingPointError(reason)
 
-    def evaluate(self, judge=None, precision: Precision | None = None, make_env: Callable | None = None) -> float:
-        """Mean greedy return of `eval_episodes` episodes from starts within 0.05, the same ones every time. Optionally uses a
-        copy of the model on another device, or other environments."""
-        judge, precision, make_env = judge or self.model, precision or self.precision, make_env or self.make_env
-        if judge is not self.model:
-            judge.load_state_dict(self.model.state_dict())
+    def evaluate(self) -> float:
+        """Mean greedy return of `eval_episodes` episodes from starts within 0.05, the same ones every time."""
+        return self.judge(self.model, self.precision, self.make_env)
+
+    def judge(self, model: ActorCritic, precision: Precision, make_env: Callable) -> float:
+        """Like `evaluate`, with a copy of the model on another device or other environments."""
         stream = torch.Generator(precision.device).manual_seed(0)
         with contextlib.closing(make_env(self.config, self.config.eval_episodes, 0.05, stream)) as env:
-            return float(evaluate(judge, env, precision).mean())
+            return float(evaluate(model, env, precision).mean())
 
     def state_dict(self, ring: bool = True) -> dict:
         """Everything that the run needs to continue as if it had never stopped, with or without the ring's rows. Tensors of model
@@ -240,6 +248,8 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
             learning_rate = run.set_learning_rate(config.learning_rate_at(iteration))
             rollout = run.collect()  # T steps of N environments
             run.check(rollout)  # before anything learns from it
+            if config.scale_rewards:
+                run.rewards.add(rollout, config.gamma, run.total)
             if run.stores:
                 run.ring.append(rollout)
             stats = []

@@ -113,11 +113,11 @@ def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
 
 
 def test_an_agent_that_diverges_is_named_and_the_study_goes_on(tmp_path, capsys, one_process):
-    options = ["--precisions", "fp32", "--seeds", 2, "--steps", 2_048, "--eval-episodes", 2, "--reward-scale", 0.05, 1e38]
+    options = ["--precisions", "fp32", "--seeds", 2, "--steps", 2_048, "--eval-episodes", 2, "--value-coef", 0.5, 1e38]
     run("study", *options, "--out", tmp_path / "study")
     said = capsys.readouterr()
-    assert "fp8rl: warning: fp32, reward_scale 1e+38, seed 0: gradient not finite at step 512 in fp32" in said.err
-    assert "| fp32, reward_scale 0.05 |" in said.out and "reward_scale 0.05, seed" not in said.err
+    assert "fp8rl: warning: fp32, value_coef 1e+38, seed 0: gradient not finite at step 512 in fp32" in said.err
+    assert "| fp32, value_coef 0.5 |" in said.out and "value_coef 0.5, seed" not in said.err
 
 
 def test_a_failed_overwrite_leaves_nothing_of_the_old_run(tmp_path):

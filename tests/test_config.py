@@ -19,9 +19,8 @@ from fp8rl.train import train
         ("eval_episodes", -1, "at least 1"),
         *((name, -1, "0 or more") for name in ("seed", "replay_updates", "eval_every", "entropy_coef", "value_coef")),
         ("entropy_coef", math.nan, "0 or more"),
-        *((name, 0.0, "positive") for name in ("learning_rate", "max_grad_norm", "reward_scale")),
+        *((name, 0.0, "positive") for name in ("learning_rate", "max_grad_norm", "clip")),
         ("learning_rate", math.nan, "positive"),
-        ("reward_scale", math.inf, "positive"),
         ("gamma", 1.1, "from 0 to 1"),
         ("lam", math.nan, "from 0 to 1"),
         ("start_noise", -0.1, "from 0 to 1"),
@@ -92,7 +91,7 @@ def test_published_is_the_published_loop():
     assert (config.num_envs, config.rollout_length, config.slice_length, config.batch_size) == (1, 128, 1, 64)
     assert (config.fresh_updates, config.replay_updates, config.importance_correction, config.entropy_coef) == (0, 1, False, 0)
     assert not (config.bootstrap_truncation or config.normalize_advantage or config.anneal) and config.seed == 3
-    assert (config.gamma, config.reward_scale, config.start_noise) == (0.99, 1.0, 0.0)
+    assert (config.gamma, config.scale_rewards, config.start_noise) == (0.99, False, 0.0)
     assert Config.published(gamma=0.5, num_envs=2).gamma == 0.5  # a change wins over the published value
     run = train(dataclasses.replace(config, steps=512, eval_episodes=2), progress=False)
     assert len(run.history) == 4

@@ -13,8 +13,6 @@ from fp8rl.env import (
     MAX_STEPS,
     PUSH,
     BatchedEnv,
-    CustomEnv,
-    bang_bang,
     dynamics,
     is_out,
     obs_bounds,
@@ -22,6 +20,7 @@ from fp8rl.env import (
 )
 from fp8rl.evaluate import play
 from fp8rl.scale.gym import CustomVectorEnv, interface_of
+from fp8rl.tasks.cart import CustomEnv, bang_bang
 
 NAME = "fp8rl:fp8rl/CustomEnv-v0"
 actions = st.lists(st.integers(0, 1), min_size=1, max_size=250)

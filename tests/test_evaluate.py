@@ -1,11 +1,11 @@
 import numpy as np
 import torch
 
+from fp8rl.distribution import Categorical
 from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import evaluate, play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.rollout import gumbel
 from fp8rl.scale.recurrent import Recurrent
 
 
@@ -41,13 +41,13 @@ def test_greedy_takes_the_likeliest_action_and_sampling_does_not_always():
 
 
 def test_sampled_actions_do_not_follow_from_the_starts(monkeypatch):
-    starts, seen = envs(50).obs / 0.05, []
+    starts, seen, gumbel = envs(50).obs / 0.05, [], Categorical.noise
 
     def noise(shape, device, generator):
         seen.append(2 * torch.rand(shape, generator=generator) - 1)
         return gumbel(shape, device, generator)
 
-    monkeypatch.setattr("fp8rl.evaluate.gumbel", noise)
+    monkeypatch.setattr(Categorical, "noise", staticmethod(noise))
     evaluate(ActorCritic(), envs(50), greedy=False)
     assert not torch.isclose(seen[0], starts, atol=1e-4).all(-1).any()
 

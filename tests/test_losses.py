@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -8,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.config import Config
-from fp8rl.losses import actor_critic_loss, discounts_of, vtrace
+from fp8rl.losses import FLOOR, actor_critic_loss, discounts_of, vtrace
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 GAMMA = 0.9
 seeds = st.integers(0, 2**32 - 1)
 lengths = st.integers(1, 12)
 lambdas = st.sampled_from([0.0, 0.5, 0.95, 1.0])
-SETTINGS = Config(gamma=GAMMA, lam=0.95, value_coef=0.5, entropy_coef=0.01, reward_scale=1.0)
+SETTINGS = Config(gamma=GAMMA, lam=0.95, value_coef=0.5, entropy_coef=0.01)
 
 
 def targets_of(values, log_ratios, rollout, lam):
@@ -132,12 +133,12 @@ def loss_of(logits, values, rollout, **changes):
     return actor_critic_loss(logits, values, rollout, dataclasses.replace(SETTINGS, **changes))
 
 
-@given(seeds, lengths, st.booleans(), st.booleans())
-def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, normalize):
+@given(seeds, lengths, st.booleans(), st.booleans(), st.sampled_from([0.2, 2.0, math.inf]))
+def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, normalize, clip):
     values, _, rollout = random_rollout(seed, length)
     logits = torch.randn(length + 1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
     values.requires_grad_()
-    loss, _ = loss_of(logits, values, rollout, importance_correction=correct, normalize_advantage=normalize)
+    loss, _ = loss_of(logits, values, rollout, importance_correction=correct, normalize_advantage=normalize, clip=clip)
     ours = torch.autograd.grad(loss, (logits, values))
 
     log_policy = logits.log_softmax(-1)
@@ -148,7 +149,11 @@ def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, 
     target, advantage = (torch.from_numpy(x) for x in vtrace_as_written(values.detach(), log_ratios, rollout, 0.95))
     advantage = torch.stack([advantage[row] for row in rows])
     if normalize:
-        advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-8)
+        advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + FLOOR)
+    for i, row in enumerate(rows):  # the policy has moved far enough
+        ratio = log_ratios[row].exp()
+        if (advantage[i] > 0 and ratio >= 1 + clip) or (advantage[i] < 0 and ratio <= 1 - clip):
+            advantage[i] = 0
     policy_loss = -(logp * advantage).mean()
     value_loss = 0.5 * torch.stack([(values[row] - target[row]) ** 2 for row in rows]).mean()
     entropy = -torch.stack([(log_policy[row].exp() * log_policy[row]).sum() for row in rows]).mean()
@@ -171,14 +176,6 @@ def test_statistics_by_hand():
     expected |= {"entropy": -(0.2 * np.log(0.2) + 0.8 * np.log(0.8)), "min_logp": np.log(0.2), "ess": 2**2 / (2 * 2.72)}
     assert {name: stat.item() for name, stat in stats.items()} == pytest.approx(expected, rel=1e-5)
     assert loss.requires_grad and not any(stat.requires_grad for stat in stats.values())
-
-
-def test_reward_scale_multiplies_the_rewards():
-    values, _, rollout = random_rollout(1, 8)
-    logits = torch.zeros(9, 3, 2)
-    larger = rollout._replace(reward=0.25 * rollout.reward)
-    assert loss_of(logits, values, rollout, reward_scale=0.25)[0] == loss_of(logits, values, larger)[0]
-    assert loss_of(logits, values, rollout)[0] != loss_of(logits, values, larger)[0]
 
 
 def test_inputs_are_not_modified():
@@ -222,8 +219,8 @@ def test_normalization_survives_a_mean_far_larger_than_the_deviation(seed, mean,
     flags, actions = torch.full((1, 512), TERMINATED, dtype=torch.uint8), torch.zeros(1, 512, dtype=torch.int64)
     rollout = Rollout(torch.zeros(2, 512, 2), actions, rewards, flags, torch.zeros(1, 512))
     logits = torch.zeros(2, 512, 2, requires_grad=True)
-    loss, _ = loss_of(logits, torch.zeros(2, 512), rollout, importance_correction=False, reward_scale=1.0, entropy_coef=0.0)
+    loss, _ = loss_of(logits, torch.zeros(2, 512), rollout, importance_correction=False, entropy_coef=0.0)
     (gradient,) = torch.autograd.grad(loss, logits)
     exact = rewards.double()[0]
-    expected = -0.5 * (exact - exact.mean()) / exact.std(correction=0) / 512  # of the logit of the action taken
+    expected = -0.5 * (exact - exact.mean()) / (exact.std(correction=0) + FLOOR) / 512  # of the logit of the action taken
     torch.testing.assert_close(gradient[0, :, 0].double(), expected, rtol=1e-3, atol=0.01 * 0.5 / 512)

@@ -5,8 +5,8 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fp8rl.env import bang_bang
 from fp8rl.report import plot
+from fp8rl.tasks.cart import bang_bang
 
 STEPS = np.arange(1, 31) * 512
 

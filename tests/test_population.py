@@ -26,7 +26,7 @@ from fp8rl.train import Run, Stream, iterate, train
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
 MIXED = {"gamma": 0.9, "lam": 0.5, "learning_rate": 3e-3, "entropy_coef": 0.0, "value_coef": 1.0, "max_grad_norm": 0.1}
-MIXED |= {"reward_scale": 0.1, "start_noise": 0.1}
+MIXED |= {"clip": 0.1, "start_noise": 0.1}
 
 
 def thirty(**changes) -> list[Config]:

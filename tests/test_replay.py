@@ -5,8 +5,8 @@ from helpers import WIDE, coded, noise, number_of, same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.codec import CODECS
 from fp8rl.replay import ReplayBuffer
+from fp8rl.scale.codec import CODECS
 
 # The largest error of a position and of a velocity below 1.
 HALF_STEP = {"fp32": 0.0, "fp16": 2**-12, "bf16": 2**-9, "int8": torch.tensor([4 / 254, 1.9 / 254]), "fp8": 2**-5}

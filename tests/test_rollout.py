@@ -7,10 +7,11 @@ from helpers import log_probabilities
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8rl.distribution import Categorical
 from fp8rl.env import BatchedEnv, dynamics
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, action_logp, check_finite, collect, gumbel, log_softmax
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, check_finite, collect
 
 FP32 = Precision("fp32")
 
@@ -52,7 +53,7 @@ def test_actions_follow_the_policy():
 
 def test_gumbel_noise_draws_from_the_softmax():
     logits, draws = torch.tensor([0.0, 1.0, -2.0]), 100_000
-    noise = gumbel((draws, 3), "cpu", torch.Generator().manual_seed(0))
+    noise = Categorical.noise((draws, 3), "cpu", torch.Generator().manual_seed(0))
     share = (logits + noise).argmax(-1).bincount(minlength=3) / draws
     probability = logits.softmax(-1)
     assert ((share - probability).abs() < 4 * (probability * (1 - probability) / draws).sqrt()).all()
@@ -64,8 +65,9 @@ def test_log_probabilities_in_another_layout_are_the_plain_ones(seed, steps, row
     logits = 10 * torch.randn(steps, rows, actions, generator=generator)
     action = torch.randint(actions, (steps, rows), generator=generator)
     plain = logits.log_softmax(-1)
-    torch.testing.assert_close(log_softmax(logits), plain, rtol=1e-6, atol=1e-6)
-    assert torch.equal(action_logp(plain, action), plain.gather(-1, action.unsqueeze(-1)).squeeze(-1))
+    torch.testing.assert_close(Categorical(logits).log_policy, plain, rtol=1e-6, atol=1e-6)
+    policy = Categorical(logits)
+    assert torch.equal(policy.log_prob(action), policy.log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1))
 
 
 @pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("fp8", "fp32"), ("bf16", "fp16")])

@@ -14,11 +14,11 @@ from helpers import WIDE, coded, noise, same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.codec import CODECS
 from fp8rl.config import LAYOUTS
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import DUMMY, Rollout
 from fp8rl.scale import storage
+from fp8rl.scale.codec import CODECS
 from fp8rl.scale.growth import filled_bytes
 from fp8rl.scale.storage import StoredRing, ring_bytes
 

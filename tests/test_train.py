@@ -130,13 +130,13 @@ def test_learning_rate_falls_to_the_last_step_or_stays():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gradient_that_is_not_finite_stops_a_run_without_a_scaler(precision):
     with pytest.raises(FloatingPointError, match=f"gradient not finite at step 512 in {precision}: lower learning_rate"):
-        train(Config(precision=precision, steps=512, reward_scale=1e38), progress=False)
+        train(Config(precision=precision, steps=512, value_coef=1e38), progress=False)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp8"])
 def test_a_run_that_only_skips_stops_too(precision):
     with pytest.raises(FloatingPointError, match=f"gradient not finite at step 10240 in {precision}"):
-        train(Config(precision=precision, reward_scale=1e38), progress=False)
+        train(Config(precision=precision, value_coef=1e38), progress=False)
 
 
 @pytest.mark.parametrize(

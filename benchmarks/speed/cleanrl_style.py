@@ -46,7 +46,7 @@ def gae(values, rewards, terminated, valid):
     """Advantages [T, N]; rows that only reset (valid is 0) have none and pass none on."""
     with torch.no_grad():
         going = Config.gamma * (1 - terminated)
-        deltas = (Config.reward_scale * rewards + going * values[1:] - values[:-1]) * valid
+        deltas = (common.REWARD_SCALE * rewards + going * values[1:] - values[:-1]) * valid
         decay = going * Config.lam * valid
         advantage, advantages = torch.zeros_like(deltas[0]), []
         for delta, factor in zip(reversed(deltas.unbind()), reversed(decay.unbind()), strict=True):

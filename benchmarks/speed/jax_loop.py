@@ -83,7 +83,7 @@ def matmul(x, weight, dtype):
 def gae(values, rewards, terminated, valid):
     """Advantages [T, N]; rows that only reset have none and pass none on."""
     going = Config.gamma * ~terminated
-    deltas = (Config.reward_scale * rewards + going * values[1:] - values[:-1]) * valid
+    deltas = (common.REWARD_SCALE * rewards + going * values[1:] - values[:-1]) * valid
 
     def back(advantage, row):
         delta, decay = row

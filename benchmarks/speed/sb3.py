@@ -18,7 +18,8 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 from torch import nn
 
 from fp8rl.config import Config
-from fp8rl.env import DAMPING, LIMIT, MAX_STEPS, PUSH, CustomEnv
+from fp8rl.env import DAMPING, LIMIT, MAX_STEPS, PUSH
+from fp8rl.tasks.cart import CustomEnv
 
 
 class Encoder(BaseFeaturesExtractor):
@@ -35,7 +36,7 @@ class ScaledEnv(CustomEnv):
 
     def step(self, action):
         obs, reward, *rest = super().step(action)
-        return obs, Config.reward_scale * reward, *rest
+        return obs, common.REWARD_SCALE * reward, *rest
 
 
 class BatchedVecEnv(VecEnv):
@@ -65,7 +66,7 @@ class BatchedVecEnv(VecEnv):
         self.state = np.stack((position, np.float32(DAMPING) * velocity), axis=-1)
         self.ages += 1
         distance = np.abs(position)
-        rewards = Config.reward_scale * (1 - np.float32(0.1) * distance)
+        rewards = common.REWARD_SCALE * (1 - np.float32(0.1) * distance)
         terminated = distance > LIMIT
         dones = terminated | (self.ages >= MAX_STEPS)
         infos = [self.nothing] * self.num_envs

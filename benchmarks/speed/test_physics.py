@@ -11,6 +11,7 @@ from fp8rl.config import Config
 from fp8rl.env import MAX_STEPS, dynamics, is_out, reward_of
 
 sys.path.insert(0, str(Path(__file__).parent))
+common = pytest.importorskip("common")
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_sb3(given):
     np.testing.assert_array_equal(late, dones)
     reached = np.stack([info.get("terminal_observation", x) for info, x in zip(infos, obs, strict=True)])
     np.testing.assert_allclose(reached, expected.numpy(), rtol=0, atol=3e-7)
-    np.testing.assert_allclose(reward, Config.reward_scale * reward_of(expected).numpy(), atol=1e-6)
+    np.testing.assert_allclose(reward, common.REWARD_SCALE * reward_of(expected).numpy(), atol=1e-6)
     assert (np.abs(obs[dones]) <= Config.start_noise).all()
     assert [info["TimeLimit.truncated"] for info in infos if info] == (~out[dones]).tolist()
 
@@ -66,7 +67,7 @@ def test_torchrl():
     after = dynamics(steps["observation"], steps["action"])
     torch.testing.assert_close(steps["next", "observation"], after, rtol=0, atol=0)
     torch.testing.assert_close(steps["next", "terminated"].squeeze(-1), is_out(after))
-    torch.testing.assert_close(steps["next", "reward"].squeeze(-1), Config.reward_scale * reward_of(after))
+    torch.testing.assert_close(steps["next", "reward"].squeeze(-1), common.REWARD_SCALE * reward_of(after))
     ended, goes_on = steps["next", "done"][:, :-1, 0], steps["observation"][:, 1:]
     assert ended.any() and (goes_on[ended].abs() <= Config.start_noise).all()
     torch.testing.assert_close(goes_on[~ended], after[:, :-1][~ended], rtol=0, atol=0)

@@ -56,7 +56,7 @@ class BatchedEnv(EnvBase):
         terminated = is_out(obs).unsqueeze(-1)
         truncated = (age >= MAX_STEPS) & ~terminated
         flags = {"done": terminated | truncated, "terminated": terminated, "truncated": truncated}
-        reward = Config.reward_scale * reward_of(obs).unsqueeze(-1)
+        reward = common.REWARD_SCALE * reward_of(obs).unsqueeze(-1)
         return TensorDict({"observation": obs, "age": age, "reward": reward, **flags}, self.batch_size)
 
     def _set_seed(self, seed) -> None:

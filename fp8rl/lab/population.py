@@ -26,20 +26,21 @@ from torch import nn
 
 from .. import fp8
 from ..config import Config
-from ..env import BatchedEnv
+from ..distribution import LOG_STD, Categorical, Gaussian
+from ..env import BatchedEnv, TensorEnv
 from ..evaluate import evaluate
-from ..history import EpisodeReturns, History
+from ..history import EpisodeReturns, History, RewardScale
 from ..losses import alone
 from ..model import ActorCritic
 from ..precision import AUTOCAST, SCALE_GROWTH_INTERVAL, Precision, StepReport
-from ..replay import ReplayBuffer
-from ..rollout import Rollout, act, check_finite, gumbel, steps
+from ..rollout import Rollout, check_finite, collect, steps
 from ..scale import growth
-from ..scale.storage import ring_bytes
+from ..scale.storage import StoredRing, ring_bytes
+from ..tasks import TASKS
 from ..train import Run, Stream, failure
 
 # The fields of Config in which the agents of a population may differ.
-FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "reward_scale", "entropy_coef", "value_coef")
+FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "clip", "entropy_coef", "value_coef")
 FREE += ("learning_rate", "max_grad_norm")
 CHUNK = 16  # agents that compute together: with more, one operation's results leave the cache before the next one reads them
 
@@ -63,8 +64,10 @@ def shared(config: Config) -> Config:
 
 def obstacle(config: Config) -> str | None:
     """Why a config cannot be in a population, or None."""
-    takes = {"env_id": "the package's own environment", "encoder": "mlp", "layout": "compact"}
-    for name, only in takes.items():
+    tasks = f"{', '.join(TASKS)} and the package's own environment"
+    for name, only in {"env_id": tasks, "encoder": "mlp", "layout": "compact"}.items():
+        if name == "env_id" and config.env_id in TASKS:
+            continue
         if getattr(config, name) != getattr(Config, name):
             return f"{name} is {getattr(config, name)}: train it alone, a population takes only {only}"
     if "tf32" in (config.precision, config.collect_precision):
@@ -133,10 +136,12 @@ class Agents(nn.Module):
 
     def __init__(self, models: list[ActorCritic], precisions: list[str], acting: list[str], device="cpu"):
         super().__init__()
-        self.num_actions = models[0].actor.out_features
+        self.num_actions, self.gaussian = models[0].actor.out_features, models[0].log_std is not None
         shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, models[0].hidden)]
         shapes.append((self.num_actions + 1, models[0].width))
         rows = [torch.cat([x.detach().flatten() for layer in stacked(model) for x in layer]) for model in models]
+        if self.gaussian:
+            rows = [torch.cat((row, model.log_std.detach())) for row, model in zip(rows, models, strict=True)]
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.shapes = shapes
         self.parts = parts_of(precisions, shapes, CHUNK)
@@ -152,19 +157,27 @@ class Agents(nn.Module):
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
         outputs = Passes.apply(rows, self.theta, self).view(agents, length, envs, -1).transpose(0, 1)
-        return outputs[..., :-1], outputs[..., -1]
+        actor, values = outputs[..., :-1], outputs[..., -1]
+        return torch.cat((actor, self.log_std(self.theta).expand_as(actor)), dim=-1) if self.gaussian else actor, values
+
+    def log_std(self, theta: torch.Tensor) -> torch.Tensor | None:
+        """Logarithms of the standard deviations of continuous actions, [S, 1, A]."""
+        return theta[:, -self.num_actions :].clamp(*LOG_STD).unsqueeze(1) if self.gaussian else None
 
     def policy(self, kind: str) -> "Policy":
         """The agents' policies with the current weights, in the precision of the "learner" or the "actor"."""
         layers = self.layers
         weight, bias = layers[-1]
         layers[-1] = weight[:, :-1], bias[..., :-1]
-        return Policy(layers, self.acting_parts[kind], self.space)
+        return Policy(layers, self.log_std(self.theta.detach()), self.acting_parts[kind], self.space)
 
     def alone(self, agent: int) -> ActorCritic:
         """One agent's network, a copy on the CPU."""
         (inputs, _), (hidden, _), (heads, _) = layers = [(w[agent].cpu(), b[agent, 0].cpu()) for w, b in self.layers]
-        model = ActorCritic(inputs.shape[1], self.num_actions, hidden.shape[0])
+        kind = Gaussian if self.gaussian else Categorical
+        model = ActorCritic(inputs.shape[1], self.num_actions, hidden.shape[0], distribution=kind)
+        if self.gaussian:
+            model.log_std.data.copy_(self.theta[agent, -self.num_actions :])
         for layer, (weight, bias) in zip((model.inputs, model.hidden), layers, strict=False):
             layer.load_state_dict({"weight": weight, "bias": bias})
         model.actor.load_state_dict({"weight": heads[:-1], "bias": layers[-1][1][:-1]})
@@ -179,9 +192,9 @@ def stacked(model: ActorCritic) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights [S, O, I] and biases [S, 1, O] of layers of given shapes in `theta` [S, P]."""
+    """Weights [S, O, I] and biases [S, 1, O] of layers of given shapes in `theta` [S, P], which may end with other parameters."""
     sizes = [size for rows, columns in shapes for size in (rows * columns, rows)]
-    weights_and_biases = iter(theta.split(sizes, dim=1))
+    weights_and_biases = iter(theta[:, : sum(sizes)].split(sizes, dim=1))
     return [(next(weights_and_biases).unflatten(1, shape), next(weights_and_biases).unsqueeze(1)) for shape in shapes]
 
 
@@ -203,8 +216,8 @@ class Policy:
 
     recurrent = False
 
-    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], parts: list[tuple[slice, list[Rounding]]], space: Space):
-        self.space = space
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], log_std, parts: list, space: Space):
+        self.log_std, self.space = log_std, space
         self.agents = len(layers[0][0])
         self.parts = [
             (
@@ -218,7 +231,7 @@ class Policy:
         ]
 
     def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
-        """Maps observations [S N, F] to logits [S N, A]."""
+        """Maps observations [S N, F] to outputs [S N, A or 2 A]."""
         obs, logits = obs.unflatten(0, (self.agents, -1)), []
         for agents, layers in self.parts:
             x = obs[agents]
@@ -228,7 +241,10 @@ class Policy:
                 x = torch.baddbmm(bias, apply(rounding.inputs, x), weight, out=out)
                 x = apply(rounding.result, x if last else x.relu_())
             logits.append(x)
-        return (logits[0] if len(logits) == 1 else torch.cat(logits)).flatten(0, 1), None
+        logits = logits[0] if len(logits) == 1 else torch.cat(logits)
+        if self.log_std is not None:
+            logits = torch.cat((logits, self.log_std.expand_as(logits)), dim=-1)
+        return logits.flatten(0, 1), None
 
 
 class Passes(torch.autograd.Function):
@@ -257,7 +273,7 @@ class Passes(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.number != ctx.net.passes:
             raise RuntimeError("another forward pass has overwritten this one's results: call backward first")
-        theta_grad, space = grad.new_empty(ctx.shape), ctx.net.space
+        theta_grad, space = grad.new_zeros(ctx.shape), ctx.net.space
         layers = list(enumerate(views(theta_grad, ctx.net.shapes)))
         for (agents, roundings), kept in zip(ctx.net.parts, ctx.kept, strict=True):
             g = grad[agents]
@@ -274,27 +290,42 @@ class Passes(torch.autograd.Function):
         return None, theta_grad, None
 
 
-class Carts(BatchedEnv):
-    """The environments of S agents, agent by agent: each N of them draw from their agent's stream.
+class OfAgents:
+    """The environments of S agents, agent by agent: each N of them draw from their agent's stream. Mixed into a task's class.
 
     Args:
-        agents, num_envs: S and N. start_noise: of all, or float32 [S].
         generators: a random stream for each agent, or a single one whose numbers all agents get.
+        num_envs: N, of each agent. agents: S. (the others as in the task)
     """
 
-    def __init__(self, agents: int, num_envs: int, start_noise, device, generators: list[torch.Generator], config: Config):
-        self.agents, self.each, self.generators = agents, num_envs, generators
-        self.spread = torch.as_tensor(start_noise, dtype=torch.float32, device=device).reshape(-1, 1)
-        super().__init__(agents * num_envs, 0.0, device, None, config.extra_features, config.hide_velocity)
+    def __init__(self, generators: list[torch.Generator], num_envs: int, agents: int, *options):
+        self.generators, self.each, self.agents = generators, num_envs, agents
+        super().__init__(agents * num_envs, *options)
+
+    def noise(self, length: int, generator: list[torch.Generator]) -> torch.Tensor:
+        """Like TensorEnv.noise, each agent's from its own stream."""
+        shape = length, self.each, self.num_actions
+        return torch.cat([self.distribution.noise(shape, self.device, stream) for stream in generator], dim=1)
 
     def draw(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Like BatchedEnv.draw."""
-        n, k = self.each, self.extra_features
-        numbers = [torch.rand(length, n * (2 + k), dtype=torch.float32, device=self.device, generator=g) for g in self.generators]
-        noise = torch.stack(numbers, dim=1).mul_(2).sub_(1)
-        starts, channels = (part.unflatten(-1, (n, -1)).movedim(-1, 1) for part in noise.split((2 * n, k * n), dim=-1))
-        drawn = torch.cat((starts * self.spread, channels), dim=1) if k else starts * self.spread
-        return drawn.expand(-1, -1, self.agents, -1).flatten(2).mT.unbind()
+        """Like TensorEnv.draw."""
+        n, k, size = self.each, self.channels, self.state_size
+        shape = {"size": (length, n * (size + k)), "dtype": torch.float32, "device": self.device}
+        noise = torch.stack([torch.rand(generator=g, **shape) for g in self.generators], dim=1).mul_(2).sub_(1)
+        starts, channels = (part.unflatten(-1, (n, -1)).movedim(-1, 1) for part in noise.split((size * n, k * n), dim=-1))
+        starts, channels = (x.expand(-1, -1, self.agents, -1).flatten(2).mT for x in (starts, channels))
+        starts = self.start(starts)
+        return (torch.cat((starts.mT, channels.mT), dim=1).mT if k else starts).unbind()
+
+
+def environments(config: Config, num_envs: int, start_noise: list[float], generators: list, device) -> TensorEnv:
+    """`num_envs` environments for each agent, with a start_noise for each, and generators as in `OfAgents`."""
+    task = TASKS.get(config.env_id, BatchedEnv)
+    options = (device,)
+    if task is BatchedEnv:
+        noise = torch.tensor(start_noise, dtype=torch.float32, device=device).repeat_interleave(num_envs)
+        options = noise, device, None, config.extra_features, config.hide_velocity
+    return type(task.__name__, (OfAgents, task), {})(generators, num_envs, len(start_noise), *options)
 
 
 class Streams(list):
@@ -308,14 +339,17 @@ class Streams(list):
             stream.load_state_dict(each)
 
 
-class Rings(ReplayBuffer):
+class Rings(StoredRing):
     """The replay of S agents: a ring in which each samples only from its own environments. `clipped` is int64 [S, F]."""
 
-    def __init__(self, agents: int, *args):
-        super().__init__(*args)
+    def __init__(self, agents: int, *args, **options):
+        super().__init__(*args, **options)
         self.agents = agents
-        self.clipped, outside = self.clipped.repeat(agents, 1), self.codec.outside
-        self.codec.outside = lambda obs: torch.stack([outside(own) for own in obs.unflatten(1, (agents, -1)).unbind(1)])
+        self.clipped = self.clipped.repeat(agents, 1)
+
+    def outside(self, obs: torch.Tensor) -> torch.Tensor:
+        """Like StoredRing.outside, int64 [S, F]."""
+        return torch.stack([self.codec.outside(own) for own in obs.unflatten(1, (self.agents, -1)).unbind(1)])
 
     def _draw(self, starts: int, slices: int, generator: Streams) -> tuple[torch.Tensor, torch.Tensor]:
         own, shape = self.num_envs // self.agents, {"size": (slices,), "device": self.device}
@@ -442,7 +476,7 @@ class Population(Run):
         device: where everything is.
     """
 
-    PARTS = ("model", "adam", "scaler", "generator", "env", "returns", "history")
+    PARTS = ("model", "adam", "scaler", "generator", "env", "returns", "rewards", "history")
 
     def __init__(self, configs: list[Config], device="cpu"):
         if not configs:
@@ -467,15 +501,19 @@ class Population(Run):
         self.total, self.loop, self.state = alone, steps, None
         self.recorder = functools.partial(contextlib.nullcontext, {})
         self.generator = self.draws = Streams(Stream(device).manual_seed(config.seed) for config in self.configs)
-        self.env = Carts(self.agents, one.num_envs, [c.start_noise for c in self.configs], device, self.generator, one)
+        noises = [c.start_noise for c in self.configs]
+        self.env = environments(one, one.num_envs, noises, self.generator, device)
         weights = [torch.Generator("cpu").manual_seed(config.seed) for config in self.configs]
-        models = [ActorCritic(len(self.env.bounds[0]), self.env.num_actions, generator=g) for g in weights]
+        sizes, kind = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
+        models = [ActorCritic(*sizes, generator=g, distribution=kind) for g in weights]
         self.model = Agents(models, list(precisions), list(acting), device)
         self.optimizer = self.adam = Adam(self.model.theta, self.config.learning_rate)
         self.precision = self.scaler = Scales(precisions, device)
-        self.ring = Rings(self.agents, one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device)
+        ring = one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device
+        self.ring = Rings(self.agents, *ring, action_size=sizes[1] if self.model.gaussian else 0)
         self.stores = one.replay_updates > 0
         self.returns, self.history = EpisodeReturns(self.env.num_envs), Histories(self.agents)
+        self.rewards = RewardScale(self.env.num_envs, self.device, self.agents)
 
     def set_learning_rate(self, learning_rate):
         """Sets every agent's learning rate and returns them."""
@@ -488,9 +526,7 @@ class Population(Run):
 
     def act(self) -> Rollout:
         """Like Run.act, a Rollout [T, S N]."""
-        shape = (self.config.rollout_length, self.config.num_envs, self.env.num_actions)
-        noise = torch.cat([gumbel(shape, self.device, generator) for generator in self.generator], dim=1)
-        return act(self.actor, self.env, noise, self.precision, None, self.loop)
+        return collect(self.actor, self.env, self.config.rollout_length, self.precision, self.generator, None, self.loop)
 
     def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
         """Like Run.learn on a batch [T, S B]; statistics are [S]."""
@@ -521,7 +557,10 @@ class Population(Run):
         with np.errstate(invalid="ignore"):
             mean = np.bincount(agent, finished, self.agents) / episodes  # NaN where none ended
         steps = (len(self.history) + 1) * self.config.steps_per_iteration
-        return {"steps": steps, "train_return": mean, "clipped": self.ring.clipped.sum(1).cpu().numpy(), **summary}
+        row = {"steps": steps, "train_return": mean, "clipped": self.ring.clipped.sum(1).cpu().numpy(), **summary}
+        if rollout.action.is_floating_point():
+            row["outside"] = (by_agent(rollout, self.agents).action.abs() > 1).float().mean((0, 2, 3)).cpu().numpy()
+        return row
 
     def check_learning(self) -> None:
         """Stops the agents that would end a run of their own (`iterate`)."""
@@ -533,7 +572,7 @@ class Population(Run):
     def evaluate(self) -> np.ndarray:
         """Like Run.evaluate, float64 [S]: all agents begin at the same starts."""
         episodes, stream = self.config.eval_episodes, torch.Generator(self.device).manual_seed(0)
-        env = Carts(self.agents, episodes, 0.05, self.device, [stream], self.config)
+        env = environments(self.config, episodes, [0.05] * self.agents, [stream], self.device)
         returns = evaluate(self.model.policy("learner"), env, self.precision.exact)
         return returns.reshape(self.agents, episodes).mean(1).astype(np.float64)
 

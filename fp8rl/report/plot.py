@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from PIL import Image
 
-from ..env import CustomEnv
+from ..tasks.cart import CustomEnv
 from .statistics import bootstrap_interval, iqm
 
 # Black, orange, sky blue, green, vermillion, blue, purple, each with a dash pattern and a marker.

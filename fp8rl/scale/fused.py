@@ -46,7 +46,7 @@ class ManyRows(ActorCritic):
                 return super().policy(obs, state)
             inputs, hidden, actor = self.actor_layers
             encoded = linear(linear(obs, *inputs).relu_(), *hidden).relu_()
-            return linear(encoded, *actor).float(), None
+            return self.outputs(linear(encoded, *actor)), None
         return super().step(obs, state)[0], None
 
     def step(self, obs, state=None):
@@ -56,7 +56,7 @@ class ManyRows(ActorCritic):
     def _fits(self, obs: torch.Tensor) -> bool:
         """Whether BF16Network computes the outputs: for many rows in bfloat16 on a CPU, if no layer is in FP8."""
         many = obs.device.type == "cpu" and obs.numel() // obs.shape[-1] * self.width >= MANY
-        if not many or torch.compiler.is_compiling():
+        if not many or self.log_std is not None or torch.compiler.is_compiling():
             return False
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         return bf16 and type(self.hidden) is nn.Linear
@@ -73,7 +73,7 @@ class ManyRows(ActorCritic):
         # One matmul for both: with many rows a single column takes as long as sixty.
         heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
         outputs = linear(hidden, *(torch.cat(pair) for pair in heads)).float()
-        return outputs[..., :-1], outputs[..., -1]
+        return self.outputs(outputs[..., :-1]), outputs[..., -1]
 
 
 def relu_(x: torch.Tensor) -> torch.Tensor:

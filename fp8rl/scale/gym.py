@@ -1,7 +1,7 @@
 """Any Gymnasium environment as tensors on a device, and data from environments that reset in the same step.
 
-`GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `BatchedEnv` that training uses. Any
-environment with flat Box observations and Discrete actions will do.
+`GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `TensorEnv` that training uses. Any
+environment with flat Box observations and Discrete or flat, bounded Box actions will do.
 
 Data from elsewhere often lacks final observations: the environment reset in the same step, and the row after an end is already
 the next episode's. `same_step_rollout` converts such data to an ordinary rollout, with a dummy row after each end. The last
@@ -22,8 +22,11 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import batch_space
 
-from ..env import MAX_STEPS, BatchedEnv, CustomEnv, spaces_of
+from ..distribution import Categorical, Gaussian
+from ..env import MAX_STEPS, BatchedEnv, TensorEnv
 from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
+from ..tasks import TASKS
+from ..tasks.cart import CustomEnv, spaces_of
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 
@@ -87,11 +90,12 @@ def children_ignore_interrupts():
 
 
 class Interface(NamedTuple):
-    """The interface of a Gymnasium environment."""
+    """The interface of a Gymnasium environment. `actions` is the first of its discrete actions, or the lowest and highest values
+    of continuous ones, float32 [A] each."""
 
     bounds: tuple[tuple[float, ...], tuple[float, ...]]
     num_actions: int
-    first_action: int
+    actions: int | tuple[np.ndarray, np.ndarray]
     max_steps: int
 
 
@@ -100,8 +104,8 @@ def interface_of(env_id: str) -> Interface:
     """Bounds of each feature of an observation, the actions and the time limit (10,000 steps if it has none, with a warning).
 
     Raises:
-        ValueError: Gymnasium cannot make it, its observations are not a flat Box with features, or its actions are not Discrete
-            with 2 to 256 of them.
+        ValueError: Gymnasium cannot make it, its observations are not a flat Box with features, or its actions are neither
+            Discrete with 2 to 256 of them nor a flat Box of bounded floating-point numbers.
         EnvironmentFailed: it calls sys.exit.
     """
     try:
@@ -119,18 +123,33 @@ def interface_of(env_id: str) -> Interface:
         raise ValueError(f"env_id is {env_id!r}, whose observations are {kind}, not a flat Box: {remedy}")
     if observations.shape == (0,):
         raise ValueError(f"env_id is {env_id!r}, whose observations are Box[0], without features: choose another")
-    if not isinstance(actions, gymnasium.spaces.Discrete):
-        raise ValueError(f"env_id is {env_id!r}, whose actions are {type(actions).__name__}, not Discrete: choose another")
-    if not 2 <= actions.n <= 256:
-        remedy = "choose one with 2 to 256 actions, the ring stores them in a byte"
-        raise ValueError(f"env_id is {env_id!r}, whose actions are Discrete({actions.n}): {remedy}")
+    number, about = actions_of(env_id, actions)
     bounds = tuple(tuple(bound.astype(float).tolist()) for bound in (observations.low, observations.high))
     limit = env.spec.max_episode_steps
     if limit is None:
         limit = 10_000
         what = f"registered without a time limit, so an evaluation takes up to {limit:,} steps"
         warnings.warn(f"env_id is {env_id!r}, {what}: register it with max_episode_steps", stacklevel=2)
-    return Interface(bounds, int(actions.n), int(actions.start), limit)
+    return Interface(bounds, number, about, limit)
+
+
+def actions_of(env_id: str, space: gymnasium.Space) -> tuple[int, int | tuple[np.ndarray, np.ndarray]]:
+    """`num_actions` and `actions` of an Interface. Raises ValueError for a space that a policy cannot act in."""
+    kind, remedy = repr(space), None
+    if isinstance(space, gymnasium.spaces.Discrete):
+        if 2 <= space.n <= 256:
+            return int(space.n), int(space.start)
+        remedy = "choose one with 2 to 256 actions, the ring stores them in a byte"
+    elif isinstance(space, gymnasium.spaces.Box):
+        kind = f"Box{list(space.shape)} of {space.dtype}"
+        if len(space.shape) == 1 and space.shape[0] and space.dtype.kind == "f" and space.is_bounded():
+            return space.shape[0], (space.low.astype(np.float32), space.high.astype(np.float32))
+        if len(space.shape) == 1 and not space.is_bounded():
+            kind += " without finite bounds"
+        remedy = "register it wrapped in gymnasium.wrappers.TransformAction, with a flat Box of floats with finite bounds"
+    else:
+        remedy = "register it wrapped in gymnasium.wrappers.TransformAction, with a Discrete or a flat Box of the same actions"
+    raise ValueError(f"env_id is {env_id!r}, whose actions are {kind}: {remedy}")
 
 
 class GymEnv:
@@ -138,7 +157,7 @@ class GymEnv:
 
     Attributes:
         bounds: lowest and highest value of each feature of an observation.
-        num_actions, max_steps: actions are 0 to num_actions - 1; maximum steps in an episode.
+        num_actions, distribution, max_steps, discount: as in TensorEnv.
         obs: float32 [N, F], the current observations.
         done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
 
@@ -158,7 +177,9 @@ class GymEnv:
     def __init__(self, env_id: str, num_envs: int, device="cpu", seed: int = 0, vectorization: str = "sync"):
         if vectorization not in VECTORIZATIONS:
             raise ValueError(f"vectorization is {vectorization!r}: choose from {', '.join(VECTORIZATIONS)}")
-        self.bounds, self.num_actions, self.first_action, self.max_steps = interface_of(env_id)
+        self.bounds, self.num_actions, self.actions, self.max_steps = interface_of(env_id)
+        self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
+        self.discount = getattr(TASKS.get(env_id), "discount", 1.0)
         self.env_id, self.num_envs = env_id, num_envs
         self.device = torch.device(device)
         self._async = vectorization == "async"
@@ -182,14 +203,24 @@ class GymEnv:
         self.obs = self._tensor(self._call(self._reset, seed), torch.float32)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
 
+    noise = TensorEnv.noise
+
     def draw(self, length: int) -> list[None]:
         """None for each step: the environment draws its own random numbers."""
         return [None] * length
 
     def step(self, action: torch.Tensor, start: None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Like BatchedEnv.step: takes actions [N], from 0; returns obs float32 [N, F], reward float32 [N], terminated and
-        truncated bool [N]."""
-        actions = action.cpu().numpy() + self.first_action
+        """Like TensorEnv.step: takes actions [N], from 0, or [N, A], in units of the bounds and clipped to them; returns obs
+        float32 [N, F], reward float32 [N], terminated and truncated bool [N]. Raises FloatingPointError for an action that is not
+        a number."""
+        actions = action.cpu().numpy()
+        if isinstance(self.actions, int):
+            actions = actions + self.actions
+        elif np.isnan(actions).any():
+            raise FloatingPointError("action is not a number, because the policy's weights are not: lower learning_rate")
+        else:
+            low, high = self.actions
+            actions = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
         obs, reward, terminated, truncated = self._call(self._step, actions)
         live = ~self.done  # a step that resets has no reward and no end, whatever the environment returns
         self.obs = self._tensor(obs, torch.float32)
@@ -358,8 +389,8 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
         for i, generator in self.own.items():  # in the same order as CustomEnv
             if begins[i]:
                 start[i, :2] = torch.from_numpy(generator.uniform(-self.env.start_noise, self.env.start_noise, 2))
-            if self.env.extra_features and rows[i]:
-                start[i, 2:] = torch.from_numpy(generator.uniform(-1, 1, self.env.extra_features))
+            if self.env.channels and rows[i]:
+                start[i, 2:] = torch.from_numpy(generator.uniform(-1, 1, self.env.channels))
         return start
 
     def step(self, actions):

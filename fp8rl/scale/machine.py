@@ -14,14 +14,17 @@ but not its Config.
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ..config import Config
+from ..env import TensorEnv
 from ..history import EpisodeReturns
 from ..precision import Precision
 from ..rollout import stream_seed
+from ..tasks import TASKS
 from ..train import Run, Stream, make_cart
 from . import fused, graphs, ranks
 from .ahead import Ahead, collect_first
@@ -46,9 +49,10 @@ class Machine:
     memmap: str | None = None
     """Folder to store the replay ring in, instead of memory. If it already holds a ring of the same settings, that ring is
     continued."""
-    vectorization: str = "sync"
+    vectorization: str | None = None
     """How copies of a Gymnasium environment are stepped: sync, one after the other; async, each in its own process, for slow
-    ones; or vector_entry_point, the environment's own batched form, if it has one."""
+    ones; or vector_entry_point, the environment's own batched form, if it has one. None steps this package's own tensor form
+    (tasks/), or sync if it has none."""
     collect_ahead: bool = False
     """Collect in a separate thread, one iteration ahead of the learner, with weights one update older. The importance ratios
     correct for this as for any other staleness."""
@@ -122,7 +126,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
         config,
         learner,
         collector,
-        make_cart if config.env_id is None else functools.partial(make_gym, machine.vectorization, first_seed),
+        maker(config, machine, first_seed),
         functools.partial(make_ring, config, machine),
         NETWORKS,
         rank,
@@ -148,13 +152,14 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
         ranks.join(run)
     if state:
         state = {"ahead": {}} | ranks.part_of(state)
-        if config.env_id is not None:
+        if uses_gymnasium(config, machine):
             state["ahead"] = {}  # its episodes cannot be continued
         run.load_state_dict(state)
         if not machine.collect_ahead:
             collect_first(run, state["ahead"])
-        if config.env_id is not None:
+        if uses_gymnasium(config, machine):
             run.returns, run.state, run.ring.new_episodes = EpisodeReturns(run.env.num_envs), None, True
+            run.rewards.open.zero_()
     return run
 
 
@@ -170,22 +175,22 @@ def check(config: Config, machine: Machine, size: int) -> None:
             value = getattr(machine, field) if hasattr(machine, field) else getattr(config, field)
             raise ValueError(f"{field} is {value}{beside}: {remedy}")
 
-    own, one = config.env_id is None, machine.on("collect") == machine.on("learn") and not machine.collect_ahead
+    own, one = not uses_gymnasium(config, machine), machine.on("collect") == machine.on("learn") and not machine.collect_ahead
     require("memmap", machine.memmap != "", "choose a folder")
     both = machine.memmap is not None and machine.store_device is not None
     require("memmap", not both, "use a folder or store_device, not both")
-    require("vectorization", not own or machine.vectorization == "sync", "leave it out, it needs env_id")
+    require("vectorization", machine.vectorization is None or config.env_id is not None, "leave it out, it needs env_id")
     if machine.reuse_forward:
         same = one and config.fresh_updates == 1 and config.collect_precision in (None, config.precision)
         require("reuse_forward", same, "leave it out, it needs an actor that is the learner, and fresh_updates")
     if machine.compile:
-        plain = own and machine.on("collect").type == "cpu" and not machine.reuse_forward
+        plain = config.env_id is None and machine.on("collect").type == "cpu" and not machine.reuse_forward
         plain = plain and not (config.collect_precision or config.precision).startswith("fp8")
         remedy = "leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse_forward"
         require("compile", plain, remedy)
         fused.require_compiler()
     if machine.graph:
-        remedy = "leave it out, or learn and collect on one device, in turn, in the package's environment"
+        remedy = "leave it out, or learn and collect on one device, in turn, in one of the package's environments"
         require("graph", own and one, remedy)
         # Replays overwrite the observations that a stored forward pass still needs for its gradient.
         require("reuse_forward", not machine.reuse_forward, "leave it out (--no-reuse-forward) with graph")
@@ -202,24 +207,50 @@ def check(config: Config, machine: Machine, size: int) -> None:
             require(field, good, remedy, f" and {size} processes share the run")
 
 
+def uses_gymnasium(config: Config, machine: Machine) -> bool:
+    """Whether Gymnasium steps the environments, not a tensor form."""
+    return config.env_id is not None and (machine.vectorization is not None or config.env_id not in TASKS)
+
+
+def maker(config: Config, machine: Machine, seed: int) -> Callable:
+    """What makes the environments, like `make_cart`."""
+    if config.env_id is None:
+        return make_cart
+    if uses_gymnasium(config, machine):
+        return functools.partial(make_gym, machine.vectorization or "sync", seed)
+    return make_task
+
+
 def make_gym(vectorization: str, seed: int, config: Config, num_envs: int, start_noise: float, generator) -> GymEnv:
     """Gymnasium environments in place of `make_cart`; they take their random numbers from seeds."""
     return GymEnv(config.env_id, num_envs, generator.device, seed, vectorization)
 
 
-def make_ring(config: Config, machine: Machine, rows: int, num_envs: int, bounds, codec: str, device) -> StoredRing:
+def make_task(config: Config, num_envs: int, start_noise: float, generator) -> TensorEnv:
+    """The tensor form of a Gymnasium environment in place of `make_cart`; it has its own starts."""
+    return TASKS[config.env_id](num_envs, generator.device, generator)
+
+
+def make_ring(config: Config, machine: Machine, rows: int, num_envs: int, bounds, device, action_size: int) -> StoredRing:
     """The ring that `machine` asks for, in place of ReplayBuffer."""
-    return StoredRing(rows, num_envs, bounds, codec, machine.on("store"), config.layout, machine.memmap)
+    store = machine.on("store")
+    return StoredRing(rows, num_envs, bounds, config.codec, store, config.layout, machine.memmap, action_size)
 
 
 def set_evaluator(run: Run, machine: Machine) -> None:
     """Lets a run evaluate on a separate device, and in Gymnasium environments separate from training."""
-    judge, precision, make_env = run.model, run.precision, run.make_env
+    model, precision, make_env = run.model, run.precision, run.make_env
     if machine.on("evaluate") != run.device:
         precision = Precision(run.config.precision, machine.on("evaluate"))
-        judge = copy.deepcopy(run.model).to(precision.device)
-    if run.config.env_id is not None:
+        model = copy.deepcopy(run.model).to(precision.device)
+    if uses_gymnasium(run.config, machine):
         # One process for all episodes: starting one per episode takes longer than it saves.
-        form = "sync" if machine.vectorization == "async" else machine.vectorization
+        form = "vector_entry_point" if machine.vectorization == "vector_entry_point" else "sync"
         make_env = functools.partial(make_gym, form, 2**31)
-    run.evaluate = functools.partial(run.evaluate, judge, precision, make_env)
+
+    def evaluate() -> float:
+        if model is not run.model:
+            model.load_state_dict(run.model.state_dict())
+        return run.judge(model, precision, make_env)
+
+    run.evaluate = evaluate

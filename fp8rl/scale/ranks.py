@@ -90,7 +90,7 @@ def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 # The dimension along which the ranks' tensors of a part are joined; a part that is not here is the same on all ranks.
-_JOINED = {"env": 0, "returns": 0, "state": 0, "ring": 0, "ahead": 1, "generator": 0, "draws": 0}
+_JOINED = {"env": 0, "returns": 0, "rewards": 0, "state": 0, "ring": 0, "ahead": 1, "generator": 0, "draws": 0}
 
 
 def join(run: Run) -> None:
@@ -112,7 +112,7 @@ def _joined(part, dim: int | None):
         return part
     if isinstance(part, torch.Tensor):
         return gather(part, dim)
-    kept = {"clock", "device"}  # the same on all
+    kept = {"clock", "square", "device"}  # the same on all
     joined = {name: x if name in kept else gather(x, dim) for name, x in part.items()}
     if "clipped" in part:
         joined["clipped"] = total([part["clipped"]])[0]
@@ -134,7 +134,9 @@ def _parted(part, dim: int | None):
         return part.chunk(size, dim)[own]
     if "device" in part:
         return _stream_of(part)
-    parted = {name: x if name == "clock" else x.chunk(size, dim)[own] for name, x in part.items() if name != "clipped"}
+    parted = {
+        name: x if name in ("clock", "square") else x.chunk(size, dim)[own] for name, x in part.items() if name != "clipped"
+    }
     return parted | ({"clipped": part["clipped"] * (own == 0)} if "clipped" in part else {})  # only rank 0 continues the count
 
 

@@ -42,7 +42,7 @@ class Recurrent(ActorCritic):
     def policy(self, obs, state=None):
         """Like ActorCritic.policy."""
         state = self.gru(self.encode(obs), state)
-        return self.actor(state).float(), state
+        return self.outputs(self.actor(state)), state
 
     def step(self, obs, state=None):
         """Like ActorCritic.step."""

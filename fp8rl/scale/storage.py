@@ -1,4 +1,4 @@
-"""Storage beyond the plain ring: other layouts, and a ring in a folder of files.
+"""Storage beyond the plain ring: observations in fewer bytes (codec.py), other layouts, and a ring in a folder of files.
 
 How a ring stores next observations (`layout`); the plain ring is `compact`:
 
@@ -8,7 +8,8 @@ How a ring stores next observations (`layout`); the plain ring is `compact`:
               (TorchRL's NextObservationDelta)                       observations take less than four bytes themselves
 
 All three give the same slices, except that in `delta` the final observation of a slice is rounded once more. Bytes per
-transition: those of the plain ring, plus the second observation in `full` or the difference in `delta`.
+transition: those of the plain ring, with F b for an observation of F features of b bytes, plus the second observation in `full`
+or the difference in `delta`.
 
 A folder of memory-mapped files may be larger than RAM and outlives the process. It holds NAME.bin for each tensor, `ring.json`,
 which describes them, and `lock`. The files are reserved in full, so that a disk that fills up later cannot break a run, and
@@ -30,21 +31,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..codec import DTYPES, Codec
 from ..config import LAYOUTS
 from ..env import STATE_BOUNDS
-from ..replay import ReplayBuffer
+from ..replay import ReplayBuffer, action_spec
 from ..rollout import DUMMY, Rollout
+from .codec import DTYPES, Codec
 from .growth import require_room
 
-FORMAT = "fp8rl-ring-1"
+FORMAT = "fp8rl-ring-2"
 CACHE = 2**20  # a typical size of a core's own cache, in bytes
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A difference is stored in a smaller type than the observation, if there is one.
 _DELTA = {"fp32": "fp16", "fp16": "fp8", "bf16": "fp8", "int8": "fp8", "fp8": "fp8"}
 
 
-def fields_of(layout: str, codec: str, obs_size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def fields_of(layout: str, codec: str, obs_size: int, action_size: int = 0) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The fields of a stored transition: name -> (dtype, shape).
 
     Raises:
@@ -63,32 +64,38 @@ def fields_of(layout: str, codec: str, obs_size: int) -> dict[str, tuple[torch.d
         fields["next_obs"] = observation(codec)
     elif layout == "delta":
         fields["delta"] = observation(_DELTA[codec])
-    rest = {"action": torch.uint8, "reward": torch.float32, "flags": torch.uint8, "behavior_logp": torch.float32}
-    return fields | {name: (dtype, ()) for name, dtype in rest.items()}
+    rest = {"reward": torch.float32, "flags": torch.uint8, "behavior_logp": torch.float32}
+    return fields | {"action": action_spec(action_size)} | {name: (dtype, ()) for name, dtype in rest.items()}
 
 
-def ring_bytes(rows: int, num_envs: int, obs_size: int = 2, layout: str = "compact", codec: str = "fp32") -> int:
+def ring_bytes(
+    rows: int, num_envs: int, obs_size: int = 2, layout: str = "compact", codec: str = "fp32", action_size: int = 0
+) -> int:
     """Bytes that a ring of these settings will occupy, without allocating it. Raises like `fields_of`."""
-    fields = fields_of(layout, codec, obs_size).values()
+    fields = fields_of(layout, codec, obs_size, action_size).values()
     return rows * num_envs * sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields)
 
 
 class StoredRing(ReplayBuffer):
-    """A ReplayBuffer in any layout, in memory or in a folder of files.
+    """A ReplayBuffer with any codec in any layout, in memory or in a folder of files.
 
     Attributes:
+        codec: encodes observations.
         new_episodes: the next rollout does not continue the last one.
 
     Args:
-        layout: see the module.
+        bounds: lowest and highest value of each feature of an observation, [F] and [F], infinite if it has none.
+        codec: how observations are stored (codec.py). layout: see the module.
         folder: stores the ring there. If it already holds a ring of the same settings, that ring is continued.
-        writable: False opens a folder's ring only to sample from it.
         (the others as in ReplayBuffer)
 
     Raises:
-        ValueError: as ReplayBuffer; an unknown layout, or a folder with a damaged ring or one of other settings.
+        ValueError: as ReplayBuffer; an unknown codec or one that does not suit the bounds; an unknown layout, or a folder with a
+            damaged ring or one of other settings.
         MemoryError: more bytes than the device has free. OSError: a folder without room or permissions, or in use.
     """
+
+    writable = True
 
     def __init__(
         self,
@@ -99,10 +106,12 @@ class StoredRing(ReplayBuffer):
         device="cpu",
         layout: str = "compact",
         folder: str | Path | None = None,
-        writable: bool = True,
+        action_size: int = 0,
     ):
-        self.layout, self.bounds, self.writable, self._path, self._folder = layout, bounds, writable, folder, None
-        super().__init__(rows, num_envs, bounds, codec, "cpu" if folder else device)
+        self.layout, self.bounds, self._path, self._folder = layout, bounds, folder, None
+        device = torch.device("cpu" if folder else device)
+        self.codec = Codec(codec, *bounds, device)
+        super().__init__(rows, num_envs, bounds, device, action_size)
         if layout == "delta":
             widest = [top - bottom for bottom, top in zip(*bounds, strict=True)]
             try:
@@ -112,12 +121,15 @@ class StoredRing(ReplayBuffer):
         self.new_episodes = self.count > 0  # a resumed folder does not continue its last episodes
 
     def _allocate(self) -> dict[str, torch.Tensor]:
-        spec = fields_of(self.layout, self.codec.name, self.obs_size)
+        spec = fields_of(self.layout, self.codec.name, self.obs_size, self.action_size)
         shapes = {name: ((self.num_envs, self.rows, *shape), dtype) for name, (dtype, shape) in spec.items()}
         if not self._path:
-            require_room(ring_bytes(self.rows, self.num_envs, self.obs_size, self.layout, self.codec.name), self.device)
+            require_room(
+                ring_bytes(self.rows, self.num_envs, self.obs_size, self.layout, self.codec.name, self.action_size), self.device
+            )
             return {name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in shapes.items()}
         about = {"format": FORMAT, "rows": self.rows, "num_envs": self.num_envs, "layout": self.layout, "codec": self.codec.name}
+        about["action_size"] = self.action_size
         about |= {name: [float(x) for x in bound] for name, bound in zip(("low", "high"), self.bounds, strict=True)}
         self._folder = MappedFolder(self._path, about, shapes | {"clock": ((2,), torch.int64)}, self.writable)
         fields = dict(self._folder.tensors)
@@ -131,11 +143,12 @@ class StoredRing(ReplayBuffer):
         """A folder's ring with its stored settings, to sample from or, if `writable`, to continue. Raises like the class."""
         about = MappedFolder.about(folder, FORMAT)
         del about["format"]
-        kinds = {"rows": int, "num_envs": int, "layout": str, "codec": str, "low": list, "high": list}
+        kinds = {"rows": int, "num_envs": int, "layout": str, "codec": str, "action_size": int, "low": list, "high": list}
         good = about.keys() == kinds.keys() and all(type(about[name]) is kind for name, kind in kinds.items())
         if not (good and all(isinstance(bound, float) for bound in about["low"] + about["high"])):
             raise ValueError(f"memmap is {folder}, whose ring.json is damaged: delete the folder")
-        return cls(bounds=(about.pop("low"), about.pop("high")), **about, folder=folder, writable=writable)
+        kind = cls if writable else ReadOnly
+        return kind(bounds=(about.pop("low"), about.pop("high")), **about, folder=folder)
 
     def close(self) -> None:
         """Releases a folder for others; garbage collection of the ring does the same."""
@@ -185,6 +198,8 @@ class StoredRing(ReplayBuffer):
         if self.new_episodes and self.size:
             self._write(self._dummy_row(rollout.obs[:1].to(self.device)))
         self.new_episodes = False
+        if not self.count:
+            self.clipped += self.outside(rollout.obs[:1].to(self.device))  # in later rollouts the previous one has counted it
         super().append(rollout)
 
     def _check(self, rollout: Rollout) -> None:
@@ -192,15 +207,19 @@ class StoredRing(ReplayBuffer):
         rows = (len(rollout.action), self.num_envs)
         for name in ("obs", "action", "reward", "flags", "behavior_logp"):
             shape = tuple(getattr(rollout, name).shape)
-            expected = (rows[0] + 1, self.num_envs, self.obs_size) if name == "obs" else rows
+            wide = {
+                "obs": (rows[0] + 1, self.num_envs, self.obs_size),
+                "action": (*rows, self.action_size) if self.action_size else rows,
+            }
+            expected = wide.get(name, rows)
             if shape != expected:
                 raise ValueError(f"{name} has shape {list(shape)}: this ring takes {list(expected)}")
-        floats = ("obs", "reward", "behavior_logp")
+        floats = ("obs", "reward", "behavior_logp", *(["action"] if self.action_size else []))
         bad = [getattr(rollout, name).isnan().any() for name in floats]
         for name, found in zip(floats, torch.stack(bad).tolist(), strict=True):
             if found:
                 raise ValueError(f"{name} is NaN: fix its source or leave out those rows")
-        if (rollout.action != (rollout.action & 255)).any():
+        if not self.action_size and (rollout.action != (rollout.action & 255)).any():
             raise ValueError("action is outside 0 to 255: the ring stores actions in a byte")
 
     def _dummy_row(self, next_obs: torch.Tensor) -> Rollout:
@@ -209,7 +228,7 @@ class StoredRing(ReplayBuffer):
         last = self._read(torch.full_like(env, self.count - 1), env, 1)
         zero = torch.zeros_like(last.reward)
         flags = torch.full_like(last.flags, DUMMY)
-        return Rollout(torch.cat((last.obs[1:], next_obs)), zero.long(), zero, flags, zero)
+        return Rollout(torch.cat((last.obs[1:], next_obs)), torch.zeros_like(last.action), zero, flags, zero)
 
     def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
         field = self.fields[name].flatten(0, 1)
@@ -224,13 +243,22 @@ class StoredRing(ReplayBuffer):
 
     def _observations(self, index: torch.Tensor) -> torch.Tensor:
         if self.layout == "compact":
-            return super()._observations(index)
+            return self.codec.decode(self._take("obs", index))
         obs = self.codec.decode(self._take("obs", index[:-1]))
         if self.layout == "full":
             last = self.codec.decode(self._take("next_obs", index[-2:-1]))
         else:
             last = obs[-1:] + self.delta_codec.decode(self._take("delta", index[-2:-1]))
         return torch.cat((obs, last))
+
+    def outside(self, obs: torch.Tensor) -> torch.Tensor:
+        """How many values of each feature of observations [T, N, F] the codec clips: int64, like `clipped`."""
+        return self.codec.outside(obs)
+
+    def _write(self, rollout: Rollout) -> None:
+        if self.codec.name != "fp32":
+            self.clipped += self.outside(rollout.obs[1:])
+        super()._write(rollout)
 
     def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
         codes = self.codec.encode(obs)
@@ -239,6 +267,12 @@ class StoredRing(ReplayBuffer):
         if self.layout == "full":
             return {"obs": codes[:-1], "next_obs": codes[1:]}
         return {"obs": codes[:-1], "delta": self.delta_codec.encode(obs[1:] - self.codec.decode(codes[:-1]))}
+
+
+class ReadOnly(StoredRing):
+    """A folder's ring that is only sampled from."""
+
+    writable = False
 
 
 class MappedFolder:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .fp8 import E4M3, LARGEST, cast, power_of_two_scale
+from ..fp8 import E4M3, LARGEST, cast, power_of_two_scale
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8, "fp8": E4M3}
 CODECS = tuple(DTYPES)

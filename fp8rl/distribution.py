@@ -1,0 +1,74 @@
+"""Distributions of actions: softmax over a few actions, or independent Gaussians for continuous ones.
+
+A network's outputs are logits [..., A], or means and logarithms of standard deviations [..., 2 A]. Actions are sampled from them
+and independent noise: argmax(logits + Gumbel noise) is a sample from softmax(logits) (Gumbel 1954; Maddison et al. 2014,
+arXiv:1411.0030), mean + deviation * Gaussian noise one from the Gaussian. In units of continuous actions, [-1, 1] spans the
+environment's bounds. A sample may lie outside: the environment clips it, its log-probability is that of the sample.
+
+Everything here is in float32, outside autocast: in float16 small deviations are flushed to 0, and what divides by them overflows
+(Bjorck et al. 2021, arXiv:2102.13565).
+"""
+
+import math
+
+import torch
+
+LOG_STD = -5.0, 2.0  # bounds of the logarithm of a standard deviation
+
+
+class Categorical:
+    """Distribution of actions int64 [..., B] from logits float32 [..., B, A]. `log_policy` has their log-probabilities."""
+
+    def __init__(self, logits: torch.Tensor):
+        # Actions before rows in memory: torch's kernel over the last dimension works row by row, up to 16 times slower.
+        self.log_policy = logits.transpose(-1, -2).contiguous().log_softmax(-2).transpose(-1, -2)
+
+    @staticmethod
+    def noise(shape: tuple[int, ...], device="cpu", generator: torch.Generator | None = None) -> torch.Tensor:
+        """Standard Gumbel noise, float32."""
+        return torch.rand(shape, dtype=torch.float32, device=device, generator=generator).log_().neg_().log_().neg_()
+
+    @staticmethod
+    def sample(logits: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """Actions for given noise, float32 [..., B, A]; without it the most likely ones."""
+        return (logits + noise).argmax(-1)
+
+    def log_prob(self, action: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [..., B] of actions."""
+        return self.log_policy.transpose(-1, -2).gather(-2, action.unsqueeze(-2)).squeeze(-2)
+
+    def entropy(self) -> torch.Tensor:
+        """Entropies [..., B] in nats."""
+        return -(self.log_policy.exp() * self.log_policy).sum(-1)
+
+
+class Gaussian:
+    """Distribution of actions float32 [..., B, A] from means and logarithms of standard deviations, together [..., B, 2 A]."""
+
+    def __init__(self, outputs: torch.Tensor):
+        self.mean, self.log_std = outputs.chunk(2, dim=-1)
+
+    @staticmethod
+    def noise(shape: tuple[int, ...], device="cpu", generator: torch.Generator | None = None) -> torch.Tensor:
+        """Standard Gaussian noise, float32."""
+        return torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+
+    @staticmethod
+    def sample(outputs: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """Actions for given noise, float32 [..., B, A]; without it the means."""
+        mean, log_std = outputs.chunk(2, dim=-1)
+        return mean + log_std.exp() * noise
+
+    def log_prob(self, action: torch.Tensor) -> torch.Tensor:
+        """Log-densities [..., B] of actions."""
+        distance = (action - self.mean) * (-self.log_std).exp()
+        return -(0.5 * distance.square() + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+    def entropy(self) -> torch.Tensor:
+        """Differential entropies [..., B] in nats."""
+        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+
+
+def distribution_of(action: torch.Tensor) -> type:
+    """The distribution that actions come from: continuous ones are floating-point numbers."""
+    return Gaussian if action.is_floating_point() else Categorical

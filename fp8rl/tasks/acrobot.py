@@ -1,0 +1,66 @@
+"""Acrobot-v1 as tensors: two links hang from a hinge, and a torque between them must swing the tip up (Sutton 1996,
+"Generalization in reinforcement learning").
+
+State: angles theta1 (0 hangs down) and theta2 (between the links), and their velocities, all starting within 0.1. The observation
+is cos and sin of each angle, and the velocities. Actions 0, 1, 2 are torques of -1, 0, 1 N m. Every step of 0.2 s gives the
+reward -1, except the one that ends the episode: when the tip is a link's length above the hinge, -cos(theta1) - cos(theta1 +
+theta2) > 1. Truncated after 500 steps. Links are 1 m and 1 kg, with their centres in the middle and moments of inertia of 1 kg
+m^2. Equations ("book"), bounds and one step of Runge-Kutta are those of Gymnasium's classic_control/acrobot.py, in float32.
+"""
+
+import math
+
+import torch
+
+from ..env import TensorEnv
+
+GRAVITY, STEP = 9.8, 0.2
+SPEEDS = 4 * math.pi, 9 * math.pi  # the largest angular velocities
+
+
+def derivative(theta1, theta2, speed1, speed2, torque) -> tuple[torch.Tensor, ...]:
+    """Rates of change of the four numbers of a state, [...] each."""
+    cos, sin = theta2.cos(), theta2.sin()
+    d1, d2 = 3.5 + cos, 1.25 + 0.5 * cos
+    phi2 = 0.5 * GRAVITY * (theta1 + theta2 - math.pi / 2).cos()
+    phi1 = -0.5 * speed2.square() * sin - speed2 * speed1 * sin + 1.5 * GRAVITY * (theta1 - math.pi / 2).cos() + phi2
+    turn2 = (torque + d2 / d1 * phi1 - 0.5 * speed1.square() * sin - phi2) / (1.25 - d2.square() / d1)
+    return speed1, speed2, -(d2 * turn2 + phi1) / d1, turn2
+
+
+def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+    """The next state [..., 4] from a state and actions [...] (0, 1 or 2, not checked), by one step of Runge-Kutta."""
+    begin, torque, slopes = state.unbind(-1), action.to(state.dtype) - 1, []
+    for share in (0, STEP / 2, STEP / 2, STEP):
+        here = [x + share * slope for x, slope in zip(begin, slopes[-1], strict=True)] if slopes else begin
+        slopes.append(derivative(*here, torque))
+    theta1, theta2, *speeds = (x + STEP / 6 * (a + 2 * b + 2 * c + d) for x, a, b, c, d in zip(begin, *slopes, strict=True))
+    speeds = (x.clamp(-bound, bound) for x, bound in zip(speeds, SPEEDS, strict=True))
+    return torch.stack((wrapped(theta1), wrapped(theta2), *speeds)).movedim(0, -1)
+
+
+def wrapped(angle: torch.Tensor) -> torch.Tensor:
+    """The same angle in [-pi, pi)."""
+    return (angle + math.pi).remainder(2 * math.pi) - math.pi
+
+
+class Acrobot(TensorEnv):
+    """N copies of Acrobot-v1. Arguments as in TensorEnv."""
+
+    num_actions, max_steps, state_size = 3, 500, 4
+    bounds = (-1.0,) * 4 + (-SPEEDS[0], -SPEEDS[1]), (1.0,) * 4 + SPEEDS
+
+    def start(self, numbers):
+        """Like TensorEnv.start."""
+        return 0.1 * numbers
+
+    def observe(self, state):
+        """Like TensorEnv.observe."""
+        theta1, theta2, *speeds = state.unbind(-1)
+        return torch.stack((theta1.cos(), theta1.sin(), theta2.cos(), theta2.sin(), *speeds)).movedim(0, -1)
+
+    def advance(self, state, action):
+        """Like TensorEnv.advance."""
+        state = dynamics(state, action)
+        up = -state[..., 0].cos() - (state[..., 0] + state[..., 1]).cos() > 1
+        return state, up.float() - 1, up

@@ -1,0 +1,87 @@
+"""The cart of env.py, one of them, with the Gymnasium API, and a picture of it."""
+
+import gymnasium
+import numpy as np
+import torch
+
+from ..env import LIMIT, MAX_STEPS, BatchedEnv, dynamics, is_out, obs_bounds, reward_of
+
+
+def bang_bang(state: torch.Tensor) -> torch.Tensor:
+    """The reference controller: push against p + 3 v. Takes states [..., 2], returns actions [...] (int64)."""
+    return (state[..., 0] + 3 * state[..., 1] < 0).long()
+
+
+def spaces_of(extra_features: int, hide_velocity: bool) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
+    """The observation space and the action space."""
+    low, high = np.array(obs_bounds(extra_features, hide_velocity), dtype=np.float32)
+    return gymnasium.spaces.Box(low, high, dtype=np.float32), gymnasium.spaces.Discrete(2)
+
+
+class CustomEnv(gymnasium.Env):
+    """One environment with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it.
+
+    Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). For actions, rewards and termination see the
+    module. An episode lasts at most 200 steps; `max_episode_steps` of gymnasium.make can shorten this but not extend it. A step
+    that leaves the bounds at the time limit is terminated and truncated, as with Gymnasium's TimeLimit; in BatchedEnv it is only
+    terminated. Raises ValueError for `start_noise` outside [0, 1], negative `extra_features`, or an action that is not 0 or 1.
+
+    Args:
+        start_noise: position and velocity start uniformly within this distance of 0.
+        render_mode: None or "rgb_array" (a frame drawn by matplotlib, uint8 [240, 480, 3]).
+        extra_features: number of noise channels appended to the observation.
+        hide_velocity: leave the velocity out of the observation.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
+
+    def __init__(
+        self, start_noise: float = 0.05, render_mode: str | None = None, extra_features: int = 0, hide_velocity: bool = False
+    ):
+        BatchedEnv(1, start_noise, extra_features=extra_features, generator=torch.Generator())  # checks them
+        self.start_noise, self.render_mode = start_noise, render_mode
+        self.extra_features, self.hide_velocity = extra_features, hide_velocity
+        self.observation_space, self.action_space = spaces_of(extra_features, hide_velocity)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        super().reset(seed=seed)
+        start = self.np_random.uniform(-self.start_noise, self.start_noise, size=2)
+        self.state = torch.tensor(start, dtype=torch.float32, device="cpu")
+        self.steps = 0
+        return self._observation(), {}
+
+    def step(self, action):
+        if not self.action_space.contains(action):
+            raise ValueError(f"action {action!r} is outside {self.action_space}: pass the integer 0 or 1")
+        self.state = dynamics(self.state, torch.tensor(int(action), device="cpu"))
+        self.steps += 1
+        return self._observation(), float(reward_of(self.state)), bool(is_out(self.state)), self.steps >= MAX_STEPS, {}
+
+    def _observation(self) -> np.ndarray:
+        seen = self.state[:1] if self.hide_velocity else self.state
+        noise = self.np_random.uniform(-1, 1, self.extra_features).astype(np.float32)
+        return np.concatenate((seen.numpy(), noise))
+
+    def render(self):
+        return frame(self.state.numpy(), self.steps) if self.render_mode == "rgb_array" else None
+
+
+def frame(state: np.ndarray, steps: int) -> np.ndarray:
+    """A picture of the cart, uint8 [240, 480, 3]: a square at its position, above it an arrow of three times its velocity. The
+    track is shaded."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only a rendered environment needs matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8, 2.4), dpi=100)
+    canvas = FigureCanvasAgg(figure)
+    ax = figure.add_axes((0.05, 0.22, 0.9, 0.64))
+    position, velocity = map(float, state)
+    ax.axvspan(-LIMIT, LIMIT, color="#56B4E9", alpha=0.15)
+    ax.axvline(0, color="#009E73", linestyle=":")
+    arrow = {"arrowstyle": "-|>", "color": "#D55E00", "lw": 3, "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", (position + 3 * velocity, 0.72), (position, 0.72), arrowprops=arrow).arrow_patch.set_clip_box(ax.bbox)
+    ax.plot(position, 0.4, "s", color="#000000", markersize=18)
+    wide = max(1.25 * LIMIT, abs(position) + 0.25)  # the last step of an episode may leave the track by far
+    ax.set(xlim=(-wide, wide), ylim=(0, 1), yticks=[], xlabel="position", title=f"step {steps}")
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -1,0 +1,98 @@
+"""The cart with a continuous push and a quadratic cost: a linear-quadratic problem, whose optimum is known exactly.
+
+    v <- v + u,  p <- p + v,  v <- 0.95 v            with the push u in [-1, 1], the policy's action
+    reward = -(p^2 + 0.02 u^2)                       (of the p before)
+    terminated when |p| > 2, with a reward 80 lower, truncated after 50 steps
+
+Starts have |p| < 0.8 and |v| < 0.1. An agent is judged by the sum of its rewards discounted by 0.95. The best controller is u =
+-K x, with x = (p, v), and its cost from x is x' P x, where P solves Riccati's equation (Bertsekas, "Dynamic programming and
+optimal control", volume 1, section 3.1, with discount g)
+
+    P = Q + g A' P A - g A' P B (R + g B' P B)^-1 g B' P A,      K = (R + g B' P B)^-1 g B' P A.
+
+It needs no push outside the bounds and stays on the track. Leaving the track costs as much as staying at its end for ever, 2^2 /
+(1 - 0.95), so nothing is gained by it, and the optimum is that of the unbounded problem. The cost above it, in percent, is a
+score that cannot saturate.
+"""
+
+import functools
+
+import gymnasium
+import numpy as np
+import torch
+
+from ..distribution import Gaussian
+from ..env import DAMPING, LIMIT, TensorEnv
+
+DISCOUNT, PUSH_COST, MAX_STEPS = 0.95, 0.02, 50
+OUT_COST = LIMIT**2 / (1 - DISCOUNT)
+STARTS = 0.8, 0.1  # bounds of position and velocity
+A, B = np.array([[1.0, 1.0], [0.0, DAMPING]]), np.array([[1.0], [DAMPING]])  # x <- A x + B u
+Q, R = np.diag([1.0, 0.0]), np.array([[PUSH_COST]])
+
+
+@functools.cache
+def riccati() -> tuple[np.ndarray, np.ndarray]:
+    """The optimal gain K, float64 [2], and P, float64 [2, 2], by iterating Riccati's equation to its fixed point."""
+    p = Q
+    for _ in range(1000):
+        gain = np.linalg.solve(R + DISCOUNT * B.T @ p @ B, DISCOUNT * B.T @ p @ A)
+        p = Q + DISCOUNT * A.T @ p @ (A - B @ gain)
+    return gain[0], p
+
+
+def optimal_cost(state: torch.Tensor) -> torch.Tensor:
+    """The smallest discounted cost from states [..., 2], float64 [...]."""
+    x, p = state.double(), torch.from_numpy(riccati()[1])
+    return ((x @ p) * x).sum(-1)
+
+
+def optimal(state: torch.Tensor) -> torch.Tensor:
+    """The best pushes [..., 1] in states [..., 2]."""
+    return -(state @ torch.from_numpy(riccati()[0]).to(state.dtype)).unsqueeze(-1)
+
+
+class Lqr(TensorEnv):
+    """N of these carts. Arguments as in TensorEnv."""
+
+    num_actions, distribution, max_steps, state_size, discount = 1, Gaussian, MAX_STEPS, 2, DISCOUNT
+    bounds = (-4 * LIMIT, -5.0), (4 * LIMIT, 5.0)  # on the track |v + u| < 4, so the step that leaves it has at most 5
+
+    def start(self, numbers):
+        """Like TensorEnv.start."""
+        return numbers * numbers.new_tensor(STARTS)
+
+    def advance(self, state, action):
+        """Like TensorEnv.advance."""
+        (position, velocity), push = state.unbind(-1), action.squeeze(-1).clamp(-1, 1)
+        cost = position.square() + PUSH_COST * push.square()
+        velocity = velocity + push
+        position = position + velocity
+        out = position.abs() > LIMIT
+        return torch.stack((position, velocity * DAMPING)).movedim(0, -1), -cost - OUT_COST * out, out
+
+
+class LqrEnv(gymnasium.Env):
+    """One of these carts with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/Lqr-v0")` builds it. Observation float32 [2],
+    position and velocity; action float32 [1], the push. Raises ValueError for an action of another shape or that is not a
+    number."""
+
+    metadata = {"render_modes": []}
+    observation_space = gymnasium.spaces.Box(*np.array(Lqr.bounds, dtype=np.float32))
+    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, render_mode: None = None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        super().reset(seed=seed)
+        start = torch.tensor(self.np_random.uniform(-1, 1, (1, 2)), dtype=torch.float32)
+        self.env, self.steps = Lqr(1, generator=torch.Generator()), 0
+        return self.env.reset(self.env.start(start))[0].numpy(), {}
+
+    def step(self, action):
+        action = np.asarray(action, dtype=np.float32)
+        if action.shape != (1,) or np.isnan(action).any():
+            raise ValueError(f"action {action} is not a push: pass one number from -1 to 1")
+        obs, reward, terminated, truncated = self.env.step(torch.from_numpy(action).unsqueeze(0))
+        return obs[0].numpy(), float(reward), bool(terminated), bool(truncated), {}

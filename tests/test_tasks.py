@@ -1,0 +1,191 @@
+import math
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from helpers import SHORT, after, numbers
+
+from fp8rl.config import Config
+from fp8rl.distribution import Gaussian
+from fp8rl.evaluate import play
+from fp8rl.history import RewardScale
+from fp8rl.lab.population import Population
+from fp8rl.rollout import TERMINATED, Rollout
+from fp8rl.scale.gym import GymEnv
+from fp8rl.scale.machine import Machine, build
+from fp8rl.tasks import TASKS, acrobot, lqr
+from fp8rl.train import Run, train
+
+LQR = "fp8rl/Lqr-v0"
+
+
+def from_gymnasium(env_id: str, single: gymnasium.Env) -> torch.Tensor:
+    """A single environment's state as a row."""
+    inner = single.unwrapped
+    return inner.env.state if env_id == LQR else torch.tensor(np.array([inner.state]), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("env_id", TASKS)
+def test_every_step_is_gymnasium_s(env_id):
+    """10,000 random steps with ends and resets, from the same float32 states. Gymnasium computes in float64; one step in float32
+    may differ by some 1e-7 of the largest number in it, which for Acrobot is an acceleration of about 100 times 0.2 s."""
+    name = f"fp8rl:{env_id}" if env_id == LQR else env_id
+    single, env = gymnasium.make(name), TASKS[env_id](1, generator=torch.Generator())
+    rng, steps, ends, close = np.random.default_rng(0), 0, 0, 1e-4 if env_id == "Acrobot-v1" else 1e-5
+    single.action_space.seed(0)
+    while steps < 10_000:
+        obs, _ = single.reset(seed=int(rng.integers(2**31)))
+        start = from_gymnasium(env_id, single)
+        if env.done.any():
+            given, reward, *flags = env.step(torch.zeros(1, 1) if env.distribution is Gaussian else torch.zeros(1).long(), start)
+            assert reward == 0 and not any(flags)
+            ends += 1
+        else:
+            given = env.reset(start)
+        np.testing.assert_allclose(given[0], obs, rtol=0, atol=1e-6)
+        over = False
+        while not over:
+            action = single.action_space.sample()
+            if env.distribution is Gaussian:
+                taken = torch.from_numpy(action / single.action_space.high).float().unsqueeze(0)
+            else:
+                taken = torch.tensor([action])
+            env.state = from_gymnasium(env_id, single).clone()  # or rounding would add up
+            obs, reward, terminated, truncated, _ = single.step(action)
+            ours, got, *flags = env.step(taken)
+            np.testing.assert_allclose(ours[0], obs, rtol=1e-5, atol=close)
+            assert got.item() == pytest.approx(reward, rel=1e-5, abs=1e-5)
+            assert [bool(flag) for flag in flags] == [terminated, truncated and not terminated]
+            over, steps = terminated or truncated, steps + 1
+        assert ends or steps
+    assert ends >= 10 and single.spec.max_episode_steps == env.max_steps
+
+
+@pytest.mark.parametrize("env_id", TASKS)
+def test_observations_stay_inside_the_bounds_and_starts_inside_theirs(env_id):
+    task, generator = TASKS[env_id], torch.Generator().manual_seed(0)
+    env = task(64, generator=generator)
+    low, high = torch.tensor(env.bounds)
+    single = gymnasium.make(f"fp8rl:{env_id}" if env_id == LQR else env_id)
+    np.testing.assert_allclose(single.observation_space.low, low, rtol=1e-6)
+    np.testing.assert_allclose(single.observation_space.high, high, rtol=1e-6)
+    for _ in range(600):
+        assert (env.obs >= low - 1e-6).all() and (env.obs <= high + 1e-6).all()
+        env.step(
+            env.distribution.sample(
+                torch.zeros(64, env.num_actions * (1 + (env.distribution is Gaussian))), env.noise(1, generator)[0]
+            )
+        )
+    starts = torch.stack(task(1000, generator=generator).draw(2)).flatten(0, 1)
+    theirs = np.array([from_gymnasium(env_id, single)[0].tolist() for seed in range(200) if single.reset(seed=seed)])
+    span = starts.abs().amax(0)
+    assert (np.abs(theirs) <= span.numpy() * 1.02).all() and (np.abs(theirs).max(0) >= 0.9 * span.numpy()).all()
+
+
+def test_wrapped_angles_are_the_same_angles():
+    angle = torch.linspace(-30, 30, 1001, dtype=torch.float64)
+    found = acrobot.wrapped(angle)
+    assert (found >= -math.pi).all() and (found < math.pi).all()
+    torch.testing.assert_close(found.sin(), angle.sin(), atol=1e-12, rtol=0)
+
+
+def test_riccati_s_equation_holds_and_its_cost_is_what_the_best_controller_pays():
+    gain, p = lqr.riccati()
+    inner = np.linalg.inv(lqr.R + lqr.DISCOUNT * lqr.B.T @ p @ lqr.B)
+    right = lqr.Q + lqr.DISCOUNT * lqr.A.T @ (p - lqr.DISCOUNT * p @ lqr.B @ inner @ lqr.B.T @ p) @ lqr.A
+    assert np.abs(right - p).max() < 1e-10
+    env = lqr.Lqr(2000, generator=torch.Generator().manual_seed(0))
+    start = env.obs
+    pushes = lqr.optimal(start)
+    cost = -play(lqr.optimal, env)
+    np.testing.assert_allclose(cost, lqr.optimal_cost(start), rtol=1e-4)
+    assert (pushes.abs() < 1).all() and gain.shape == (2,)
+    for change in (0.9, 1.1):  # no other gain is better
+        env.reset(start)
+        assert -play(lambda obs, change=change: change * lqr.optimal(obs), env).mean() > cost.mean()
+
+
+def test_leaving_the_track_is_never_worth_it():
+    for push in (-1.0, 1.0):
+        env = lqr.Lqr(500, generator=torch.Generator().manual_seed(1))
+        cost = lqr.optimal_cost(env.obs)
+        assert (torch.from_numpy(-play(lambda obs, push=push: torch.full((500, 1), push), env)) > 10 * cost).all()
+
+
+def test_one_cart_with_the_gymnasium_api():
+    env = gymnasium.make("fp8rl:fp8rl/Lqr-v0")
+    check_env(env.unwrapped, skip_render_check=True)
+    assert np.array_equal(env.reset(seed=3)[0], env.reset(seed=3)[0])
+    for action in (np.array([math.nan], dtype=np.float32), np.zeros(2, dtype=np.float32)):
+        with pytest.raises(ValueError, match="pass one number"):
+            env.unwrapped.step(action)
+
+
+@pytest.mark.parametrize("env_id", TASKS)
+def test_an_agent_of_a_population_is_a_run_of_its_own(env_id):
+    configs = [Config(seed=seed, env_id=env_id, **{**SHORT, "steps": 5_120}) for seed in (1, 2)]
+    alone, among = train(build(configs[1]), progress=False), train(Population(configs), progress=False)
+    ours, theirs = among.histories(configs)[1], alone.history
+    assert ours.columns.keys() == theirs.columns.keys()
+    for name in theirs.columns.keys() - {"seconds"}:
+        np.testing.assert_allclose(ours.column(name), theirs.column(name), rtol=2e-2, atol=2e-3, err_msg=name)
+    model = among.model.alone(among.configs.index(configs[1]))
+    for name, weight in alone.model.named_parameters():
+        torch.testing.assert_close(dict(model.named_parameters())[name], weight, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("env_id", TASKS)
+def test_a_run_in_tensors_resumes_bit_for_bit(env_id, tmp_path):
+    config = Config(env_id=env_id, **{**SHORT, "steps": 4 * 512})
+    whole = train(build(config), progress=False)
+    part = build(config)
+    after(2, part)
+    again = build(config, state=part.state_dict())
+    train(again, progress=False)
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], weight)
+    for name, values in numbers(whole).items():
+        np.testing.assert_array_equal(numbers(again)[name], values, name)
+
+
+def test_through_gymnasium_the_same_task_is_learned_from():
+    for env_id in ("Pendulum-v1", LQR):
+        run = build(Config(env_id=env_id, **{**SHORT, "steps": 512, "eval_every": 0}), Machine(vectorization="sync"))
+        assert isinstance(run.env, GymEnv) and run.env.discount == TASKS[env_id].discount
+        train(run, progress=False)
+        assert run.history.final_return < 0 and 0 < run.history.last["outside"] < 1
+
+
+def counting(rewards, flags) -> Rollout:
+    reward, flags = torch.tensor(rewards).unsqueeze(1), torch.tensor(flags, dtype=torch.uint8).unsqueeze(1)
+    return Rollout(torch.zeros(len(reward) + 1, 1, 2), torch.zeros(len(reward), 1), reward, flags, torch.zeros_like(reward))
+
+
+def test_rewards_are_divided_by_the_size_of_discounted_returns():
+    scale = RewardScale(1)
+    assert scale.scale == 1
+    scale.add(counting([1.0, 1.0, 4.0], [0, TERMINATED, 0]), 0.5, lambda tensors: tensors)
+    assert scale.scale.item() == pytest.approx(((1 + 1.5**2 + 4**2) / 3) ** -0.5)
+    scale.add(counting([0.0], [0]), 0.5, lambda tensors: tensors)  # goes on from 4
+    new, old = 0.01, 0.99 * (1 - 0.99**3)
+    mean = (new * 2.0**2 + old * (1 + 1.5**2 + 4**2) / 3) / (new + old)
+    assert scale.scale.item() == pytest.approx(mean**-0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
+def test_the_size_of_rewards_changes_nothing(factor):
+    """By a power of two it would be bit for bit."""
+    factor = 2.0 ** round(math.log2(factor))
+
+    def make_env(config, num_envs, start_noise, generator):
+        env = Run(config).make_env(config, num_envs, start_noise, generator)
+        advance = env.advance
+        env.advance = lambda state, action: (lambda s, r, t: (s, factor * r, t))(*advance(state, action))
+        return env
+
+    config = Config(**SHORT)
+    plain, scaled = train(Run(config), progress=False), train(Run(config, make_env=make_env), progress=False)
+    for one, other in zip(plain.model.parameters(), scaled.model.parameters(), strict=True):
+        assert torch.equal(one, other)
