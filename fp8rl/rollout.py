@@ -49,8 +49,8 @@ class Rollout(NamedTuple):
         return torch.cat((torch.zeros_like(begins[:1]), begins))
 
     def to(self, device) -> "Rollout":
-        """The same rollout on a device."""
-        return Rollout(*(x if x is None else x.to(device) for x in self))
+        """The same rollout on a device: itself if it is there."""
+        return self if self.obs.device == torch.device(device) else Rollout(*(x if x is None else x.to(device) for x in self))
 
 
 def check_finite(rollout: Rollout) -> None:

@@ -123,7 +123,7 @@ def test_an_agent_that_diverges_is_named_and_the_study_goes_on(tmp_path, capsys,
 def test_a_failed_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     run("train", *TINY, "--out", tmp_path)
     with pytest.raises(SystemExit):
-        run("train", *TINY, "--out", tmp_path, "--overwrite", "--reward-scale", "1e38")
+        run("train", *TINY, "--out", tmp_path, "--overwrite", "--value-coef", "1e38")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".fp8rl", "config.json"]
 
 

@@ -101,7 +101,7 @@ def test_leaving_at_the_last_step_is_termination_alone():
 @pytest.mark.parametrize("limit", [6, 7])
 def test_leaving_at_the_time_limit_is_both_in_gymnasium_s_forms(limit, monkeypatch):
     """A constant push from the origin leaves at the seventh step."""
-    monkeypatch.setattr("fp8rl.env.MAX_STEPS", limit)
+    monkeypatch.setattr("fp8rl.tasks.cart.MAX_STEPS", limit)
     single = CustomEnv(start_noise=0.0)
     single.reset()
     forms = [[single.step(1)[2:4] for _ in range(limit)]]

@@ -123,6 +123,7 @@ def collected(config: Config, machine: Machine, rollouts: int = 3):
     run = build(config, machine)
     for _ in range(rollouts):
         rollout = run.collect()
+        run.rewards.add(rollout, config.gamma, run.total)  # or float16's loss scale would be too large for the first gradient
     assert (rollout.flags & DUMMY).any()
     return run, rollout
 
@@ -151,7 +152,7 @@ def test_only_the_newest_rollout_is_learned_from_by_the_forward_passes_that_acte
         assert len(calls) == forwards
 
 
-@pytest.mark.parametrize("fields", [{"precision": "bf16"}, {"precision": "fp8"}, {"encoder": "gru", "steps": 40_960}], ids=str)
+@pytest.mark.parametrize("fields", [{"precision": "bf16"}, {"precision": "fp8"}, {"encoder": "gru", "steps": 81_920}], ids=str)
 def test_learns_from_the_forward_passes_that_acted(fields):
     config = Config(**{"steps": 20_480, "eval_every": 0, **fields})
     assert train(build(config, Machine(reuse_forward=True)), progress=False).history.final_return >= 195

@@ -1,4 +1,5 @@
 import functools
+import math
 import os
 import sys
 import warnings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.config import Config
+from fp8rl.distribution import Gaussian
 from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import play
 from fp8rl.losses import discounts_of, vtrace
@@ -82,8 +84,34 @@ class OldSeeds(Counter):
         return super().reset(seed=seed, options=options)
 
 
-class Continuous(Counter):
-    action_space = gymnasium.spaces.Box(-1, 1, (1,))
+class Unbounded(Counter):
+    action_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,))
+
+
+class Grid(Counter):
+    action_space = gymnasium.spaces.Box(-1, 1, (2, 3))
+
+
+class Whole(Counter):
+    action_space = gymnasium.spaces.Box(-1, 1, (2,), np.int64)
+
+
+class Several(Counter):
+    action_space = gymnasium.spaces.MultiDiscrete([2, 3])
+
+
+class Wide(Counter):
+    """Its observations end with the action that it got."""
+
+    observation_space = gymnasium.spaces.Box(-100, 100, (3,))
+    action_space = gymnasium.spaces.Box(np.array([-3, 10], dtype=np.float32), np.array([1, 30], dtype=np.float32))
+
+    def reset(self, *, seed=None, options=None):
+        gymnasium.Env.reset(self, seed=seed)
+        return np.zeros(3, dtype=np.float32), {}
+
+    def step(self, action):
+        return np.array([1, *action], dtype=np.float32), 0.0, False, False, {}
 
 
 class Many(Counter):
@@ -189,7 +217,8 @@ class Picture(Counter):
     observation_space = gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
 
 
-ENVS = (Counter, Raises, Poisoned, Dies, Scarce, OldSeeds, Continuous, Many, Single, Blind, Keyed, Picture)
+ENVS = (Counter, Raises, Poisoned, Dies, Scarce, OldSeeds, Many, Single, Blind, Keyed, Picture)
+ENVS += (Unbounded, Grid, Whole, Several, Wide)
 for env in (*ENVS, QuitsElsewhere, Old, Interrupted):
     gymnasium.register(f"fp8rl-tests/{env.__name__}-v0", env, disable_env_checker=True)
 gymnasium.register("fp8rl-tests/Limited-v0", Counter, disable_env_checker=True, max_episode_steps=7)
@@ -218,11 +247,13 @@ for name, factors in {"obs": {"obs": 1e30, "reward": 1}, "reward": {"obs": 1, "r
 
 def test_interface_of_an_environment():
     cart = interface_of("CartPole-v1")
-    assert (cart.num_actions, cart.first_action, cart.max_steps) == (2, 0, 500)
+    assert (cart.num_actions, cart.actions, cart.max_steps) == (2, 0, 500)
     low, high = cart.bounds
     assert high[0] == pytest.approx(4.8) and low == tuple(-x for x in high)
     counter = interface_of("fp8rl-tests/Counter-v0")
-    assert (counter.num_actions, counter.first_action, counter.max_steps) == (3, 5, 10_000)
+    assert (counter.num_actions, counter.actions, counter.max_steps) == (3, 5, 10_000)
+    number, (low, high), steps = interface_of("Pendulum-v1")[1:]
+    assert (number, low.tolist(), high.tolist(), steps) == (1, [-2.0], [2.0], 200)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +264,16 @@ def test_interface_of_an_environment():
         ("fp8rl-tests/Many-v0", r"whose actions are Discrete\(257\): choose one with 2 to 256 actions"),
         ("fp8rl-tests/Single-v0", r"whose actions are Discrete\(1\): choose one with 2 to 256 actions"),
         ("fp8rl-tests/Blind-v0", r"whose observations are Box\[0\], without features: choose another"),
-        ("fp8rl-tests/Continuous-v0", "whose actions are Box, not Discrete"),
+        (
+            "fp8rl-tests/Unbounded-v0",
+            r"whose actions are Box\[2\] of float32 without finite bounds: register .*TransformAction",
+        ),
+        (
+            "fp8rl-tests/Grid-v0",
+            r"whose actions are Box\[2, 3\] of float32: register it wrapped in .*, with a flat Box",
+        ),
+        ("fp8rl-tests/Whole-v0", r"whose actions are Box\[2\] of int64: register it wrapped in .*, with a flat Box of floats"),
+        ("fp8rl-tests/Several-v0", r"whose actions are MultiDiscrete\(\[2 3\]\): register it wrapped in .*, with a Discrete or"),
         ("fp8rl-tests/Keyed-v0", r"whose observations are Dict\[\], not a flat Box: register it wrapped in .*FlattenObservation"),
         ("fp8rl-tests/Picture-v0", r"whose observations are Box\[8, 8\], not a flat Box"),
     ],
@@ -320,8 +360,8 @@ def test_evaluation_starts_unlike_training_and_always_the_same(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_learns_to_hold_the_pole(precision):
-    fields = {"env_id": "CartPole-v1", "gamma": 0.98}
-    config = Config(steps=40_960, eval_every=0, eval_episodes=20, precision=precision, **fields)
+    fields = {"env_id": "CartPole-v1"}
+    config = Config(steps=81_920, eval_every=0, eval_episodes=20, precision=precision, **fields)
     history = train(build(config, Machine(vectorization="vector_entry_point")), progress=False).history
     assert history.final_return >= 150  # actions at random hold it for 22 steps
 
@@ -574,3 +614,12 @@ def test_rows_before_a_missing_observation_bootstrap_from_the_one_before_it():
     targets = vtrace(rollout.obs.squeeze(-1), rollout.reward, discounts, ratios, rollout.valid, 0.0)
     expected = [1 + 0.9 * 2, 1 + 0.9 * 2, 1, 1 + 0.9 * 5]
     assert targets.value[rollout.valid].tolist() == pytest.approx(expected)
+
+
+def test_actions_are_scaled_to_the_bounds_and_clipped_to_them():
+    env = GymEnv("fp8rl-tests/Wide-v0", 3)
+    assert env.num_actions == 2 and env.distribution is Gaussian
+    obs, *_ = env.step(torch.tensor([[0.0, 0.0], [-1.0, 0.5], [-7.0, 9.0]]))
+    np.testing.assert_allclose(obs[:, 1:], [[-1, 20], [-3, 25], [-3, 30]])
+    with pytest.raises(FloatingPointError, match="action is not a number, because the policy's weights are not"):
+        env.step(torch.full((3, 2), math.nan))

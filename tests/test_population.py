@@ -17,11 +17,13 @@ from fp8rl.config import Config
 from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import evaluate
 from fp8rl.lab import population
-from fp8rl.lab.population import Carts, Population, batches, roundings_of
+from fp8rl.lab.population import Population, batches, environments, roundings_of
 from fp8rl.losses import actor_critic_loss
 from fp8rl.precision import Precision
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import Rollout
+from fp8rl.scale.machine import build
+from fp8rl.scale.storage import StoredRing
 from fp8rl.train import Run, Stream, iterate, train
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
@@ -49,12 +51,13 @@ def test_an_agent_alone_is_the_agent_among_others(agents, k):
     """In float32. Only the order of sums may differ, by a relative 1e-7 or so of the largest gradient, about 0.1. Adam's first
     step is lr g / (abs(g) + 1e-5), which for the smallest g makes 1e-3 lr of that, at most 3e-6. So 20 updates stay within
     6e-5."""
-    config, others = thirty(steps=10 * 512)[k], thirty(steps=10 * 512)
+    fields = {"steps": 10 * 512, "replay_updates": 1}
+    config, others = thirty(**fields)[k], thirty(**fields)
     others = others if agents == 30 else [config, others[k - 1]]
     alone, among = Population([config]), Population(others)
     for i, _ in enumerate(zip(iterate(alone), iterate(among), strict=True)):
         if i == 0:
-            torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=1e-6, atol=1e-7)
     assert i + 1 == 10
     torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=0, atol=6e-5)
 
@@ -74,7 +77,7 @@ def test_so_it_is_in_every_precision(k):
 def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     """The same actions and returns, as long as rounding does not change an action; the weights differ by the order of sums, which
     in a rounded product is the last bit of a few numbers."""
-    configs = [Config(precision, seed=seed, **{**SHORT, "steps": 10_240}) for seed in (1, 3, 5)]
+    configs = [Config(precision, seed=seed, **{**SHORT, "steps": 10_240, "replay_updates": 1}) for seed in (1, 3, 5)]
     alone, among = Run(configs[1]), Population(configs)
     far = {"fp32": 1e-5, "fp16": 2e-3}.get(precision, 5e-2)
     for _ in zip(iterate(alone), iterate(among), strict=True):
@@ -103,7 +106,7 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
 )
 def test_settings_mean_the_same_as_in_a_run_of_its_own(fields):
     configs = [Config(seed=seed, **SHORT, **fields) for seed in (4, 5)]
-    alone, among = train(Run(configs[1]), progress=False), train(Population(configs), progress=False)
+    alone, among = train(build(configs[1]), progress=False), train(Population(configs), progress=False)
     ours, theirs = among.histories(configs)[1], alone.history
     assert ours.columns.keys() == theirs.columns.keys()
     for name in theirs.columns.keys() - {"seconds"}:
@@ -221,7 +224,7 @@ def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
     little = unittest.mock.patch.object(population.growth, "available", return_value=10**7)
     with pytest.raises(ValueError, match="configs is empty: give at least one"):
         Population([])
-    with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 11 agents"):
+    with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 14 agents"):
         Population(thirty())
 
 
@@ -253,7 +256,7 @@ def test_gradients_are_those_of_autograd():
 def test_environments_draw_what_each_would_alone(envs, features, length):
     config = Config(num_envs=envs, extra_features=features, slice_length=1, batch_size=1)
     noises, seeds = [0.1, 0.5, 1.0], (3, 4, 5)
-    together = Carts(3, envs, noises, "cpu", [Stream("cpu").manual_seed(s) for s in seeds], config)
+    together = environments(config, envs, noises, [Stream("cpu").manual_seed(s) for s in seeds], "cpu")
     alone = [BatchedEnv(envs, n, "cpu", Stream("cpu").manual_seed(s), features) for n, s in zip(noises, seeds, strict=True)]
     assert torch.equal(together.obs, torch.cat([env.obs for env in alone]))
     draws = [env.draw(length) for env in alone]
@@ -282,7 +285,7 @@ def test_every_agent_replays_its_own():
 
 def test_clipped_values_are_counted_for_each_agent():
     narrow, rollout = ((-0.1, -0.1), (0.1, 0.1)), Population([Config(seed=s, **SHORT) for s in range(3)]).collect
-    together, alone = population.Rings(3, 40, 48, narrow, "int8"), [ReplayBuffer(40, 16, narrow, "int8") for _ in range(3)]
+    together, alone = population.Rings(3, 40, 48, narrow, "int8"), [StoredRing(40, 16, narrow, "int8") for _ in range(3)]
     for batch in (rollout(), rollout()):
         together.append(batch)
         for k, ring in enumerate(alone):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fp8rl.replay import ReplayBuffer
 from fp8rl.scale.codec import CODECS
+from fp8rl.scale.storage import StoredRing
 
 # The largest error of a position and of a velocity below 1.
 HALF_STEP = {"fp32": 0.0, "fp16": 2**-12, "bf16": 2**-9, "int8": torch.tensor([4 / 254, 1.9 / 254]), "fp8": 2**-5}
@@ -37,7 +38,7 @@ def test_slices_are_what_happened_and_never_cross_the_head(rows, num_envs, lengt
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), codec=st.sampled_from(CODECS), seed=st.integers(0, 1000))
 def test_every_codec_gives_the_plain_one_s_slices(lengths, codec, seed):
-    plain, ring, clock = ReplayBuffer(10, 2), ReplayBuffer(10, 2, codec=codec), 0
+    plain, ring, clock = ReplayBuffer(10, 2), StoredRing(10, 2, codec=codec), 0
     for n in lengths:
         plain.append(noise(clock, n, 2))
         ring.append(noise(clock, n, 2))
@@ -82,14 +83,14 @@ def test_samples_are_copies():
 
 def test_bytes_are_those_of_the_settings():
     for codec, each in (("fp32", 18), ("fp16", 14), ("bf16", 14), ("int8", 12), ("fp8", 12)):
-        ring = ReplayBuffer(25, 16, codec=codec)
+        ring = StoredRing(25, 16, codec=codec)
         ring.append(noise(0, 24, 16))
         assert ring.nbytes == 25 * 16 * each
 
 
 def test_a_ring_is_saved_and_restored():
     for length in (3, 7):  # filled in part, and around the end
-        ring, again = ReplayBuffer(8, 2, WIDE, "bf16"), ReplayBuffer(8, 2, WIDE, "bf16")
+        ring, again = StoredRing(8, 2, WIDE, "bf16"), StoredRing(8, 2, WIDE, "bf16")
         for i in range(2):
             ring.append(coded(i * length, length, 2))
         again.load_state_dict(ring.state_dict())
@@ -99,7 +100,7 @@ def test_a_ring_is_saved_and_restored():
         one, other = (each.sample(20, 3, torch.Generator().manual_seed(0)) for each in (ring, again))
         assert same(one, other)
     with pytest.raises(ValueError, match="obs is from a ring of other settings"):
-        ReplayBuffer(8, 3, WIDE, "bf16").load_state_dict(ring.state_dict())
+        StoredRing(8, 3, WIDE, "bf16").load_state_dict(ring.state_dict())
 
 
 def test_refusals():
@@ -108,12 +109,12 @@ def test_refusals():
     with pytest.raises(ValueError, match="num_envs is 0: use at least 1"):
         ReplayBuffer(10, 0)
     with pytest.raises(ValueError, match="codec is 'fp4': choose from"):
-        ReplayBuffer(10, 2, codec="fp4")
+        StoredRing(10, 2, codec="fp4")
     with pytest.raises(MemoryError, match="replay cannot be allocated on cpu: lower capacity"):
         ReplayBuffer(10**16, 1)
     for codec in ("int8", "fp8"):
         with pytest.raises(ValueError, match=rf"codec is '{codec}' and feature 1 has bounds \[-inf, inf\]: use finite bounds"):
-            ReplayBuffer(10, 2, ((-1.0, -torch.inf), (1.0, torch.inf)), codec=codec)
+            StoredRing(10, 2, ((-1.0, -torch.inf), (1.0, torch.inf)), codec=codec)
     ring = ReplayBuffer(10, 2)
     with pytest.raises(ValueError, match="rollout of 10 rows"):
         ring.append(coded(0, 10, 2))
@@ -127,7 +128,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "fp8"])
 def test_values_out_of_range_are_counted_and_clipped(codec):
-    ring = ReplayBuffer(10, 1, ((-4.0, -2.0), (4.0, 2.0)), codec=codec)
+    ring = StoredRing(10, 1, ((-4.0, -2.0), (4.0, 2.0)), codec=codec)
     rollout = noise(0, 4, 1)
     far = {"fp16": 1e5, "bf16": 3.4e38}.get(codec, 10)
     rollout.obs[1, 0, 1], rollout.obs[2, 0, 1] = far, -far

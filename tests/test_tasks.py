@@ -15,7 +15,8 @@ from fp8rl.lab.population import Population
 from fp8rl.rollout import TERMINATED, Rollout
 from fp8rl.scale.gym import GymEnv
 from fp8rl.scale.machine import Machine, build
-from fp8rl.tasks import TASKS, acrobot, lqr
+from fp8rl.tasks import acrobot, lqr
+from fp8rl.tasks.by_id import TASKS
 from fp8rl.train import Run, train
 
 LQR = "fp8rl/Lqr-v0"

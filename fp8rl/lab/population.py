@@ -36,7 +36,7 @@ from ..precision import AUTOCAST, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rollout import Rollout, check_finite, collect, steps
 from ..scale import growth
 from ..scale.storage import StoredRing, ring_bytes
-from ..tasks import TASKS
+from ..tasks.by_id import TASKS
 from ..train import Run, Stream, failure
 
 # The fields of Config in which the agents of a population may differ.
@@ -347,6 +347,9 @@ class Rings(StoredRing):
         self.agents = agents
         self.clipped = self.clipped.repeat(agents, 1)
 
+    def _check(self, rollout: Rollout) -> None:
+        """Takes what an agent that has stopped may hold, too."""
+
     def outside(self, obs: torch.Tensor) -> torch.Tensor:
         """Like StoredRing.outside, int64 [S, F]."""
         return torch.stack([self.codec.outside(own) for own in obs.unflatten(1, (self.agents, -1)).unbind(1)])
@@ -582,13 +585,14 @@ class Population(Run):
 
 
 def bytes_per_agent(config: Config) -> int:
-    """Memory that an agent takes, about: its ring, seven tensors like its parameters, and four like the hidden layer of the
-    larger of a rollout and a replayed batch."""
+    """Memory that an agent takes, about: what it fills of its ring, seven tensors like its parameters, and four like the hidden
+    layer of the larger of a rollout and a replayed batch."""
     features, width = 2 - config.hide_velocity + config.extra_features, 64
     parameters = width * (features + width + 5) + 3
     slices = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
     rows = max((config.rollout_length + 1) * config.num_envs, slices)
-    return ring_bytes(config.rows, config.num_envs, features, codec=config.codec) + 4 * (7 * parameters + 4 * width * rows)
+    filled = min(config.rows, config.iterations * config.rollout_length + 1)
+    return ring_bytes(filled, config.num_envs, features, codec=config.codec) + 4 * (7 * parameters + 4 * width * rows)
 
 
 def require_room(agents: int, config: Config, device) -> None:

@@ -25,7 +25,7 @@ from gymnasium.vector.utils import batch_space
 from ..distribution import Categorical, Gaussian
 from ..env import MAX_STEPS, BatchedEnv, TensorEnv
 from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
-from ..tasks import TASKS
+from ..tasks.by_id import TASKS
 from ..tasks.cart import CustomEnv, spaces_of
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")

@@ -24,7 +24,7 @@ from ..env import TensorEnv
 from ..history import EpisodeReturns
 from ..precision import Precision
 from ..rollout import stream_seed
-from ..tasks import TASKS
+from ..tasks.by_id import TASKS
 from ..train import Run, Stream, make_cart
 from . import fused, graphs, ranks
 from .ahead import Ahead, collect_first

@@ -21,7 +21,7 @@ def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """The next state [..., 4] from a state and actions [...] (0 or 1, not checked)."""
     x, speed, theta, turn = state.unbind(-1)
     cos, sin, mass = theta.cos(), theta.sin(), CART + POLE
-    push = (action * (2 * FORCE) - FORCE + POLE * LENGTH * turn.square() * sin) / mass
+    push = (action.to(state.dtype) * (2 * FORCE) - FORCE + POLE * LENGTH * turn.square() * sin) / mass
     angular = (GRAVITY * sin - cos * push) / (LENGTH * (4 / 3 - POLE * cos.square() / mass))
     linear = push - POLE * LENGTH * angular * cos / mass
     return torch.stack((x + STEP * speed, speed + STEP * linear, theta + STEP * turn, turn + STEP * angular)).movedim(0, -1)
