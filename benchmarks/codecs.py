@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 
 from fp8rl.config import Config
 from fp8rl.history import History
-from fp8rl.replay import ReplayBuffer
 from fp8rl.report import plot, study
 from fp8rl.scale.hardware import hardware
+from fp8rl.scale.storage import StoredRing
 from fp8rl.train import Run, train
 
 SEEDS = range(1000, 1030)
@@ -48,9 +48,9 @@ COARSER = {"int8, 16 times coarser": 16, "control: int8, 128 times coarser": 128
 def run_coarser(factor: int, config: Config) -> History:
     """Trains with a codec whose bounds are `factor` times the observation space's."""
 
-    def make_ring(rows, num_envs, bounds, codec, device):
+    def make_ring(rows, num_envs, bounds, device, action_size):
         wider = tuple(tuple(factor * x for x in bound) for bound in bounds)
-        return ReplayBuffer(rows, num_envs, wider, codec, device)
+        return StoredRing(rows, num_envs, wider, config.codec, device)
 
     return train(Run(config, make_ring=make_ring), progress=False).history
 

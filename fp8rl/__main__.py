@@ -27,7 +27,6 @@ from matplotlib.figure import Figure
 
 from . import checkpoint
 from .config import Config
-from .env import BatchedEnv
 from .evaluate import evaluate
 from .history import History
 from .lab.population import shared
@@ -35,8 +34,8 @@ from .precision import Precision
 from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
 from .scale import growth, hardware, ranks
-from .scale.gym import EnvironmentFailed, GymEnv
-from .scale.machine import NETWORKS, Machine, build
+from .scale.gym import EnvironmentFailed
+from .scale.machine import HERE, NETWORKS, Machine, build, maker
 from .scale.storage import ring_bytes
 from .train import Run, iterate
 
@@ -242,13 +241,9 @@ def evaluate_run(
     if config.env_id and start_noise != 0.05:
         raise ValueError(f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it")
     generator = torch.Generator().manual_seed(seed)
-    observed = {"extra_features": config.extra_features, "hide_velocity": config.hide_velocity}
-    if config.env_id:
-        env = GymEnv(config.env_id, episodes, seed=seed + 2**31)  # other starts than in training
-    else:
-        env = BatchedEnv(episodes, start_noise, generator=generator, **observed)
+    make_env = maker(config, HERE, seed + 2**31)  # other starts than in training
     computes = Precision(config.precision)
-    with contextlib.closing(env):
+    with contextlib.closing(make_env(config, episodes, start_noise, generator)) as env:
         returns = evaluate(computes.prepare(model), env, computes, greedy, seed)
     result = {"mean_return": float(returns.mean()), "std_return": float(returns.std()), "episodes": episodes, "greedy": greedy}
     words = f"mean return {result['mean_return']:.2f}, standard deviation {result['std_return']:.2f}, {episodes} episodes"
@@ -396,7 +391,7 @@ def predict_and_measure(
     """
     before = growth.available(machine.on("store"))
     run = build(config, machine)
-    predicted = ring_bytes(config.rows, config.num_envs, run.ring.obs_size, config.layout, config.codec)
+    predicted = ring_bytes(config.rows, config.num_envs, run.ring.obs_size, config.layout, config.codec, run.ring.action_size)
     result = {
         "predicted_bytes": predicted,
         "measured_bytes": run.ring.nbytes,

@@ -58,8 +58,8 @@ class Config:
     replay_updates: int = 2
     """Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless it is stored in a folder."""
 
-    gamma: float = 0.99
-    """Discount per step; 0.99 looks about 100 steps ahead."""
+    gamma: float = 0.985
+    """Discount per step; 0.985 looks about 70 steps ahead."""
     lam: float = 0.95
     """Lambda of V-trace: 0 bootstraps from the critic after one step, 1 only at the end of the slice."""
     importance_correction: bool = True

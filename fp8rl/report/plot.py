@@ -95,19 +95,20 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], 
     return references(ax) if marks else ax
 
 
-def panels(axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> Sequence[Axes]:
-    """Evaluation returns on the cart against environment steps, one panel per name: the seeds' interquartile mean, and each seed
-    as a thin line.
+def panels(axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True) -> Sequence[Axes]:
+    """Evaluation returns against environment steps, one panel per name: the seeds' interquartile mean, and each seed as a thin
+    line.
 
     Args:
         axes: where to draw, from left to right, with shared axes; one for each name.
         curves: name -> (steps [E], returns [seeds, E]).
+        marks: draw the cart's reference returns; False for other tasks.
     """
     for ax, style, (name, (steps, returns)) in zip(axes, cycle(STYLES), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
         ax.plot(steps, returns.T, color=style["color"], linewidth=0.7, alpha=0.35)
         _central(ax, name, steps, returns, {**style, "linestyle": "-"})
-        steps_axis(references(ax, names=ax is axes[-1]), ticks=3).set_title(name, fontsize=10)
+        steps_axis(references(ax, names=ax is axes[-1]) if marks else ax, ticks=3).set_title(name, fontsize=10)
         ax.label_outer()
     axes[0].set_xlim(left=0)  # of all, and of their longest run: they share it
     return axes

@@ -1,0 +1,100 @@
+"""Does one algorithm with one set of defaults learn every task, in every precision?
+
+The package's tasks as tensors, trained as populations with the config's defaults, on seeds that nobody had tuned on: 100 of the
+cart and of CartPole-v1, 30 of the tasks of a million steps. The score of a seed is its last greedy evaluation, the mean of 100
+episodes; of the linear-quadratic cart it is the cost above the optimum. "Held" counts the seeds of CartPole whose evaluations,
+every 10,000 steps, never fell below 400 again once one had reached 475. The cart has a paired interval against fp32 instead.
+
+    python benchmarks/tasks.py benchmarks/results/tasks.md [--only CartPole-v1]
+
+Each task's lines are written as soon as it is done; those of other tasks are kept.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fp8rl.config import Config
+from fp8rl.history import History
+from fp8rl.report import study
+from fp8rl.report.statistics import bootstrap_interval
+from fp8rl.scale.hardware import hardware
+from fp8rl.tasks import lqr
+
+CART, LQR = "the cart", "fp8rl/Lqr-v0"
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
+# Seeds, steps, steps between evaluations, and the score that a seed should reach.
+TASKS = {
+    CART: (100, 100_000, 10_000, 195),
+    "CartPole-v1": (100, 500_000, 10_000, 475),
+    LQR: (30, 1_000_000, 50_000, -5),
+    "Pendulum-v1": (30, 1_000_000, 50_000, -250),
+    "Acrobot-v1": (30, 1_000_000, 50_000, -100),
+}
+HEADER = "| task | precision | steps | median score | lowest | seeds that reach it | held, or minus fp32 [95%] | seconds |\n"
+HEADER += "| --- " * 8 + "|\n"
+
+
+def above_optimum(cost: float) -> float:
+    """Percent by which a mean cost of the evaluation's 100 starts exceeds the smallest possible one."""
+    starts = lqr.Lqr(100, generator=torch.Generator().manual_seed(0)).obs
+    return 100 * (cost / float(lqr.optimal_cost(starts).mean()) - 1)
+
+
+def score(task: str, history: History) -> float:
+    """Higher is better: a return, or minus the cost above the optimum in percent."""
+    return -above_optimum(-history.final_return) if task == LQR else history.final_return
+
+
+def held(history: History) -> bool:
+    """Whether no evaluation fell below 400 after one at 475."""
+    _, returns = history.evaluations()
+    reached = np.maximum.accumulate(returns >= 475)
+    return not (reached & (returns < 400)).any()
+
+
+def lines_of(task: str) -> list[str]:
+    """Trains a task's seeds in every precision: a line of the table for each."""
+    seeds, steps, every, goal = TASKS[task]
+    shape = {"env_id": None if task == CART else task, "steps": steps, "eval_every": every}
+    configs = [Config(name, seed=1000 + seed, **shape) for name in PRECISIONS for seed in range(seeds)]
+    began = time.perf_counter()
+    found = dict(study.run_all(configs))
+    seconds, lines, plain = time.perf_counter() - began, [], None
+    for name in PRECISIONS:
+        histories = [found[config] for config in configs if config.precision == name]
+        scores = np.array([score(task, history) for history in histories])
+        plain = scores if plain is None else plain
+        last = "-"
+        if task == "CartPole-v1":
+            last = f"{sum(map(held, histories))} of {seeds}"
+        elif task == CART and name != "fp32":
+            low, high = bootstrap_interval(scores - plain)
+            last = f"{(scores - plain).mean():+.2f} [{low:+.2f}, {high:+.2f}]"
+        unit = " %" if task == LQR else ""
+        cells = [task, name, f"{steps:,}", f"{np.median(scores):.2f}{unit}", f"{scores.min():.2f}{unit}"]
+        lines.append(f"| {' | '.join([*cells, f'{(scores >= goal).sum()} of {seeds}', last, f'{seconds:.0f}'])} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main(out: Path, only: list[str]) -> None:
+    torch.set_num_threads(1)  # as every run has
+    kept = out.read_text().splitlines() if out.exists() else []
+    table = {task: [line for line in kept if line.startswith(f"| {task} |")] for task in TASKS}
+    for task in only or TASKS:
+        table[task] = lines_of(task)
+        goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
+        note = f"Goals: {goals} (minus the percent of cost above the optimum). Seconds are of all precisions together.\n\n"
+        note += f"`python benchmarks/tasks.py {out}` on {hardware()}.\n"
+        out.write_text(HEADER + "\n".join(line for lines in table.values() for line in lines) + f"\n\n{note}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], choices=TASKS)
+    main(*vars(parser.parse_args()).values())
