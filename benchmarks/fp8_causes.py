@@ -35,9 +35,9 @@ ARMS = {
     NO_BACKWARD: {"precision": "fp8", **WIDE},
     "fp8, discount 0.99, start 1.0, learning rate not annealed": {"precision": "fp8", **WIDE, "anneal": False},
     "fp8, discount 0.99, start 0.5": {"precision": "fp8", **WIDE, "start_noise": 0.5},
-    "fp8, discount 0.95, start 1.0": {"precision": "fp8", **WIDE, "gamma": 0.95},
-    "fp8, discount 0.95, start 0.5 (the defaults)": {"precision": "fp8", "eval_every": 0},
-    "fp32, discount 0.95, start 0.5 (the defaults)": {"precision": "fp32", "eval_every": 0},
+    "fp8, discount 0.985, start 1.0": {"precision": "fp8", **WIDE, "gamma": 0.985},
+    "fp8, discount 0.985, start 0.5 (the defaults)": {"precision": "fp8", "eval_every": 0},
+    "fp32, discount 0.985, start 0.5 (the defaults)": {"precision": "fp32", "eval_every": 0},
 }
 
 

@@ -21,7 +21,7 @@ COMMANDS = {
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
     "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
     "recurrence": "python benchmarks/recurrence.py benchmarks/results/recurrence.md",
-    "cartpole": "python benchmarks/cartpole.py benchmarks/results/cartpole.md",
+    "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
     "fp8_causes": "python benchmarks/fp8_causes.py benchmarks/results/fp8_causes.md",
