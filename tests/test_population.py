@@ -349,3 +349,11 @@ def test_what_cannot_be_in_it_is_named_before_anything_runs(fields, field):
     with pytest.raises(ValueError, match=f"^{field} is ") as caught:
         Population([Config(**SHORT), Config(seed=1, **SHORT, **fields)])
     assert "\n" not in str(caught.value)
+
+
+def test_a_first_step_that_is_skipped_leaves_the_weights():
+    """The first gradient of float16 may overflow, and then nothing has been counted yet that Adam could divide by."""
+    theta = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer, takes = population.Adam(theta, 1e-3), torch.tensor([[True], [False]])
+    optimizer.step(torch.full((2, 3), math.inf).index_fill(0, torch.tensor([0]), 1.0), torch.ones(2, 1), takes)
+    assert (theta[0] < 1).all() and (theta[1] == 1).all() and optimizer.count.flatten().tolist() == [1, 0]

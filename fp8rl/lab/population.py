@@ -379,7 +379,8 @@ class Adam:
         """One step of the agents in `takes`, bool [S, 1], with gradients `grad` [S, P] times `factor` [S, 1]."""
         self.count += takes
         size = torch.where(takes, -self.rate / (1 - 0.9**self.count), 0.0)
-        keep, add, root = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0), (1 - 0.999**self.count).sqrt()
+        keep, add = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0)
+        root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
         for begin in range(0, len(grad), CHUNK):
             agents = slice(begin, begin + CHUNK)
             g = torch.where(takes[agents], grad[agents] * factor[agents], 0)  # what is not finite times 0 would be NaN
