@@ -28,7 +28,7 @@ class Config:
     """Environment steps to train for, rounded down to whole iterations."""
 
     env_id: str | None = None
-    """A Gymnasium environment (CartPole-v1) with flat Box observations; None is the package's own."""
+    """A Gymnasium environment (CartPole-v1) with flat Box observations and Discrete or flat Box actions; None is the cart."""
     num_envs: int = 16
     """Number of environments stepped together, N."""
     start_noise: float = 0.5
@@ -69,8 +69,8 @@ class Config:
     normalize_advantage: bool = True
     """Subtract the batch mean from the advantages and divide by their standard deviation."""
     clip: float = 0.2
-    """A step no longer counts for the policy when that has made the action more likely by this factor, or less, than when it was
-    taken."""
+    """A transition no longer changes the policy once its action is this share more likely than when it was taken or, if its
+    advantage is negative, less likely."""
     scale_rewards: bool = True
     """Divide rewards by the root mean square of discounted returns, so that the critic's targets are of order 1."""
     entropy_coef: float = 0.01
