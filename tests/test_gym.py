@@ -616,6 +616,10 @@ def test_rows_before_a_missing_observation_bootstrap_from_the_one_before_it():
     assert targets.value[rollout.valid].tolist() == pytest.approx(expected)
 
 
+def test_a_task_has_its_discount_under_both_of_its_names():
+    assert [GymEnv(name, 1).discount for name in ("fp8rl/Lqr-v0", "fp8rl:fp8rl/Lqr-v0", "CartPole-v1")] == [0.95, 0.95, 1.0]
+
+
 def test_actions_are_scaled_to_the_bounds_and_clipped_to_them():
     env = GymEnv("fp8rl-tests/Wide-v0", 3)
     assert env.num_actions == 2 and env.distribution is Gaussian

@@ -179,7 +179,7 @@ class GymEnv:
             raise ValueError(f"vectorization is {vectorization!r}: choose from {', '.join(VECTORIZATIONS)}")
         self.bounds, self.num_actions, self.actions, self.max_steps = interface_of(env_id)
         self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
-        self.discount = getattr(TASKS.get(env_id), "discount", 1.0)
+        self.discount = getattr(TASKS.get(env_id.rpartition(":")[2]), "discount", 1.0)  # without a module to import
         self.env_id, self.num_envs = env_id, num_envs
         self.device = torch.device(device)
         self._async = vectorization == "async"
