@@ -34,7 +34,7 @@ from . import fp8
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8+bf16")
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8+bf16": torch.bfloat16}
-# GradScaler's default is 2000 steps; a run here takes only a few hundred, so the scale would never grow.
+# GradScaler's default is 2000 steps; a run of the cart takes a few hundred, so the scale would never grow.
 SCALE_GROWTH_INTERVAL = 100
 
 

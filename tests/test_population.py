@@ -228,6 +228,20 @@ def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
         Population(thirty())
 
 
+def test_an_agent_s_ring_takes_the_bytes_of_its_task():
+    """A transition: its observation in float32, its action (a byte, or float32 if continuous), and 9 bytes more."""
+    more = {
+        None: 2 * 4 + 1,
+        "CartPole-v1": 4 * 4 + 1,
+        "Acrobot-v1": 6 * 4 + 1,
+        "Pendulum-v1": 3 * 4 + 4,
+        "fp8rl/Lqr-v0": 2 * 4 + 4,
+    }
+    for env_id, each in more.items():
+        long, short = (population.bytes_per_agent(Config(env_id=env_id, steps=steps)) for steps in (51_200, 5_120))
+        assert long - short == (51_200 - 5_120) * (each + 9)
+
+
 def test_gradients_are_those_of_autograd():
     """The written-out backward pass against autograd on S plain networks."""
     configs = [Config(seed=seed, **SHORT) for seed in range(11)]  # more than one chunk

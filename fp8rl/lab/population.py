@@ -64,11 +64,10 @@ def shared(config: Config) -> Config:
 
 def obstacle(config: Config) -> str | None:
     """Why a config cannot be in a population, or None."""
-    tasks = f"{', '.join(TASKS)} and the package's own environment"
-    for name, only in {"env_id": tasks, "encoder": "mlp", "layout": "compact"}.items():
-        if name == "env_id" and config.env_id in TASKS:
-            continue
-        if getattr(config, name) != getattr(Config, name):
+    takes = {"env_id": (None, *TASKS), "encoder": ("mlp",), "layout": ("compact",)}
+    for name, values in takes.items():
+        if getattr(config, name) not in values:
+            only = ", ".join(value or "the package's own environment" for value in values)
             return f"{name} is {getattr(config, name)}: train it alone, a population takes only {only}"
     if "tf32" in (config.precision, config.collect_precision):
         return "precision is tf32: train it alone, TF32 is a switch of the whole process"
@@ -588,12 +587,15 @@ class Population(Run):
 def bytes_per_agent(config: Config) -> int:
     """Memory that an agent takes, about: what it fills of its ring, seven tensors like its parameters, and four like the hidden
     layer of the larger of a rollout and a replayed batch."""
-    features, width = 2 - config.hide_velocity + config.extra_features, 64
+    task, width = TASKS.get(config.env_id), 64
+    features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
+    action_size = task.num_actions if task and task.distribution is Gaussian else 0
     parameters = width * (features + width + 5) + 3
     slices = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
     rows = max((config.rollout_length + 1) * config.num_envs, slices)
     filled = min(config.rows, config.iterations * config.rollout_length + 1)
-    return ring_bytes(filled, config.num_envs, features, codec=config.codec) + 4 * (7 * parameters + 4 * width * rows)
+    ring = ring_bytes(filled, config.num_envs, features, codec=config.codec, action_size=action_size)
+    return ring + 4 * (7 * parameters + 4 * width * rows)
 
 
 def require_room(agents: int, config: Config, device) -> None:
