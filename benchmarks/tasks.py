@@ -21,21 +21,21 @@ import torch
 from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.report import study
-from fp8rl.report.statistics import bootstrap_interval
 from fp8rl.scale.hardware import hardware
 from fp8rl.tasks import lqr
 
 CART, LQR = "the cart", "fp8rl/Lqr-v0"
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-# Seeds, steps, steps between evaluations, and the score that a seed should reach.
+# First seed, seeds, steps, steps between evaluations, and the score that a seed should reach. The discount was lowered from 0.99
+# to 0.985 after a look at seeds 1000 to 1099 of the cart, so the cart is reported on others.
 TASKS = {
-    CART: (100, 100_000, 10_000, 195),
-    "CartPole-v1": (100, 500_000, 10_000, 475),
-    LQR: (30, 1_000_000, 50_000, -5),
-    "Pendulum-v1": (10, 1_000_000, 50_000, -250),
-    "Acrobot-v1": (10, 1_000_000, 50_000, -100),
+    CART: (2000, 100, 100_000, 10_000, 195),
+    "CartPole-v1": (1000, 100, 500_000, 10_000, 475),
+    LQR: (1000, 30, 1_000_000, 50_000, -5),
+    "Pendulum-v1": (1000, 10, 1_000_000, 50_000, -250),
+    "Acrobot-v1": (1000, 10, 1_000_000, 50_000, -100),
 }
-HEADER = "| task | precision | steps | median score | lowest | seeds that reach it | held, or minus fp32 [95%] | seconds |\n"
+HEADER = "| task | precision | steps | median score | lowest | seeds that reach it | held, or minus fp32, IQM [95%] | seconds |\n"
 HEADER += "| --- " * 8 + "|\n"
 
 
@@ -59,9 +59,9 @@ def held(history: History) -> bool:
 
 def lines_of(task: str, precisions: list[str]) -> dict[str, str]:
     """Trains a task's seeds in some precisions, which have a line of the table each."""
-    seeds, steps, every, goal = TASKS[task]
+    first, seeds, steps, every, goal = TASKS[task]
     shape = {"env_id": None if task == CART else task, "steps": steps, "eval_every": every}
-    configs = [Config(name, seed=1000 + seed, **shape) for name in precisions for seed in range(seeds)]
+    configs = [Config(name, seed=first + seed, **shape) for name in precisions for seed in range(seeds)]
     began = time.perf_counter()
     found = dict(study.run_all(configs))
     seconds, lines, plain = time.perf_counter() - began, {}, None
@@ -73,8 +73,7 @@ def lines_of(task: str, precisions: list[str]) -> dict[str, str]:
         if task == "CartPole-v1":
             last = f"{sum(map(held, histories))} of {seeds}"
         elif task == CART and name != "fp32":
-            low, high = bootstrap_interval(scores - plain)
-            last = f"{(scores - plain).mean():+.2f} [{low:+.2f}, {high:+.2f}]"
+            last = study.with_interval(scores - plain, signed=True)
         unit = " %" if task == LQR else ""
         cells = [task, name, f"{steps:,}", f"{np.median(scores):.2f}{unit}", f"{scores.min():.2f}{unit}"]
         lines[name] = f"| {' | '.join([*cells, f'{(scores >= goal).sum()} of {seeds}', last, f'{seconds:.0f}'])} |"
