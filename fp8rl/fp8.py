@@ -24,6 +24,7 @@ Quantizing x [B, I] takes a few passes over its B I numbers, the matmul 2 B I O 
 on hardware that multiplies float8; `python -m fp8rl bench fp8` measures from which width on. There is no delayed scaling.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,8 +35,6 @@ from torch.torch_version import TorchVersion
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-# Both maxima are 0.875 times a power of two; these are the powers.
-_TOP_EXPONENT = {E4M3: 9, E5M2: 16}
 MULTIPLE = 16
 
 
@@ -66,7 +65,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
     x = x.float().contiguous()  # row-major, whatever the input's strides
-    scale = power_of_two_scale(x.abs().amax((-2, -1)), dtype)
+    scale = power_of_two_scale(x.abs().amax((-2, -1)), LARGEST[dtype])
     return Quantized(cast(x / scale[..., None, None], dtype), scale)
 
 
@@ -76,10 +75,11 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
-def power_of_two_scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest power of two s (a normal float32) with largest / s within the format; NaN where `largest` is not finite."""
+def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
+    """The smallest power of two s (a normal float32) with largest / s <= limit; NaN where `largest` is not finite."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
-    exponent = (exponent - _TOP_EXPONENT[dtype] + (mantissa > 0.875)).clamp(min=-126)
+    limit_mantissa, limit_exponent = math.frexp(limit)
+    exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(min=-126)
     return torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
 
 

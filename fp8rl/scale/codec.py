@@ -48,7 +48,7 @@ class Codec:
             self.middle, self.scale = (low + high) / 2, (high - low) / 254
             self.limit = 127.0
         elif name == "fp8":
-            self.scale = power_of_two_scale(torch.maximum(low.abs(), high.abs()), E4M3)
+            self.scale = power_of_two_scale(torch.maximum(low.abs(), high.abs()), LARGEST[E4M3])
             self.limit = LARGEST[E4M3]
         else:
             self.limit = math.inf if name == "fp32" else torch.finfo(self.dtype).max

@@ -1,0 +1,424 @@
+"""Rounding to formats of few bits, against torch, ml_dtypes, a plain search of the table, and torchao.
+
+tests/data/torchao.npz holds `awkward_rows` and what torchao 0.18.0 makes of them, dequantized to float32: MX with the scale
+rounded down (ScaleCalculationMode.FLOOR), and NVFP4 with two levels of scales, each row its own tensor. `write_table` wrote it:
+
+    python tests/test_formats.py    # where torchao can be imported
+
+Where `same_convention` is False, torchao differs, and the comparison leaves it out:
+
+    MX, a scale below 2^-126    torchao divides by 2^-126 (its kernels make no subnormal scale) but stores 2^-127, so that its
+                                numbers come back half as large
+    NVFP4, small blocks         torchao's least scale of a block is the smallest normal e4m3 number, 2^-6, ours the subnormal 2^-9
+    NVFP4, tiny tensors         torchao multiplies by the reciprocal of the tensor's scale, which is infinite from 2^-128 down
+
+Multiplying by a rounded reciprocal moves some ties of NVFP4, too: there, either neighbour passes.
+"""
+
+import math
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl.lab.formats import DTYPES, Format, blocks, format_of, mx, nvfp4, rounded, scaled, unblocked
+
+TABLE = Path(__file__).parent / "data" / "torchao.npz"
+IN_ML_DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "e8m7": ml_dtypes.bfloat16,
+    "e5m10": np.float16,
+}
+MX = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
+SMALL = [Format(exponent, mantissa) for exponent in range(1, 8) for mantissa in range(8 - exponent)]
+UP, DOWN = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+
+formats = st.builds(Format, st.integers(1, 8), st.integers(0, 23))
+numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+vectors = st.lists(numbers, min_size=1, max_size=20).map(torch.tensor)
+# Far enough from the ends of float32 for a few factors of two.
+moderate = st.floats(-(2.0**60), 2.0**60, width=32).filter(lambda x: x == 0 or abs(x) > 2**-60)
+rows = st.integers(1, 20).flatmap(
+    lambda n: st.lists(st.lists(moderate, min_size=n, max_size=n), min_size=1, max_size=3).map(torch.tensor)
+)
+noises = st.one_of(st.just(0.0), st.just(1 - 2**-24), st.floats(0, 1, width=32, exclude_max=True))
+sizes = st.none() | st.integers(1, 24)
+
+
+def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32))  # -0.0 is not 0.0
+
+
+def hard_inputs(to: Format) -> torch.Tensor:
+    """All numbers of a format and all ties, the float32 numbers next to both, and some beyond the largest, of either sign."""
+    table = to.numbers()
+    x = torch.cat((table, (table[1:] + table[:-1]) / 2, to.largest * torch.tensor([1.01, 1.5, 2])))
+    x = torch.cat((x, x.nextafter(UP), x.nextafter(DOWN)))
+    x = x[x.isfinite()]
+    return torch.cat((x, -x))
+
+
+def half_step(x: torch.Tensor, to: Format) -> torch.Tensor:
+    """Half the distance of the numbers of a format around float64 `x`."""
+    _, exponent = torch.frexp(x)
+    exponent = torch.where(x == 0, to.normal, exponent - 1).clamp(min=to.normal)
+    return 2.0 ** (exponent.double() - to.mantissa - 1)
+
+
+# Tables
+
+
+@pytest.mark.parametrize("name", IN_ML_DTYPES)
+def test_table_holds_all_codes_of_one_sign(name):
+    to, dtype = format_of(name), np.dtype(IN_ML_DTYPES[name])
+    codes = np.arange(2 ** (to.exponent + to.mantissa), dtype=f"uint{8 * dtype.itemsize}").view(dtype).astype(np.float32)
+    codes = torch.from_numpy(codes[np.isfinite(codes)])
+    assert_same_bits(to.numbers(), codes)
+    assert to.smallest == codes[1] and to.largest == codes[-1]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_limits_are_those_of_torch(name):
+    to, limits = format_of(name), torch.finfo(DTYPES[name])
+    assert to.largest == limits.max and 2.0**to.normal == limits.smallest_normal
+    assert to.smallest == limits.smallest_normal * limits.eps
+
+
+@pytest.mark.parametrize("to", [*SMALL, *map(format_of, DTYPES)], ids=lambda to: to.name)
+def test_every_number_rounds_to_itself(to):
+    table = to.numbers()
+    assert (table.diff() > 0).all() and table[0] == 0 and table[1] == to.smallest and table[-1] == to.largest
+    assert_same_bits(rounded(table, to), table)
+    assert_same_bits(rounded(-table, to), -table)
+
+
+@pytest.mark.parametrize("name, value", [("fp32", "e8m23"), ("bf16", "e8m7"), ("fp16", "e5m10"), ("e1m0", "e1m0")])
+def test_names(name, value):
+    assert format_of(name).name == value
+
+
+@pytest.mark.parametrize("name", ["e0m3", "e9m2", "e4m24", "int8", ""])
+def test_a_bad_name_is_refused(name):
+    with pytest.raises(ValueError, match=f"format is '{name}': use fp32, bf16, fp16, or e1m0 to e8m23") as caught:
+        format_of(name)
+    assert "\n" not in str(caught.value)
+
+
+# To the nearest
+
+
+@pytest.mark.parametrize("name", IN_ML_DTYPES)
+def test_rounds_like_torch_and_ml_dtypes(name):
+    to = format_of(name)
+    spread = torch.arange(-(2**31), 2**31, 2**16 - 1).int().view(torch.float32)  # also infinities and NaN
+    x = torch.cat((hard_inputs(to), spread))
+    ours, finite = rounded(x, to), x.isfinite()
+    assert ours[~finite].isnan().all()
+    inside = x[finite].clamp(-to.largest, to.largest)
+    assert_same_bits(ours[finite], torch.from_numpy(inside.numpy().astype(IN_ML_DTYPES[name]).astype(np.float32)))
+    if name in DTYPES:
+        assert_same_bits(ours[finite], inside.to(DTYPES[name]).float())
+
+
+@pytest.mark.parametrize("to", SMALL, ids=lambda to: to.name)
+def test_rounds_like_a_search_of_the_table(to):
+    """Of two numbers that are as near, that with the even code. Without a mantissa the larger one: 1.5 steps of 2^k are the tie
+    between 2^k and 2^(k+1), and 2 is the even whole number, whatever the codes; only the tie between 0 and 2^E, half a step, goes
+    down."""
+    x, table = hard_inputs(to), to.numbers().double()
+    distance = (x.double().abs()[:, None] - table).abs()
+    low = distance.argmin(1)  # the first of two, so the smaller
+    high = (low + 1).clamp(max=len(table) - 1)
+    tie = distance.gather(1, low[:, None]) == distance.gather(1, high[:, None])
+    up = tie.squeeze(1) & (low > 0 if to.mantissa == 0 else low % 2 == 1)
+    assert_same_bits(rounded(x, to), table[torch.where(up, high, low)].float().copysign(x))
+
+
+@given(x=vectors)
+def test_float32_stays_as_it_is(x):
+    assert_same_bits(rounded(x, format_of("fp32")), x)
+
+
+@given(to=formats, x=vectors)
+def test_rounding_is_idempotent_monotone_and_odd(to, x):
+    once = rounded(x, to)
+    assert_same_bits(rounded(once, to), once)
+    assert_same_bits(rounded(-x, to), -once)
+    assert (rounded(x.sort().values, to).diff() >= 0).all()
+
+
+@given(to=formats, x=vectors)
+def test_error_is_at_most_half_a_step(to, x):
+    inside = x.double().clamp(-to.largest, to.largest)
+    assert ((rounded(x, to).double() - inside).abs() <= half_step(inside, to)).all()
+
+
+def test_strides_do_not_matter_and_the_input_is_kept():
+    x, to = torch.randn(6, 10), format_of("e4m3")
+    before = x.clone()
+    for function in (rounded, scaled, mx, lambda x, _: nvfp4(x)):
+        for view in (x.t(), x[:, ::2], x[:1].expand(6, 10)):
+            assert_same_bits(function(view, to), function(view.contiguous(), to))
+    assert_same_bits(x, before)
+
+
+# Stochastically
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m2", "e2m1", "e3m0", "bf16", "fp16"])
+def test_mean_of_the_draws_is_the_number(name):
+    to, draws = format_of(name), 2_000
+    table = to.numbers()
+    x = torch.randn(1_000) * min(to.largest / 2, 10)
+    x = x.clamp(-to.largest, to.largest)
+    y = rounded(x.expand(draws, -1), to, torch.rand(draws, 1_000)).double()
+    above = torch.searchsorted(table, x.abs()).clamp(min=1)
+    low, high = table[above - 1].double(), table[above].double()
+    assert ((y.abs() == low) | (y.abs() == high)).all() and (y * x >= 0).all()
+    share = (x.abs() - low) / (high - low)
+    deviation = (y.abs().mean(0) - x.abs()).abs() / (high - low)
+    assert (deviation <= 5 * (share * (1 - share) / draws).sqrt() + 1 / draws).all()  # one draw more, for the rarest events
+
+
+@given(to=formats, x=vectors, noise=noises, again=noises)
+def test_what_is_rounded_stays_whatever_the_noise(to, x, noise, again):
+    for once in (rounded(x, to), rounded(x, to, torch.full_like(x, noise))):
+        assert torch.equal(rounded(once, to, torch.full_like(x, again)), once)
+
+
+@given(to=formats, x=vectors, noise=noises)
+def test_a_draw_is_off_by_at_most_a_step(to, x, noise):
+    inside = x.double().clamp(-to.largest, to.largest)
+    assert ((rounded(x, to, torch.full_like(x, noise)).double() - inside).abs() <= 2 * half_step(inside, to)).all()
+
+
+# With a scale
+
+
+@given(to=formats, x=rows, size=sizes, power=st.integers(-20, 20))
+def test_a_power_of_two_passes_through_the_scale(to, x, size, power):
+    assert_same_bits(scaled(x * 2.0**power, to, size), scaled(x, to, size) * 2.0**power)
+
+
+@given(to=formats, x=rows, size=sizes)
+def test_scaling_is_idempotent(to, x, size):
+    once = scaled(x, to, size)
+    assert_same_bits(scaled(once, to, size), once)
+
+
+@given(to=formats, x=rows)
+def test_scaling_saturates_nothing(to, x):
+    powers = 2.0 ** torch.arange(0 if to.exponent == 8 else -200, 200).double()
+    fits = x.abs().amax(1, keepdim=True) / powers <= to.largest
+    scale = powers[fits.int().argmax(1)][:, None]  # the smallest that fits
+    units = x.double() / scale
+    assert (units.abs() <= to.largest).all()
+    assert ((scaled(x, to).double() / scale - units).abs() <= half_step(units, to)).all()
+
+
+@given(to=formats, x=rows, size=st.integers(1, 24))
+def test_blocks_are_rows_of_their_own_and_the_last_one_is_padded(to, x, size):
+    by_hand = torch.cat([scaled(part, to) for part in x.split(size, 1)], 1)
+    assert_same_bits(scaled(x, to, size), by_hand)
+    padded = F.pad(x, (0, -x.shape[1] % size))
+    assert_same_bits(scaled(padded, to, size)[:, : x.shape[1]], by_hand)
+
+
+@given(to=formats, x=rows, size=st.integers(1, 24), seed=st.integers(0, 2**32 - 1))
+def test_noise_is_split_into_blocks_like_the_numbers(to, x, size, seed):
+    noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
+    parts = zip(x.split(size, 1), noise.split(size, 1), strict=True)
+    by_hand = torch.cat([scaled(part, to, noise=its_noise) for part, its_noise in parts], 1)
+    assert_same_bits(scaled(x, to, size, noise), by_hand)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_bad_number_spoils_its_block_only(bad):
+    x = torch.ones(2, 6)
+    x[0, 1] = bad
+    assert scaled(x, format_of("e4m3"), 3).isnan().tolist() == [[True] * 3 + [False] * 3, [False] * 6]
+
+
+# Block formats of hardware
+
+
+def awkward_rows() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(8, 3, 128, generator=generator) * torch.tensor([1e-30, 1e-6, 1e-3, 1, 10, 1e3, 1e6, 1e30])[:, None, None]
+    outliers = torch.randn(3, 128, generator=generator)
+    outliers[:, 77] = torch.tensor([100.0, -1e4, 1e9])
+    signs = torch.ones(128).copysign(torch.randn(128, generator=generator))
+    powers = torch.arange(128.0)
+    single = torch.zeros(128)
+    single[5] = -3.0
+    tie = torch.zeros(128)
+    tie[:4] = torch.tensor([12.0, 7.0, -5.0, 2.5])  # over a scale near 2
+    others = [
+        torch.zeros(128),
+        -torch.zeros(128),
+        single,
+        tie,
+        signs,
+        signs * 2 ** (powers - 64),
+        signs * 2 ** (powers % 8),
+        signs * 2 ** (powers // 8 - powers % 8),
+        signs * torch.finfo(torch.float32).max,
+        torch.randint(-64, 65, (128,), generator=generator) / 8,
+        *(torch.randn(5, 128, generator=generator) * torch.tensor([1e-34, 1e-36, 1e-38, 1e-40, 1e-44])[:, None]),
+    ]
+    return {
+        "whole": torch.cat((normal.flatten(0, 1), outliers, torch.stack(others))),
+        "ragged": normal[::2, :2, :50].flatten(0, 1),
+    }
+
+
+def by_torchao(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What torchao makes of rows, each a tensor of its own, padded with zeros to whole blocks."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    types = (*(DTYPES[name] for name in MX[:2]), DTYPE_FP6_E3M2, DTYPE_FP6_E2M3, torch.float4_e2m1fn_x2)
+    padded = F.pad(x, (0, -x.shape[1] % 32))
+    results = {
+        name: MXTensor.to_mx(padded, dtype, 32, scaling_mode=ScaleCalculationMode.FLOOR).dequantize(torch.float32)
+        for name, dtype in zip(MX, types, strict=True)
+    }
+    tensors = [NVFP4Tensor.to_nvfp4(row, per_tensor_scale=per_tensor_amax_to_scale(row.abs().amax())) for row in padded.split(1)]
+    results["nvfp4"] = torch.cat([tensor.dequantize(torch.float32) for tensor in tensors])
+    return {name: result[:, : x.shape[1]] for name, result in results.items()}
+
+
+def write_table() -> None:
+    import torchao
+
+    arrays = {"version": np.array(torchao.__version__)}
+    for key, x in awkward_rows().items():
+        arrays[key] = x.numpy()
+        arrays.update({f"{key} {name}": result.numpy() for name, result in by_torchao(x).items()})
+    TABLE.parent.mkdir(exist_ok=True)
+    np.savez_compressed(TABLE, **arrays)
+
+
+def same_convention(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Whether torchao rounds a number by the same rules (module docstring)."""
+    size = 16 if name == "nvfp4" else 32
+    largest = blocks(x, size).abs().amax(-1, keepdim=True)
+    if name == "nvfp4":
+        whole = x.abs().amax(-1)[:, None, None] / (6 * 448)
+        same = (whole >= 2.0**-126) & ((largest == 0) | (largest / 6 / whole >= 2**-6))
+    else:
+        _, limit = math.frexp(format_of(name).largest)
+        same = (largest == 0) | (largest >= 2.0 ** (limit - 1 - 126))
+    return unblocked(same.expand_as(blocks(x, size)), x)
+
+
+def assert_like_torchao(x: torch.Tensor, theirs: dict[str, torch.Tensor]) -> None:
+    for name in MX:
+        same = same_convention(x, name)
+        assert_same_bits(mx(x, format_of(name))[same], theirs[name][same])
+    ours = torch.cat([nvfp4(row) for row in x.split(1)])
+    tie = ((ours.double() + theirs["nvfp4"].double()) / 2 - x).abs() <= 2**-22 * x.abs()  # of float32's 24 bits
+    same = same_convention(x, "nvfp4") & ~(tie & (ours != theirs["nvfp4"]))
+    assert_same_bits(ours[same], theirs["nvfp4"][same])
+
+
+def stored(key: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    with np.load(TABLE) as table:
+        return torch.from_numpy(table[key]), {name: torch.from_numpy(table[f"{key} {name}"]) for name in (*MX, "nvfp4")}
+
+
+@pytest.mark.parametrize("key", ["whole", "ragged"])
+def test_block_formats_equal_the_table_of_torchao(key):
+    assert_like_torchao(*stored(key))
+
+
+def test_most_of_the_table_is_compared():
+    x, theirs = stored("whole")
+    assert all(same_convention(x, name).float().mean() > 0.8 for name in theirs)
+
+
+@pytest.mark.parametrize("key", ["whole", "ragged"])
+def test_block_formats_equal_torchao_where_it_is_installed(key):
+    pytest.importorskip("torchao.prototype.mx_formats")
+    x, theirs = stored(key)
+    for name, result in by_torchao(x).items():
+        assert_same_bits(result, theirs[name])
+    for magnitude in (1e-20, 1e-3, 1, 1e3, 1e20):
+        x = torch.randn(64, x.shape[1]) * magnitude
+        assert_like_torchao(x, by_torchao(x))
+
+
+@pytest.mark.parametrize("name", MX)
+def test_mx_of_tiny_blocks_searches_the_table_too(name):
+    """Where torchao does otherwise: the scale is at least 2^-127."""
+    to, x = format_of(name), torch.randn(4, 32) * torch.tensor([1e-36, 1e-38, 1e-40, 1e-44])[:, None]
+    _, limit = math.frexp(to.largest)
+    for row, ours in zip(x, mx(x, to), strict=True):
+        _, exponent = math.frexp(row.abs().max().item())
+        table = to.numbers().double() * 2.0 ** max(exponent - limit, -127)
+        nearest = (row.double().abs()[:, None] - table).abs().min(1).values
+        assert torch.isin(ours.double().abs(), table).all() and ((ours.double() - row).abs() == nearest).all()
+
+
+def test_mx_saturates_only_within_the_largest_binade():
+    x = torch.tensor([[1.99, -1.75, 1.74, 0.5]])
+    assert mx(x, format_of("e4m3")).tolist() == [[1.75, -1.75, 1.75, 0.5]]
+
+
+@given(x=rows, power=st.integers(-20, 20), name=st.sampled_from(MX))
+def test_a_power_of_two_passes_through_mx(x, power, name):
+    assert_same_bits(mx(x * 2.0**power, format_of(name)), mx(x, format_of(name)) * 2.0**power)
+
+
+def test_nvfp4_gives_a_small_block_the_smallest_subnormal_scale():
+    """Where torchao does otherwise: 2^-9 of the tensor's scale, here 1."""
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16:19] = 6 * 448, torch.tensor([6.0, -3.0, 0.5]) * 2**-9
+    assert_same_bits(nvfp4(x), x)
+
+
+def test_nvfp4_keeps_a_block_of_zeros_and_a_bad_number_spoils_the_tensor():
+    x = torch.stack((torch.zeros(20), torch.ones(20)))
+    assert_same_bits(nvfp4(x)[0], x[0])
+    x[0, 0] = torch.inf
+    assert nvfp4(x).isnan().all()
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-44, 1e-42])
+def test_nvfp4_of_a_tensor_of_zeros_or_tiny_numbers_is_finite(magnitude):
+    x = torch.full((2, 20), magnitude)
+    y = nvfp4(x)
+    assert y.isfinite().all() and ((y - x).abs() <= x).all()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_mx_does_not_give_wrong_numbers_beside_a_bad_one(bad):
+    first, second = mx(torch.tensor([[bad, 1000.0]]), format_of("e4m3"))[0]
+    assert first.isnan() and (second.isnan() or (second - 1000).abs() <= 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
+def test_other_types_are_refused(dtype):
+    with pytest.raises(TypeError, match="cast it to float32"):
+        rounded(torch.ones(2, dtype=dtype), format_of("e4m3"))
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (3, 0)])
+def test_mx_takes_empty_tensors(shape):
+    assert mx(torch.empty(shape), format_of("e2m1")).shape == shape
+
+
+if __name__ == "__main__":
+    write_table()
