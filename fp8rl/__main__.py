@@ -29,6 +29,8 @@ from . import checkpoint
 from .config import Config
 from .evaluate import evaluate
 from .history import History
+from .lab.packed import Packed
+from .lab.places import EIGHT_BIT
 from .lab.population import shared
 from .precision import Precision
 from .report import bench, plot, study
@@ -43,15 +45,29 @@ Json = Annotated[bool, tyro.conf.arg(name="json")]
 MINUTE = 60.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """What checkpoints a run writes. A resumed run keeps this."""
+
+    checkpoint_every: int | None = None
+    """Iterations between checkpoints, 0 for one at the end; by default one is written every minute."""
+    checkpoint_ring: bool = True
+    """Keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty one."""
+
+    def __post_init__(self):
+        if self.checkpoint_every is not None and self.checkpoint_every < 0:
+            raise ValueError(f"checkpoint_every is {self.checkpoint_every}: use 0 or more")
+
+
 def train(
     config: tyro.conf.OmitArgPrefixes[Config],
     machine: tyro.conf.OmitArgPrefixes[Machine],
     out: Path | None = None,
     resume: Path | None = None,
-    checkpoint_every: int | None = None,
-    checkpoint_ring: bool = True,
+    saving: tyro.conf.OmitArgPrefixes[Saving] = Saving(),
     overwrite: bool = False,
     trust: bool = False,
+    eight_bit: bool = False,
 ) -> None:
     """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png. Ctrl-C leaves a checkpoint. Under
     torchrun several processes train the agent together; only rank 0 writes.
@@ -62,19 +78,18 @@ def train(
         out: folder for the results.
         resume: folder of a run that was stopped: it continues from its checkpoint, on the CPU bit for bit as if it had not been,
             or from the beginning if it has none yet.
-        checkpoint_every: iterations between checkpoints, 0 for one at the end; by default one is written every minute. A resumed
-            run keeps this option and the next.
-        checkpoint_ring: keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty one.
+        saving: what checkpoints it writes.
         overwrite: replace a run that the folder holds.
         trust: a checkpoint may name a module to import (env_id module:Name-v0).
+        eight_bit: keep weights, Adam's moments and replayed observations in one byte a number, and multiply in FP8.
     """
+    if eight_bit:
+        config = in_eight_bits(config)
     if (out is None) == (resume is None):
         raise ValueError(f"out is {out} and resume {resume}: use one of them")
-    if checkpoint_every is not None and checkpoint_every < 0:
-        raise ValueError(f"checkpoint_every is {checkpoint_every}: use 0 or more")
     ranks.start(machine.devices)
     first, state = ranks.rank_and_size()[0] == 0, None
-    options = {"checkpoint_every": checkpoint_every, "checkpoint_ring": checkpoint_ring}
+    options = dataclasses.asdict(saving)
     with contextlib.ExitStack() as owned:
         if resume:
             require_default(overwrite)
@@ -100,6 +115,16 @@ def train(
         ranks.stop()
         if first:
             report(run, clipped, folder)
+
+
+def in_eight_bits(config: Config) -> Config:
+    """A config with the fields of EIGHT_BIT. Raises ValueError if one of them is given with another value, or beside resume."""
+    for name, value in EIGHT_BIT.items():
+        if name in given() and getattr(config, name) != value:
+            raise ValueError(f"{name} is {getattr(config, name)} beside eight_bit, which makes it {value!r}: leave one out")
+    if "resume" in given():
+        raise ValueError("eight_bit is given beside resume, which takes the run's own config: leave it out")
+    return dataclasses.replace(config, **EIGHT_BIT)
 
 
 def given() -> set[str]:
@@ -198,6 +223,8 @@ def report(run: Run, clipped: list[int], folder: Folder) -> None:
     plot.learning_curves(ax, {config.precision: history.evaluations()}, marks=config.env_id is None)
     folder.write("reward_curve.png", png(figure))
     print(hardware.describe(run.precision, run.model))
+    if isinstance(run.optimizer, Packed):
+        print(run.optimizer.describe())
     if any(clipped):
         counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(clipped) if n)
         print(f"warning: codec {config.codec} clipped observations ({counts}): choose bf16 or fp32", file=sys.stderr)

@@ -41,7 +41,8 @@ def load(
     if it is damaged, not a checkpoint of this package, of another architecture, or not trusted."""
     config, state = resume(path, trust, **changes)
     try:
-        weights = state["model"]
+        saved = state["model"]
+        weights = {key: x.float() * saved.get(f"{key}.scale", 1) for key, x in saved.items() if not key.endswith(".scale")}
         width, obs_size = weights["inputs.weight"].shape
         distribution = Gaussian if "log_std" in weights else Categorical
         model = networks[config.encoder](obs_size, len(weights["actor.weight"]), width, distribution=distribution)

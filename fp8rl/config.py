@@ -22,6 +22,8 @@ class Config:
     """Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16."""
     collect_precision: str | None = None
     """Precision of the acting policy's matmuls; None is the learner's."""
+    formats: str = ""
+    """Places that are kept in fewer bits (lab/places.py), as in "v=e5m2 weights=e4m3:stochastic"."""
     seed: int = 0
     """Seed for weights, starts, actions and replay."""
     steps: int = 100_000
@@ -43,8 +45,7 @@ class Config:
     rollout_length: int = 32
     """Steps collected from each environment per iteration, T."""
     capacity: int = 100_000
-    """Transitions that the replay ring holds (rows times environments). Large, because old ones show the critic states that a
-    good policy no longer visits."""
+    """Transitions in the replay ring (rows times environments). Many, for old ones show states that a good policy avoids."""
     codec: str = "fp32"
     """How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py)."""
     layout: str = "compact"
@@ -69,8 +70,7 @@ class Config:
     normalize_advantage: bool = True
     """Subtract the batch mean from the advantages and divide by their standard deviation."""
     clip: float = 0.2
-    """A transition no longer changes the policy once its action is this share more likely than when it was taken or, if its
-    advantage is negative, less likely."""
+    """A transition stops changing the policy once its action is this share likelier than when taken (less likely, if bad)."""
     scale_rewards: bool = True
     """Divide rewards by the root mean square of discounted returns, so that the critic's targets are of order 1."""
     entropy_coef: float = 0.01

@@ -60,8 +60,7 @@ class Quantized(NamedTuple):
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
     """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a power-of-two scale from its own largest magnitude.
-    Raises TypeError if `x` is not float32 or bfloat16: float16 may already have overflowed or flushed what FP8 would have
-    scaled."""
+    Raises TypeError if `x` is not float32 or bfloat16: float16 may already have lost what FP8 would have scaled."""
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
     x = x.float().contiguous()  # row-major, whatever the input's strides
@@ -102,8 +101,7 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
 
 
 def has_kernel(device: torch.device | str) -> bool:
-    """Whether torch multiplies float8 matrices on this device to float32: CUDA from compute capability 8.9, CPU from torch
-    2.13."""
+    """Whether torch multiplies float8 matrices to float32: on CUDA from compute capability 8.9, on CPUs from torch 2.13."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 9)

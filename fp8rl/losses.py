@@ -79,7 +79,7 @@ def alone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def actor_critic_loss(
-    logits: torch.Tensor, values: torch.Tensor, rollout: Rollout, config: Config, total: Callable = alone
+    logits: torch.Tensor, values: torch.Tensor, rollout: Rollout, config: Config, total: Callable = alone, targets_of=vtrace
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the shared network on a rollout: policy gradient + value_coef * squared error - entropy_coef * entropy.
 
@@ -95,6 +95,7 @@ def actor_critic_loss(
         rollout: the transitions, with scaled rewards. config: the coefficients, numbers or, one for each agent, tensors [S, 1].
         total: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch, and
             the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
+        targets_of: computes the targets, as `vtrace` does.
     """
     valid = rollout.valid
     mask = valid.float()  # for multiplying, faster than a bool
@@ -104,7 +105,7 @@ def actor_critic_loss(
     log_ratios = (logp - rollout.behavior_logp).detach()
     discounts = discounts_of(rollout.flags, config.gamma, config.bootstrap_truncation)
     corrected = log_ratios if config.importance_correction else torch.zeros_like(log_ratios)
-    targets = vtrace(values.detach(), rollout.reward, discounts, corrected, valid, config.lam)
+    targets = targets_of(values.detach(), rollout.reward, discounts, corrected, valid, config.lam)
     advantage = targets.advantage
     count, advantage_sum = total([rows, _sum(advantage)])  # dummy rows hold 0, so these are sums over valid rows
     count = count.clamp(min=1)

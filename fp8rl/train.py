@@ -22,7 +22,7 @@ from .distribution import Gaussian
 from .env import BatchedEnv
 from .evaluate import evaluate
 from .history import TERMS, EpisodeReturns, History, RewardScale, summarize
-from .losses import actor_critic_loss, alone
+from .losses import actor_critic_loss, alone, vtrace
 from .model import ActorCritic
 from .precision import Precision
 from .replay import ReplayBuffer
@@ -33,20 +33,20 @@ PATIENCE = 20  # consecutive iterations without a finite gradient before a run g
 
 
 def update(
-    model, optimizer, precision: Precision, batch: Rollout, config: Config, outputs=None, total: Callable = alone
+    model, optimizer, precision: Precision, batch: Rollout, config: Config, outputs=None, total=alone, targets_of=vtrace
 ) -> dict[str, torch.Tensor]:
     """One gradient step on a batch on the model's device. Returns the statistics of the loss and of the optimizer step, scalars.
 
     Args:
         outputs: logits and values of the batch with gradient, if known; None computes them.
         total: sums tensors over the processes that hold the other parts of the batch (`actor_critic_loss`). The step is that of
-            the whole batch; min_logp and ess are of this part only.
+            the whole batch; min_logp and ess are of this part only. targets_of: computes the targets (`actor_critic_loss`).
     """
     if outputs is None:
         with precision.autocast():
             past = (batch.state if batch.state is None else batch.state[0], batch.first) if model.recurrent else ()
             outputs = model(batch.obs, *past)
-    loss, stats = actor_critic_loss(*outputs, batch, config, total)
+    loss, stats = actor_critic_loss(*outputs, batch, config, total, targets_of)
     report = precision.step(loss, optimizer, config.max_grad_norm, total)
     return {"loss": loss.detach(), **stats, **report._asdict()}
 
@@ -100,7 +100,7 @@ class Run:
         ranks: int = 1,
     ):
         plain = {"env_id": make_env is make_cart, "encoder": networks is PLAIN}
-        plain |= dict.fromkeys(("codec", "layout"), make_ring is ReplayBuffer)
+        plain |= dict.fromkeys(("codec", "layout", "formats"), make_ring is ReplayBuffer)
         for field in plain:
             if plain[field] and getattr(config, field) != getattr(Config, field):
                 raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.scale.machine.build")
@@ -109,7 +109,7 @@ class Run:
         self.precision = Precision(config.precision, device)
         self.acting = Precision(config.collect_precision or config.precision, collect_device)
         # Replaced by scale/machine.py; these are the plain ones.
-        self.make_env, self.total, self.loop, self.check = make_env, alone, steps, check_finite
+        self.make_env, self.total, self.targets_of, self.loop, self.check = make_env, alone, vtrace, steps, check_finite
         self.recorder = functools.partial(contextlib.nullcontext, {})
         self.generator = self.draws = Stream(collect_device).manual_seed(stream_seed(config.seed, rank) if rank else config.seed)
         self.env = make_env(config, config.num_envs // ranks, config.start_noise, self.generator)
@@ -170,7 +170,7 @@ class Run:
     def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
         """The function `update` with this run's parts, on scaled rewards."""
         batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
-        return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total)
+        return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total, self.targets_of)
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
         """A summary of the updates, with the sums over all processes of returns, clipped values and loss terms."""

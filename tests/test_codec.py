@@ -60,12 +60,18 @@ def test_fp8_is_e4m3_under_a_power_of_two():
     assert np.array_equal(codec.encode(x).numpy(), theirs.view(np.uint8))
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("bounds", [([0.0, -1.0], [1.0, torch.inf]), ([0.0, -torch.inf], [1.0, 1.0]), ([0.0, 1.0], [1.0, 1.0])])
-def test_one_byte_codecs_need_bounds(name, bounds):
-    with pytest.raises(ValueError, match=f"codec is '{name}' and feature 1 has bounds .*: use finite bounds, or choose bf16"):
-        Codec(name, *bounds)
+def test_int8_needs_bounds(bounds):
+    with pytest.raises(ValueError, match=r"codec is 'int8' and feature 1 has bounds .*: use finite bounds, or choose fp8"):
+        Codec("int8", *bounds)
     Codec("bf16", *bounds)
+
+
+def test_fp8_has_scale_1_without_bounds():
+    codec, x = Codec("fp8", [-torch.inf, -2.0], [1.0, 2.0]), torch.tensor([[1.1, 1.1], [500.0, 2.5]])
+    assert codec.scale.tolist() == [1, 2**-7]
+    assert codec.decode(codec.encode(x)).tolist() == [[1.125, 1.125], [448, 2.5]]
+    assert codec.outside(x).tolist() == [1, 0]
 
 
 def test_unknown_codec_is_refused():

@@ -17,7 +17,7 @@ from fp8rl.config import Config
 from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import evaluate
 from fp8rl.lab import population
-from fp8rl.lab.population import Population, batches, environments, roundings_of
+from fp8rl.lab.population import Matmuls, Population, batches, environments, roundings_of
 from fp8rl.losses import actor_critic_loss
 from fp8rl.precision import Precision
 from fp8rl.replay import ReplayBuffer
@@ -184,11 +184,11 @@ def test_a_loss_scale_is_each_agent_s_own_and_goes_as_grad_scaler_s():
 def test_rounding_is_that_of_the_types(scale, agents, seed):
     x = scale * torch.randn(agents, 5, 16, generator=torch.Generator().manual_seed(seed))
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        first, second = roundings_of(name, [(16, 16), (16, 16)])
+        first, second = roundings_of(Matmuls(name), [(16, 16), (16, 16)])
         assert second == (None, *first[1:])  # its inputs are the first one's results
         for function in first:
             assert torch.equal(function(x), x.to(dtype).float())
-    inputs, weights, gradient, result = roundings_of("fp8", [(16, 16)])[0]
+    inputs, weights, gradient, result = roundings_of(Matmuls("fp8"), [(16, 16)])[0]
     for function, dtype in ((inputs, fp8.E4M3), (weights, fp8.E4M3), (gradient, fp8.E5M2)):
         alone = torch.stack([fp8.quantize(matrix, dtype).dequantize() for matrix in x])
         assert torch.equal(function(x), alone) and result is None
@@ -198,10 +198,10 @@ def test_layers_of_one_precision_round_as_prepare_and_autocast_do():
     shapes, to = [(64, 2), (64, 64), (3, 64)], population.TO
     eight = (to[fp8.E4M3], to[fp8.E4M3], to[fp8.E5M2], None)
     bf16 = to[torch.bfloat16]
-    assert roundings_of("fp32", shapes) == [(None,) * 4] * 3
-    assert roundings_of("fp8", shapes) == [(None,) * 4, eight, (None,) * 4]
-    assert roundings_of("fp8+bf16", shapes) == [(bf16,) * 4, eight, (bf16,) * 4]
-    assert roundings_of("bf16", shapes) == [(bf16,) * 4, (None, bf16, bf16, bf16), (None, bf16, bf16, bf16)]
+    assert roundings_of(Matmuls("fp32"), shapes) == [(None,) * 4] * 3
+    assert roundings_of(Matmuls("fp8"), shapes) == [(None,) * 4, eight, (None,) * 4]
+    assert roundings_of(Matmuls("fp8+bf16"), shapes) == [(bf16,) * 4, eight, (bf16,) * 4]
+    assert roundings_of(Matmuls("bf16"), shapes) == [(bf16,) * 4, (None, bf16, bf16, bf16), (None, bf16, bf16, bf16)]
 
 
 def test_memory_is_foreseen_and_what_does_not_fit_is_refused():

@@ -104,8 +104,6 @@ def rounded(x: torch.Tensor, to: Format, noise: torch.Tensor | None = None) -> t
 def scaled(x: torch.Tensor, to: Format, block: int | None = None, noise: torch.Tensor | None = None) -> torch.Tensor:
     """Like `rounded`, with a power-of-two scale for each row of `x`, or for each block of `block` numbers of a row. If the last
     block is not full, zeros fill it."""
-    if to.exponent == 8:  # as many powers of two as float32
-        return rounded(x, to, noise)
     if block:
         if noise is not None:
             noise = blocks(noise, block)

@@ -17,6 +17,7 @@ the speed of float32, and agents of all precisions fit into one batch. But it sa
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from ..distribution import LOG_STD, Categorical, Gaussian
 from ..env import BatchedEnv, TensorEnv
 from ..evaluate import evaluate
 from ..history import EpisodeReturns, History, RewardScale
-from ..losses import alone
+from ..losses import Targets, alone, vtrace
 from ..model import ActorCritic
 from ..precision import AUTOCAST, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rollout import Rollout, check_finite, collect, steps
@@ -38,10 +39,11 @@ from ..scale import growth
 from ..scale.storage import StoredRing, ring_bytes
 from ..tasks.by_id import TASKS
 from ..train import Run, Stream, failure
+from .places import Kept, Places, noises, places_of
 
 # The fields of Config in which the agents of a population may differ.
 FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "clip", "entropy_coef", "value_coef")
-FREE += ("learning_rate", "max_grad_norm")
+FREE += ("learning_rate", "max_grad_norm", "formats")
 CHUNK = 16  # agents that compute together: with more, one operation's results leave the cache before the next one reads them
 
 
@@ -92,8 +94,31 @@ class Rounding(NamedTuple):
     result: Callable | None = None
 
 
-def roundings_of(precision: str, shapes: list[tuple[int, int]]) -> list[Rounding]:
+class Matmuls(NamedTuple):
+    """How an agent's matmuls are rounded: by a precision, or by the places of its operands and of its gradients."""
+
+    precision: str
+    operands: Kept | None = None
+    gradients: Kept | None = None
+
+
+def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
+    """Those of an agent's learner or, with `acting`, of its acting policy."""
+    places = places_of(config.formats)
+    learner = Matmuls(config.precision, places.get("forward"), places.get("backward"))
+    actor = Matmuls(config.collect_precision or config.precision, places.get("acting", learner.operands))
+    for found in (learner, actor):
+        if found.precision != "fp32" and (found.operands or found.gradients):
+            raise ValueError(f"formats rounds matmuls and precision is {found.precision}: use fp32 with it")
+    return actor if acting else learner
+
+
+def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:
     """Rounding of linear layers with weights of given shapes, one after the other."""
+    precision, operands, gradients = matmuls
+    if operands or gradients:
+        operands, gradients = operands and operands.matrices, gradients and gradients.matrices
+        return [Rounding(operands, operands, gradients)] * len(shapes)
     found, before = [], None
     for shape in shapes:
         rounds = to = TO.get(AUTOCAST.get(precision))
@@ -128,12 +153,12 @@ class Agents(nn.Module):
 
     Args:
         models: S networks, whose parameters are copied.
-        precisions, acting: the learner's precision and the acting policy's of each agent; equal ones follow each other.
+        learning, acting: the learner's matmuls and the acting policy's of each agent; equal ones follow each other.
     """
 
     recurrent = False
 
-    def __init__(self, models: list[ActorCritic], precisions: list[str], acting: list[str], device="cpu"):
+    def __init__(self, models: list[ActorCritic], learning: list[Matmuls], acting: list[Matmuls], device="cpu"):
         super().__init__()
         self.num_actions, self.gaussian = models[0].actor.out_features, models[0].log_std is not None
         shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, models[0].hidden)]
@@ -143,9 +168,12 @@ class Agents(nn.Module):
             rows = [torch.cat((row, model.log_std.detach())) for row, model in zip(rows, models, strict=True)]
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.shapes = shapes
-        self.parts = parts_of(precisions, shapes, CHUNK)
+        hidden = [size for rows, columns in shapes[:2] for size in (rows * columns, rows)]
+        self.sizes = [*hidden, self.num_actions * models[0].width, models[0].width, self.num_actions, 1]  # actor and critic apart
+        self.sizes += [self.num_actions] * self.gaussian
+        self.parts = parts_of(learning, shapes, CHUNK)
         self.space, self.passes = Space(), 0
-        self.acting_parts = {"learner": parts_of(precisions, shapes), "actor": parts_of(acting, shapes)}
+        self.acting_parts = {"learner": parts_of(learning, shapes), "actor": parts_of(acting, shapes)}
 
     @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -197,16 +225,21 @@ def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torc
     return [(next(weights_and_biases).unflatten(1, shape), next(weights_and_biases).unsqueeze(1)) for shape in shapes]
 
 
-def parts_of(precisions: list[str], shapes: list[tuple[int, int]], most: int | None = None) -> list[tuple[slice, list[Rounding]]]:
-    """The agents of each precision as slices, of at most `most` agents, with the rounding of every layer."""
+def parts_of(
+    matmuls: list[Matmuls], shapes: list[tuple[int, int]], most: int | None = None
+) -> list[tuple[slice, list[Rounding]]]:
+    """The agents of each kind of matmuls as slices, of at most `most` agents, with the rounding of every layer."""
+    return [(agents, roundings_of(matmuls[agents.start], shapes)) for agents in alike(matmuls, most)]
+
+
+def alike(values: list, most: int | None = None) -> list[slice]:
+    """Slices of equal values that follow each other, of at most `most`."""
     found, begin = [], 0
-    while begin < len(precisions):
-        name = precisions[begin]
-        end = begin + 1
-        while end < len(precisions) and precisions[end] == name and (most is None or end - begin < most):
-            end += 1
-        found.append((slice(begin, end), roundings_of(name, shapes)))
-        begin = end
+    for value, same in itertools.groupby(values):
+        del value
+        count = len(list(same))
+        found += [slice(i, min(i + (most or count), begin + count)) for i in range(begin, begin + count, most or count)]
+        begin += count
     return found
 
 
@@ -366,10 +399,18 @@ class Adam:
 
     Attributes:
         rate: a number, or float32 [S, 1]. first, second: the moments, float32 [S, P]. count: steps taken, float32 [S, 1].
+
+    Args:
+        places: of each agent, equal ones following each other; None keeps everything in float32.
+        sizes: of the tensors in a row of theta. streams: of the agents, for stochastic rounding.
     """
 
-    def __init__(self, theta: nn.Parameter, rate):
-        self.theta, self.rate = theta, rate
+    def __init__(self, theta: nn.Parameter, rate, places: list[Places] | None = None, sizes=(), streams=()):
+        self.theta, self.rate, self.sizes, self.streams = theta, rate, list(sizes), streams
+        places = places or [Places()] * len(theta)
+        self.parts = [(agents, places[agents.start]) for agents in alike(places, CHUNK)]
+        for agents, own in self.parts:
+            theta.data[agents] = own.weights(theta.data[agents], self.sizes)
         self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
         self.count = torch.zeros(len(theta), 1, device=theta.device)
 
@@ -380,12 +421,16 @@ class Adam:
         size = torch.where(takes, -self.rate / (1 - 0.9**self.count), 0.0)
         keep, add = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0)
         root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
-        for begin in range(0, len(grad), CHUNK):
-            agents = slice(begin, begin + CHUNK)
+        for agents, places in self.parts:
             g = torch.where(takes[agents], grad[agents] * factor[agents], 0)  # what is not finite times 0 would be NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
-            self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5))
+            noise = noises(places, grad.shape[1], self.streams[agents], grad.device)
+            (first, first_kept), (second, second_kept) = places.moments(first, second, self.sizes, noise)
+            theta = self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5))
+            if places:
+                theta.copy_(places.weights(theta, self.sizes, noise))
+                self.first[agents], self.second[agents] = first_kept, second_kept
 
     def state_dict(self) -> dict:
         return {"first": self.first, "second": self.second, "count": self.count}
@@ -495,13 +540,11 @@ class Population(Run):
             if shared(config) != one:
                 name = next(name for name, value in vars(shared(config)).items() if value != getattr(one, name))
                 raise ValueError(f"{name} is {getattr(config, name)} beside {getattr(one, name)}: use another population for it")
-        acting = [(config.precision, config.collect_precision or config.precision) for config in configs]
-        order = sorted(range(len(configs)), key=acting.__getitem__)
-        self.configs = [configs[k] for k in order]
-        precisions, acting = zip(*(acting[k] for k in order), strict=True)
+        self.configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
+        self.places = [places_of(config.formats) for config in self.configs]
         self.agents, self.device, self.rank, self.ranks = len(configs), torch.device(device), 0, 1
         self.config = one_of(self.configs, device)
-        self.total, self.loop, self.state = alone, steps, None
+        self.total, self.loop, self.state, self.targets_of = alone, steps, None, self.rounded_targets
         self.recorder = functools.partial(contextlib.nullcontext, {})
         self.generator = self.draws = Streams(Stream(device).manual_seed(config.seed) for config in self.configs)
         noises = [c.start_noise for c in self.configs]
@@ -509,9 +552,11 @@ class Population(Run):
         weights = [torch.Generator("cpu").manual_seed(config.seed) for config in self.configs]
         sizes, kind = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
         models = [ActorCritic(*sizes, generator=g, distribution=kind) for g in weights]
-        self.model = Agents(models, list(precisions), list(acting), device)
-        self.optimizer = self.adam = Adam(self.model.theta, self.config.learning_rate)
-        self.precision = self.scaler = Scales(precisions, device)
+        matmuls = [[matmuls_of(config, acting) for config in self.configs] for acting in (False, True)]
+        self.model = Agents(models, *matmuls, device)
+        adam = self.config.learning_rate, self.places, self.model.sizes, self.generator
+        self.optimizer = self.adam = Adam(self.model.theta, *adam)
+        self.precision = self.scaler = Scales([config.precision for config in self.configs], device)
         ring = one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device
         self.ring = Rings(self.agents, *ring, action_size=sizes[1] if self.model.gaussian else 0)
         self.stores = one.replay_updates > 0
@@ -530,6 +575,29 @@ class Population(Run):
     def act(self) -> Rollout:
         """Like Run.act, a Rollout [T, S N]."""
         return collect(self.actor, self.env, self.config.rollout_length, self.precision, self.generator, None, self.loop)
+
+    def rounded_targets(self, *args) -> Targets:
+        """V-trace, its advantages and value targets rounded for the agents that say so."""
+        found = vtrace(*args)
+        for agents, kept in self.in_place("targets"):
+            for x in (found.value, found.advantage):
+                own = x[:, agents].transpose(0, 1)
+                x[:, agents] = kept.matrices(own).transpose(0, 1)
+        return found
+
+    def in_place(self, name: str) -> list[tuple[slice, Kept]]:
+        """The agents with few bits in a place."""
+        places = [places.get(name) for places in self.places]
+        return [(agents, places[agents.start]) for agents in alike(places) if places[agents.start]]
+
+    def sample(self) -> Rollout:
+        """Like Run.sample, with observations as they are kept."""
+        batch = super().sample()
+        obs = batch.obs.unflatten(1, (self.agents, -1))
+        for agents, kept in self.in_place("observations"):
+            own = obs[:, agents].transpose(0, 1)
+            obs[:, agents] = kept(own.flatten(1)).view_as(own).transpose(0, 1)
+        return batch
 
     def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
         """Like Run.learn on a batch [T, S B]; statistics are [S]."""

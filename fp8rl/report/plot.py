@@ -11,6 +11,7 @@ from itertools import cycle
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from PIL import Image
 
@@ -235,3 +236,49 @@ def growth(ax: Axes, steps: np.ndarray, curves: dict[str, np.ndarray]) -> Axes:
     steps_axis(ax).set_ylabel("MiB above the first reading")
     ax.legend(fontsize=8)
     return ax
+
+
+def breakage_map(
+    ax: Axes, cells: dict[tuple[str, str], dict], places: dict[str, str], formats: dict[str, list[str]], relative: bool = False
+) -> Axes:
+    """Draws what is left of learning when one place's numbers are kept in few bits.
+
+    Args:
+        cells: (place, format) -> its `score` against float32, and its `verdict`: fails, equal or between.
+        places: names of the rows. formats: groups of columns by name, formats as in lab/places.py.
+        relative: scores are quotients of costs, 1 and more; otherwise differences of returns, 0 and less.
+    """
+    columns = [form for group in formats.values() for form in group]
+    score = np.array([[float(cells[place, form]["score"]) for form in columns] for place in places])
+    loss = np.log10(np.clip(score, 1, 100)) / 2 if relative else np.log10(np.clip(1 - score, 1, 200)) / np.log10(200)
+    ax.imshow(loss, cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
+    for row, place in enumerate(places):
+        for column, form in enumerate(columns):
+            value, verdict = score[row, column], cells[place, form]["verdict"]
+            text = ("" if value < 100 else ">") + f"{min(value, 100):.2g}" if relative else f"{value:+.1f}"
+            color = "white" if loss[row, column] > 0.5 else "black"
+            ax.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
+            if verdict != "equal":
+                hatch = "///" if verdict == "fails" else "..."
+                box = {"fill": False, "hatch": hatch, "edgecolor": color, "linewidth": 0, "alpha": 0.35}
+                ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **box))
+    ax.set_yticks(range(len(places)), places.values())
+    ax.set_xticks(range(len(columns)), [_field_name(form) for form in columns], fontsize=8)
+    begin = 0
+    for name, group in formats.items():
+        ax.text(begin + len(group) / 2 - 0.5, -0.65, name, ha="center", va="bottom", fontsize=9)
+        begin += len(group)
+        if begin < len(columns):
+            ax.axvline(begin - 0.5, color="white", linewidth=4)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return ax
+
+
+def _field_name(form: str) -> str:
+    """A format as the label of a column: its bits, and the name by which the field knows it."""
+    form = form.partition(":")[0]
+    exponent, mantissa = form[1:].split("m")
+    names = {"e8m10": "tf32", "e8m7": "bf16", "e4m3": "e4m3", "e8m0": "e8m0"}
+    bits = mantissa if exponent == "8" else exponent
+    return f"{bits}\n{names.get(form, '')}"

@@ -8,8 +8,9 @@
     fp8    1       e4m3 of x / scale, a power of two per feature        2^-4 of the value, down to 2^-13 of the bound
 
 The scales come from the bounds of the observation space and never change, so storing them costs nothing per transition. int8 has
-equal steps. The steps of fp8 grow with the value: finer than int8's within a sixteenth of the bound from 0, coarser beyond. A
-value that a codec cannot represent is clipped to the nearest end of its range; `outside` counts them.
+equal steps and needs bounds; a feature without them has scale 1 in fp8. The steps of fp8 grow with the value: finer than int8's
+within a sixteenth of the bound from 0, coarser beyond. A value that a codec cannot represent is clipped to the nearest end of its
+range; `outside` counts them.
 """
 
 import math
@@ -26,7 +27,7 @@ CODECS = tuple(DTYPES)
 class Codec:
     """One row of the module's table. `low` and `high` are the bounds of each feature [F], infinite if it has none. `dtype` is the
     type of the codes; fp8 codes are their bits as uint8, because torch cannot index float8 tensors everywhere. Raises ValueError
-    for an unknown name, bounds that are not numbers or differ in number, or a one-byte codec without finite bounds."""
+    for an unknown name, bounds that are not numbers or differ in number, or int8 without finite bounds."""
 
     def __init__(self, name: str, low: Sequence[float], high: Sequence[float], device="cpu"):
         if name not in DTYPES:
@@ -36,8 +37,8 @@ class Codec:
         if low.shape != high.shape:
             raise ValueError(f"low has {len(low)} bounds and high {len(high)}: pass one per feature")
         bad, remedy = low.isnan() | high.isnan(), "use numbers"
-        if name in ("int8", "fp8"):
-            bad, remedy = ~((high - low).isfinite() & (low < high)), "use finite bounds, or choose bf16"
+        if name == "int8":
+            bad, remedy = ~((high - low).isfinite() & (low < high)), "use finite bounds, or choose fp8"
         if bad.any():
             feature = int(bad.nonzero()[0])
             bounds = f"[{low[feature]:g}, {high[feature]:g}]"
@@ -48,7 +49,8 @@ class Codec:
             self.middle, self.scale = (low + high) / 2, (high - low) / 254
             self.limit = 127.0
         elif name == "fp8":
-            self.scale = power_of_two_scale(torch.maximum(low.abs(), high.abs()), LARGEST[E4M3])
+            bound = torch.maximum(low.abs(), high.abs())
+            self.scale = power_of_two_scale(bound, LARGEST[E4M3]).where(bound.isfinite(), 1)
             self.limit = LARGEST[E4M3]
         else:
             self.limit = math.inf if name == "fp32" else torch.finfo(self.dtype).max

@@ -22,6 +22,7 @@ import torch
 from ..config import Config
 from ..env import TensorEnv
 from ..history import EpisodeReturns
+from ..lab.packed import Packed
 from ..precision import Precision
 from ..rollout import stream_seed
 from ..tasks.by_id import TASKS
@@ -148,6 +149,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
         run.actor = copy.deepcopy(run.actor)
         Ahead(run)
     set_evaluator(run, machine)
+    if config.formats:
+        Packed(run)
     if size > 1:
         ranks.join(run)
     if state:
@@ -197,6 +200,10 @@ def check(config: Config, machine: Machine, size: int) -> None:
     if machine.collect_ahead:
         tf32 = "tf32" in (config.precision, config.collect_precision)
         require("precision", not tf32, "choose another for collect_ahead, TF32 is a process-wide switch")
+    if config.formats:
+        alone = size == 1 and one and not (machine.graph or machine.reuse_forward or machine.compile)
+        alone = alone and machine.on("evaluate") == machine.on("learn")
+        require("formats", alone, "leave it out, or compute on one device, in one process and without other options")
     if size > 1:
         for field, good, remedy in (
             ("num_envs", config.num_envs % size == 0, f"use a multiple of {size}"),

@@ -114,10 +114,9 @@ class StoredRing(ReplayBuffer):
         super().__init__(rows, num_envs, bounds, device, action_size)
         if layout == "delta":
             widest = [top - bottom for bottom, top in zip(*bounds, strict=True)]
-            try:
-                self.delta_codec = Codec(_DELTA[codec], [-width for width in widest], widest, self.device)
-            except ValueError as error:
-                raise ValueError(f"layout is 'delta' and codec {codec!r}, which needs finite bounds: choose compact") from error
+            if not 0 < min(widest) <= max(widest) < math.inf:
+                raise ValueError(f"layout is 'delta' and codec {codec!r}, which needs finite bounds: choose compact")
+            self.delta_codec = Codec(_DELTA[codec], [-width for width in widest], widest, self.device)
         self.new_episodes = self.count > 0  # a resumed folder does not continue its last episodes
 
     def _allocate(self) -> dict[str, torch.Tensor]:

@@ -1,0 +1,121 @@
+"""Places: where a run keeps or computes numbers in few bits, each in a format of its own (formats.py).
+
+    forward        inputs and weights of the matmuls of the forward pass; their products are summed in float32
+    backward       the gradients that are multiplied in the backward pass
+    weights        the parameters between updates, instead of a float32 master copy
+    m, v           Adam's moments between updates
+    root           the root of v, in place of v: half of its exponent's range is enough
+    observations   those of replayed slices
+    acting         inputs and weights of the acting policy's matmuls; without it, it acts in the format of `forward`
+    targets        advantages and value targets
+
+Config's field `formats` names some of them, "weights=e4m3:stochastic v=e5m2". A format is followed by any of the words
+
+    unscaled     no scale; otherwise each tensor of an agent has one, a power of two
+    block        a scale for each 32 numbers instead
+    stochastic   round up or down at random so that the mean is right; otherwise to the nearest
+    stored       (m, v, root) take Adam's step from the moments as they were stored; otherwise it is taken just before
+
+Only what lasts is rounded. An update computes its step in float32 from what is stored, and rounds its results.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from .formats import Format, format_of, rounded, scaled
+
+PLACES = ("forward", "backward", "weights", "m", "v", "root", "observations", "acting", "targets")
+WORDS = ("unscaled", "block", "stochastic", "stored")
+BLOCK = 32
+NONE: dict[str, torch.Tensor] = {}
+# The fields of Config that keep everything that lasts in one byte a number, and multiply bytes.
+EIGHT_BIT = {"precision": "fp8", "codec": "fp8", "formats": "weights=e4m3:stochastic m=e4m3 root=e4m3"}
+
+
+class Kept(NamedTuple):
+    """How the numbers of one place are kept: a format and the words after it."""
+
+    format: Format
+    words: tuple[str, ...] = ()
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there is a scale. With 8 exponent bits, as many as float32 has, it would do nothing."""
+        return "unscaled" not in self.words and self.format.exponent < 8
+
+    @property
+    def block(self) -> bool:
+        """Whether each block of 32 numbers has a scale."""
+        return self.scaled and "block" in self.words
+
+    def __call__(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """Rounds tensors, each flattened to a row of float32 [S, P]; stochastically with `noise` [S, P], uniform in [0, 1)."""
+        return scaled(x, self.format, BLOCK if self.block else None, noise) if self.scaled else rounded(x, self.format, noise)
+
+    def each(self, x: torch.Tensor, sizes: list[int], noise: torch.Tensor | None = None) -> torch.Tensor:
+        """Rounds rows [S, P] that hold one tensor after the other, of given sizes."""
+        noises = [None] * len(sizes) if noise is None else noise.split(sizes, dim=1)
+        return torch.cat([self(part, own) for part, own in zip(x.split(sizes, dim=1), noises, strict=True)], dim=1)
+
+    def matrices(self, x: torch.Tensor) -> torch.Tensor:
+        """Rounds matrices [S, M, N]."""
+        return self(x.flatten(1)).view_as(x)
+
+
+class Places(dict[str, Kept]):
+    """The places of an agent that are kept in few bits."""
+
+    @property
+    def noisy(self) -> list[str]:
+        """Those of weights, m, v and root that are rounded stochastically."""
+        return [name for name in ("weights", "m", "v", "root") if name in self and "stochastic" in self[name].words]
+
+    def weights(self, x: torch.Tensor, sizes: list[int], noise: dict[str, torch.Tensor] = NONE) -> torch.Tensor:
+        """Parameters [S, P], tensors of given sizes, as they are kept; with noise, if they are rounded stochastically."""
+        return self["weights"].each(x, sizes, noise.get("weights")) if "weights" in self else x
+
+    def moments(self, first, second, sizes: list[int], noise: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Adam's moments [S, P] as the step takes them and as they are kept, [(m, m), (v, v)]."""
+        pairs = []
+        for x, name in ((first, "m"), (second, "root" if "root" in self else "v")):
+            kept, stored = self.get(name), x
+            if kept:
+                stored = kept.each(x.sqrt() if name == "root" else x, sizes, noise.get(name))
+                stored = stored.square() if name == "root" else stored  # exact: a root has at most half of float32's bits
+            pairs.append((stored if kept and "stored" in kept.words else x, stored))
+        return pairs
+
+
+def places_of(text: str) -> Places:
+    """The places that Config's field `formats` names.
+
+    Raises:
+        ValueError: a place, format or word that does not exist, a place named twice, or v beside its root.
+    """
+    found = Places()
+    for entry in text.split():
+        name, _, rest = entry.partition("=")
+        form, *words = rest.split(":")
+        if name not in PLACES:
+            raise ValueError(f"formats has the place {name!r}: choose from {', '.join(PLACES)}")
+        if name in found or ("v" in found and name == "root") or ("root" in found and name == "v"):
+            raise ValueError(f"formats has {name} twice: name each place once, and v or its root")
+        for word in words:
+            if word not in WORDS or (word == "stored" and name not in ("m", "v", "root")):
+                words = f"{', '.join(WORDS)} (stored: only m, v, root)"
+                raise ValueError(f"formats has {entry!r}: follow the format by any of {words}")
+        if "stochastic" in words and name not in ("weights", "m", "v", "root"):
+            raise ValueError(f"formats has {entry!r}: only weights, m, v and root can be stochastic")
+        try:
+            found[name] = Kept(format_of(form), tuple(words))
+        except ValueError as error:
+            raise ValueError(f"formats has {entry!r}: {error}") from error
+    return found
+
+
+def noises(places: Places, size: int, generators: Iterable[torch.Generator], device) -> dict[str, torch.Tensor]:
+    """Noise for one update of agents that share their places, float32 [S, P] each, from their streams."""
+    drawn = [torch.rand(len(places.noisy), size, generator=g, device=device) for g in generators] if places.noisy else []
+    return {name: torch.stack([x[i] for x in drawn]) for i, name in enumerate(places.noisy)}

@@ -1,0 +1,168 @@
+"""Places kept in few bits (lab/places.py): in a population of agents whose places differ."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fp8rl.config import Config
+from fp8rl.lab import population
+from fp8rl.lab.formats import format_of, rounded, scaled
+from fp8rl.lab.places import Kept, Places, places_of
+from fp8rl.lab.population import Matmuls, Population, roundings_of
+from fp8rl.train import iterate, train
+
+SMALL = {"steps": 1024, "num_envs": 4, "rollout_length": 16, "slice_length": 16, "batch_size": 64, "eval_every": 0}
+SMALL |= {"eval_episodes": 2, "capacity": 1000}
+SIZES = [6, 3]
+STEP = {"v": "v=e4m3:stored", "before": "v=e4m3", "root": "root=e4m3:stored", "m": "m=e5m2", "both": "m=e3m2:stored v=bf16"}
+STEP |= {
+    "unscaled": "v=e5m2:unscaled:stored",
+    "block": "m=e4m3:block:stored",
+    "weights": "weights=e4m3",
+    "all": "weights=e3m2 m=e4m3",
+}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("w=e4m3", "the place 'w': choose from forward, backward"),
+        ("v", "'v': format is '': use"),
+        ("v=e0m3", "'v=e0m3': format is 'e0m3': use"),
+        ("v=e4m3:loose", "follow the format by any of unscaled, block, stochastic, stored"),
+        ("weights=e4m3:stored", "stored: only m, v, root"),
+        ("forward=e4m3:stochastic", "only weights, m, v and root can be stochastic"),
+        ("v=e4m3 v=e5m2", "formats has v twice"),
+        ("v=e4m3 root=e5m2", "formats has root twice: name each place once, and v or its root"),
+    ],
+)
+def test_bad_places_are_refused_in_one_line(text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        places_of(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_places_and_words():
+    found = places_of("v=e5m2 weights=bf16:stochastic m=e4m3:block:unscaled")
+    assert found == {
+        "v": Kept(format_of("e5m2")),
+        "weights": Kept(format_of("bf16"), ("stochastic",)),
+        "m": Kept(format_of("e4m3"), ("block", "unscaled")),
+    }
+    assert found.noisy == ["weights"] and found["v"].scaled and not found["v"].block
+    assert not found["weights"].scaled and not found["m"].scaled and not places_of("")
+
+
+def by_hand(text: str, theta: torch.Tensor, grads: list[torch.Tensor], rate: float) -> torch.Tensor:
+    """Adam on one agent's weights [9], tensor by tensor, each place rounded where the module's docstring says."""
+    places = places_of(text)
+
+    def keep(x, name):
+        if name not in places:
+            return x
+        kept = places[name]
+        parts = x.split(SIZES)
+        if "unscaled" in kept.words:
+            return torch.cat([rounded(part, kept.format) for part in parts])
+        return torch.cat([scaled(part, kept.format, 32 if "block" in kept.words else None) for part in parts])
+
+    theta, m, v = keep(theta, "weights"), torch.zeros(9), torch.zeros(9)
+    for t, grad in enumerate(grads, 1):
+        m, v = torch.lerp(m, grad, 1 - 0.9), 0.999 * v + (1 - 0.999) * grad * grad
+        kept_m, kept_v = keep(m, "m"), keep(v.sqrt(), "root") ** 2 if "root" in places else keep(v, "v")
+        used_m = kept_m if "m" in places and "stored" in places["m"].words else m
+        of_v = places.get("v") or places.get("root")
+        used_v = kept_v if of_v and "stored" in of_v.words else v
+        step = used_m / (1 - 0.9**t) / ((used_v / (1 - 0.999**t)).sqrt() + 1e-5)
+        theta, m, v = keep(theta - rate * step, "weights"), kept_m, kept_v
+    return theta
+
+
+@pytest.mark.parametrize("text", STEP.values(), ids=STEP)
+def test_adam_equals_its_equations_by_hand(text):
+    start = torch.randn(9, generator=torch.Generator().manual_seed(1))
+    grads = torch.randn(5, 9, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 0, 9)
+    theta = nn.Parameter(torch.stack([start, start]))
+    adam = population.Adam(theta, 0.05, [Places(), places_of(text)], SIZES, [None, None])
+    for grad in grads:
+        adam.step(torch.stack([grad, grad]), torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool))
+    plain, kept = theta.detach()
+    torch.testing.assert_close(plain, by_hand("", start, grads, 0.05), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(kept, by_hand(text, start, grads, 0.05), rtol=1e-4, atol=1e-6)
+    assert not torch.equal(plain, kept)
+
+
+def test_a_skipped_step_changes_nothing_that_is_kept():
+    theta = nn.Parameter(torch.randn(1, 9))
+    places = places_of("weights=e4m3:stochastic m=e4m3 root=e4m3")
+    adam = population.Adam(theta, 0.1, [places], SIZES, [torch.Generator().manual_seed(0)])
+    yes = torch.ones(1, 1, dtype=torch.bool)
+    adam.step(torch.randn(1, 9), torch.ones(1, 1), yes)
+    before = [x.clone() for x in (theta.detach(), adam.first, adam.second)]
+    adam.step(torch.full((1, 9), torch.inf), torch.ones(1, 1), ~yes)
+    assert all(map(torch.equal, before, (theta.detach(), adam.first, adam.second)))
+
+
+def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
+    """A hundred steps of a thousandth each, far below half the distance of e4m3's numbers near 1."""
+    for word, expected in (("", 1.0), (":stochastic", 1.1)):
+        theta = nn.Parameter(torch.ones(1, 4000))
+        adam = population.Adam(theta, 1e-3, [places_of(f"weights=e4m3{word}")], [4000], [torch.Generator().manual_seed(0)])
+        for _ in range(100):
+            adam.step(-torch.ones(1, 4000), torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))
+        assert math.isclose(theta.mean().item(), expected, abs_tol=0.005)
+
+
+def test_matmuls_are_rounded_by_places_or_by_a_precision():
+    config = Config(formats="forward=e4m3 backward=e5m2 acting=e2m1")
+    learner, actor = population.matmuls_of(config), population.matmuls_of(config, acting=True)
+    assert learner == Matmuls("fp32", Kept(format_of("e4m3")), Kept(format_of("e5m2")))
+    assert actor == Matmuls("fp32", Kept(format_of("e2m1")))
+    x = torch.randn(2, 3, 4)
+    inputs, weights, gradient, result = roundings_of(learner, [(4, 4)])[0]
+    assert torch.equal(inputs(x), scaled(x.flatten(1), format_of("e4m3")).view_as(x)) and torch.equal(inputs(x), weights(x))
+    assert torch.equal(gradient(x), scaled(x.flatten(1), format_of("e5m2")).view_as(x)) and result is None
+    with pytest.raises(ValueError, match="formats rounds matmuls and precision is bf16: use fp32 with it"):
+        population.matmuls_of(Config(precision="bf16", formats="forward=e4m3"))
+
+
+ARMS = ["", "v=e4m3:stored", "weights=e4m3:stochastic m=e4m3 root=e4m3", "forward=e4m3 backward=e5m2", "observations=e3m2"]
+ARMS += ["targets=e4m3", "acting=e2m1"]
+
+
+@pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
+def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
+    """For the three updates of an iteration, but for sums in another order, which now and then cross a rounding boundary."""
+    configs = [Config(seed=seed, formats=formats, env_id=env_id, **{**SMALL, "steps": 64}) for formats in ARMS for seed in (3, 4)]
+    together = train(Population(configs[::-1]), progress=False)
+    found = set()
+    for k, formats in enumerate(ARMS):
+        apart = train(Population(configs[2 * k : 2 * k + 2]), progress=False)
+        same = together.model.theta[[together.configs.index(config) for config in apart.configs]]
+        differ = ~torch.isclose(same, apart.model.theta, rtol=1e-4, atol=1e-6)
+        assert differ.float().mean() < 0.05, formats
+        found.add(tuple(apart.model.theta.flatten().tolist()))
+    assert len(found) == len(ARMS)  # every place changes something
+
+
+def test_what_is_kept_is_in_its_format():
+    config = Config(formats="weights=e4m3:stochastic m=e5m2 root=e3m3", **SMALL)
+    run = train(Population([config]), progress=False)
+    places, sizes = run.places[0], run.model.sizes
+    assert torch.equal(places["weights"].each(run.model.theta.data, sizes), run.model.theta.data)
+    assert torch.equal(places["m"].each(run.adam.first, sizes), run.adam.first)
+    assert torch.equal(places["root"].each(run.adam.second.sqrt(), sizes).square(), run.adam.second)
+
+
+def test_a_stopped_population_continues_bit_for_bit():
+    configs = [Config(seed=1, formats=formats, **SMALL) for formats in ARMS[:4]]
+    whole = train(Population(configs), progress=False)
+    first, second = Population(configs), Population(configs)
+    for run in iterate(first):
+        if len(run.history) == 5:
+            break
+    second.load_state_dict(first.state_dict())
+    train(second, progress=False)
+    assert torch.equal(second.model.theta, whole.model.theta) and torch.equal(second.adam.second, whole.adam.second)
