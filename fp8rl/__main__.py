@@ -29,7 +29,7 @@ from . import checkpoint
 from .config import Config
 from .evaluate import evaluate
 from .history import History
-from .lab.packed import Packed
+from .lab.packed import Packed, build
 from .lab.places import EIGHT_BIT
 from .lab.population import shared
 from .precision import Precision
@@ -37,7 +37,7 @@ from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
 from .scale import growth, hardware, ranks
 from .scale.gym import EnvironmentFailed
-from .scale.machine import HERE, NETWORKS, Machine, build, maker
+from .scale.machine import HERE, NETWORKS, Machine, maker
 from .scale.storage import ring_bytes
 from .train import Run, iterate
 

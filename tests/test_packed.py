@@ -11,10 +11,11 @@ import torch
 from fp8rl import checkpoint
 from fp8rl.__main__ import main
 from fp8rl.config import Config
-from fp8rl.lab.packed import pack, unpack
+from fp8rl.lab.packed import build, pack, unpack
 from fp8rl.lab.places import EIGHT_BIT, Kept, places_of
 from fp8rl.lab.population import Population
-from fp8rl.scale.machine import NETWORKS, Machine, build
+from fp8rl.scale import machine as plain
+from fp8rl.scale.machine import NETWORKS, Machine
 from fp8rl.train import Run, iterate, train
 
 SMALL = {"steps": 1024, "num_envs": 4, "rollout_length": 16, "slice_length": 16, "batch_size": 64, "eval_every": 0}
@@ -114,6 +115,8 @@ def test_what_cannot_be_packed_is_refused(fields, machine, message):
 def test_the_plain_run_refuses_formats():
     with pytest.raises(ValueError, match=r"formats is m=e4m3: make this run with fp8rl.scale.machine.build"):
         Run(Config(**SMALL, formats="m=e4m3"))
+    with pytest.raises(ValueError, match=r"formats is m=e4m3: make this run with fp8rl.lab.packed.build"):
+        plain.build(Config(**SMALL, formats="m=e4m3"))
 
 
 def test_the_command_line(tmp_path, monkeypatch, capsys):

@@ -33,7 +33,7 @@ STEP |= {
         ("v=e0m3", "'v=e0m3': format is 'e0m3': use"),
         ("v=e4m3:loose", "follow the format by any of unscaled, block, stochastic, stored"),
         ("weights=e4m3:stored", "stored: only m, v, root"),
-        ("forward=e4m3:stochastic", "only weights, m, v and root can be stochastic"),
+        ("forward=e4m3:stochastic", "only weights, m, v, root and targets can be stochastic"),
         ("v=e4m3 v=e5m2", "formats has v twice"),
         ("v=e4m3 root=e5m2", "formats has root twice: name each place once, and v or its root"),
     ],
@@ -129,7 +129,7 @@ def test_matmuls_are_rounded_by_places_or_by_a_precision():
 
 
 ARMS = ["", "v=e4m3:stored", "weights=e4m3:stochastic m=e4m3 root=e4m3", "forward=e4m3 backward=e5m2", "observations=e3m2"]
-ARMS += ["targets=e4m3", "acting=e2m1"]
+ARMS += ["targets=e4m3", "targets=e4m3:stochastic", "acting=e2m1"]
 
 
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])

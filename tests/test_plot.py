@@ -134,3 +134,25 @@ def test_byte_bars_stand_for_their_bytes(ax):
 def test_growth_starts_at_the_first_reading(ax):
     ax = plot.growth(ax, np.array([1, 2]), {"resident set": np.array([5, 7]) * 2**20, "ring": np.array([0, 1]) * 2**20})
     assert [line.get_ydata().tolist() for line in ax.lines] == [[0, 2], [0, 1]] and "MiB" in ax.get_ylabel()
+
+
+def test_breakage_map_shades_by_loss_and_hatches_what_fails(ax):
+    places, formats = {"m": "Adam's m", "v": "Adam's v"}, {"mantissa": ["e8m7", "e8m0"], "unscaled": ["e4m3:unscaled"]}
+    scores = {"m": (0.0, -0.04, -1.0), "v": (0.2, -5.0, -190.0)}
+    verdicts = {0.0: "equal", -0.04: "equal", 0.2: "equal", -1.0: "between", -5.0: "between", -190.0: "fails"}
+    columns = [form for group in formats.values() for form in group]
+    cells = {(p, f): {"score": x, "verdict": verdicts[x]} for p in places for f, x in zip(columns, scores[p], strict=True)}
+    plot.breakage_map(ax, cells, places, formats)
+    shade = ax.images[0].get_array()
+    assert shade[0, 0] == 0 and np.all(np.diff(shade[1, :]) > 0) and shade.max() < 1
+    assert [text.get_text() for text in ax.texts][:6] == ["0.0", "0.0", "-1.0", "0.2", "-5.0", "-190.0"]
+    assert sorted(box.get_hatch() for box in ax.patches) == ["...", "...", "///"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(places.values())
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["7\nbf16", "0\ne8m0", "4\ne4m3"]
+
+
+def test_breakage_map_of_quotients_shades_by_their_logarithm(ax):
+    cells = {("v", form): {"score": x, "verdict": "equal"} for form, x in (("e8m7", 0.9), ("e8m1", 10.0), ("e8m0", 1e4))}
+    plot.breakage_map(ax, cells, {"v": "v"}, {"mantissa": ["e8m7", "e8m1", "e8m0"]}, relative=True)
+    assert ax.images[0].get_array().tolist() == [[0, 0.5, 1]]
+    assert [text.get_text() for text in ax.texts][:3] == ["0.9", "10", "99+"]

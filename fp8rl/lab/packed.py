@@ -19,12 +19,12 @@ from torch import nn
 
 from ..fp8 import power_of_two_scale
 from ..model import ActorCritic
+from ..scale import machine
 from ..train import Run
 from .formats import DTYPES, blocks, unblocked
-from .places import BLOCK, Kept, places_of
+from .places import BLOCK, STATE, Kept, places_of
 from .population import Adam
 
-STORED = ("weights", "m", "v", "root")
 Row = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -58,7 +58,7 @@ class Packed(torch.optim.Optimizer):
     def __init__(self, run: Run):
         config, self.run, self.model, self.places = run.config, run, run.model, places_of(run.config.formats)
         for place in self.places:
-            if place not in STORED:
+            if place not in STATE:
                 raise ValueError(f"formats has {place}: only a population rounds it, choose a precision or codec instead")
         if "weights" in self.places and run.actor is not run.model:
             raise ValueError("collect_precision or collect_device keeps another copy of the weights: leave it out with formats")
@@ -201,3 +201,6 @@ def in_order(model: ActorCritic) -> list[nn.Parameter]:
     heads = [layer.weight for layer in (model.actor, model.critic)] + [layer.bias for layer in (model.actor, model.critic)]
     last = [*heads, *([] if model.log_std is None else [model.log_std])]
     return [p for p in model.parameters() if not any(p is x for x in last)] + last
+
+
+build = functools.partial(machine.build, keep=Packed)  # of scale/machine.py, for all configs

@@ -27,6 +27,7 @@ import torch
 from .formats import Format, format_of, rounded, scaled
 
 PLACES = ("forward", "backward", "weights", "m", "v", "root", "observations", "acting", "targets")
+STATE = ("weights", "m", "v", "root")
 WORDS = ("unscaled", "block", "stochastic", "stored")
 BLOCK = 32
 NONE: dict[str, torch.Tensor] = {}
@@ -59,9 +60,12 @@ class Kept(NamedTuple):
         noises = [None] * len(sizes) if noise is None else noise.split(sizes, dim=1)
         return torch.cat([self(part, own) for part, own in zip(x.split(sizes, dim=1), noises, strict=True)], dim=1)
 
-    def matrices(self, x: torch.Tensor) -> torch.Tensor:
-        """Rounds matrices [S, M, N]."""
-        return self(x.flatten(1)).view_as(x)
+    def matrices(self, x: torch.Tensor, streams: Iterable[torch.Generator] = ()) -> torch.Tensor:
+        """Rounds matrices [S, M, N]; stochastically, if it does, with the streams of the agents."""
+        flat, noise = x.flatten(1), None
+        if "stochastic" in self.words:
+            noise = torch.stack([torch.rand(flat.shape[1], generator=stream, device=x.device) for stream in streams])
+        return self(flat, noise).view_as(x)
 
 
 class Places(dict[str, Kept]):
@@ -70,7 +74,7 @@ class Places(dict[str, Kept]):
     @property
     def noisy(self) -> list[str]:
         """Those of weights, m, v and root that are rounded stochastically."""
-        return [name for name in ("weights", "m", "v", "root") if name in self and "stochastic" in self[name].words]
+        return [name for name in STATE if name in self and "stochastic" in self[name].words]
 
     def weights(self, x: torch.Tensor, sizes: list[int], noise: dict[str, torch.Tensor] = NONE) -> torch.Tensor:
         """Parameters [S, P], tensors of given sizes, as they are kept; with noise, if they are rounded stochastically."""
@@ -106,8 +110,8 @@ def places_of(text: str) -> Places:
             if word not in WORDS or (word == "stored" and name not in ("m", "v", "root")):
                 words = f"{', '.join(WORDS)} (stored: only m, v, root)"
                 raise ValueError(f"formats has {entry!r}: follow the format by any of {words}")
-        if "stochastic" in words and name not in ("weights", "m", "v", "root"):
-            raise ValueError(f"formats has {entry!r}: only weights, m, v and root can be stochastic")
+        if "stochastic" in words and name not in (*STATE, "targets"):
+            raise ValueError(f"formats has {entry!r}: only {', '.join(STATE)} and targets can be stochastic")
         try:
             found[name] = Kept(format_of(form), tuple(words))
         except ValueError as error:

@@ -582,7 +582,7 @@ class Population(Run):
         for agents, kept in self.in_place("targets"):
             for x in (found.value, found.advantage):
                 own = x[:, agents].transpose(0, 1)
-                x[:, agents] = kept.matrices(own).transpose(0, 1)
+                x[:, agents] = kept.matrices(own, self.generator[agents]).transpose(0, 1)
         return found
 
     def in_place(self, name: str) -> list[tuple[slice, Kept]]:

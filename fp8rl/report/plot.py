@@ -241,7 +241,8 @@ def growth(ax: Axes, steps: np.ndarray, curves: dict[str, np.ndarray]) -> Axes:
 def breakage_map(
     ax: Axes, cells: dict[tuple[str, str], dict], places: dict[str, str], formats: dict[str, list[str]], relative: bool = False
 ) -> Axes:
-    """Draws what is left of learning when one place's numbers are kept in few bits.
+    """What learning loses when one place's numbers are kept in few bits, as a heat map: hatched cells fail, dotted ones lie in
+    between.
 
     Args:
         cells: (place, format) -> its `score` against float32, and its `verdict`: fails, equal or between.
@@ -255,7 +256,7 @@ def breakage_map(
     for row, place in enumerate(places):
         for column, form in enumerate(columns):
             value, verdict = score[row, column], cells[place, form]["verdict"]
-            text = ("" if value < 100 else ">") + f"{min(value, 100):.2g}" if relative else f"{value:+.1f}"
+            text = (f"{value:.2g}" if value < 99.5 else "99+") if relative else f"{round(value, 1) + 0.0:.1f}"  # not -0.0
             color = "white" if loss[row, column] > 0.5 else "black"
             ax.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
             if verdict != "equal":

@@ -29,11 +29,11 @@ from tqdm.auto import tqdm
 from .. import fp8
 from ..config import Config
 from ..history import History
+from ..lab.packed import build
 from ..lab.population import Population, batches, obstacle
 from ..precision import Precision
 from ..scale.gym import children_ignore_interrupts
 from ..scale.hardware import keep_freed_memory
-from ..scale.machine import build
 from ..train import iterate, train
 from .statistics import bootstrap_interval, iqm
 

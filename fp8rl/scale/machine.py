@@ -22,7 +22,6 @@ import torch
 from ..config import Config
 from ..env import TensorEnv
 from ..history import EpisodeReturns
-from ..lab.packed import Packed
 from ..precision import Precision
 from ..rollout import stream_seed
 from ..tasks.by_id import TASKS
@@ -105,13 +104,14 @@ HERE = Machine()
 NETWORKS = {"mlp": fused.ManyRows, "gru": Recurrent}
 
 
-def build(config: Config, machine: Machine = HERE, state: dict | None = None) -> Run:
+def build(config: Config, machine: Machine = HERE, state: dict | None = None, keep: Callable | None = None) -> Run:
     """A run of a config on a machine, new or resumed.
 
     Args:
         config: what is learned.
         machine: where and how fast.
         state: from `checkpoint.resume`.
+        keep: lets a run store its state in the config's `formats` (lab/packed.py has one); called before `state` is loaded.
 
     Raises:
         ValueError: the machine cannot do what the config asks for, or `state` does not fit the config.
@@ -119,6 +119,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
         EnvironmentFailed: a Gymnasium environment raises when it starts.
     """
     rank, size = ranks.rank_and_size()
+    if config.formats and not keep:
+        raise ValueError(f"formats is {config.formats}: make this run with fp8rl.lab.packed.build")
     check(config, machine, size)
     learner, collector, store = machine.on("learn"), machine.on("collect"), machine.on("store")
     iteration = len(state["history"].get("iteration", ())) if state else 0  # a resumed run starts other episodes
@@ -150,7 +152,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None) ->
         Ahead(run)
     set_evaluator(run, machine)
     if config.formats:
-        Packed(run)
+        keep(run)
     if size > 1:
         ranks.join(run)
     if state:

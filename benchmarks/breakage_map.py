@@ -1,0 +1,179 @@
+"""Where does learning break when numbers are kept in few bits?
+
+Each cell of the map is a place (fp8rl/lab/places.py) and a format: 32 agents that keep this place's numbers in it and everything
+else in float32, on seeds 1000 and up, on which nothing was chosen. Adam takes its steps from the moments as stored. On the cart
+a cell's score is its return minus float32's, on the linear-quadratic cart its cost divided by float32's, both seed by seed. Two
+learning rates each. A cell
+
+    fails               if less than half of its seeds reach 195; if its cost is more than twice float32's
+    equals float32      if the 95% interval of the score lies above -0.5; below 1.2 (being better is no fault)
+    lies in between     otherwise
+
+    python benchmarks/breakage_map.py map benchmarks/results/breakage_map
+    python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md
+
+The second command repeats some cells, and the agent with eight bits in every place, with seeds 1000 to 1099. Both write after
+each task and learning rate.
+"""
+
+import argparse
+import csv
+import time
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from tasks import CART, LQR, above_optimum
+
+from fp8rl.config import Config
+from fp8rl.history import History
+from fp8rl.lab.places import EIGHT_BIT
+from fp8rl.report import plot, study
+from fp8rl.scale.hardware import hardware
+
+STEPS, SEEDS = 51_200, 32
+RATES = {CART: (5e-4, 2e-3), LQR: (2e-3, 5e-3)}
+PLACES = {
+    "forward": "forward operands",
+    "backward": "gradients",
+    "acting": "acting policy",
+    "observations": "replayed observations",
+    "targets": "advantages, value targets",
+    "m": "Adam's m",
+    "v": "Adam's v",
+    "root": "root of v",
+    "weights": "weights, to nearest",
+    "weights stochastic": "weights, stochastic",
+}
+FORMATS = {
+    "bits of mantissa (8 of exponent)": ["e8m10", "e8m7", "e8m5", "e8m3", "e8m2", "e8m1", "e8m0"],
+    "bits of exponent\n(3 of mantissa), scaled": ["e5m3", "e4m3", "e3m3", "e2m3"],
+    "the same,\nunscaled": ["e5m3:unscaled", "e4m3:unscaled", "e3m3:unscaled"],
+}
+CLAIMS = {
+    "control: float32, other seeds": "",
+    "control: v in e4m3, unscaled, the step from what is stored": "v=e4m3:unscaled:stored",
+    "v in e4m3, unscaled, the step before storing": "v=e4m3:unscaled",
+    "v in e4m3, scaled, the step from what is stored": "v=e4m3:stored",
+    "v in e4m3, scaled": "v=e4m3",
+    "v in e5m2, scaled": "v=e5m2",
+    "root of v in e4m3, scaled": "root=e4m3",
+    "m in e4m3, scaled": "m=e4m3",
+    "weights in bf16, to nearest": "weights=bf16",
+    "weights in bf16, stochastic": "weights=bf16:stochastic",
+    "weights in e4m3, to nearest": "weights=e4m3",
+    "weights in e4m3, stochastic": "weights=e4m3:stochastic",
+    "all matmuls in e4m3 and e5m2": "forward=e4m3 backward=e5m2",
+    "all matmuls in e2m1": "forward=e2m1 backward=e2m1",
+    "all matmuls in powers of two": "forward=e8m0 backward=e8m0",
+    "replayed observations in e4m3": "observations=e4m3",
+    "advantages and value targets, one bit of mantissa, to nearest": "targets=e8m1",
+    "advantages and value targets, one bit of mantissa, stochastic": "targets=e8m1:stochastic",
+    "all of it in eight bits": EIGHT_BIT,
+}
+COLUMNS = ("task", "learning_rate", "place", "format", "median", "score", "low", "high", "seeds_at_195", "verdict")
+BASELINE = ("float32", "float32")
+
+
+def cells() -> dict[tuple[str, str], str]:
+    """The map's cells: (place, format) -> the config's field `formats`."""
+    found = {}
+    for place in PLACES:
+        name, *words = place.split()
+        for form in (form for group in FORMATS.values() for form in group):
+            found[place, form] = f"{name}={':'.join([form, *words])}" + ":stored" * (name in ("m", "v", "root"))
+    return found
+
+
+def measure(task: str, history: History) -> float:
+    """The cart's return; the logarithm of the other's cost relative to the optimum."""
+    return float(np.log1p(above_optimum(-history.final_return) / 100)) if task == LQR else history.final_return
+
+
+def verdict(task: str, scores: np.ndarray, difference: np.ndarray, low: float, high: float) -> str:
+    """What the module's docstring says of a cell's scores and of their differences from float32's."""
+    if task == CART:
+        return "fails" if (scores >= study.THRESHOLD).mean() < 0.5 else "equal" if low > -0.5 else "between"
+    return "fails" if np.median(difference) > np.log(2) else "equal" if high < np.log(1.2) else "between"
+
+
+def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dict]:
+    """Trains arms (name -> fields of Config) and returns a row of COLUMNS for each. `controls`: names of arms on other seeds."""
+    shape = {"env_id": None if task == CART else task, "steps": STEPS, "eval_every": 0, "learning_rate": rate}
+    configs = {
+        name: [Config(seed=1000 + seed + seeds * (name in controls), **shape, **fields) for seed in range(seeds)]
+        for name, fields in {BASELINE: {}, **arms}.items()
+    }
+    found = dict(study.run_all([config for arm in configs.values() for config in arm]))
+    plain, rows = None, []
+    for name, arm in configs.items():
+        scores = np.array([measure(task, found[config]) for config in arm])
+        plain = scores if plain is None else plain
+        difference = scores - plain
+        low, high = study.bootstrap_interval(difference)
+        place, form = name if isinstance(name, tuple) else (name, "")
+        shown = np.exp if task == LQR else float
+        values = (np.median(shown(scores) if task == LQR else scores), *map(shown, (study.iqm(difference), low, high)))
+        numbers = [f"{float(value):.4g}" if task == LQR else f"{float(value):.2f}" for value in values]
+        reached = int((scores >= study.THRESHOLD).sum()) if task == CART else ""
+        row = (task, f"{rate:g}", place, form, *numbers, reached, verdict(task, scores, difference, low, high))
+        rows.append(dict(zip(COLUMNS, row, strict=True)))
+    return rows
+
+
+def map_of(out: Path) -> None:
+    """Trains the cells, and writes their table, how long they took, and the map."""
+    rows, lines = [], ["| task | learning rate | agents | seconds | environment steps a second |", "| --- " * 5 + "|"]
+    for task, rates in RATES.items():
+        for rate in rates:
+            began = time.perf_counter()
+            rows += run(task, rate, {cell: {"formats": formats} for cell, formats in cells().items()}, SEEDS)
+            seconds, agents = time.perf_counter() - began, (1 + len(cells())) * SEEDS
+            with out.with_suffix(".csv").open("w") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+            lines.append(f"| {task} | {rate:g} | {agents:,} | {seconds:.0f} | {agents * STEPS / seconds:,.0f} |")
+            note = f"`python benchmarks/breakage_map.py map {out}` on {hardware()}."
+            out.with_suffix(".md").write_text("\n".join(lines) + f"\n\n{note}\n")
+    draw(rows, out.with_suffix(".png"))
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """The map as a figure: both tasks at their first learning rate."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(15, 5.4), layout="constrained", sharey=True)
+    for ax, task in zip(axes, RATES, strict=True):
+        mine = {(r["place"], r["format"]): r for r in rows if r["task"] == task and r["learning_rate"] == f"{RATES[task][0]:g}"}
+        plot.breakage_map(ax, mine, PLACES, FORMATS, relative=task == LQR)
+    fig.savefig(path, dpi=110)
+
+
+def claims(out: Path) -> None:
+    """Trains the cells of CLAIMS on a hundred seeds, and writes their table."""
+    head = (
+        "| task | learning rate | kept in few bits | median | against float32, IQM [95%] | seeds at 195 | verdict |\n"
+        + "| --- " * 7
+    )
+    lines = []
+    for task, rates in RATES.items():
+        for rate in rates:
+            arms = {name: kept if isinstance(kept, dict) else {"formats": kept} for name, kept in CLAIMS.items()}
+            for r in run(task, rate, arms, 100, controls=[next(iter(CLAIMS))]):
+                against = f"{r['score']} [{r['low']}, {r['high']}]"
+                cells = task, f"{rate:g}", r["place"], r["median"], against, str(r["seeds_at_195"]), r["verdict"]
+                lines.append(f"| {' | '.join(cells)} |")
+            text = head + "|\n" + "\n".join(lines)
+            out.write_text(f"{text}\n\n`python benchmarks/breakage_map.py claims {out}` on {hardware()}.\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("map", "claims"))
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # as every run has
+    {"map": map_of, "claims": claims}[options.what](options.out)
