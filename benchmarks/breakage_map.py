@@ -145,10 +145,12 @@ def draw(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, axes = plt.subplots(1, 2, figsize=(15, 5.4), layout="constrained", sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(15, 5.8), layout="constrained", sharey=True)
     for ax, task in zip(axes, RATES, strict=True):
         mine = {(r["place"], r["format"]): r for r in rows if r["task"] == task and r["learning_rate"] == f"{RATES[task][0]:g}"}
         plot.breakage_map(ax, mine, PLACES, FORMATS, relative=task == LQR)
+        title = "linear-quadratic cart: cost divided by float32's" if task == LQR else "the cart: return minus float32's"
+        ax.set_title(title, pad=40, fontsize=12)
     fig.savefig(path, dpi=110)
 
 

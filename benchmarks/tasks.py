@@ -90,9 +90,7 @@ def main(out: Path, only: list[str], precisions: list[str]) -> None:
     for task in only or TASKS:
         table |= {(task, name): line for name, line in lines_of(task, precisions).items()}
         goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
-        note = (
-            f"Goals: {goals} (minus the percent of cost above the optimum). Seconds are of the precisions trained together.\n\n"
-        )
+        note = f"Goals: {goals} (minus the percent of cost above the optimum). Seconds are of the precisions trained together. "
         note += f"`python benchmarks/tasks.py {out}` on {hardware()}.\n"
         out.write_text(HEADER + "\n".join(table[key] for key in starts if key in table) + f"\n\n{note}")
 

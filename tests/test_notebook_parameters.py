@@ -13,6 +13,7 @@ SMALL = {
     "replay_memory": {"SEED": 7, "SEEDS": 1, "CODEC_STEPS": 600, "LONG_RUN_STEPS": 10_240},
     "devices_and_graphs": {"SEED": 7, "STEPS": 1_100, "CARTPOLE_STEPS": 512},
     "other_tasks": {"SEED": 7, "SEEDS": 1, "STEPS": 5_120},
+    "how_few_bits": {"SEED": 7, "SEEDS": 1, "STEPS": 5_120},
 }
 SENSELESS = [
     ("fp8_actor_critic", "STEPS", 2_047),
@@ -23,6 +24,8 @@ SENSELESS = [
     ("replay_memory", "LONG_RUN_STEPS", 10_239),
     ("devices_and_graphs", "STEPS", 1_023),
     ("devices_and_graphs", "CARTPOLE_STEPS", 511),
+    ("how_few_bits", "SEEDS", 0),
+    ("how_few_bits", "STEPS", 5_119),
     ("other_tasks", "SEEDS", 0),
     ("other_tasks", "STEPS", 5_119),
 ]
