@@ -13,7 +13,7 @@ learning rates each. A cell
     python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md
 
 The second command repeats some cells, and the agent with eight bits in every place, with seeds 1000 to 1099. Both write after
-each task and learning rate.
+each task and learning rate. `--only` makes some places or claims again and keeps the others.
 """
 
 import argparse
@@ -122,22 +122,28 @@ def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dic
     return rows
 
 
-def map_of(out: Path) -> None:
-    """Trains the cells, and writes their table, how long they took, and the map."""
+def map_of(out: Path, only: list[str]) -> None:
+    """Trains the cells, and writes their table, how long they took, and the map. `only` some places, if any are named; the
+    others, and how long it all took, are kept."""
+    table, kept = out.with_suffix(".csv"), []
+    if only:
+        kept = [row for row in csv.DictReader(table.open()) if row["place"] not in only]
     rows, lines = [], ["| task | learning rate | agents | seconds | environment steps a second |", "| --- " * 5 + "|"]
+    arms = {cell: {"formats": formats} for cell, formats in cells().items() if not only or cell[0] in only}
     for task, rates in RATES.items():
         for rate in rates:
             began = time.perf_counter()
-            rows += run(task, rate, {cell: {"formats": formats} for cell, formats in cells().items()}, SEEDS)
-            seconds, agents = time.perf_counter() - began, (1 + len(cells())) * SEEDS
-            with out.with_suffix(".csv").open("w") as file:
+            rows += run(task, rate, arms, SEEDS)[bool(only) :]
+            seconds, agents = time.perf_counter() - began, (1 + len(arms)) * SEEDS
+            lines.append(f"| {task} | {rate:g} | {agents:,} | {seconds:.0f} | {agents * STEPS / seconds:,.0f} |")
+            with table.open("w") as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writeheader()
-                writer.writerows(rows)
-            lines.append(f"| {task} | {rate:g} | {agents:,} | {seconds:.0f} | {agents * STEPS / seconds:,.0f} |")
-            note = f"`python benchmarks/breakage_map.py map {out}` on {hardware()}."
-            out.with_suffix(".md").write_text("\n".join(lines) + f"\n\n{note}\n")
-    draw(rows, out.with_suffix(".png"))
+                writer.writerows(kept + rows)
+            if not only:
+                note = f"`python benchmarks/breakage_map.py map {out}` on {hardware()}."
+                out.with_suffix(".md").write_text("\n".join(lines) + f"\n\n{note}\n")
+    draw(kept + rows, out.with_suffix(".png"))
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -154,21 +160,23 @@ def draw(rows: list[dict], path: Path) -> None:
     fig.savefig(path, dpi=110)
 
 
-def claims(out: Path) -> None:
-    """Trains the cells of CLAIMS on a hundred seeds, and writes their table."""
-    head = (
-        "| task | learning rate | kept in few bits | median | against float32, IQM [95%] | seeds at 195 | verdict |\n"
-        + "| --- " * 7
-    )
-    lines = []
+def claims(out: Path, only: list[str]) -> None:
+    """Trains the cells of CLAIMS on a hundred seeds, and writes their table. `only` some of them, if any are named; the others
+    are kept."""
+    head = "| task | learning rate | kept in few bits | median | against float32, IQM [95%] | seeds at 195 | verdict |\n"
+    head += "| --- " * 7 + "|\n"
+    kept = out.read_text().splitlines() if out.exists() else []
+    starts = [f"| {task} | {rate:g} | {name} |" for task in RATES for rate in RATES[task] for name in (BASELINE[0], *CLAIMS)]
+    table = {start: line for start in starts for line in kept if line.startswith(start)}
+    chosen = {name: held for name, held in CLAIMS.items() if name in (only or CLAIMS)}
+    arms = {name: held if isinstance(held, dict) else {"formats": held} for name, held in chosen.items()}
     for task, rates in RATES.items():
         for rate in rates:
-            arms = {name: kept if isinstance(kept, dict) else {"formats": kept} for name, kept in CLAIMS.items()}
             for r in run(task, rate, arms, 100, controls=[next(iter(CLAIMS))]):
                 against = f"{r['score']} [{r['low']}, {r['high']}]"
-                cells = task, f"{rate:g}", r["place"], r["median"], against, str(r["seeds_at_195"]), r["verdict"]
-                lines.append(f"| {' | '.join(cells)} |")
-            text = head + "|\n" + "\n".join(lines)
+                start = f"| {task} | {rate:g} | {r['place']} |"
+                table[start] = f"{start} {r['median']} | {against} | {r['seeds_at_195']} | {r['verdict']} |"
+            text = head + "\n".join(table[start] for start in starts if start in table)
             out.write_text(f"{text}\n\n`python benchmarks/breakage_map.py claims {out}` on {hardware()}.\n")
 
 
@@ -176,6 +184,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("map", "claims"))
     parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="places of the map, or names of claims")
     options = parser.parse_args()
     torch.set_num_threads(1)  # as every run has
-    {"map": map_of, "claims": claims}[options.what](options.out)
+    {"map": map_of, "claims": claims}[options.what](options.out, options.only)

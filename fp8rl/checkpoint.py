@@ -42,12 +42,13 @@ def load(
     config, state = resume(path, trust, **changes)
     try:
         saved = state["model"]
-        weights = {key: x.float() * saved.get(f"{key}.scale", 1) for key, x in saved.items() if not key.endswith(".scale")}
+        names = [name for name in saved if not name.endswith(".scale")]
+        weights = {x: saved[x].float() * (saved[f"{x}.scale"].view(()) if saved[x].itemsize < 4 else 1) for x in names}
         width, obs_size = weights["inputs.weight"].shape
         distribution = Gaussian if "log_std" in weights else Categorical
         model = networks[config.encoder](obs_size, len(weights["actor.weight"]), width, distribution=distribution)
         model.load_state_dict(weights)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's network: train again") from error
     return model, config
 

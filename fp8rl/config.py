@@ -1,6 +1,5 @@
 """Config: what a run learns. Types are converted and ranges checked when a Config is made, whether from Python, JSON or the
-command line; names of precisions and codecs are checked when a run is built. Devices and speed are options of scale/machine.py: a
-resumed run may change those, but not these."""
+command line; names of precisions, codecs and formats when a run is built. Devices and speed are in scale/machine.py."""
 
 import json
 import math

@@ -17,10 +17,10 @@
 
 A machine emulates types that it has no instructions for (on many CPUs bfloat16 and float16), many times slower than float32.
 
-Parameters, optimizer and losses are always float32. bfloat16 has the range of float32, so its gradients need no scaling. float16
-ends at 65,504 and flushes to 0 below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before
-clipping, skips the step and halves the scale when one is not finite, and doubles it after a run of good steps. FP8 scales each
-tensor separately; its scaler stays at 1 and only skips steps. A disabled autocast or scaler is a no-op: the loop has no branches.
+Losses are always float32, parameters and optimizer here. bfloat16 has float32's range and needs no scaling. float16 ends at 65504
+and flushes to 0 below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before clipping, skips the
+step and halves the scale when one is not finite, and doubles it after good steps. FP8 scales each tensor separately; its scaler
+stays at 1 and only skips steps. A disabled autocast or scaler is a no-op: the loop has no branches.
 """
 
 import contextlib

@@ -1,9 +1,11 @@
 """Runs whose weights and moments are stored in few bits (lab/packed.py)."""
 
 import contextlib
+import copy
 import dataclasses
 import re
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -88,20 +90,63 @@ def test_a_checkpoint_loads_as_float32(tmp_path):
     assert all(torch.equal(p, run.optimizer.load("weights")[name]) for name, p in model.named_parameters())
 
 
+def test_a_checkpoint_without_a_scale_is_refused(tmp_path):
+    run = build(Config(**SMALL, formats="weights=e4m3"))
+    for change in (
+        lambda model: model.pop("hidden.weight.scale"),
+        lambda model: model.update({"hidden.weight.scale": torch.ones(64)}),
+    ):
+        state = run.state_dict(ring=False)
+        change(state["model"])
+        with mock.patch.object(run, "state_dict", lambda ring, state=state: state):
+            checkpoint.save(tmp_path / "a.pt", run, ring=False)
+        with pytest.raises(ValueError, match="does not fit this version's network: train again"):
+            checkpoint.load(tmp_path / "a.pt")
+        config, state = checkpoint.resume(tmp_path / "a.pt")
+        with pytest.raises(ValueError, match="the checkpoint's weights does not fit the config"):
+            build(config, state=state)
+
+
+def test_a_state_that_misses_a_part_is_refused():
+    config = Config(**SMALL, formats="m=e4m3")
+    for part in ("model", "optimizer"):
+        state = build(config).state_dict()
+        del state[part]
+        with pytest.raises(ValueError, match="the state does not fit the config: resume with the run's own config"):
+            build(config, state=state)
+
+
+def test_a_saved_state_is_not_changed_by_the_run_that_goes_on():
+    run = build(Config(**SMALL, **EIGHT_BIT))
+    steps = iterate(run)
+    next(steps)
+    state = run.state_dict()
+    before = copy.deepcopy({name: state[name] for name in ("model", "optimizer")})
+    next(steps)
+    assert all(torch.equal(x.float(), before["model"][key].float()) for key, x in state["model"].items())
+    assert torch.equal(state["optimizer"]["count"], before["optimizer"]["count"]) and state["optimizer"]["count"] > 0
+    with pytest.raises(TypeError, match="cannot be copied: build another and load its state_dict"):
+        copy.deepcopy(run)
+
+
 def test_another_format_is_refused_on_resume(tmp_path):
     run = build(Config(**SMALL, formats="m=e4m3"))
     checkpoint.save(tmp_path / "a.pt", run)
     config, state = checkpoint.resume(tmp_path / "a.pt", formats="m=e5m2")
-    with pytest.raises(ValueError, match="formats is 'm=e5m2' and the checkpoint's m is stored otherwise: keep its own"):
+    with pytest.raises(ValueError, match="formats is 'm=e5m2' and the checkpoint's 'm=e4m3': resume with its own"):
         build(config, state=state)
 
 
 @pytest.mark.parametrize(
     "fields, machine, message",
     [
-        ({"formats": "forward=e4m3"}, {}, "formats has forward: only a population rounds it, choose a precision or codec"),
+        ({"formats": "forward=e4m3"}, {}, "formats has forward: only populations round it, leave it out"),
         ({"formats": "weights=e4m3:block"}, {}, "formats has weights in blocks: leave block out"),
-        ({"formats": "weights=e4m3", "collect_precision": "bf16"}, {}, "collect_precision or collect_device keeps another copy"),
+        (
+            {"formats": "weights=e4m3", "collect_precision": "bf16"},
+            {},
+            "collect_precision is bf16: leave it out",
+        ),
         ({"formats": "m=e4m3"}, {"collect_ahead": True}, "formats is m=e4m3: leave it out, or compute on one device"),
         ({"formats": "m=e4m3"}, {"reuse_forward": True}, "formats is m=e4m3: leave it out, or compute on one device"),
         ({"formats": "m=e9m3"}, {}, "formats has 'm=e9m3': format is 'e9m3'"),

@@ -124,7 +124,7 @@ def test_matmuls_are_rounded_by_places_or_by_a_precision():
     inputs, weights, gradient, result = roundings_of(learner, [(4, 4)])[0]
     assert torch.equal(inputs(x), scaled(x.flatten(1), format_of("e4m3")).view_as(x)) and torch.equal(inputs(x), weights(x))
     assert torch.equal(gradient(x), scaled(x.flatten(1), format_of("e5m2")).view_as(x)) and result is None
-    with pytest.raises(ValueError, match="formats rounds matmuls and precision is bf16: use fp32 with it"):
+    with pytest.raises(ValueError, match="formats rounds matmuls beside bf16: use fp32 in precision and collect_precision"):
         population.matmuls_of(Config(precision="bf16", formats="forward=e4m3"))
 
 

@@ -17,6 +17,7 @@ from fp8rl.config import Config
 from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import evaluate
 from fp8rl.lab import population
+from fp8rl.lab.packed import in_order
 from fp8rl.lab.population import Matmuls, Population, batches, environments, roundings_of
 from fp8rl.losses import actor_critic_loss
 from fp8rl.precision import Precision
@@ -90,6 +91,19 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     for name in ("loss", "entropy", "grad_norm", "ess", "min_logp", "value_loss"):
         np.testing.assert_allclose(history.column(name), alone.history.column(name), rtol=0.1, atol=3e-3, err_msg=name)
     assert set(history.columns) == {name for name in alone.history.columns if not name.startswith("fp8.")}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_first_gradient_is_a_run_s_own(precision):
+    """Adam's first moment after one update, tensor by tensor: only sums in another order may differ."""
+    fields = {"num_envs": 4, "rollout_length": 16, "steps": 64, "slice_length": 16, "batch_size": 64, "replay_updates": 0}
+    config = Config(precision, **fields)
+    alone, together = train(build(config), progress=False), train(Population([config]), progress=False)
+    first = together.adam.first[0].split(together.model.sizes)
+    state = alone.optimizer.state
+    mine = [state[parameter]["exp_avg"].flatten() for parameter in in_order(alone.model)]
+    for ours, theirs in zip(mine, first, strict=True):
+        assert (ours - theirs).norm() <= (1e-4 if precision in ("fp32", "fp8") else 2e-2) * ours.norm()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +222,8 @@ def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
     measure = """if True:
         import psutil, sys
         from fp8rl.config import Config
-        from fp8rl.lab.population import Population
+        from fp8rl.lab.packed import in_order
+from fp8rl.lab.population import Population
         from fp8rl.scale.hardware import keep_freed_memory
         from fp8rl.train import train
         keep_freed_memory()

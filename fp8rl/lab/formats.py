@@ -78,7 +78,7 @@ class Format(NamedTuple):
 def format_of(name: str) -> Format:
     """The format of a name: e4m3, e2m1, ..., bf16 or fp16. Raises ValueError for one without exponent bits or with more bits than
     float32."""
-    found = re.fullmatch(r"e(\d+)m(\d+)", NAMES.get(name, name))
+    found = re.fullmatch(r"e([0-9]+)m([0-9]+)", NAMES.get(name, name))
     exponent, mantissa = map(int, found.groups()) if found else (0, 0)
     if not (1 <= exponent <= 8 and mantissa <= 23):
         raise ValueError(f"format is {name!r}: use fp32, bf16, fp16, or e1m0 to e8m23 for its bits of exponent and mantissa")

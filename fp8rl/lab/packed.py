@@ -3,8 +3,8 @@
 Nothing of them is float32 for longer than a call. Collecting, updating and evaluating unpack the weights into the network's
 parameters, which hold nothing in between; PyTorch's FSDP frees gathered parameters likewise. An update unpacks the moments, takes
 Adam's step in float32, rounds, and packs. So a parameter takes a byte or two for itself and as much for each moment, and each
-tensor 4 bytes for its scale. While a call runs it takes float32 as well, and in an update a gradient. A format that torch has no
-type for is stored in float32.
+tensor, or each of its blocks, 4 bytes for a scale. While a call runs it takes float32 as well, and in an update a gradient. A
+format that torch has no type for is stored in float32. To use a run's model yourself, do it within `run.optimizer.unpacked()`.
 
 The step is that of a population of one (population.py), whose tensors are float32 and only hold rounded numbers.
 """
@@ -17,9 +17,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ..config import Config
 from ..fp8 import power_of_two_scale
 from ..model import ActorCritic
 from ..scale import machine
+from ..scale.machine import Machine
 from ..train import Run
 from .formats import DTYPES, blocks, unblocked
 from .places import BLOCK, STATE, Kept, places_of
@@ -50,20 +52,10 @@ def unpack(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 class Packed(torch.optim.Optimizer):
     """The weights of a run and its Adam, packed. Replaces the run's optimizer and, in its state, the parts model and optimizer.
-
-    Raises:
-        ValueError: a place that only populations have, or one that this run cannot pack.
-    """
+    Weights are first rounded to the nearest, whatever follows."""
 
     def __init__(self, run: Run):
         config, self.run, self.model, self.places = run.config, run, run.model, places_of(run.config.formats)
-        for place in self.places:
-            if place not in STATE:
-                raise ValueError(f"formats has {place}: only a population rounds it, choose a precision or codec instead")
-        if "weights" in self.places and run.actor is not run.model:
-            raise ValueError("collect_precision or collect_device keeps another copy of the weights: leave it out with formats")
-        if "weights" in self.places and self.places["weights"].block:
-            raise ValueError("formats has weights in blocks: leave block out, a run keeps one scale for each tensor of weights")
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.named = {names[parameter]: parameter for parameter in in_order(self.model)}
         self.count, self.depth = torch.zeros(1, 1, device=run.device), 0
@@ -105,6 +97,9 @@ class Packed(torch.optim.Optimizer):
         tensors = {key: unpack(*row) for key, row in self.stored[name].items()}
         return {key: x.square() for key, x in tensors.items()} if name == "v" and "root" in self.places else tensors
 
+    def __deepcopy__(self, memo):
+        raise TypeError("a run that stores its state in few bits cannot be copied: build another and load its state_dict")
+
     @torch.no_grad()
     def step(self, closure=None) -> None:
         """Adam's step with the parameters' gradients, within `unpacked`."""
@@ -130,9 +125,9 @@ class Packed(torch.optim.Optimizer):
     def unpacked(self) -> Iterator[None]:
         """The network can be used within."""
         self.depth += 1
-        if self.depth == 1:
-            self.fill()
         try:
+            if self.depth == 1:
+                self.fill()
             yield
         finally:
             self.depth -= 1
@@ -156,26 +151,35 @@ class Packed(torch.optim.Optimizer):
             f"{key}.scale": x for key, (data, x) in rows if data.dtype != torch.float32
         }
 
+    def state_dict(self) -> dict:
+        """Adam's state."""
+        moments = {name: self.tensors(name) for name in ("m", "v")}
+        return {"formats": self.run.config.formats, "count": self.count.clone(), **moments}
+
     def state_of_run(self, ring: bool = True) -> dict:
         """Like Run.state_dict."""
-        moments = {name: self.tensors(name) for name in ("m", "v")}
-        return {**Run.state_dict(self.run, ring), "model": self.tensors("weights"), "optimizer": {"count": self.count, **moments}}
+        return {**Run.state_dict(self.run, ring), "model": self.tensors("weights"), "optimizer": self.state_dict()}
 
     def load_state_of_run(self, state: dict) -> None:
-        """Like Run.load_state_dict. Raises ValueError if the state was stored in other formats."""
-        found = {"weights": state["model"], **state["optimizer"]}
-        for name in ("weights", "m", "v"):
-            mine = {key: (x.shape, x.dtype) for key, x in self.tensors(name).items()}
-            if name not in found or mine != {key: (x.shape, x.dtype) for key, x in found[name].items()}:
-                self.run.close()
-                raise ValueError(
-                    f"formats is {self.run.config.formats!r} and the checkpoint's {name} is stored otherwise: keep its own"
-                )
-            one = self.count.new_ones(())
-            self.stored[name] = {
-                key: (found[name][key].clone(), found[name].get(f"{key}.scale", one).clone()) for key in self.named
-            }
-        self.count.copy_(found["count"])
+        """Like Run.load_state_dict. Raises ValueError, too, if the state was stored in other formats."""
+        formats = self.run.config.formats
+        try:
+            found = {"weights": state["model"], **state["optimizer"]}
+            if found.get("formats") != formats:
+                raise ValueError(f"formats is {formats!r} and the checkpoint's {found.get('formats')!r}: resume with its own")
+            for name in ("weights", "m", "v"):
+                mine = {key: (x.shape, x.dtype) for key, x in self.tensors(name).items()}
+                if mine != {key: (x.shape, x.dtype) for key, x in found[name].items()}:
+                    raise ValueError(f"the checkpoint's {name} does not fit the config: resume with the run's own config")
+                own = {key: x.to(self.run.device, copy=True) for key, x in found[name].items()}
+                one = self.count.new_ones(())
+                self.stored[name] = {key: (own[key], own.get(f"{key}.scale", one)) for key in self.named}
+            self.count.copy_(found["count"])
+        except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+            self.run.close()
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError("the state does not fit the config: resume with the run's own config") from error
         Run.load_state_dict(self.run, state)
 
     def describe(self) -> str:
@@ -190,7 +194,8 @@ class Packed(torch.optim.Optimizer):
                 str(data[0].dtype).removeprefix("torch."),
                 sum(x.nbytes for x in scales if data[0].dtype != torch.float32),
             )
-            lines.append(f"{name}: {len(data)} tensors, {kind}, {sum(x.nbytes for x in data):,} bytes and {scale:,} of scales")
+            held = "root of v" if name == "v" and "root" in self.places else name
+            lines.append(f"{held}: {len(data)} tensors, {kind}, {sum(x.nbytes for x in data):,} bytes and {scale:,} of scales")
         counted = sum(x.nbytes for name in ("weights", "m", "v") for x in self.tensors(name).values())
         lines.append(f"stored: {counted / parameters:.2f} bytes a parameter, {predicted / parameters:.2f} without scales")
         return "\n".join(lines)
@@ -203,4 +208,14 @@ def in_order(model: ActorCritic) -> list[nn.Parameter]:
     return [p for p in model.parameters() if not any(p is x for x in last)] + last
 
 
-build = functools.partial(machine.build, keep=Packed)  # of scale/machine.py, for all configs
+def build(config: Config, on: Machine = machine.HERE, state: dict | None = None) -> Run:
+    """Like `scale.machine.build`, for configs with `formats`, too. Raises ValueError for a place that only populations have."""
+    places = places_of(config.formats)
+    for place in places:
+        if place not in STATE:
+            raise ValueError(f"formats has {place}: only populations round it, leave it out")
+    if "weights" in places and config.collect_precision not in (None, config.precision):
+        raise ValueError(f"collect_precision is {config.collect_precision}: leave it out, its copy of the weights is float32")
+    if "weights" in places and places["weights"].block:
+        raise ValueError("formats has weights in blocks: leave block out, a run keeps one scale for each tensor of weights")
+    return machine.build(config, on, state, Packed)

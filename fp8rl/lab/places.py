@@ -16,7 +16,7 @@ Config's field `formats` names some of them, "weights=e4m3:stochastic v=e5m2". A
     stochastic   round up or down at random so that the mean is right; otherwise to the nearest
     stored       (m, v, root) take Adam's step from the moments as they were stored; otherwise it is taken just before
 
-Only what lasts is rounded. An update computes its step in float32 from what is stored, and rounds its results.
+What is not named stays float32, and so do sums. An update takes its step in float32 from what is stored, and rounds the result.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ STATE = ("weights", "m", "v", "root")
 WORDS = ("unscaled", "block", "stochastic", "stored")
 BLOCK = 32
 NONE: dict[str, torch.Tensor] = {}
-# The fields of Config that keep everything that lasts in one byte a number, and multiply bytes.
+# The fields of Config that keep weights, moments and replayed observations in one byte a number, and multiply in FP8.
 EIGHT_BIT = {"precision": "fp8", "codec": "fp8", "formats": "weights=e4m3:stochastic m=e4m3 root=e4m3"}
 
 
@@ -87,7 +87,7 @@ class Places(dict[str, Kept]):
             kept, stored = self.get(name), x
             if kept:
                 stored = kept.each(x.sqrt() if name == "root" else x, sizes, noise.get(name))
-                stored = stored.square() if name == "root" else stored  # exact: a root has at most half of float32's bits
+                stored = stored.square() if name == "root" else stored  # exact up to 11 bits of mantissa
             pairs.append((stored if kept and "stored" in kept.words else x, stored))
         return pairs
 
@@ -119,7 +119,14 @@ def places_of(text: str) -> Places:
     return found
 
 
-def noises(places: Places, size: int, generators: Iterable[torch.Generator], device) -> dict[str, torch.Tensor]:
-    """Noise for one update of agents that share their places, float32 [S, P] each, from their streams."""
-    drawn = [torch.rand(len(places.noisy), size, generator=g, device=device) for g in generators] if places.noisy else []
+def noises(places: Places, takes: torch.Tensor, size: int, generators: list[torch.Generator]) -> dict[str, torch.Tensor]:
+    """Noise for one update of agents that share their places, float32 [S, P] each, from the streams of those that take it, bool
+    [S, 1]."""
+    if not places.noisy:
+        return {}
+    shape, device = (len(places.noisy), size), takes.device
+    drawn = [
+        torch.rand(shape, generator=generator, device=device) if taken else torch.zeros(shape, device=device)
+        for generator, (taken,) in zip(generators, takes.tolist(), strict=True)
+    ]
     return {name: torch.stack([x[i] for x in drawn]) for i, name in enumerate(places.noisy)}

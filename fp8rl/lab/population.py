@@ -109,7 +109,7 @@ def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
     actor = Matmuls(config.collect_precision or config.precision, places.get("acting", learner.operands))
     for found in (learner, actor):
         if found.precision != "fp32" and (found.operands or found.gradients):
-            raise ValueError(f"formats rounds matmuls and precision is {found.precision}: use fp32 with it")
+            raise ValueError(f"formats rounds matmuls beside {found.precision}: use fp32 in precision and collect_precision")
     return actor if acting else learner
 
 
@@ -313,10 +313,12 @@ class Passes(torch.autograd.Function):
                 x, weight, y = kept[i]
                 if i + 1 < len(layers):
                     torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)  # of ReLU, in place
-                g = apply(roundings[i].gradient, g)
+                exact, g = g, apply(roundings[i].gradient, g)
                 product = torch.bmm(g.mT, x, out=space.of(("weight", i), g.mT, x))
                 weight_grad[agents] = apply(roundings[i].result, product)
-                bias_grad[agents] = apply(roundings[i].result, g.sum(1, keepdim=True))
+                # Autocast's gradients are 16-bit numbers for the bias, too. FP8 rounds only what it multiplies.
+                summed = exact if roundings[i].result is None else g
+                bias_grad[agents] = apply(roundings[i].result, summed.sum(1, keepdim=True))
                 if i:
                     g = torch.bmm(g, weight, out=space.of(("gradient", i), g, weight))
         return None, theta_grad, None
@@ -425,7 +427,7 @@ class Adam:
             g = torch.where(takes[agents], grad[agents] * factor[agents], 0)  # what is not finite times 0 would be NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
-            noise = noises(places, grad.shape[1], self.streams[agents], grad.device)
+            noise = noises(places, takes[agents], grad.shape[1], self.streams[agents])
             (first, first_kept), (second, second_kept) = places.moments(first, second, self.sizes, noise)
             theta = self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5))
             if places:

@@ -125,16 +125,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ke
     learner, collector, store = machine.on("learn"), machine.on("collect"), machine.on("store")
     iteration = len(state["history"].get("iteration", ())) if state else 0  # a resumed run starts other episodes
     first_seed = stream_seed(config.seed, iteration, rank)  # environment i of a run uses this + i
-    run = Run(
-        config,
-        learner,
-        collector,
-        maker(config, machine, first_seed),
-        functools.partial(make_ring, config, machine),
-        NETWORKS,
-        rank,
-        size,
-    )
+    parts = maker(config, machine, first_seed), functools.partial(make_ring, config, machine), NETWORKS
+    run = Run(config, learner, collector, *parts, rank, size)
     if machine.collect_ahead or store != collector:
         run.draws = Stream(store).manual_seed(stream_seed(config.seed, rank, 1))
     if machine.memmap:
