@@ -1,1 +1,1 @@
-"""Populations: many agents as one batch."""
+"""Populations: many agents as one batch; number formats, and state that is kept in few bits."""
