@@ -222,8 +222,7 @@ def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
     measure = """if True:
         import psutil, sys
         from fp8rl.config import Config
-        from fp8rl.lab.packed import in_order
-from fp8rl.lab.population import Population
+        from fp8rl.lab.population import Population
         from fp8rl.scale.hardware import keep_freed_memory
         from fp8rl.train import train
         keep_freed_memory()

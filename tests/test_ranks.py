@@ -75,13 +75,13 @@ def learned(name: str, rollouts: list[Rollout], total=alone) -> tuple[torch.Tens
 def own_normalization(size: int):
     """The loss with advantages that each of `size` ranks normalizes by itself."""
 
-    def loss(*arguments, total):
+    def loss(logits, values, rollout, config, total, targets_of):
         def own(tensors):
             return [*total(tensors[:1]), size * tensors[1]] if len(tensors) == 2 else [size * tensors[0]]
 
-        return actor_critic_loss(*arguments, own)
+        return actor_critic_loss(logits, values, rollout, config, own, targets_of)
 
-    return lambda logits, values, rollout, config, total: loss(logits, values, rollout, config, total=total)
+    return loss
 
 
 @contextlib.contextmanager

@@ -112,9 +112,8 @@ def test_refusals():
         StoredRing(10, 2, codec="fp4")
     with pytest.raises(MemoryError, match="replay cannot be allocated on cpu: lower capacity"):
         ReplayBuffer(10**16, 1)
-    for codec in ("int8", "fp8"):
-        with pytest.raises(ValueError, match=rf"codec is '{codec}' and feature 1 has bounds \[-inf, inf\]: use finite bounds"):
-            StoredRing(10, 2, ((-1.0, -torch.inf), (1.0, torch.inf)), codec=codec)
+    with pytest.raises(ValueError, match=r"codec is 'int8' and feature 1 has bounds \[-inf, inf\]: use finite bounds"):
+        StoredRing(10, 2, ((-1.0, -torch.inf), (1.0, torch.inf)), codec="int8")
     ring = ReplayBuffer(10, 2)
     with pytest.raises(ValueError, match="rollout of 10 rows"):
         ring.append(coded(0, 10, 2))
