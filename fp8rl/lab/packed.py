@@ -19,13 +19,12 @@ from torch import nn
 
 from ..config import Config
 from ..fp8 import power_of_two_scale
-from ..model import ActorCritic
 from ..scale import machine
 from ..scale.machine import Machine
 from ..train import Run
 from .formats import DTYPES, blocks, unblocked
 from .places import BLOCK, STATE, Kept, places_of
-from .population import Adam
+from .population import Adam, in_order
 
 Row = tuple[torch.Tensor, torch.Tensor]
 
@@ -190,22 +189,13 @@ class Packed(torch.optim.Optimizer):
             data, scales = zip(*self.stored[name].values(), strict=True)
             kept = self.places.get(name) or (self.places.get("root") if name == "v" else None)
             predicted += DTYPES.get(kept.format.name if kept else "", torch.float32).itemsize * parameters
-            kind, scale = (
-                str(data[0].dtype).removeprefix("torch."),
-                sum(x.nbytes for x in scales if data[0].dtype != torch.float32),
-            )
+            kind = str(data[0].dtype).removeprefix("torch.")
+            scale = 0 if kind == "float32" else sum(x.nbytes for x in scales)
             held = "root of v" if name == "v" and "root" in self.places else name
             lines.append(f"{held}: {len(data)} tensors, {kind}, {sum(x.nbytes for x in data):,} bytes and {scale:,} of scales")
         counted = sum(x.nbytes for name in ("weights", "m", "v") for x in self.tensors(name).values())
         lines.append(f"stored: {counted / parameters:.2f} bytes a parameter, {predicted / parameters:.2f} without scales")
         return "\n".join(lines)
-
-
-def in_order(model: ActorCritic) -> list[nn.Parameter]:
-    """A network's parameters in a population's order: both heads' weights, then both heads' biases, then deviations."""
-    heads = [layer.weight for layer in (model.actor, model.critic)] + [layer.bias for layer in (model.actor, model.critic)]
-    last = [*heads, *([] if model.log_std is None else [model.log_std])]
-    return [p for p in model.parameters() if not any(p is x for x in last)] + last
 
 
 def build(config: Config, on: Machine = machine.HERE, state: dict | None = None) -> Run:

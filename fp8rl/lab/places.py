@@ -108,8 +108,8 @@ def places_of(text: str) -> Places:
             raise ValueError(f"formats has {name} twice: name each place once, and v or its root")
         for word in words:
             if word not in WORDS or (word == "stored" and name not in ("m", "v", "root")):
-                words = f"{', '.join(WORDS)} (stored: only m, v, root)"
-                raise ValueError(f"formats has {entry!r}: follow the format by any of {words}")
+                choice = f"{', '.join(WORDS)} (stored: only m, v, root)"
+                raise ValueError(f"formats has {entry!r}: follow the format by any of {choice}")
         if "stochastic" in words and name not in (*STATE, "targets"):
             raise ValueError(f"formats has {entry!r}: only {', '.join(STATE)} and targets can be stochastic")
         try:

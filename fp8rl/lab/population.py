@@ -163,14 +163,10 @@ class Agents(nn.Module):
         self.num_actions, self.gaussian = models[0].actor.out_features, models[0].log_std is not None
         shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, models[0].hidden)]
         shapes.append((self.num_actions + 1, models[0].width))
-        rows = [torch.cat([x.detach().flatten() for layer in stacked(model) for x in layer]) for model in models]
-        if self.gaussian:
-            rows = [torch.cat((row, model.log_std.detach())) for row, model in zip(rows, models, strict=True)]
+        rows = [torch.cat([p.detach().flatten() for p in in_order(model)]) for model in models]
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.shapes = shapes
-        hidden = [size for rows, columns in shapes[:2] for size in (rows * columns, rows)]
-        self.sizes = [*hidden, self.num_actions * models[0].width, models[0].width, self.num_actions, 1]  # actor and critic apart
-        self.sizes += [self.num_actions] * self.gaussian
+        self.sizes = [p.numel() for p in in_order(models[0])]
         self.parts = parts_of(learning, shapes, CHUNK)
         self.space, self.passes = Space(), 0
         self.acting_parts = {"learner": parts_of(learning, shapes), "actor": parts_of(acting, shapes)}
@@ -212,10 +208,11 @@ class Agents(nn.Module):
         return model
 
 
-def stacked(model: ActorCritic) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights and biases of a network's layers, both heads as one layer."""
-    heads = zip(model.actor.parameters(), model.critic.parameters(), strict=True)
-    return [tuple(layer.parameters()) for layer in (model.inputs, model.hidden)] + [tuple(torch.cat(pair) for pair in heads)]
+def in_order(model: ActorCritic) -> list[nn.Parameter]:
+    """A network's parameters in the order of a row of `theta`: both heads' weights, then both heads' biases, then deviations."""
+    heads = [layer.weight for layer in (model.actor, model.critic)] + [layer.bias for layer in (model.actor, model.critic)]
+    last = [*heads, *([] if model.log_std is None else [model.log_std])]
+    return [p for p in model.parameters() if not any(p is x for x in last)] + last
 
 
 def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
