@@ -32,13 +32,11 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
         _write(Path(path), content)
 
 
-def load(
-    path: str | Path, networks: dict[str, type[ActorCritic]] = PLAIN, trust: bool = False, **changes
-) -> tuple[ActorCritic, Config]:
+def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a precision available here.
-    `networks` is the model class by encoder (scale.machine.NETWORKS has all). `trust` allows importing the module in an env_id
-    like "module:Name-v0", which must otherwise be imported already. Raises FileNotFoundError if there is no file, and ValueError
-    if it is damaged, not a checkpoint of this package, of another architecture, or not trusted."""
+    `networks` is the model class by encoder and normalize_obs (scale.machine.NETWORKS has all). `trust` allows importing the
+    module in an env_id like "module:Name-v0", which must otherwise be imported already. Raises FileNotFoundError if there is no
+    file, and ValueError if it is damaged, not a checkpoint of this package, of another architecture, or not trusted."""
     config, state = resume(path, trust, **changes)
     try:
         saved = state["model"]
@@ -46,7 +44,8 @@ def load(
         weights = {x: saved[x].float() * (saved[f"{x}.scale"].view(()) if saved[x].itemsize < 4 else 1) for x in names}
         width, obs_size = weights["inputs.weight"].shape
         distribution = Gaussian if "log_std" in weights else Categorical
-        model = networks[config.encoder](obs_size, len(weights["actor.weight"]), width, distribution=distribution)
+        network = networks[config.encoder, config.normalize_obs]
+        model = network(obs_size, len(weights["actor.weight"]), width, distribution=distribution)
         model.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's network: train again") from error

@@ -41,6 +41,8 @@ class Config:
     """Leave the velocity out of the observation, so that the policy needs memory."""
     encoder: str = "mlp"
     """mlp, or gru, which has memory (scale/recurrent.py); a replayed slice starts from a zero state."""
+    normalize_obs: bool = False
+    """The network takes each feature of an observation in standard deviations from its running mean (scale/normalized.py)."""
     rollout_length: int = 32
     """Steps collected from each environment per iteration, T."""
     capacity: int = 100_000
@@ -186,7 +188,6 @@ class Config:
         """The loop of the demo that this project started from: one environment, uniform single transitions, no importance
         correction, no entropy bonus, time limits treated as terminations, 64 transitions learned from per 128 collected."""
         loop = {"num_envs": 1, "start_noise": 0.0, "rollout_length": 128, "slice_length": 1, "batch_size": 64, "fresh_updates": 0}
-        loop |= {"replay_updates": 1, "capacity": 10_000, "learning_rate": 1e-3, "gamma": 0.99, "scale_rewards": False}
-        loop |= {"importance_correction": False, "bootstrap_truncation": False, "normalize_advantage": False}
-        loop |= {"entropy_coef": 0.0, "anneal": False}
-        return cls(**{**loop, **changes})
+        loop |= {"replay_updates": 1, "capacity": 10_000, "learning_rate": 1e-3, "gamma": 0.99, "entropy_coef": 0.0}
+        off = ("scale_rewards", "importance_correction", "bootstrap_truncation", "normalize_advantage", "anneal")
+        return cls(**loop | dict.fromkeys(off, False) | changes)

@@ -28,7 +28,7 @@ from .precision import Precision
 from .replay import ReplayBuffer
 from .rollout import Rollout, check_finite, collect, steps, stream_seed
 
-PLAIN = {"mlp": ActorCritic}
+PLAIN = {("mlp", False): ActorCritic}
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 
 
@@ -82,7 +82,7 @@ class Run:
     Args:
         config: what is learned. device: where the learner runs.
         collect_device: where environments and acting policy run; None is `device`.
-        make_env, make_ring: replacements for make_cart and ReplayBuffer. networks: model class by the config's encoder.
+        make_env, make_ring: replacements for make_cart and ReplayBuffer. networks: model class by encoder and normalize_obs.
         rank, ranks: this process and the number of processes that split environments, ring and batches (scale/ranks.py).
     """
 
@@ -95,11 +95,11 @@ class Run:
         collect_device=None,
         make_env: Callable = make_cart,
         make_ring: Callable = ReplayBuffer,
-        networks: dict[str, type[ActorCritic]] = PLAIN,
+        networks: dict[tuple, type] = PLAIN,
         rank: int = 0,
         ranks: int = 1,
     ):
-        plain = {"env_id": make_env is make_cart, "encoder": networks is PLAIN}
+        plain = {"env_id": make_env is make_cart} | dict.fromkeys(("encoder", "normalize_obs"), networks is PLAIN)
         plain |= dict.fromkeys(("codec", "layout", "formats"), make_ring is ReplayBuffer)
         for field in plain:
             if plain[field] and getattr(config, field) != getattr(Config, field):
@@ -115,7 +115,7 @@ class Run:
         self.env = make_env(config, config.num_envs // ranks, config.start_noise, self.generator)
         weights = torch.Generator("cpu").manual_seed(config.seed)
         sizes, distribution = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
-        model = networks[config.encoder](*sizes, generator=weights, distribution=distribution)
+        model = networks[config.encoder, config.normalize_obs](*sizes, generator=weights, distribution=distribution)
         alike = self.acting.name == self.precision.name and self.acting.device == self.precision.device
         actor = None if alike else self.acting.prepare(copy.deepcopy(model))
         self.model = self.precision.prepare(model)

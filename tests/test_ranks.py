@@ -66,7 +66,7 @@ def learned(name: str, rollouts: list[Rollout], total=alone) -> tuple[torch.Tens
     """The weights, and the first losses, after updates on given rollouts."""
     torch.manual_seed(0)
     config, precision = GIVEN[name], Precision("fp32")
-    model = NETWORKS[config.encoder]()
+    model = NETWORKS[config.encoder, config.normalize_obs]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses = [float(update(model, optimizer, precision, rollout, config, total=total)["loss"]) for rollout in rollouts]
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), losses

@@ -66,10 +66,10 @@ def shared(config: Config) -> Config:
 
 def obstacle(config: Config) -> str | None:
     """Why a config cannot be in a population, or None."""
-    takes = {"env_id": (None, *TASKS), "encoder": ("mlp",), "layout": ("compact",)}
+    takes = {"env_id": (None, *TASKS), "encoder": ("mlp",), "layout": ("compact",), "normalize_obs": (False,)}
     for name, values in takes.items():
         if getattr(config, name) not in values:
-            only = ", ".join(value or "the package's own environment" for value in values)
+            only = ", ".join("the package's own environment" if value is None else str(value) for value in values)
             return f"{name} is {getattr(config, name)}: train it alone, a population takes only {only}"
     if "tf32" in (config.precision, config.collect_precision):
         return "precision is tf32: train it alone, TF32 is a switch of the whole process"

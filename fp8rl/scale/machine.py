@@ -29,6 +29,7 @@ from ..train import Run, Stream, make_cart
 from . import fused, graphs, ranks
 from .ahead import Ahead, collect_first
 from .gym import GymEnv
+from .normalized import NormalizedRecurrent, NormalizedRows, watch
 from .quantization import recorded
 from .recurrent import Recurrent
 from .storage import StoredRing
@@ -101,7 +102,9 @@ def torch_device(name: str, field: str = "device") -> torch.device:
 
 
 HERE = Machine()
-NETWORKS = {"mlp": fused.ManyRows, "gru": Recurrent}
+# By encoder and normalize_obs.
+NETWORKS = {("mlp", False): fused.ManyRows, ("gru", False): Recurrent}
+NETWORKS |= {("mlp", True): NormalizedRows, ("gru", True): NormalizedRecurrent}
 
 
 def build(config: Config, machine: Machine = HERE, state: dict | None = None, keep: Callable | None = None) -> Run:
@@ -139,6 +142,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ke
         run.recorder = functools.partial(recorded, run.model)
     if machine.graph:
         graphs.capture(run)
+    if config.normalize_obs:
+        watch(run)
     if machine.collect_ahead:
         run.actor = copy.deepcopy(run.actor)
         Ahead(run)
@@ -194,6 +199,9 @@ def check(config: Config, machine: Machine, size: int) -> None:
     if machine.collect_ahead:
         tf32 = "tf32" in (config.precision, config.collect_precision)
         require("precision", not tf32, "choose another for collect_ahead, TF32 is a process-wide switch")
+    if config.normalize_obs:
+        plain = not (machine.graph or machine.compile or machine.collect_ahead or config.formats)
+        require("normalize_obs", plain, "leave out graph, compile, collect_ahead and formats")
     if config.formats:
         alone = size == 1 and one and not (machine.graph or machine.reuse_forward or machine.compile)
         alone = alone and machine.on("evaluate") == machine.on("learn")

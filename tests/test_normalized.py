@@ -1,0 +1,139 @@
+"""Normalized observations: the running numbers against NumPy's, the network against its twin, and what they are for."""
+
+import contextlib
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.classic_control import CartPoleEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl import checkpoint
+from fp8rl.config import Config
+from fp8rl.evaluate import evaluate
+from fp8rl.lab.population import obstacle
+from fp8rl.losses import alone
+from fp8rl.scale.machine import NETWORKS, Machine, build
+from fp8rl.train import iterate, train
+
+SIZES = np.array([1e3, 1.0, 1e-3, 1e-3])
+NAMES = ("seen", "mean", "variance")
+
+
+def uneven(**kwargs) -> gymnasium.Env:
+    """CartPole with its position in millimetres, from 500, and its angles in kiloradians."""
+    space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    seen = lambda obs: (obs * SIZES + np.array([500.0, 0, 0, 0])).astype(np.float32)  # noqa: E731
+    return gymnasium.wrappers.TransformObservation(CartPoleEnv(**kwargs), seen, space)
+
+
+gymnasium.register("fp8rl-tests/Uneven-v0", uneven, max_episode_steps=500)
+SHORT = Config(env_id="fp8rl-tests/Uneven-v0", steps=2_560, eval_every=0, eval_episodes=4, normalize_obs=True)
+
+
+def numbers(model) -> list[torch.Tensor]:
+    return [getattr(model, name) for name in NAMES]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    size=st.floats(1e-3, 1e6),
+    offset=st.floats(-1e6, 1e6),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=50, deadline=None)
+def test_the_running_numbers_are_those_of_all_rows_at_once(lengths, size, offset, seed):
+    rows = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(seed)) * size + offset
+    model = NETWORKS["mlp", True](3, 2)
+    for part in rows.split(lengths):
+        model.watch(part, alone)
+    assert model.seen.item() == len(rows)
+    error = 1e-6 * (abs(offset) + size)  # float32's, of the mean
+    np.testing.assert_allclose(model.mean, rows.double().mean(0), atol=error)
+    np.testing.assert_allclose(model.variance, rows.double().var(0, correction=0), rtol=1e-4, atol=10 * error * size + error**2)
+
+
+def test_two_processes_have_the_numbers_of_both():
+    rows, found = torch.randn(2, 30, 3) + 5, []
+    for own, other in (rows, rows.flip(0)):
+        sums, model = [], NETWORKS["mlp", True](3, 2)
+        NETWORKS["mlp", True](3, 2).watch(other, lambda tensors, sums=sums: sums.extend(tensors) or tensors)
+        model.watch(own, lambda tensors, sums=sums: [x + y for x, y in zip(tensors, sums, strict=True)])
+        found.append(model)
+    whole = NETWORKS["mlp", True](3, 2)
+    whole.watch(rows, alone)
+    assert all(map(torch.equal, numbers(found[0]), numbers(found[1])))
+    for ours, theirs in zip(numbers(whole), numbers(found[0]), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("encoder", ["mlp", "gru"])
+def test_it_is_the_plain_network_on_normalized_observations(encoder):
+    torch.manual_seed(0)
+    plain, model = NETWORKS[encoder, False](4, 2), NETWORKS[encoder, True](4, 2)
+    model.load_state_dict(plain.state_dict(), strict=False)
+    obs = torch.randn(5, 3, 4) * torch.from_numpy(SIZES).float() + 7
+    model.watch(obs, alone)
+    scaled = ((obs.double() - model.mean) / model.variance.double().sqrt()).float()
+    for ours, theirs in zip(model(obs), plain(scaled), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for name in ("policy", "step"):
+        for ours, theirs in zip(getattr(model, name)(obs[0]), getattr(plain, name)(scaled[0]), strict=True):
+            assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_constant_feature_is_0_and_a_far_one_is_clipped():
+    model = NETWORKS["mlp", True](2, 2)
+    rows = torch.tensor([[1e6, 0.0], [1e6, 1.0]])
+    model.watch(rows, alone)
+    torch.testing.assert_close(model.normalize(rows), torch.tensor([[0.0, -1.0], [0.0, 1.0]]))
+    assert model.normalize(torch.tensor([[1e6, 1e9]])).tolist() == [[0.0, 10.0]]
+
+
+def test_it_learns_where_the_plain_network_cannot():
+    """The plain one earns what it earned at first; 100 is far above that."""
+    longer = {**vars(SHORT), "steps": 51_200, "eval_episodes": 20, "learning_rate": 2e-3}
+    found = {on: train(build(Config(**longer | {"normalize_obs": on})), progress=False).history for on in (False, True)}
+    assert found[False].final_return < 50 and found[True].final_return > 100
+
+
+def test_new_data_are_on_policy():
+    """The numbers change only before a rollout: without replay every importance ratio is 1."""
+    history = train(build(Config(**vars(SHORT) | {"replay_updates": 0})), progress=False).history
+    np.testing.assert_allclose(history.column("ess"), 1, atol=1e-6)
+
+
+def test_each_rollout_counts_once_and_before_the_next():
+    run = build(SHORT)
+    for k, _ in enumerate(iterate(run)):
+        assert run.model.seen.item() == 16 + 512 * k  # the starts, then a rollout at a time
+
+
+def test_a_checkpoint_has_the_numbers(tmp_path):
+    run = train(build(SHORT), progress=False)
+    checkpoint.save(tmp_path / "checkpoint.pt", run)
+    model, config = checkpoint.load(tmp_path / "checkpoint.pt", NETWORKS)
+    assert config == SHORT and all(map(torch.equal, numbers(model), numbers(run.model)))
+    returns = []
+    for network in (model, run.model):
+        with contextlib.closing(run.make_env(config, 4, 0.05, torch.Generator())) as env:
+            returns.append(evaluate(network, env).tolist())
+    assert returns[0] == returns[1]
+
+
+def test_an_acting_copy_has_the_learners_numbers():
+    run = build(Config(**vars(SHORT) | {"collect_precision": "bf16", "eval_every": 512}))
+    for _ in iterate(run):
+        assert run.actor is not run.model and all(map(torch.equal, numbers(run.actor), numbers(run.model)))
+
+
+@pytest.mark.parametrize("machine", [Machine(collect_ahead=True), Machine(graph=True), Machine(compile=True)])
+def test_what_cannot_follow_is_refused(machine):
+    with pytest.raises(ValueError, match=r"normalize_obs is True: leave out graph|compile is True: leave it out"):
+        build(Config(normalize_obs=True), machine)
+
+
+def test_a_population_says_that_it_cannot():
+    assert obstacle(Config(normalize_obs=True)) == "normalize_obs is True: train it alone, a population takes only False"
