@@ -1,0 +1,68 @@
+"""The cart's best returns, against every sequence of pushes and against finer grids."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8rl.env import BatchedEnv, dynamics, is_out, reward_of
+from fp8rl.evaluate import play
+from fp8rl.tasks import optimum
+from fp8rl.tasks.cart import bang_bang
+from fp8rl.tasks.optimum import Grid, optimal_returns
+
+STARTS = BatchedEnv(50, generator=torch.Generator().manual_seed(1)).state
+
+
+def by_trying(start: torch.Tensor, steps: int) -> float:
+    """The best return of all 2^steps sequences of pushes."""
+    pushes = torch.tensor(list(itertools.product([0, 1], repeat=steps)))
+    state, total = start.double().expand(len(pushes), -1), torch.zeros(len(pushes), dtype=torch.float64)
+    live = torch.ones(len(pushes), dtype=torch.bool)
+    for push in pushes.T:
+        state = dynamics(state, push)
+        total += reward_of(state) * live
+        live &= ~is_out(state)
+    return total.max().item()
+
+
+@pytest.mark.parametrize("start", [(0.03, -0.02), (0.5, 0.3), (-1.9, -0.4), (1.99, 0.5)])
+def test_it_is_the_best_of_all_sequences(start):
+    start = torch.tensor(start)
+    best = by_trying(start, 12)
+    assert best - 2e-3 < optimal_returns(start.unsqueeze(0), 12, 401, 201).item() <= best + 1e-9
+
+
+def test_a_finer_grid_finds_at_most_a_little_more():
+    coarse, fine = (optimal_returns(STARTS, width=n, height=n // 2).mean().item() for n in (201, 401))
+    assert coarse - 1e-3 < fine < coarse + 0.05
+
+
+def test_looking_farther_ahead_finds_no_more(monkeypatch):
+    usual = optimal_returns(STARTS, width=401, height=201).mean().item()
+    monkeypatch.setattr(optimum, "AHEAD", 200)
+    assert abs(optimal_returns(STARTS, width=401, height=201).mean().item() - usual) < 5e-3
+
+
+def test_it_beats_the_reference_controller_by_a_known_amount():
+    played = torch.from_numpy(play(bang_bang, BatchedEnv(50, generator=torch.Generator().manual_seed(1)))).double()
+    gained = optimal_returns(STARTS, width=201, height=101) - played
+    assert gained.min() > -0.05 and 0.2 < gained.mean() < 0.8
+
+
+@given(st.floats(-2, 2), st.floats(-1.9, 1.9))
+@settings(max_examples=50, deadline=None)
+def test_interpolation_reproduces_a_bilinear_function(position, velocity):
+    grid = Grid(41, 21)
+    bilinear = lambda x: 3 + 2 * x[..., 0] - x[..., 1] + 0.5 * x[..., 0] * x[..., 1]  # noqa: E731
+    state = torch.tensor([[position, velocity]], dtype=torch.float64)
+    places, weights = grid.corners(state)
+    torch.testing.assert_close((weights * bilinear(grid.points)[places]).sum(0), bilinear(state))
+    assert (weights >= 0).all()
+
+
+def test_there_is_nothing_to_earn_off_the_track():
+    _, weights = Grid(41, 21).corners(torch.tensor([[2.1, 0.0], [-3.0, -1.0]], dtype=torch.float64))
+    assert not weights.any()
