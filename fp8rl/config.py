@@ -137,7 +137,7 @@ class Config:
         if kind is bool and isinstance(value, bool | np.bool_):
             return bool(value)
         if kind not in (int, float, bool) and (isinstance(value, str) or (value is None and kind is not str)):
-            return value and str(value)
+            return value and str(value).strip()
         wanted = {bool: "True or False", int: "a whole number", float: "a number"}.get(kind, "a string")
         raise ValueError(f"{name} is {value!r}: use {wanted}")
 

@@ -86,6 +86,10 @@ def test_fields_that_fit_only_together():
         Config().seed = 1
 
 
+def test_spaces_around_a_name_do_not_count():
+    assert Config(formats=" ").formats == "" and Config(precision=" bf16\n") == Config(precision="bf16")
+
+
 def test_published_is_the_published_loop():
     config = Config.published(seed=3)
     assert (config.num_envs, config.rollout_length, config.slice_length, config.batch_size) == (1, 128, 1, 64)
