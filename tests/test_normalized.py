@@ -1,4 +1,4 @@
-"""Normalized observations: the running numbers against NumPy's, the network against its twin, and what they are for."""
+"""Normalized observations: the running statistics against NumPy's, the network against its twin, and what they are for."""
 
 import contextlib
 
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.evaluate import evaluate
+from fp8rl.lab import packed
+from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.lab.population import obstacle
 from fp8rl.losses import alone
 from fp8rl.scale.machine import NETWORKS, Machine, build
@@ -33,7 +35,7 @@ gymnasium.register("fp8rl-tests/Uneven-v0", uneven, max_episode_steps=500)
 SHORT = Config(env_id="fp8rl-tests/Uneven-v0", steps=2_560, eval_every=0, eval_episodes=4, normalize_obs=True)
 
 
-def numbers(model) -> list[torch.Tensor]:
+def statistics(model) -> list[torch.Tensor]:
     return [getattr(model, name) for name in NAMES]
 
 
@@ -44,28 +46,31 @@ def numbers(model) -> list[torch.Tensor]:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=50, deadline=None)
-def test_the_running_numbers_are_those_of_all_rows_at_once(lengths, size, offset, seed):
+def test_the_running_statistics_are_those_of_all_rows_at_once(lengths, size, offset, seed):
     rows = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(seed)) * size + offset
     model = NETWORKS["mlp", True](3, 2)
     for part in rows.split(lengths):
         model.watch(part, alone)
+        model.settle()
     assert model.seen.item() == len(rows)
     error = 1e-6 * (abs(offset) + size)  # float32's, of the mean
     np.testing.assert_allclose(model.mean, rows.double().mean(0), atol=error)
     np.testing.assert_allclose(model.variance, rows.double().var(0, correction=0), rtol=1e-4, atol=10 * error * size + error**2)
 
 
-def test_two_processes_have_the_numbers_of_both():
+def test_two_processes_have_the_statistics_of_both():
     rows, found = torch.randn(2, 30, 3) + 5, []
     for own, other in (rows, rows.flip(0)):
         sums, model = [], NETWORKS["mlp", True](3, 2)
         NETWORKS["mlp", True](3, 2).watch(other, lambda tensors, sums=sums: sums.extend(tensors) or tensors)
         model.watch(own, lambda tensors, sums=sums: [x + y for x, y in zip(tensors, sums, strict=True)])
+        model.settle()
         found.append(model)
     whole = NETWORKS["mlp", True](3, 2)
     whole.watch(rows, alone)
-    assert all(map(torch.equal, numbers(found[0]), numbers(found[1])))
-    for ours, theirs in zip(numbers(whole), numbers(found[0]), strict=True):
+    whole.settle()
+    assert all(map(torch.equal, statistics(found[0]), statistics(found[1])))
+    for ours, theirs in zip(statistics(whole), statistics(found[0]), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -76,6 +81,7 @@ def test_it_is_the_plain_network_on_normalized_observations(encoder):
     model.load_state_dict(plain.state_dict(), strict=False)
     obs = torch.randn(5, 3, 4) * torch.from_numpy(SIZES).float() + 7
     model.watch(obs, alone)
+    model.settle()
     scaled = ((obs.double() - model.mean) / model.variance.double().sqrt()).float()
     for ours, theirs in zip(model(obs), plain(scaled), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -84,12 +90,22 @@ def test_it_is_the_plain_network_on_normalized_observations(encoder):
             assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_a_constant_feature_is_0_and_a_far_one_is_clipped():
-    model = NETWORKS["mlp", True](2, 2)
-    rows = torch.tensor([[1e6, 0.0], [1e6, 1.0]])
+def test_a_feature_that_has_not_varied_is_0_and_a_far_one_is_clipped():
+    model = NETWORKS["mlp", True](3, 2)
+    rows = torch.tensor([[1e6, 0.0, 0.0], [1e6, 1.0, 0.0]])
     model.watch(rows, alone)
-    torch.testing.assert_close(model.normalize(rows), torch.tensor([[0.0, -1.0], [0.0, 1.0]]))
-    assert model.normalize(torch.tensor([[1e6, 1e9]])).tolist() == [[0.0, 10.0]]
+    model.settle()
+    torch.testing.assert_close(model.normalize(rows), torch.tensor([[0.0, -1.0, 0.0], [0.0, 1.0, 0.0]]))
+    assert model.normalize(torch.tensor([[2e6, 1e9, 0.1]])).tolist() == [[0.0, 10.0, 0.0]]
+
+
+def test_a_single_environment_begins_with_zeros():
+    """One start has no variance; whatever follows must not be taken for a far one."""
+    run = build(Config(**vars(SHORT) | {"num_envs": 1}))
+    rollout = run.collect()
+    assert not run.model.normalize(rollout.obs).any()
+    run.model.settle()
+    assert 0.3 < run.model.normalize(rollout.obs).square().mean() < 3
 
 
 def test_it_learns_where_the_plain_network_cannot():
@@ -100,7 +116,7 @@ def test_it_learns_where_the_plain_network_cannot():
 
 
 def test_new_data_are_on_policy():
-    """The numbers change only before a rollout: without replay every importance ratio is 1."""
+    """The statistics change only before a rollout: without replay every importance ratio is 1."""
     history = train(build(Config(**vars(SHORT) | {"replay_updates": 0})), progress=False).history
     np.testing.assert_allclose(history.column("ess"), 1, atol=1e-6)
 
@@ -111,11 +127,22 @@ def test_each_rollout_counts_once_and_before_the_next():
         assert run.model.seen.item() == 16 + 512 * k  # the starts, then a rollout at a time
 
 
-def test_a_checkpoint_has_the_numbers(tmp_path):
+@pytest.mark.parametrize("encoder", ["mlp", "gru"])
+def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path, encoder):
+    config = Config(encoder=encoder, steps=3_072, eval_every=0, eval_episodes=4, normalize_obs=True)
+    whole, part = build(config), build(config)
+    for _, _ in zip(range(3), iterate(part), strict=False):
+        checkpoint.save(tmp_path / "checkpoint.pt", part)
+    resumed = build(*checkpoint.resume(tmp_path / "checkpoint.pt")[:1], state=checkpoint.resume(tmp_path / "checkpoint.pt")[1])
+    ends = [train(run, progress=False).model.state_dict() for run in (whole, resumed)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_a_checkpoint_has_the_statistics(tmp_path):
     run = train(build(SHORT), progress=False)
     checkpoint.save(tmp_path / "checkpoint.pt", run)
     model, config = checkpoint.load(tmp_path / "checkpoint.pt", NETWORKS)
-    assert config == SHORT and all(map(torch.equal, numbers(model), numbers(run.model)))
+    assert config == SHORT and all(map(torch.equal, statistics(model), statistics(run.model)))
     returns = []
     for network in (model, run.model):
         with contextlib.closing(run.make_env(config, 4, 0.05, torch.Generator())) as env:
@@ -123,16 +150,23 @@ def test_a_checkpoint_has_the_numbers(tmp_path):
     assert returns[0] == returns[1]
 
 
-def test_an_acting_copy_has_the_learners_numbers():
+def test_an_acting_copy_has_the_learners_statistics():
     run = build(Config(**vars(SHORT) | {"collect_precision": "bf16", "eval_every": 512}))
     for _ in iterate(run):
-        assert run.actor is not run.model and all(map(torch.equal, numbers(run.actor), numbers(run.model)))
+        assert run.actor is not run.model and all(map(torch.equal, statistics(run.actor), statistics(run.model)))
 
 
 @pytest.mark.parametrize("machine", [Machine(collect_ahead=True), Machine(graph=True), Machine(compile=True)])
 def test_what_cannot_follow_is_refused(machine):
-    with pytest.raises(ValueError, match=r"normalize_obs is True: leave out graph|compile is True: leave it out"):
+    with pytest.raises(
+        ValueError, match=r"normalize_obs is True: leave it out, or graph|compile is True: leave it out, or install"
+    ):
         build(Config(normalize_obs=True), machine)
+
+
+def test_state_in_eight_bits_does_not_go_with_it():
+    with pytest.raises(ValueError, match=r"normalize_obs is True: leave it out, or formats \(--eight-bit\)"):
+        packed.build(Config(normalize_obs=True, **EIGHT_BIT))
 
 
 def test_a_population_says_that_it_cannot():

@@ -29,7 +29,7 @@ from ..train import Run, Stream, make_cart
 from . import fused, graphs, ranks
 from .ahead import Ahead, collect_first
 from .gym import GymEnv
-from .normalized import NormalizedRecurrent, NormalizedRows, watch
+from .normalized import NormalizedRecurrent, NormalizedRows, follow
 from .quantization import recorded
 from .recurrent import Recurrent
 from .storage import StoredRing
@@ -143,7 +143,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ke
     if machine.graph:
         graphs.capture(run)
     if config.normalize_obs:
-        watch(run)
+        follow(run)
     if machine.collect_ahead:
         run.actor = copy.deepcopy(run.actor)
         Ahead(run)
@@ -200,8 +200,9 @@ def check(config: Config, machine: Machine, size: int) -> None:
         tf32 = "tf32" in (config.precision, config.collect_precision)
         require("precision", not tf32, "choose another for collect_ahead, TF32 is a process-wide switch")
     if config.normalize_obs:
-        plain = not (machine.graph or machine.compile or machine.collect_ahead or config.formats)
-        require("normalize_obs", plain, "leave out graph, compile, collect_ahead and formats")
+        plain = not (machine.graph or machine.compile or machine.collect_ahead)
+        require("normalize_obs", plain, "leave it out, or graph, compile and collect_ahead")
+        require("normalize_obs", not config.formats, "leave it out, or formats (--eight-bit)")
     if config.formats:
         alone = size == 1 and one and not (machine.graph or machine.reuse_forward or machine.compile)
         alone = alone and machine.on("evaluate") == machine.on("learn")

@@ -1,11 +1,11 @@
-"""Networks for observations whose features differ in size, such as metres beside millimetres per second. Orthogonal weights
-would hear only the largest.
+"""Networks for observations whose features differ in size, such as metres beside millimetres per second. Otherwise the largest
+feature dominates the first layer.
 
 The network subtracts each feature's running mean, divides by its running standard deviation, and clips the result to 10 on either
-side (as Stable-Baselines3's VecNormalize). Mean and deviation are part of the network. So a checkpoint's network takes
-observations as the environment gives them, and the ring stores those. They change only between the updates on one rollout and the
-next rollout, so that new data are on-policy. Replayed data were collected with earlier ones, which the importance ratios correct
-as they do for earlier weights.
+side (as Stable-Baselines3's VecNormalize). These statistics are part of the network. So a checkpoint's network takes observations
+as the environment gives them, and the ring stores those. They are updated just before a rollout is collected and stay fixed until
+its updates are done, so new data are on-policy. Replayed data were collected with earlier statistics, for which the importance
+ratios correct as they do for earlier weights.
 """
 
 import torch
@@ -19,19 +19,20 @@ LIMIT = 10.0
 
 
 class Normalized:
-    """What makes an ActorCritic normalize. Its buffers, float32: `seen` [1], the number of observations so far; `mean` and
-    `variance` [F] of each feature."""
+    """What makes an ActorCritic normalize. Its buffers: `seen` [1], the number of observations that the statistics are of; `mean`
+    and `variance` [F] of each feature, float32; `waiting` [2 F + 1], count and sums of those to be added, float64."""
 
     def __init__(self, obs_size: int = 2, *sizes, **kwargs):
         super().__init__(obs_size, *sizes, **kwargs)
-        for name, start in {"seen": torch.zeros(1), "mean": torch.zeros(obs_size), "variance": torch.ones(obs_size)}.items():
+        starts = {"seen": torch.zeros(1), "mean": torch.zeros(obs_size), "variance": torch.zeros(obs_size)}
+        for name, start in {**starts, "waiting": torch.zeros(2 * obs_size + 1, dtype=torch.float64)}.items():
             self.register_buffer(name, start)
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
-        """Observations [..., F] in standard deviations from the mean."""
-        # A feature that does not vary is 0. Less than a millionth of its mean is what float32 leaves of one.
-        smallest = 1e-12 * self.mean.square() + 1e-30
-        return ((obs - self.mean) / torch.maximum(self.variance, smallest).sqrt()).clamp(-LIMIT, LIMIT)
+        """Observations float32 [..., F] in standard deviations from the mean; 0 for a feature that has not varied yet."""
+        varies = self.variance > 1e-12 * self.mean.square()  # by more than float32's rounding
+        scale = torch.where(varies, self.variance, 1).rsqrt() * varies
+        return ((obs - self.mean) * scale).clamp(-LIMIT, LIMIT)
 
     def forward(self, obs, state=None, first=None):
         """Like ActorCritic.forward."""
@@ -47,15 +48,22 @@ class Normalized:
 
     @torch.no_grad()
     def watch(self, obs: torch.Tensor, total) -> None:
-        """Adds observations [..., F] to the running numbers (Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
-        variance"). `total` sums tensors over processes."""
+        """Keeps count and sums of observations [..., F] for `settle`. `total` sums tensors over processes."""
         apart = obs.to(self.mean.device).flatten(0, -2).double() - self.mean
-        new, added, squares = total([apart.new_full((1,), len(apart)), apart.sum(0), apart.square().sum(0)])
+        sums = total([apart.new_full((1,), len(apart)), apart.sum(0), apart.square().sum(0)])
+        self.waiting.copy_(torch.cat(sums))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Adds what was watched last to the statistics (Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
+        variance")."""
+        new, added, squares = self.waiting.split([1, len(self.mean), len(self.mean)])
         count = self.seen + new
         shift = added / count
         self.variance.copy_((self.variance * self.seen + squares) / count - shift.square()).clamp_(min=0)
         self.mean.add_(shift)
         self.seen.copy_(count)
+        self.waiting.zero_()
 
 
 class NormalizedRows(Normalized, ManyRows):
@@ -66,15 +74,16 @@ class NormalizedRecurrent(Normalized, Recurrent):
     """Recurrent on normalized observations."""
 
 
-def watch(run: Run) -> None:
-    """Lets a run's network follow the observations: before each rollout it takes in the last one, at first the starts."""
-    collect, rows = run.collect, run.env.obs
+def follow(run: Run) -> None:
+    """Lets the statistics of a run's network follow the observations: first the starts, then every rollout."""
+    collect = run.collect
 
     def collect_and_watch() -> Rollout:
-        nonlocal rows
-        run.model.watch(rows, run.total)
+        if not run.model.seen:
+            run.model.watch(run.env.obs, run.total)
+        run.model.settle()
         rollout = collect()
-        rows = rollout.obs[:-1]
+        run.model.watch(rollout.obs[:-1], run.total)
         return rollout
 
     run.collect = collect_and_watch
