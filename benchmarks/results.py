@@ -21,7 +21,7 @@ COMMANDS = {
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
     "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
     "recurrence": "python benchmarks/recurrence.py benchmarks/results/recurrence.md",
-    "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md",
+    "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md --again",
     "breakage_map": "python benchmarks/breakage_map.py map benchmarks/results/breakage_map",
     "breakage_claims": "python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md",
     "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
@@ -36,7 +36,7 @@ COMMANDS = {
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
 }
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl", "stable_baselines3", "jax")}
-PEERS |= {"populations": ("jax",), "populations_avx2": ("jax",)}
+PEERS |= {"tasks": ("stable_baselines3",), "populations": ("jax",), "populations_avx2": ("jax",)}
 
 
 def obstacle(name: str) -> str | None:

@@ -1,103 +1,258 @@
 """Does one algorithm with one set of defaults learn every task, in every precision?
 
-The package's tasks as tensors, trained as populations with the config's defaults, on seeds that nobody had tuned on: 100 of the
-cart and of CartPole-v1, 30 of the linear-quadratic cart, 10 of Pendulum-v1 and of Acrobot-v1. A seed's score is its last greedy
-evaluation, the mean of 100 episodes; of the linear-quadratic cart it is minus the cost above the optimum. "Held" counts seeds of
-CartPole whose evaluations, every 10,000 steps, never fell below 400 again once one had reached 475. The cart has a paired
-interval against fp32 instead. The last line of a task keeps its state in eight bits, too (`train --eight-bit`).
+The package's tasks, trained with the config's defaults on a hundred seeds that nobody had tuned on, in every precision and with
+the state in eight bits, too (`train --eight-bit`): as tensors, in populations. Beside them ten seeds through Gymnasium, one at a
+time, and ten of Stable-Baselines3's A2C and PPO with the settings of its zoo (zoo.py), for which the benchmarks' requirements are
+needed. All are judged in the same episodes, of the tasks as tensors.
 
-    python benchmarks/tasks.py benchmarks/results/tasks.md [--only CartPole-v1] [--precisions fp32 fp8]
+A seed's score is its last greedy evaluation, the mean of 100 episodes. On the linear-quadratic cart it is minus the cost above
+the optimum in percent. "Held" counts seeds of CartPole whose evaluations, every 10,000 steps, never fell below 400 again once
+one had reached 475. The cart has a paired interval against fp32 instead.
 
-Each task's lines are written as soon as it is done; those of other tasks are kept.
+    python benchmarks/tasks.py benchmarks/results/tasks.md [--only CartPole-v1] [--arms fp32 fp8] [--again]
+
+The evaluations of every finished seed go to a .csv beside the table, from which the table and a .png of learning curves are
+made. So the benchmark can be stopped at any time, and goes on with the seeds that are missing. A seed counts only as long as the
+settings of its arm are what they were; after other changes use --again, which begins with an empty .csv.
 """
 
 import argparse
-import time
+import csv
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import sys
+import zlib
 from pathlib import Path
+from typing import NamedTuple
 
+import gymnasium
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+import zoo
 
 from fp8rl.config import Config
+from fp8rl.env import BatchedEnv
 from fp8rl.history import History
 from fp8rl.lab.places import EIGHT_BIT
-from fp8rl.report import study
+from fp8rl.report import plot, study
 from fp8rl.scale.hardware import hardware
+from fp8rl.scale.machine import Machine, build, make_task
 from fp8rl.tasks import lqr
+from fp8rl.tasks.optimum import optimal_returns
+from fp8rl.train import make_cart, train
 
-CART, LQR = "the cart", "fp8rl/Lqr-v0"
-PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp8")} | {"eight-bit state": EIGHT_BIT}
-# First seed, seeds, steps, steps between evaluations, and the score that a seed should reach. The discount was lowered from 0.99
-# to 0.985 after a look at seeds 1000 to 1099 of the cart, so the cart is reported on others.
+CART, CARTPOLE, LQR, WIDE = "the cart", "CartPole-v1", "fp8rl/Lqr-v0", "fp8rl/WideStarts-v0"
+gymnasium.register(WIDE, "fp8rl.tasks.cart:CustomEnv", kwargs={"start_noise": Config.start_noise}, max_episode_steps=200)
+# First seed, steps, steps between evaluations, and the score that a seed should reach. The discount was lowered from 0.99 to
+# 0.985 after a look at seeds 1000 to 1099 of the cart, so the cart is reported on others.
 TASKS = {
-    CART: (2000, 100, 100_000, 10_000, 195),
-    "CartPole-v1": (1000, 100, 500_000, 10_000, 475),
-    LQR: (1000, 30, 1_000_000, 50_000, -5),
-    "Pendulum-v1": (1000, 10, 1_000_000, 50_000, -250),
-    "Acrobot-v1": (1000, 10, 1_000_000, 50_000, -100),
+    CART: (2000, 100_000, 10_000, 195),
+    CARTPOLE: (1000, 500_000, 10_000, 475),
+    LQR: (1000, 1_000_000, 50_000, -5),
+    "Pendulum-v1": (1000, 1_000_000, 50_000, -250),
+    "Acrobot-v1": (1000, 1_000_000, 50_000, -100),
 }
-HEADER = "| task | precision | steps | median score | lowest | seeds that reach it | held, or minus fp32, IQM [95%] | seconds |\n"
-HEADER += "| --- " * 8 + "|\n"
+PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp8")} | {"eight-bit state": EIGHT_BIT}
+GYMNASIUM, PEERS = "fp32 in Gymnasium", {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
+ARMS = (*PRECISIONS, GYMNASIUM, *PEERS)
+DRAWN = ("fp32", "fp8", *PEERS)
+COLUMNS = ("task", "arm", "steps", "median score", "lowest", "seeds that reach it", "held, or minus fp32, IQM [95%]")
+COLUMNS += ("seconds a seed",)
 
 
-def above_optimum(cost: float) -> float:
-    """Percent by which a mean cost of the evaluation's 100 starts exceeds the smallest possible one."""
-    starts = lqr.Lqr(100, generator=torch.Generator().manual_seed(0)).obs
-    return 100 * (cost / float(lqr.optimal_cost(starts).mean()) - 1)
+class Seed(NamedTuple):
+    """What a seed has earned in its evaluations, float64 [E], and its seconds of training, in a population its share of them."""
+
+    returns: np.ndarray
+    seconds: float
 
 
-def score(task: str, history: History) -> float:
+Found = dict[tuple[str, str, int], Seed]  # by task, arm and seed
+
+
+@functools.cache
+def best_of(task: str) -> float:
+    """The best return of an evaluation's 100 starts, on the carts."""
+    if task == CART:
+        return optimal_returns(BatchedEnv(100, generator=torch.Generator().manual_seed(0)).state).mean().item()
+    return -lqr.optimal_cost(lqr.Lqr(100, generator=torch.Generator().manual_seed(0)).obs).mean().item()
+
+
+def above_optimum(returns: np.ndarray) -> np.ndarray:
+    """Percent by which the costs of the linear-quadratic cart exceed the smallest possible one."""
+    return 100 * (returns / best_of(LQR) - 1)
+
+
+def score(task: str, seed: Seed) -> float:
     """Higher is better: a return, or minus the cost above the optimum in percent."""
-    return -above_optimum(-history.final_return) if task == LQR else history.final_return
+    return -above_optimum(seed.returns[-1]) if task == LQR else seed.returns[-1]
 
 
-def held(history: History) -> bool:
-    """Whether no evaluation fell below 400 after one at 475."""
-    _, returns = history.evaluations()
-    reached = np.maximum.accumulate(returns >= 475)
-    return not (reached & (returns < 400)).any()
+def unit_of(task: str) -> str:
+    return " %" if task == LQR else ""
 
 
-def lines_of(task: str, precisions: list[str]) -> dict[str, str]:
-    """Trains a task's seeds in some precisions, which have a line of the table each."""
-    first, seeds, steps, every, goal = TASKS[task]
-    shape = {"env_id": None if task == CART else task, "steps": steps, "eval_every": every}
-    configs = {name: [Config(seed=first + seed, **PRECISIONS[name], **shape) for seed in range(seeds)] for name in precisions}
-    began = time.perf_counter()
-    found = dict(study.run_all([config for arm in configs.values() for config in arm]))
-    seconds, lines, plain = time.perf_counter() - began, {}, None
-    for name in precisions:
-        histories = [found[config] for config in configs[name]]
-        scores = np.array([score(task, history) for history in histories])
-        plain = scores if plain is None else plain
-        last = "-"
-        if task == "CartPole-v1":
-            last = f"{sum(map(held, histories))} of {seeds}"
-        elif task == CART and name != "fp32":
-            last = study.with_interval(scores - plain, signed=True)
-        unit = " %" if task == LQR else ""
-        cells = [task, name, f"{steps:,}", f"{np.median(scores):.2f}{unit}", f"{scores.min():.2f}{unit}"]
-        lines[name] = f"| {' | '.join([*cells, f'{(scores >= goal).sum()} of {seeds}', last, f'{seconds:.0f}'])} |"
-        print(lines[name], flush=True)
-    return lines
+def held(seed: Seed) -> bool:
+    """Whether an evaluation reached 475 and none fell below 400 after it."""
+    reached = np.maximum.accumulate(seed.returns >= 475)
+    return bool(reached[-1]) and not (reached & (seed.returns < 400)).any()
 
 
-def main(out: Path, only: list[str], precisions: list[str]) -> None:
+def through_gymnasium(config: Config) -> History:
+    """Trains a config in Gymnasium's own environments."""
+    run = build(config, Machine(vectorization="sync"))
+    make_env = make_cart if config.env_id == WIDE else make_task
+    run.evaluate = lambda: run.judge(run.model, run.precision, make_env)
+    return train(run, progress=False).history
+
+
+def configs_of(task: str, arm: str) -> list[Config]:
+    """A config for each seed of an arm."""
+    first, steps, every, _ = TASKS[task]
+    env_id = {CART: WIDE if arm == GYMNASIUM else None}.get(task, task)
+    shape = {"env_id": env_id, "steps": steps, "eval_every": every} | PRECISIONS.get(arm, {})
+    return [Config(seed=first + seed, **shape) for seed in range(100 if arm in PRECISIONS else 10)]
+
+
+@functools.cache
+def mark_of(task: str, arm: str) -> str:
+    """Eight digits that change with an arm's settings."""
+    config = configs_of(task, arm)[0]
+    settings = zoo.SETTINGS[PEERS[arm], config.env_id] if arm in PEERS else {}
+    return f"{zlib.crc32(json.dumps([dataclasses.asdict(config), settings], sort_keys=True).encode()):08x}"
+
+
+def train_missing(task: str, arms: list[str], journal: Path) -> None:
+    """Trains the seeds of some arms that the journal does not have, and adds each as soon as it is done."""
+    found, (arm, *_) = read(journal), arms
+    arm_of = {config: arm for arm in arms for config in configs_of(task, arm)}
+    run = None
+    if arm not in PRECISIONS:
+        run = functools.partial(zoo.train, PEERS[arm]) if arm in PEERS else through_gymnasium
+    size = {config: len(each) for _, each in study.tasks_of(list(arm_of), os.cpu_count() or 1, run) for config in each}
+    done = {config for config, arm in arm_of.items() if (task, arm, config.seed) in found}
+    for config, history in study.run_all(list(arm_of), run=run, done=done):
+        arm, (_, returns) = arm_of[config], history.evaluations()
+        row = [task, arm, config.seed, mark_of(task, arm), f"{history.last['seconds'] / size[config]:.4f}"]
+        with journal.open("a") as file:
+            file.write(",".join(map(str, [*row, " ".join(f"{x:.6g}" for x in returns)])) + "\n")
+
+
+def read(journal: Path) -> Found:
+    """The finished seeds."""
+    head = "task,arm,seed,settings,seconds,returns\n"
+    text = journal.read_text() if journal.exists() else head
+    journal.write_text(text[: text.rfind("\n") + 1])  # a line that was being written when the benchmark was killed is no seed
+    found = {}
+    for row in csv.DictReader(journal.read_text().splitlines()):
+        task, arm = row["task"], row["arm"]
+        if row["settings"] == mark_of(task, arm):
+            returns = np.array([float(x) for x in row["returns"].split()])
+            found[task, arm, int(row["seed"])] = Seed(returns, float(row["seconds"]))
+    return found
+
+
+def line(task: str, arm: str, found: Found) -> str:
+    """An arm's line of the table."""
+    _, steps, _, goal = TASKS[task]
+    mine = {seed: each for (name, of, seed), each in found.items() if (name, of) == (task, arm)}
+    scores = np.array([score(task, each) for each in mine.values()])
+    last, plain = "-", [found.get((task, "fp32", seed)) for seed in mine]
+    if task == CARTPOLE:
+        last = f"{sum(map(held, mine.values()))} of {len(mine)}"
+    elif task == CART and arm in PRECISIONS and arm != "fp32" and all(plain):
+        last = study.with_interval(scores - [score(task, each) for each in plain], signed=True)
+    cells = [task, arm, f"{steps:,}", *(f"{x:.2f}{unit_of(task)}" for x in (np.median(scores), scores.min()))]
+    cells += [f"{(scores >= goal).sum()} of {len(mine)}", last]
+    cells.append(f"{np.mean([each.seconds for each in mine.values()]):.1f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def write(out: Path, found: Found) -> None:
+    """Makes the table of the seeds found, in which other lines stay as they are, and a short one, with a column for each task."""
+    names, arms = [(task, arm) for task in TASKS for arm in ARMS], {(task, arm) for task, arm, _ in found}
+    before = out.read_text().splitlines() if out.exists() else []
+    lines = {name: old for name in names for old in before if old.startswith(f"| {' | '.join(name)} |")}
+    lines |= {name: line(*name, found) for name in names if name in arms}
+    origin = f"`python benchmarks/tasks.py {out}` on {hardware()}.\n"
+    goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
+    note = f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best return is {best_of(CART):.2f}. "
+    note += "Seconds are of training, on one core while the other trains, too: as tensors a seed's share of its population's, "
+    note += f"SB3's the processor's alone. Lines without seconds are of an earlier run. {origin}"
+    out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
+
+    heads = [f"{task}, {steps:,} steps, goal {goal}{unit_of(task)}" for task, (_, steps, _, goal) in TASKS.items()]
+    rows = []
+    for arm in ARMS:
+        cells = [short(lines[task, arm]) if (task, arm) in lines else "-" for task in TASKS]
+        rows += [f"| {' | '.join([arm, *cells])} |"] * (set(cells) != {"-"})
+    out.with_stem(out.stem + "_short").write_text(table(("median; seeds that reach the goal", *heads), rows) + "\n" + origin)
+
+
+def table(columns: tuple[str, ...], lines: list[str]) -> str:
+    """A Markdown table."""
+    return "\n".join([f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", *lines]) + "\n"
+
+
+def short(line: str) -> str:
+    """A line of the table as one cell: the median, the seeds that reach the goal and, on CartPole, those that held it."""
+    _, task, _, _, median, _, reached, last, *_ = line.replace(" |", "|").replace("| ", "|").split("|")
+    return f"{median}; {reached}" + (f", {last.split()[0]} held" if task == CARTPOLE else "")
+
+
+def draw(path: Path, found: Found) -> None:
+    """Learning curves of some arms, a panel for each task that has any."""
+    figure, axes = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
+    for ax, (task, (_, steps, every, _)) in zip(axes.flat, TASKS.items(), strict=False):
+        curves, count = {}, steps // every
+        for arm in DRAWN:
+            seeds = [each.returns[:count] for (name, of, _), each in found.items() if (name, of) == (task, arm)]
+            returns = np.array(seeds or [np.full(count, np.nan)])  # so that the other arms keep their colours
+            lost = {CART: best_of(CART) - returns, LQR: above_optimum(returns)}
+            curves[arm] = every * np.arange(1, count + 1), lost.get(task, returns)
+        if all(np.isnan(values).all() for _, values in curves.values()):
+            ax.axis("off")
+            continue
+        plot.learning_curves(ax, curves, marks=False).get_legend().remove()
+        plot.steps_axis(ax, ticks=3).set_title(task, fontsize=10)
+        if task in (CART, LQR):
+            ax.set(
+                yscale="log", ylabel=f"return below the best, {best_of(CART):.2f}" if task == CART else "cost above the best (%)"
+            )
+    axes[1, 2].axis("off")
+    axes[1, 2].legend(*axes[0, 0].get_legend_handles_labels(), loc="center")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(out: Path, only: list[str], arms: list[str], again: bool) -> None:
     torch.set_num_threads(1)  # as every run has
-    kept = out.read_text().splitlines() if out.exists() else []
-    starts = {(task, name): f"| {task} | {name} |" for task in TASKS for name in PRECISIONS}
-    table = {key: line for key, start in starts.items() for line in kept if line.startswith(start)}
+    journal = out.with_suffix(".csv")
+    if again:
+        journal.unlink(missing_ok=True)
+    if not importlib.util.find_spec("stable_baselines3") and set(arms) & PEERS.keys():
+        sys.exit(
+            "stable_baselines3 is missing: pip install --no-deps -r benchmarks/requirements.txt, or choose --arms without it"
+        )
+    together = [arm for arm in arms if arm in PRECISIONS]
     for task in only or TASKS:
-        table |= {(task, name): line for name, line in lines_of(task, precisions).items()}
-        goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
-        note = f"Goals: {goals} (minus the percent of cost above the optimum). Seconds are of the precisions trained together. "
-        note += f"`python benchmarks/tasks.py {out}` on {hardware()}.\n"
-        out.write_text(HEADER + "\n".join(table[key] for key in starts if key in table) + f"\n\n{note}")
+        for group in ([together] if together else []) + [[arm] for arm in arms if arm not in PRECISIONS]:
+            try:
+                train_missing(task, group, journal)
+            finally:
+                found = read(journal)
+                write(out, found)
+                draw(out.with_suffix(".png"), found)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="*", default=[], choices=TASKS)
-    parser.add_argument("--precisions", nargs="*", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--again", action="store_true")
     main(*vars(parser.parse_args()).values())

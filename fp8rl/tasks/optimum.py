@@ -6,8 +6,8 @@ With k steps left, the value of a state x is that of the better push u (Bellman 
 
 The values are kept at the points of a grid, which lie close together near the origin, and are interpolated between these
 (bilinear). Errors add up over the steps, so the returns that count are those of the controller that is greedy in these values, in
-the exact physics. They are real, and no more than the best; how much less, a finer grid shows: here about 0.002 of 200. With 64
-steps left or more the push hardly depends on their number, so V_63 serves for all of these.
+the exact physics. They are real, and no more than the best. On other grids, some of them twice as fine, means of a hundred starts
+differ by less than 0.02 of 200. With 64 steps left or more the push hardly depends on their number, so V_63 serves for all.
 """
 
 import torch
@@ -18,7 +18,7 @@ AHEAD = 64
 
 
 class Grid:
-    """Points [width * height] over position and velocity, spaced with the cube of their number; float64."""
+    """Points [width * height] over position and velocity, at the cubes of evenly spaced numbers; float64."""
 
     def __init__(self, width: int, height: int):
         ends = zip((width, height), STATE_BOUNDS[1], strict=True)
@@ -27,7 +27,7 @@ class Grid:
         self.height = height
 
     def corners(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The four points around states [N, 2], int64 [4, N], and their weights float64 [4, N], all 0 off the track."""
+        """The four points around states float64 [N, 2], int64 [4, N], and their weights, float64 [4, N], all 0 off the track."""
         (i, a), (j, b) = (self._between(axis, x.contiguous()) for axis, x in zip(self.axes, state.unbind(-1), strict=True))
         first, weights = i * self.height + j, torch.stack(((1 - a) * (1 - b), (1 - a) * b, a * (1 - b), a * b))
         return torch.stack((first, first + 1, first + self.height, first + self.height + 1)), weights * ~is_out(state)
@@ -54,8 +54,8 @@ class Moves:
 
 
 def optimal_returns(starts: torch.Tensor, steps: int = MAX_STEPS, width: int = 801, height: int = 401) -> torch.Tensor:
-    """Returns of episodes of some steps from states [N, 2] under the best controller that a grid finds, float64 [N]; with the
-    defaults, after a second or two."""
+    """Returns of episodes of some steps from states float32 [N, 2] under the best controller that a grid of `width` by `height`
+    points finds, float64 [N]. The defaults take about two seconds and 0.3 GB."""
     grid = Grid(width, height)
     moves, values = Moves(grid.points, grid), [torch.zeros(len(grid.points), dtype=torch.float64)]
     while len(values) < min(steps, AHEAD):

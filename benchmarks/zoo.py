@@ -1,0 +1,123 @@
+"""Stable-Baselines3's A2C and PPO with the settings of RL Baselines3 Zoo (hyperparams/a2c.yml and ppo.yml at commit 22e3ff2),
+trained with the same seeds as this package's runs and judged in the same 100 episodes.
+
+Gymnasium's environments are stepped by DummyVecEnv, as the zoo does; numbers of environments are the zoo's. The steps are ours:
+for PPO on CartPole five times the zoo's, for PPO on Pendulum ten times, for A2C on Acrobot twice. The zoo knows neither the cart
+nor the linear-quadratic one; they take CartPole's and Pendulum's settings.
+"""
+
+import time
+
+import numpy as np
+import torch
+
+import fp8rl  # noqa: F401  (registers its environments with Gymnasium)
+from fp8rl.config import Config
+from fp8rl.env import BatchedEnv
+from fp8rl.evaluate import play
+from fp8rl.history import History
+from fp8rl.tasks.by_id import TASKS
+
+CART, LQR = None, "fp8rl/Lqr-v0"
+SETTINGS = {
+    ("A2C", "CartPole-v1"): {"n_envs": 8},
+    ("A2C", "Acrobot-v1"): {"n_envs": 16, "normalize": True},
+    ("A2C", "Pendulum-v1"): {
+        "n_envs": 8,
+        "normalize": True,
+        "n_steps": 8,
+        "gae_lambda": 0.9,
+        "vf_coef": 0.4,
+        "gamma": 0.9,
+        "learning_rate": "linear 7e-4",
+        "use_sde": True,
+        "policy_kwargs": {"log_std_init": -2, "ortho_init": False},
+    },
+    ("PPO", "CartPole-v1"): {
+        "n_envs": 8,
+        "n_steps": 32,
+        "batch_size": 256,
+        "gae_lambda": 0.8,
+        "gamma": 0.98,
+        "n_epochs": 20,
+        "learning_rate": "linear 1e-3",
+        "clip_range": "linear 0.2",
+    },
+    ("PPO", "Acrobot-v1"): {"n_envs": 16, "normalize": True, "n_steps": 256, "gae_lambda": 0.94, "n_epochs": 4},
+    ("PPO", "Pendulum-v1"): {
+        "n_envs": 4,
+        "n_steps": 1024,
+        "gamma": 0.9,
+        "learning_rate": 1e-3,
+        "use_sde": True,
+        "sde_sample_freq": 4,
+    },
+}
+for algorithm in ("A2C", "PPO"):
+    SETTINGS[algorithm, CART] = SETTINGS[algorithm, "CartPole-v1"]
+    SETTINGS[algorithm, LQR] = SETTINGS[algorithm, "Pendulum-v1"]
+
+
+def decays(setting: str):
+    """The schedule that a setting like "linear 0.2" names: from 0.2 to 0 over the training."""
+    start = float(setting.removeprefix("linear "))
+    return lambda remaining: start * remaining
+
+
+class Judge:
+    """Evaluates at every multiple of `eval_every` and at the end; called after every step. `seconds` is the processor's time for
+    all else. Where a multiple of `eval_every` is the last step, the update that follows it is not judged."""
+
+    def __init__(self, config: Config):
+        self.config, self.history, self.seconds = config, History(), 0.0
+        self.resumed = time.process_time()
+
+    def __call__(self, found: dict, _globals: dict) -> bool:
+        """Looks at the local variables of Stable-Baselines3's collection loop."""
+        self.model, every = found["self"], self.config.eval_every
+        now, before = (self.model.num_timesteps - back for back in (0, self.model.n_envs))
+        if now // every > before // every:
+            self.judge()
+        return True
+
+    def end(self) -> History:
+        """The history, with a last evaluation."""
+        if self.history.last.get("steps") != self.model.num_timesteps:
+            self.judge()
+        return self.history
+
+    def judge(self) -> None:
+        """Adds a row of steps, seconds and mean return of the greedy policy."""
+        self.seconds += time.process_time() - self.resumed
+        normalizer = self.model.get_vec_normalize_env()
+        starts = torch.Generator().manual_seed(0)
+        task = TASKS.get(self.config.env_id, BatchedEnv)
+        env = task(self.config.eval_episodes, generator=starts)
+        largest = getattr(self.model.action_space, "high", None)  # of a push; there is none of a choice
+
+        def policy(obs: torch.Tensor) -> torch.Tensor:
+            seen = obs.numpy()
+            action, _ = self.model.predict(normalizer.normalize_obs(seen) if normalizer else seen, deterministic=True)
+            return torch.as_tensor(action if largest is None else action / largest)  # tensor tasks take [-1, 1]
+
+        row = {"iteration": len(self.history), "steps": self.model.num_timesteps, "seconds": self.seconds}
+        self.history.add(row | {"eval_return": float(np.mean(play(policy, env)))})
+        self.resumed = time.process_time()
+
+
+def train(algorithm: str, config: Config) -> History:
+    """Trains "A2C" or "PPO" on a config's task, seed and steps; of the config's other fields only those of evaluations count."""
+    import stable_baselines3 as sb3
+    from stable_baselines3.common.env_util import make_vec_env
+
+    torch.set_num_threads(1)
+    settings = {name: decays(x) if str(x).startswith("linear ") else x for name, x in SETTINGS[algorithm, config.env_id].items()}
+    single = {"env_kwargs": {"start_noise": config.start_noise}} if config.env_id is None else {}
+    env = make_vec_env(config.env_id or "fp8rl/CustomEnv-v0", settings.pop("n_envs"), config.seed, **single)
+    if settings.pop("normalize", False):
+        env = sb3.common.vec_env.VecNormalize(env, gamma=settings.get("gamma", 0.99))
+    judge = Judge(config)
+    model = getattr(sb3, algorithm)("MlpPolicy", env, seed=config.seed, device="cpu", ent_coef=0.0, **settings)
+    model.learn(config.steps, callback=judge)
+    env.close()
+    return judge.end()
