@@ -128,11 +128,10 @@ def mark_of(task: str, arm: str) -> str:
 
 def train_missing(task: str, arms: list[str], journal: Path) -> None:
     """Trains the seeds of some arms that the journal does not have, and adds each as soon as it is done."""
-    found, (arm, *_) = read(journal), arms
-    arm_of = {config: arm for arm in arms for config in configs_of(task, arm)}
-    run = None
-    if arm not in PRECISIONS:
-        run = functools.partial(zoo.train, PEERS[arm]) if arm in PEERS else through_gymnasium
+    found, arm_of = read(journal), {config: arm for arm in arms for config in configs_of(task, arm)}
+    run = None  # precisions train together; any other arm comes alone
+    if arms[0] not in PRECISIONS:
+        run = functools.partial(zoo.train, PEERS[arms[0]]) if arms[0] in PEERS else through_gymnasium
     size = {config: len(each) for _, each in study.tasks_of(list(arm_of), os.cpu_count() or 1, run) for config in each}
     done = {config for config, arm in arm_of.items() if (task, arm, config.seed) in found}
     for config, history in study.run_all(list(arm_of), run=run, done=done):

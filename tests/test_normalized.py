@@ -133,7 +133,8 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path, encoder):
     whole, part = build(config), build(config)
     for _, _ in zip(range(3), iterate(part), strict=False):
         checkpoint.save(tmp_path / "checkpoint.pt", part)
-    resumed = build(*checkpoint.resume(tmp_path / "checkpoint.pt")[:1], state=checkpoint.resume(tmp_path / "checkpoint.pt")[1])
+    saved, state = checkpoint.resume(tmp_path / "checkpoint.pt")
+    resumed = build(saved, state=state)
     ends = [train(run, progress=False).model.state_dict() for run in (whole, resumed)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
