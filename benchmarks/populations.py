@@ -7,6 +7,7 @@ rollout; the studies have the defaults of Config, with replay and evaluations.
 
     python benchmarks/populations.py benchmarks/results/populations.md
     python benchmarks/populations.py build/avx2.md --avx2    # with AVX2 alone, on a processor that has more
+    python benchmarks/populations.py build/cuda.md --cuda    # on a GPU: eager launches, CUDA graphs, and JAX
 """
 
 import argparse
@@ -53,24 +54,36 @@ def jax(agents: int, seconds: float, variant: str = "scan", core: int | None = N
 
 def speed(options) -> list[str]:
     """The table beside JAX."""
-    contestants = {
-        "fp8rl, a process on each core": lambda s: [bench(s // CORES, options.seconds)] * CORES,
-        "JAX under vmap": lambda s: [jax(s, options.seconds)],
-        "JAX under vmap, unrolled": lambda s: [jax(s, options.seconds, "unrolled")],
-        "JAX under vmap, a process on each core": lambda s: [jax(s // CORES, options.seconds, core=k) for k in range(CORES)],
-    }
-    found = {(name, agents): [] for name in contestants for agents in AGENTS}
+    contestants, sizes = (
+        {
+            "fp8rl, a process on each core": lambda s: [bench(s // CORES, options.seconds)] * CORES,
+            "JAX under vmap": lambda s: [jax(s, options.seconds)],
+            "JAX under vmap, unrolled": lambda s: [jax(s, options.seconds, "unrolled")],
+            "JAX under vmap, a process on each core": lambda s: [jax(s // CORES, options.seconds, core=k) for k in range(CORES)],
+        },
+        AGENTS,
+    )
+    if options.cuda:
+        contestants, sizes = (
+            {
+                "fp8rl": lambda s: [[*bench(s, options.seconds), "--device", "cuda"]],
+                "fp8rl, CUDA graphs": lambda s: [[*bench(s, options.seconds), "--device", "cuda", "--graph"]],
+                "JAX under vmap": lambda s: [jax(s, options.seconds)],
+            },
+            (32, 128, 1024, 4096),
+        )
+    found = {(name, agents): [] for name in contestants for agents in sizes}
     for _ in range(options.rounds):
         for (name, agents), speeds in found.items():
             results = together(contestants[name](agents))
             speeds.append(sum(result["train_steps_per_second"] for result in results))
             print(f"{name}, {agents} agents: {speeds[-1]:,.0f} steps/s", flush=True)
     lines = [
-        f"| steps/s of all agents | {' | '.join(f'{agents} agents' for agents in AGENTS)} |",
-        "| --- " * (1 + len(AGENTS)) + "|",
+        f"| steps/s of all agents | {' | '.join(f'{agents:,} agents' for agents in sizes)} |",
+        "| --- " * (1 + len(sizes)) + "|",
     ]
     for name in contestants:
-        lines.append(f"| {name} | {' | '.join(f'{statistics.median(found[name, agents]):,.0f}' for agents in AGENTS)} |")
+        lines.append(f"| {name} | {' | '.join(f'{statistics.median(found[name, agents]):,.0f}' for agents in sizes)} |")
     return lines
 
 
@@ -121,13 +134,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
     parser.add_argument("--avx2", action="store_true", help="use no newer instructions")
+    parser.add_argument("--cuda", action="store_true", help="measure a GPU")
     parser.add_argument("--memory", type=int, help="used by the script itself")
     options = parser.parse_args()
     if options.memory:
         return memory(options.memory)
     if options.avx2 and os.environ.get("ATEN_CPU_CAPABILITY") != "avx2":
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
-    lines = [*speed(options), "", *studies(), "", *growth(options), ""]
+    lines = [*speed(options), ""] if options.cuda else [*speed(options), "", *studies(), "", *growth(options), ""]
     command = f"python benchmarks/populations.py {shlex.join(sys.argv[1:])}"
     lines.append(f"Medians of {options.rounds} rounds. `{command}` on {hardware()}, jax {version('jax')}.")
     options.out.write_text("\n".join(lines) + "\n")

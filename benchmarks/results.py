@@ -31,19 +31,21 @@ COMMANDS = {
     "twins": "python benchmarks/twins.py benchmarks/results/twins.md",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",
+    "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 3",
     "speed": "python benchmarks/speed/compare.py benchmarks/results",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
 }
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl", "stable_baselines3", "jax")}
-PEERS |= {"tasks": ("stable_baselines3",), "populations": ("jax",), "populations_avx2": ("jax",)}
+PEERS |= {"tasks": ("stable_baselines3",), "populations": ("jax",), "populations_avx2": ("jax",), "populations_cuda": ("jax",)}
+ON_CUDA = ("placements", "populations_cuda")
 
 
 def obstacle(name: str) -> str | None:
     """Why a table cannot be made here, or None."""
     if not all(importlib.util.find_spec(package) for package in PEERS.get(name, ())):
         return "it needs other libraries: pip install --no-deps -r benchmarks/requirements.txt"
-    return "it needs a CUDA device" if name == "placements" and not torch.cuda.is_available() else None
+    return "it needs a CUDA device" if name in ON_CUDA and not torch.cuda.is_available() else None
 
 
 def put() -> None:

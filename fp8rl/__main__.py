@@ -467,6 +467,9 @@ def main() -> None:
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         print(f"fp8rl: {error}", file=sys.stderr)
         sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        print(f"fp8rl: {str(error).split('. ')[0]}: use fewer environments or agents, or a lower capacity", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("fp8rl: interrupted", file=sys.stderr)
         sys.exit(130)

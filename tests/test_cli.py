@@ -259,6 +259,17 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(capsys):
         assert word in captured.err and "│" not in captured.err and captured.out == "", captured.err
 
 
+def test_a_gpu_without_room_is_one_line(monkeypatch, capsys):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.\nGPU 0 has a total capacity of 6.00 GiB.")
+
+    monkeypatch.setattr(cli, "parse", lambda commands: full)
+    with pytest.raises(SystemExit) as caught:
+        run("bench")
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and said.startswith("fp8rl: CUDA out of memory: use fewer") and said.count("\n") == 1
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_what_is_refused_is_said_whatever_the_encoding_is(encoding, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))

@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 from helpers import after, assert_same, resumed, weights
@@ -5,6 +7,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
+from fp8rl.lab.population import Population
 from fp8rl.precision import available_precisions
 from fp8rl.rollout import check_finite
 from fp8rl.scale import graphs
@@ -47,15 +50,19 @@ def test_on_the_cpu_the_same_functions_run_without_a_graph():
 
 
 class Replayed:
-    """Stands in for Graphed on the CPU: runs the function, and gives its results in the very objects that it gave at first."""
+    """Stands in for Graphed on the CPU: runs the function, and gives its results in the very objects that it gave at first. It
+    takes only batches of one form, like a graph."""
 
     made = 0
 
-    def __init__(self, function, generator):
-        self.function, self.first = function, None
+    def __init__(self, function, generators, device):
+        self.function, self.first, self.form = function, None, None
         Replayed.made += 1
 
     def __call__(self, *batches):
+        form = [[None if x is None else (x.shape, x.dtype) for x in batch] for batch in batches]
+        self.form = self.form or form
+        assert form == self.form  # a replay takes what was captured
         results = self.function(*batches)
         if self.first is None:
             self.first = results
@@ -92,6 +99,52 @@ def test_a_graph_trains_as_eager_launches_do(precision, fields):
     for name in ("loss", "grad_norm", "loss_scale", "skipped", "train_return"):
         ours, theirs = (run.history.column(name) for run in (graph, eager))
         torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.cuda
+@CUDA
+def test_a_run_that_is_garbage_does_not_spoil_the_next_one_s_capture():
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)  # collects all the time
+    try:
+        for _ in range(3):
+            run = build(Config(steps=5_120, eval_every=0, eval_episodes=1), Machine(device="cuda", graph=True))
+            run.itself = run  # never freed but by the collector
+            assert train(run, progress=False).history.last["nonfinite"] == 0
+            del run
+    finally:
+        gc.set_threshold(*threshold)
+    assert gc.isenabled()
+
+
+@pytest.mark.cuda
+@CUDA
+@pytest.mark.parametrize("fields", [{}, {"env_id": "Pendulum-v1"}, {"formats": "weights=e4m3 v=e5m2"}], ids=str)
+def test_a_population_s_graphs_train_as_eager_launches_do(fields):
+    names = ["fp32"] if "formats" in fields else ["fp32", "bf16", "fp16", "fp8"]
+    shape = {"steps": 10_240, "eval_every": 0, "eval_episodes": 20, **fields}
+    configs = [Config(seed=seed, precision=name, **shape) for seed, name in enumerate(2 * names)]
+    eager, graph = Population(configs, "cuda"), Population(configs, "cuda")
+    graphs.capture(graph)
+    for run in (eager, graph):
+        train(run, progress=False)
+    torch.testing.assert_close(graph.model.theta, eager.model.theta)
+    for ours, theirs in zip(graph.histories(configs), eager.histories(configs), strict=True):
+        for name in ("loss", "grad_norm", "loss_scale", "skipped", "train_return", "eval_return"):
+            torch.testing.assert_close(ours.column(name), theirs.column(name), equal_nan=True, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.cuda
+@CUDA
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
+def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
+    configs = [Config(seed=seed, precision=precision, steps=1_024, eval_every=0, eval_episodes=1) for seed in range(30)]
+    together, alone = Population(configs, "cuda"), build(configs[7], Machine(device="cuda"))
+    for run in (together, alone):
+        train(run, progress=False)
+    ours = together.histories(configs)[7]
+    for name in ("train_return", "loss", "entropy"):  # of two iterations: later the order of sums may change an action
+        torch.testing.assert_close(ours.column(name), alone.history.column(name), equal_nan=True, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.cuda

@@ -18,6 +18,8 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
+from array import array
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -56,6 +58,11 @@ def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
             like.append([])
         like[-1].append(config)
     return [batch for like in found.values() for batch in like]
+
+
+def most_together(device) -> int | None:
+    """How many agents compute together at most: on a GPU all, because every call costs a launch."""
+    return CHUNK if torch.device(device).type == "cpu" else None
 
 
 def shared(config: Config) -> Config:
@@ -167,7 +174,7 @@ class Agents(nn.Module):
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.shapes = shapes
         self.sizes = [p.numel() for p in in_order(models[0])]
-        self.parts = parts_of(learning, shapes, CHUNK)
+        self.parts = parts_of(learning, shapes, most_together(device))
         self.space, self.passes = Space(), 0
         self.acting_parts = {"learner": parts_of(learning, shapes), "actor": parts_of(acting, shapes)}
 
@@ -397,7 +404,7 @@ class Adam:
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) with a learning rate, a step count and skipped steps for each agent.
 
     Attributes:
-        rate: a number, or float32 [S, 1]. first, second: the moments, float32 [S, P]. count: steps taken, float32 [S, 1].
+        rate: learning rates, float32 [S, 1]. first, second: the moments, float32 [S, P]. count: steps taken, float32 [S, 1].
 
     Args:
         places: of each agent, equal ones following each other; None keeps everything in float32.
@@ -405,9 +412,10 @@ class Adam:
     """
 
     def __init__(self, theta: nn.Parameter, rate, places: list[Places] | None = None, sizes=(), streams=()):
-        self.theta, self.rate, self.sizes, self.streams = theta, rate, list(sizes), streams
+        self.theta, self.sizes, self.streams = theta, list(sizes), streams
+        self.rate = torch.zeros(len(theta), 1, device=theta.device).add_(rate)
         places = places or [Places()] * len(theta)
-        self.parts = [(agents, places[agents.start]) for agents in alike(places, CHUNK)]
+        self.parts = [(agents, places[agents.start]) for agents in alike(places, most_together(theta.device))]
         for agents, own in self.parts:
             theta.data[agents] = own.weights(theta.data[agents], self.sizes)
         self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
@@ -417,7 +425,7 @@ class Adam:
     def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
         """One step of the agents in `takes`, bool [S, 1], with gradients `grad` [S, P] times `factor` [S, 1]."""
         self.count += takes
-        size = torch.where(takes, -self.rate / (1 - 0.9**self.count), 0.0)
+        size = torch.where(takes, (1 - 0.9**self.count).reciprocal() * -self.rate, 0.0)
         keep, add = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0)
         root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
         for agents, places in self.parts:
@@ -470,45 +478,64 @@ class Scales:
         takes = finite & ~self.stopped
         factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1) / self.scale
         optimizer.step(grad, factor, takes)
-        self.good = torch.where(finite, self.good + 1, 0)
-        grown = torch.where(self.good == SCALE_GROWTH_INTERVAL, 2 * self.scale, self.scale)
-        self.good = torch.where(self.good == SCALE_GROWTH_INTERVAL, 0, self.good)
-        self.scale = torch.where(self.grows, torch.where(finite, grown, self.scale / 2), self.scale)
-        return StepReport(*(x.squeeze(1) for x in (norm, self.scale, ~finite)))
+        good = torch.where(finite, self.good + 1, 0)
+        grown = torch.where(good == SCALE_GROWTH_INTERVAL, 2 * self.scale, self.scale)
+        # In place, because a captured step reads these tensors.
+        self.good.copy_(torch.where(good == SCALE_GROWTH_INTERVAL, 0, good))
+        self.scale.copy_(torch.where(self.grows, torch.where(finite, grown, self.scale / 2), self.scale))
+        return StepReport(norm.squeeze(1), self.scale.squeeze(1).clone(), ~finite.squeeze(1))
 
     def state_dict(self) -> dict:
         return {"scale": self.scale, "good": self.good, "stopped": self.stopped}
 
     def load_state_dict(self, state: dict) -> None:
-        self.scale, self.good, self.stopped = (state[name].clone() for name in ("scale", "good", "stopped"))
+        for name, x in self.state_dict().items():
+            x.copy_(state[name])
 
 
 class Histories:
-    """A History for each of S agents, written and read together. Their seconds are those of the whole population."""
+    """The histories of S agents, written together. Their seconds are those of the whole population.
+
+    Attributes:
+        columns: of History, with float64 [S] in each row. failures: of each agent (History.failure).
+    """
 
     def __init__(self, agents: int):
-        self.each = [History() for _ in range(agents)]
+        self.columns: dict[str, list[np.ndarray]] = {}
+        self.failures: list[str | None] = [None] * agents
 
     def add(self, row: dict) -> None:
         """Appends a row of numbers, which all agents share, and of arrays [S]."""
-        columns = {name: np.broadcast_to(x, len(self.each)).tolist() for name, x in row.items()}
-        for agent, history in enumerate(self.each):
-            history.add({name: values[agent] for name, values in columns.items()})
+        unknown = [np.broadcast_to(math.nan, len(self.failures))] * len(self)
+        for name in {**self.columns, **row}:
+            numbers = np.asarray(row.get(name, math.nan), dtype=np.float64)
+            self.columns.setdefault(name, [*unknown]).append(np.broadcast_to(numbers, len(self.failures)))
 
     def __len__(self) -> int:
-        return len(self.each[0])
+        return len(self.columns.get("iteration", ()))
 
     @property
     def last(self) -> dict[str, float]:
         """The first agent's newest row."""
-        return self.each[0].last
+        return {name: rows[-1][0] for name, rows in self.columns.items()}
+
+    def of(self, agent: int) -> History:
+        """A copy of an agent's history."""
+        history = History({name: array("d", [row[agent] for row in rows]) for name, rows in self.columns.items()})
+        history.failure = self.failures[agent]
+        return history
+
+    @property
+    def each(self) -> list[History]:
+        """Copies of all agents' histories."""
+        return [self.of(agent) for agent in range(len(self.failures))]
 
     def state_dict(self) -> dict:
         return {"each": [history.state_dict() for history in self.each]}
 
     def load_state_dict(self, state: dict) -> None:
-        for history, each in zip(self.each, state["each"], strict=True):
-            history.load_state_dict(each)
+        columns = {name: torch.stack([each[name] for each in state["each"]], dim=1).numpy() for name in state["each"][0]}
+        self.columns = {name: list(rows) for name, rows in columns.items()}
 
 
 class Population(Run):
@@ -564,7 +591,7 @@ class Population(Run):
 
     def set_learning_rate(self, learning_rate):
         """Sets every agent's learning rate and returns them."""
-        self.optimizer.rate = learning_rate
+        self.optimizer.rate.zero_().add_(learning_rate)  # in place, because a captured step reads this tensor
         return learning_rate.squeeze(1).cpu().numpy() if isinstance(learning_rate, torch.Tensor) else learning_rate
 
     def sync_actor(self) -> None:
@@ -615,8 +642,7 @@ class Population(Run):
 
     def stop(self, agent: int, reason: str) -> None:
         """Lets an agent take no more steps; it is evaluated as it is."""
-        history = self.history.each[agent]
-        history.failure = history.failure or reason
+        self.history.failures[agent] = self.history.failures[agent] or reason
         self.scaler.stopped[agent] = True
 
     def totals(self, rollout: Rollout, summary: dict) -> dict:
@@ -634,9 +660,10 @@ class Population(Run):
 
     def check_learning(self) -> None:
         """Stops the agents that would end a run of their own (`iterate`)."""
-        for agent, (config, history) in enumerate(zip(self.configs, self.history.each, strict=True)):
+        for agent in np.flatnonzero(self.history.columns["nonfinite"][-1]):
+            config = self.configs[agent]
             scaled = config.precision == "fp16" or config.precision.startswith("fp8")
-            if history.columns["nonfinite"][-1] and (reason := failure(history, config, scaled)):
+            if reason := failure(self.history.of(agent), config, scaled):
                 self.stop(agent, reason)
 
     def evaluate(self) -> np.ndarray:
@@ -648,7 +675,7 @@ class Population(Run):
 
     def histories(self, configs: list[Config]) -> list[History]:
         """The agents' histories in the order of `configs`."""
-        return [self.history.each[self.configs.index(config)] for config in configs]
+        return [self.history.of(self.configs.index(config)) for config in configs]
 
 
 def bytes_per_agent(config: Config) -> int:

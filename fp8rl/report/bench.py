@@ -29,7 +29,7 @@ from torch import nn
 from ..config import Config
 from ..lab.population import Population
 from ..precision import AUTOCAST, Precision, available_precisions
-from ..scale import ranks
+from ..scale import graphs, ranks
 from ..scale.hardware import arithmetic, is_emulated
 from ..scale.machine import HERE, Machine, build
 from ..train import iterate
@@ -77,7 +77,7 @@ class Loop:
         if self.agents < 1:
             raise ValueError(f"agents is {self.agents}: use at least 1")
         for field in dataclasses.fields(Machine):
-            if field.name not in ("device", "reuse_forward") and getattr(machine, field.name) != field.default:
+            if field.name not in ("device", "graph", "reuse_forward") and getattr(machine, field.name) != field.default:
                 raise ValueError(f"{field.name} is {getattr(machine, field.name)} beside agents: leave it out")
         if ranks.rank_and_size()[1] > 1:
             raise ValueError(f"agents is {self.agents} under torchrun: leave one of them out, populations exchange nothing")
@@ -99,6 +99,8 @@ def bench_loop(
         run = build(config, machine)
     else:
         run = Population([dataclasses.replace(config, seed=seed) for seed in range(agents)], machine.device)
+        if machine.graph:
+            graphs.capture(run)
 
     def timed(name):
         function = getattr(run, name)

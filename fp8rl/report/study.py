@@ -177,7 +177,7 @@ def _work(each: Callable | None, configs: list[Config], place: int) -> list[Hist
     if each is None:
         population, reached = Population(configs), set()
         for _ in iterate(population):
-            reached |= {k for k, history in enumerate(population.history.each) if history.columns["eval_return"][-1] >= THRESHOLD}
+            reached |= set(np.flatnonzero(population.history.columns["eval_return"][-1] >= THRESHOLD))
             _numbers[place : place + 2] = population.history.last["steps"] * len(configs), len(reached)
         return population.histories(configs)
     (config,) = configs

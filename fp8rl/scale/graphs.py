@@ -7,6 +7,8 @@ stay in place, the results of a replay are overwritten by the next, and what cha
 scale, Adam's step count, the random generator's offset) must be on the device. That is why Adam must be `capturable`.
 """
 
+import contextlib
+import gc
 import warnings
 from collections.abc import Callable
 
@@ -26,12 +28,13 @@ class Graphed:
 
     Args:
         function: works on CUDA tensors without reading them on the host. It must update its own state in place.
-        generator: the random generator that it draws from, so that each replay draws new numbers, the same as without a graph.
+        generators: the random generators that it draws from, so that each replay draws new numbers, the same as without a graph.
+        device: of the tensors.
     """
 
-    def __init__(self, function: Callable, generator: torch.Generator):
-        self.function, self.generator = function, generator
-        self.stream = torch.cuda.Stream(generator.device)
+    def __init__(self, function: Callable, generators: list[torch.Generator], device: torch.device):
+        self.function, self.generators = function, generators
+        self.stream = torch.cuda.Stream(device)
         self.calls = 0
         self.graph = None
 
@@ -48,8 +51,10 @@ class Graphed:
         if self.graph is None:
             self.inputs = [Rollout(*(None if x is None else x.clone() for x in batch)) for batch in batches]
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(self.stream.device):  # torch 2.11 and 2.12 register the generator on the current device
-                graph.register_generator_state(self.generator)
+            # torch 2.11 and 2.12 register the generator on the current device.
+            with torch.cuda.device(self.stream.device), uncollected():
+                for generator in self.generators:
+                    graph.register_generator_state(generator.graphsafe_get_state())  # it takes no subclass of torch.Generator
                 with torch.cuda.graph(graph, stream=self.stream):
                     self.result = self.function(*self.inputs)
             self.graph = graph
@@ -61,36 +66,52 @@ class Graphed:
         return self.result
 
 
+@contextlib.contextmanager
+def uncollected():
+    """No garbage is collected inside: an earlier run's graphs may be part of it, and to destroy one spoils a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def in_place(run: Run) -> Callable[[], Rollout]:
-    """`run.act`, but with the environments' tensors and the recurrent state kept at the same addresses, as a replay requires."""
-    act, held = run.act, run.env.tensors()
+    """`run.collect`, but with the environments' tensors and the recurrent state kept at the same addresses, as a replay needs."""
+    collect, held = run.collect, run.env.tensors()
     if run.model.recurrent:
         run.state = torch.zeros(run.env.num_envs, run.model.width, dtype=torch.float32, device=run.env.device)
     before = run.state
 
-    def act_in_place() -> Rollout:
-        rollout = act()
+    def collect_in_place() -> Rollout:
+        rollout = collect()
         for name, now in run.env.tensors().items():
             setattr(run.env, name, held[name].copy_(now))
         if before is not None:
             run.state = before.copy_(run.state)
         return rollout
 
-    return act_in_place
+    return collect_in_place
 
 
 def capture(run: Run) -> None:
-    """Lets a run collect and update by graphs; on a device without graphs nothing changes."""
+    """Lets a run or a population collect and update by graphs; on a device without graphs nothing changes. A population that
+    rounds stochastically asks which agents take a step, so it cannot be captured."""
     if run.device.type not in GRAPHED:
         return
-    run.optimizer = adam(run.model, run.config.learning_rate, capturable=True)
-    run.act = Graphed(in_place(run), run.generator)
-    update, graphed = run.update, {}  # a graph per batch shape, and one more that measures FP8
+    if isinstance(run.optimizer, torch.optim.Adam):
+        run.optimizer = adam(run.model, run.config.learning_rate, capturable=True)
+    drawn_from = run.generator if isinstance(run.generator, list) else [run.generator], run.device
+    run.collect = Graphed(in_place(run), *drawn_from)
+    update, graphed = run.update, {}  # a graph for each form of a batch, and one more that measures FP8
 
     def update_by_graph(batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
-        batch, key = batch.to(run.device), (batch.action.shape, record)
+        batch = batch.to(run.device)
+        key = record, *(None if x is None else x.shape for x in batch)  # a replayed one may have the same shapes but no state
         if key not in graphed:
-            graphed[key] = Graphed(lambda given: update(given, record), run.generator)
+            graphed[key] = Graphed(lambda given: update(given, record), *drawn_from)
         return {name: x.clone() for name, x in graphed[key](batch).items()}
 
     run.update = update_by_graph
