@@ -41,6 +41,13 @@ def short_run(num_envs: int, precision: str = "fp32") -> Config:
     return Config(precision=precision, **shape)
 
 
+def write(out: Path, lines: list[str]) -> None:
+    """After every row, so that a benchmark which is stopped leaves what it has measured."""
+    print(lines[-1], flush=True)
+    command = f"`python benchmarks/placements.py {out}`"
+    out.write_text("\n".join(lines) + f"\n\n{command} on {hardware()}, CUDA {torch.version.cuda}.\n")
+
+
 def main(out: Path) -> None:
     if not torch.cuda.is_available():
         print("placements skipped: they need a CUDA device, and there is none here")
@@ -49,16 +56,14 @@ def main(out: Path) -> None:
     for num_envs, name in itertools.product((FEW, MANY), available_precisions("cuda")):
         got = speeds(short_run(num_envs, name), {"eager": Machine("cuda"), "graph": Machine("cuda", graph=True)})
         lines.append(f"| {num_envs:,} | {name} | {got['eager']:,.0f} | {got['graph']:,.0f} | {got['graph'] / got['eager']:.2f} |")
-        print(lines[-1], flush=True)
+        write(out, lines)
     lines += ["", "| environments | learn | collect | store | in turn, steps/s | one iteration ahead, steps/s |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for num_envs, *places in itertools.product((FEW, PLACED), *[("cpu", "cuda")] * 3):
         kinds = {ahead: Machine(*places, "cpu", collect_ahead=ahead) for ahead in (False, True)}
         got = speeds(short_run(num_envs), kinds)
         lines.append(f"| {num_envs:,} | {' | '.join(places)} | {got[False]:,.0f} | {got[True]:,.0f} |")
-        print(lines[-1], flush=True)
-    command = f"`python benchmarks/placements.py {out}`"
-    out.write_text("\n".join(lines) + f"\n\n{command} on {hardware()}, CUDA {torch.version.cuda}.\n")
+        write(out, lines)
 
 
 if __name__ == "__main__":

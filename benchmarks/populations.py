@@ -143,7 +143,8 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
     lines = [*speed(options), ""] if options.cuda else [*speed(options), "", *studies(), "", *growth(options), ""]
     command = f"python benchmarks/populations.py {shlex.join(sys.argv[1:])}"
-    lines.append(f"Medians of {options.rounds} rounds. `{command}` on {hardware()}, jax {version('jax')}.")
+    rounds = "One round" if options.rounds == 1 else f"Medians of {options.rounds} rounds"
+    lines.append(f"{rounds}. `{command}` on {hardware()}, jax {version('jax')}.")
     options.out.write_text("\n".join(lines) + "\n")
     print(options.out.read_text())
 

@@ -31,7 +31,7 @@ COMMANDS = {
     "twins": "python benchmarks/twins.py benchmarks/results/twins.md",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",
-    "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 3",
+    "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1",
     "speed": "python benchmarks/speed/compare.py benchmarks/results",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",

@@ -173,7 +173,12 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), torch.cuda.graph(graph):
         multiply()
-    return graph.replay
+
+    def replay():
+        graph.replay()
+        return products  # a graph does not keep its operands alive
+
+    return replay
 
 
 def fastest_product(

@@ -60,7 +60,8 @@ class Lqr(TensorEnv):
 
     def start(self, numbers):
         """Like TensorEnv.start."""
-        return numbers * numbers.new_tensor(STARTS)
+        position, velocity = numbers.unbind(-1)
+        return torch.stack((position * STARTS[0], velocity * STARTS[1])).movedim(0, -1)
 
     def advance(self, state, action):
         """Like TensorEnv.advance."""

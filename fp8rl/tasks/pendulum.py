@@ -28,7 +28,8 @@ class Pendulum(TensorEnv):
 
     def start(self, numbers):
         """Like TensorEnv.start."""
-        return numbers * numbers.new_tensor([math.pi, 1.0])
+        theta, speed = numbers.unbind(-1)
+        return torch.stack((theta * math.pi, speed)).movedim(0, -1)
 
     def observe(self, state):
         """Like TensorEnv.observe."""
