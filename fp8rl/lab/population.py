@@ -547,7 +547,7 @@ class Population(Run):
 
     Args:
         configs: of the agents; they may differ in the fields of FREE.
-        device: where everything is.
+        device: where everything is. On a GPU `scale.graphs.capture(population)` makes it several times as fast.
     """
 
     PARTS = ("model", "adam", "scaler", "generator", "env", "returns", "rewards", "history")
