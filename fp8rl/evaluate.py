@@ -34,8 +34,7 @@ def evaluate(model, env, precision: Precision | None = None, greedy: bool = True
         nonlocal state
         with precision.autocast():
             outputs, state = model.policy(obs, state)
-        shape = (env.num_envs, env.num_actions)
-        noise = 0.0 if greedy else env.distribution.noise(shape, outputs.device, generator)
+        noise = 0.0 if greedy else env.noise(1, generator)[0]
         return env.distribution.sample(outputs, noise)
 
     return play(policy, env)

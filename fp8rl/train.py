@@ -103,7 +103,8 @@ class Run:
         plain |= dict.fromkeys(("codec", "layout", "formats"), make_ring is ReplayBuffer)
         for field in plain:
             if plain[field] and getattr(config, field) != getattr(Config, field):
-                raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.scale.machine.build")
+                module = "lab.packed" if field == "formats" else "scale.machine"
+                raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.{module}.build")
         self.config, self.device, self.rank, self.ranks = config, torch.device(device), rank, ranks
         collect_device = collect_device or device
         self.precision = Precision(config.precision, device)

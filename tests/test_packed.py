@@ -158,7 +158,7 @@ def test_what_cannot_be_packed_is_refused(fields, machine, message):
 
 
 def test_the_plain_run_refuses_formats():
-    with pytest.raises(ValueError, match=r"formats is m=e4m3: make this run with fp8rl.scale.machine.build"):
+    with pytest.raises(ValueError, match=r"formats is m=e4m3: make this run with fp8rl.lab.packed.build"):
         Run(Config(**SMALL, formats="m=e4m3"))
     with pytest.raises(ValueError, match=r"formats is m=e4m3: make this run with fp8rl.lab.packed.build"):
         plain.build(Config(**SMALL, formats="m=e4m3"))
