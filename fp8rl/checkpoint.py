@@ -1,8 +1,8 @@
 """Checkpoints: written whole or not at all, and read without executing anything in them.
 
 A checkpoint is a dict: `format` (this module's version), `config` (the run's fields) and `run` (from `Run.state_dict`). torch
-writes it as an uncompressed zip archive but does not notice a flipped bit in a tensor when it reads one, so the archive's
-checksums are checked first. torch's `weights_only` reader creates only tensors and plain containers.
+writes it as an uncompressed zip archive but does not notice a flipped bit in a tensor when it reads one, and gives what is left in
+memory for an entry marked as a folder. So checksums and marks are checked first. Its `weights_only` reader makes plain data only.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def _write(path: Path, content: dict) -> None:
 def _read(path: Path) -> dict:
     try:
         with zipfile.ZipFile(path) as archive:
-            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+            stored = all(entry.compress_type == zipfile.ZIP_STORED and not entry.external_attr for entry in archive.infolist())
             if not stored or archive.testzip() is not None:
                 raise ValueError("not as torch writes it, or a checksum is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True)

@@ -2,6 +2,7 @@ import copy
 import io
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -189,6 +190,16 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(path, saved):
         damaged[rng.integers(tail if i % 10 == 0 else 0, len(damaged))] ^= 1 << rng.integers(8)
         outcomes.append(outcome(path, damaged, original))
     assert False not in outcomes and outcomes.count(True) > 10 and outcomes.count(None) > 100
+
+
+def test_an_entry_marked_as_a_folder_is_refused(path, saved):
+    """torch would not read it, and give what happens to be in memory."""
+    original, places = checkpoint.resume(path), [found.start() for found in re.finditer(b"PK\\x01\\x02", saved[1])]
+    assert len(places) > 20
+    for begin in places:
+        damaged = bytearray(saved[1])
+        damaged[begin + 38] ^= 0x10  # of the attributes in the zip's list of entries
+        assert outcome(path, damaged, original) is None
 
 
 def test_a_cut_or_spliced_file_is_refused_or_equal_and_runs_nothing(path, saved, monkeypatch, tmp_path):
