@@ -1,7 +1,7 @@
 """Checkpoints: written whole or not at all, and read without executing anything in them.
 
 A checkpoint is a dict: `format` (this module's version), `config` (the run's fields) and `run` (from `Run.state_dict`). torch
-writes it as an uncompressed zip archive but does not notice a flipped bit in a tensor when it reads one, and gives what is left in
+writes it as an uncompressed zip archive but does not notice a flipped bit in a tensor when it reads one, and gives what is in
 memory for an entry marked as a folder. So checksums and marks are checked first. Its `weights_only` reader makes plain data only.
 """
 
