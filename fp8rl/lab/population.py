@@ -595,12 +595,12 @@ class Population(Run):
         return learning_rate.squeeze(1).cpu().numpy() if isinstance(learning_rate, torch.Tensor) else learning_rate
 
     def sync_actor(self) -> None:
-        """Rounds the current weights for acting."""
-        self.actor = self.model.policy("actor")
+        """Does nothing: `act` rounds the current weights."""
 
     def act(self) -> Rollout:
         """Like Run.act, a Rollout [T, S N]."""
-        return collect(self.actor, self.env, self.config.rollout_length, self.precision, self.generator, None, self.loop)
+        actor = self.model.policy("actor")
+        return collect(actor, self.env, self.config.rollout_length, self.precision, self.generator, None, self.loop)
 
     def rounded_targets(self, *args) -> Targets:
         """V-trace, its advantages and value targets rounded for the agents that say so."""

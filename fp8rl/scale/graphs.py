@@ -79,21 +79,21 @@ def uncollected():
 
 
 def in_place(run: Run) -> Callable[[], Rollout]:
-    """`run.collect`, but with the environments' tensors and the recurrent state kept at the same addresses, as a replay needs."""
-    collect, held = run.collect, run.env.tensors()
+    """`run.act`, but with the environments' tensors and the recurrent state kept at the same addresses, as a replay requires."""
+    act, held = run.act, run.env.tensors()
     if run.model.recurrent:
         run.state = torch.zeros(run.env.num_envs, run.model.width, dtype=torch.float32, device=run.env.device)
     before = run.state
 
-    def collect_in_place() -> Rollout:
-        rollout = collect()
+    def act_in_place() -> Rollout:
+        rollout = act()
         for name, now in run.env.tensors().items():
             setattr(run.env, name, held[name].copy_(now))
         if before is not None:
             run.state = before.copy_(run.state)
         return rollout
 
-    return collect_in_place
+    return act_in_place
 
 
 def capture(run: Run) -> None:
@@ -101,10 +101,10 @@ def capture(run: Run) -> None:
     rounds stochastically asks which agents take a step, so it cannot be captured."""
     if run.device.type not in GRAPHED:
         return
-    if isinstance(run.optimizer, torch.optim.Adam):
+    if isinstance(run.optimizer, torch.optim.Adam):  # a population's own is always capturable
         run.optimizer = adam(run.model, run.config.learning_rate, capturable=True)
     drawn_from = run.generator if isinstance(run.generator, list) else [run.generator], run.device
-    run.collect = Graphed(in_place(run), *drawn_from)
+    run.act = Graphed(in_place(run), *drawn_from)
     update, graphed = run.update, {}  # a graph for each form of a batch, and one more that measures FP8
 
     def update_by_graph(batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
