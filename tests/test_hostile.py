@@ -240,7 +240,8 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path):
 def test_a_worker_that_dies_is_one_line(tmp_path):
     process = start(*STUDY, "--out", tmp_path / "a")
     until(lambda: rows_of(tmp_path / "a/runs.jsonl") >= 1, process)
-    workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+    (server,) = [child for child in psutil.Process(process.pid).children() if "forkserver" in " ".join(child.cmdline())]
+    workers = server.children()
     workers[0].kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in err

@@ -125,13 +125,15 @@ def run_all(
             it, so that a study that goes on gives the same numbers bit for bit.
 
     Raises:
-        ChildProcessError: a process died. What a run raises is raised here. No process outlives this one or the last result.
+        ChildProcessError: a process died. What a run raises is raised here. No worker outlives this process or the last result.
     """
     reasons = {} if run else dict.fromkeys(filter(None, map(obstacle, configs)))
     for reason in reasons:
         warnings.warn(reason.replace("train it alone", "trained alone"), stacklevel=2)
-    # Spawned, not forked: a fork of a process that has used torch's threads can hang.
-    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    # Forked from a server that has only imported torch, which ends with this process: a fork of a process that has used torch's
+    # threads can hang.
+    context, others = multiprocessing.get_context("forkserver"), set(multiprocessing.active_children())
+    context.set_forkserver_preload(["torch"])
     tasks = tasks_of(configs, workers or os.cpu_count() or 1, run)
     tasks = [(each, task) for each, task in tasks if any(config not in done for config in task)]
     if not tasks:
