@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8rl.fp8 import power_of_two_scale
 from fp8rl.lab.formats import DTYPES, Format, blocks, format_of, mx, nvfp4, rounded, scaled, unblocked
 
 TABLE = Path(__file__).parent / "data" / "torchao.npz"
@@ -208,6 +209,12 @@ def test_a_draw_is_off_by_at_most_a_step(to, x, noise):
 @given(to=formats, x=rows, size=sizes, power=st.integers(-20, 20))
 def test_a_power_of_two_passes_through_the_scale(to, x, size, power):
     assert_same_bits(scaled(x * 2.0**power, to, size), scaled(x, to, size) * 2.0**power)
+
+
+@given(to=formats, x=rows)
+def test_a_sum_is_rounded_as_the_quotient_is(to, x):
+    scale = power_of_two_scale(x.abs().amax(1, keepdim=True), to.largest)
+    assert torch.equal(scaled(x, to), rounded(x / scale, to) * scale)
 
 
 @given(to=formats, x=rows, size=sizes)

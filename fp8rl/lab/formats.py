@@ -103,13 +103,19 @@ def rounded(x: torch.Tensor, to: Format, noise: torch.Tensor | None = None) -> t
 
 def scaled(x: torch.Tensor, to: Format, block: int | None = None, noise: torch.Tensor | None = None) -> torch.Tensor:
     """Like `rounded`, with a power-of-two scale for each row of `x`, or for each block of `block` numbers of a row. If the last
-    block is not full, zeros fill it."""
+    block is not full, zeros fill it. Exact, without noise, for magnitudes from 2^-126 to 2^104 and 0."""
     if block:
         if noise is not None:
             noise = blocks(noise, block)
         return unblocked(scaled(blocks(x, block), to, noise=noise), x)
     scale = power_of_two_scale(x.abs().amax(-1, keepdim=True), to.largest)
-    return rounded(x / scale, to, noise).mul_(scale)
+    if noise is not None or to.mantissa > 21:
+        return rounded(x / scale, to, noise).mul_(scale)
+    # The same in half as many passes over memory. Float32 rounds sums to the nearest, too, and ties to even, and a sum of 2^23 to
+    # 2^24 steps of the format is rounded to whole steps. Nothing saturates, because the largest number fits.
+    binade = torch.maximum((x.view(torch.int32) & 0x7F800000).view(torch.float32), scale * 2.0**to.normal)
+    shift = 1.5 * 2.0 ** (23 - to.mantissa)
+    return x.add(binade, alpha=shift).sub_(binade, alpha=shift)
 
 
 def blocks(x: torch.Tensor, size: int) -> torch.Tensor:

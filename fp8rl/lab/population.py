@@ -10,8 +10,8 @@ Agent k draws from the random streams of a Run with its config, in the same orde
 which a matmul sums, whatever the other agents are.
 
 A precision rounds the operands and results of the matmuls, which are computed in float32. Products of two 16-bit or 8-bit numbers
-are exact there, so this is what autocast and FP8 compute, again except for the order of sums. It runs on every machine at about
-the speed of float32, and agents of all precisions fit into one batch. But it saves no memory and uses no tensor cores.
+are exact there, so this is what autocast and FP8 compute, again except for the order of sums. No machine needs 16-bit or 8-bit
+instructions for it, and agents of all precisions fit into one batch. But it saves no memory and uses no tensor cores.
 """
 
 import contextlib
@@ -41,6 +41,7 @@ from ..scale import growth
 from ..scale.storage import StoredRing, ring_bytes
 from ..tasks.by_id import TASKS
 from ..train import Run, Stream, failure
+from .formats import format_of
 from .places import Kept, Places, noises, places_of
 
 # The fields of Config in which the agents of a population may differ.
@@ -83,12 +84,14 @@ def obstacle(config: Config) -> str | None:
     return None
 
 
-def rounds_to(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    """Rounds float32 matrices [S, M, N] to the numbers of another type, in float8 with a scale for each agent."""
-    return fp8.quantize(x, dtype).dequantize() if dtype in fp8.LARGEST else x.to(dtype).float()
+def through(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """Rounds float32 tensors to the numbers of another type, and back."""
+    return x.to(dtype).float()
 
 
-TO = {dtype: functools.partial(rounds_to, dtype) for dtype in (torch.bfloat16, torch.float16, fp8.E4M3, fp8.E5M2)}
+TO = {dtype: functools.partial(through, dtype) for dtype in (torch.bfloat16, torch.float16)}
+# What fp8.quantize rounds each matrix to, in float32 arithmetic: on a CPU, torch reads e4m3 one number at a time.
+TO |= {dtype: Kept(format_of(name)).matrices for name, dtype in (("e4m3", fp8.E4M3), ("e5m2", fp8.E5M2))}
 
 
 class Rounding(NamedTuple):
