@@ -83,17 +83,18 @@ class LqrEnv(gymnasium.Env):
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def __init__(self, render_mode: None = None):
-        self.render_mode = render_mode
+        self.render_mode, self.env = render_mode, Lqr(1, generator=torch.Generator())
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
-        start = torch.tensor(self.np_random.uniform(-1, 1, (1, 2)), dtype=torch.float32)
-        self.env, self.steps = Lqr(1, generator=torch.Generator()), 0
-        return self.env.reset(self.env.start(start))[0].numpy(), {}
+        start = torch.tensor(self.np_random.uniform(-1, 1, 2), dtype=torch.float32, device="cpu")
+        self.state, self.steps = self.env.start(start), 0
+        return self.state.numpy().copy(), {}
 
     def step(self, action):
         action = np.asarray(action, dtype=np.float32)
         if action.shape != (1,) or np.isnan(action).any():
             raise ValueError(f"action {action} is not a push: pass one number from -1 to 1")
-        obs, reward, terminated, truncated = self.env.step(torch.from_numpy(action).unsqueeze(0))
-        return obs[0].numpy(), float(reward), bool(terminated), bool(truncated), {}
+        self.state, reward, out = self.env.advance(self.state, torch.from_numpy(action))
+        self.steps += 1
+        return self.state.numpy().copy(), float(reward), bool(out), self.steps >= MAX_STEPS and not out, {}
