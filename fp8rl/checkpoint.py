@@ -1,8 +1,8 @@
 """Checkpoints: written whole or not at all, and read without executing anything in them.
 
 A checkpoint is a dict: `format` (this module's version), `config` (the run's fields) and `run` (from `Run.state_dict`). torch
-writes it as an uncompressed zip archive but does not notice a flipped bit in a tensor when it reads one, and gives what is in
-memory for an entry marked as a folder. So checksums and marks are checked first. Its `weights_only` reader makes plain data only.
+writes it as an uncompressed zip archive, but reads a flipped bit in a tensor without noticing, and returns uninitialized memory
+for an entry marked as a folder. So checksums and marks are checked first. Its `weights_only` reader makes plain data only.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = Fa
     config, state = resume(path, trust, **changes)
     try:
         saved = state["model"]
-        names = [name for name in saved if not name.endswith(".scale")]
+        names = [name for name in saved if not name.endswith(".scale")]  # of weights kept in few bits (lab/packed.py)
         weights = {x: saved[x].float() * (saved[f"{x}.scale"].view(()) if saved[x].itemsize < 4 else 1) for x in names}
         width, obs_size = weights["inputs.weight"].shape
         distribution = Gaussian if "log_std" in weights else Categorical

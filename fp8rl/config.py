@@ -46,7 +46,7 @@ class Config:
     rollout_length: int = 32
     """Steps collected from each environment per iteration, T."""
     capacity: int = 100_000
-    """Transitions in the replay ring (rows times environments). Many, for old ones show states that a good policy avoids."""
+    """Transitions in the replay ring (rows times environments). Many, because old ones show states that a good policy avoids."""
     codec: str = "fp32"
     """How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py)."""
     layout: str = "compact"
@@ -71,7 +71,7 @@ class Config:
     normalize_advantage: bool = True
     """Subtract the batch mean from the advantages and divide by their standard deviation."""
     clip: float = 0.2
-    """A transition stops changing the policy once its action is this share likelier than when taken (less likely, if bad)."""
+    """A transition stops changing the policy once its action is likelier by this fraction than when taken (less, if bad)."""
     scale_rewards: bool = True
     """Divide rewards by the root mean square of discounted returns, so that the critic's targets are of order 1."""
     entropy_coef: float = 0.01
@@ -121,8 +121,7 @@ class Config:
         self._require("steps", self.iterations >= 1, f"use at least one iteration, {self.steps_per_iteration} steps")
         if self.env_id is not None:
             for name in ("extra_features", "hide_velocity", "start_noise"):
-                kept = getattr(self, name) == type(self).__dataclass_fields__[name].default
-                self._require(name, kept, f"leave it out, {self.env_id} does not have it")
+                self._require(name, getattr(self, name) == getattr(Config, name), f"leave it out, {self.env_id} does not have it")
 
     def _require(self, name: str, good: bool, remedy: str) -> None:
         if not good:
@@ -150,7 +149,9 @@ class Config:
         """A Config from a dict of fields, or from the text that `to_json` wrote; missing fields have their defaults. Raises
         ValueError if the text is not a JSON object, or if a field does not exist or is out of range."""
         found = json.loads(found) if isinstance(found, str) else found
-        for name in set(found if isinstance(found, dict) else [str(found)]) - cls.__dataclass_fields__.keys():
+        if not isinstance(found, dict):
+            raise ValueError(f"config is {found!r}: use a JSON object of fields")
+        for name in found.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"config has the field {name!r}, which does not exist: leave it out")
         return cls(**found)
 

@@ -2,10 +2,10 @@
 
 A network's outputs are logits [..., A], or means and logarithms of standard deviations [..., 2 A]. Actions are sampled from them
 and independent noise: argmax(logits + Gumbel noise) is a sample from softmax(logits) (Gumbel 1954; Maddison et al. 2014,
-arXiv:1411.0030), mean + deviation * Gaussian noise one from the Gaussian. In units of continuous actions, [-1, 1] spans the
-environment's bounds. A sample may lie outside: the environment clips it, its log-probability is that of the sample.
+arXiv:1411.0030), and mean + deviation * Gaussian noise is one from the Gaussian. Continuous actions are scaled: [-1, 1] spans
+the environment's bounds. A sample may lie outside: the environment clips it, its log-probability is that of the sample.
 
-Everything here is in float32, outside autocast: in float16 small deviations are flushed to 0, and what divides by them overflows
+Everything here is in float32, under any autocast: in float16 small deviations are flushed to 0, and dividing by them overflows
 (Bjorck et al. 2021, arXiv:2102.13565).
 """
 

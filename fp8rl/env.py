@@ -6,7 +6,7 @@ State (position p, velocity v), both dimensionless; one step is one unit of time
     reward = 1 - 0.1 |p|                             (of the new p)
     terminated when |p| > 2, truncated after 200 steps
 
-So |v| < 1.9 always, and a step that leaves |p| <= 2 ends at |p| < 4; these are the bounds of the observation space. Reference
+So |v| < 1.9 always, and the step that ends an episode ends at |p| < 4: these are the bounds of the observation space. Reference
 returns from the origin: constant action 6.2, uniformly random actions 18.5, bang-bang control (push against p + 3 v) 199 of 200.
 
 Two options change only what is observed. `hide_velocity` leaves the velocity out, so a policy needs memory. `extra_features=k`
@@ -56,12 +56,12 @@ def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tu
 
 class TensorEnv:
     """N environments as tensors on one device, stepped together, with NEXT_STEP autoreset. Raises ValueError for `num_envs` below
-    1. A task is a subclass with `start`, `advance`, `observe` and some of these attributes:
+    1. A task is a subclass that defines `start`, `advance`, if need be `observe`, and the first three lines of these attributes:
 
-        bounds: lowest and highest value of each feature of an observation, two tuples of F floats.
+        bounds: lowest and highest value of each feature of an observation, two tuples of F floats. max_steps: of an episode.
         num_actions, distribution: number of actions and Categorical; or their dimensions, scaled to [-1, 1], and Gaussian.
-        max_steps: maximum steps in an episode. discount: of the returns by which an agent is judged. state_size: see `state`.
-        obs: float32 [N, F], the current observations. state: float32 [N, state_size].
+        state_size: numbers in a state. discount: of the returns by which an agent is judged. channels: of noise, see `draw`.
+        state: float32 [N, state_size]. obs: float32 [N, F], the current observations.
         done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
         num_envs: N. generator: source of starts and noise, on the same device; None is torch's global one.
     """
@@ -120,7 +120,7 @@ class TensorEnv:
         self.state = torch.where(self.done.unsqueeze(-1), start[:, : self.state_size] if self.channels else start, moved)
         self.obs = self._observe(start)
         self.steps.add_(1).masked_fill_(self.done, 0)
-        reward, terminated = reward.masked_fill(self.done, 0), terminated > self.done  # and not done
+        reward, terminated = reward.masked_fill(self.done, 0), terminated > self.done  # of bools, a > b is a and not b
         truncated = (self.steps >= self.max_steps) > terminated
         self.done = terminated | truncated
         return self.obs, reward, terminated, truncated
@@ -175,7 +175,7 @@ class BatchedEnv(TensorEnv):
 
     def start(self, numbers):
         """Like TensorEnv.start."""
-        return numbers.mT.mul(self.start_noise).mT  # features before environments in memory, like `dynamics`
+        return numbers.mT.mul(self.start_noise).mT  # there may be a start_noise for each environment, [N]
 
     def advance(self, state, action):
         """Like TensorEnv.advance, by the functions of this module."""

@@ -3,9 +3,9 @@
 Formats (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433). A float8 number has one sign bit and
     e4m3   4 exponent, 3 mantissa bits: +-448, smallest 2^-9, no infinity.   Forward: activations and weights need precision.
     e5m2   5 exponent, 2 mantissa bits: +-57344, smallest 2^-16, has inf.    Gradients: they need range.
-Each tensor is divided by a scale first, and the product is multiplied by it afterwards. The scale is dynamic (taken from the
-tensor's own largest magnitude) and the smallest power of two with which the tensor fits. Scaling by it is exact, so the only
-error is the rounding to float8, and it does not matter whether a machine applies the scales before or after the sum.
+Each tensor is divided by a scale first, and the product is multiplied by it afterwards. The scale is dynamic, not delayed: from
+the tensor's own largest magnitude, the smallest power of two with which it fits. Scaling by it is exact, so the only error is the
+rounding to float8, and it does not matter whether a machine applies the scales before or after the sum.
 
 The three matmuls of a linear layer y = x W^T + b with x [B, I], W [O, I] and the gradient g [B, O] of y:
     output            y  = x   @ W^T     e4m3 x e4m3     contracts I
@@ -21,7 +21,7 @@ A number that is not finite is never saturated: it makes the scale NaN, so every
 optimizer step is skipped, as with a loss scaler (precision.py).
 
 Quantizing x [B, I] takes a few passes over its B I numbers, the matmul 2 B I O operations. So FP8 pays off only where O is large,
-on hardware that multiplies float8; `python -m fp8rl bench fp8` measures from which width on. There is no delayed scaling.
+on hardware that multiplies float8; `python -m fp8rl bench fp8` measures from which width on.
 """
 
 import math
@@ -75,7 +75,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
-    """The smallest power of two s (a normal float32) with largest / s <= limit; NaN where `largest` is not finite."""
+    """The smallest power of two s, from 2^-126 up, with largest / s <= limit; NaN where `largest` is not finite."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(min=-126)

@@ -17,9 +17,9 @@ class History:
     iteration, steps (environment steps so far), seconds (training time without evaluations), train_return (mean return of the
     episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between evaluations),
     learning_rate, clipped (values clipped by the ring's codec so far), outside (share of continuous actions beyond the bounds,
-    where the environment clips them); over the iteration's updates the mean loss, policy_loss,
-    value_loss, entropy (nats) and ess, the smallest min_logp, the largest finite grad_norm (0 if none was finite), and how many
-    were nonfinite (in the gradient) or skipped (by the scaler); loss_scale; with FP8 also scale/quantization.py's numbers."""
+    where the environment clips them); over the iteration's updates the mean loss, policy_loss, value_loss, entropy (nats) and
+    ess, the smallest min_logp, the largest finite grad_norm (0 if none was finite), and how many were nonfinite (in the gradient)
+    or skipped (by the scaler); loss_scale; with FP8 also scale/quantization.py's numbers, whose names begin with "fp8."."""
 
     failure: str | None = None  # why an agent that trains beside others takes no more steps (lab/population.py)
 
@@ -27,7 +27,7 @@ class History:
         self.columns = {} if columns is None else columns
 
     def add(self, row: dict[str, float]) -> None:
-        """Appends an iteration's numbers; missing and previously unknown ones are NaN."""
+        """Appends an iteration's numbers. A column that `row` lacks gets NaN, and a new column NaN for earlier iterations."""
         unknown = [math.nan] * len(self)
         for name in {**self.columns, **row}:
             self.columns.setdefault(name, array("d", unknown)).append(row.get(name, math.nan))
@@ -77,7 +77,8 @@ class History:
 class RewardScale:
     """Brings the critic's targets to order 1: divides rewards by the root mean square of the discounted returns G_t = r_t + gamma
     G_{t-1} of running episodes, of which it forgets 1% with every step. `open` is G, float32 [N]; `square`, float32 [2, S, 1],
-    the mean square and its weight so far for each of S agents, changed in place, because a captured update reads it."""
+    running means from 0 of G^2 and of 1, whose quotient is the mean square so far, for S agents; changed in place, because a
+    captured update reads it."""
 
     KEEPS = 0.99
 

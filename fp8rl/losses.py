@@ -15,8 +15,8 @@ Ends of episodes: `discount` is 0 after a termination and gamma elsewhere, so a 
 observation, the next row. The row after any end is a dummy whose action was ignored: `valid` is False there, which zeroes its
 delta and cuts the trace, so that nothing leaks from one episode into the previous one.
 
-V-trace bounds how much an old step may weigh, not how far the policy moves on it each time it is replayed. So a step counts for
-the policy only while rho is less than 1 + clip, or more than 1 - clip if its advantage is negative: PPO's rule (Schulman et al.
+V-trace bounds the weight of an old step, not how far repeated updates on it move the policy. So a step counts for the policy only
+while rho is less than 1 + clip, or more than 1 - clip if its advantage is negative: PPO's rule (Schulman et al.
 2017, arXiv:1707.06347), with the step's own behaviour policy in place of that of the last iteration.
 """
 
@@ -30,8 +30,8 @@ from .config import Config
 from .distribution import distribution_of
 from .rollout import TERMINATED, TRUNCATED, Rollout
 
-FLOOR = 0.05  # added to a standard deviation: where nothing is left to gain, what divides by less magnifies only noise
-_sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over a batch's rows: [1, 1], or [1, S, 1] for agents
+FLOOR = 0.05  # added to the advantages' standard deviation: where they are almost equal, dividing by less only magnifies noise
+_sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over a batch's rows: [1, 1], or [1, S, 1] of agents
 
 
 class Targets(NamedTuple):
@@ -62,7 +62,7 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
         excesses.append(excess)
     excess = torch.stack(excesses[::-1])
     next_excess = torch.cat((excess[1:], torch.zeros_like(excess[:1])))
-    advantage = delta + lam * weight * discounts * next_excess
+    advantage = delta + lam * weight * discounts * next_excess  # weight * (r + discount * q - V)
     return Targets(values[:-1] + excess, advantage, ratio)
 
 
@@ -119,9 +119,8 @@ def actor_critic_loss(
     value_loss = 0.5 * _sum((mask * (values[:-1] - targets.value)).square()) / count
     entropy = _sum(mask * policy.entropy()) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
-    masked = torch.where(valid, log_ratios, -torch.inf)
-    largest = masked.amax((0, -1), keepdim=True)  # subtracting it does not change the fraction, and nothing overflows
-    ratio = torch.where(valid, (masked - largest).exp(), 0)
+    largest = torch.where(valid, log_ratios, -torch.inf).amax((0, -1), keepdim=True)  # cancels in ess, and nothing overflows
+    ratio = torch.where(valid, (log_ratios - largest).exp(), 0)
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,

@@ -38,12 +38,11 @@ class ActorCritic(nn.Module):
         self.make_hidden(width, generator)
         self.actor = linear(width, num_actions, 0.01, generator)
         self.critic = linear(width, 1, 1.0, generator)
-        self.log_std = None
-        if distribution is Gaussian:
-            self.log_std = nn.Parameter(torch.full((num_actions,), -0.5, dtype=torch.float32, device="cpu"))  # deviations of 0.6
+        log_std = torch.full((num_actions,), -0.5, dtype=torch.float32, device="cpu")  # deviations of 0.6
+        self.log_std = nn.Parameter(log_std) if distribution is Gaussian else None
 
     def make_hidden(self, width: int, generator: torch.Generator | None) -> None:
-        """Makes the layers between the first layer and the heads."""
+        """Makes the layers between the first one and the heads; a subclass may have others."""
         self.hidden = linear(width, width, math.sqrt(2), generator)
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
@@ -72,6 +71,6 @@ class ActorCritic(nn.Module):
         return self.outputs(self.actor(hidden)), self.critic(hidden).squeeze(-1).float()
 
     def outputs(self, actor: torch.Tensor) -> torch.Tensor:
-        """What `distribution` takes, of the actor's numbers [..., A]."""
+        """The distribution's parameters float32 [..., A or 2 A], from the actor's numbers [..., A]."""
         actor = actor.float()
         return actor if self.log_std is None else torch.cat((actor, self.log_std.clamp(*LOG_STD).expand_as(actor)), dim=-1)

@@ -17,10 +17,10 @@
 
 A machine emulates types that it has no instructions for (on many CPUs bfloat16 and float16), many times slower than float32.
 
-Losses are always float32, parameters and optimizer here. bfloat16 has float32's range and needs no scaling. float16 ends at 65504
-and flushes to 0 below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them before clipping, skips the
-step and halves the scale when one is not finite, and doubles it after good steps. FP8 scales each tensor separately; its scaler
-stays at 1 and only skips steps. A disabled autocast or scaler is a no-op: the loop has no branches.
+Losses are always float32, and in the core so are parameters and optimizer. bfloat16 has float32's range and needs no scaling.
+float16 ends at 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them
+before clipping, skips the step and halves the scale when one is not finite, and doubles it after good steps. FP8 scales each
+tensor; its scaler stays at 1 and only skips steps. A disabled autocast or scaler is a no-op, so the loop needs no branches.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ class Precision:
         self.scaler.update()
         new_scale = self.scaler.scale(one)
         skipped = new_scale < scale
-        if self.is_fp8:  # no loss scale to lower: repeated halving would end at 0
+        if self.is_fp8:  # the scale was halved only to report the skip: back to 1, or it would end at 0
             self.scaler.update(one)
             new_scale = one
         return StepReport(grad_norm, new_scale, skipped)

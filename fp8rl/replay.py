@@ -19,7 +19,7 @@ from .rollout import Rollout
 
 
 def action_spec(action_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Type and shape of a stored action: its dimensions, or if there are none a byte."""
+    """Type and shape of a stored action: float32 [action_size], or one byte if `action_size` is 0."""
     return (torch.float32, (action_size,)) if action_size else (torch.uint8, ())
 
 
@@ -46,7 +46,7 @@ class ReplayBuffer:
         self.rows, self.num_envs, self.device = rows, num_envs, torch.device(device)
         self.obs_size, self.action_size = len(bounds[0]), action_size
         self.clipped = torch.zeros(self.obs_size, dtype=torch.int64, device=self.device)
-        self._clock = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self._clock = torch.zeros(2, dtype=torch.int64, device="cpu")  # start and count: see `_write`
         self.fields = self._allocate()
 
     def _allocate(self) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ class ReplayBuffer:
         return sum(x.untyped_storage().nbytes() for x in self.fields.values())
 
     def append(self, rollout: Rollout) -> None:
-        """Copies T rows behind the previous ones, whose last observation is their first. Raises ValueError if T >= `rows`."""
+        """Appends T rows. Their first observation is the one in the open row already. Raises ValueError if T >= `rows`."""
         length = len(rollout.action)
         if length >= self.rows:
             raise ValueError(f"rollout of {length} rows: a ring of {self.rows} rows takes at most {self.rows - 1}")
@@ -149,11 +149,11 @@ class ReplayBuffer:
         new = self._codes(rollout.obs)
         new |= {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}
         self._clock[0] = max(self.start, count + length + 1 - self.rows)
+        head = count % self.rows
+        before_wrap = self.rows - head
         for name, values in new.items():
-            head = count % self.rows
-            before_wrap = self.rows - head
             field, values = self.fields[name], values.transpose(0, 1)  # [N, T, ...]
-            field[:, head : head + values.shape[1]] = values[:, :before_wrap]
+            field[:, head : head + values.shape[1]] = values[:, :before_wrap]  # both end with the ring
             if values.shape[1] > before_wrap:
                 field[:, : values.shape[1] - before_wrap] = values[:, before_wrap:]
         self._clock[1] = count + length

@@ -17,7 +17,7 @@ from .precision import Precision
 
 # Bits in a row's flags.
 TERMINATED, TRUNCATED, DUMMY = 1, 2, 4
-# The largest magnitudes that float32 can learn from, since norms square the gradient, and the wrappers that scale larger ones.
+# Largest magnitudes that float32 can learn from (norms square the gradient), each with a wrapper that scales larger ones down.
 LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
 
 
@@ -54,7 +54,7 @@ class Rollout(NamedTuple):
 
 
 def check_finite(rollout: Rollout) -> None:
-    """Raises ValueError if an observation or a reward is not finite or beyond `LARGEST`. Waits for the device."""
+    """Raises ValueError if a number is not finite, or beyond `LARGEST`. Waits for the device."""
     for name, (bound, wrapper) in LARGEST.items():
         low, high = torch.stack(getattr(rollout, name).aminmax()).tolist()  # one pass; a NaN anywhere makes both NaN
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -100,7 +100,7 @@ def collect(model, env, length: int, precision: Precision, generator, state=None
 
     Args:
         model, precision: an ActorCritic and the precision that it runs in. generator: source of the actions' noise.
-        env: a BatchedEnv, or an object with its attributes and `step`; it continues from its current state.
+        env: a TensorEnv, or an object with its `obs`, `done`, `distribution`, `noise`, `draw` and `step`. It goes on as it is.
         state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
         loop: `steps`, or a faster form of it.
     """

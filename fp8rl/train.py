@@ -2,7 +2,7 @@
 
 The new rollout is on-policy; the slices replayed from the ring are not, so both go through V-trace (losses.py), which reduces to
 GAE on the first. `iterate` is the whole algorithm. It works on a `Run`: the state of a run in named parts, each of which can be
-saved and restored, and the functions that advance it, `collect`, `sample`, `update` and `evaluate`. A CUDA graph, a thread that
+saved and restored, and the methods that advance it, `collect`, `sample`, `update` and `evaluate`. A CUDA graph, a thread that
 collects ahead or a second process replaces one of these (scale/machine.py); the core knows nothing about them.
 """
 
@@ -28,7 +28,7 @@ from .precision import Precision
 from .replay import ReplayBuffer
 from .rollout import Rollout, check_finite, collect, steps, stream_seed
 
-PLAIN = {("mlp", False): ActorCritic}
+PLAIN = {("mlp", False): ActorCritic}  # the model class by encoder and normalize_obs
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 
 
@@ -44,8 +44,8 @@ def update(
     """
     if outputs is None:
         with precision.autocast():
-            past = (batch.state if batch.state is None else batch.state[0], batch.first) if model.recurrent else ()
-            outputs = model(batch.obs, *past)
+            before = None if batch.state is None else batch.state[0]
+            outputs = model(batch.obs, before, batch.first) if model.recurrent else model(batch.obs)
     loss, stats = actor_critic_loss(*outputs, batch, config, total, targets_of)
     report = precision.step(loss, optimizer, config.max_grad_norm, total)
     return {"loss": loss.detach(), **stats, **report._asdict()}
@@ -68,8 +68,8 @@ def make_cart(config: Config, num_envs: int, start_noise: float, generator: torc
 
 
 class Run:
-    """The whole state of a run. Raises ValueError for an unknown precision, codec or encoder, or one that is not available here,
-    and MemoryError if the ring cannot be allocated.
+    """The whole state of a run. Raises ValueError for a precision that is unknown or not available here, or a field that needs
+    `build`, and MemoryError if the ring cannot be allocated.
 
     Attributes:
         model, optimizer, scaler: the learner, on `device`.
@@ -99,17 +99,17 @@ class Run:
         rank: int = 0,
         ranks: int = 1,
     ):
-        plain = {"env_id": make_env is make_cart} | dict.fromkeys(("encoder", "normalize_obs"), networks is PLAIN)
-        plain |= dict.fromkeys(("codec", "layout", "formats"), make_ring is ReplayBuffer)
-        for field in plain:
-            if plain[field] and getattr(config, field) != getattr(Config, field):
+        needs = {"env_id": make_env, "encoder": networks, "normalize_obs": networks}  # what has to know each field
+        needs |= dict.fromkeys(("codec", "layout", "formats"), make_ring)
+        for field, part in needs.items():
+            if part in (make_cart, PLAIN, ReplayBuffer) and getattr(config, field) != getattr(Config, field):
                 module = "lab.packed" if field == "formats" else "scale.machine"
                 raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.{module}.build")
         self.config, self.device, self.rank, self.ranks = config, torch.device(device), rank, ranks
         collect_device = collect_device or device
         self.precision = Precision(config.precision, device)
         self.acting = Precision(config.collect_precision or config.precision, collect_device)
-        # Replaced by scale/machine.py; these are the plain ones.
+        # Replaced by scale/machine.py; these are the plain ones. A recorder is a context whose dict joins an update's statistics.
         self.make_env, self.total, self.targets_of, self.loop, self.check = make_env, alone, vtrace, steps, check_finite
         self.recorder = functools.partial(contextlib.nullcontext, {})
         self.generator = self.draws = Stream(collect_device).manual_seed(stream_seed(config.seed, rank) if rank else config.seed)
@@ -118,9 +118,8 @@ class Run:
         sizes, distribution = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
         model = networks[config.encoder, config.normalize_obs](*sizes, generator=weights, distribution=distribution)
         alike = self.acting.name == self.precision.name and self.acting.device == self.precision.device
-        actor = None if alike else self.acting.prepare(copy.deepcopy(model))
+        self.actor = model if alike else self.acting.prepare(copy.deepcopy(model))  # before `prepare` swaps the learner's layers
         self.model = self.precision.prepare(model)
-        self.actor = actor or self.model
         self.optimizer = adam(self.model, config.learning_rate)
         self.scaler = self.precision.scaler
         action_size = sizes[1] if distribution is Gaussian else 0
@@ -174,15 +173,16 @@ class Run:
         return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total, self.targets_of)
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
-        """A summary of the updates, with the sums over all processes of returns, clipped values and loss terms."""
-        (_, finished), terms = self.returns.add(rollout), [summary[name] for name in TERMS]
-        sums = torch.tensor([finished.sum(), len(finished), self.ring.clipped.sum(), *terms], dtype=torch.float64, device="cpu")
-        returns, episodes, clipped, *terms = self.total([sums])[0].tolist()
-        steps = (len(self.history) + 1) * self.config.steps_per_iteration
-        earned = {"train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped)}
+        """An iteration's row: `summary`, and the returns of episodes that end in the rollout. Returns, clipped values and loss
+        terms are summed over all processes."""
+        _, finished = self.returns.add(rollout)
+        sums = [finished.sum(), len(finished), self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
+        returns, episodes, clipped, *terms = self.total([torch.tensor(sums, dtype=torch.float64, device="cpu")])[0].tolist()
+        row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration}
+        row |= {"train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped)}
         if rollout.action.is_floating_point():
-            earned["outside"] = float((rollout.action.abs() > 1).float().mean())
-        return {"steps": steps, **earned, **summary, **dict(zip(TERMS, terms, strict=True))}
+            row["outside"] = float((rollout.action.abs() > 1).float().mean())
+        return {**row, **summary, **dict(zip(TERMS, terms, strict=True))}
 
     def check_learning(self) -> None:
         """Raises FloatingPointError if the newest row shows that nothing is learned any more (see `iterate`)."""
@@ -210,7 +210,7 @@ class Run:
     def load_state_dict(self, state: dict) -> None:
         """Restores another run's `state_dict`. It continues bit for bit on a CPU; on another type of device with other random
         numbers; without the ring's rows with an empty ring. Raises ValueError if the state does not fit the config, and OSError
-        if the ring's rows are in another place than this run's."""
+        if the ring's rows are in another place than this run's; the run is then closed."""
         try:
             for name in self.PARTS:
                 if name == "optimizer":
@@ -239,8 +239,8 @@ class Run:
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
 
-    Raises ValueError if the environment returned a number that is not finite or too large, and FloatingPointError if a gradient
-    was not finite in a precision without a loss scaler to skip it, or in every update of 20 iterations in one with a scaler.
+    Raises ValueError for a number that is not finite, or too large, in a rollout, and FloatingPointError if a gradient was not
+    finite in a precision without a loss scaler to skip it, or in every update of 20 iterations in one with a scaler.
     """
     config, history, begin = run.config, run.history, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:

@@ -69,7 +69,7 @@ def test_numbers_become_pythons_own_whatever_they_come_from():
 def test_json_gives_the_config_back():
     for config in (Config(), Config(learning_rate=np.float64(1 / 3), env_id="CartPole-v1", collect_precision="fp8")):
         assert Config.of(config.to_json()) == config
-    for text in ("{", "[1]", "7", '{"stepz": 1}', '{"steps": "many"}'):
+    for text in ("{", "[1]", '"seed"', "7", '{"stepz": 1}', '{"steps": "many"}'):
         with pytest.raises(ValueError) as caught:
             Config.of(text)
         assert "\n" not in str(caught.value)
