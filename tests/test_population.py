@@ -219,11 +219,12 @@ def test_layers_of_one_precision_round_as_prepare_and_autocast_do():
 
 def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
     measure = """if True:
-        import psutil, sys
+        import psutil, sys, torch
         from fp8rl.config import Config
         from fp8rl.lab.population import Population
         from fp8rl.scale.hardware import keep_freed_memory
         from fp8rl.train import train
+        torch.set_num_threads(1)
         keep_freed_memory()
         fields = {"steps": 3_072, "capacity": 2_112, "eval_every": 0, "eval_episodes": 1}
         configs = [Config("fp8", seed=k, **fields) for k in range(int(sys.argv[1]))]
