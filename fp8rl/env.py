@@ -30,8 +30,7 @@ STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """One step of the physics: the next state float32 [..., 2] from a state (position, velocity) and actions [...] (0 or 1, not
-    checked)."""
+    """One step of the physics: from a state (position, velocity) and actions [...], 0 or 1, to the next, float32 [..., 2]."""
     position, velocity = state.unbind(-1)
     velocity = torch.add(velocity, action, alpha=2 * PUSH) - PUSH
     # All positions, then all velocities in memory: a batch is processed by column.

@@ -122,8 +122,7 @@ class EpisodeReturns:
         self.open = torch.zeros(num_envs, dtype=torch.float64, device="cpu")
 
     def add(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-        """Takes the next rollout. Gives the environments of the episodes that ended in it and their returns, int64 and float64
-        [any number]."""
+        """Takes the next rollout. Returns the environments, int64 [E], and returns, float64 [E], of episodes that ended in it."""
         rewards, earned = rollout.reward.cpu().numpy(), self.open.numpy()
         ended = (rollout.flags & (TERMINATED | TRUNCATED)).cpu().numpy() != 0
         finished, begin = [(np.empty(0, dtype=np.int64), np.empty(0))], 0
@@ -147,8 +146,7 @@ class EpisodeReturns:
 
 
 def summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float | np.ndarray]:
-    """Combines the statistics of an iteration's updates, scalars or tensors [S], into one row of numbers or of arrays [S]. Waits
-    for the device once."""
+    """The statistics of an iteration's updates, scalars or tensors [S], in one row of numbers or arrays [S]. Waits for a GPU."""
     numbers = iter(torch.stack([x.float() for s in stats for x in s.values()]).double().cpu().numpy())
     stats = [{name: next(numbers) for name in s} for s in stats]
     column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}

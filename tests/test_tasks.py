@@ -125,7 +125,8 @@ def test_one_cart_with_the_gymnasium_api():
 
 @pytest.mark.parametrize("env_id", TASKS)
 def test_an_agent_of_a_population_is_a_run_of_its_own(env_id):
-    configs = [Config(seed=seed, env_id=env_id, **{**SHORT, "steps": 5_120}) for seed in (1, 2)]
+    fields = {**SHORT, "steps": 5_120, "learning_rate": 5e-4}  # low, so that differences in rounding have no time to grow
+    configs = [Config(seed=seed, env_id=env_id, **fields) for seed in (1, 2)]
     alone, among = train(build(configs[1]), progress=False), train(Population(configs), progress=False)
     ours, theirs = among.histories(configs)[1], alone.history
     assert ours.columns.keys() == theirs.columns.keys()

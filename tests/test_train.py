@@ -123,10 +123,19 @@ def test_without_the_correction_replay_trains_another_agent():
     assert corrected.history.column("ess")[1:].max() < 1
 
 
-def test_learning_rate_falls_to_the_last_step_or_stays():
-    rates = train(Config(**SHORT), progress=False).history.column("learning_rate")
-    np.testing.assert_allclose(rates, Config.learning_rate * np.array([1, 0.75, 0.5, 0.25]))
-    assert set(train(Config(**SHORT, anneal=False), progress=False).history.column("learning_rate")) == {Config.learning_rate}
+@pytest.mark.parametrize(
+    "fields, factors",
+    [
+        ({"halved_after": 1_024}, (1, 2 / 3, 1 / 2, 2 / 5)),
+        ({"halved_after": 0, "anneal": True}, (1, 0.75, 0.5, 0.25)),
+        ({"halved_after": 1_024, "anneal": True}, (1, 0.75 * 2 / 3, 0.5 / 2, 0.25 * 2 / 5)),
+        ({"halved_after": 0}, (1, 1, 1, 1)),
+    ],
+    ids=str,
+)
+def test_the_learning_rate_falls_with_the_steps_to_the_last_one_or_stays(fields, factors):
+    rates = train(Config(**SHORT, **fields), progress=False).history.column("learning_rate")
+    np.testing.assert_allclose(rates, Config.learning_rate * np.array(factors))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
