@@ -33,7 +33,7 @@ from fp8rl.report import plot, study
 from fp8rl.scale.hardware import hardware
 
 STEPS, SEEDS = 51_200, 32
-RATES, LINEAR = {CART: (5e-4, 2e-3), LQR: (2e-3, 5e-3)}, {"halved_after": 0, "anneal": True}
+RATES = {CART: (5e-4, 2e-3), LQR: (2e-3, 5e-3)}
 PLACES = {
     "forward": "forward operands",
     "backward": "gradients",
@@ -100,7 +100,7 @@ def verdict(task: str, scores: np.ndarray, difference: np.ndarray, low: float, h
 
 def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dict]:
     """Trains arms (name -> fields of Config) and returns a row of COLUMNS for each. `controls`: names of arms on other seeds."""
-    shape = {"env_id": None if task == CART else task, "steps": STEPS, "eval_every": 0, "learning_rate": rate, **LINEAR}
+    shape = {"env_id": None if task == CART else task, "steps": STEPS, "eval_every": 0, "learning_rate": rate, "halved_after": 0}
     configs = {
         name: [Config(seed=1000 + seed + seeds * (name in controls), **shape, **fields) for seed in range(seeds)]
         for name, fields in {BASELINE: {}, **arms}.items()

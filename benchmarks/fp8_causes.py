@@ -22,7 +22,7 @@ from fp8rl.scale.hardware import hardware
 from fp8rl.train import train
 
 SEEDS = range(1000, 1020)
-RATE = {"learning_rate": 5e-4, "halved_after": 0, "anneal": True}
+RATE = {"learning_rate": 5e-4, "halved_after": 0}
 NEAR = {"gamma": 0.99, "start_noise": 0.05, "eval_every": 0, **RATE}
 WIDE = {**NEAR, "start_noise": 1.0}
 FALLING = {name: getattr(Config, name) for name in RATE}

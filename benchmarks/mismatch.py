@@ -26,9 +26,8 @@ from fp8rl.scale.hardware import hardware
 from fp8rl.train import train
 
 SEEDS = 32
-LINEAR = {"halved_after": 0, "anneal": True}  # short runs whose learning rate falls to 0
-TASKS = {LQR: {"steps": 51_200, "learning_rate": 2e-3, **LINEAR}}
-TASKS |= {"CartPole-v1": {"steps": 102_400, "learning_rate": 1e-3, **LINEAR}}
+TASKS = {LQR: {"steps": 51_200, "learning_rate": 2e-3, "halved_after": 0}}
+TASKS |= {"CartPole-v1": {"steps": 102_400, "learning_rate": 1e-3, "halved_after": 0}}
 ACTORS = {"float32": "", **{f"{bits} bits of mantissa": f"acting=e8m{bits}" for bits in (7, 3, 2, 1, 0)}}
 RATIOS = ("right", "wrong", "none")
 

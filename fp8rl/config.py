@@ -78,12 +78,12 @@ class Config:
     """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
     value_coef: float = 0.5
     """Weight of the value loss."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 4e-3
     """Adam's initial learning rate. It falls fast, because a policy that is good already is lost at a high one."""
     halved_after: int = 15_000
     """Environment steps after which the learning rate is half, after twice as many a third, and so on; 0 keeps it."""
-    anneal: bool = False
-    """Decay the learning rate linearly towards 0 over training, too."""
+    anneal: bool = True
+    """Decay the learning rate linearly towards 0 over training, too, so that nothing is lost at the end."""
     max_grad_norm: float = 0.5
     """Gradients are clipped to this L2 norm."""
 
@@ -193,5 +193,5 @@ class Config:
         correction, no entropy bonus, time limits treated as terminations, 64 transitions learned from per 128 collected."""
         loop = {"num_envs": 1, "start_noise": 0.0, "rollout_length": 128, "slice_length": 1, "batch_size": 64, "fresh_updates": 0}
         loop |= {"replay_updates": 1, "capacity": 10_000, "gamma": 0.99, "entropy_coef": 0, "learning_rate": 1e-3}
-        off = ("scale_rewards", "importance_correction", "bootstrap_truncation", "normalize_advantage")
+        off = ("scale_rewards", "importance_correction", "bootstrap_truncation", "normalize_advantage", "anneal")
         return cls(**loop | {"halved_after": 0} | dict.fromkeys(off, False) | changes)

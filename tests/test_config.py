@@ -60,8 +60,8 @@ def test_values_of_another_type_are_named(field, value, remedy):
 
 
 def test_numbers_become_pythons_own_whatever_they_come_from():
-    config = Config(learning_rate=np.float32(0.5), steps=1e4, seed=np.int64(3), gamma=1, anneal=np.bool_(True))
-    assert config == Config(learning_rate=0.5, steps=10_000, seed=3, gamma=1.0, anneal=True)
+    config = Config(learning_rate=np.float32(0.5), steps=1e4, seed=np.int64(3), gamma=1, anneal=np.bool_(False))
+    assert config == Config(learning_rate=0.5, steps=10_000, seed=3, gamma=1.0, anneal=False)
     kinds = [type(getattr(config, name)) for name in ("learning_rate", "steps", "seed", "gamma", "anneal")]
     assert kinds == [float, int, int, float, bool]
 
@@ -94,7 +94,8 @@ def test_published_is_the_published_loop():
     config = Config.published(seed=3)
     assert (config.num_envs, config.rollout_length, config.slice_length, config.batch_size) == (1, 128, 1, 64)
     assert (config.fresh_updates, config.replay_updates, config.importance_correction, config.entropy_coef) == (0, 1, False, 0)
-    assert not (config.bootstrap_truncation or config.normalize_advantage or config.halved_after) and config.seed == 3
+    assert not (config.bootstrap_truncation or config.normalize_advantage) and config.seed == 3
+    assert not (config.halved_after or config.anneal)
     assert (config.gamma, config.scale_rewards, config.start_noise) == (0.99, False, 0.0)
     assert Config.published(gamma=0.5, num_envs=2).gamma == 0.5  # a change wins over the published value
     run = train(dataclasses.replace(config, steps=512, eval_episodes=2), progress=False)

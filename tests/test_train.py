@@ -126,10 +126,10 @@ def test_without_the_correction_replay_trains_another_agent():
 @pytest.mark.parametrize(
     "fields, factors",
     [
-        ({"halved_after": 1_024}, (1, 2 / 3, 1 / 2, 2 / 5)),
-        ({"halved_after": 0, "anneal": True}, (1, 0.75, 0.5, 0.25)),
-        ({"halved_after": 1_024, "anneal": True}, (1, 0.75 * 2 / 3, 0.5 / 2, 0.25 * 2 / 5)),
-        ({"halved_after": 0}, (1, 1, 1, 1)),
+        ({"halved_after": 1_024, "anneal": False}, (1, 2 / 3, 1 / 2, 2 / 5)),
+        ({"halved_after": 0}, (1, 0.75, 0.5, 0.25)),
+        ({"halved_after": 1_024}, (1, 0.75 * 2 / 3, 0.5 / 2, 0.25 * 2 / 5)),
+        ({"halved_after": 0, "anneal": False}, (1, 1, 1, 1)),
     ],
     ids=str,
 )
