@@ -47,12 +47,11 @@ from fp8rl.train import make_cart, train
 
 CART, CARTPOLE, LQR, WIDE = "the cart", "CartPole-v1", "fp8rl/Lqr-v0", "fp8rl/WideStarts-v0"
 gymnasium.register(WIDE, "fp8rl.tasks.cart:CustomEnv", kwargs={"start_noise": Config.start_noise}, max_episode_steps=200)
-# First seed, steps, steps between evaluations, and the score that a seed should reach. The discount was lowered from 0.99 to
-# 0.985 after a look at seeds 1000 to 1099 of the cart, and the fall of the learning rate was changed after one at those of
-# CartPole, so both are reported on others. Stable-Baselines3's settings were not, so its seeds of CartPole are still the first.
+# First seed, steps, steps between evaluations, and the score that a seed should reach. Settings were changed after a look at
+# seeds 1000 and 2000 up of the cart and of CartPole, so these are reported on others; not Stable-Baselines3's settings, however.
 TASKS = {
-    CART: (2000, 100_000, 10_000, 195),
-    CARTPOLE: (2000, 500_000, 10_000, 475),
+    CART: (3000, 100_000, 10_000, 195),
+    CARTPOLE: (3000, 500_000, 10_000, 475),
     LQR: (1000, 1_000_000, 50_000, -5),
     "Pendulum-v1": (1000, 1_000_000, 50_000, -250),
     "Acrobot-v1": (1000, 1_000_000, 50_000, -100),
@@ -114,7 +113,7 @@ def through_gymnasium(config: Config) -> History:
 def configs_of(task: str, arm: str) -> list[Config]:
     """A config for each seed of an arm."""
     first, steps, every, _ = TASKS[task]
-    first = 1000 if task == CARTPOLE and arm in PEERS else first
+    first = first if arm not in PEERS else 2000 if task == CART else 1000
     env_id = {CART: WIDE if arm == GYMNASIUM else None}.get(task, task)
     shape = {"env_id": env_id, "steps": steps, "eval_every": every} | PRECISIONS.get(arm, {})
     return [Config(seed=first + seed, **shape) for seed in range(100 if arm in PRECISIONS else 10)]

@@ -43,7 +43,7 @@ def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = Fa
         names = [name for name in saved if not name.endswith(".scale")]  # of weights kept in few bits (lab/packed.py)
         weights = {x: saved[x].float() * (saved[f"{x}.scale"].view(()) if saved[x].itemsize < 4 else 1) for x in names}
         width, obs_size = weights["inputs.weight"].shape
-        distribution = Gaussian if "log_std" in weights else Categorical
+        distribution = Gaussian if "spread" in weights else Categorical
         network = networks[config.encoder, config.normalize_obs]
         model = network(obs_size, len(weights["actor.weight"]), width, distribution=distribution)
         model.load_state_dict(weights)

@@ -78,9 +78,9 @@ class Config:
     """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
     value_coef: float = 0.5
     """Weight of the value loss."""
-    learning_rate: float = 4e-3
-    """Adam's initial learning rate. It falls fast, because a policy that is good already is lost at a high one."""
-    halved_after: int = 15_000
+    learning_rate: float = 2e-3
+    """Adam's initial learning rate. It falls, because a policy that is good already is lost at a high one."""
+    halved_after: int = 20_000
     """Environment steps after which the learning rate is half, after twice as many a third, and so on; 0 keeps it."""
     anneal: bool = True
     """Decay the learning rate linearly towards 0 over training, too, so that nothing is lost at the end."""

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import nn
 
-from .distribution import LOG_STD, Categorical, Gaussian
+from .distribution import Categorical, Gaussian
 
 
 def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator | None = None) -> nn.Linear:
@@ -38,8 +38,8 @@ class ActorCritic(nn.Module):
         self.make_hidden(width, generator)
         self.actor = linear(width, num_actions, 0.01, generator)
         self.critic = linear(width, 1, 1.0, generator)
-        log_std = torch.full((num_actions,), -0.5, dtype=torch.float32, device="cpu")  # deviations of 0.6
-        self.log_std = nn.Parameter(log_std) if distribution is Gaussian else None
+        spread = torch.full((num_actions,), -0.125, dtype=torch.float32, device="cpu")  # deviations of 0.6
+        self.spread = nn.Parameter(spread) if distribution is Gaussian else None
 
     def make_hidden(self, width: int, generator: torch.Generator | None) -> None:
         """Makes the layers between the first one and the heads; a subclass may have others."""
@@ -72,5 +72,4 @@ class ActorCritic(nn.Module):
 
     def outputs(self, actor: torch.Tensor) -> torch.Tensor:
         """The distribution's parameters float32 [..., A or 2 A], from the actor's numbers [..., A]."""
-        actor = actor.float()
-        return actor if self.log_std is None else torch.cat((actor, self.log_std.clamp(*LOG_STD).expand_as(actor)), dim=-1)
+        return actor.float() if self.spread is None else Gaussian.outputs(actor.float(), self.spread)

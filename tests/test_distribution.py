@@ -47,7 +47,7 @@ def test_the_action_tells_the_distribution():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_outputs_are_float32_under_autocast_and_the_deviation_keeps_within_its_bounds(dtype):
     model = ActorCritic(3, 2, distribution=Gaussian)
-    model.log_std.data = torch.tensor([-50.0, 50.0])
+    model.spread.data = torch.tensor([-50.0, 50.0])
     with torch.autocast("cpu", dtype):
         outputs, values = model(torch.randn(4, 5, 3))
         acted, _ = model.policy(torch.randn(5, 3))

@@ -29,7 +29,7 @@ from torch import nn
 
 from .. import fp8
 from ..config import Config
-from ..distribution import LOG_STD, Categorical, Gaussian
+from ..distribution import Categorical, Gaussian
 from ..env import BatchedEnv, TensorEnv
 from ..evaluate import evaluate
 from ..history import EpisodeReturns, History, RewardScale
@@ -170,7 +170,7 @@ class Agents(nn.Module):
 
     def __init__(self, models: list[ActorCritic], learning: list[Matmuls], acting: list[Matmuls], device="cpu"):
         super().__init__()
-        self.num_actions, self.gaussian = models[0].actor.out_features, models[0].log_std is not None
+        self.num_actions, self.gaussian = models[0].actor.out_features, models[0].spread is not None
         shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, models[0].hidden)]
         shapes.append((self.num_actions + 1, models[0].width))
         rows = [torch.cat([p.detach().flatten() for p in in_order(model)]) for model in models]
@@ -191,18 +191,18 @@ class Agents(nn.Module):
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
         outputs = Passes.apply(rows, self.theta, self).view(agents, length, envs, -1).transpose(0, 1)
         actor, values = outputs[..., :-1], outputs[..., -1]
-        return torch.cat((actor, self.log_std(self.theta).expand_as(actor)), dim=-1) if self.gaussian else actor, values
+        return Gaussian.outputs(actor, self.spread(self.theta)) if self.gaussian else actor, values
 
-    def log_std(self, theta: torch.Tensor) -> torch.Tensor | None:
-        """Logarithms of the standard deviations of continuous actions, [S, 1, A]."""
-        return theta[:, -self.num_actions :].clamp(*LOG_STD).unsqueeze(1) if self.gaussian else None
+    def spread(self, theta: torch.Tensor) -> torch.Tensor | None:
+        """The parameters of the standard deviations of continuous actions, [S, 1, A]."""
+        return theta[:, -self.num_actions :].unsqueeze(1) if self.gaussian else None
 
     def policy(self, kind: str) -> "Policy":
         """The agents' policies with the current weights, in the precision of the "learner" or the "actor"."""
         layers = self.layers
         weight, bias = layers[-1]
         layers[-1] = weight[:, :-1], bias[..., :-1]
-        return Policy(layers, self.log_std(self.theta.detach()), self.acting_parts[kind], self.space)
+        return Policy(layers, self.spread(self.theta.detach()), self.acting_parts[kind], self.space)
 
     def alone(self, agent: int) -> ActorCritic:
         """One agent's network, a copy on the CPU."""
@@ -210,7 +210,7 @@ class Agents(nn.Module):
         kind = Gaussian if self.gaussian else Categorical
         model = ActorCritic(inputs.shape[1], self.num_actions, hidden.shape[0], distribution=kind)
         if self.gaussian:
-            model.log_std.data.copy_(self.theta[agent, -self.num_actions :])
+            model.spread.data.copy_(self.theta[agent, -self.num_actions :])
         for layer, (weight, bias) in zip((model.inputs, model.hidden), layers, strict=False):
             layer.load_state_dict({"weight": weight, "bias": bias})
         model.actor.load_state_dict({"weight": heads[:-1], "bias": layers[-1][1][:-1]})
@@ -221,7 +221,7 @@ class Agents(nn.Module):
 def in_order(model: ActorCritic) -> list[nn.Parameter]:
     """A network's parameters in the order of a row of `theta`: both heads' weights, then both heads' biases, then deviations."""
     heads = [layer.weight for layer in (model.actor, model.critic)] + [layer.bias for layer in (model.actor, model.critic)]
-    last = [*heads, *([] if model.log_std is None else [model.log_std])]
+    last = [*heads, *([] if model.spread is None else [model.spread])]
     return [p for p in model.parameters() if not any(p is x for x in last)] + last
 
 
@@ -255,8 +255,8 @@ class Policy:
 
     recurrent = False
 
-    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], log_std, parts: list, space: Space):
-        self.log_std, self.space = log_std, space
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], spread, parts: list, space: Space):
+        self.spread, self.space = spread, space
         self.agents = len(layers[0][0])
         self.parts = [
             (
@@ -281,8 +281,8 @@ class Policy:
                 x = apply(rounding.result, x if last else x.relu_())
             logits.append(x)
         logits = logits[0] if len(logits) == 1 else torch.cat(logits)
-        if self.log_std is not None:
-            logits = torch.cat((logits, self.log_std.expand_as(logits)), dim=-1)
+        if self.spread is not None:
+            logits = Gaussian.outputs(logits, self.spread)
         return logits.flatten(0, 1), None
 
 

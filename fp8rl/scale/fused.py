@@ -56,7 +56,7 @@ class ManyRows(ActorCritic):
     def _fits(self, obs: torch.Tensor) -> bool:
         """Whether BF16Network computes the outputs: for many rows in bfloat16 on a CPU, if no layer is in FP8."""
         many = obs.device.type == "cpu" and obs.numel() // obs.shape[-1] * self.width >= MANY
-        if not many or self.log_std is not None or torch.compiler.is_compiling():
+        if not many or self.spread is not None or torch.compiler.is_compiling():
             return False
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         return bf16 and type(self.hidden) is nn.Linear
