@@ -33,8 +33,8 @@ class Config:
     num_envs: int = 16
     """Number of environments stepped together, N."""
     start_noise: float = 0.5
-    """Training episodes start within this distance of 0. Wide, because the critic forgets states that a good policy no longer
-    visits; evaluation starts within 0.05. Only for the package's own environment, like the next two fields."""
+    """Training episodes start within this distance of 0, evaluation within 0.05. Wide, because the critic forgets states that a
+    good policy no longer visits. Only for the package's own environment, like the next two fields."""
     extra_features: int = 0
     """Noise channels appended to the observation."""
     hide_velocity: bool = False

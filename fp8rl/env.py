@@ -110,9 +110,8 @@ class TensorEnv:
     def step(
         self, action: torch.Tensor, start: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and one of the tensors from `draw` (None
-        draws one). Returns obs float32 [N, F], reward float32 [N], terminated and truncated bool [N]; the reset observation, 0
-        and False after an end."""
+        """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a tensor from `draw` (None draws one).
+        Returns obs float32 [N, F], reward float32 [N], terminated and truncated bool [N]; a reset, 0 and False after an end."""
         if start is None:
             (start,) = self.draw(1)
         moved, reward, terminated = self.advance(self.state, action)

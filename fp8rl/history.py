@@ -76,9 +76,8 @@ class History:
 
 class RewardScale:
     """Brings the critic's targets to order 1: divides rewards by the root mean square of the discounted returns G_t = r_t + gamma
-    G_{t-1} of running episodes, of which it forgets 1% with every step. `open` is G, float32 [N]; `square`, float32 [2, S, 1],
-    running means from 0 of G^2 and of 1, whose quotient is the mean square so far, for S agents; changed in place, because a
-    captured update reads it."""
+    G_{t-1} of running episodes, of which it forgets 1% with every step. `open` is G, float32 [N]; `square`, float32 [2, S, 1], is
+    running means from 0 of G^2 and of 1, whose quotient is the mean square so far, for S agents. It is changed in place."""
 
     KEEPS = 0.99
 

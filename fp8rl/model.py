@@ -1,10 +1,9 @@
 """The agent: one encoder, shared by the actor (what to do) and the critic (how well it will go).
 
 Two hidden layers of 64 ReLU units: at this width tanh would cost as much as the matmuls. Weights start orthogonal, with gain
-sqrt(2) before a ReLU, 1 for the critic, and 0.01 for the actor, so that the first policy is almost uniform (the initialization of
-CleanRL's PPO). The standard deviations of continuous actions do not depend on the observation. Parameters stay float32: a
-precision changes only the matmuls. A policy with memory (scale/recurrent.py) has the same methods and uses the states that this
-one ignores.
+sqrt(2) before a ReLU, 1 for the critic, and 0.01 for the actor, so that the first policy is almost uniform (as in CleanRL's PPO).
+The standard deviations of continuous actions do not depend on the observation. Parameters stay float32: a precision changes only
+the matmuls. A policy with memory (scale/recurrent.py) has the same methods and uses the states that this one ignores.
 """
 
 import math

@@ -102,8 +102,7 @@ class Precision:
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, total: Callable | None = None
     ) -> StepReport:
         """Backward, unscale, clip to an L2 norm, step. In that order, because the norm of scaled gradients is meaningless.
-        `total` sums the gradients over processes that share the loss. With a fused, capturable optimizer on CUDA nothing waits
-        for the device."""
+        `total` sums the gradients over processes that share the loss. On CUDA a fused, capturable optimizer never waits."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scale = self.scaler.scale(one)

@@ -173,8 +173,7 @@ class Run:
         return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total, self.targets_of)
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
-        """An iteration's row: `summary`, and the returns of episodes that end in the rollout. Returns, clipped values and loss
-        terms are summed over all processes."""
+        """An iteration's row: `summary` and the returns of episodes that end in the rollout, summed over all processes."""
         _, finished = self.returns.add(rollout)
         sums = [finished.sum(), len(finished), self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
         returns, episodes, clipped, *terms = self.total([torch.tensor(sums, dtype=torch.float64, device="cpu")])[0].tolist()
