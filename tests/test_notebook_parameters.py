@@ -12,7 +12,7 @@ SMALL = {
     "fp8_actor_critic": {"SEED": 7, "STEPS": 2_048, "PRECISION": "fp8", "STUDY_SEEDS": 1},
     "replay_memory": {"SEED": 7, "SEEDS": 1, "CODEC_STEPS": 600, "LONG_RUN_STEPS": 10_240},
     "devices_and_graphs": {"SEED": 7, "STEPS": 1_100, "CARTPOLE_STEPS": 512},
-    "other_tasks": {"SEED": 7, "SEEDS": 1, "STEPS": 5_120},
+    "other_tasks": {"SEED": 7, "SEEDS": 1, "STEPS": 5_120, "LEARNING_RATE": 1e-3},
     "how_few_bits": {"SEED": 7, "SEEDS": 1, "STEPS": 5_120},
 }
 SENSELESS = [
