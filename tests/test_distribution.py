@@ -54,3 +54,10 @@ def test_outputs_are_float32_under_autocast_and_the_deviation_keeps_within_its_b
     assert outputs.dtype == values.dtype == acted.dtype == torch.float32
     assert outputs.shape == (4, 5, 4) and acted.shape == (5, 4)
     assert torch.equal(outputs[0, 0, 2:], torch.tensor(LOG_STD))
+
+
+def test_the_logarithm_of_a_deviation_begins_at_a_half_below_0_and_moves_four_times_as_far_as_its_parameter():
+    model, obs = ActorCritic(3, 2, distribution=Gaussian), torch.zeros(3)
+    assert torch.equal(model(obs)[0][2:], torch.full((2,), -0.5))
+    model.spread.data += 0.0625
+    assert torch.equal(model(obs)[0][2:], torch.full((2,), -0.25))
