@@ -48,7 +48,8 @@ from fp8rl.train import make_cart, train
 CART, CARTPOLE, LQR, WIDE = "the cart", "CartPole-v1", "fp8rl/Lqr-v0", "fp8rl/WideStarts-v0"
 gymnasium.register(WIDE, "fp8rl.tasks.cart:CustomEnv", kwargs={"start_noise": Config.start_noise}, max_episode_steps=200)
 # First seed, steps, steps between evaluations, and the score that a seed should reach. Settings were changed after a look at
-# seeds 1000 and 2000 up of the cart and of CartPole, so these are reported on others; not Stable-Baselines3's settings, however.
+# seeds 1000 and 2000 up of the cart and of CartPole, so these are reported on others. Stable-Baselines3's settings were not, so
+# its seeds have stayed the same (configs_of).
 TASKS = {
     CART: (3000, 100_000, 10_000, 195),
     CARTPOLE: (3000, 500_000, 10_000, 475),
@@ -123,7 +124,7 @@ def configs_of(task: str, arm: str) -> list[Config]:
 def mark_of(task: str, arm: str) -> str:
     """Eight digits that change with an arm's settings."""
     config, settings = dataclasses.asdict(configs_of(task, arm)[0]), {}
-    if arm in PEERS:  # which take little of the config
+    if arm in PEERS:  # for which only these fields of the config count
         settings = zoo.SETTINGS[PEERS[arm], config["env_id"]]
         config = {name: config[name] for name in ("env_id", "seed", "steps", "start_noise", "eval_every", "eval_episodes")}
     return f"{zlib.crc32(json.dumps([config, settings], sort_keys=True).encode()):08x}"

@@ -50,8 +50,8 @@ class Gaussian:
 
     @staticmethod
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-        """Outputs from means and a parameter that is a quarter of the logarithms. So they move four times as far with it, because
-        Adam moves a number by at most the sum of its learning rates: less than 1 in a million steps, which is too little."""
+        """Outputs [..., 2 A] from means [..., A] and a parameter that is a quarter of the logarithms, float32. So these move four
+        times as far. Adam moves a number by at most the sum of its learning rates, less than 1 in a million steps: too little."""
         return torch.cat((mean, (4 * spread).clamp(*LOG_STD).expand_as(mean)), dim=-1)
 
     @staticmethod
