@@ -67,7 +67,7 @@ def trained(task: str, formats: str, ratios: str) -> tuple[np.ndarray, float, fl
     run = train(kind([Config(seed=1000 + seed, **shape) for seed in range(SEEDS)]), progress=False)
     histories = run.history.each
     replayed = np.median([np.mean(history.columns["ess"][-len(history) // 4 :]) for history in histories])
-    return np.array([score(task, history) for history in histories]), *mismatch(run), float(replayed)
+    return np.array([score(task, history.final_return) for history in histories]), *mismatch(run), float(replayed)
 
 
 def main(out: Path) -> None:

@@ -88,9 +88,9 @@ def above_optimum(returns: np.ndarray) -> np.ndarray:
     return 100 * (returns / best_of(LQR) - 1)
 
 
-def score(task: str, seed: Seed) -> float:
+def score(task: str, final_return: float) -> float:
     """Higher is better: a return, or minus the cost above the optimum in percent."""
-    return -above_optimum(seed.returns[-1]) if task == LQR else seed.returns[-1]
+    return -above_optimum(final_return) if task == LQR else final_return
 
 
 def unit_of(task: str) -> str:
@@ -163,12 +163,12 @@ def line(task: str, arm: str, found: Found) -> str:
     """An arm's line of the table."""
     _, steps, _, goal = TASKS[task]
     mine = {seed: each for (name, of, seed), each in found.items() if (name, of) == (task, arm)}
-    scores = np.array([score(task, each) for each in mine.values()])
+    scores = np.array([score(task, each.returns[-1]) for each in mine.values()])
     last, plain = "-", [found.get((task, "fp32", seed)) for seed in mine]
     if task == CARTPOLE:
         last = f"{sum(map(held, mine.values()))} of {len(mine)}"
     elif task == CART and arm in PRECISIONS and arm != "fp32" and all(plain):
-        last = study.with_interval(scores - [score(task, each) for each in plain], signed=True)
+        last = study.with_interval(scores - [score(task, each.returns[-1]) for each in plain], signed=True)
     cells = [task, arm, f"{steps:,}", *(f"{x:.2f}{unit_of(task)}" for x in (np.median(scores), scores.min()))]
     cells += [f"{(scores >= goal).sum()} of {len(mine)}", last]
     cells.append(f"{np.mean([each.seconds for each in mine.values()]):.1f}")
