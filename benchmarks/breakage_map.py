@@ -88,7 +88,7 @@ def cells() -> dict[tuple[str, str], str]:
 
 def measure(task: str, history: History) -> float:
     """The cart's return; the logarithm of the other's cost relative to the optimum."""
-    return float(np.log1p(above_optimum(-history.final_return) / 100)) if task == LQR else history.final_return
+    return float(np.log1p(above_optimum(history.final_return) / 100)) if task == LQR else history.final_return
 
 
 def verdict(task: str, scores: np.ndarray, difference: np.ndarray, low: float, high: float) -> str:
