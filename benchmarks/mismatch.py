@@ -28,7 +28,7 @@ from fp8rl.train import train
 SEEDS = 32
 TASKS = {LQR: {"steps": 51_200, "learning_rate": 2e-3, "halved_after": 0}}
 TASKS |= {"CartPole-v1": {"steps": 102_400, "learning_rate": 1e-3, "halved_after": 0}}
-ACTORS = {"float32": "", **{f"{bits} bits of mantissa": f"acting=e8m{bits}" for bits in (7, 3, 2, 1, 0)}}
+ACTORS = {"float32": "", **{f"{bits} bit{'s' * (bits != 1)} of mantissa": f"acting=e8m{bits}" for bits in (7, 3, 2, 1, 0)}}
 RATIOS = ("right", "wrong", "none")
 
 
