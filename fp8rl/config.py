@@ -29,12 +29,12 @@ class Config:
     """Environment steps to train for, rounded down to whole iterations."""
 
     env_id: str | None = None
-    """A Gymnasium environment (CartPole-v1) with flat Box observations and Discrete or flat Box actions; None is the cart."""
+    """A Gymnasium environment (CartPole-v1) with flat Box observations, Discrete or flat, bounded Box actions; None: the cart."""
     num_envs: int = 16
     """Number of environments stepped together, N."""
     start_noise: float = 0.5
     """Training episodes start within this distance of 0, evaluation within 0.05. Wide, because the critic forgets states that a
-    good policy no longer visits. Only for the package's own environment, like the next two fields."""
+    good policy no longer visits. Only for the cart, like the next two fields."""
     extra_features: int = 0
     """Noise channels appended to the observation."""
     hide_velocity: bool = False
@@ -71,9 +71,9 @@ class Config:
     normalize_advantage: bool = True
     """Subtract the batch mean from the advantages and divide by their standard deviation."""
     clip: float = 0.2
-    """A transition stops changing the policy once its action is likelier by this fraction than when taken (less, if bad)."""
+    """PPO's epsilon: a step stops counting once its ratio is past 1 + clip, or below 1 - clip if its advantage is negative."""
     scale_rewards: bool = True
-    """Divide rewards by the root mean square of discounted returns, so that the critic's targets are of order 1."""
+    """Divide rewards by the root mean square of discounted sums of rewards, so that the critic's targets are of order 1."""
     entropy_coef: float = 0.01
     """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
     value_coef: float = 0.5

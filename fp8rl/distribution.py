@@ -50,8 +50,8 @@ class Gaussian:
 
     @staticmethod
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., 2 A] from means [..., A] and a parameter that is a quarter of the logarithms, float32. So these move four
-        times as far. Adam moves a number by at most the sum of its learning rates, less than 1 in a million steps: too little."""
+        """Outputs [..., 2 A] from means [..., A] and `spread`, a quarter of the deviations' logarithms, float32. Adam moves a
+        parameter by about the sum of its learning rates, 0.7 in a million steps, so that a logarithm would move too little."""
         return torch.cat((mean, (4 * spread).clamp(*LOG_STD).expand_as(mean)), dim=-1)
 
     @staticmethod

@@ -55,7 +55,7 @@ def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tu
 
 class TensorEnv:
     """N environments as tensors on one device, stepped together, with NEXT_STEP autoreset. Raises ValueError for `num_envs` below
-    1. A task is a subclass that defines `start`, `advance`, if need be `observe`, and the first three lines of these attributes:
+    1. A task is a subclass that defines `start`, `advance`, if need be `observe`, and the attributes up to state_size:
 
         bounds: lowest and highest value of each feature of an observation, two tuples of F floats. max_steps: of an episode.
         num_actions, distribution: number of actions and Categorical; or their dimensions, scaled to [-1, 1], and Gaussian.
@@ -111,7 +111,7 @@ class TensorEnv:
         self, action: torch.Tensor, start: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a tensor from `draw` (None draws one).
-        Returns obs float32 [N, F], reward float32 [N], terminated and truncated bool [N]; a reset, 0 and False after an end."""
+        Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]: after an end those of a reset, 0 and False."""
         if start is None:
             (start,) = self.draw(1)
         moved, reward, terminated = self.advance(self.state, action)

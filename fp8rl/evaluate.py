@@ -10,7 +10,7 @@ from .rollout import stream_seed
 
 @torch.no_grad()
 def play(policy, env) -> np.ndarray:
-    """Plays one episode in each of N newly created environments (e.g. a BatchedEnv) and gives its returns, float32 [N]. The
+    """Plays one episode in each of N newly created environments (e.g. a BatchedEnv). The returns are float32 [N]. The
     policy maps observations float32 [N, F] to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     live = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)

@@ -18,8 +18,8 @@ class History:
     episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between evaluations),
     learning_rate, clipped (values clipped by the ring's codec so far), outside (share of continuous actions beyond the bounds,
     where the environment clips them); over the iteration's updates the mean loss, policy_loss, value_loss, entropy (nats) and
-    ess, the smallest min_logp, the largest finite grad_norm (0 if none was finite), and how many were nonfinite (in the gradient)
-    or skipped (by the scaler); loss_scale; with FP8 also scale/quantization.py's numbers, whose names begin with "fp8."."""
+    ess, the smallest min_logp, the largest finite grad_norm (0 if none was finite), and two counts, nonfinite (in the gradient)
+    and skipped (by the scaler); loss_scale; with FP8 also scale/quantization.py's numbers, whose names begin with "fp8."."""
 
     failure: str | None = None  # why an agent that trains beside others takes no more steps (lab/population.py)
 
@@ -75,9 +75,9 @@ class History:
 
 
 class RewardScale:
-    """Brings the critic's targets to order 1: divides rewards by the root mean square of the discounted returns G_t = r_t + gamma
-    G_{t-1} of running episodes, of which it forgets 1% with every step. `open` is G, float32 [N]; `square`, float32 [2, S, 1], is
-    running means from 0 of G^2 and of 1, whose quotient is the mean square so far, for S agents. It is changed in place."""
+    """Brings the critic's targets to order 1: divides rewards by the root mean square of G_t = r_t + gamma G_{t-1}, the
+    discounted sum of an episode's past rewards, over about the last 100 steps. `open` is G, float32 [N]; `square`, float32
+    [2, S, 1] for S agents, is running means from 0 of G^2 and of 1; the second corrects the start of the first, as in Adam."""
 
     KEEPS = 0.99
 

@@ -125,7 +125,7 @@ def actor_critic_loss(
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "min_logp": torch.where(valid, logp, 0).amin((0, -1), keepdim=True),
+        "min_logp": torch.where(valid, logp, torch.inf).amin((0, -1), keepdim=True),
         "ess": _sum(ratio).square() / (rows * _sum(ratio.square())).clamp(min=1),
     }
     return loss.squeeze(-1).squeeze(0), {name: stat.detach().squeeze(-1).squeeze(0) for name, stat in stats.items()}

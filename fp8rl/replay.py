@@ -106,7 +106,7 @@ class ReplayBuffer:
         self._write(rollout.to(self.device))
 
     def sample(self, slices: int, length: int, generator: torch.Generator | None = None) -> Rollout:
-        """Draws B slices of L rows uniformly, with replacement, over all valid starts and environments: a Rollout with
+        """Draws B slices of L rows uniformly, with replacement, over all possible starts and environments: a Rollout with
         obs [L+1, B, F] and the rest [L, B]. The generator is on the ring's device. Raises ValueError if fewer than `length`
         complete rows are stored, or if `slices` or `length` is below 1."""
         if slices < 1 or length < 1:
@@ -117,7 +117,7 @@ class ReplayBuffer:
         return self._read(self.start + start, env, length)
 
     def _draw(self, starts: int, slices: int, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uniform random numbers below `starts` and environments, int64 [slices] each."""
+        """Uniform random offsets below `starts`, and environments, int64 [slices] each."""
         shape = {"size": (slices,), "generator": generator, "device": self.device}
         return torch.randint(starts, **shape), torch.randint(self.num_envs, **shape)
 
@@ -153,7 +153,7 @@ class ReplayBuffer:
         before_wrap = self.rows - head
         for name, values in new.items():
             field, values = self.fields[name], values.transpose(0, 1)  # [N, T, ...]
-            field[:, head : head + values.shape[1]] = values[:, :before_wrap]  # both end with the ring
+            field[:, head : head + values.shape[1]] = values[:, :before_wrap]  # cut at the end of the ring
             if values.shape[1] > before_wrap:
                 field[:, : values.shape[1] - before_wrap] = values[:, before_wrap:]
         self._clock[1] = count + length

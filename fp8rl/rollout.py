@@ -100,7 +100,7 @@ def collect(model, env, length: int, precision: Precision, generator, state=None
 
     Args:
         model, precision: an ActorCritic and the precision that it runs in. generator: source of the actions' noise.
-        env: a TensorEnv, or an object with its `obs`, `done`, `distribution`, `noise`, `draw` and `step`. It goes on as it is.
+        env: a TensorEnv, or an object with its `obs`, `done`, `distribution`, `noise`, `draw` and `step`. It is not reset first.
         state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
         loop: `steps`, or a faster form of it.
     """

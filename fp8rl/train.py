@@ -40,7 +40,7 @@ def update(
     Args:
         outputs: logits and values of the batch with gradient, if known; None computes them.
         total: sums tensors over the processes that hold the other parts of the batch (`actor_critic_loss`). The step is that of
-            the whole batch; min_logp and ess are of this part only. targets_of: computes the targets (`actor_critic_loss`).
+            the whole batch; the statistics of the loss are this part's. targets_of: computes the targets (`actor_critic_loss`).
     """
     if outputs is None:
         with precision.autocast():
@@ -63,7 +63,7 @@ class Stream(torch.Generator):
 
 
 def make_cart(config: Config, num_envs: int, start_noise: float, generator: torch.Generator) -> BatchedEnv:
-    """The package's own environments, on the generator's device."""
+    """The cart, N times, on the generator's device."""
     return BatchedEnv(num_envs, start_noise, generator.device, generator, config.extra_features, config.hide_velocity)
 
 
@@ -99,7 +99,7 @@ class Run:
         rank: int = 0,
         ranks: int = 1,
     ):
-        needs = {"env_id": make_env, "encoder": networks, "normalize_obs": networks}  # what has to know each field
+        needs = {"env_id": make_env, "encoder": networks, "normalize_obs": networks}  # the argument that implements each field
         needs |= dict.fromkeys(("codec", "layout", "formats"), make_ring)
         for field, part in needs.items():
             if part in (make_cart, PLAIN, ReplayBuffer) and getattr(config, field) != getattr(Config, field):
@@ -173,7 +173,7 @@ class Run:
         return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total, self.targets_of)
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
-        """An iteration's row: `summary` and the returns of episodes that end in the rollout, summed over all processes."""
+        """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
         _, finished = self.returns.add(rollout)
         sums = [finished.sum(), len(finished), self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
         returns, episodes, clipped, *terms = self.total([torch.tensor(sums, dtype=torch.float64, device="cpu")])[0].tolist()
@@ -239,7 +239,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
 
     Raises ValueError for a number that is not finite, or too large, in a rollout, and FloatingPointError if a gradient was not
-    finite in a precision without a loss scaler to skip it, or in every update of 20 iterations in one with a scaler.
+    finite in a precision without a loss scaler to skip it, or in every update of 20 iterations in a row in one with a scaler.
     """
     config, history, begin = run.config, run.history, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:

@@ -211,6 +211,14 @@ def test_dummy_rows_touch_neither_loss_nor_statistics():
     assert loss == other and stats == other_stats
 
 
+def test_a_dummy_row_is_not_the_smallest_of_positive_log_densities():
+    values, _, rollout = random_rollout(3, 10)
+    means, narrow = torch.zeros(11, 3, 1), torch.full((11, 3, 1), -2.0)
+    outputs = torch.cat((means, narrow), dim=-1)
+    stats = loss_of(outputs, values, rollout._replace(action=torch.zeros(10, 3, 1)))[1]
+    assert stats["min_logp"].item() == pytest.approx(2 - 0.5 * np.log(2 * np.pi))
+
+
 @given(seeds, st.sampled_from([0.0, 1.0, 100.0]), st.sampled_from([1e-2, 1.0]))
 def test_normalization_survives_a_mean_far_larger_than_the_deviation(seed, mean, deviation):
     torch.manual_seed(seed)
