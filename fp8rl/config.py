@@ -71,7 +71,7 @@ class Config:
     normalize_advantage: bool = True
     """Subtract the batch mean from the advantages and divide by their standard deviation."""
     clip: float = 0.2
-    """PPO's epsilon: a step stops counting once its ratio is past 1 + clip, or below 1 - clip if its advantage is negative."""
+    """PPO's epsilon: good steps stop counting once their ratio is above 1 + clip, bad ones once it is below 1 - clip."""
     scale_rewards: bool = True
     """Divide rewards by the root mean square of discounted sums of rewards, so that the critic's targets are of order 1."""
     entropy_coef: float = 0.01
