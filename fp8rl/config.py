@@ -71,7 +71,7 @@ class Config:
     normalize_advantage: bool = True
     """Subtract the batch mean from the advantages and divide by their standard deviation."""
     clip: float = 0.2
-    """PPO's epsilon: good steps stop counting once their ratio is above 1 + clip, bad ones once it is below 1 - clip."""
+    """PPO's epsilon: steps of positive advantage stop counting at ratios above 1 + clip, the others at ratios below 1 - clip."""
     scale_rewards: bool = True
     """Divide rewards by the root mean square of discounted sums of rewards, so that the critic's targets are of order 1."""
     entropy_coef: float = 0.01

@@ -138,7 +138,7 @@ class TensorEnv:
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
         """Restores a `state_dict` with the same number of environments."""
         for name, x in self.tensors().items():
-            setattr(self, name, torch.empty_like(x).copy_(tensors[name]))
+            setattr(self, name, torch.empty_like(x).copy_(tensors[name].view_as(x)))  # or copy_ would broadcast one
 
     def close(self) -> None:
         """Does nothing: unlike other environments it has no processes or files to close."""

@@ -3,7 +3,7 @@
 Formats (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433). A float8 number has one sign bit and
     e4m3   4 exponent, 3 mantissa bits: +-448, smallest 2^-9, no infinity.   Forward: activations and weights need precision.
     e5m2   5 exponent, 2 mantissa bits: +-57344, smallest 2^-16, has inf.    Gradients: they need range.
-Each tensor is divided by a scale first, and the product is multiplied by both afterwards. The scale is dynamic, not delayed: from
+Each tensor is divided by its scale first, and the product multiplied by both scales. A scale is dynamic, not delayed: from
 the tensor's own largest magnitude, the smallest power of two with which it fits. Scaling by it is exact, so the only error is the
 rounding to float8, and it does not matter whether a machine applies the scales before or after the sum.
 

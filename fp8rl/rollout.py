@@ -54,7 +54,7 @@ class Rollout(NamedTuple):
 
 
 def check_finite(rollout: Rollout) -> None:
-    """Raises ValueError if a number is not finite, or beyond `LARGEST`. Waits for the device."""
+    """Raises ValueError if an observation or reward is not finite or above `LARGEST`, or an action NaN. Waits for the device."""
     for name, (bound, wrapper) in LARGEST.items():
         low, high = torch.stack(getattr(rollout, name).aminmax()).tolist()  # one pass; a NaN anywhere makes both NaN
         if not (math.isfinite(low) and math.isfinite(high)):

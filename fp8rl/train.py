@@ -207,9 +207,9 @@ class Run:
         return {**parts, "ring": self.ring.state_dict() if ring else None}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores another run's `state_dict`. It continues bit for bit on a CPU; on another type of device with other random
-        numbers; without the ring's rows with an empty ring. Raises ValueError if the state does not fit the config, and OSError
-        if the ring's rows are in another place than this run's; the run is then closed."""
+        """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU; on another
+        type of device with other random numbers; without the ring's rows with an empty ring. Raises ValueError if the state does
+        not fit the config, and OSError if the ring's rows are in another place than this run's; the run is then closed."""
         try:
             for name in self.PARTS:
                 if name == "optimizer":

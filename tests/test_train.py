@@ -244,6 +244,14 @@ def test_a_state_of_another_config_is_refused_in_one_line(change):
     assert "\n" not in str(caught.value)
 
 
+def test_a_state_of_one_environment_does_not_become_several():
+    """torch's copy_ would broadcast it, and without rows of a ring nothing else notices."""
+    config = Config(**SHORT)
+    one = dataclasses.replace(config, num_envs=1)
+    with pytest.raises(ValueError, match="the state does not fit the config"):
+        Run(config).load_state_dict(Run(one).state_dict(ring=False))
+
+
 def test_the_optimizer_keeps_how_it_runs_here():
     config, runs = Config(**SHORT), []
     state = after(1, Run(config)).state_dict()
