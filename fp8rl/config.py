@@ -60,8 +60,8 @@ class Config:
     replay_updates: int = 2
     """Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless it is stored in a folder."""
 
-    gamma: float = 0.985
-    """Discount per step; 0.985 looks about 70 steps ahead."""
+    gamma: float = 0.99
+    """Discount per step; 0.99 looks about 100 steps ahead."""
     lam: float = 0.95
     """Lambda of V-trace: 0 bootstraps from the critic after one step, 1 only at the end of the slice."""
     importance_correction: bool = True
@@ -80,7 +80,7 @@ class Config:
     """Weight of the value loss."""
     learning_rate: float = 2e-3
     """Adam's initial learning rate. It falls, because a policy that is good already is lost at a high one."""
-    halved_after: int = 20_000
+    halved_after: int = 40_000
     """Environment steps after which the learning rate is half, after twice as many a third, and so on; 0 keeps it."""
     anneal: bool = True
     """Decay the learning rate linearly towards 0 over training, too, so that nothing is lost at the end."""
