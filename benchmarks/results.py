@@ -27,7 +27,7 @@ COMMANDS = {
     "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
-    "fp8_causes": "python benchmarks/fp8_causes.py benchmarks/results/fp8_causes.md",
+    "late_falls": "python benchmarks/late_falls.py benchmarks/results/late_falls.md",
     "twins": "python benchmarks/twins.py benchmarks/results/twins.md",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",

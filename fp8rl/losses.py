@@ -81,10 +81,10 @@ def alone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def actor_critic_loss(
     logits: torch.Tensor, values: torch.Tensor, rollout: Rollout, config: Config, total: Callable = alone, targets_of=vtrace
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of the shared network on a rollout: policy gradient + value_coef * squared error - entropy_coef * entropy.
+    """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy.
 
-    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (normalized to mean 0 and standard
-    deviation 1 with `normalize_advantage`, and 0 where the policy has moved far enough), the value term half the squared distance
+    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (with `normalize_advantage` minus
+    the mean, divided by the deviation + FLOOR; 0 where the policy has moved far enough), the value loss half the squared distance
     to the V-trace target (Espeholt et al. 2018, section 4.2). Returns the loss (float32 scalar) and statistics without gradient:
     policy_loss, value_loss, entropy (nats), min_logp (smallest log-probability of an action taken) and ess (effective sample size
     of the importance ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy). With an axis of S agents

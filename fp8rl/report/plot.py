@@ -155,16 +155,16 @@ def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
 
 
 def scaler_life(ax: Axes, updates: np.ndarray, scale: np.ndarray, skipped: np.ndarray) -> Axes:
-    """Loss scale against updates, with a cross where a step was skipped.
+    """Loss scale against updates. A cross is a step that was skipped, at the scale that was too large for it.
 
     Args:
         ax: where to draw.
         updates: [n] counted from 1.
-        scale: [n] after each update.
+        scale: [n] after each update, halved by one that was skipped.
         skipped: bool [n].
     """
     ax.step(updates, scale, where="post", color="#0072B2", label="loss scale")
-    ax.plot(updates[skipped], scale[skipped], "x", color="#D55E00", markersize=8, label="step skipped")
+    ax.plot(updates[skipped], 2 * scale[skipped], "x", color="#D55E00", markersize=8, label="step skipped")
     ax.set_yscale("log", base=2)
     ax.set(xlabel="update", ylabel="loss scale")
     ax.legend(fontsize=8)

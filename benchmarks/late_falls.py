@@ -1,0 +1,106 @@
+"""Why is CartPole lost late, by an agent that has earned the most for hundreds of thousands of steps? Is it FP8?
+
+With the defaults of before, a discount of 0.985 and a learning rate that is half after 20,000 steps, one of a hundred FP8 agents
+ended at 250. Here agents with those settings train again, one of them with its seed. Of each, everything is kept as it was after
+250,000 steps: weights, moments, replay, environments. The agent with the lowest evaluations after that is copied 32 times, and
+the copies go on, each with random numbers of its own: in every precision, with one setting changed, and beside copies of another
+agent, the one with the highest. The distance is how far the cart gets from the middle in a greedy episode at the end, in m; at
+2.4 the episode is over.
+
+    python benchmarks/late_falls.py benchmarks/results/late_falls.md
+"""
+
+import copy
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fp8rl.config import Config
+from fp8rl.evaluate import play
+from fp8rl.lab.population import Population, environments
+from fp8rl.scale.hardware import hardware
+from fp8rl.train import iterate
+
+SEEDS = range(3021, 3085, 2)  # one process's share of seeds 3000 up when two trained them: the same bits on the same processor
+COPIES = range(500, 500 + len(SEEDS))  # seeds of the copies' random streams
+BEFORE = {"env_id": "CartPole-v1", "gamma": 0.985, "halved_after": 20_000, "steps": 500_000, "eval_every": 10_000}
+COPIED_AT = 250_000
+ARMS = {name: {"precision": name} for name in ("fp8", "fp32", "bf16", "fp16")}
+ARMS |= {
+    "fp32, nothing replayed": {"replay_updates": 0},
+    "fp32, learning rate half after 40,000 steps": {"halved_after": 40_000},
+    "fp32, learning rate kept at 0.0002": {"learning_rate": 2e-4, "halved_after": 0, "anneal": False},
+}
+COLUMNS = ("copies of", "go on in", "evaluations below 475", "copies below 475 at the end", "distance, median")
+
+
+def evaluations(population: Population, begin: int = 0) -> np.ndarray:
+    """Greedy returns from an iteration on, float64 [E, S]."""
+    found = np.array(population.history.columns["eval_return"][begin:])
+    return found[~np.isnan(found).any(1)]
+
+
+def train_first() -> tuple[np.ndarray, dict]:
+    """Trains the agents of before. Returns their evaluations after COPIED_AT, [E, S], and their state at that step."""
+    population, state = Population([Config(seed=seed, precision="fp8", **BEFORE) for seed in SEEDS]), None
+    for run in iterate(population):
+        if state is None and run.history.last["steps"] >= COPIED_AT:
+            state, begin = copy.deepcopy(run.state_dict()), len(run.history)
+    return evaluations(population, begin), state
+
+
+def of_agent(state, agent: int):
+    """A population's state in which all agents are this one: in every tensor, the axis of agents, or of their environments."""
+    if isinstance(state, dict):
+        return {name: of_agent(part, agent) for name, part in state.items()}
+    if isinstance(state, torch.Tensor):
+        agents = len(SEEDS)
+        for axis, size in enumerate(state.shape):
+            if size in (agents, agents * Config.num_envs):
+                own = state.unflatten(axis, (agents, -1)).narrow(axis, agent, 1)
+                return own.expand(*(agents if i == axis else -1 for i in range(own.dim()))).flatten(axis, axis + 1)
+    return state
+
+
+def distances(population: Population) -> np.ndarray:
+    """How far the cart gets from the middle in each greedy episode of an evaluation, float32 [S 100]."""
+    stream = torch.Generator().manual_seed(0)
+    env = environments(population.config, 100, [0.05] * population.agents, [stream], "cpu")
+    policy, far = population.model.policy("learner"), torch.zeros(env.num_envs)
+
+    def act(obs):
+        torch.maximum(far, obs[:, 0].abs(), out=far)
+        return env.distribution.sample(policy.policy(obs)[0], 0.0)
+
+    play(act, env)
+    return far.numpy()
+
+
+def line(kind: str, arm: str, state: dict, agent: int) -> str:
+    """An arm's line of the table."""
+    copies = Population([Config(**BEFORE | ARMS[arm] | {"seed": seed}) for seed in COPIES])
+    copies.load_state_dict(of_agent(state, agent) | {name: copies.state_dict()[name] for name in ("generator", "draws")})
+    begin = len(copies.history)
+    for _ in iterate(copies):
+        pass
+    found = evaluations(copies, begin)
+    cells = [kind, arm, f"{(found < 475).mean():.0%}", f"{(found[-1] < 475).sum()} of {len(found[-1])}"]
+    return f"| {' | '.join([*cells, f'{np.median(distances(copies)):.1f}'])} |"
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    found, state = train_first()
+    order = found.mean(0).argsort()
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
+    for kind, agent in {"the agent with the lowest evaluations": order[0], "the one with the highest": order[-1]}.items():
+        for arm in ARMS if agent == order[0] else ("fp8", "fp32"):
+            lines.append(line(kind, arm, state, int(agent)))
+            print(lines[-1], flush=True)
+    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/late_falls.py {out}` on {hardware()}.\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
