@@ -25,7 +25,15 @@ from fp8rl.train import iterate
 
 SEEDS = range(3021, 3085, 2)  # one process's share of seeds 3000 up when two trained them: the same bits on the same processor
 COPIES = range(500, 500 + len(SEEDS))  # seeds of the copies' random streams
-BEFORE = {"env_id": "CartPole-v1", "gamma": 0.985, "halved_after": 20_000, "steps": 500_000, "eval_every": 10_000}
+BEFORE = {
+    "env_id": "CartPole-v1",
+    "gamma": 0.985,
+    "lam": 0.95,
+    "halved_after": 20_000,
+    "capacity": 100_000,
+    "steps": 500_000,
+    "eval_every": 10_000,
+}
 COPIED_AT = 250_000
 ARMS = {name: {"precision": name} for name in ("fp8", "fp32", "bf16", "fp16")}
 ARMS |= {

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-STUDY = "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 100 --first-seed 4000 --steps 100000"
+STUDY = "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 100 --first-seed 5000 --steps 100000"
 COMMANDS = {
     "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",

@@ -45,7 +45,7 @@ class Config:
     """The network takes each feature of an observation in standard deviations from its running mean (scale/normalized.py)."""
     rollout_length: int = 32
     """Steps collected from each environment per iteration, T."""
-    capacity: int = 100_000
+    capacity: int = 500_000
     """Transitions in the replay ring (rows times environments). Many, because old ones show states that a good policy avoids."""
     codec: str = "fp32"
     """How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py)."""
@@ -62,7 +62,7 @@ class Config:
 
     gamma: float = 0.99
     """Discount per step; 0.99 looks about 100 steps ahead."""
-    lam: float = 0.95
+    lam: float = 0.98
     """Lambda of V-trace: 0 bootstraps from the critic after one step, 1 only at the end of the slice."""
     importance_correction: bool = True
     """Weight replayed steps by importance ratios. False treats them as on-policy: a common bug, kept for demonstration."""
