@@ -48,7 +48,8 @@ def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = Fa
         model = network(obs_size, len(weights["actor.weight"]), width, distribution=distribution)
         model.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise ValueError(f"checkpoint {path} does not fit this version's network: train again") from error
+        remedy = "train again" if (config.encoder, config.normalize_obs) in networks else "pass networks=scale.machine.NETWORKS"
+        raise ValueError(f"checkpoint {path} does not fit this version's network: {remedy}") from error
     return model, config
 
 

@@ -49,8 +49,7 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
         values: float32 [T+1, B], the critic's values of obs rows 0..T, without gradient.
         rewards, discounts: float32 [T, B]; a discount is gamma, or 0 after a termination.
         log_ratios: float32 [T, B], log pi - log mu of the actions taken; zeros disable the correction.
-        valid: bool [T, B], False on dummy rows.
-        lam: lambda in [0, 1].
+        valid: bool [T, B], False on dummy rows. lam: lambda in [0, 1].
     """
     ratio = log_ratios.exp()
     weight = ratio.clamp(max=1) * valid

@@ -189,7 +189,7 @@ class Run:
             raise FloatingPointError(reason)
 
     def evaluate(self) -> float:
-        """Mean greedy return of `eval_episodes` episodes from starts within 0.05, the same ones every time."""
+        """Mean greedy return of `eval_episodes` episodes from the same starts every time, on the cart within 0.05."""
         return self.judge(self.model, self.precision, self.make_env)
 
     def judge(self, model: ActorCritic, precision: Precision, make_env: Callable) -> float:

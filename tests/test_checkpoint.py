@@ -63,6 +63,9 @@ def test_a_network_of_another_shape_is_read_without_its_environment(fields, tmp_
     obs = torch.rand(3, 5, len(run.env.bounds[0]))
     for x, y in zip(model(obs), run.model(obs), strict=True):
         torch.testing.assert_close(x, y)
+    if model.recurrent:
+        with pytest.raises(ValueError, match=r"pass networks=scale\.machine\.NETWORKS$"):
+            checkpoint.load(tmp_path / "checkpoint.pt")
 
 
 def test_model_is_a_plain_state_dict(path, run):
