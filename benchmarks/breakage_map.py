@@ -3,7 +3,7 @@
 Each cell of the map is a place (fp8rl/lab/places.py) and a format: 32 agents that keep this place's numbers in it and everything
 else in float32, on seeds 1000 and up, on which nothing was chosen. Adam takes its steps from the moments as stored. On the cart
 a cell's score is its return minus float32's, on the linear-quadratic cart its cost divided by float32's, both seed by seed. Two
-learning rates each, which fall linearly to 0. A cell
+learning rates each, which fall linearly to 0, and settings that stay the same when defaults change. A cell
 
     fails               if less than half of its seeds reach 195; if its cost is more than twice float32's
     equals float32      if the 95% interval of the score lies above -0.5; below 1.2 (being better is no fault)
@@ -33,6 +33,7 @@ from fp8rl.report import plot, study
 from fp8rl.scale.hardware import hardware
 
 STEPS, SEEDS = 51_200, 32
+SETTINGS = {"gamma": 0.985, "lam": 0.95, "capacity": 100_000, "halved_after": 0}  # whatever the defaults are
 RATES = {CART: (5e-4, 2e-3), LQR: (2e-3, 5e-3)}
 PLACES = {
     "forward": "forward operands",
@@ -100,7 +101,7 @@ def verdict(task: str, scores: np.ndarray, difference: np.ndarray, low: float, h
 
 def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dict]:
     """Trains arms (name -> fields of Config) and returns a row of COLUMNS for each. `controls`: names of arms on other seeds."""
-    shape = {"env_id": None if task == CART else task, "steps": STEPS, "eval_every": 0, "learning_rate": rate, "halved_after": 0}
+    shape = {"env_id": None if task == CART else task, "steps": STEPS, "eval_every": 0, "learning_rate": rate, **SETTINGS}
     configs = {
         name: [Config(seed=1000 + seed + seeds * (name in controls), **shape, **fields) for seed in range(seeds)]
         for name, fields in {BASELINE: {}, **arms}.items()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from breakage_map import SETTINGS
 from tasks import LQR, score
 
 from fp8rl.config import Config
@@ -26,8 +27,8 @@ from fp8rl.scale.hardware import hardware
 from fp8rl.train import train
 
 SEEDS = 32
-TASKS = {LQR: {"steps": 51_200, "learning_rate": 2e-3, "halved_after": 0}}
-TASKS |= {"CartPole-v1": {"steps": 102_400, "learning_rate": 1e-3, "halved_after": 0}}
+TASKS = {LQR: {"steps": 51_200, "learning_rate": 2e-3, **SETTINGS}}
+TASKS |= {"CartPole-v1": {"steps": 102_400, "learning_rate": 1e-3, **SETTINGS}}
 ACTORS = {"float32": "", **{f"{bits} bit{'s' * (bits != 1)} of mantissa": f"acting=e8m{bits}" for bits in (7, 3, 2, 1, 0)}}
 RATIOS = ("right", "wrong", "none")
 
