@@ -63,7 +63,7 @@ class Config:
     gamma: float = 0.99
     """Discount per step; 0.99 looks about 100 steps ahead."""
     lam: float = 0.98
-    """Lambda of V-trace: 0 bootstraps from the critic after one step, 1 only at the end of the slice."""
+    """Lambda of V-trace: 0 bootstraps from the critic after one step, 1 only at the end of the slice or at a truncation."""
     importance_correction: bool = True
     """Weight replayed steps by importance ratios. False treats them as on-policy: a common bug, kept for demonstration."""
     bootstrap_truncation: bool = True
@@ -79,11 +79,11 @@ class Config:
     value_coef: float = 0.5
     """Weight of the value loss."""
     learning_rate: float = 2e-3
-    """Adam's initial learning rate. It falls, because a policy that is good already is lost at a high one."""
+    """Adam's initial learning rate. It falls, because a policy that has just become good is lost again at a high one."""
     halved_after: int = 40_000
-    """Environment steps after which the learning rate is half, after twice as many a third, and so on; 0 keeps it."""
+    """Environment steps until the learning rate is half (but for `anneal`), after twice as many a third, ...; 0 keeps it."""
     anneal: bool = True
-    """Decay the learning rate linearly towards 0 over training, too, so that nothing is lost at the end."""
+    """Decay the learning rate linearly towards 0 over training, too, so that the last policy has settled."""
     max_grad_norm: float = 0.5
     """Gradients are clipped to this L2 norm."""
 
