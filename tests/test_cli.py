@@ -170,7 +170,7 @@ def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_eval
         (["study", "--steps", "1"], "steps"),
         (["study", "--gamma"], "gamma"),
         (["study", "--gamma", "0.9", "1.5"], "gamma"),
-        (["study", "--num-envs", "16", "5000"], "capacity"),
+        (["study", "--num-envs", "16", "20000"], "capacity"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(arguments, field, tmp_path, capsys):

@@ -77,7 +77,7 @@ def test_so_it_is_in_every_precision(k):
 def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     """The same actions and returns, as long as rounding does not change an action; the weights differ by the order of sums, which
     in a rounded product is the last bit of a few numbers. At a low learning rate that has no time to grow."""
-    fields = {**SHORT, "steps": 10_240, "replay_updates": 1, "learning_rate": 5e-4, "halved_after": 0}
+    fields = {**SHORT, "steps": 10_240, "replay_updates": 1, "lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
     configs = [Config(precision, seed=seed, **fields) for seed in (1, 3, 5)]
     alone, among = Run(configs[1]), Population(configs)
     far = {"fp32": 1e-5, "fp16": 2e-3}.get(precision, 5e-2)
