@@ -82,8 +82,8 @@ def actor_critic_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy.
 
-    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (with `normalize_advantage` minus the
-    mean, over the standard deviation + FLOOR; 0 where `clip` says so), the value loss half the squared distance
+    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (with `normalize_advantage` less its
+    mean and divided by its standard deviation + FLOOR; 0 beyond `clip`), the value loss half the squared distance
     to the V-trace target (Espeholt et al. 2018, section 4.2). Returns the loss (float32 scalar) and statistics without gradient:
     policy_loss, value_loss, entropy (nats), min_logp (smallest log-probability of an action taken) and ess (effective sample size
     of the importance ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy). With an axis of S agents
