@@ -4,7 +4,8 @@ With the defaults of before (BEFORE below) one of a hundred FP8 agents ended at 
 one of them with its seed. Of each, everything is kept as it was after 250,000 steps: weights, moments, replay, environments. The
 agent with the lowest evaluations after that is copied 32 times, and the copies go on, each with random numbers of its own: in
 every precision, with one setting changed, and beside copies of another agent, the one with the highest. A second table trains 32
-agents in FP8 from the start, on seeds on which nothing was chosen, with the settings of before and with more and more of today's.
+agents from the start, on seeds on which nothing was chosen, with the settings of before and with more and more of today's: in
+FP8, and with the first and the last settings in float32, too.
 
 An excursion is how far the cart gets from the middle in a greedy episode of the final policy, in m, on average over a hundred
 episodes of an agent: at 2.4 an episode is over.
@@ -49,11 +50,13 @@ ARMS |= {
 }
 COLUMNS = ("copies of", "go on in", "evaluations below 475", "copies below 475 at the end", "excursion, median")
 LADDER = {
-    "those of before": {},
+    "those of before, float32": {"precision": "fp32"},
+    "the same in FP8": {"precision": "fp8"},
     "+ discount 0.99, learning rate half after 40,000 steps": {"gamma": 0.99, "halved_after": 40_000},
     "+ a ring of 30,000": {"capacity": 30_000},
     "+ a ring of 500,000 instead": {"capacity": 500_000},
     "+ lambda 0.98, which makes them today's": {"lam": 0.98},
+    "the same in float32": {"precision": "fp32"},
 }
 LADDER_COLUMNS = ("settings", "held", "evaluations below 475 after 200,000 steps", "training return after that")
 LADDER_COLUMNS += ("excursion, median", "largest")
@@ -135,7 +138,7 @@ def second_table() -> str:
     lines, settings = [], BEFORE
     for name, changes in LADDER.items():
         settings = settings | changes
-        population = Population([Config(seed=seed, precision="fp8", **settings) for seed in FRESH])
+        population = Population([Config(seed=seed, **settings) for seed in FRESH])
         for _ in iterate(population):
             pass
         columns = population.history.columns
@@ -150,6 +153,7 @@ def second_table() -> str:
 
 
 def main(out: Path) -> None:
+    torch.set_num_threads(1)  # as both processes have, for the line under the table
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         tables = [pool.apply_async(make) for make in (first_table, second_table)]
         text = "\n".join(table.get() for table in tables)
