@@ -13,5 +13,6 @@ gymnasium.register(
     entry_point="fp8rl.tasks.cart:CustomEnv",
     vector_entry_point="fp8rl.scale.gym:CustomVectorEnv",
     max_episode_steps=200,  # equals env.MAX_STEPS, whose import would load torch
+    reward_threshold=195,
 )
 gymnasium.register("fp8rl/Lqr-v0", entry_point="fp8rl.tasks.lqr:LqrEnv", max_episode_steps=50)

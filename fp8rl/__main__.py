@@ -35,6 +35,7 @@ from .lab.population import shared
 from .precision import Precision
 from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
+from .report.statistics import iqm
 from .scale import growth, hardware, ranks
 from .scale.gym import EnvironmentFailed
 from .scale.machine import HERE, NETWORKS, Machine, maker
@@ -303,11 +304,13 @@ def compare(
 
     Args:
         out: folder for the results.
-        comparison: the arms.
+        comparison: the arms, the task, and when an arm passes.
         sweep: numbers of the config.
         one_by_one: train every agent alone, which takes much longer.
         overwrite: replace a study that the folder holds.
     """
+    if comparison.threshold is None:
+        comparison = dataclasses.replace(comparison, threshold=study.threshold_of(comparison.env_id))
     numbers, arms, unscaled = dataclasses.asdict(sweep), {}, {}
     for name, values in numbers.items():
         if not values:
@@ -326,7 +329,7 @@ def compare(
         for group, run in ((arms, study.run if one_by_one else None), (unscaled, study.run_unscaled)):
             arm_of = {config: arm for arm, configs in group.items() for config in configs}
             done = {config for config, arm in arm_of.items() if (arm, config) in journal.histories}
-            for config, history in study.run_all(list(arm_of), run=run, done=done):
+            for config, history in study.run_all(list(arm_of), run=run, done=done, threshold=comparison.threshold):
                 with folder.writing():
                     journal.add(arm_of[config], config, history)
                 if history.failure:
@@ -334,9 +337,9 @@ def compare(
         results, shown = [], {}
         for arm, configs in (arms | unscaled).items():
             histories = [journal.histories[arm, config] for config in configs]
-            results += [study.summarize(config, history, arm) for config, history in zip(configs, histories, strict=True)]
+            results += [study.summarize(*each, arm, comparison.threshold) for each in zip(configs, histories, strict=True)]
             shown |= {arm: histories} if arm in arms else {}
-        write_study(folder, results, shown, list(arms | unscaled))
+        write_study(folder, results, shown, list(arms | unscaled), comparison)
 
 
 def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
@@ -351,19 +354,26 @@ def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
     return folder
 
 
-def write_study(folder: Folder, results: list[dict], shown: dict[str, list[History]], arms: list[str]) -> None:
+def write_study(
+    folder: Folder, results: list[dict], shown: dict[str, list[History]], arms: list[str], comparison: study.Comparison
+) -> None:
     """Writes results.csv, table.md of all arms and curves.png of those shown, and prints the table."""
-    command = f"python -m fp8rl {shlex.join(sys.argv[1:])}"
-    text = f"{study.table(results, arms)}\n`{command}` on {hardware.hardware()}.\n"
+    command, threshold = f"python -m fp8rl {shlex.join(sys.argv[1:])}", comparison.threshold
+    text = f"{study.table(results, arms, threshold, comparison.margin)}\n`{command}` on {hardware.hardware()}.\n"
     folder.write("results.csv", study.results_csv(results))
     folder.write("table.md", text)
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    plot.learning_curves(left, {arm: study.stack(histories, "eval_return") for arm, histories in shown.items()})
+    curves = {arm: study.stack(histories, "eval_return") for arm, histories in shown.items()}
+    plot.learning_curves(left, curves, marks=comparison.env_id is None)
     left.set_title(f"interquartile mean and range of {len(shown[arms[0]])} seeds", fontsize=9)
-    plot.intervals(right, study.scores(results, "final_return"), "final greedy return, of 200")
-    right.set_xlim(study.THRESHOLD - 1, 200)
-    right.set_title(f"each seed, interquartile mean, 95% interval, from {study.THRESHOLD - 1:g} up", fontsize=9)
+    plot.intervals(right, final := study.scores(results, "final_return"), "final greedy return")
+    right.set_title("each seed, interquartile mean, 95% interval", fontsize=9)
+    best = max(values.max() for values in final.values())
+    if iqm(final[arms[0]]) >= threshold < best:  # an arm far below would leave the others no room
+        low = threshold - (best - threshold) / 4
+        right.set_xlim(low, best + (best - threshold) / 4)
+        right.set_title(f"{right.get_title()}, from {low:.5g} up", fontsize=9)
     folder.write("curves.png", png(figure))
     print(text)
 

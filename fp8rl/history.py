@@ -60,7 +60,7 @@ class History:
         """Mean greedy return of the last evaluation; NaN before the first."""
         return float(self.evaluations()[1][-1]) if len(self.evaluations()[1]) else math.nan
 
-    def first_step_at(self, threshold: float = 195.0) -> float:
+    def first_step_at(self, threshold: float) -> float:
         """Environment steps at the first evaluation that reached `threshold`; NaN if none did."""
         steps, returns = self.evaluations()
         return float(steps[returns >= threshold][0]) if (returns >= threshold).any() else math.nan

@@ -88,8 +88,7 @@ def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], t
         ends += terminated, truncated
     ends = torch.stack(ends).view(len(noise), 2, -1).byte()
     flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
-    ended = torch.cat((done.unsqueeze(0), flags[:-1] != 0))
-    flags += DUMMY * ended.byte()
+    flags += DUMMY * torch.cat((done.unsqueeze(0), flags[:-1] != 0)).byte()
     return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(logits)), state
 
 

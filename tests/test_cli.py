@@ -103,6 +103,17 @@ def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_p
     assert arms == [f"{p}, num_envs {n}, gamma {g}" for n in (16, 8) for g in (0.5, 0.9) for p in ("fp32", "fp8")]
 
 
+def test_study_takes_other_tasks_and_their_thresholds(tmp_path, capsys, one_process):
+    options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 1024, "--eval-episodes", 2]
+    run("study", "--env-id", "CartPole-v1", *options, "--out", tmp_path / "study")
+    out = capsys.readouterr().out
+    assert "| seeds at 475 |" in out and "2 agents of" not in out
+    with pytest.raises(SystemExit):  # a study with another goal is another study
+        run("study", "--env-id", "CartPole-v1", *options, "--threshold", 200, "--out", tmp_path / "study")
+    run("study", "--env-id", "Pendulum-v1", "--threshold", -2000, *options, "--out", tmp_path / "pendulum")
+    assert "| fp32 | " in (found := capsys.readouterr().out) and found.count("2 of 2") == 2
+
+
 def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
     options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 5_120, "--eval-episodes", 5]
     for name, extra in (("together", []), ("alone", ["--one-by-one"])):
@@ -169,6 +180,8 @@ def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_eval
         (["study", "--precisions", "fp32", "fp7"], "precision"),
         (["study", "--steps", "1"], "steps"),
         (["study", "--gamma"], "gamma"),
+        (["study", "--env-id", "Pendulum-v1"], "threshold"),
+        (["study", "--env-id", "No-v0"], "env_id"),
         (["study", "--gamma", "0.9", "1.5"], "gamma"),
         (["study", "--num-envs", "16", "20000"], "capacity"),
     ],

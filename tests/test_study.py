@@ -20,7 +20,7 @@ def history_of(returns) -> History:
 
 
 def result(arm, seed, final):
-    return {"arm": arm, "seed": seed, "final_return": final, "first_step_at_195": 512, "seconds_to_195": 0.1}
+    return {"arm": arm, "seed": seed, "final_return": final, "first_step_at_threshold": 512, "seconds_to_threshold": 0.1}
 
 
 def test_summary_by_hand():
@@ -33,12 +33,12 @@ def test_summary_by_hand():
         "seed": 4,
         "final_return": 190,
         "area": pytest.approx((100 + 196 + 190) / 3),
-        "first_step_at_195": 2048,
-        "seconds_to_195": 2.0,
+        "first_step_at_threshold": 2048,
+        "seconds_to_threshold": 2.0,
         "train_seconds": 2.5,
     }
     row = study.summarize(config, history_of([100]), arm="another")
-    assert np.isnan(row["first_step_at_195"]) and np.isnan(row["seconds_to_195"]) and row["arm"] == "another"
+    assert np.isnan(row["first_step_at_threshold"]) and np.isnan(row["seconds_to_threshold"]) and row["arm"] == "another"
 
 
 def test_stack_leaves_out_rows_without_a_value():
@@ -63,6 +63,13 @@ def test_table_pairs_by_seed_and_judges():
     assert rows[0][1].startswith("197.00 [196.00, 198.00]") and rows[0][2:5] == ["196.00", "3 of 3", ""]
     assert rows[1][4] == "-1.00 [-1.00, -1.00]" and rows[3][4] == "+2.00 [+1.00, +3.00]"
     assert rows[2][2:4] == ["194.90", "2 of 3"]
+    found = study.table(results, ["a", "b", "d"], threshold=197.5, margin=3)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in found.splitlines()]
+    assert rows[0][3] == "seeds at 197.5" and [(row[3], row[5]) for row in rows[2:]] == [
+        ("1 of 3", "fail"),
+        ("0 of 3", "fail"),
+        ("3 of 3", "pass"),
+    ]
 
 
 @pytest.mark.parametrize("values, text", [([1, 3, 2], "2"), ([1, np.nan, 2], "2"), ([1, np.nan, np.nan], "not reached")])
@@ -115,3 +122,18 @@ def test_the_control_without_scales_is_not_the_real_thing():
     config = Config(precision="fp8", **TINY)
     broken, real = study.run_unscaled(config).column("loss"), study.run(config).column("loss")
     assert broken[0] != real[0] and np.array_equal(study.run(config).column("loss"), real)  # and it leaves no trace
+
+
+@pytest.mark.parametrize(
+    "env_id, threshold", [(None, 195), ("CartPole-v1", 475), ("Acrobot-v1", -100), ("fp8rl:fp8rl/CustomEnv-v0", 195)]
+)
+def test_a_task_counts_as_solved_where_gymnasium_says(env_id, threshold):
+    assert study.threshold_of(env_id) == threshold
+
+
+@pytest.mark.parametrize(
+    "env_id, message", [("Pendulum-v1", "threshold is None, and Pendulum-v1"), ("No-v0", "env_id is 'No-v0'")]
+)
+def test_a_task_without_a_threshold_needs_one(env_id, message):
+    with pytest.raises(ValueError, match=message):
+        study.threshold_of(env_id)

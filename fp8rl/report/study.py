@@ -22,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import torch
 from tqdm.auto import tqdm
@@ -32,15 +33,15 @@ from ..history import History
 from ..lab.packed import build
 from ..lab.population import Population, batches, obstacle
 from ..precision import Precision
-from ..scale.gym import children_ignore_interrupts
+from ..scale.gym import children_ignore_interrupts, interface_of
 from ..scale.hardware import keep_freed_memory
 from ..train import iterate, train
 from .statistics import bootstrap_interval, iqm
 
-THRESHOLD = 195.0
+THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
 MARGIN = 2.0
 FIELDS = ["arm", "precision", "collect_precision", "seed", "final_return", "area"]
-FIELDS += ["first_step_at_195", "seconds_to_195", "train_seconds"]
+FIELDS += ["first_step_at_threshold", "seconds_to_threshold", "train_seconds"]
 AGENTS = 32  # in a population, at most: with more the speed hardly grows, and results come later
 
 
@@ -59,6 +60,12 @@ class Comparison:
     controls: bool = False
     """Add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8 that leaves
     the scales out of its products, which must fail."""
+    env_id: str | None = None
+    """The task, as in `train`. The package has some of Gymnasium's as tensors; in any other the agents train one by one."""
+    threshold: float | None = None
+    """The return that every seed should end at; None is the reward threshold that Gymnasium's registration of the task names."""
+    margin: float = MARGIN
+    """An arm passes if its seeds do, and if the interval of its difference to the first arm is within this of 0."""
 
     def __post_init__(self):
         for name, value in {"seeds": self.seeds, "precisions": len(self.precisions)}.items():
@@ -75,7 +82,7 @@ class Comparison:
         """
 
         def runs(first: int = self.first_seed, **changes) -> list[Config]:
-            return [Config(seed=seed, **fields, **changes) for seed in range(first, first + self.seeds)]
+            return [Config(seed=seed, env_id=self.env_id, **fields, **changes) for seed in range(first, first + self.seeds)]
 
         acting, arms = self.collect_precision, {name: runs(precision=name) for name in self.precisions}
         if acting:
@@ -86,6 +93,18 @@ class Comparison:
             arms[f"control: {first}, other seeds"] = runs(self.first_seed + self.seeds, precision=first)
         unscaled = {"control: fp8, products not scaled back": runs(precision="fp8")} if self.controls else {}
         return tuple({name + suffix: configs for name, configs in group.items()} for group in (arms, unscaled))
+
+
+def threshold_of(env_id: str | None) -> float:
+    """The return at which a task counts as solved, by its registration in Gymnasium; None is the cart. Raises ValueError if it
+    names none, or if the task cannot be trained on."""
+    if env_id is None:
+        return THRESHOLD
+    interface_of(env_id)  # imports its module
+    found = gymnasium.spec(env_id.rpartition(":")[2]).reward_threshold
+    if found is None:
+        raise ValueError(f"threshold is None, and {env_id} is registered without one: name it, as in --threshold 100")
+    return float(found)
 
 
 def run(config: Config) -> History:
@@ -113,6 +132,7 @@ def run_all(
     progress: bool = True,
     run: Callable[[Config], History] | None = None,
     done: Container[Config] = (),
+    threshold: float = THRESHOLD,
 ) -> Iterator[tuple[Config, History]]:
     """Trains configs in parallel processes of one thread each, yielding each with its history as they finish (in any order).
 
@@ -123,6 +143,7 @@ def run_all(
         run: what a process does with each config alone; None trains them together, as populations, where that can be.
         done: configs that need not be trained any more. The others train in the populations that they would have been in without
             it, so that a study that goes on gives the same numbers bit for bit.
+        threshold: the bar counts agents that have reached this return.
 
     Raises:
         ChildProcessError: a process died. What a run raises is raised here. No worker outlives this process or the last result.
@@ -144,12 +165,12 @@ def run_all(
     agents = sum(len(task) for _, task in tasks)
     try:
         with children_ignore_interrupts():
-            futures = {pool.submit(_work, each, task, 2 * i): task for i, (each, task) in enumerate(tasks)}
+            futures = {pool.submit(_work, each, task, 2 * i, threshold): task for i, (each, task) in enumerate(tasks)}
         waiting = set(futures)
         with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
             while waiting:
                 ended, waiting = wait_for(waiting, 0.5, FIRST_COMPLETED)
-                bar.set_postfix_str(f"{agents} agents, {sum(numbers[1::2]):.0f} at {THRESHOLD:g}", refresh=False)
+                bar.set_postfix_str(f"{agents} agents, {sum(numbers[1::2]):.0f} at {threshold:g}", refresh=False)
                 bar.update(sum(numbers[::2]) - bar.n)
                 for future in ended:
                     for config, history in zip(futures[future], future.result(), strict=True):
@@ -174,18 +195,18 @@ def tasks_of(configs: list[Config], workers: int, each: Callable | None) -> list
     return tasks + [(each or run, [config]) for config in single]
 
 
-def _work(each: Callable | None, configs: list[Config], place: int) -> list[History]:
-    """A process's task. It counts environment steps and agents that have reached 195 in `_numbers`, from `place` on."""
+def _work(each: Callable | None, configs: list[Config], place: int, threshold: float) -> list[History]:
+    """A process's task. It counts environment steps and agents that have reached the threshold in `_numbers`, from `place` on."""
     if each is None:
         population, reached = Population(configs), set()
         for _ in iterate(population):
-            reached |= set(np.flatnonzero(population.history.columns["eval_return"][-1] >= THRESHOLD))
+            reached |= set(np.flatnonzero(population.history.columns["eval_return"][-1] >= threshold))
             _numbers[place : place + 2] = population.history.last["steps"] * len(configs), len(reached)
         return population.histories(configs)
     (config,) = configs
     history = each(config)
     _numbers[place] = config.iterations * config.steps_per_iteration
-    _numbers[place + 1] = isinstance(history, History) and history.first_step_at(THRESHOLD) > 0
+    _numbers[place + 1] = isinstance(history, History) and history.first_step_at(threshold) > 0
     return [history]
 
 
@@ -234,14 +255,14 @@ class Journal:
             history.add(row)
 
 
-def summarize(config: Config, history: History, arm: str | None = None) -> dict[str, float | str]:
+def summarize(config: Config, history: History, arm: str | None = None, threshold: float = THRESHOLD) -> dict[str, float | str]:
     """One run as a row of results.csv. `arm` names the group it is compared in, the precision if not given.
 
     final_return: mean of the last evaluation. area: mean of all evaluations, the normalized area under the learning curve.
-    first_step_at_195 and seconds_to_195: environment steps and training seconds at the first evaluation of 195 or more, NaN if
-    there was none.
+    first_step_at_threshold and seconds_to_threshold: environment steps and training seconds at the first evaluation that reached
+    the threshold, NaN if none did.
     """
-    first = history.first_step_at(THRESHOLD)
+    first = history.first_step_at(threshold)
     reached = history.column("steps") == first
     return {
         "arm": arm or config.precision,
@@ -250,8 +271,8 @@ def summarize(config: Config, history: History, arm: str | None = None) -> dict[
         "seed": config.seed,
         "final_return": history.final_return,
         "area": float(history.evaluations()[1].mean()),
-        "first_step_at_195": first,
-        "seconds_to_195": float(history.column("seconds")[reached][0]) if reached.any() else math.nan,
+        "first_step_at_threshold": first,
+        "seconds_to_threshold": float(history.column("seconds")[reached][0]) if reached.any() else math.nan,
         "train_seconds": history.last["seconds"],
     }
 
@@ -279,21 +300,22 @@ def scores(results: list[dict], column: str) -> dict[str, np.ndarray]:
     return {name: np.array([row[column] for row in ordered if row["arm"] == name]) for name in names}
 
 
-def table(results: list[dict], arms: list[str]) -> str:
+def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD, margin: float = MARGIN) -> str:
     """Markdown table of a study: interquartile means with 95% bootstrap intervals, and the paired difference to the first arm
-    (seed by seed). An arm passes when every seed ends at 195 or more and the difference's interval lies within +-2."""
-    final, first = scores(results, "final_return"), scores(results, "first_step_at_195")
+    (seed by seed). An arm passes when every seed ends at the threshold or above it and the difference's interval lies within
+    +-margin."""
+    final, first = scores(results, "final_return"), scores(results, "first_step_at_threshold")
     baseline = arms[0]
     lines = [
-        f"| arm | final return, IQM [95%] | lowest seed | seeds at 195 | minus {baseline}, IQM [95%] | verdict "
-        "| first at 195, median steps |",
+        f"| arm | final return, IQM [95%] | lowest seed | seeds at {threshold:g} | minus {baseline}, IQM [95%] | verdict "
+        f"| first at {threshold:g}, median steps |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in arms:
         values, difference = final[name], final[name] - final[baseline]
-        passes = values.min() >= THRESHOLD and np.abs(bootstrap_interval(difference)).max() <= MARGIN
+        passes = values.min() >= threshold and np.abs(bootstrap_interval(difference)).max() <= margin
         lines.append(
-            f"| {name} | {with_interval(values)} | {values.min():.2f} | {(values >= THRESHOLD).sum()} of {len(values)} "
+            f"| {name} | {with_interval(values)} | {values.min():.2f} | {(values >= threshold).sum()} of {len(values)} "
             f"| {'' if name == baseline else with_interval(difference, signed=True)} | {'pass' if passes else 'fail'} "
             f"| {median_of(first[name], ',.0f')} |"
         )
