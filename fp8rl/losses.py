@@ -78,7 +78,7 @@ def alone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def actor_critic_loss(
-    logits: torch.Tensor, values: torch.Tensor, rollout: Rollout, config: Config, total: Callable = alone, targets_of=vtrace
+    outputs: torch.Tensor, values: torch.Tensor, rollout: Rollout, config: Config, total: Callable = alone, targets_of=vtrace
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy.
 
@@ -90,7 +90,7 @@ def actor_critic_loss(
     before B in all arguments, every agent has its own means, loss and statistics, [S] each.
 
     Args:
-        logits, values: float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient.
+        outputs, values: the model's, float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient.
         rollout: the transitions, with scaled rewards. config: the coefficients, numbers or, one for each agent, tensors [S, 1].
         total: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch, and
             the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
@@ -99,7 +99,7 @@ def actor_critic_loss(
     valid = rollout.valid
     mask = valid.float()  # for multiplying, faster than a bool
     rows = _sum(mask)
-    policy = distribution_of(rollout.action)(logits[:-1])
+    policy = distribution_of(rollout.action)(outputs[:-1])
     logp = policy.log_prob(rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
     discounts = discounts_of(rollout.flags, config.gamma, config.bootstrap_truncation)

@@ -2,7 +2,7 @@
 
     model = precision.prepare(model)
     with precision.autocast():
-        logits, values = model(obs)
+        outputs, values = model(obs)
     report = precision.step(loss, optimizer, max_grad_norm)
 
     name       matmuls                   loss scaling           where

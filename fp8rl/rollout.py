@@ -75,11 +75,11 @@ def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], t
     """The loop over time: the policy acts and the environment responds, T times. Takes the noise of the actions [T, N, A] and the
     environment's random numbers for T steps (`TensorEnv.draw`); the rest as in `collect`. Returns obs, action, reward and flags
     as in Rollout, the policy's outputs float32 [T, N, A or 2 A], and the recurrent state after the last step."""
-    obs, logits, actions, rewards, ends, done = [env.obs], [], [], [], [], env.done
+    obs, outputs, actions, rewards, ends, done = [env.obs], [], [], [], [], env.done
     for numbers, start in zip(noise.unbind(), starts, strict=True):
-        logit, state = model.policy(env.obs, state)
-        logits.append(logit)
-        actions.append(env.distribution.sample(logit, numbers))
+        output, state = model.policy(env.obs, state)
+        outputs.append(output)
+        actions.append(env.distribution.sample(output, numbers))
         if state is not None:
             state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
         next_obs, reward, terminated, truncated = env.step(actions[-1], start)
@@ -89,7 +89,7 @@ def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], t
     ends = torch.stack(ends).view(len(noise), 2, -1).byte()
     flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
     flags += DUMMY * torch.cat((done.unsqueeze(0), flags[:-1] != 0)).byte()
-    return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(logits)), state
+    return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(outputs)), state
 
 
 @torch.no_grad()
@@ -105,8 +105,8 @@ def collect(model, env, length: int, precision: Precision, generator, state=None
     """
     noise = env.noise(length, generator)
     with precision.autocast():  # one region, so that autocast casts the weights once
-        (obs, action, reward, flags, logits), after = loop(model, env, noise, env.draw(length), state)
-    logp = env.distribution(logits).log_prob(action)
+        (obs, action, reward, flags, outputs), after = loop(model, env, noise, env.draw(length), state)
+    logp = env.distribution(outputs).log_prob(action)
     if after is not None:
         state = torch.stack((torch.zeros_like(after) if state is None else state, after))
     return Rollout(obs, action, reward, flags, logp, state)

@@ -33,20 +33,20 @@ PATIENCE = 20  # consecutive iterations without a finite gradient before a run g
 
 
 def update(
-    model, optimizer, precision: Precision, batch: Rollout, config: Config, outputs=None, total=alone, targets_of=vtrace
+    model, optimizer, precision: Precision, batch: Rollout, config: Config, computed=None, total=alone, targets_of=vtrace
 ) -> dict[str, torch.Tensor]:
     """One gradient step on a batch on the model's device. Returns the statistics of the loss and of the optimizer step, scalars.
 
     Args:
-        outputs: logits and values of the batch with gradient, if known; None computes them.
+        computed: outputs and values of the batch with gradient, if the forward pass is done already; None does it.
         total: sums tensors over the processes that hold the other parts of the batch (`actor_critic_loss`). The step is that of
             the whole batch; the statistics of the loss are this part's. targets_of: computes the targets (`actor_critic_loss`).
     """
-    if outputs is None:
+    if computed is None:
         with precision.autocast():
             before = None if batch.state is None else batch.state[0]
-            outputs = model(batch.obs, before, batch.first) if model.recurrent else model(batch.obs)
-    loss, stats = actor_critic_loss(*outputs, batch, config, total, targets_of)
+            computed = model(batch.obs, before, batch.first) if model.recurrent else model(batch.obs)
+    loss, stats = actor_critic_loss(*computed, batch, config, total, targets_of)
     report = precision.step(loss, optimizer, config.max_grad_norm, total)
     return {"loss": loss.detach(), **stats, **report._asdict()}
 
@@ -167,10 +167,10 @@ class Run:
             stats = self.learn(batch.to(self.device))
         return stats | recorded
 
-    def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
+    def learn(self, batch: Rollout, computed=None) -> dict[str, torch.Tensor]:
         """The function `update` with this run's parts, on scaled rewards."""
         batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
-        return update(self.model, self.optimizer, self.precision, batch, self.config, outputs, self.total, self.targets_of)
+        return update(self.model, self.optimizer, self.precision, batch, self.config, computed, self.total, self.targets_of)
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
         """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""

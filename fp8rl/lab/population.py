@@ -186,7 +186,7 @@ class Agents(nn.Module):
         return views(self.theta.detach(), self.shapes)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps observations [T, S, N, F] to logits [T, S, N, A] and values [T, S, N]."""
+        """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]."""
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
         outputs = Passes.apply(rows, self.theta, self).view(agents, length, envs, -1).transpose(0, 1)
@@ -271,7 +271,7 @@ class Policy:
 
     def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
         """Maps observations [S N, F] to outputs [S N, A or 2 A]."""
-        obs, logits = obs.unflatten(0, (self.agents, -1)), []
+        obs, outputs = obs.unflatten(0, (self.agents, -1)), []
         for agents, layers in self.parts:
             x = obs[agents]
             for i, (weight, bias, rounding) in enumerate(layers):
@@ -279,11 +279,11 @@ class Policy:
                 out = None if last else self.space.of(("acts", i), x, weight)
                 x = torch.baddbmm(bias, apply(rounding.inputs, x), weight, out=out)
                 x = apply(rounding.result, x if last else x.relu_())
-            logits.append(x)
-        logits = logits[0] if len(logits) == 1 else torch.cat(logits)
+            outputs.append(x)
+        outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.spread is not None:
-            logits = Gaussian.outputs(logits, self.spread)
-        return logits.flatten(0, 1), None
+            outputs = Gaussian.outputs(outputs, self.spread)
+        return outputs.flatten(0, 1), None
 
 
 class Passes(torch.autograd.Function):
@@ -628,7 +628,7 @@ class Population(Run):
             obs[:, agents] = kept(own.flatten(1)).view_as(own).transpose(0, 1)
         return batch
 
-    def learn(self, batch: Rollout, outputs=None) -> dict[str, torch.Tensor]:
+    def learn(self, batch: Rollout, computed=None) -> dict[str, torch.Tensor]:
         """Like Run.learn on a batch [T, S B]; statistics are [S]."""
         return super().learn(by_agent(batch, self.agents))
 

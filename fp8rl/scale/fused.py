@@ -130,7 +130,7 @@ class Reuse:
     """`steps` with gradient, keeping what an update on the new rollout needs.
 
     Attributes:
-        outputs: the last rollout's logits [T+1, N, A] and values [T+1, N], with their gradient.
+        computed: the last rollout's outputs [T+1, N, A or 2 A] and values [T+1, N], with their gradient.
     """
 
     def __init__(self, run: Run):
@@ -139,19 +139,19 @@ class Reuse:
 
     def policy(self, obs, state):
         """Like ActorCritic.policy, and keeps the values."""
-        logits, value, state = self.run.model.step(obs, state)
+        outputs, value, state = self.run.model.step(obs, state)
         self.values.append(value)
-        return logits, state
+        return outputs, state
 
     def __call__(self, model, env, noise, starts, state):
         self.values.clear()
         with torch.enable_grad(), self.run.precision.autocast():
-            (*rows, logits), state = steps(self, env, noise, starts, state)
+            (*rows, outputs), state = steps(self, env, noise, starts, state)
         with torch.no_grad(), self.run.precision.autocast():  # its value is used only for bootstrapping
-            last_logits, last_value, _ = self.run.model.step(env.obs, state)
+            last_outputs, last_value, _ = self.run.model.step(env.obs, state)
         with torch.enable_grad():
-            self.outputs = torch.cat((logits, last_logits.unsqueeze(0))), torch.stack((*self.values, last_value))
-        return (*rows, logits.detach()), None if state is None else state.detach()
+            self.computed = torch.cat((outputs, last_outputs.unsqueeze(0))), torch.stack((*self.values, last_value))
+        return (*rows, outputs.detach()), None if state is None else state.detach()
 
 
 def reuse_forward(run: Run) -> None:
@@ -165,7 +165,7 @@ def reuse_forward(run: Run) -> None:
         return newest
 
     def learn_reusing(batch: Rollout):
-        return learn(batch, reuse.outputs if batch is newest else None)
+        return learn(batch, reuse.computed if batch is newest else None)
 
     run.act, run.learn = remembering_act, learn_reusing
 
