@@ -182,6 +182,8 @@ def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_eval
         (["study", "--gamma"], "gamma"),
         (["study", "--env-id", "Pendulum-v1"], "threshold"),
         (["study", "--env-id", "No-v0"], "env_id"),
+        (["study", "--threshold", "nan"], "threshold"),
+        (["study", "--margin", "-1"], "margin"),
         (["study", "--gamma", "0.9", "1.5"], "gamma"),
         (["study", "--num-envs", "16", "20000"], "capacity"),
     ],

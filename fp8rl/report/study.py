@@ -71,6 +71,10 @@ class Comparison:
         for name, value in {"seeds": self.seeds, "precisions": len(self.precisions)}.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}: use at least 1")
+        if not 0 <= self.margin < math.inf:
+            raise ValueError(f"margin is {self.margin}: use a finite number, 0 or more")
+        if not math.isfinite(self.threshold or 0):
+            raise ValueError(f"threshold is {self.threshold}: use a finite number")
         for name in (*self.precisions, self.collect_precision or self.precisions[0]):
             Precision(name)
 
