@@ -21,7 +21,7 @@ from fp8rl.scale.hardware import hardware
 from fp8rl.scale.machine import build
 from fp8rl.train import train
 
-SEEDS = range(1000, 1010)
+SEEDS = range(5000, 5010)
 STARTS = (0.05, 0.5, 1.0)
 ARMS = {
     "velocity seen, mlp": {},

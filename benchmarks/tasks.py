@@ -61,7 +61,7 @@ PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp
 GYMNASIUM, PEERS = "fp32 in Gymnasium", {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
 ARMS = (*PRECISIONS, GYMNASIUM, *PEERS)
 DRAWN = ("fp32", "fp8", *PEERS)
-COLUMNS = ("task", "arm", "steps", "median score", "lowest", "seeds that reach it", "held, or minus fp32, IQM [95%]")
+COLUMNS = ("task", "arm", "steps", "median score", "lowest", "seeds that reach the goal", "held", "minus fp32, IQM [95%]")
 COLUMNS += ("seconds a seed",)
 
 
@@ -165,13 +165,12 @@ def line(task: str, arm: str, found: Found) -> str:
     _, steps, _, goal = TASKS[task]
     mine = {seed: each for (name, of, seed), each in found.items() if (name, of) == (task, arm)}
     scores = np.array([score(task, each.returns[-1]) for each in mine.values()])
-    last, plain = "-", [found.get((task, "fp32", seed)) for seed in mine]
-    if task == CARTPOLE:
-        last = f"{sum(map(held, mine.values()))} of {len(mine)}"
-    elif task == CART and arm in PRECISIONS and arm != "fp32" and all(plain):
-        last = study.with_interval(scores - [score(task, each.returns[-1]) for each in plain], signed=True)
+    holds = f"{sum(map(held, mine.values()))} of {len(mine)}" if task == CARTPOLE else "-"
+    difference, plain = "-", [found.get((task, "fp32", seed)) for seed in mine]
+    if task == CART and arm in PRECISIONS and arm != "fp32" and all(plain):
+        difference = study.with_interval(scores - [score(task, each.returns[-1]) for each in plain], signed=True)
     cells = [task, arm, f"{steps:,}", *(f"{x:.2f}{unit_of(task)}" for x in (np.median(scores), scores.min()))]
-    cells += [f"{(scores >= goal).sum()} of {len(mine)}", last]
+    cells += [f"{(scores >= goal).sum()} of {len(mine)}", holds, difference]
     cells.append(f"{np.mean([each.seconds for each in mine.values()]):.1f}")
     return f"| {' | '.join(cells)} |"
 
@@ -186,7 +185,7 @@ def write(out: Path, found: Found) -> None:
     goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
     note = f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best return is {best_of(CART):.2f}. "
     note += "Seconds are of training, on one core while the other trains, too: as tensors a seed's share of its population's, "
-    note += f"SB3's the processor's alone. Lines without seconds are of an earlier run. {origin}"
+    note += f"SB3's the processor's alone. {origin}"
     out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
 
     heads = [f"{task}, {steps:,} steps, goal {goal}{unit_of(task)}" for task, (_, steps, _, goal) in TASKS.items()]
@@ -204,8 +203,8 @@ def table(columns: tuple[str, ...], lines: list[str]) -> str:
 
 def short(line: str) -> str:
     """A line of the table as one cell: the median, the seeds that reach the goal and, on CartPole, those that held it."""
-    _, task, _, _, median, _, reached, last, *_ = line.replace(" |", "|").replace("| ", "|").split("|")
-    return f"{median}; {reached}" + (f", {last.split()[0]} held" if task == CARTPOLE else "")
+    _, task, _, _, median, _, reached, holds, *_ = line.replace(" |", "|").replace("| ", "|").split("|")
+    return f"{median}; {reached}" + (f", {holds.split()[0]} held" if task == CARTPOLE else "")
 
 
 def draw(path: Path, found: Found) -> None:
@@ -222,11 +221,10 @@ def draw(path: Path, found: Found) -> None:
             ax.axis("off")
             continue
         plot.learning_curves(ax, curves, marks=False).get_legend().remove()
-        plot.steps_axis(ax, ticks=3).set_title(task, fontsize=10)
+        plot.steps_axis(ax, ticks=3).set_title("the linear-quadratic cart" if task == LQR else task, fontsize=10)
         if task in (CART, LQR):
-            ax.set(
-                yscale="log", ylabel=f"return below the best, {best_of(CART):.2f}" if task == CART else "cost above the best (%)"
-            )
+            best = f"return below the best, {best_of(CART):.2f}"
+            ax.set(yscale="log", ylabel=best if task == CART else "cost above the optimum (%)")
     axes[1, 2].axis("off")
     axes[1, 2].legend(*axes[0, 0].get_legend_handles_labels(), loc="center")
     figure.savefig(path, dpi=110)
