@@ -338,7 +338,7 @@ def compare(
         for arm, configs in (arms | unscaled).items():
             histories = [journal.histories[arm, config] for config in configs]
             results += [study.summarize(*each, arm, comparison.threshold) for each in zip(configs, histories, strict=True)]
-            shown |= {arm: histories} if arm in arms else {}
+            shown |= {} if arm.startswith("control") else {arm: histories}
         write_study(folder, results, shown, list(arms | unscaled), comparison)
 
 
@@ -357,7 +357,7 @@ def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
 def write_study(
     folder: Folder, results: list[dict], shown: dict[str, list[History]], arms: list[str], comparison: study.Comparison
 ) -> None:
-    """Writes results.csv, table.md of all arms and curves.png of those shown, and prints the table."""
+    """Writes results.csv, table.md and curves.png, with learning curves of the arms `shown`, and prints the table."""
     command, threshold = f"python -m fp8rl {shlex.join(sys.argv[1:])}", comparison.threshold
     text = f"{study.table(results, arms, threshold, comparison.margin)}\n`{command}` on {hardware.hardware()}.\n"
     folder.write("results.csv", study.results_csv(results))
@@ -373,7 +373,7 @@ def write_study(
     if iqm(final[arms[0]]) >= threshold < best:  # an arm far below would leave the others no room
         low = threshold - (best - threshold) / 4
         right.set_xlim(low, best + (best - threshold) / 4)
-        right.set_title(f"{right.get_title()}, from {low:.5g} up", fontsize=9)
+        right.set_xlabel(f"{right.get_xlabel()}, from {low:.0f} up")
     folder.write("curves.png", png(figure))
     print(text)
 
