@@ -252,13 +252,14 @@ def breakage_map(
     columns = [form for group in formats.values() for form in group]
     score = np.array([[float(cells[place, form]["score"]) for form in columns] for place in places])
     loss = np.log10(np.clip(score, 1, 100)) / 2 if relative else np.log10(np.clip(1 - score, 1, 200)) / np.log10(200)
-    ax.imshow(loss, cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
+    image = ax.imshow(loss, cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
     for row, place in enumerate(places):
         for column, form in enumerate(columns):
             value, verdict = score[row, column], cells[place, form]["verdict"]
             text = (f"{value:.2g}" if value < 99.5 else "99+") if relative else f"{round(value, 1) + 0.0:.1f}"  # not -0.0
             color = "white" if loss[row, column] > 0.5 else "black"
-            ax.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
+            plain = {"facecolor": image.to_rgba(loss[row, column]), "edgecolor": "none", "pad": 0.5}  # above the hatches
+            ax.text(column, row, text, ha="center", va="center", fontsize=8, color=color, bbox=plain)
             if verdict != "equal":
                 hatch = "///" if verdict == "fails" else "..."
                 box = {"fill": False, "hatch": hatch, "edgecolor": color, "linewidth": 0, "alpha": 0.35}
