@@ -1,8 +1,9 @@
 """What a memory is worth where the velocity is hidden.
 
 Ten seeds of 100,000 steps each: a memoryless policy that sees the velocity, one that does not, and a GRU that does not, in fp32
-and in FP8. Mean greedy returns of 100 episodes that start within 0.05 of the origin (the usual evaluation: there even pushing
-against the position alone keeps the cart close), within 0.5 (where training starts) and within 1.0 (where it never was).
+and in FP8; with the defaults, and with a smaller ring and a shorter horizon, which were chosen on seeds 0 to 5 of the GRU. Mean
+greedy returns of 100 episodes that start within 0.05 of the origin (the usual evaluation: there even pushing against the position
+alone keeps the cart close), within 0.5 (where training starts) and within 1.0 (where it never was).
 
     python benchmarks/recurrence.py benchmarks/results/recurrence.md
 """
@@ -29,6 +30,7 @@ ARMS = {
     "velocity hidden, gru": {"hide_velocity": True, "encoder": "gru"},
     "velocity hidden, gru, fp8": {"hide_velocity": True, "encoder": "gru", "precision": "fp8"},
 }
+ARMS |= {f"{name}; ring of 10,000, discount 0.95": {**fields, "capacity": 10_000, "gamma": 0.95} for name, fields in ARMS.items()}
 
 
 def run(config: Config) -> list[float]:
@@ -46,7 +48,8 @@ def main(out: Path) -> None:
     lines = [f"| arm | {' | '.join(heads)} |", "| --- " * (1 + len(heads)) + "|"]
     for arm, fields in ARMS.items():
         configs = [Config(seed=seed, eval_every=0, **fields) for seed in SEEDS]
-        returns = np.array([found for _, found in study.run_all(configs, run=run)])
+        finished = dict(study.run_all(configs, run=run))
+        returns = np.array([finished[config] for config in configs])
         cells = [cell for column in returns.T for cell in (study.with_interval(column), f"{column.min():.2f}")]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
