@@ -40,7 +40,7 @@ class Config:
     hide_velocity: bool = False
     """Leave the velocity out of the observation, so that the policy needs memory."""
     encoder: str = "mlp"
-    """mlp, or gru, which has memory (scale/recurrent.py); a replayed slice starts from a zero state."""
+    """mlp, or gru, which has memory (scale/recurrent.py). Its replayed slices start from a zero state; a small ring suits it."""
     normalize_obs: bool = False
     """The network takes each feature of an observation in standard deviations from its running mean (scale/normalized.py)."""
     rollout_length: int = 32
