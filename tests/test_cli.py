@@ -106,8 +106,7 @@ def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_p
 def test_study_takes_other_tasks_and_their_thresholds(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 1024, "--eval-episodes", 2]
     run("study", "--env-id", "CartPole-v1", *options, "--out", tmp_path / "study")
-    out = capsys.readouterr().out
-    assert "| seeds at 475 |" in out and "2 agents of" not in out
+    assert "| seeds at 475 |" in capsys.readouterr().out
     with pytest.raises(SystemExit):  # a study with another goal is another study
         run("study", "--env-id", "CartPole-v1", *options, "--threshold", 200, "--out", tmp_path / "study")
     run("study", "--env-id", "Pendulum-v1", "--threshold", -2000, *options, "--out", tmp_path / "pendulum")
