@@ -262,7 +262,7 @@ class Policy:
             (
                 agents,
                 [
-                    (apply(r.weights, w[agents]).mT, b[agents] if r.result is None else r.result(b[agents]), r)
+                    (apply(r.weights, w[agents]).mT.contiguous(), b[agents] if r.result is None else r.result(b[agents]), r)
                     for (w, b), r in zip(layers, roundings, strict=True)
                 ],
             )
