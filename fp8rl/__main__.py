@@ -392,8 +392,8 @@ def measure(
         what: loop, training without replay against its floor (under torchrun of all processes together); or fp8, one linear layer
             in every precision over widths and batches, which needs FP8 hardware and is written to `out`.
         loop: what is trained.
-        machine: where and how fast. With few environments --compile --no-reuse-forward is the fastest; a CUDA graph too needs
-            --no-reuse-forward.
+        machine: where and how fast. Forward passes are reused only where that is possible and faster. With few environments
+            --compile is the fastest.
         seconds: how long to measure.
         json_output: print one JSON object.
         out: folder for the result of fp8.
@@ -408,7 +408,7 @@ def measure(
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
     ranks.start(machine.devices)
-    result = bench.bench_loop(loop.config(machine), machine, seconds, agents=loop.agents)
+    result = bench.bench_loop(*loop.fastest(machine), seconds, agents=loop.agents)
     first = ranks.rank_and_size()[0] == 0
     ranks.stop()
     if first:

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,6 +14,26 @@ from fp8rl.scale.machine import Machine
 def test_break_even_is_the_width_from_which_fp8_stays_faster(fp8, expected):
     times = {width: {"fp8": seconds, "bf16": 5} for width, seconds in zip((64, 128, 256), fp8, strict=True)}
     assert bench.break_even(times, "bf16") == expected
+
+
+@pytest.mark.parametrize("machine", [Machine(), Machine(reuse_forward=True), Machine(reuse_forward=True, compile=True)], ids=str)
+def test_what_is_left_open_is_taken_as_it_is_fastest(machine, monkeypatch):
+    speeds, asked = {("fp32", False): 1, ("fp32", True): 2, ("bf16", False): 4, ("bf16", True): 3}, []
+
+    def measured(config, machine, *_):
+        asked.append((config.precision, machine.reuse_forward))
+        return {"train_steps_per_second": speeds[asked[-1]]}
+
+    monkeypatch.setattr(bench, "bench_loop", measured)
+    monkeypatch.setattr(bench, "available_precisions", lambda device: ["fp32", "bf16", "fp16"])
+    monkeypatch.setattr(bench, "is_emulated", lambda name, device: name == "fp16")
+    config, found = bench.Loop(16, 4).fastest(machine)
+    reuse = machine.reuse_forward and not machine.compile
+    assert set(asked) == {pair for pair in speeds if reuse or not pair[1]}
+    assert config.precision == "bf16" and found == dataclasses.replace(machine, reuse_forward=False)
+    asked.clear()
+    config, found = bench.Loop(16, 4, "fp32").fastest(machine)
+    assert config.precision == "fp32" and found.reuse_forward is reuse and bool(asked) is reuse
 
 
 def test_every_precision_is_timed_on_the_same_work():

@@ -429,5 +429,6 @@ def test_metrics_stand_when_a_resumed_run_cannot_begin(trained, monkeypatch, cap
 def test_bench_prints_one_json_object(capsys):
     run("bench", "--num-envs", 16, "--seconds", 0.1, "--precision", "fp32", "--json")
     result = json.loads(capsys.readouterr().out)
-    names = {"train_steps_per_second", "num_envs", "rollout_length", "precision", "collect_share", "update_share", "floor_share"}
+    names = {"train_steps_per_second", "num_envs", "rollout_length", "precision", "reuse_forward"}
+    names |= {"collect_share", "update_share", "floor_share"}
     assert result.keys() == names and result["num_envs"] == 16 and result["train_steps_per_second"] > 0

@@ -16,10 +16,11 @@ from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.report import bench
 from fp8rl.scale import hardware
+from fp8rl.scale.machine import HERE
 print([hardware.is_emulated(name) for name in ("fp32", "bf16", "fp16", "fp8")])
 print(hardware.describe(Precision("bf16"), ActorCritic()))
 print(hardware.hardware())
-print(bench.Loop(16, 4).config().precision)
+print(bench.Loop(16, 4).fastest(HERE)[0].precision)
 """
 
 

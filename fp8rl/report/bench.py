@@ -48,12 +48,13 @@ class Loop:
     rollout_length: int = 32
     """Steps collected from each environment per iteration."""
     precision: str | None = None
-    """None is the fastest precision on the machine among those that it does not emulate; of a population it is fp32."""
+    """None is the fastest on the machine among those that it does not emulate; of a population it is fp32."""
     agents: int | None = None
     """Agents trained as one batch (lab/population.py); None is a single run."""
 
     def config(self, machine: Machine = HERE) -> Config:
-        """The config of the loop on a machine. A compiled loop acts in fp32, because with so few rows 16 bits are slower.
+        """The config of the loop on a machine, by default in fp32. A compiled loop acts in fp32, because with so few rows 16 bits
+        are slower.
 
         Raises:
             ValueError: the machine has an option that a population does not have, or a number is out of range.
@@ -62,16 +63,32 @@ class Loop:
             self._check(machine)
         shape = {"num_envs": self.num_envs, "rollout_length": self.rollout_length, "slice_length": 1}
         shape |= {"capacity": (self.rollout_length + 1) * self.num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
-        acting = "fp32" if machine.compile else None
-        if self.precision or self.agents:
-            return Config(precision=self.precision or "fp32", collect_precision=acting, **shape)
-        names = available_precisions(machine.device)
-        (emulated,) = ranks.total([torch.tensor([is_emulated(name, machine.device) for name in names]).int()])  # all must agree
-        names = [name for name, no in zip(names, emulated, strict=True) if not no]
-        eager = dataclasses.replace(machine, compile=False)
-        speeds = [bench_loop(Config(precision=name, **shape), eager, 0.5, 1)["train_steps_per_second"] for name in names]
-        (speeds,) = ranks.total([torch.tensor(speeds)])
-        return Config(precision=names[int(speeds.argmax())], collect_precision=acting, **shape)
+        return Config(precision=self.precision or "fp32", collect_precision="fp32" if machine.compile else None, **shape)
+
+    def fastest(self, machine: Machine) -> tuple[Config, Machine]:
+        """The config of the loop and the machine, with what is left open as it is fastest here: the precision, if it is None, and
+        whether forward passes are reused, if the machine says so. That pays only with many environments, and is not for a CUDA
+        graph, a compiled loop or collection ahead. Raises like `config`."""
+        config = self.config(machine)
+        if self.agents:
+            return config, machine
+        names = [self.precision] if self.precision else available_precisions(machine.device)
+        if len(names) > 1:
+            emulated = torch.tensor([is_emulated(name, machine.device) for name in names])
+            (emulated,) = ranks.total([emulated.int()])  # all processes must agree
+            names = [name for name, no in zip(names, emulated, strict=True) if not no]
+        plain = machine.graph or machine.compile or machine.collect_ahead or not machine.reuse_forward
+        pairs = list(itertools.product(names, (False,) if plain else (False, True)))
+        if len(pairs) > 1:
+            speeds = []
+            for name, reuse in pairs:
+                eager = dataclasses.replace(machine, reuse_forward=reuse, compile=False)
+                one = dataclasses.replace(config, precision=name, collect_precision=None)
+                speeds.append(bench_loop(one, eager, 0.5, 1)["train_steps_per_second"])
+            (speeds,) = ranks.total([torch.tensor(speeds)])
+            pairs = [pairs[int(speeds.argmax())]]
+        ((name, reuse),) = pairs
+        return dataclasses.replace(config, precision=name), dataclasses.replace(machine, reuse_forward=reuse)
 
     def _check(self, machine: Machine) -> None:
         if self.agents < 1:
@@ -90,9 +107,9 @@ def bench_loop(
     alternate with its floor.
 
     Returns:
-        train_steps_per_second, agents (of a population), num_envs, rollout_length, precision; collect_share and update_share,
-            fractions of an iteration's time (meaningless for a CUDA graph or collection ahead); floor_share, the floor's time as
-            a fraction of an iteration's.
+        train_steps_per_second, agents (of a population), num_envs, rollout_length, precision, reuse_forward (of a single run);
+            collect_share and update_share, fractions of an iteration's time (meaningless for a CUDA graph or collection ahead);
+            floor_share, the floor's time as a fraction of an iteration's.
     """
     spent = {"collect": 0.0, "update": 0.0}
     if agents is None:
@@ -135,6 +152,7 @@ def bench_loop(
     result = dict(zip(names, map(statistics.median, zip(*found, strict=True)), strict=True))
     shape = {} if agents is None else {"agents": agents}
     shape |= {"num_envs": config.num_envs, "rollout_length": config.rollout_length, "precision": config.precision}
+    shape |= {"reuse_forward": machine.reuse_forward} if agents is None else {}
     return {"train_steps_per_second": result.pop("train_steps_per_second"), **shape, **result}
 
 
