@@ -28,9 +28,10 @@ class History:
 
     def add(self, row: dict[str, float]) -> None:
         """Appends an iteration's numbers. A column that `row` lacks gets NaN, and a new column NaN for earlier iterations."""
-        unknown = [math.nan] * len(self)
-        for name in {**self.columns, **row}:
-            self.columns.setdefault(name, array("d", unknown)).append(row.get(name, math.nan))
+        for name in [name for name in row if name not in self.columns]:
+            self.columns[name] = array("d", [math.nan] * len(self))
+        for name, values in self.columns.items():
+            values.append(row.get(name, math.nan))
 
     def __len__(self) -> int:
         """Number of iterations so far."""

@@ -509,10 +509,11 @@ class Histories:
 
     def add(self, row: dict) -> None:
         """Appends a row of numbers, which all agents share, and of arrays [S]."""
-        unknown = [np.broadcast_to(math.nan, len(self.failures))] * len(self)
-        for name in {**self.columns, **row}:
+        for name in [name for name in row if name not in self.columns]:
+            self.columns[name] = [np.broadcast_to(math.nan, len(self.failures))] * len(self)
+        for name, rows in self.columns.items():
             numbers = np.asarray(row.get(name, math.nan), dtype=np.float64)
-            self.columns.setdefault(name, [*unknown]).append(np.broadcast_to(numbers, len(self.failures)))
+            rows.append(np.broadcast_to(numbers, len(self.failures)))
 
     def __len__(self) -> int:
         return len(self.columns.get("iteration", ()))
