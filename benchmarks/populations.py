@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,7 +35,8 @@ AGENTS = (8, 32, 128)
 GROWTH = (1, 4, 16, 64, 128, 256, 1024)
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 AVX2 |= {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}
-STUDY = {"steps": 20_480, "seeds": 30, "alone": 2 * CORES}
+STUDY = {"seeds": 30, "alone": 2 * CORES}
+SHORT = Config(steps=20_480, eval_every=0, eval_episodes=1)  # of which memory is measured
 
 
 def together(commands: list[list]) -> list[dict]:
@@ -92,8 +94,8 @@ def studies() -> list[str]:
     lines = ["| study of the cart | agents | steps/s of all |", "| --- | --- | --- |"]
     speeds = {}
     for name, count, run in (("one by one", STUDY["alone"], study.run), ("together", STUDY["seeds"], None)):
-        configs, began = [Config(seed=1000 + k, steps=STUDY["steps"]) for k in range(count)], None
-        for _ in study.run_all(configs[:CORES], run=run, progress=False):
+        configs = [Config(seed=1000 + k) for k in range(count)]
+        for _ in study.run_all([replace(config, steps=5_120) for config in configs[:CORES]], run=run, progress=False):
             pass
         began = time.perf_counter()
         finished = list(study.run_all(configs, run=run, progress=False))
@@ -109,8 +111,7 @@ def studies() -> list[str]:
 def memory(agents: int) -> None:
     """Prints the memory of this process after a short training of a population."""
     keep_freed_memory()
-    configs = [Config(seed=k, steps=20_480, eval_every=0, eval_episodes=1) for k in range(agents)]
-    for _ in iterate(Population(configs)):
+    for _ in iterate(Population([replace(SHORT, seed=k) for k in range(agents)])):
         pass
     print(json.dumps(psutil.Process().memory_info().rss))
 
@@ -124,8 +125,8 @@ def growth(options) -> list[str]:
         lines.append(f"| {agents:,} | {rate:,.0f} | {1e6 / rate:.2f} | {share:.2f} |")
         print(lines[-1], flush=True)
     few, many = (together([[__file__, "build", "--memory", agents]])[0] for agents in (32, 160))
-    measured, predicted = (many - few) / 128 / 1e6, bytes_per_agent(Config()) / 1e6
-    return [*lines, "", f"An agent of the default config takes {measured:.2f} MB; predicted are {predicted:.2f} MB."]
+    measured, predicted = (many - few) / 128 / 1e6, bytes_per_agent(SHORT) / 1e6
+    return [*lines, "", f"An agent of {SHORT.steps:,} steps takes {measured:.2f} MB; predicted are {predicted:.2f} MB."]
 
 
 def main() -> None:

@@ -190,8 +190,8 @@ class Agents(nn.Module):
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
         outputs = Passes.apply(rows, self.theta, self).view(agents, length, envs, -1).transpose(0, 1)
-        actor, values = outputs[..., :-1], outputs[..., -1]
-        return Gaussian.outputs(actor, self.spread(self.theta)) if self.gaussian else actor, values
+        actor, values = outputs.split((self.num_actions, 1), dim=-1)
+        return Gaussian.outputs(actor, self.spread(self.theta)) if self.gaussian else actor, values.squeeze(-1)
 
     def spread(self, theta: torch.Tensor) -> torch.Tensor | None:
         """The parameters of the standard deviations of continuous actions, [S, 1, A]."""
