@@ -58,8 +58,9 @@ class Machine:
     """Collect in a separate thread, one iteration ahead of the learner, with weights one update older. The importance ratios
     correct for this as for any other staleness."""
     reuse_forward: bool = False
-    """Learn from the new rollout with the forward passes that acted, instead of repeating them for all rows at once. Faster,
-    above all with many environments, where the rows of one step then stay in the processor's cache."""
+    """Learn from the new rollout with the forward passes that acted, instead of repeating them for all rows at once. Faster with
+    thousands of environments, where the rows of one step then stay in the processor's cache; slower with few, because the
+    backward pass then goes step by step, too."""
     graph: bool = False
     """On CUDA, replay collection and update as CUDA graphs (graphs.py). No effect on the CPU."""
     compile: bool = False
