@@ -32,7 +32,7 @@ COMMANDS = {
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",
     "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1",
-    "speed": "python benchmarks/speed/compare.py benchmarks/results",
+    "speed": "python benchmarks/speed/compare.py benchmarks/results --rounds 3 --seeds 5",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
 }
