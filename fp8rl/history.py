@@ -28,8 +28,7 @@ class History:
 
     def add(self, row: dict[str, float]) -> None:
         """Appends an iteration's numbers. A column that `row` lacks gets NaN, and a new column NaN for earlier iterations."""
-        for name in [name for name in row if name not in self.columns]:
-            self.columns[name] = array("d", [math.nan] * len(self))
+        self.columns |= {name: array("d", [math.nan] * len(self)) for name in row if name not in self.columns}
         for name, values in self.columns.items():
             values.append(row.get(name, math.nan))
 

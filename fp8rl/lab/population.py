@@ -251,8 +251,7 @@ def alike(values: list, most: int | None = None) -> list[slice]:
 
 
 class Policy:
-    """Policies of S agents with fixed weights, rounded once and stored as [S, I, O]: with few rows a matmul is then a third
-    faster."""
+    """Policies of S agents with fixed weights, rounded once and stored as [S, I, O], which multiplies faster with few rows."""
 
     recurrent = False
 
@@ -510,8 +509,8 @@ class Histories:
 
     def add(self, row: dict) -> None:
         """Appends a row of numbers, which all agents share, and of arrays [S]."""
-        for name in [name for name in row if name not in self.columns]:
-            self.columns[name] = [np.broadcast_to(math.nan, len(self.failures))] * len(self)
+        unknown = np.broadcast_to(math.nan, len(self.failures))
+        self.columns |= {name: [unknown] * len(self) for name in row if name not in self.columns}
         for name, rows in self.columns.items():
             numbers = np.asarray(row.get(name, math.nan), dtype=np.float64)
             rows.append(np.broadcast_to(numbers, len(self.failures)))
