@@ -147,14 +147,15 @@ def apply(function: Callable | None, x: torch.Tensor) -> torch.Tensor:
 
 
 class Space(dict):
-    """Memory for results that are soon used up: always the same, because new memory would not be in the processor's cache."""
+    """Memory for products that are soon used up: always the same, because new memory would not be in the processor's cache."""
 
-    def of(self, name, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """An uninitialized float32 tensor for x @ weight, for a name and a shape always the same one."""
-        key = name, (*x.shape[:-1], weight.shape[-1])
+    def product(self, name, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """a @ b + bias of matrices [S, M, K] and [S, K, N], for a name and a shape always in the same memory."""
+        key = name, (len(a), a.shape[1], b.shape[2])
         if key not in self:
-            self[key] = x.new_empty(key[1])
-        return self[key]
+            self[key] = a.new_empty(key[1])
+        product = torch.bmm(a, b, out=self[key])
+        return product if bias is None else product.add_(bias)  # in the cache; baddbmm would begin by copying biases to memory
 
 
 class Agents(nn.Module):
@@ -262,7 +263,7 @@ class Policy:
             (
                 agents,
                 [
-                    (apply(r.weights, w[agents]).mT.contiguous(), b[agents] if r.result is None else r.result(b[agents]), r)
+                    (apply(r.weights, w[agents]).mT.contiguous(), apply(r.result, b[agents]), r)
                     for (w, b), r in zip(layers, roundings, strict=True)
                 ],
             )
@@ -275,10 +276,10 @@ class Policy:
         for agents, layers in self.parts:
             x = obs[agents]
             for i, (weight, bias, rounding) in enumerate(layers):
+                x = apply(rounding.inputs, x)
                 last = i + 1 == len(layers)
-                out = None if last else self.space.of(("acts", i), x, weight)
-                x = torch.baddbmm(bias, apply(rounding.inputs, x), weight, out=out)
-                x = apply(rounding.result, x if last else x.relu_())
+                x = torch.baddbmm(bias, x, weight) if last else self.space.product(("acts", i), x, weight, bias).relu_()
+                x = apply(rounding.result, x)
             outputs.append(x)
         outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.spread is not None:
@@ -299,13 +300,19 @@ class Passes(torch.autograd.Function):
             x, kept = obs[agents], []
             for i, ((weight, bias), rounding) in enumerate(zip(layers, roundings, strict=True)):
                 x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[agents])
-                out = net.space.of((i, agents.start), x, weight.mT)
-                y = torch.baddbmm(apply(rounding.result, bias[agents]), x, weight.mT, out=out)
-                y = apply(rounding.result, y if i + 1 == len(layers) else y.relu_())
+                bias = apply(rounding.result, bias[agents])
+                # The few outputs of the last layer as rows, up to twice as fast. One or two would be summed in another order.
+                if 2 < weight.shape[1] < x.shape[2]:
+                    y = net.space.product((i, agents.start), weight, x.mT, bias.mT).mT
+                else:
+                    y = net.space.product((i, agents.start), x, weight.mT, bias)
+                if i + 1 < len(layers):
+                    y.relu_()
+                y = apply(rounding.result, y)
                 kept.append((x, weight, y))
                 x = y
             ctx.kept.append(kept)
-        return torch.cat([kept[-1][-1] for kept in ctx.kept])
+        return torch.cat([kept[-1][-1].mT for kept in ctx.kept]).mT
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -321,13 +328,17 @@ class Passes(torch.autograd.Function):
                 if i + 1 < len(layers):
                     torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)  # of ReLU, in place
                 exact, g = g, apply(roundings[i].gradient, g)
-                product = torch.bmm(g.mT, x, out=space.of(("weight", i), g.mT, x))
+                # With long rows: for the first layer, which has few inputs, this is three times as fast.
+                if x.shape[2] < g.shape[2]:
+                    product = space.product(("weight", i), x.mT, g).mT
+                else:
+                    product = space.product(("weight", i), g.mT, x)
                 weight_grad[agents] = apply(roundings[i].result, product)
                 # Autocast's gradients are 16-bit numbers for the bias, too. FP8 rounds only what it multiplies.
                 summed = exact if roundings[i].result is None else g
                 bias_grad[agents] = apply(roundings[i].result, summed.sum(1, keepdim=True))
                 if i:
-                    g = torch.bmm(g, weight, out=space.of(("gradient", i), g, weight))
+                    g = space.product(("gradient", i), g, weight)
         return None, theta_grad, None
 
 
