@@ -239,7 +239,7 @@ def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
     little = unittest.mock.patch.object(population.growth, "available", return_value=10**7)
     with pytest.raises(ValueError, match="configs is empty: give at least one"):
         Population([])
-    with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 14 agents"):
+    with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 10 agents"):
         Population(thirty())
 
 

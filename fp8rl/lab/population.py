@@ -695,7 +695,7 @@ class Population(Run):
 
 def bytes_per_agent(config: Config) -> int:
     """Memory that an agent takes, about: what it fills of its ring, seven tensors like its parameters, and four like the hidden
-    layer of the larger of a rollout and a replayed batch."""
+    layer of the larger of a rollout and a replayed batch, with a hundred numbers of the loss for each of its rows."""
     task, width = TASKS.get(config.env_id), 64
     features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
     action_size = task.num_actions if task and task.distribution is Gaussian else 0
@@ -704,7 +704,7 @@ def bytes_per_agent(config: Config) -> int:
     rows = max((config.rollout_length + 1) * config.num_envs, slices)
     filled = min(config.rows, config.iterations * config.rollout_length + 1)
     ring = ring_bytes(filled, config.num_envs, features, codec=config.codec, action_size=action_size)
-    return ring + 4 * (7 * parameters + 4 * width * rows)
+    return ring + 4 * (7 * parameters + (4 * width + 100) * rows)
 
 
 def require_room(agents: int, config: Config, device) -> None:
