@@ -155,7 +155,7 @@ class Space(dict):
         if key not in self:
             self[key] = a.new_empty(key[1])
         product = torch.bmm(a, b, out=self[key])
-        return product if bias is None else product.add_(bias)  # in the cache; baddbmm would begin by copying biases to memory
+        return product if bias is None else product.add_(bias)  # baddbmm first copies the biases, which is slower
 
 
 class Agents(nn.Module):
@@ -301,7 +301,7 @@ class Passes(torch.autograd.Function):
             for i, ((weight, bias), rounding) in enumerate(zip(layers, roundings, strict=True)):
                 x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[agents])
                 bias = apply(rounding.result, bias[agents])
-                # The few outputs of the last layer as rows, up to twice as fast. One or two would be summed in another order.
+                # Few outputs are computed as rows, which is faster than as columns. One or two would be summed in another order.
                 if 2 < weight.shape[1] < x.shape[2]:
                     y = net.space.product((i, agents.start), weight, x.mT, bias.mT).mT
                 else:
@@ -328,7 +328,7 @@ class Passes(torch.autograd.Function):
                 if i + 1 < len(layers):
                     torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)  # of ReLU, in place
                 exact, g = g, apply(roundings[i].gradient, g)
-                # With long rows: for the first layer, which has few inputs, this is three times as fast.
+                # The first layer has few inputs: there, too, long rows are faster.
                 if x.shape[2] < g.shape[2]:
                     product = space.product(("weight", i), x.mT, g).mT
                 else:
