@@ -5,21 +5,21 @@ import numpy as np
 import torch
 
 from .precision import Precision
-from .rollout import stream_seed
+from .rollout import inference, stream_seed
 
 
-@torch.no_grad()
 def play(policy, env) -> np.ndarray:
     """Plays one episode in each of N newly created environments (e.g. a BatchedEnv). The returns are float32 [N]. The
     policy maps observations float32 [N, F] to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     live = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
-    for step in range(env.max_steps):
-        _, reward, _, _ = env.step(policy(env.obs))
-        total += env.discount**step * reward * live
-        live &= ~env.done
-        if step % 16 == 15 and not live.any():  # not every step, because it waits for a GPU
-            break
+    with inference(env):
+        for step in range(env.max_steps):
+            _, reward, _, _ = env.step(policy(env.obs))
+            total += env.discount**step * reward * live
+            live &= ~env.done
+            if step % 16 == 15 and not live.any():  # not every step, because it waits for a GPU
+                break
     return total.cpu().numpy()
 
 

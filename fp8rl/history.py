@@ -93,14 +93,16 @@ class RewardScale:
 
     def add(self, rollout: Rollout, gamma, total: Callable) -> None:
         """Takes the next rollout, at a discount that is a number or float32 [S, 1]. `total` sums over processes."""
-        G, found = self.open.view(self.square.shape[1], -1), []
-        ended = (rollout.flags & (TERMINATED | TRUNCATED)) != 0
-        for reward, end in zip(rollout.reward.view(-1, *G.shape).unbind(), ended.view(-1, *G.shape).unbind(), strict=True):
-            G = gamma * G + reward
-            found.append(G)
-            G = G.masked_fill(end, 0)
-        self.open = G.flatten()
-        squares = torch.stack(found).square().sum((0, 2)).unsqueeze(1)
+        G = self.open.view(self.square.shape[1], -1).cpu().numpy()  # small steps take a tenth of the time in NumPy
+        rewards, flags = (x.cpu().numpy().reshape(-1, *G.shape) for x in (rollout.reward, rollout.flags))
+        gamma = gamma.cpu().numpy() if isinstance(gamma, torch.Tensor) else gamma
+        goes_on = ((flags & (TERMINATED | TRUNCATED)) == 0).astype(np.float32)
+        found = np.empty_like(rewards)
+        for t, reward in enumerate(rewards):
+            found[t] = gamma * G + reward
+            G = found[t] * goes_on[t]
+        self.open = torch.from_numpy(G).flatten().to(self.open.device)
+        squares = torch.from_numpy(found).to(self.open.device).square().sum((0, 2)).unsqueeze(1)
         squares, count = total([squares, torch.full_like(squares, rollout.reward.numel() / len(G))])
         self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(found))
 

@@ -7,6 +7,7 @@ The end of an episode is followed by a DUMMY row, in which the environment ignor
 leads from the final observation to the first one of the next episode, so every observation is stored once.
 """
 
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -71,6 +72,17 @@ def stream_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
+@contextlib.contextmanager
+def inference(env):
+    """Runs without autograd and its bookkeeping, which with few environments is a fifth of the time, under torch.no_grad too.
+    Nothing can learn from tensors made here, so at the end those of the environment are replaced by copies."""
+    with torch.inference_mode():
+        yield
+    for name, x in vars(env).items():
+        if isinstance(x, torch.Tensor) and x.is_inference():
+            setattr(env, name, x.clone())
+
+
 def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """The loop over time: the policy acts and the environment responds, T times. Takes the noise of the actions [T, N, A] and the
     environment's random numbers for T steps (`TensorEnv.draw`); the rest as in `collect`. Returns obs, action, reward and flags
@@ -104,9 +116,10 @@ def collect(model, env, length: int, precision: Precision, generator, state=None
         loop: `steps`, or a faster form of it.
     """
     noise = env.noise(length, generator)
-    with precision.autocast():  # one region, so that autocast casts the weights once
-        (obs, action, reward, flags, outputs), after = loop(model, env, noise, env.draw(length), state)
-    logp = env.distribution(outputs).log_prob(action)
+    with inference(env) if loop is steps else contextlib.nullcontext():
+        with precision.autocast():  # one region, so that autocast casts the weights once
+            (*rows, outputs), after = loop(model, env, noise, env.draw(length), state)
+        logp = env.distribution(outputs).log_prob(rows[1])
     if after is not None:
         state = torch.stack((torch.zeros_like(after) if state is None else state, after))
-    return Rollout(obs, action, reward, flags, logp, state)
+    return Rollout(*(x.clone() if x.is_inference() else x for x in (*rows, logp)), state)

@@ -153,7 +153,8 @@ class Space(dict):
         """a @ b + bias of matrices [S, M, K] and [S, K, N], for a name and a shape always in the same memory."""
         key = name, (len(a), a.shape[1], b.shape[2])
         if key not in self:
-            self[key] = a.new_empty(key[1])
+            with torch.inference_mode(False):  # a tensor made in that mode could not be written to outside it
+                self[key] = a.new_empty(key[1])
         product = torch.bmm(a, b, out=self[key])
         return product if bias is None else product.add_(bias)  # baddbmm first copies the biases, which is slower
 
