@@ -80,7 +80,7 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     fields = {**SHORT, "steps": 10_240, "replay_updates": 1, "lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
     configs = [Config(precision, seed=seed, **fields) for seed in (1, 3, 5)]
     alone, among = Run(configs[1]), Population(configs)
-    far = {"fp32": 1e-5, "fp16": 2e-3}.get(precision, 5e-2)
+    far = {"fp32": 5e-5, "fp16": 2e-3}.get(precision, 5e-2)
     for _ in zip(iterate(alone), iterate(among), strict=True):
         ours, theirs = (dict(model.named_parameters()) for model in (among.model.alone(place(among, configs[1])), alone.model))
         for name, weight in theirs.items():

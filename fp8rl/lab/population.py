@@ -253,18 +253,19 @@ def alike(values: list, most: int | None = None) -> list[slice]:
 
 
 class Policy:
-    """Policies of S agents with fixed weights, rounded once and stored as [S, I, O], which multiplies faster with few rows."""
+    """Policies of S agents with fixed weights, rounded once and stored as they multiply fastest with few rows: [S, I, O], but [S,
+    O, I] in the last layer, whose few outputs are computed as rows."""
 
     recurrent = False
 
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], spread, parts: list, space: Space):
         self.spread, self.space = spread, space
-        self.agents = len(layers[0][0])
+        self.agents, (last, _) = len(layers[0][0]), layers[-1]
         self.parts = [
             (
                 agents,
                 [
-                    (apply(r.weights, w[agents]).mT.contiguous(), apply(r.result, b[agents]), r)
+                    (apply(r.weights, w[agents] if w is last else w[agents].mT).contiguous(), apply(r.result, b[agents]), r)
                     for (w, b), r in zip(layers, roundings, strict=True)
                 ],
             )
@@ -278,8 +279,10 @@ class Policy:
             x = obs[agents]
             for i, (weight, bias, rounding) in enumerate(layers):
                 x = apply(rounding.inputs, x)
-                last = i + 1 == len(layers)
-                x = torch.baddbmm(bias, x, weight) if last else self.space.product(("acts", i), x, weight, bias).relu_()
+                if i + 1 < len(layers):
+                    x = self.space.product(("acts", i), x, weight, bias).relu_()
+                else:
+                    x = torch.bmm(weight, x.mT).add_(bias.mT).mT
                 x = apply(rounding.result, x)
             outputs.append(x)
         outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -302,8 +305,7 @@ class Passes(torch.autograd.Function):
             for i, ((weight, bias), rounding) in enumerate(zip(layers, roundings, strict=True)):
                 x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[agents])
                 bias = apply(rounding.result, bias[agents])
-                # Few outputs are computed as rows, which is faster than as columns. One or two would be summed in another order.
-                if 2 < weight.shape[1] < x.shape[2]:
+                if weight.shape[1] < x.shape[2]:  # few outputs are computed as rows, which is faster than as columns
                     y = net.space.product((i, agents.start), weight, x.mT, bias.mT).mT
                 else:
                     y = net.space.product((i, agents.start), x, weight.mT, bias)
@@ -320,7 +322,9 @@ class Passes(torch.autograd.Function):
     def backward(ctx, grad):
         if ctx.number != ctx.net.passes:
             raise RuntimeError("another forward pass has overwritten this one's results: call backward first")
-        theta_grad, space = grad.new_zeros(ctx.shape), ctx.net.space
+        theta_grad, space = grad.new_empty(ctx.shape), ctx.net.space
+        if ctx.net.gaussian:
+            theta_grad[:, -ctx.net.num_actions :] = 0  # deviations, which `Agents.forward` adds to the outputs
         layers = list(enumerate(views(theta_grad, ctx.net.shapes)))
         for (agents, roundings), kept in zip(ctx.net.parts, ctx.kept, strict=True):
             g = grad[agents]
@@ -440,11 +444,12 @@ class Adam:
     def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
         """One step of the agents in `takes`, bool [S, 1], with gradients `grad` [S, P] times `factor` [S, 1]."""
         self.count += takes
+        factor = torch.where(takes, factor, 0.0)
         size = torch.where(takes, (1 - 0.9**self.count).reciprocal() * -self.rate, 0.0)
         keep, add = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0)
         root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
         for agents, places in self.parts:
-            g = torch.where(takes[agents], grad[agents] * factor[agents], 0)  # what is not finite times 0 would be NaN
+            g = (grad[agents] * factor[agents]).nan_to_num_(0, 0, 0)  # what is not finite times 0 is NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
             noise = noises(places, takes[agents], grad.shape[1], self.streams[agents])
