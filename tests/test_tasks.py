@@ -27,6 +27,7 @@ def state_of(single: gymnasium.Env) -> torch.Tensor:
     return torch.tensor(np.asarray(single.unwrapped.state), dtype=torch.float32).unsqueeze(0)
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("env_id", TASKS)
 def test_every_step_is_gymnasium_s(env_id):
     """10,000 random steps with ends and resets, from the same float32 states. Gymnasium computes in float64; one step in float32
@@ -45,7 +46,7 @@ def test_every_step_is_gymnasium_s(env_id):
         else:
             given = env.reset(start)
         np.testing.assert_allclose(given[0], obs, rtol=0, atol=1e-6)
-        over = False
+        over, found, expected = False, [], []
         while not over:
             action = single.action_space.sample()
             if env.distribution is Gaussian:
@@ -54,11 +55,14 @@ def test_every_step_is_gymnasium_s(env_id):
                 taken = torch.tensor([action])
             env.state = state_of(single)  # or rounding would add up
             obs, reward, terminated, truncated, _ = single.step(action)
-            ours, got, *flags = env.step(taken)
-            np.testing.assert_allclose(ours[0], obs, rtol=1e-5, atol=close)
-            assert got.item() == pytest.approx(reward, rel=1e-5, abs=1e-5)
-            assert [bool(flag) for flag in flags] == [terminated, truncated and not terminated]
+            found.append(env.step(taken))
+            expected.append((obs, reward, terminated, truncated and not terminated))
             over, steps = terminated or truncated, steps + 1
+        ours, got, *flags = (torch.cat(column).numpy() for column in zip(*found, strict=True))
+        obs, reward, *ended = map(np.array, zip(*expected, strict=True))
+        np.testing.assert_allclose(ours, obs, rtol=1e-5, atol=close)
+        np.testing.assert_allclose(got, reward, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(flags, ended)
         assert ends or steps
     assert ends >= 10 and single.spec.max_episode_steps == env.max_steps
 
