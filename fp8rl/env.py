@@ -12,7 +12,7 @@ returns from the origin: constant action 6.2, uniformly random actions 18.5, ban
 Two options change only what is observed. `hide_velocity` leaves the velocity out, so a policy needs memory. `extra_features=k`
 appends k channels of uniform noise in [-1, 1), drawn anew at every step, from which nothing can be learned.
 
-The physics is defined in `dynamics`, `reward_of` and `is_out`. `BatchedEnv` runs it as tensors, for training; `TensorEnv` has
+The physics is defined in `dynamics` and `outcome`. `BatchedEnv` runs it as tensors, for training; `TensorEnv` has
 what it shares with other tasks (tasks/). `CustomEnv`, one cart with the Gymnasium API, is in tasks/cart.py. Autoreset is
 Gymnasium's default, NEXT_STEP: the step after the end of an episode ignores its action and returns the reset observation with
 reward 0. So the final observation of an episode is an ordinary observation and is never lost.
@@ -37,14 +37,11 @@ def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     return torch.stack((position + velocity, velocity * DAMPING)).movedim(0, -1)
 
 
-def reward_of(state: torch.Tensor) -> torch.Tensor:
-    """Reward [...] for arriving in `state` [..., 2]: 1 at the origin, 0.1 less per unit of distance."""
-    return state[..., 0].abs() * -0.1 + 1
-
-
-def is_out(state: torch.Tensor) -> torch.Tensor:
-    """Whether `state` [..., 2] ends the episode: bool [...]."""
-    return state[..., 0].abs() > LIMIT
+def outcome(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For arriving in `state` [..., 2]: the reward [...], 1 at the origin and 0.1 less per unit of distance, and whether that
+    terminates the episode, bool [...]."""
+    distance = state[..., 0].abs()
+    return distance * -0.1 + 1, distance > LIMIT
 
 
 def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -178,7 +175,7 @@ class BatchedEnv(TensorEnv):
     def advance(self, state, action):
         """Like TensorEnv.advance, by the functions of this module."""
         state = dynamics(state, action)
-        return state, reward_of(state), is_out(state)
+        return state, *outcome(state)
 
     def observe(self, state):
         """Like TensorEnv.observe."""

@@ -6,10 +6,10 @@ ratio rho_t = pi(a_t|x_t) / mu(a_t|x_t), clipped at 1:
 
     delta_t = min(1, rho_t) (r_t + discount_t V(x_{t+1}) - V(x_t))
     vs_t - V(x_t) = delta_t + discount_t c_t (vs_{t+1} - V(x_{t+1})),      c_t = lambda min(1, rho_t)
-    advantage_t = min(1, rho_t) (r_t + discount_t q_{t+1} - V(x_t)),       q = lambda vs + (1 - lambda) V
 
-On the policy's own data every rho is 1, vs is the lambda-return and the advantage is GAE(lambda) (Schulman et al. 2015,
-arXiv:1506.02438, equation 16). A slice of length 1 makes it TD(0).
+vs is the critic's target and vs - V the advantage: IMPALA's min(1, rho_t) (r_t + discount_t q_{t+1} - V(x_t)), with q = lambda vs
++ (1 - lambda) V. On the policy's own data every rho is 1, vs is the lambda-return and the advantage is GAE(lambda) (Schulman et
+al. 2015, arXiv:1506.02438, equation 16). A slice of length 1 makes it TD(0).
 
 Ends of episodes: `discount` is 0 after a termination and gamma elsewhere, so a truncation bootstraps from V of the final
 observation, the next row. The row after any end is a dummy whose action was ignored: `valid` is False there, which zeroes its
@@ -55,14 +55,12 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
     weight = ratio.clamp(max=1) * valid
     delta = weight * (rewards + discounts * values[1:] - values[:-1])
     decay = discounts * lam * weight
-    excess, excesses = torch.zeros_like(delta[0]), []  # vs - V, from the last row back
+    advantage, advantages = torch.zeros_like(delta[0]), []  # from the last row back
     for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind()), strict=True):
-        excess = torch.addcmul(delta_t, decay_t, excess)
-        excesses.append(excess)
-    excess = torch.stack(excesses[::-1])
-    next_excess = torch.cat((excess[1:], torch.zeros_like(excess[:1])))
-    advantage = delta + lam * weight * discounts * next_excess  # weight * (r + discount * q - V)
-    return Targets(values[:-1] + excess, advantage, ratio)
+        advantage = torch.addcmul(delta_t, decay_t, advantage)
+        advantages.append(advantage)
+    advantage = torch.stack(advantages[::-1])
+    return Targets(values[:-1] + advantage, advantage, ratio)
 
 
 def discounts_of(flags: torch.Tensor, gamma: float, bootstrap_truncation: bool = True) -> torch.Tensor:

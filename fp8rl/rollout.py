@@ -78,9 +78,7 @@ def inference(env):
     Nothing can learn from tensors made here, so at the end those of the environment are replaced by copies."""
     with torch.inference_mode():
         yield
-    for name, x in vars(env).items():
-        if isinstance(x, torch.Tensor) and x.is_inference():
-            setattr(env, name, x.clone())
+    vars(env).update({k: x.clone() for k, x in vars(env).items() if isinstance(x, torch.Tensor) and x.is_inference()})
 
 
 def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
@@ -116,10 +114,11 @@ def collect(model, env, length: int, precision: Precision, generator, state=None
         loop: `steps`, or a faster form of it.
     """
     noise = env.noise(length, generator)
-    with inference(env) if loop is steps else contextlib.nullcontext():
-        with precision.autocast():  # one region, so that autocast casts the weights once
-            (*rows, outputs), after = loop(model, env, noise, env.draw(length), state)
-        logp = env.distribution(outputs).log_prob(rows[1])
+    mode = inference(env) if loop is steps else contextlib.nullcontext()
+    with mode, precision.autocast():  # one region, so that autocast casts the weights once
+        (*rows, outputs), after = loop(model, env, noise, env.draw(length), state)
+    rows = [x.clone() if x.is_inference() else x for x in rows]
+    logp = env.distribution(outputs).log_prob(rows[1])
     if after is not None:
         state = torch.stack((torch.zeros_like(after) if state is None else state, after))
-    return Rollout(*(x.clone() if x.is_inference() else x for x in (*rows, logp)), state)
+    return Rollout(*rows, logp, state)

@@ -2,8 +2,7 @@
 
 The new rollout is on-policy; the slices replayed from the ring are not, so both go through V-trace (losses.py), which reduces to
 GAE on the first. `iterate` is the whole algorithm. It works on a `Run`: the state of a run in named parts, each of which can be
-saved and restored, and the methods that advance it, `collect`, `sample`, `update` and `evaluate`. A CUDA graph, a thread that
-collects ahead or a second process replaces one of these (scale/machine.py); the core knows nothing about them.
+saved and restored, and the methods that advance it: `collect`, `sample`, `update`, `evaluate`. scale/machine.py replaces some.
 """
 
 import contextlib
@@ -127,8 +126,7 @@ class Run:
         self.stores = config.replay_updates > 0  # otherwise nothing reads the ring
         self.returns = EpisodeReturns(self.env.num_envs)
         self.rewards = RewardScale(self.env.num_envs, self.env.device)
-        self.state = None
-        self.history = History()
+        self.state, self.history = None, History()
 
     def set_learning_rate(self, learning_rate: float) -> float:
         """Sets the optimizer's learning rate and returns it."""
@@ -151,8 +149,7 @@ class Run:
 
     def act(self) -> Rollout:
         """Like `collect`, with the actor's weights as they are."""
-        length = self.config.rollout_length
-        rollout = collect(self.actor, self.env, length, self.acting, self.generator, self.state, self.loop)
+        rollout = collect(self.actor, self.env, self.config.rollout_length, self.acting, self.generator, self.state, self.loop)
         self.state = None if rollout.state is None else rollout.state[-1]
         return rollout
 
@@ -237,7 +234,6 @@ class Run:
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
-
     Raises ValueError for a number that is not finite, or too large, in a rollout, and FloatingPointError if a gradient was not
     finite in a precision without a loss scaler to skip it, or in every update of 20 iterations in a row in one with a scaler.
     """

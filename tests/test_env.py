@@ -14,9 +14,8 @@ from fp8rl.env import (
     PUSH,
     BatchedEnv,
     dynamics,
-    is_out,
     obs_bounds,
-    reward_of,
+    outcome,
 )
 from fp8rl.evaluate import play
 from fp8rl.scale.gym import CustomVectorEnv, interface_of
@@ -36,8 +35,9 @@ def test_physics_is_the_published_one(pushes):
         velocity *= 0.95
         state = dynamics(state, torch.tensor(push))
         np.testing.assert_allclose(state.numpy(), [position, velocity], atol=1e-9)
-        assert reward_of(state).item() == pytest.approx(1 - 0.1 * abs(position), abs=1e-7)  # pushes are float32, rewards cross 0
-        assert is_out(state).item() == (abs(position) > 2)
+        reward, out = outcome(state)
+        assert reward.item() == pytest.approx(1 - 0.1 * abs(position), abs=1e-7)  # pushes are float32, rewards cross 0
+        assert out.item() == (abs(position) > 2)
 
 
 @given(actions, st.floats(0, 1), st.integers(0, 1000))
@@ -168,7 +168,7 @@ def test_reset_step_ignores_its_action_and_earns_nothing():
         env.step(torch.ones(1, dtype=torch.long))
     final = env.obs.clone()
     obs, reward, terminated, truncated = env.step(torch.ones(1, dtype=torch.long))
-    assert is_out(final) and obs.tolist() == [[0, 0]] and (reward, terminated, truncated) == (0, False, False)
+    assert outcome(final)[1] and obs.tolist() == [[0, 0]] and (reward, terminated, truncated) == (0, False, False)
 
 
 def test_make_vec_is_seeded_and_batched():

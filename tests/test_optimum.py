@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl.env import BatchedEnv, dynamics, is_out, reward_of
+from fp8rl.env import BatchedEnv, dynamics, outcome
 from fp8rl.evaluate import play
 from fp8rl.tasks import optimum
 from fp8rl.tasks.cart import bang_bang
@@ -23,8 +23,9 @@ def by_trying(start: torch.Tensor, steps: int) -> float:
     live = torch.ones(len(pushes), dtype=torch.bool)
     for push in pushes.T:
         state = dynamics(state, push)
-        total += reward_of(state) * live
-        live &= ~is_out(state)
+        reward, out = outcome(state)
+        total += reward * live
+        live &= ~out
     return total.max().item()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8rl.config import Config
-from fp8rl.env import MAX_STEPS, dynamics, is_out, reward_of
+from fp8rl.env import MAX_STEPS, dynamics, outcome
 
 sys.path.insert(0, str(Path(__file__).parent))
 common = pytest.importorskip("common")
@@ -31,13 +31,14 @@ def test_jax(given):
     before = jax_loop.State(state.numpy(), ages, done)
     (obs, age, ended), (reward, terminated, valid) = jax_loop.jax.vmap(jax_loop.env_step)(before, action.numpy(), noise)
     expected = dynamics(state, action)
+    earned, out = (x.numpy() for x in outcome(expected))
     live = ~done
     np.testing.assert_allclose(np.asarray(obs)[live], expected.numpy()[live], rtol=0, atol=3e-7)
     np.testing.assert_allclose(np.asarray(obs)[done], 0.5 * Config.start_noise)
-    np.testing.assert_allclose(np.asarray(reward)[live], reward_of(expected).numpy()[live], atol=1e-6)
-    np.testing.assert_array_equal(terminated, is_out(expected).numpy() & live)
+    np.testing.assert_allclose(np.asarray(reward)[live], earned[live], atol=1e-6)
+    np.testing.assert_array_equal(terminated, out & live)
     np.testing.assert_array_equal(valid, live)
-    np.testing.assert_array_equal(ended, (is_out(expected).numpy() | (ages == MAX_STEPS - 1)) & live)
+    np.testing.assert_array_equal(ended, (out | (ages == MAX_STEPS - 1)) & live)
     np.testing.assert_array_equal(age, np.where(done, 0, ages + 1))
 
 
@@ -49,12 +50,12 @@ def test_sb3(given):
     envs.state, envs.ages = state.numpy().copy(), np.where(np.arange(len(state)) % 3, 5, MAX_STEPS - 1)
     obs, reward, dones, infos = envs.step(action.numpy())
     expected = dynamics(state, action)
-    out, late = is_out(expected).numpy(), envs.ages == 0
+    (earned, out), late = (x.numpy() for x in outcome(expected)), envs.ages == 0
     np.testing.assert_array_equal(dones, out | (np.arange(len(state)) % 3 == 0))
     np.testing.assert_array_equal(late, dones)
     reached = np.stack([info.get("terminal_observation", x) for info, x in zip(infos, obs, strict=True)])
     np.testing.assert_allclose(reached, expected.numpy(), rtol=0, atol=3e-7)
-    np.testing.assert_allclose(reward, common.REWARD_SCALE * reward_of(expected).numpy(), atol=1e-6)
+    np.testing.assert_allclose(reward, common.REWARD_SCALE * earned, atol=1e-6)
     assert (np.abs(obs[dones]) <= Config.start_noise).all()
     assert [info["TimeLimit.truncated"] for info in infos if info] == (~out[dones]).tolist()
 
@@ -65,9 +66,10 @@ def test_torchrl():
     env = torchrl_a2c.BatchedEnv(64)
     steps = env.rollout(3 * MAX_STEPS, break_when_any_done=False)
     after = dynamics(steps["observation"], steps["action"])
+    earned, out = outcome(after)
     torch.testing.assert_close(steps["next", "observation"], after, rtol=0, atol=0)
-    torch.testing.assert_close(steps["next", "terminated"].squeeze(-1), is_out(after))
-    torch.testing.assert_close(steps["next", "reward"].squeeze(-1), common.REWARD_SCALE * reward_of(after))
+    torch.testing.assert_close(steps["next", "terminated"].squeeze(-1), out)
+    torch.testing.assert_close(steps["next", "reward"].squeeze(-1), common.REWARD_SCALE * earned)
     ended, goes_on = steps["next", "done"][:, :-1, 0], steps["observation"][:, 1:]
     assert ended.any() and (goes_on[ended].abs() <= Config.start_noise).all()
     torch.testing.assert_close(goes_on[~ended], after[:, :-1][~ended], rtol=0, atol=0)

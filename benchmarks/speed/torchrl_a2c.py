@@ -25,7 +25,7 @@ from torchrl.objectives import A2CLoss
 from torchrl.objectives.value import GAE
 
 from fp8rl.config import Config
-from fp8rl.env import MAX_STEPS, dynamics, is_out, reward_of
+from fp8rl.env import MAX_STEPS, dynamics, outcome
 
 warnings.filterwarnings("ignore")
 torchrl.logger.setLevel("ERROR")
@@ -53,11 +53,10 @@ class BatchedEnv(EnvBase):
     def _step(self, tensordict):
         obs = dynamics(tensordict["observation"], tensordict["action"])
         age = tensordict["age"] + 1
-        terminated = is_out(obs).unsqueeze(-1)
+        reward, terminated = (x.unsqueeze(-1) for x in outcome(obs))
         truncated = (age >= MAX_STEPS) & ~terminated
         flags = {"done": terminated | truncated, "terminated": terminated, "truncated": truncated}
-        reward = common.REWARD_SCALE * reward_of(obs).unsqueeze(-1)
-        return TensorDict({"observation": obs, "age": age, "reward": reward, **flags}, self.batch_size)
+        return TensorDict({"observation": obs, "age": age, "reward": common.REWARD_SCALE * reward, **flags}, self.batch_size)
 
     def _set_seed(self, seed) -> None:
         torch.manual_seed(seed)

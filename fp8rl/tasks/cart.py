@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from ..env import LIMIT, MAX_STEPS, BatchedEnv, dynamics, is_out, obs_bounds, reward_of
+from ..env import LIMIT, MAX_STEPS, BatchedEnv, dynamics, obs_bounds, outcome
 
 
 def bang_bang(state: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,8 @@ class CustomEnv(gymnasium.Env):
             raise ValueError(f"action {action!r} is outside {self.action_space}: pass the integer 0 or 1")
         self.state = dynamics(self.state, torch.tensor(int(action), device="cpu"))
         self.steps += 1
-        return self._observation(), float(reward_of(self.state)), bool(is_out(self.state)), self.steps >= MAX_STEPS, {}
+        reward, out = outcome(self.state)
+        return self._observation(), float(reward), bool(out), self.steps >= MAX_STEPS, {}
 
     def _observation(self) -> np.ndarray:
         seen = self.state[:1] if self.hide_velocity else self.state

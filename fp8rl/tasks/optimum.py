@@ -12,7 +12,7 @@ differ by less than 0.02 of 200. With 64 steps left or more the push hardly depe
 
 import torch
 
-from ..env import MAX_STEPS, STATE_BOUNDS, dynamics, is_out, reward_of
+from ..env import MAX_STEPS, STATE_BOUNDS, dynamics, outcome
 
 AHEAD = 64
 
@@ -30,7 +30,7 @@ class Grid:
         """The four points around states float64 [N, 2], int64 [4, N], and their weights, float64 [4, N], all 0 off the track."""
         (i, a), (j, b) = (self._between(axis, x.contiguous()) for axis, x in zip(self.axes, state.unbind(-1), strict=True))
         first, weights = i * self.height + j, torch.stack(((1 - a) * (1 - b), (1 - a) * b, a * (1 - b), a * b))
-        return torch.stack((first, first + 1, first + self.height, first + self.height + 1)), weights * ~is_out(state)
+        return torch.stack((first, first + 1, first + self.height, first + self.height + 1)), weights * ~outcome(state)[1]
 
     @staticmethod
     def _between(axis: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,12 +40,12 @@ class Grid:
 
 
 class Moves:
-    """What the two pushes lead to from states [N, 2]: `state` float64 [2, N, 2], `reward` [2, N], and `corners` in a grid."""
+    """What the two pushes lead to from states [N, 2]: `state` float64 [2, N, 2], `reward`, `out` [2, N], `corners` in a grid."""
 
     def __init__(self, state: torch.Tensor, grid: Grid):
         both = torch.stack((torch.zeros_like(state[:, 0]), torch.ones_like(state[:, 0])))
         self.state = dynamics(state.expand(2, -1, -1), both)
-        self.reward = reward_of(self.state)
+        self.reward, self.out = outcome(self.state)
         self.corners = [grid.corners(there) for there in self.state]
 
     def worth(self, values: torch.Tensor) -> torch.Tensor:
@@ -67,5 +67,5 @@ def optimal_returns(starts: torch.Tensor, steps: int = MAX_STEPS, width: int = 8
         best = moves.worth(values[min(left, AHEAD) - 1]).argmax(0)
         state = moves.state[best, rows]
         returns += moves.reward[best, rows] * live
-        live &= ~is_out(state)
+        live &= ~moves.out[best, rows]
     return returns
