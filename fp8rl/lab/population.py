@@ -188,10 +188,11 @@ class Agents(nn.Module):
         return views(self.theta.detach(), self.shapes)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]."""
+        """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]. The last row of time has no gradient:
+        the loss only bootstraps from it."""
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
-        outputs = Passes.apply(rows, self.theta, self).view(agents, length, envs, -1).transpose(0, 1)
+        outputs = Passes.apply(rows, self.theta, self, rows.shape[1] - envs).view(agents, length, envs, -1).transpose(0, 1)
         actor, values = outputs.split((self.num_actions, 1), dim=-1)
         return Gaussian.outputs(actor, self.spread(self.theta)) if self.gaussian else actor, values.squeeze(-1)
 
@@ -292,13 +293,14 @@ class Policy:
 
 
 class Passes(torch.autograd.Function):
-    """Forward and backward pass of all agents, a few agents at a time. The next forward pass overwrites what a backward pass
-    needs, which then raises RuntimeError."""
+    """Forward and backward pass of all agents, a few agents at a time; backward only for the first rows. The next forward pass
+    overwrites what a backward pass needs, which then raises RuntimeError."""
 
     @staticmethod
-    def forward(ctx, obs, theta, net):
-        """Maps obs [S, R, F] and parameters [S, P] to outputs [S, R, A + 1]."""
+    def forward(ctx, obs, theta, net, learned):
+        """Maps obs [S, R, F] and parameters [S, P] to outputs [S, R, A + 1]; only the first `learned` rows have a gradient."""
         net.passes += 1
+        ctx.learned = learned
         ctx.net, ctx.number, ctx.shape, ctx.kept, layers = net, net.passes, theta.shape, [], views(theta, net.shapes)
         for agents, roundings in net.parts:
             x, kept = obs[agents], []
@@ -327,9 +329,10 @@ class Passes(torch.autograd.Function):
             theta_grad[:, -ctx.net.num_actions :] = 0  # deviations, which `Agents.forward` adds to the outputs
         layers = list(enumerate(views(theta_grad, ctx.net.shapes)))
         for (agents, roundings), kept in zip(ctx.net.parts, ctx.kept, strict=True):
-            g = grad[agents]
+            g = grad[agents, : ctx.learned]
             for i, (weight_grad, bias_grad) in reversed(layers):
                 x, weight, y = kept[i]
+                x, y = x[:, : ctx.learned], y[:, : ctx.learned]
                 if i + 1 < len(layers):
                     torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)  # of ReLU, in place
                 exact, g = g, apply(roundings[i].gradient, g)
@@ -344,7 +347,7 @@ class Passes(torch.autograd.Function):
                 bias_grad[agents] = apply(roundings[i].result, summed.sum(1, keepdim=True))
                 if i:
                     g = space.product(("gradient", i), g, weight)
-        return None, theta_grad, None
+        return None, theta_grad, None, None
 
 
 class OfAgents:
