@@ -16,8 +16,8 @@ import pytest
 import torch
 from helpers import numbers, weights
 
+from fp8rl import __main__ as cli
 from fp8rl import checkpoint
-from fp8rl.__main__ import folder_of
 from fp8rl.config import Config
 from fp8rl.report.folder import FILES, MARK, Folder, require_free
 from fp8rl.scale.machine import build
@@ -108,6 +108,13 @@ def finished(*arguments) -> tuple[int, str, str]:
     return process.returncode, out, "\n".join(line for line in err.splitlines() if "it/s" not in line and "iteration" not in line)
 
 
+def here(*arguments) -> None:
+    """The command line in this process, which need not import everything first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fp8rl", *map(str, arguments)])
+        cli.main()
+
+
 def until(condition, process: subprocess.Popen) -> None:
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -122,13 +129,12 @@ def rows_of(path) -> int:
 def whole(tmp_path_factory):
     """The weights of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "a"
-    assert finished(*TRAIN, "--out", out)[0] == 0
+    here(*TRAIN, "--out", out)
     return checkpoint.load(out / "checkpoint.pt")[0].state_dict()
 
 
 def assert_goes_on_to(whole, out) -> None:
-    code, _, err = finished("train", "--resume", out)
-    assert code == 0, err
+    here("train", "--resume", out)
     weights = checkpoint.load(out / "checkpoint.pt")[0].state_dict()
     assert all(torch.equal(weights[name], whole[name]) for name in whole)
     assert rows_of(out / "metrics.csv") == 1 + 40
@@ -220,7 +226,7 @@ def test_a_full_disk_is_named_with_its_path(tmp_path):
 STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "2", "--steps", "20480", "--num-envs", "16", "8"]
 
 
-def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path):
+def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, one_process):
     out = tmp_path / "a"
     process = start(*STUDY, "--out", out)
     until(lambda: rows_of(out / "runs.jsonl") >= 1, process)
@@ -230,11 +236,11 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path):
     _, alive = psutil.wait_procs(children, timeout=2)
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive) and len(children) >= 2  # dead, if nobody asks for them
     before = (out / "runs.jsonl").read_text()
-    code, said, err = finished(*STUDY, "--out", out)
-    assert code == 0 and (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
-    assert rows_of(out / "runs.jsonl") == 8 and "| bf16, num_envs 8 |" in said, err
+    here(*STUDY, "--out", out)
+    assert (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
+    assert rows_of(out / "runs.jsonl") == 8 and "| bf16, num_envs 8 |" in capsys.readouterr().out
     with pytest.raises(FileExistsError, match="holds another study: use a new folder, or add --overwrite"):
-        folder_of(out, {"seeds": 9}, overwrite=False)
+        cli.folder_of(out, {"seeds": 9}, overwrite=False)
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path):
@@ -248,7 +254,7 @@ def test_a_worker_that_dies_is_one_line(tmp_path):
     assert "fp8rl: a process of the study died (killed, or out of memory): run the command again\n" in err
 
 
-def test_a_checkpoint_imports_nothing_that_it_names(tmp_path, monkeypatch):
+def test_a_checkpoint_imports_nothing_that_it_names(tmp_path, monkeypatch, capsys):
     (tmp_path / "payload.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -258,7 +264,8 @@ def test_a_checkpoint_imports_nothing_that_it_names(tmp_path, monkeypatch):
     content["config"] |= {"env_id": "payload:Foo-v0", "start_noise": 0.5}
     torch.save(content, "checkpoint.pt")
     for command in (["eval", "."], ["train", "--resume", "."]):
-        code, _, err = finished(*command)
-        assert code == 2 and "has env_id 'payload:Foo-v0': import payload first, or add --trust if you trust it" in err
+        with pytest.raises(SystemExit, match="2"):
+            here(*command)
+        assert "has env_id 'payload:Foo-v0': import payload first, or add --trust if you trust it" in capsys.readouterr().err
     assert not os.path.exists("ran")
     assert checkpoint.resume("checkpoint.pt", trust=True)[0].env_id == "payload:Foo-v0"

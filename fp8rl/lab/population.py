@@ -188,8 +188,8 @@ class Agents(nn.Module):
         return views(self.theta.detach(), self.shapes)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]. The last row of time has no gradient:
-        the loss only bootstraps from it."""
+        """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]. Those of the last step have no
+        gradient: the loss only bootstraps from them."""
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
         outputs = Passes.apply(rows, self.theta, self, rows.shape[1] - envs).view(agents, length, envs, -1).transpose(0, 1)
