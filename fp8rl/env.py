@@ -38,8 +38,7 @@ def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
 
 
 def outcome(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For arriving in `state` [..., 2]: the reward [...], 1 at the origin and 0.1 less per unit of distance, and whether that
-    terminates the episode, bool [...]."""
+    """The reward [...] for arriving in `state` [..., 2], and whether that terminates the episode, bool [...]."""
     distance = state[..., 0].abs()
     return distance * -0.1 + 1, distance > LIMIT
 

@@ -10,7 +10,7 @@ from .rollout import inference, stream_seed
 
 def play(policy, env) -> np.ndarray:
     """Plays one episode in each of N newly created environments (e.g. a BatchedEnv). The returns are float32 [N]. The
-    policy maps observations float32 [N, F] to actions as in a Rollout."""
+    policy maps observations float32 [N, F], in inference mode, to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     live = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     with inference(env):

@@ -74,10 +74,11 @@ class History:
         self.columns = {name: array("d", values.tolist()) for name, values in columns.items()}
 
 
+@np.errstate(invalid="ignore", over="ignore")  # of an agent that has stopped
 def running_returns(rollout: Rollout, before: np.ndarray, gamma=1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Takes the discounted sums of running episodes' rewards before a rollout, [N] or [S, N]. Returns those in it, G_t = r_t +
-    gamma G_{t-1}, [T, ...], those after it (0 if the episode is over), and where episodes end, bool [T, ...]. In NumPy, because
-    its small steps take a tenth of the time of torch's."""
+    """Takes the discounted sums of running episodes' rewards before a rollout, [N] or [S, N], and gamma, a number or [S, 1].
+    Returns those in it, G_t = r_t + gamma G_{t-1}, [T, ...], those after it, 0 if the episode is over, and where episodes end,
+    bool [T, ...]. In NumPy, whose calls cost less than torch's."""
     rewards, flags = (x.cpu().numpy().reshape(-1, *before.shape) for x in (rollout.reward, rollout.flags))
     found, ended = np.empty(rewards.shape, before.dtype), (flags & (TERMINATED | TRUNCATED)) != 0
     for t, some_end in enumerate(ended.reshape(len(ended), -1).any(1)):

@@ -27,8 +27,7 @@ class Rollout(NamedTuple):
 
     obs float32 [T+1, B, F]; action int64 [T, B], or float32 [T, B, A] if continuous (distribution.py); reward float32 [T, B];
     flags uint8 [T, B] (the bits above); behavior_logp float32 [T, B], the log-probability of the action under the behaviour
-    policy; state float32 [2, B, W], a recurrent policy's state before row 0 and before row T, None if the policy has none or it
-    was not kept.
+    policy; state float32 [2, B, W], a recurrent policy's state before row 0 and before row T, or None.
     """
 
     obs: torch.Tensor
@@ -74,11 +73,13 @@ def stream_seed(*key: int) -> int:
 
 @contextlib.contextmanager
 def inference(env):
-    """Runs without autograd and its bookkeeping, which with few environments is a fifth of the time, under torch.no_grad too.
-    Nothing can learn from tensors made here, so at the end those of the environment are replaced by copies."""
-    with torch.inference_mode():
-        yield
-    vars(env).update({k: x.clone() for k, x in vars(env).items() if isinstance(x, torch.Tensor) and x.is_inference()})
+    """Runs in torch's inference mode: unlike no_grad it leaves out autograd's bookkeeping, too. Autograd cannot use tensors made
+    here, so at the end those that the environment holds as attributes are replaced by copies."""
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        vars(env).update({k: x.clone() for k, x in vars(env).items() if isinstance(x, torch.Tensor) and x.is_inference()})
 
 
 def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:

@@ -2,7 +2,7 @@
 
 The new rollout is on-policy; the slices replayed from the ring are not, so both go through V-trace (losses.py), which reduces to
 GAE on the first. `iterate` is the whole algorithm. It works on a `Run`: the state of a run in named parts, each of which can be
-saved and restored, and the methods that advance it: `collect`, `sample`, `update`, `evaluate`. scale/machine.py replaces some.
+saved and restored, and methods that advance it, `collect`, `sample`, `update`, `evaluate`, which scale/machine.py may replace.
 """
 
 import contextlib

@@ -2,12 +2,16 @@
 in this process, because starting kernels and workers takes longer than what these do; with their own parameters they run in
 kernels (--nbmake)."""
 
+import resource
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from traitlets.config import Config
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 SMALL = {
@@ -43,22 +47,30 @@ def with_parameters(name: str, **values):
     return notebook, at
 
 
-@pytest.mark.filterwarnings("ignore:.*non-interactive, and thus cannot be shown")
 @pytest.mark.parametrize("name", SMALL)
-def test_runs_with_other_parameters_in_another_folder(name, tmp_path, monkeypatch, capsys, one_process):
+@pytest.mark.filterwarnings("ignore:.*non-interactive, and thus cannot be shown")
+def test_runs_with_other_parameters_in_another_folder(name, tmp_path_factory, tmp_path, monkeypatch, one_process):
     notebook, _ = with_parameters(name, **SMALL[name])
+    plt.switch_backend("Agg")  # or a desktop's would open windows
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
     monkeypatch.chdir(tmp_path)
-    shell = InteractiveShell.instance()
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # the shell replaces it
+    limits, shown = resource.getrlimit(resource.RLIMIT_DATA), []
+    shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     try:
         for cell in notebook.cells:
             if cell.cell_type == "code":
-                shell.run_cell(cell.source).raise_error()
+                with capture_output() as captured:
+                    result = shell.run_cell(cell.source)
+                result.raise_error()
+                shown += captured.stdout, captured.stderr, *(str(output.data) for output in captured.outputs)
     finally:
+        shell.reset(new_session=False)
         InteractiveShell.clear_instance()
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
         plt.close("all")
     assert not list(tmp_path.iterdir())  # it leaves nothing behind
-    printed = capsys.readouterr().out
-    assert printed and str(tmp_path) not in printed
+    assert any(shown) and str(tmp_path) not in "".join(shown)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -147,6 +147,15 @@ def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
     assert len(found) == len(ARMS)  # every place changes something
 
 
+@pytest.mark.parametrize("kept", ["e4m3", "e2m1:block"])
+def test_the_acting_policy_multiplies_the_weights_of_the_learner(kept):
+    run = Population([Config(formats=f"forward={kept}", **SMALL)])
+    ((_, layers),) = run.model.policy("actor").parts
+    for (weight, _), (held, _, rounding) in zip(run.model.layers, layers, strict=True):
+        expected = rounding.weights(weight[:, :2] if weight.shape[1] == 3 else weight)
+        assert torch.equal(held if held.shape == expected.shape and held.shape[1] != held.shape[2] else held.mT, expected)
+
+
 def test_what_is_kept_is_in_its_format():
     config = Config(formats="weights=e4m3:stochastic m=e5m2 root=e3m3", **SMALL)
     run = train(Population([config]), progress=False)

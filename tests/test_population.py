@@ -81,11 +81,11 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     fields = {**SHORT, "steps": 10_240, "replay_updates": 1, "lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
     configs = [Config(precision, seed=seed, **fields) for seed in (1, 3, 5)]
     alone, among = Run(configs[1]), Population(configs)
-    far = {"fp32": 1e-5, "fp16": 2e-3}.get(precision, 5e-2)
+    far, near_zero = {"fp32": 1e-5, "fp16": 2e-3}.get(precision, 5e-2), 0.01 * configs[1].learning_rate
     for _ in zip(iterate(alone), iterate(among), strict=True):
         ours, theirs = (dict(model.named_parameters()) for model in (among.model.alone(place(among, configs[1])), alone.model))
         for name, weight in theirs.items():
-            assert (ours[name] - weight).abs().max() <= far * weight.abs().max() + 0.01 * configs[1].learning_rate
+            assert (ours[name] - weight).abs().max() <= far * weight.abs().max() + near_zero * name.endswith("bias")
     history = among.histories(configs)[1]
     for name in ("train_return", "eval_return", "steps", "learning_rate", "clipped", "nonfinite", "skipped", "loss_scale"):
         np.testing.assert_allclose(history.column(name), alone.history.column(name), rtol=0.05, err_msg=name)

@@ -9,11 +9,30 @@ from hypothesis import strategies as st
 
 from fp8rl.distribution import Categorical
 from fp8rl.env import BatchedEnv, dynamics
+from fp8rl.evaluate import play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, check_finite, collect
 
 FP32 = Precision("fp32")
+
+
+def test_what_was_collected_and_the_environment_can_be_learned_from_and_written_to():
+    """Although collection and evaluation run in torch's inference mode, whose tensors cannot be."""
+    model, env = ActorCritic(), BatchedEnv(4, 0.5)
+    rollout = collect(model, env, 3, FP32, None)
+
+    def stop(obs):
+        if env.steps[0] == 5:
+            raise KeyboardInterrupt
+        return torch.zeros(len(obs)).long()
+
+    with pytest.raises(KeyboardInterrupt):
+        play(stop, env)
+    for x in (*rollout[:5], *env.tensors().values()):
+        assert not x.is_inference()
+    model(env.obs)[1].sum().backward()
+    env.steps.add_(1)
 
 
 def test_a_rollout_is_what_happened():

@@ -188,8 +188,8 @@ class Agents(nn.Module):
         return views(self.theta.detach(), self.shapes)
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]. Those of the last step have no
-        gradient: the loss only bootstraps from them."""
+        """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]. Gradients of the last step's do not
+        reach the layers: the loss only bootstraps from them."""
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
         outputs = Passes.apply(rows, self.theta, self, rows.shape[1] - envs).view(agents, length, envs, -1).transpose(0, 1)
@@ -261,17 +261,13 @@ class Policy:
 
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], spread, parts: list, space: Space):
         self.spread, self.space = spread, space
-        self.agents, (last, _) = len(layers[0][0]), layers[-1]
-        self.parts = [
-            (
-                agents,
-                [
-                    (apply(r.weights, w[agents] if w is last else w[agents].mT).contiguous(), apply(r.result, b[agents]), r)
-                    for (w, b), r in zip(layers, roundings, strict=True)
-                ],
-            )
-            for agents, roundings in parts
-        ]
+        self.agents, (last, _), self.parts = len(layers[0][0]), layers[-1], []
+        for agents, roundings in parts:
+            rounded = []
+            for (weight, bias), r in zip(layers, roundings, strict=True):
+                own = apply(r.weights, weight[agents])
+                rounded.append(((own if weight is last else own.mT).contiguous(), apply(r.result, bias[agents]), r))
+            self.parts.append((agents, rounded))
 
     def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
         """Maps observations [S N, F] to outputs [S N, A or 2 A]."""
@@ -447,12 +443,11 @@ class Adam:
     def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
         """One step of the agents in `takes`, bool [S, 1], with gradients `grad` [S, P] times `factor` [S, 1]."""
         self.count += takes
-        factor = torch.where(takes, factor, 0.0)
         size = torch.where(takes, (1 - 0.9**self.count).reciprocal() * -self.rate, 0.0)
         keep, add = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0)
         root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
         for agents, places in self.parts:
-            g = (grad[agents] * factor[agents]).nan_to_num_(0, 0, 0)  # what is not finite times 0 is NaN
+            g = torch.where(takes[agents], grad[agents] * factor[agents], 0)  # what is not finite times 0 would be NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
             noise = noises(places, takes[agents], grad.shape[1], self.streams[agents])

@@ -262,7 +262,8 @@ class GymEnv:
             with warnings.catch_warnings() if self._async else contextlib.nullcontext():
                 if self._async:
                     warnings.simplefilter("ignore")  # Gymnasium's repeat a worker's error in several lines
-                return method(argument)
+                with torch.inference_mode(False), torch.no_grad():  # the environment may use torch in its own way
+                    return method(argument)
         except RAISES as error:
             for process in getattr(self.envs, "processes", ()):
                 process.terminate()  # Gymnasium's close would wait for an answer from dead processes
