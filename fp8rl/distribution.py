@@ -5,7 +5,8 @@ and independent noise: argmax(logits + Gumbel noise) is a sample from softmax(lo
 arXiv:1411.0030), and mean + deviation * Gaussian noise is one from the Gaussian. Continuous actions are scaled: [-1, 1] spans
 the environment's bounds. A sample may lie outside: the environment clips it, its log-probability is that of the sample.
 
-All of it is in float32, under any autocast: in float16 small deviations become 0 (Bjorck et al. 2021, arXiv:2102.13565).
+Everything here is in float32, under any autocast: in float16 small deviations are flushed to 0, and dividing by them overflows
+(Bjorck et al. 2021, arXiv:2102.13565).
 """
 
 import math

@@ -12,10 +12,9 @@ returns from the origin: constant action 6.2, uniformly random actions 18.5, ban
 Two options change only what is observed. `hide_velocity` leaves the velocity out, so a policy needs memory. `extra_features=k`
 appends k channels of uniform noise in [-1, 1), drawn anew at every step, from which nothing can be learned.
 
-The physics is defined in `dynamics` and `outcome`. `BatchedEnv` runs it as tensors, for training; `TensorEnv` has
-what it shares with other tasks (tasks/). `CustomEnv`, one cart with the Gymnasium API, is in tasks/cart.py. Autoreset is
-Gymnasium's default, NEXT_STEP: the step after the end of an episode ignores its action and returns the reset observation with
-reward 0. So the final observation of an episode is an ordinary observation and is never lost.
+`dynamics` and `outcome` define the physics. `BatchedEnv` runs it as tensors, for training; `TensorEnv` has what it shares with
+other tasks; `CustomEnv` in tasks/cart.py is one cart with the Gymnasium API. Autoreset is Gymnasium's default, NEXT_STEP: the
+step after an end ignores its action and returns the reset observation with reward 0. So the final observation is never lost.
 """
 
 import torch

@@ -76,12 +76,11 @@ class History:
 
 @np.errstate(invalid="ignore", over="ignore")  # of an agent that has stopped
 def running_returns(rollout: Rollout, before: np.ndarray, gamma=1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Takes the discounted sums of running episodes' rewards before a rollout, [N] or [S, N], and gamma, a number or [S, 1].
-    Returns those in it, G_t = r_t + gamma G_{t-1}, [T, ...], those after it, 0 if the episode is over, and where episodes end,
-    bool [T, ...]. In NumPy, whose calls cost less than torch's."""
+    """Discounted sums of running episodes' rewards, G_t = r_t + gamma G_{t-1}. Takes those before a rollout, [N] or [S, N], and
+    gamma, a number or [S, 1]; returns those in it, [T, ...], those after it (0 after an end), and the ends, bool [T, ...]."""
     rewards, flags = (x.cpu().numpy().reshape(-1, *before.shape) for x in (rollout.reward, rollout.flags))
     found, ended = np.empty(rewards.shape, before.dtype), (flags & (TERMINATED | TRUNCATED)) != 0
-    for t, some_end in enumerate(ended.reshape(len(ended), -1).any(1)):
+    for t, some_end in enumerate(ended.reshape(len(ended), -1).any(1)):  # in NumPy, whose calls cost less than torch's
         np.add(gamma * before, rewards[t], out=found[t])
         before = np.where(ended[t], 0, found[t]) if some_end else found[t]
     return found, before.copy(), ended

@@ -16,6 +16,7 @@
                the layers not in FP8
 
 A machine emulates types that it has no instructions for (on many CPUs bfloat16 and float16), many times slower than float32.
+
 Losses are always float32, and in the core so are parameters and optimizer. bfloat16 has float32's range and needs no scaling.
 float16 ends at 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them
 before clipping, skips the step and halves the scale when one is not finite, and doubles it after good steps. FP8 scales each

@@ -1,10 +1,13 @@
 """What several test files ask of runs and rollouts."""
 
 import itertools
+import sys
 
 import numpy as np
+import pytest
 import torch
 
+from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
@@ -34,6 +37,13 @@ def assert_same(one: Run, other: Run) -> None:
 def after(iterations: int, run: Run) -> Run:
     """The run so many iterations on."""
     return next(itertools.islice(iterate(run), iterations - 1, None))
+
+
+def run_cli(*arguments) -> None:
+    """The command line in this process, which need not import everything first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fp8rl", *map(str, arguments)])
+        cli.main()
 
 
 def resumed(path, machine=HERE) -> Run:

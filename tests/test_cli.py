@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_cli
 
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
@@ -17,16 +18,6 @@ from fp8rl.scale.storage import StoredRing
 from fp8rl.train import Run, iterate
 
 TINY = ["--steps", "1024", "--eval-episodes", "2"]
-
-
-def run(*arguments) -> None:
-    sys.argv = ["fp8rl", *map(str, arguments)]
-    cli.main()
-
-
-@pytest.fixture(autouse=True)
-def own_arguments(monkeypatch):
-    monkeypatch.setattr(sys, "argv", [])
 
 
 @pytest.fixture(scope="module")
@@ -53,27 +44,27 @@ def test_train_writes_its_four_files(trained):
 
 @pytest.mark.parametrize("flag, greedy", [("--greedy", True), ("--no-greedy", False)])
 def test_eval_prints_one_json_object(trained, capsys, flag, greedy):
-    run("eval", trained, "--episodes", 3, "--json", flag)
+    run_cli("eval", trained, "--episodes", 3, "--json", flag)
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"mean_return", "std_return", "episodes", "greedy"}
     assert 0 < result["mean_return"] <= 200 and (result["episodes"], result["greedy"]) == (3, greedy)
 
 
 def test_eval_repeats_the_last_evaluation_of_training(trained, capsys):
-    run("eval", trained, "--episodes", 2, "--json")
+    run_cli("eval", trained, "--episodes", 2, "--json")
     with (trained / "metrics.csv").open() as file:
         last = float(list(csv.DictReader(file))[-1]["eval_return"])
     assert json.loads(capsys.readouterr().out)["mean_return"] == pytest.approx(last, rel=1e-6)
 
 
 def test_fp8_says_how_it_computes(tmp_path, capsys):
-    run("train", "--precision", "fp8", *TINY, "--out", tmp_path / "a")
+    run_cli("train", "--precision", "fp8", *TINY, "--out", tmp_path / "a")
     assert "fp8 on cpu, emulated: FP8 in hidden, not in inputs, actor, critic" in capsys.readouterr().out
 
 
 def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "fp8", "--collect-precision", "fp8", "--controls", "--seeds", 1, "--first-seed", 5]
-    run("study", *options, "--steps", 512, "--out", tmp_path / "study")
+    run_cli("study", *options, "--steps", 512, "--out", tmp_path / "study")
     with (tmp_path / "study/results.csv").open() as file:
         rows = [(row["arm"], row["precision"], row["collect_precision"], row["seed"]) for row in csv.DictReader(file)]
     assert rows == [
@@ -89,14 +80,14 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process)
 
 
 def test_study_needs_no_controls(tmp_path, one_process):
-    run("study", "--precisions", "fp32", "--seeds", 1, "--steps", 512, "--out", tmp_path / "study")
+    run_cli("study", "--precisions", "fp32", "--seeds", 1, "--steps", 512, "--out", tmp_path / "study")
     names = [".fp8rl", "curves.png", "results.csv", "runs.jsonl", "table.md"]
     assert sorted(path.name for path in (tmp_path / "study").iterdir()) == names
 
 
 def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 1024, "--num-envs", 16, 8, "--gamma", 0.5, 0.9]
-    run("study", *options, "--eval-episodes", 2, "--out", tmp_path / "study")
+    run_cli("study", *options, "--eval-episodes", 2, "--out", tmp_path / "study")
     out = capsys.readouterr().out
     assert "16 agents of 2 shapes, a batch for each" in out
     arms = [line.split(" | ")[0].strip("| ") for line in out.splitlines() if line.startswith("| fp")]
@@ -105,18 +96,18 @@ def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_p
 
 def test_study_takes_other_tasks_and_their_thresholds(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 1024, "--eval-episodes", 2]
-    run("study", "--env-id", "CartPole-v1", *options, "--out", tmp_path / "study")
+    run_cli("study", "--env-id", "CartPole-v1", *options, "--out", tmp_path / "study")
     assert "| seeds at 475 |" in capsys.readouterr().out
     with pytest.raises(SystemExit):  # a study with another goal is another study
-        run("study", "--env-id", "CartPole-v1", *options, "--threshold", 200, "--out", tmp_path / "study")
-    run("study", "--env-id", "Pendulum-v1", "--threshold", -2000, *options, "--out", tmp_path / "pendulum")
+        run_cli("study", "--env-id", "CartPole-v1", *options, "--threshold", 200, "--out", tmp_path / "study")
+    run_cli("study", "--env-id", "Pendulum-v1", "--threshold", -2000, *options, "--out", tmp_path / "pendulum")
     assert "| fp32 | " in (found := capsys.readouterr().out) and found.count("2 of 2") == 2
 
 
 def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
     options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 5_120, "--eval-episodes", 5]
     for name, extra in (("together", []), ("alone", ["--one-by-one"])):
-        run("study", *options, *extra, "--out", tmp_path / name)
+        run_cli("study", *options, *extra, "--out", tmp_path / name)
     together, alone = (list(csv.DictReader((tmp_path / name / "results.csv").open())) for name in ("together", "alone"))
     for one, other in zip(together, alone, strict=True):
         assert one["arm"] == other["arm"] and float(one["final_return"]) == pytest.approx(float(other["final_return"]), abs=0.3)
@@ -124,21 +115,21 @@ def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
 
 def test_an_agent_that_diverges_is_named_and_the_study_goes_on(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "--seeds", 2, "--steps", 2_048, "--eval-episodes", 2, "--value-coef", 0.5, 1e38]
-    run("study", *options, "--out", tmp_path / "study")
+    run_cli("study", *options, "--out", tmp_path / "study")
     said = capsys.readouterr()
     assert "fp8rl: warning: fp32, value_coef 1e+38, seed 0: gradient not finite at step 512 in fp32" in said.err
     assert "| fp32, value_coef 0.5 |" in said.out and "value_coef 0.5, seed" not in said.err
 
 
 def test_a_failed_overwrite_leaves_nothing_of_the_old_run(tmp_path):
-    run("train", *TINY, "--out", tmp_path)
+    run_cli("train", *TINY, "--out", tmp_path)
     with pytest.raises(SystemExit):
-        run("train", *TINY, "--out", tmp_path, "--overwrite", "--value-coef", "1e38")
+        run_cli("train", *TINY, "--out", tmp_path, "--overwrite", "--value-coef", "1e38")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".fp8rl", "config.json"]
 
 
 def test_eval_can_change_the_precision(trained, capsys):
-    run("eval", trained, "--episodes", 3, "--json", "--precision", "fp8")
+    run_cli("eval", trained, "--episodes", 3, "--json", "--precision", "fp8")
     assert json.loads(capsys.readouterr().out)["episodes"] == 3
 
 
@@ -147,11 +138,11 @@ def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_eval
     torch.save({**content, "config": {**content["config"], "precision": "tf32"}}, tmp_path / "checkpoint.pt")
     for command in (["eval", tmp_path], ["train", "--resume", tmp_path]):
         with pytest.raises(SystemExit) as caught:
-            run(*command)
+            run_cli(*command)
         error = capsys.readouterr().err
         assert caught.value.code == 2 and error.startswith("fp8rl: precision is 'tf32' and ") and error.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint.pt", ".fp8rl"}
-    run("eval", tmp_path, "--episodes", 2, "--precision", "fp32")
+    run_cli("eval", tmp_path, "--episodes", 2, "--precision", "fp32")
     assert "mean return " in capsys.readouterr().out
 
 
@@ -189,7 +180,7 @@ def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_eval
 )
 def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(arguments, field, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
-        run(*arguments, "--out", tmp_path / "a")
+        run_cli(*arguments, "--out", tmp_path / "a")
     error = capsys.readouterr().err
     assert caught.value.code == 2 and error.startswith(f"fp8rl: {field} is ") and error.count("\n") == 1
     assert not (tmp_path / "a").exists()
@@ -198,7 +189,7 @@ def test_bad_input_is_one_line_and_exit_code_2_and_writes_nothing(arguments, fie
 @pytest.mark.parametrize("field, value", [("episodes", 0), ("start_noise", 2)])
 def test_bad_evaluation_is_one_line_and_exit_code_2(trained, field, value, capsys):
     with pytest.raises(SystemExit) as caught:
-        run("eval", trained, f"--{field.replace('_', '-')}", value)
+        run_cli("eval", trained, f"--{field.replace('_', '-')}", value)
     error = capsys.readouterr().err
     assert caught.value.code == 2 and error.startswith(f"fp8rl: {field} is ") and error.count("\n") == 1
 
@@ -207,19 +198,19 @@ def test_bad_evaluation_is_one_line_and_exit_code_2(trained, field, value, capsy
 def test_a_folder_in_use_is_refused_and_untouched(command, tmp_path, capsys):
     (tmp_path / "config.json").write_text("precious")
     with pytest.raises(SystemExit) as caught:
-        run(*command, "--out", tmp_path)
+        run_cli(*command, "--out", tmp_path)
     assert caught.value.code == 2 and "holds other files (config.json): use a new folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        run(*command, "--out", tmp_path, "--overwrite")  # which is for runs
+        run_cli(*command, "--out", tmp_path, "--overwrite")  # which is for runs
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"] and capsys.readouterr()
     with pytest.raises(SystemExit):
-        run(*command, "--out", tmp_path / "config.json")
+        run_cli(*command, "--out", tmp_path / "config.json")
     assert "which is a file" in capsys.readouterr().err
 
 
 def test_overwrite_replaces_a_run(tmp_path):
-    run("train", *TINY, "--seed", 1, "--out", tmp_path)
-    run("train", *TINY, "--seed", 2, "--out", tmp_path, "--overwrite")
+    run_cli("train", *TINY, "--seed", 1, "--out", tmp_path)
+    run_cli("train", *TINY, "--seed", 2, "--out", tmp_path, "--overwrite")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 2
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["config"]["seed"] == 2
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 2  # a header and this run's rows alone
@@ -230,7 +221,7 @@ def test_a_missing_or_foreign_checkpoint_is_refused(content, tmp_path, capsys):
     if content is not None:
         (tmp_path / "checkpoint.pt").write_bytes(content)
     with pytest.raises(SystemExit) as caught:
-        run("eval", tmp_path)
+        run_cli("eval", tmp_path)
     error = capsys.readouterr().err
     assert caught.value.code == 2 and error.startswith("fp8rl: checkpoint ") and error.count("\n") == 1
 
@@ -238,20 +229,20 @@ def test_a_missing_or_foreign_checkpoint_is_refused(content, tmp_path, capsys):
 def test_a_ring_that_does_not_fit_leaves_the_old_run_alone(trained, capsys):
     before = sorted(path.name for path in trained.iterdir())
     with pytest.raises(SystemExit):
-        run("train", "--capacity", 10**14, "--out", trained, "--overwrite")
+        run_cli("train", "--capacity", 10**14, "--out", trained, "--overwrite")
     error = capsys.readouterr().err
     assert error.startswith("fp8rl: replay needs ") and error.count("\n") == 1
     assert sorted(path.name for path in trained.iterdir()) == before
 
 
 def test_a_ring_may_live_in_the_run_s_own_folder(tmp_path):
-    run("train", *TINY, "--memmap", tmp_path / "a" / "ring", "--out", tmp_path / "a")
+    run_cli("train", *TINY, "--memmap", tmp_path / "a" / "ring", "--out", tmp_path / "a")
     assert (tmp_path / "a" / "ring" / "ring.json").exists() and (tmp_path / "a" / "checkpoint.pt").exists()
 
 
 def test_a_run_that_is_refused_makes_no_ring(trained, tmp_path):
     with pytest.raises(SystemExit):
-        run("train", *TINY, "--memmap", tmp_path / "ring", "--out", trained)
+        run_cli("train", *TINY, "--memmap", tmp_path / "ring", "--out", trained)
     assert not (tmp_path / "ring").exists()
 
 
@@ -267,7 +258,7 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(capsys):
         (["bench", "nothing"], "nothing"),
     ):
         with pytest.raises(SystemExit) as caught:
-            run(*arguments)
+            run_cli(*arguments)
         captured = capsys.readouterr()
         assert caught.value.code == 2 and captured.err.startswith("fp8rl: ") and captured.err.count("\n") == 1, arguments
         assert word in captured.err and "│" not in captured.err and captured.out == "", captured.err
@@ -279,7 +270,7 @@ def test_a_gpu_without_room_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "parse", lambda commands: full)
     with pytest.raises(SystemExit) as caught:
-        run("bench")
+        run_cli("bench")
     said = capsys.readouterr().err
     assert caught.value.code == 2 and said.startswith("fp8rl: CUDA out of memory: use fewer") and said.count("\n") == 1
 
@@ -288,14 +279,14 @@ def test_a_gpu_without_room_is_one_line(monkeypatch, capsys):
 def test_what_is_refused_is_said_whatever_the_encoding_is(encoding, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
     with pytest.raises(SystemExit):
-        run("train", "--steps", "0")
+        run_cli("train", "--steps", "0")
     assert capsys.readouterr().err == "fp8rl: steps is 0: use at least 1\n"
 
 
 def test_help_is_printed(capsys):
     for command in ([], ["train"], ["eval"], ["study"], ["memory"], ["bench"]):
         with pytest.raises(SystemExit) as caught:
-            run(*command, "--help")
+            run_cli(*command, "--help")
         assert not caught.value.code and "usage: python -m fp8rl" in capsys.readouterr().out
 
 
@@ -312,7 +303,7 @@ def test_resuming_takes_the_run_s_own_config(trained, tmp_path, capsys):
     ):
         before = {path.name: path.read_bytes() for path in trained.iterdir()}
         with pytest.raises(SystemExit) as caught:
-            run("train", *arguments)
+            run_cli("train", *arguments)
         error = capsys.readouterr().err
         assert caught.value.code == 2 and error.startswith(f"fp8rl: {message}") and error.count("\n") == 1
         assert {path.name: path.read_bytes() for path in trained.iterdir()} == before
@@ -320,16 +311,16 @@ def test_resuming_takes_the_run_s_own_config(trained, tmp_path, capsys):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_resuming_a_finished_run_leaves_its_metrics_whole(precision, tmp_path):
-    run("train", *TINY, "--precision", precision, "--out", tmp_path / "a")
+    run_cli("train", *TINY, "--precision", precision, "--out", tmp_path / "a")
     before = (tmp_path / "a" / "metrics.csv").read_text()
     for _ in range(2):
-        run("train", "--resume", tmp_path / "a")
+        run_cli("train", "--resume", tmp_path / "a")
         assert (tmp_path / "a" / "metrics.csv").read_text() == before
     assert len(before.splitlines()) == 1 + 2
 
 
 def test_an_interrupted_run_says_so_and_resumes_with_every_row_once(tmp_path, monkeypatch, capsys):
-    run("train", *TINY, "--out", tmp_path / "whole")
+    run_cli("train", *TINY, "--out", tmp_path / "whole")
 
     def interrupted(*args, **options):
         yield next(iterate(*args, **options))
@@ -337,10 +328,10 @@ def test_an_interrupted_run_says_so_and_resumes_with_every_row_once(tmp_path, mo
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as caught:
         patch.setattr(cli, "iterate", interrupted)
-        run("train", *TINY, "--checkpoint-every", 1, "--out", tmp_path / "a")
+        run_cli("train", *TINY, "--checkpoint-every", 1, "--out", tmp_path / "a")
     assert caught.value.code == 130 and capsys.readouterr().err.endswith("fp8rl: interrupted\n")
     assert len((tmp_path / "a" / "metrics.csv").read_text().splitlines()) == 2
-    run("train", "--resume", tmp_path / "a")
+    run_cli("train", "--resume", tmp_path / "a")
     assert timeless(tmp_path / "a") == timeless(tmp_path / "whole")
 
 
@@ -355,47 +346,47 @@ def test_a_run_of_the_plain_loop_resumes_from_the_command_line(tmp_path):
     next(iterate(plain))
     checkpoint.save(tmp_path / "checkpoint.pt", plain)
     for _ in range(2):
-        run("train", "--resume", tmp_path)
+        run_cli("train", "--resume", tmp_path)
         header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
         assert len(rows) == 4 and "fp8.hidden.input.snr_db" in header  # which the plain loop does not record
 
 
 def test_a_resumed_run_takes_the_machine_that_is_given_now(tmp_path, monkeypatch, capsys):
-    run("train", *TINY, "--reuse-forward", "--out", tmp_path / "a")
+    run_cli("train", *TINY, "--reuse-forward", "--out", tmp_path / "a")
     seen = []
     monkeypatch.setattr(cli, "build", lambda *args: seen.append(args[1]) or machine_module.build(*args))
-    run("train", "--resume", tmp_path / "a", "--store-device", "cpu", "--evaluate-device", "cpu")
+    run_cli("train", "--resume", tmp_path / "a", "--store-device", "cpu", "--evaluate-device", "cpu")
     assert seen == [machine_module.Machine(store_device="cpu", evaluate_device="cpu")]
     assert "machine" not in (tmp_path / "a" / "config.json").read_text()
 
 
 def test_collecting_ahead_is_an_option(tmp_path):
-    run("train", *TINY, "--collect-ahead", "--out", tmp_path)
-    run("train", "--resume", tmp_path, "--collect-ahead")
+    run_cli("train", *TINY, "--collect-ahead", "--out", tmp_path)
+    run_cli("train", "--resume", tmp_path, "--collect-ahead")
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
 
 
 def test_memory_predicts_and_measures(capsys):
-    run("memory", "--layout", "compact", "--codec", "fp8", "--capacity", 100_000, "--json")
+    run_cli("memory", "--layout", "compact", "--codec", "fp8", "--capacity", 100_000, "--json")
     result = json.loads(capsys.readouterr().out)
     assert result["predicted_bytes"] == result["measured_bytes"] == 1_200_000 and result["bytes_per_transition"] == 12
-    run("memory", "--env-id", "CartPole-v1", "--layout", "full")
+    run_cli("memory", "--env-id", "CartPole-v1", "--layout", "full")
     said = capsys.readouterr().out
     assert "bytes_per_transition                 42.0" in said
 
 
 def test_training_in_a_folder_goes_on_with_its_ring(tmp_path, capsys):
     for i, count in enumerate((64, 129)):  # the second run puts a dummy row between
-        run("train", *TINY, "--codec", "int8", "--memmap", tmp_path / "ring", "--out", tmp_path / str(i))
+        run_cli("train", *TINY, "--codec", "int8", "--memmap", tmp_path / "ring", "--out", tmp_path / str(i))
         assert StoredRing.open(tmp_path / "ring").count == count
         assert ("continuing with 64 rows of 16 environments in " in capsys.readouterr().out) == (i == 1)
 
 
 def test_a_run_with_a_memory_and_a_wide_view_is_evaluated_alike(tmp_path, capsys):
-    run("train", *TINY, "--encoder", "gru", "--hide-velocity", "--extra-features", 2, "--out", tmp_path / "a")
-    run("eval", tmp_path / "a", "--episodes", 2)
+    run_cli("train", *TINY, "--encoder", "gru", "--hide-velocity", "--extra-features", 2, "--out", tmp_path / "a")
+    run_cli("eval", tmp_path / "a", "--episodes", 2)
     final = capsys.readouterr().out.split("final greedy return ")[1].split()[0]
-    run("eval", tmp_path / "a", "--episodes", 2)
+    run_cli("eval", tmp_path / "a", "--episodes", 2)
     assert f"mean return {final}," in capsys.readouterr().out
 
 
@@ -408,7 +399,7 @@ def test_clipped_observations_are_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         machine_module, "make_cart", lambda config, num_envs, noise, generator: Narrow(num_envs, noise, generator=generator)
     )
-    run("train", *TINY, "--codec", "int8", "--out", tmp_path / "a")
+    run_cli("train", *TINY, "--codec", "int8", "--out", tmp_path / "a")
     error = capsys.readouterr().err
     assert "warning: codec int8 clipped observations (feature 0: " in error and "feature 1" not in error
 
@@ -422,12 +413,12 @@ def test_metrics_stand_when_a_resumed_run_cannot_begin(trained, monkeypatch, cap
 
     monkeypatch.setattr(cli, "iterate", refuses)
     with pytest.raises(SystemExit):
-        run("train", "--resume", trained)
+        run_cli("train", "--resume", trained)
     assert (trained / "metrics.csv").read_text() == before != ""
 
 
 def test_bench_prints_one_json_object(capsys):
-    run("bench", "--num-envs", 16, "--seconds", 0.1, "--precision", "fp32", "--json")
+    run_cli("bench", "--num-envs", 16, "--seconds", 0.1, "--precision", "fp32", "--json")
     result = json.loads(capsys.readouterr().out)
     names = {"train_steps_per_second", "num_envs", "rollout_length", "precision", "reuse_forward"}
     names |= {"collect_share", "update_share", "floor_share"}

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 import torch
-from helpers import numbers, weights
+from helpers import numbers, run_cli, weights
 
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
@@ -108,13 +108,6 @@ def finished(*arguments) -> tuple[int, str, str]:
     return process.returncode, out, "\n".join(line for line in err.splitlines() if "it/s" not in line and "iteration" not in line)
 
 
-def here(*arguments) -> None:
-    """The command line in this process, which need not import everything first."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["fp8rl", *map(str, arguments)])
-        cli.main()
-
-
 def until(condition, process: subprocess.Popen) -> None:
     while not condition():
         assert process.poll() is None, process.communicate()
@@ -129,12 +122,12 @@ def rows_of(path) -> int:
 def whole(tmp_path_factory):
     """The weights of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "a"
-    here(*TRAIN, "--out", out)
+    run_cli(*TRAIN, "--out", out)
     return checkpoint.load(out / "checkpoint.pt")[0].state_dict()
 
 
 def assert_goes_on_to(whole, out) -> None:
-    here("train", "--resume", out)
+    run_cli("train", "--resume", out)
     weights = checkpoint.load(out / "checkpoint.pt")[0].state_dict()
     assert all(torch.equal(weights[name], whole[name]) for name in whole)
     assert rows_of(out / "metrics.csv") == 1 + 40
@@ -236,7 +229,7 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, 
     _, alive = psutil.wait_procs(children, timeout=2)
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive) and len(children) >= 2  # dead, if nobody asks for them
     before = (out / "runs.jsonl").read_text()
-    here(*STUDY, "--out", out)
+    run_cli(*STUDY, "--out", out)
     assert (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
     assert rows_of(out / "runs.jsonl") == 8 and "| bf16, num_envs 8 |" in capsys.readouterr().out
     with pytest.raises(FileExistsError, match="holds another study: use a new folder, or add --overwrite"):
@@ -263,9 +256,9 @@ def test_a_checkpoint_imports_nothing_that_it_names(tmp_path, monkeypatch, capsy
     content = torch.load("checkpoint.pt", weights_only=True)
     content["config"] |= {"env_id": "payload:Foo-v0", "start_noise": 0.5}
     torch.save(content, "checkpoint.pt")
-    for command in (["eval", "."], ["train", "--resume", "."]):
+    for arguments in (["eval", "."], ["train", "--resume", "."]):
         with pytest.raises(SystemExit, match="2"):
-            here(*command)
+            run_cli(*arguments)
         assert "has env_id 'payload:Foo-v0': import payload first, or add --trust if you trust it" in capsys.readouterr().err
     assert not os.path.exists("ran")
     assert checkpoint.resume("checkpoint.pt", trust=True)[0].env_id == "payload:Foo-v0"

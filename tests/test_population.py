@@ -260,12 +260,13 @@ def test_an_agent_s_ring_takes_the_bytes_of_its_task():
 
 def test_gradients_are_those_of_autograd():
     """The written-out backward pass against autograd on S plain networks."""
-    configs = [Config(seed=seed, **SHORT) for seed in range(18)]  # more than one chunk
+    agents = population.CHUNK + 2
+    configs = [Config(seed=seed, **SHORT) for seed in range(agents)]
     run = Population(configs)
-    rollout = population.by_agent(run.collect(), 18)
+    rollout = population.by_agent(run.collect(), agents)
     loss, _ = actor_critic_loss(*run.model(rollout.obs), rollout, run.config)
     loss.sum().backward()
-    for k in range(18):
+    for k in range(agents):
         model = run.model.alone(k)
         own = Rollout(*(x if x is None else x[:, k] for x in (rollout.obs, rollout.action)), *(x[:, k] for x in rollout[2:5]))
         loss, _ = actor_critic_loss(*model(own.obs), own, configs[k])
