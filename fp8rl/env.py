@@ -21,25 +21,25 @@ import torch
 
 from .distribution import Categorical
 
-PUSH = 0.1
-DAMPING = 0.95
-LIMIT = 2.0
-MAX_STEPS = 200
+PUSH, DAMPING, LIMIT, MAX_STEPS = 0.1, 0.95, 2.0, 200
+# As tensors: of a Python number torch makes one at every call, which takes longer than the arithmetic of a few carts.
+_push, _damping, _limit, _one = (torch.tensor(x, dtype=torch.float32, device="cpu") for x in (PUSH, DAMPING, LIMIT, 1))
+_one_step = torch.tensor(1, dtype=torch.int32, device="cpu")
 STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """One step of the physics: from a state (position, velocity) and actions [...], 0 or 1, to the next, float32 [..., 2]."""
     position, velocity = state.unbind(-1)
-    velocity = torch.add(velocity, action, alpha=2 * PUSH) - PUSH
+    velocity = torch.add(velocity, action, alpha=2 * PUSH) - _push
     # All positions, then all velocities in memory: a batch is processed by column.
-    return torch.stack((position + velocity, velocity * DAMPING)).movedim(0, -1)
+    return torch.stack((position + velocity, velocity * _damping)).movedim(0, -1)
 
 
 def outcome(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The reward [...] for arriving in `state` [..., 2], and whether that terminates the episode, bool [...]."""
     distance = state[..., 0].abs()
-    return distance * -0.1 + 1, distance > LIMIT
+    return torch.add(_one, distance, alpha=-0.1), distance > _limit
 
 
 def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -66,6 +66,7 @@ class TensorEnv:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: use at least 1")
         self.num_envs, self.device, self.generator = num_envs, torch.device(device), generator
+        self.time_limit = torch.tensor(self.max_steps, dtype=torch.int32, device="cpu")
         self.reset()
 
     def start(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -112,9 +113,9 @@ class TensorEnv:
         moved, reward, terminated = self.advance(self.state, action)
         self.state = torch.where(self.done.unsqueeze(-1), start[:, : self.state_size] if self.channels else start, moved)
         self.obs = self._observe(start)
-        self.steps.add_(1).masked_fill_(self.done, 0)
+        self.steps.add_(_one_step).masked_fill_(self.done, 0)
         reward, terminated = reward.masked_fill(self.done, 0), terminated > self.done  # of bools, a > b is a and not b
-        truncated = (self.steps >= self.max_steps) > terminated
+        truncated = (self.steps >= self.time_limit) > terminated
         self.done = terminated | truncated
         return self.obs, reward, terminated, truncated
 

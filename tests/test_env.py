@@ -1,3 +1,4 @@
+import unittest.mock
 import warnings
 
 import gymnasium
@@ -8,36 +9,38 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fp8rl.env import (
-    LIMIT,
-    MAX_STEPS,
-    PUSH,
-    BatchedEnv,
-    dynamics,
-    obs_bounds,
-    outcome,
-)
+from fp8rl import env
+from fp8rl.env import LIMIT, MAX_STEPS, PUSH, BatchedEnv, dynamics, obs_bounds, outcome
 from fp8rl.evaluate import play
 from fp8rl.scale.gym import CustomVectorEnv, interface_of
 from fp8rl.tasks.cart import CustomEnv, bang_bang
 
+NUMBERS = "push", "damping", "limit"
 NAME = "fp8rl:fp8rl/CustomEnv-v0"
 actions = st.lists(st.integers(0, 1), min_size=1, max_size=250)
 
 
+def test_constants_are_the_same_as_numbers_and_as_tensors():
+    for name in NUMBERS:
+        assert getattr(env, f"_{name}").item() == np.float32(getattr(env, name.upper()))
+
+
 @given(actions)
 def test_physics_is_the_published_one(pushes):
+    """In float64, constants included."""
     position = velocity = 0.0
     state = torch.zeros(2, dtype=torch.float64)
-    for push in pushes:
-        velocity += 0.1 if push == 1 else -0.1
-        position += velocity
-        velocity *= 0.95
-        state = dynamics(state, torch.tensor(push))
-        np.testing.assert_allclose(state.numpy(), [position, velocity], atol=1e-9)
-        reward, out = outcome(state)
-        assert reward.item() == pytest.approx(1 - 0.1 * abs(position), abs=1e-7)  # pushes are float32, rewards cross 0
-        assert out.item() == (abs(position) > 2)
+    numbers = {f"_{name}": torch.tensor(getattr(env, name.upper()), dtype=torch.float64) for name in NUMBERS}
+    with unittest.mock.patch.multiple(env, **numbers):
+        for push in pushes:
+            velocity += 0.1 if push == 1 else -0.1
+            position += velocity
+            velocity *= 0.95
+            state = dynamics(state, torch.tensor(push))
+            np.testing.assert_allclose(state.numpy(), [position, velocity], atol=1e-9)
+            reward, out = outcome(state)
+            assert reward.item() == pytest.approx(1 - 0.1 * abs(position), abs=1e-9)
+            assert out.item() == (abs(position) > 2)
 
 
 @given(actions, st.floats(0, 1), st.integers(0, 1000))
