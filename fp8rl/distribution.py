@@ -31,7 +31,10 @@ class Categorical:
     @staticmethod
     def sample(logits: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
         """Actions for given noise, float32 [..., B, A]; without it the most likely ones."""
-        return (logits + noise).contiguous().argmax(-1)  # argmax is slow if actions come first
+        scores = logits + noise
+        if scores.shape[-1] == 2 and scores.stride(-1) != 1:
+            return (scores[..., 1] > scores[..., 0]).long()  # if actions come first in memory, argmax is slow
+        return scores.contiguous().argmax(-1)
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [..., B] of actions."""
