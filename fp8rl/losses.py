@@ -31,6 +31,7 @@ from .distribution import distribution_of
 from .rollout import TERMINATED, TRUNCATED, Rollout
 
 FLOOR = 0.05  # added to the advantages' standard deviation: where they are almost equal, dividing by less only magnifies noise
+LOWEST = torch.finfo(torch.float32).min
 _sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over a batch's rows: [1, 1], or [1, S, 1] of agents
 
 
@@ -97,7 +98,8 @@ def actor_critic_loss(
     valid = rollout.valid
     mask = valid.float()  # for multiplying, faster than a bool
     rows = _sum(mask)
-    policy = distribution_of(rollout.action)(outputs[:-1])
+    outputs, _ = outputs.split((len(mask), 1))  # the backward pass of a slice takes longer
+    policy = distribution_of(rollout.action)(outputs)
     logp = policy.log_prob(rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
     discounts = discounts_of(rollout.flags, config.gamma, config.bootstrap_truncation)
@@ -116,8 +118,9 @@ def actor_critic_loss(
     value_loss = 0.5 * _sum((mask * (values[:-1] - targets.value)).square()) / count
     entropy = _sum(mask * policy.entropy()) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
-    largest = torch.where(valid, log_ratios, -torch.inf).amax(0, True).amax(-1, True)  # cancels in ess, and nothing overflows
-    ratio = torch.where(valid, (log_ratios - largest).exp(), 0)
+    valid_log_ratios = torch.where(valid, log_ratios, -torch.inf)
+    largest = valid_log_ratios.amax(0, True).amax(-1, True).clamp(min=LOWEST)  # cancels in ess, and nothing overflows
+    ratio = (valid_log_ratios - largest).exp()
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,

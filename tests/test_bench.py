@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -55,13 +56,11 @@ def test_the_loop_is_measured_against_its_matmuls(precision):
 def test_the_floor_multiplies_what_the_loop_must():
     forward = 2 * 16 * (2 * 64 + 64 * 64 + 64 * 3)
     backward = 2 * forward - 2 * 16 * 2 * 64  # no gradient is wanted of the observations
-    repeated = 4 * forward + 5 * (forward + backward)
-    for reused, expected in ((True, 4 * (forward + backward) + forward), (False, repeated)):
-        machine = Machine(reuse_forward=reused)
-        floor = bench.floor_of(bench.Loop(16, 4, "fp32").config(machine), machine)
+    for reused, agents in itertools.product((True, False), (None, 3)):
+        floor = bench.floor_of(bench.Loop(16, 4, "fp32").config(), Machine(), reused, agents)
         with FlopCounterMode(display=False) as counted:
             floor()
-        assert counted.get_total_flops() == expected
+        assert counted.get_total_flops() == (agents or 1) * ((5 if reused else 9) * forward + 4 * backward)
 
 
 def test_the_loop_learns_from_every_step_once_and_keeps_none():

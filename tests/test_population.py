@@ -258,6 +258,30 @@ def test_an_agent_s_ring_takes_the_bytes_of_its_task():
         assert long - short == (51_200 - 5_120) * (each + 9)
 
 
+def test_forward_passes_of_acting_serve_the_first_update():
+    """Only the order in which a matmul sums may differ, as between an agent alone and among others."""
+    reusing, plain = Population(thirty()), Population(thirty())
+    plain.reuses = False
+    rollouts = [run.collect() for run in (reusing, plain)]
+    for one, other in zip(*rollouts, strict=True):
+        assert one is other is None or torch.equal(one, other)
+    with unittest.mock.patch.object(population.Agents, "results", side_effect=reusing.model.results) as computed:
+        reusing.update(rollouts[0])
+    forward = [call for call in computed.call_args_list if len(call.args) == 3]
+    assert {call.args[0].reuses for call in forward} == {False}  # of FP8 agents alone
+    plain.update(rollouts[1])
+    for k, config in enumerate(reusing.configs):
+        far = {"fp32": 1e-6, "fp8": 0.0}.get(config.precision, 2.0**-6) * config.learning_rate
+        torch.testing.assert_close(reusing.model.theta[k], plain.model.theta[k], rtol=1e-6, atol=far + 1e-7)
+    before = reusing.model.theta.detach().clone()
+    for run, rollout in zip((reusing, plain), rollouts, strict=True):
+        with torch.no_grad():
+            run.model.theta.copy_(before)
+        run.update(rollout)  # the weights have changed, so what acting has kept is of no use
+    assert not torch.equal(before, reusing.model.theta)
+    torch.testing.assert_close(reusing.model.theta, plain.model.theta, rtol=0, atol=2.0**-5 * 3e-3)
+
+
 def test_gradients_are_those_of_autograd():
     """The written-out backward pass against autograd on S plain networks."""
     agents = population.CHUNK + 2

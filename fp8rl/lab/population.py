@@ -179,20 +179,41 @@ class Agents(nn.Module):
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.shapes = shapes
         self.sizes = [p.numel() for p in in_order(models[0])]
-        self.parts = parts_of(learning, shapes, most_together(device))
-        self.space, self.passes = Space(), 0
-        self.acting_parts = {"learner": parts_of(learning, shapes), "actor": parts_of(acting, shapes)}
+        self.parts = parts_of(learning, acting, shapes, most_together(device))
+        self.acting_parts = {"learner": parts_of(learning, acting, shapes), "actor": parts_of(acting, learning, shapes)}
+        self.space, self.passes, self.acted = Space(), 0, []
 
     @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return views(self.theta.detach(), self.shapes)
 
-    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def results(self, part: "Part", obs: torch.Tensor, layers: list, acted=()) -> list[tuple[torch.Tensor, ...]]:
+        """Inputs, weights and outputs of each layer, rounded, for a part's agents and observations [S, R, F]. Outputs that acting
+        has kept in `acted` are taken from there: those of all layers but the first, which is soon computed."""
+        x, found = obs[part.agents], []
+        for i, ((weight, bias), rounding) in enumerate(zip(layers, part.roundings, strict=True)):
+            x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[part.agents])
+            if i and acted:
+                y = acted[i - 1][part.agents]
+            else:
+                name = (i, None if acted else part.agents.start)
+                bias = apply(rounding.result, bias[part.agents])
+                if weight.shape[1] < x.shape[2]:  # few outputs are computed as rows, which is faster than as columns
+                    y = self.space.product(name, weight, x.mT, bias.mT).mT
+                else:
+                    y = self.space.product(name, x, weight.mT, bias)
+                y = apply(rounding.result, y.relu_() if i + 1 < len(self.shapes) else y)
+            found.append((x, weight, y))
+            x = y
+        return found
+
+    def forward(self, obs: torch.Tensor, acted: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]. Gradients of the last step's do not
-        reach the layers: the loss only bootstraps from them."""
+        reach the layers: the loss only bootstraps from them. `acted`: the newest policy that keeps something has seen them."""
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
-        outputs = Passes.apply(rows, self.theta, self, rows.shape[1] - envs).view(agents, length, envs, -1).transpose(0, 1)
+        outputs = Passes.apply(rows, self.theta, self, rows.shape[1] - envs, acted)
+        outputs = outputs.view(agents, length, envs, -1).transpose(0, 1)
         actor, values = outputs.split((self.num_actions, 1), dim=-1)
         return Gaussian.outputs(actor, self.spread(self.theta)) if self.gaussian else actor, values.squeeze(-1)
 
@@ -200,12 +221,17 @@ class Agents(nn.Module):
         """The parameters of the standard deviations of continuous actions, [S, 1, A]."""
         return theta[:, -self.num_actions :].unsqueeze(1) if self.gaussian else None
 
-    def policy(self, kind: str) -> "Policy":
-        """The agents' policies with the current weights, in the precision of the "learner" or the "actor"."""
-        layers = self.layers
-        weight, bias = layers[-1]
-        layers[-1] = weight[:, :-1], bias[..., :-1]
-        return Policy(layers, self.spread(self.theta.detach()), self.acting_parts[kind], self.space)
+    def policy(self, kind: str, rows: int = 0) -> "Policy":
+        """The agents' policies with the current weights, in the precision of the "learner" or the "actor". They keep what
+        `forward` would compute for the first `rows` observations of each agent, until the next ones that keep something."""
+        if rows:
+            self.passes += 1
+            if not self.acted:
+                shapes = [(len(self.theta), size, rows) for size, _ in self.shapes[1:]]
+                hidden, last = (self.theta.new_empty(shape) for shape in shapes)
+                self.acted = [hidden.view(len(hidden), rows, -1), last.mT]
+        kept = self.acted if rows else []
+        return Policy(self.layers, self.spread(self.theta.detach()), self.acting_parts[kind], self.space, kept)
 
     def alone(self, agent: int) -> ActorCritic:
         """One agent's network, a copy on the CPU."""
@@ -235,11 +261,23 @@ def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torc
     return [(next(weights_and_biases).unflatten(1, shape), next(weights_and_biases).unsqueeze(1)) for shape in shapes]
 
 
-def parts_of(
-    matmuls: list[Matmuls], shapes: list[tuple[int, int]], most: int | None = None
-) -> list[tuple[slice, list[Rounding]]]:
-    """The agents of each kind of matmuls as slices, of at most `most` agents, with the rounding of every layer."""
-    return [(agents, roundings_of(matmuls[agents.start], shapes)) for agents in alike(matmuls, most)]
+class Part(NamedTuple):
+    """Agents that compute together, with the rounding of every layer. `reuses`: learning rounds as acting does, each number by
+    itself, so the forward pass that acted is the learner's, too. FP8 and formats scale a matrix by its largest number."""
+
+    agents: slice
+    roundings: list[Rounding]
+    reuses: bool
+
+
+def parts_of(matmuls: list[Matmuls], others: list[Matmuls], shapes: list[tuple[int, int]], most: int | None = None) -> list[Part]:
+    """Parts of at most `most` agents for `matmuls`, the learner's or the acting policy's; `others` are those that are not."""
+    found = []
+    for agents in alike(list(zip(matmuls, others, strict=True)), most):
+        own, other = matmuls[agents.start], others[agents.start]
+        reuses = own == other and own[1:] == (None, None) and not own.precision.startswith("fp8")
+        found.append(Part(agents, roundings_of(own, shapes), reuses))
+    return found
 
 
 def alike(values: list, most: int | None = None) -> list[slice]:
@@ -255,24 +293,30 @@ def alike(values: list, most: int | None = None) -> list[slice]:
 
 class Policy:
     """Policies of S agents with fixed weights, rounded once and stored as they multiply fastest with few rows: [S, I, O], but [S,
-    O, I] in the last layer, whose few outputs are computed as rows."""
+    O, I] in the last layer, whose few outputs are computed as rows. What parts reuse goes into `kept`, [S, R, O] for every layer
+    but the first, or nothing; then the last layer has the critic, too."""
 
     recurrent = False
 
-    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], spread, parts: list, space: Space):
-        self.spread, self.space = spread, space
-        self.agents, (last, _), self.parts = len(layers[0][0]), layers[-1], []
-        for agents, roundings in parts:
-            rounded = []
-            for (weight, bias), r in zip(layers, roundings, strict=True):
+    def __init__(self, layers, spread, parts: list[Part], space: Space, kept: list[torch.Tensor]):
+        self.spread, self.space, self.kept, self.rows = spread, space, kept, 0
+        (*hidden, (heads, heads_bias)), self.parts = layers, []
+        self.agents, self.num_actions = len(heads), heads.shape[1] - 1
+        for agents, roundings, reuses in parts:
+            keeps, rounded = reuses and bool(kept), []
+            outputs = self.num_actions + keeps
+            for (weight, bias), r in zip((*hidden, (heads[:, :outputs], heads_bias[..., :outputs])), roundings, strict=True):
                 own = apply(r.weights, weight[agents])
-                rounded.append(((own if weight is last else own.mT).contiguous(), apply(r.result, bias[agents]), r))
-            self.parts.append((agents, rounded))
+                stored = own.mT if len(rounded) < len(hidden) else own
+                rounded.append((stored.contiguous(), apply(r.result, bias[agents]), r))
+            self.parts.append((agents, rounded, keeps))
 
     def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
         """Maps observations [S N, F] to outputs [S N, A or 2 A]."""
         obs, outputs = obs.unflatten(0, (self.agents, -1)), []
-        for agents, layers in self.parts:
+        rows = slice(self.rows, self.rows + obs.shape[1])  # of `kept`
+        self.rows = rows.stop
+        for agents, layers, keeps in self.parts:
             x = obs[agents]
             for i, (weight, bias, rounding) in enumerate(layers):
                 x = apply(rounding.inputs, x)
@@ -281,7 +325,9 @@ class Policy:
                 else:
                     x = torch.bmm(weight, x.mT).add_(bias.mT).mT
                 x = apply(rounding.result, x)
-            outputs.append(x)
+                if keeps and i:
+                    self.kept[i - 1][agents, rows] = x  # a product written there would be slower: it is not in the cache
+            outputs.append(x[..., : self.num_actions])
         outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.spread is not None:
             outputs = Gaussian.outputs(outputs, self.spread)
@@ -293,39 +339,29 @@ class Passes(torch.autograd.Function):
     overwrites what a backward pass needs, which then raises RuntimeError."""
 
     @staticmethod
-    def forward(ctx, obs, theta, net, learned):
-        """Maps obs [S, R, F] and parameters [S, P] to outputs [S, R, A + 1]; only the first `learned` rows have a gradient."""
+    def forward(ctx, obs, theta, net, learned, acted):
+        """Maps obs [S, R, F] and parameters [S, P] to outputs [S, R, A + 1]; only the first `learned` rows have a gradient.
+        `acted`: parts that reuse results have them already."""
         net.passes += 1
-        ctx.learned = learned
-        ctx.net, ctx.number, ctx.shape, ctx.kept, layers = net, net.passes, theta.shape, [], views(theta, net.shapes)
-        for agents, roundings in net.parts:
-            x, kept = obs[agents], []
-            for i, ((weight, bias), rounding) in enumerate(zip(layers, roundings, strict=True)):
-                x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[agents])
-                bias = apply(rounding.result, bias[agents])
-                if weight.shape[1] < x.shape[2]:  # few outputs are computed as rows, which is faster than as columns
-                    y = net.space.product((i, agents.start), weight, x.mT, bias.mT).mT
-                else:
-                    y = net.space.product((i, agents.start), x, weight.mT, bias)
-                if i + 1 < len(layers):
-                    y.relu_()
-                y = apply(rounding.result, y)
-                kept.append((x, weight, y))
-                x = y
-            ctx.kept.append(kept)
-        return torch.cat([kept[-1][-1].mT for kept in ctx.kept]).mT
+        ctx.net, ctx.number, ctx.obs, ctx.learned, ctx.layers = net, net.passes, obs[:, :learned], learned, net.layers
+        ctx.kept = [None if acted and part.reuses else net.results(part, obs, ctx.layers) for part in net.parts]
+        parts = zip(net.parts, ctx.kept, strict=True)
+        return torch.cat([(kept[-1][-1] if kept else net.acted[-1][part.agents]).mT for part, kept in parts]).mT
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        if ctx.number != ctx.net.passes:
+        net, space = ctx.net, ctx.net.space
+        if ctx.number != net.passes:
             raise RuntimeError("another forward pass has overwritten this one's results: call backward first")
-        theta_grad, space = grad.new_empty(ctx.shape), ctx.net.space
-        if ctx.net.gaussian:
-            theta_grad[:, -ctx.net.num_actions :] = 0  # deviations, which `Agents.forward` adds to the outputs
-        layers = list(enumerate(views(theta_grad, ctx.net.shapes)))
-        for (agents, roundings), kept in zip(ctx.net.parts, ctx.kept, strict=True):
+        theta_grad = torch.empty_like(net.theta)
+        if net.gaussian:
+            theta_grad[:, -net.num_actions :] = 0  # deviations, which `Agents.forward` adds to the outputs
+        layers = list(enumerate(views(theta_grad, net.shapes)))
+        for part, kept in zip(net.parts, ctx.kept, strict=True):
+            agents, roundings, _ = part
             g = grad[agents, : ctx.learned]
+            kept = kept or net.results(part, ctx.obs, ctx.layers, net.acted)
             for i, (weight_grad, bias_grad) in reversed(layers):
                 x, weight, y = kept[i]
                 x, y = x[:, : ctx.learned], y[:, : ctx.learned]
@@ -343,7 +379,7 @@ class Passes(torch.autograd.Function):
                 bias_grad[agents] = apply(roundings[i].result, summed.sum(1, keepdim=True))
                 if i:
                     g = space.product(("gradient", i), g, weight)
-        return None, theta_grad, None, None
+        return None, theta_grad, None, None, None
 
 
 class OfAgents:
@@ -379,7 +415,9 @@ def environments(config: Config, num_envs: int, start_noise: list[float], genera
     task = TASKS.get(config.env_id, BatchedEnv)
     options = (device,)
     if task is BatchedEnv:
-        noise = torch.tensor(start_noise, dtype=torch.float32, device=device).repeat_interleave(num_envs)
+        noise = start_noise[0]
+        if len(set(start_noise)) > 1:
+            noise = torch.tensor(start_noise, dtype=torch.float32, device=device).repeat_interleave(num_envs)
         options = noise, device, None, config.extra_features, config.hide_velocity
     return type(task.__name__, (OfAgents, task), {})(generators, num_envs, len(start_noise), *options)
 
@@ -446,8 +484,10 @@ class Adam:
         size = torch.where(takes, (1 - 0.9**self.count).reciprocal() * -self.rate, 0.0)
         keep, add = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0)
         root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
+        all_take = takes.device.type == "cpu" and bool(takes.all())
         for agents, places in self.parts:
-            g = torch.where(takes[agents], grad[agents] * factor[agents], 0)  # what is not finite times 0 would be NaN
+            g = grad[agents] * factor[agents]
+            g = g if all_take else torch.where(takes[agents], g, 0)  # what is not finite times 0 would be NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
             noise = noises(places, takes[agents], grad.shape[1], self.streams[agents])
@@ -602,6 +642,9 @@ class Population(Run):
         adam = self.config.learning_rate, self.places, self.model.sizes, self.generator
         self.optimizer = self.adam = Adam(self.model.theta, *adam)
         self.precision = self.scaler = Scales([config.precision for config in self.configs], device)
+        # Whether acting keeps forward passes for the first update. On a GPU, where calls cost most, that makes more of them.
+        self.reuses = one.fresh_updates > 0 and self.device.type == "cpu" and any(part.reuses for part in self.model.parts)
+        self.newest = None  # the rollout whose forward passes are kept
         ring = one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device
         self.ring = Rings(self.agents, *ring, action_size=sizes[1] if self.model.gaussian else 0)
         self.stores = one.replay_updates > 0
@@ -618,8 +661,14 @@ class Population(Run):
 
     def act(self) -> Rollout:
         """Like Run.act, a Rollout [T, S N]."""
-        actor = self.model.policy("actor")
-        return collect(actor, self.env, self.config.rollout_length, self.precision, self.generator, None, self.loop)
+        length = self.config.rollout_length
+        actor = self.model.policy("actor", (length + 1) * self.config.num_envs if self.reuses else 0)
+        rollout = collect(actor, self.env, length, self.precision, self.generator, None, self.loop)
+        if self.reuses:
+            with torch.no_grad(), self.precision.autocast():
+                actor.policy(rollout.obs[-1])  # its value is used only for bootstrapping
+            self.newest = rollout
+        return rollout
 
     def rounded_targets(self, *args) -> Targets:
         """V-trace, its advantages and value targets rounded for the agents that say so."""
@@ -646,7 +695,11 @@ class Population(Run):
 
     def learn(self, batch: Rollout, computed=None) -> dict[str, torch.Tensor]:
         """Like Run.learn on a batch [T, S B]; statistics are [S]."""
-        return super().learn(by_agent(batch, self.agents))
+        reuses, self.newest = batch is self.newest and self.reuses, None
+        batch = by_agent(batch, self.agents)
+        with self.precision.autocast():
+            computed = self.model(batch.obs, acted=True) if reuses else None
+        return super().learn(batch, computed)
 
     def check(self, rollout: Rollout) -> None:
         """Stops the agents whose environments returned a number that is not finite or too large."""

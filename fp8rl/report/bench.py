@@ -107,7 +107,7 @@ def bench_loop(
     alternate with its floor.
 
     Returns:
-        train_steps_per_second, agents (of a population), num_envs, rollout_length, precision, reuse_forward (of a single run);
+        train_steps_per_second, agents (of a population), num_envs, rollout_length, precision, reuse_forward;
             collect_share and update_share, fractions of an iteration's time (meaningless for a CUDA graph or collection ahead);
             floor_share, the floor's time as a fraction of an iteration's.
     """
@@ -118,6 +118,8 @@ def bench_loop(
         run = Population([dataclasses.replace(config, seed=seed) for seed in range(agents)], machine.device)
         if machine.graph:
             graphs.capture(run)
+        run.reuses = run.reuses and machine.reuse_forward
+    reused = machine.reuse_forward if agents is None else run.reuses
 
     def timed(name):
         function = getattr(run, name)
@@ -132,7 +134,7 @@ def bench_loop(
 
     for name in spent:
         timed(name)
-    found, floor, steps = [], floor_of(config, machine, agents), config.steps_per_iteration * (agents or 1)
+    found, floor, steps = [], floor_of(config, machine, reused, agents), config.steps_per_iteration * (agents or 1)
     with contextlib.closing(iterate(run)) as iterations:
         for _ in range(5):  # caches, and the capture of a graph
             began = time.perf_counter()
@@ -152,37 +154,39 @@ def bench_loop(
     result = dict(zip(names, map(statistics.median, zip(*found, strict=True)), strict=True))
     shape = {} if agents is None else {"agents": agents}
     shape |= {"num_envs": config.num_envs, "rollout_length": config.rollout_length, "precision": config.precision}
-    shape |= {"reuse_forward": machine.reuse_forward} if agents is None else {}
+    shape["reuse_forward"] = bool(reused)
     return {"train_steps_per_second": result.pop("train_steps_per_second"), **shape, **result}
 
 
-def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Callable[[], None]:
+def floor_of(config: Config, machine: Machine, reused: bool, agents: int | None = None) -> Callable[[], None]:
     """A function that does only the multiplications of an iteration on the package's own environment, for this process's
-    environments or, in float32, all agents of a population: T + 1 forward passes to act and T backward passes, one time step at a
-    time; or, if the forward passes are not reused, T of them to act, and one forward and one backward pass over all rows at once.
-    On CUDA with `graph` it is a graph too."""
+    environments or, in float32, all agents of a population: T forward passes to act, and one forward and one backward pass over
+    all rows at once. If forward passes are `reused`: T + 1 forward passes to act, and the backward pass, which a single run does
+    one time step at a time. On CUDA with `graph` it is a graph too."""
     device, envs, length = machine.device, config.num_envs // ranks.rank_and_size()[1], config.rollout_length
     sizes = [(2, 64), (64, 64), (64, 3)]  # both heads at once
 
-    def passes(rows: int, precision: str) -> tuple[list, list]:
+    def products(shapes: list[tuple[int, int, int]], precision: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         dtype = torch.float32 if agents else AUTOCAST.get(precision, torch.float32)
-        product = functools.partial(fastest_product, dtype=dtype, device=device, agents=agents)
-        forward = [product(rows, i, o) for i, o in sizes]
-        backward = [product(i, rows, o) for i, o in sizes]  # of the weights
-        backward += [product(rows, o, i) for i, o in sizes[1:]]  # of the inputs
-        return forward, backward
+        return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
 
-    mode = Precision(config.precision, device).matmul_mode
-    acting, backward = passes(envs, config.collect_precision or config.precision)
-    if machine.reuse_forward and not agents:
-        products = (acting + backward) * length + acting
+    def forward(rows: int, precision: str) -> list:
+        return products([(rows, i, o) for i, o in sizes], precision)
+
+    def backward(rows: int) -> list:
+        of_weights, of_inputs = [(i, rows, o) for i, o in sizes], [(rows, o, i) for i, o in sizes[1:]]
+        return products(of_weights + of_inputs, config.precision)
+
+    acting = forward(envs, config.collect_precision or config.precision)
+    if reused:
+        all_products = acting * (length + 1) + (backward(length * envs) if agents else backward(envs) * length)
     else:
-        forward, backward = passes((length + 1) * envs, config.precision)
-        products = acting * length + forward + backward
+        all_products = acting * length + forward((length + 1) * envs, config.precision) + backward(length * envs)
+    mode = Precision(config.precision, device).matmul_mode
 
     def multiply():
         with mode():
-            for a, b, out in products:
+            for a, b, out in all_products:
                 torch.matmul(a, b, out=out)
 
     if not machine.graph or torch.device(device).type != "cuda":
@@ -194,7 +198,7 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
 
     def replay():
         graph.replay()
-        return products  # a graph does not keep its operands alive
+        return all_products  # a graph does not keep its operands alive
 
     return replay
 
