@@ -24,19 +24,23 @@ FORMAT = "fp8rl-6"
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
-    """Writes a run's state to `path`, with or without the replay ring's rows: to a temporary file beside it, which is then
-    renamed in one step, so that a crash leaves the old checkpoint or the new one. All ranks must call it; rank 0 writes. Raises
-    OSError if it cannot be written; the old checkpoint is kept."""
+    """Writes a run's state to `path`, with or without the ring's rows. A crash leaves the old file or the new one. All ranks
+    must call it; rank 0 writes. Raises OSError if it cannot be written; the old checkpoint is kept."""
     content = {"format": FORMAT, "config": dataclasses.asdict(run.config), "run": run.state_dict(ring)}
-    if run.rank == 0:
-        _write(Path(path), content)
+    if run.rank:
+        return
+    torch.save(content, buffer := io.BytesIO())
+    try:
+        write_whole(Path(path), buffer.getbuffer(), check=_read)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"checkpoint {path} cannot be written ({reason}): make room or choose another folder") from error
 
 
 def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a precision available here.
-    `networks` is the model class by encoder and normalize_obs (scale.machine.NETWORKS has all). `trust` allows importing the
-    module in an env_id like "module:Name-v0", which must otherwise be imported already. Raises FileNotFoundError if there is no
-    file, and ValueError if it is damaged, not a checkpoint of this package, of another architecture, or not trusted."""
+    `networks`: as for `Run` (scale.machine.NETWORKS has all). `trust` lets an env_id like "module:Name-v0" import a module
+    not yet imported. Raises FileNotFoundError if there is no file, ValueError if it does not fit, is damaged or not trusted."""
     config, state = resume(path, trust, **changes)
     try:
         saved = state["model"]
@@ -65,7 +69,7 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config, di
         raise ValueError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's config: train again") from error
-    module, _, _ = (config.env_id or "").rpartition(":")  # that Gymnasium would import
+    module, _, _ = (config.env_id or "").rpartition(":")  # Gymnasium would import it
     if module and module not in sys.modules and not trust:
         raise ValueError(f"checkpoint {path} has env_id {config.env_id!r}: import {module} first, or add --trust if you trust it")
     return config, state
@@ -82,16 +86,6 @@ def write_whole(path: Path, content: bytes, check: Callable[[Path], object] = Pa
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _write(path: Path, content: dict) -> None:
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    try:
-        write_whole(path, buffer.getbuffer(), check=_read)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OSError(f"checkpoint {path} cannot be written ({reason}): make room or choose another folder") from error
 
 
 def _read(path: Path) -> dict:

@@ -10,12 +10,25 @@ import numpy as np
 
 ENCODERS = ("mlp", "gru")
 LAYOUTS = ("compact", "full", "delta")
+RANGES = (  # fields, the test of their values, and the remedy
+    ("steps num_envs rollout_length capacity slice_length batch_size eval_episodes", lambda x: x >= 1, "use at least 1"),
+    ("extra_features eval_episodes", lambda x: x <= 10**6, "use at most a million"),
+    ("replay_updates eval_every halved_after extra_features entropy_coef value_coef seed", lambda x: x >= 0, "use 0 or more"),
+    ("seed", lambda x: x < 2**32, "use a number less than 2**32"),
+    ("entropy_coef value_coef", lambda x: x < math.inf, "use a finite number"),
+    ("learning_rate max_grad_norm clip", lambda x: 0 < x < math.inf, "use a positive number"),
+    ("gamma lam start_noise", lambda x: 0 <= x <= 1, "use a number from 0 to 1"),
+    ("encoder", lambda x: x in ENCODERS, f"choose from {', '.join(ENCODERS)}"),
+    ("layout", lambda x: x in LAYOUTS, f"choose from {', '.join(LAYOUTS)}"),
+    ("fresh_updates", lambda x: x in (0, 1), "use 0 or 1"),
+)
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a run learns. The same Config on the same machine gives the same numbers, bit for bit on a CPU with the same number of
-    torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
+    """What a run learns. An iteration collects T steps of N environments, learns from them once, and K times from slices of steps
+    that a ring keeps (train.py). The same Config on the same machine gives the same numbers, bit for bit on a CPU with the same
+    number of torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
 
     precision: str = "fp32"
     """Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16."""
@@ -71,7 +84,7 @@ class Config:
     normalize_advantage: bool = True
     """Subtract the batch mean from the advantages and divide by their standard deviation."""
     clip: float = 0.2
-    """PPO's epsilon: steps of positive advantage stop counting at ratios above 1 + clip, the others at ratios below 1 - clip."""
+    """PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or below 1 - clip (negative)."""
     scale_rewards: bool = True
     """Divide rewards by the root mean square of discounted sums of rewards, so that the critic's targets are of order 1."""
     entropy_coef: float = 0.01
@@ -81,9 +94,9 @@ class Config:
     learning_rate: float = 2e-3
     """Adam's initial learning rate. It falls, because a policy that has just become good is lost again at a high one."""
     halved_after: int = 40_000
-    """Environment steps until the learning rate is half (but for `anneal`), after twice as many a third, ...; 0 keeps it."""
+    """Divide the learning rate by 1 + steps / halved_after, so that it is half after this many environment steps; 0 does not."""
     anneal: bool = True
-    """Decay the learning rate linearly towards 0 over training, too, so that the last policy has settled."""
+    """Multiply the learning rate, too, by the share of training that is left, so that the last policy has settled."""
     max_grad_norm: float = 0.5
     """Gradients are clipped to this L2 norm."""
 
@@ -95,29 +108,16 @@ class Config:
     def __post_init__(self):
         for field in fields(self):
             object.__setattr__(self, field.name, self._converted(field.name, field.type))
-        for name in ("steps", "num_envs", "rollout_length", "capacity", "slice_length", "batch_size", "eval_episodes"):
-            self._require(name, getattr(self, name) >= 1, "use at least 1")
-        for name in ("extra_features", "eval_episodes"):
-            self._require(name, getattr(self, name) <= 10**6, "use at most a million")
-        for name in ("replay_updates", "eval_every", "halved_after", "extra_features", "entropy_coef", "value_coef", "seed"):
-            self._require(name, getattr(self, name) >= 0, "use 0 or more")
-        self._require("seed", self.seed < 2**32, "use a number less than 2**32")
-        for name in ("entropy_coef", "value_coef"):
-            self._require(name, getattr(self, name) < math.inf, "use a finite number")
-        for name in ("learning_rate", "max_grad_norm", "clip"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "use a positive number")
-        for name in ("gamma", "lam", "start_noise"):
-            self._require(name, 0 <= getattr(self, name) <= 1, "use a number from 0 to 1")
-        self._require("encoder", self.encoder in ENCODERS, f"choose from {', '.join(ENCODERS)}")
-        self._require("layout", self.layout in LAYOUTS, f"choose from {', '.join(LAYOUTS)}")
-        self._require("fresh_updates", self.fresh_updates in (0, 1), "use 0 or 1")
+        for names, good, remedy in RANGES:
+            for name in names.split():
+                self._require(name, good(getattr(self, name)), remedy)
         self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
         divides = self.batch_size % self.slice_length == 0
         self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
         # The first iteration replays the rollout it has just collected.
         replays = self.slice_length <= self.rollout_length or not self.replay_updates
         self._require("slice_length", replays, f"use at most rollout_length, {self.rollout_length}")
-        rows = self.rollout_length + 1  # one more for the ring's open row
+        rows = self.rollout_length + 1  # one more for the ring's open row (replay.py)
         enough = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
         self._require("capacity", self.rows >= rows, enough)
         self._require("steps", self.iterations >= 1, f"use at least one iteration, {self.steps_per_iteration} steps")

@@ -53,8 +53,8 @@ class Gaussian:
 
     @staticmethod
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., 2 A] from means [..., A] and `spread`, a quarter of the deviations' logarithms, float32. Adam moves a
-        parameter by about the sum of its learning rates, 1.1 in a million steps, so that a logarithm would move too little."""
+        """Outputs [..., 2 A] from means [..., A] and `spread`, float32. Adam moves a parameter by about the sum of its learning
+        rates, 1.1 in a million steps: too little for a logarithm of a deviation, so the parameter is a quarter of it."""
         return torch.cat((mean, (4 * spread).clamp(*LOG_STD).expand_as(mean)), dim=-1)
 
     @staticmethod

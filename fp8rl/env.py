@@ -6,15 +6,14 @@ State (position p, velocity v), both dimensionless; one step is one unit of time
     reward = 1 - 0.1 |p|                             (of the new p)
     terminated when |p| > 2, truncated after 200 steps
 
-So |v| < 1.9 always, and the step that ends an episode ends at |p| < 4: these are the bounds of the observation space. Reference
-returns from the origin: constant action 6.2, uniformly random actions 18.5, bang-bang control (push against p + 3 v) 199 of 200.
+So |v| < 1.9 always, and the step that ends an episode ends at |p| < 4: these bound the observations. Returns from the origin:
+constant action 6.2, random actions 18.5, bang-bang control (push against p + 3 v) 199 of 200.
 
 Two options change only what is observed. `hide_velocity` leaves the velocity out, so a policy needs memory. `extra_features=k`
-appends k channels of uniform noise in [-1, 1), drawn anew at every step, from which nothing can be learned.
+appends k channels of uniform noise in [-1, 1), drawn anew at every step.
 
-`dynamics` and `outcome` define the physics. `BatchedEnv` runs it as tensors, for training; `TensorEnv` has what it shares with
-other tasks; `CustomEnv` in tasks/cart.py is one cart with the Gymnasium API. Autoreset is Gymnasium's default, NEXT_STEP: the
-step after an end ignores its action and returns the reset observation with reward 0. So the final observation is never lost.
+Autoreset is Gymnasium's default, NEXT_STEP: the step after an end ignores its action and returns the first observation of the
+next episode with reward 0. So the final observation is never lost.
 """
 
 import torch
@@ -22,7 +21,7 @@ import torch
 from .distribution import Categorical
 
 PUSH, DAMPING, LIMIT, MAX_STEPS = 0.1, 0.95, 2.0, 200
-# As tensors: of a Python number torch makes one at every call, which takes longer than the arithmetic of a few carts.
+# As tensors, because torch would convert a Python number at every call, which takes longer than the arithmetic of a few carts.
 _push, _damping, _limit, _one = (torch.tensor(x, dtype=torch.float32, device="cpu") for x in (PUSH, DAMPING, LIMIT, 1))
 _one_step = torch.tensor(1, dtype=torch.int32, device="cpu")
 STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
@@ -49,15 +48,14 @@ def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tu
 
 
 class TensorEnv:
-    """N environments as tensors on one device, stepped together, with NEXT_STEP autoreset. Raises ValueError for `num_envs` below
-    1. A task is a subclass that defines `start`, `advance`, if need be `observe`, and the attributes up to state_size:
+    """N environments as tensors on one device, stepped together. A task is a subclass that defines `start`, `advance`, if need be
+    `observe`, and the attributes up to `channels`. Raises ValueError for `num_envs` below 1.
 
         bounds: lowest and highest value of each feature of an observation, two tuples of F floats. max_steps: of an episode.
-        num_actions, distribution: number of actions and Categorical; or their dimensions, scaled to [-1, 1], and Gaussian.
-        state_size: numbers in a state. discount: of the returns by which an agent is judged. channels: of noise, see `draw`.
-        state: float32 [N, state_size]. obs: float32 [N, F], the current observations.
-        done: bool [N], whether the last step ended the episode, so that the next one resets and ignores its action.
-        num_envs: N. generator: source of starts and noise, on the same device; None is torch's global one.
+        state_size: numbers in a state. num_actions, distribution: number of actions and Categorical; or their dimensions and
+        Gaussian. discount: of the returns by which an agent is judged. channels: of noise (`draw`).
+        state: float32 [N, state_size]. obs: float32 [N, F]. done: bool [N], the last step ended the episode and the next resets.
+        generator: source of starts and noise, on the same device; None is torch's global one.
     """
 
     distribution, discount, channels = Categorical, 1.0, 0
@@ -92,7 +90,7 @@ class TensorEnv:
         return self.obs
 
     def draw(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Random numbers for `length` steps at once, each float32 [N, state_size + channels]: start states and noise channels."""
+        """Start states and noise channels for `length` steps, float32 [N, state_size + channels] each: one call for all steps."""
         n, k, size = self.num_envs, self.channels, self.state_size
         noise = torch.rand(length, n * (size + k), dtype=torch.float32, device=self.device, generator=self.generator)
         starts, channels = (part.view(length, n, -1) for part in noise.mul_(2).sub_(1).split((size * n, k * n), dim=1))
@@ -103,11 +101,9 @@ class TensorEnv:
         """Random numbers from which actions are sampled, float32 [length, N, num_actions]."""
         return self.distribution.noise((length, self.num_envs, self.num_actions), self.device, generator)
 
-    def step(
-        self, action: torch.Tensor, start: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def step(self, action: torch.Tensor, start: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a tensor from `draw` (None draws one).
-        Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]: after an end those of a reset, 0 and False."""
+        Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]."""
         if start is None:
             (start,) = self.draw(1)
         moved, reward, terminated = self.advance(self.state, action)
@@ -128,11 +124,9 @@ class TensorEnv:
         return {name: getattr(self, name) for name in ("state", "obs", "steps", "done")}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Contiguous copies of `tensors`."""
         return {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors().items()}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Restores a `state_dict` with the same number of environments."""
         for name, x in self.tensors().items():
             setattr(self, name, torch.empty_like(x).copy_(tensors[name].view_as(x)))  # or copy_ would broadcast one
 
@@ -141,12 +135,8 @@ class TensorEnv:
 
 
 class BatchedEnv(TensorEnv):
-    """N carts. Raises ValueError for `num_envs` below 1, `start_noise` outside [0, 1] or negative `extra_features`.
-
-    Args:
-        start_noise: position and velocity start uniformly within this distance of 0; one for all, or float32 [N].
-        extra_features: number of noise channels appended to the observation. hide_velocity: leave the velocity out of it.
-    """
+    """N carts, with the options in the module's docstring. Position and velocity start uniformly within `start_noise` of 0: one
+    number for all, or float32 [N]. Raises ValueError for `start_noise` outside [0, 1] or negative `extra_features`."""
 
     num_actions, max_steps, state_size = 2, MAX_STEPS, 2
 
@@ -168,14 +158,11 @@ class BatchedEnv(TensorEnv):
         super().__init__(num_envs, device, generator)
 
     def start(self, numbers):
-        """Like TensorEnv.start."""
         return numbers.mT.mul(self.start_noise).mT  # there may be a start_noise for each environment, [N]
 
     def advance(self, state, action):
-        """Like TensorEnv.advance, by the functions of this module."""
         state = dynamics(state, action)
         return state, *outcome(state)
 
     def observe(self, state):
-        """Like TensorEnv.observe."""
         return state[:, :1] if self.hide_velocity else state

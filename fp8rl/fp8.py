@@ -13,15 +13,12 @@ The three matmuls of a linear layer y = x W^T + b with x [B, I], W [O, I] and th
     weight gradient   dW = g^T @ x       e5m2 x e4m3     contracts B
 Products are summed in float32. Master weights, the bias and its gradient stay in float32.
 
-Layout: CUDA's kernel multiplies a row-major [M, K] by a column-major [K, N] matrix, with K and N multiples of 16 (a tensor core
-reads 16 bytes at once), and never e5m2 by e5m2. So the first product takes a free transpose of W, the second a copy of W in the
-other layout, and the third copies of both matrices. The CPU has no such rules, but they are enforced there too.
+Layout: CUDA's kernel multiplies a row-major [M, K] by a column-major [K, N] matrix, with K and N multiples of 16, and never e5m2
+by e5m2. So the first product takes a free transpose of W, the second a copy of W in the other layout, and the third copies of
+both matrices. The CPU has no such rules, but they are enforced there too.
 
-A number that is not finite is never saturated: it makes the scale NaN, so everything computed from the tensor is NaN and the
-optimizer step is skipped, as with a loss scaler (precision.py).
-
-Quantizing x [B, I] takes a few passes over its B I numbers, the matmul 2 B I O operations. So FP8 pays off only where O is large,
-on hardware that multiplies float8; `python -m fp8rl bench fp8` measures from which width on.
+A number that is not finite makes the scale NaN, so everything computed from the tensor is NaN and the optimizer step is skipped
+(precision.py). FP8 pays off only in wide layers on hardware that multiplies float8: `python -m fp8rl bench fp8` measures it.
 """
 
 import math
@@ -39,8 +36,8 @@ MULTIPLE = 16
 
 
 class Quantized(NamedTuple):
-    """A float8 tensor and its scale: value = data * scale. data is float8 [..., M, N]; scale is float32 [...], a power of two for
-    each matrix, or NaN if the matrix held a number that is not finite."""
+    """value = data * scale. data: float8 [..., M, N]; scale: float32 [...], a power of two for each matrix, or NaN if it has a
+    number that is not finite."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -75,7 +72,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
-    """The smallest power of two s, from 2^-126 up, with largest / s <= limit (for 0 that of 0.5); NaN if it is not finite."""
+    """The smallest power of two s, from 2^-126 up, with largest / s <= limit (0 gets that of 0.5); NaN if it is not finite."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(min=-126)
@@ -83,12 +80,9 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
-    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N], summed in float32: float32 [M, N]. Raises ValueError
-    on any device if the matrices break a rule of the GPU's kernel (module docstring).
-
-    `emulate` multiplies the float8 values in float32: their products are exact in float32, so only the order of the sum can
-    differ. None uses torch's kernel where there is one.
-    """
+    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N], summed in float32: float32 [M, N]. `emulate` works
+    in float32, exactly but for the order of the sum; None uses torch's kernel where there is one. Raises ValueError on any
+    device if the matrices break a rule of the GPU's kernel (module docstring)."""
     _check_rules(a, b)
     if emulate is None:
         emulate = not has_kernel(a.data.device)
@@ -147,10 +141,9 @@ class _Float8Matmuls(torch.autograd.Function):
 class Float8Linear(nn.Linear):
     """A linear layer that multiplies in float8 and keeps its parameters in float32, under the same names as nn.Linear.
 
-    Forward takes float32 or bfloat16 [..., I] and returns float32 [..., O]. I and O must be multiples of 16, or the matmul raises
-    ValueError. Rows are zero-padded to a multiple of 16, because they are the inner dimension of the weight gradient; zero
-    rows add nothing to it. `emulate`: see `scaled_matmul`. `watch` is called for every tensor that is quantized, with its name
-    ("input", "weight", "gradient"), the tensor and the result.
+    Forward takes float32 or bfloat16 [..., I] and returns float32 [..., O], with I and O multiples of 16. Rows, the inner
+    dimension of the weight gradient, are padded with zeros to a multiple of 16. `emulate`: see `scaled_matmul`. `watch` is called
+    for every tensor that is quantized, with its name ("input", "weight", "gradient"), the tensor and the result.
     """
 
     emulate: bool | None = None

@@ -13,13 +13,17 @@ TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several process
 
 
 class History:
-    """One row of numbers per iteration, kept as columns of doubles: a row of Python objects would take 2 kB. The columns are
-    iteration, steps (environment steps so far), seconds (training time without evaluations), train_return (mean return of the
-    episodes that ended in the rollout, NaN if none did), eval_return (mean greedy return, NaN between evaluations),
-    learning_rate, clipped (values clipped by the ring's codec so far), outside (share of continuous actions beyond the bounds,
-    where the environment clips them); over the iteration's updates the mean loss, policy_loss, value_loss, entropy (nats) and
-    ess, the smallest min_logp, the largest finite grad_norm (0 if none was finite), and two counts, nonfinite (in the gradient)
-    and skipped (by the scaler); loss_scale; with FP8 also scale/quantization.py's numbers, whose names begin with "fp8."."""
+    """One row of numbers per iteration, kept as columns of doubles, which take less memory than Python objects:
+
+    iteration, steps (environment steps so far), seconds (of training, without evaluations), learning_rate
+    train_return: mean return of the episodes that ended in the rollout, NaN if none did
+    eval_return: mean greedy return, NaN between evaluations
+    clipped: values clipped by the ring's codec so far
+    outside: share of continuous actions beyond the bounds
+    loss, policy_loss, value_loss, entropy, ess: means over the iteration's updates; min_logp: the smallest
+    grad_norm: the largest finite one; nonfinite, skipped: number of updates with such a gradient, or skipped by the scaler
+    loss_scale; with FP8 also "fp8." and a name (scale/quantization.py)
+    """
 
     failure: str | None = None  # why an agent that trains beside others takes no more steps (lab/population.py)
 
@@ -33,7 +37,6 @@ class History:
             values.append(row.get(name, math.nan))
 
     def __len__(self) -> int:
-        """Number of iterations so far."""
         return len(self.columns.get("iteration", ()))
 
     @property
@@ -43,7 +46,6 @@ class History:
 
     @property
     def rows(self) -> list[dict[str, float]]:
-        """All rows."""
         return [dict(zip(self.columns, values, strict=True)) for values in zip(*self.columns.values(), strict=True)]
 
     def column(self, name: str) -> np.ndarray:
@@ -66,18 +68,16 @@ class History:
         return float(steps[returns >= threshold][0]) if (returns >= threshold).any() else math.nan
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The columns, float64 [iterations] each."""
         return {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in self.columns.items()}
 
     def load_state_dict(self, columns: dict[str, torch.Tensor]) -> None:
-        """Restores a `state_dict`."""
         self.columns = {name: array("d", values.tolist()) for name, values in columns.items()}
 
 
 @np.errstate(invalid="ignore", over="ignore")  # of an agent that has stopped
 def running_returns(rollout: Rollout, before: np.ndarray, gamma=1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Discounted sums of running episodes' rewards, G_t = r_t + gamma G_{t-1}. Takes those before a rollout, [N] or [S, N], and
-    gamma, a number or [S, 1]; returns those in it, [T, ...], those after it (0 after an end), and the ends, bool [T, ...]."""
+    """Discounted sums of running episodes' rewards, G_t = r_t + gamma G_{t-1}, from those before a rollout, [N] (or [S, N], with
+    gamma [S, 1]): those in it, [T, ...], those after it (0 after an end), and the ends, bool [T, ...]."""
     rewards, flags = (x.cpu().numpy().reshape(-1, *before.shape) for x in (rollout.reward, rollout.flags))
     found, ended = np.empty(rewards.shape, before.dtype), (flags & (TERMINATED | TRUNCATED)) != 0
     for t, some_end in enumerate(ended.reshape(len(ended), -1).any(1)):  # in NumPy, whose calls cost less than torch's
@@ -87,9 +87,9 @@ def running_returns(rollout: Rollout, before: np.ndarray, gamma=1.0) -> tuple[np
 
 
 class RewardScale:
-    """Brings the critic's targets to order 1: divides rewards by the root mean square of G_t = r_t + gamma G_{t-1}, the
-    discounted sum of an episode's past rewards, over about the last 100 steps. `open` is G, float32 [N]; `square`, float32
-    [2, S, 1] for S agents, is running means from 0 of G^2 and of 1; the second corrects the start of the first, as in Adam."""
+    """Divides rewards by the root mean square, over about the last 100 steps, of G_t = r_t + gamma G_{t-1}, the discounted sum of
+    an episode's past rewards. `open` is G, float32 [N]; `square`, float32 [2, S, 1] for S agents, is running means of G^2 and 1,
+    both from 0: their quotient is unbiased at the start, as in Adam."""
 
     KEEPS = 0.99
 
@@ -113,11 +113,9 @@ class RewardScale:
         self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(G))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of `open` and `square`."""
         return {"open": self.open.clone(), "square": self.square.clone()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restores a `state_dict`."""
         self.open.copy_(state["open"])
         self.square.copy_(state["square"])
 
@@ -135,11 +133,9 @@ class EpisodeReturns:
         return ended.nonzero()[1], sums[ended]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """A copy of the open sums."""
         return {"open": self.open.clone()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restores a `state_dict`."""
         self.open.copy_(state["open"])
 
 

@@ -7,17 +7,17 @@ ratio rho_t = pi(a_t|x_t) / mu(a_t|x_t), clipped at 1:
     delta_t = min(1, rho_t) (r_t + discount_t V(x_{t+1}) - V(x_t))
     vs_t - V(x_t) = delta_t + discount_t c_t (vs_{t+1} - V(x_{t+1})),      c_t = lambda min(1, rho_t)
 
-vs is the critic's target and vs - V the advantage: IMPALA's min(1, rho_t) (r_t + discount_t q_{t+1} - V(x_t)), with q = lambda vs
-+ (1 - lambda) V. On the policy's own data every rho is 1, vs is the lambda-return and the advantage is GAE(lambda) (Schulman et
-al. 2015, arXiv:1506.02438, equation 16). A slice of length 1 makes it TD(0).
+vs is the critic's target and vs - V the advantage, which is IMPALA's with lambda vs + (1 - lambda) V for its vs_{t+1}. On the
+policy's own data every rho is 1, vs is the lambda-return and the advantage is GAE(lambda) (Schulman et al. 2015,
+arXiv:1506.02438, equation 16).
 
 Ends of episodes: `discount` is 0 after a termination and gamma elsewhere, so a truncation bootstraps from V of the final
 observation, the next row. The row after any end is a dummy whose action was ignored: `valid` is False there, which zeroes its
 delta and cuts the trace, so that nothing leaks from one episode into the previous one.
 
 V-trace bounds the weight of an old step, not how far repeated updates on it move the policy. So a step counts for the policy only
-while rho is less than 1 + clip, or more than 1 - clip if its advantage is negative: PPO's rule (Schulman et al.
-2017, arXiv:1707.06347), with the step's own behaviour policy in place of that of the last iteration.
+while rho < 1 + clip, or rho > 1 - clip if its advantage is negative: PPO's rule (Schulman et al. 2017, arXiv:1707.06347), with
+the step's own behaviour policy as the old one.
 """
 
 import functools
@@ -30,7 +30,7 @@ from .config import Config
 from .distribution import distribution_of
 from .rollout import TERMINATED, TRUNCATED, Rollout
 
-FLOOR = 0.05  # added to the advantages' standard deviation: where they are almost equal, dividing by less only magnifies noise
+FLOOR = 0.05  # added to the advantages' standard deviation, so that the noise of almost equal ones is not magnified
 LOWEST = torch.finfo(torch.float32).min
 _sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over a batch's rows: [1, 1], or [1, S, 1] of agents
 
@@ -65,8 +65,7 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
 
 
 def discounts_of(flags: torch.Tensor, gamma: float, bootstrap_truncation: bool = True) -> torch.Tensor:
-    """Discount of each row, float32 [T, B] like `flags`: 0 after a termination, else gamma. With `bootstrap_truncation=False` a
-    truncation counts as a termination: a common bug, kept for demonstration."""
+    """Discount of each row, float32 [T, B]: 0 after a termination (without `bootstrap_truncation` any end), else gamma."""
     ends = TERMINATED if bootstrap_truncation else TERMINATED | TRUNCATED
     return gamma * ((flags & ends) == 0).float()
 
@@ -81,15 +80,14 @@ def actor_critic_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy.
 
-    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage (with `normalize_advantage` less its
-    mean and divided by its standard deviation + FLOOR; 0 beyond `clip`), the value loss half the squared distance
-    to the V-trace target (Espeholt et al. 2018, section 4.2). Returns the loss (float32 scalar) and statistics without gradient:
-    policy_loss, value_loss, entropy (nats), min_logp (smallest log-probability of an action taken) and ess (effective sample size
-    of the importance ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy). With an axis of S agents
-    before B in all arguments, every agent has its own means, loss and statistics, [S] each.
+    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage, normalized and clipped, the value loss
+    half the squared distance to the V-trace target (Espeholt et al. 2018, section 4.2). Returns the loss (float32 scalar) and
+    statistics without gradient: policy_loss, value_loss, entropy (nats), min_logp (smallest log-probability of an action taken)
+    and ess (effective sample size of the ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
 
     Args:
-        outputs, values: the model's, float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient.
+        outputs, values: the model's, float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient. With an axis
+            of S agents before B in all arguments, every agent has its own means, loss and statistics, [S] each.
         rollout: the transitions, with scaled rewards. config: the coefficients, numbers or, one for each agent, tensors [S, 1].
         total: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch, and
             the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
@@ -112,7 +110,7 @@ def actor_critic_loss(
         advantage = mask * (advantage - advantage_sum / count)
         (squares,) = total([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
-    # Faster than masks of bools: how far the ratio already is on the side to which the advantage pushes it.
+    # PPO's rule: 0 where the ratio is already beyond clip on the side to which the advantage pushes it.
     advantage = torch.where((targets.ratio - 1) * advantage.sign() < config.clip, advantage, 0)
     policy_loss = -_sum(logp * advantage) / count
     value_loss = 0.5 * _sum((mask * (values[:-1] - targets.value)).square()) / count

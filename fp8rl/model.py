@@ -48,9 +48,7 @@ class ActorCritic(nn.Module):
         """The encoder: maps observations [..., obs_size] to [..., width]."""
         return self.hidden(self.inputs(obs).relu()).relu()
 
-    def forward(
-        self, obs: torch.Tensor, state: torch.Tensor | None = None, first: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, obs: torch.Tensor, state=None, first=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps observations float32 [..., obs_size] to outputs [..., A or 2 A] and values [...]. The other arguments are for a
         policy with memory: its state before the first row, and the rows that start an episode (`Rollout.first`)."""
         return self.heads(self.encode(obs))
@@ -59,9 +57,7 @@ class ActorCritic(nn.Module):
         """Maps observations [B, obs_size] and the previous state to outputs [B, A or 2 A] and the next state (None here)."""
         return self.outputs(self.actor(self.encode(obs))), None
 
-    def step(
-        self, obs: torch.Tensor, state: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def step(self, obs: torch.Tensor, state=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Like `policy`, with values [B]: outputs, values and the next state."""
         return *self.heads(self.encode(obs)), None
 

@@ -17,10 +17,10 @@
 
 A machine emulates types that it has no instructions for (on many CPUs bfloat16 and float16), many times slower than float32.
 
-Losses are always float32, and in the core so are parameters and optimizer. bfloat16 has float32's range and needs no scaling.
-float16 ends at 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss so that gradients stay above, unscales them
-before clipping, skips the step and halves the scale when one is not finite, and doubles it after good steps. FP8 scales each
-tensor; its scaler stays at 1 and only skips steps. A disabled autocast or scaler is a no-op, so the loop needs no branches.
+In the core, parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no scaling. float16 ends at
+65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss, unscales the gradients before clipping, skips the step and
+halves the scale when one is not finite, and doubles it after good steps. FP8 scales each tensor; its GradScaler stays at 1 and
+only skips steps.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ class Precision:
     def autocast(self):
         """Runs a forward pass in this precision."""
         dtype = AUTOCAST.get(self.name)
-        # With gradients, a weight that is cast once for many steps would sum their gradients in the low precision.
+        # Not with gradients: one cast that serves many steps would sum their gradients in the low precision.
         cached = not torch.is_grad_enabled()
         cast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached)
         with self.matmul_mode(), cast:
@@ -107,7 +107,7 @@ class Precision:
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scale = self.scaler.scale(one)
         optimizer.zero_grad(set_to_none=True)
-        with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):  # or a caller's would cast FP8's own matmuls
+        with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):  # a surrounding one would cast FP8's matmuls
             self.scaler.scale(loss).backward()
         if total:
             for p, grad in zip(parameters, total([p.grad for p in parameters]), strict=True):
@@ -118,7 +118,7 @@ class Precision:
         self.scaler.update()
         new_scale = self.scaler.scale(one)
         skipped = new_scale < scale
-        if self.is_fp8:  # the scale was halved only to report the skip: back to 1, or it would end at 0
+        if self.is_fp8:  # GradScaler reports a skip by halving its scale: back to 1, or it would end at 0
             self.scaler.update(one)
             new_scale = one
         return StepReport(grad_norm, new_scale, skipped)

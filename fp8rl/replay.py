@@ -1,9 +1,8 @@
 """Replay: a ring of rollout rows in which every observation is stored once.
 
-Each environment has its own ring, all of the same length, with consecutive steps in consecutive memory, so reading a slice
-touches few pages at any capacity. Row t holds the observation, the action taken on it, the reward and flags that followed, and
-the behaviour log-probability; its next observation is row t+1. With NEXT_STEP autoreset this is exact at the end of an episode
-too: the final observation is an ordinary row, followed by the reset observation.
+Each environment has its own ring, with consecutive steps in consecutive memory, so reading a slice touches few pages. Row t holds
+the observation, the action taken on it, the reward and flags that followed, and the behaviour log-probability; its next
+observation is row t+1, at the end of an episode too (rollout.py).
 
 A slice needs the row after its last one for the final next observation, so the row at the head is open: it holds only the
 observation that the newest transition led to, until the next append fills it. A ring of R rows holds R - 1 complete ones.
@@ -24,18 +23,14 @@ def action_spec(action_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 class ReplayBuffer:
-    """A preallocated ring of `rows` time steps of `num_envs` environments. Raises ValueError for sizes that are too small, and
-    MemoryError if the ring cannot be allocated.
+    """A preallocated ring of `rows` time steps, with the open one, of `num_envs` environments, N, on `device`. Of `bounds` only
+    the number of features F matters here; `action_size` is the dimensions of a continuous action, or 0 for one of up to 256.
+    Raises ValueError for sizes that are too small, and MemoryError if the ring cannot be allocated.
 
     Attributes:
         clipped: int64 [F], how many appended values of each feature had to be clipped to be stored; here 0.
         fields: name -> tensor [num_envs, rows] or, for observations and continuous actions, [num_envs, rows, size].
         start, count: the complete rows are numbers `start` to `count` - 1 of all rows ever appended.
-
-    Args:
-        rows, num_envs: length of the ring in time steps, including the open one, and number of environments, N.
-        bounds: lowest and highest value of each feature of an observation, of which only the number F matters here.
-        device: where the ring is stored. action_size: dimensions of a continuous action; 0 for one of up to 256 actions.
     """
 
     def __init__(self, rows: int, num_envs: int, bounds=STATE_BOUNDS, device="cpu", action_size: int = 0):
@@ -106,9 +101,8 @@ class ReplayBuffer:
         self._write(rollout.to(self.device))
 
     def sample(self, slices: int, length: int, generator: torch.Generator | None = None) -> Rollout:
-        """Draws B slices of L rows uniformly, with replacement, over all possible starts and environments: a Rollout with
-        obs [L+1, B, F] and the rest [L, B]. The generator is on the ring's device. Raises ValueError if fewer than `length`
-        complete rows are stored, or if `slices` or `length` is below 1."""
+        """Draws B slices of L rows uniformly with replacement: a Rollout of obs [L+1, B, F], the rest [L, B]. Raises ValueError
+        if fewer than `length` complete rows are stored, or if `slices` or `length` is below 1."""
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.size:
@@ -126,25 +120,23 @@ class ReplayBuffer:
         row = start % self.rows + torch.arange(length + 1, device=self.device).unsqueeze(-1)
         row = torch.where(row < self.rows, row, row - self.rows)  # wrap around, cheaper than a modulo of each
         index = env * self.rows + row  # [L+1, B], into num_envs * rows
-        rest = {name: self._take(name, index[:-1]) for name in ("action", "reward", "flags", "behavior_logp")}
-        action = rest.pop("action")
-        return Rollout(self._observations(index), action if action.is_floating_point() else action.long(), **rest)
+        action, *rest = (self._take(name, index[:-1]) for name in ("action", "reward", "flags", "behavior_logp"))
+        return Rollout(self._observations(index), action if action.is_floating_point() else action.long(), *rest)
 
+    # scale/storage.py replaces this and the next two.
     def _observations(self, index: torch.Tensor) -> torch.Tensor:
-        """Observations float32 [L+1, B, F] at index [L+1, B]."""
         return self._take("obs", index)
 
     def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        """Rows of a field at index [L, B]."""
         return self.fields[name].flatten(0, 1)[index]
 
     def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Stored form of observations float32 [T+1, N, F]: field -> codes [T or T+1, N, F]."""
+        """Stored form of observations [T+1, N, F]: field -> codes [T or T+1, N, F]."""
         return {"obs": obs}
 
     def _write(self, rollout: Rollout) -> None:
-        """Writes T rows. A kill at any moment leaves rows `start` to `count` - 1 intact: `start` moves past the rows to be
-        overwritten first, and `count` includes the new ones last."""
+        """Writes T rows. If killed at any moment, a ring in a folder (scale/storage.py) still has rows `start` to `count` - 1:
+        `start` moves past the rows to be overwritten first, and `count` includes the new ones last."""
         count, length = self.count, len(rollout.action)
         new = self._codes(rollout.obs)
         new |= {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}

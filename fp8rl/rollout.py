@@ -1,7 +1,6 @@
 """Rollouts: a policy acts in N environments for T steps, and the transitions are stored.
 
-The acting policy is the behaviour policy of the rollout. The log-probability of each action is stored beside it: learning from
-the rollout later, with other weights or in another precision, needs it for the importance ratio.
+The acting policy is the rollout's behaviour policy. The log-probability of each action is stored for the importance ratio.
 
 The end of an episode is followed by a DUMMY row, in which the environment ignored the action and reset (NEXT_STEP autoreset). It
 leads from the final observation to the first one of the next episode, so every observation is stored once.
@@ -67,14 +66,14 @@ def check_finite(rollout: Rollout) -> None:
 
 
 def stream_seed(*key: int) -> int:
-    """A 32-bit seed for each key; torch's CPU generator uses only 32 bits."""
+    """A seed from integers, of 32 bits, because torch's CPU generator uses no more."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
 @contextlib.contextmanager
 def inference(env):
-    """Runs in torch's inference mode: unlike no_grad it leaves out autograd's bookkeeping, too. Autograd cannot use tensors made
-    here, so at the end those that the environment holds as attributes are replaced by copies."""
+    """Runs in inference mode, which is faster than no_grad. Autograd cannot use tensors made here, so at the end those that the
+    environment holds as attributes are replaced by copies."""
     try:
         with torch.inference_mode():
             yield
@@ -83,9 +82,8 @@ def inference(env):
 
 
 def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The loop over time: the policy acts and the environment responds, T times. Takes the noise of the actions [T, N, A] and the
-    environment's random numbers for T steps (`TensorEnv.draw`); the rest as in `collect`. Returns obs, action, reward and flags
-    as in Rollout, the policy's outputs float32 [T, N, A or 2 A], and the recurrent state after the last step."""
+    """The loop over time, from the actions' noise [T, N, A], the environment's random numbers (`TensorEnv.draw`) and a recurrent
+    state. Returns obs, action, reward and flags as in Rollout, the outputs float32 [T, N, A or 2 A], and the state at the end."""
     obs, outputs, actions, rewards, ends, done = [env.obs], [], [], [], [], env.done
     for numbers, start in zip(noise.unbind(), starts, strict=True):
         output, state = model.policy(env.obs, state)
@@ -105,12 +103,11 @@ def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], t
 
 @torch.no_grad()
 def collect(model, env, length: int, precision: Precision, generator, state=None, loop=steps) -> Rollout:
-    """Steps every environment `length` times with actions sampled from the model. Returns a Rollout [T, N], whose
-    log-probabilities are those of the acting policy in its own precision.
+    """Steps every environment `length` times, without a reset first, with actions sampled from the model: a Rollout [T, N].
 
     Args:
         model, precision: an ActorCritic and the precision that it runs in. generator: source of the actions' noise.
-        env: a TensorEnv, or an object with its `obs`, `done`, `distribution`, `noise`, `draw` and `step`. It is not reset first.
+        env: a TensorEnv, or an object with its `obs`, `done`, `distribution`, `noise`, `draw` and `step`.
         state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
         loop: `steps`, or a faster form of it.
     """

@@ -35,12 +35,8 @@ def update(
     model, optimizer, precision: Precision, batch: Rollout, config: Config, computed=None, total=alone, targets_of=vtrace
 ) -> dict[str, torch.Tensor]:
     """One gradient step on a batch on the model's device. Returns the statistics of the loss and of the optimizer step, scalars.
-
-    Args:
-        computed: outputs and values of the batch with gradient, if the forward pass is done already; None does it.
-        total: sums tensors over the processes that hold the other parts of the batch (`actor_critic_loss`). The step is that of
-            the whole batch; the statistics of the loss are this part's. targets_of: computes the targets (`actor_critic_loss`).
-    """
+    `computed`: the batch's outputs and values with gradient, if the forward pass is done already. `total`, `targets_of`: as in
+    `actor_critic_loss`; with several processes the step is that of the whole batch, the statistics are this part's."""
     if computed is None:
         with precision.autocast():
             before = None if batch.state is None else batch.state[0]
@@ -79,9 +75,8 @@ class Run:
         state: float32 [N, W], a recurrent policy's current state; else None.
 
     Args:
-        config: what is learned. device: where the learner runs.
-        collect_device: where environments and acting policy run; None is `device`.
-        make_env, make_ring: replacements for make_cart and ReplayBuffer. networks: model class by encoder and normalize_obs.
+        device, collect_device: where the learner runs, and where environments and acting policy do; None is `device`.
+        make_env, make_ring, networks: what scale/machine.py has in place of make_cart, ReplayBuffer and PLAIN.
         rank, ranks: this process and the number of processes that split environments, ring and batches (scale/ranks.py).
     """
 
@@ -98,7 +93,7 @@ class Run:
         rank: int = 0,
         ranks: int = 1,
     ):
-        needs = {"env_id": make_env, "encoder": networks, "normalize_obs": networks}  # the argument that implements each field
+        needs = {"env_id": make_env, "encoder": networks, "normalize_obs": networks}  # the argument for each field
         needs |= dict.fromkeys(("codec", "layout", "formats"), make_ring)
         for field, part in needs.items():
             if part in (make_cart, PLAIN, ReplayBuffer) and getattr(config, field) != getattr(Config, field):
@@ -108,7 +103,7 @@ class Run:
         collect_device = collect_device or device
         self.precision = Precision(config.precision, device)
         self.acting = Precision(config.collect_precision or config.precision, collect_device)
-        # Replaced by scale/machine.py; these are the plain ones. A recorder is a context whose dict joins an update's statistics.
+        # Replaced in scale/ and lab/; these are the plain ones. A recorder is a context whose dict joins an update's statistics.
         self.make_env, self.total, self.targets_of, self.loop, self.check = make_env, alone, vtrace, steps, check_finite
         self.recorder = functools.partial(contextlib.nullcontext, {})
         self.generator = self.draws = Stream(collect_device).manual_seed(stream_seed(config.seed, rank) if rank else config.seed)
@@ -196,17 +191,17 @@ class Run:
             return float(evaluate(model, env, precision).mean())
 
     def state_dict(self, ring: bool = True) -> dict:
-        """Everything that the run needs to continue as if it had never stopped, with or without the ring's rows. Tensors of model
-        and optimizer are not copies, as in torch: copy them if the run continues."""
+        """Everything that the run needs to continue as if it had never stopped. As in torch, the tensors of model and optimizer
+        are not copies."""
         parts = {name: getattr(self, name).state_dict() for name in self.PARTS}
         parts["state"] = None if self.state is None else self.state.clone()
         parts["draws"] = None if self.draws is self.generator else self.draws.state_dict()
         return {**parts, "ring": self.ring.state_dict() if ring else None}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU; on another
-        type of device with other random numbers; without the ring's rows with an empty ring. Raises ValueError if the state does
-        not fit the config, and OSError if the ring's rows are in another place than this run's; the run is then closed."""
+        """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU, and on another
+        type of device with other random numbers. Raises ValueError if the state does not fit the config, and OSError if the
+        ring's rows are in another place than this run's; the run is then closed."""
         try:
             for name in self.PARTS:
                 if name == "optimizer":
@@ -233,10 +228,9 @@ class Run:
 
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
-    """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
-    Raises ValueError for a number that is not finite, or too large, in a rollout, and FloatingPointError if a gradient was not
-    finite in a precision without a loss scaler to skip it, or in every update of 20 iterations in a row in one with a scaler.
-    """
+    """Trains, yielding the run after every iteration: the whole algorithm. The run is closed at the end. Raises ValueError for a
+    number in a rollout that is not finite or too large, and FloatingPointError if a gradient was not finite in a precision with
+    no loss scaler, or with one in every update of PATIENCE iterations in a row."""
     config, history, begin = run.config, run.history, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
@@ -285,17 +279,15 @@ def shown(row: dict[str, float]) -> str:
 
 
 def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:
-    """Fused Adam over a model's parameters. On CUDA all its numbers, including step counts and learning rate, are on the device,
-    so that it never waits for the host; a CUDA graph also needs `capturable`."""
-    rate, weight = learning_rate, model.actor.weight
-    if weight.is_cuda:
-        rate = torch.tensor(learning_rate, dtype=torch.float32, device=weight.device)
+    """Fused Adam over a model's parameters. On CUDA its step counts and learning rate are on the device, so that it never waits
+    for the host; a CUDA graph also needs `capturable`."""
+    device = model.actor.weight.device
+    rate = torch.tensor(learning_rate, dtype=torch.float32, device=device) if device.type == "cuda" else learning_rate
     return torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=capturable)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Loads an optimizer's state but keeps this one's own flags and learning rate, which load_state_dict would overwrite. Moves
-    the step counts to the device that these flags need."""
+    """Loads an optimizer's state but keeps this one's own flags and learning rate. Moves the step counts to where they belong."""
     own = ("fused", "capturable", "foreach", "differentiable", "lr")
     mine = [{name: group[name] for name in own} for group in optimizer.param_groups]
     groups = [group | flags for group, flags in zip(state["param_groups"], mine, strict=True)]

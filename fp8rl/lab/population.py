@@ -751,17 +751,19 @@ class Population(Run):
 
 
 def bytes_per_agent(config: Config) -> int:
-    """Memory that an agent takes, about: what it fills of its ring, seven tensors like its parameters, and four like the hidden
-    layer of the larger of a rollout and a replayed batch, with a hundred numbers of the loss for each of its rows."""
+    """Memory that an agent takes, about: what it fills of its ring, seven tensors like its parameters, one like the hidden layer
+    of a rollout, and four like that of the larger of a rollout and a replayed batch, with a hundred numbers of the loss for each
+    of its rows."""
     task, width = TASKS.get(config.env_id), 64
     features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
     action_size = task.num_actions if task and task.distribution is Gaussian else 0
     parameters = width * (features + width + 5) + 3
     slices = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
-    rows = max((config.rollout_length + 1) * config.num_envs, slices)
+    acted = (config.rollout_length + 1) * config.num_envs
+    rows = max(acted, slices)
     filled = min(config.rows, config.iterations * config.rollout_length + 1)
     ring = ring_bytes(filled, config.num_envs, features, codec=config.codec, action_size=action_size)
-    return ring + 4 * (7 * parameters + (4 * width + 100) * rows)
+    return ring + 4 * (7 * parameters + width * acted + (4 * width + 100) * rows)
 
 
 def require_room(agents: int, config: Config, device) -> None:
