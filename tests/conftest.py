@@ -1,3 +1,4 @@
+import gc
 from concurrent.futures import Future
 
 import pytest
@@ -35,3 +36,9 @@ class InThisProcess:
 def one_process(monkeypatch):
     """Starting processes takes longer than what they do; that they give the same numbers is tested elsewhere."""
     monkeypatch.setattr(study, "ProcessPoolExecutor", InThisProcess)
+
+
+def pytest_collection_finish(session) -> None:
+    """Garbage collections pass over what has been imported, which none of them frees."""
+    gc.collect()
+    gc.freeze()

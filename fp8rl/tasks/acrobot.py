@@ -18,23 +18,25 @@ GRAVITY, STEP = 9.8, 0.2
 SPEEDS = 4 * math.pi, 9 * math.pi  # the largest angular velocities
 
 
-def derivative(theta1, theta2, speed1, speed2, torque) -> tuple[torch.Tensor, ...]:
-    """Rates of change of the four numbers of a state, [...] each."""
+def derivative(state: torch.Tensor, torque: torch.Tensor) -> torch.Tensor:
+    """Rates of change of the four numbers of states [4, ...] under torques [...]."""
+    theta1, theta2, speed1, speed2 = state
     cos, sin = theta2.cos(), theta2.sin()
     d1, d2 = 3.5 + cos, 1.25 + 0.5 * cos
     phi2 = 0.5 * GRAVITY * (theta1 + theta2 - math.pi / 2).cos()
     phi1 = -0.5 * speed2.square() * sin - speed2 * speed1 * sin + 1.5 * GRAVITY * (theta1 - math.pi / 2).cos() + phi2
     turn2 = (torque + d2 / d1 * phi1 - 0.5 * speed1.square() * sin - phi2) / (1.25 - d2.square() / d1)
-    return speed1, speed2, -(d2 * turn2 + phi1) / d1, turn2
+    return torch.stack((speed1, speed2, -(d2 * turn2 + phi1) / d1, turn2))
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """The next state [..., 4] from a state and actions [...] (0, 1 or 2, not checked), by one step of Runge-Kutta."""
-    begin, torque, slopes = state.unbind(-1), action.to(state.dtype) - 1, []
-    for share in (0, STEP / 2, STEP / 2, STEP):
-        here = [x + share * slope for x, slope in zip(begin, slopes[-1], strict=True)] if slopes else begin
-        slopes.append(derivative(*here, torque))
-    theta1, theta2, *speeds = (x + STEP / 6 * (a + 2 * b + 2 * c + d) for x, a, b, c, d in zip(begin, *slopes, strict=True))
+    begin, torque = state.movedim(-1, 0), action.to(state.dtype) - 1
+    a = derivative(begin, torque)
+    b = derivative(begin + STEP / 2 * a, torque)
+    c = derivative(begin + STEP / 2 * b, torque)
+    d = derivative(begin + STEP * c, torque)
+    theta1, theta2, *speeds = begin + STEP / 6 * (a + 2 * b + 2 * c + d)
     speeds = (x.clamp(-bound, bound) for x, bound in zip(speeds, SPEEDS, strict=True))
     return torch.stack((wrapped(theta1), wrapped(theta2), *speeds)).movedim(0, -1)
 
