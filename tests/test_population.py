@@ -236,11 +236,11 @@ def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
         int(subprocess.run([sys.executable, "-c", measure, str(s)], capture_output=True, text=True, check=True).stdout)
         for s in (16, 80)
     )
-    assert 0.6 < (many - few) / 64 / population.bytes_per_agent(Config(capacity=2_112)) < 1.4
+    assert 0.6 < (many - few) / 64 / population.bytes_per_agent(Config("fp8", capacity=2_112)) < 1.4
     little = unittest.mock.patch.object(population.growth, "available", return_value=10**7)
     with pytest.raises(ValueError, match="configs is empty: give at least one"):
         Population([])
-    with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 10 agents"):
+    with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 9 agents"):
         Population(thirty())
 
 

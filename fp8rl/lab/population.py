@@ -261,9 +261,14 @@ def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torc
     return [(next(weights_and_biases).unflatten(1, shape), next(weights_and_biases).unsqueeze(1)) for shape in shapes]
 
 
+def reusable(learner: Matmuls, actor: Matmuls) -> bool:
+    """Whether the forward pass that acted is the learner's, too: both round alike, and each number by itself. FP8 and formats
+    scale a matrix by its largest number."""
+    return learner == actor and actor[1:] == (None, None) and not actor.precision.startswith("fp8")
+
+
 class Part(NamedTuple):
-    """Agents that compute together, with the rounding of every layer. `reuses`: learning rounds as acting does, each number by
-    itself, so the forward pass that acted is the learner's, too. FP8 and formats scale a matrix by its largest number."""
+    """Agents that compute together, the rounding of every layer, and whether learning reuses what acting has computed."""
 
     agents: slice
     roundings: list[Rounding]
@@ -275,8 +280,7 @@ def parts_of(matmuls: list[Matmuls], others: list[Matmuls], shapes: list[tuple[i
     found = []
     for agents in alike(list(zip(matmuls, others, strict=True)), most):
         own, other = matmuls[agents.start], others[agents.start]
-        reuses = own == other and own[1:] == (None, None) and not own.precision.startswith("fp8")
-        found.append(Part(agents, roundings_of(own, shapes), reuses))
+        found.append(Part(agents, roundings_of(own, shapes), reusable(own, other)))
     return found
 
 
@@ -752,18 +756,19 @@ class Population(Run):
 
 def bytes_per_agent(config: Config) -> int:
     """Memory that an agent takes, about: what it fills of its ring, seven tensors like its parameters, one like the hidden layer
-    of a rollout, and four like that of the larger of a rollout and a replayed batch, with a hundred numbers of the loss for each
-    of its rows."""
+    of a rollout if that is reused, and four like that of the larger of a rollout and a replayed batch, with a hundred numbers of
+    the loss for each of its rows."""
     task, width = TASKS.get(config.env_id), 64
     features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
     action_size = task.num_actions if task and task.distribution is Gaussian else 0
     parameters = width * (features + width + 5) + 3
     slices = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
     acted = (config.rollout_length + 1) * config.num_envs
+    kept = acted if config.fresh_updates and reusable(matmuls_of(config), matmuls_of(config, acting=True)) else 0
     rows = max(acted, slices)
     filled = min(config.rows, config.iterations * config.rollout_length + 1)
     ring = ring_bytes(filled, config.num_envs, features, codec=config.codec, action_size=action_size)
-    return ring + 4 * (7 * parameters + width * acted + (4 * width + 100) * rows)
+    return ring + 4 * (7 * parameters + width * kept + (4 * width + 100) * rows)
 
 
 def require_room(agents: int, config: Config, device) -> None:
