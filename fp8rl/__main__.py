@@ -392,8 +392,8 @@ def measure(
         what: loop, training without replay against its floor (under torchrun of all processes together); or fp8, one linear layer
             in every precision over widths and batches, which needs FP8 hardware and is written to `out`.
         loop: what is trained.
-        machine: where and how fast. Forward passes are reused only where that is possible and faster. With few environments
-            --compile is the fastest.
+        machine: where and how fast. Forward passes are reused where that is possible and, but for a population, only if that is
+            faster. With few environments --compile is the fastest.
         seconds: how long to measure.
         json_output: print one JSON object.
         out: folder for the result of fp8.

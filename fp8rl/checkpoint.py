@@ -39,8 +39,9 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
 
 def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a precision available here.
-    `networks`: as for `Run` (scale.machine.NETWORKS has all). `trust` lets an env_id like "module:Name-v0" import a module
-    not yet imported. Raises FileNotFoundError if there is no file, ValueError if it does not fit, is damaged or not trusted."""
+    `networks`: model class by encoder and normalize_obs (scale.machine.NETWORKS has all). `trust` lets an env_id like
+    "module:Name-v0" import a module not yet imported. Raises FileNotFoundError if there is no file, ValueError if it does not
+    fit, is damaged or not trusted."""
     config, state = resume(path, trust, **changes)
     try:
         saved = state["model"]

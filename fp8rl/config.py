@@ -26,9 +26,9 @@ RANGES = (  # fields, the test of their values, and the remedy
 
 @dataclass(frozen=True)
 class Config:
-    """What a run learns. An iteration collects T steps of N environments, learns from them once, and K times from slices of steps
-    that a ring keeps (train.py). The same Config on the same machine gives the same numbers, bit for bit on a CPU with the same
-    number of torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
+    """What a run learns. An iteration collects T steps of N environments, learns from them (`fresh_updates`), and K times from
+    slices of steps that a ring keeps (train.py). The same Config on the same machine gives the same numbers, bit for bit on a CPU
+    with the same number of torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
 
     precision: str = "fp32"
     """Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16."""
@@ -94,7 +94,7 @@ class Config:
     learning_rate: float = 2e-3
     """Adam's initial learning rate. It falls, because a policy that has just become good is lost again at a high one."""
     halved_after: int = 40_000
-    """Divide the learning rate by 1 + steps / halved_after, so that it is half after this many environment steps; 0 does not."""
+    """Divide the learning rate by 1 + steps / halved_after: half after so many environment steps, but for `anneal`; 0: do not."""
     anneal: bool = True
     """Multiply the learning rate, too, by the share of training that is left, so that the last policy has settled."""
     max_grad_norm: float = 0.5

@@ -28,7 +28,8 @@ STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """One step of the physics: from a state (position, velocity) and actions [...], 0 or 1, to the next, float32 [..., 2]."""
+    """One step of the physics: from a state (position, velocity) and actions [...], 0 or 1, to the next, float32 [..., 2]. The
+    constants are float32, too: states in float64 follow physics that is off by 1e-8."""
     position, velocity = state.unbind(-1)
     velocity = torch.add(velocity, action, alpha=2 * PUSH) - _push
     # All positions, then all velocities in memory: a batch is processed by column.
@@ -48,12 +49,12 @@ def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tu
 
 
 class TensorEnv:
-    """N environments as tensors on one device, stepped together. A task is a subclass that defines `start`, `advance`, if need be
-    `observe`, and the attributes up to `channels`. Raises ValueError for `num_envs` below 1.
+    """N (`num_envs`) environments as tensors on one device, stepped together. A task is a subclass that defines `start`,
+    `advance`, if need be `observe`, and the attributes up to `channels`. Raises ValueError for `num_envs` below 1.
 
         bounds: lowest and highest value of each feature of an observation, two tuples of F floats. max_steps: of an episode.
-        state_size: numbers in a state. num_actions, distribution: number of actions and Categorical; or their dimensions and
-        Gaussian. discount: of the returns by which an agent is judged. channels: of noise (`draw`).
+        state_size: numbers in a state. num_actions, distribution: number of actions and Categorical; or their dimensions,
+        scaled to [-1, 1], and Gaussian. discount: of the returns by which an agent is judged. channels: of noise (`draw`).
         state: float32 [N, state_size]. obs: float32 [N, F]. done: bool [N], the last step ended the episode and the next resets.
         generator: source of starts and noise, on the same device; None is torch's global one.
     """
@@ -64,7 +65,6 @@ class TensorEnv:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: use at least 1")
         self.num_envs, self.device, self.generator = num_envs, torch.device(device), generator
-        self.time_limit = torch.tensor(self.max_steps, dtype=torch.int32, device="cpu")
         self.reset()
 
     def start(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -83,6 +83,7 @@ class TensorEnv:
         """Resets every environment to one of the tensors from `draw` (None draws one); returns observations float32 [N, F]."""
         if start is None:
             (start,) = self.draw(1)
+        self._max_steps = torch.tensor(self.max_steps, dtype=torch.int32, device="cpu")
         self.state = start[:, : self.state_size]
         self.obs = self._observe(start)
         self.steps = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
@@ -103,7 +104,7 @@ class TensorEnv:
 
     def step(self, action: torch.Tensor, start: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a tensor from `draw` (None draws one).
-        Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]."""
+        Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]: after an end those of a reset, 0 and False."""
         if start is None:
             (start,) = self.draw(1)
         moved, reward, terminated = self.advance(self.state, action)
@@ -111,7 +112,7 @@ class TensorEnv:
         self.obs = self._observe(start)
         self.steps.add_(_one_step).masked_fill_(self.done, 0)
         reward, terminated = reward.masked_fill(self.done, 0), terminated > self.done  # of bools, a > b is a and not b
-        truncated = (self.steps >= self.time_limit) > terminated
+        truncated = (self.steps >= self._max_steps) > terminated
         self.done = terminated | truncated
         return self.obs, reward, terminated, truncated
 

@@ -9,8 +9,8 @@ from .rollout import inference, stream_seed
 
 
 def play(policy, env) -> np.ndarray:
-    """Returns float32 [N] of one episode in each of N newly created environments. The policy maps observations float32 [N, F], in
-    inference mode, to actions as in a Rollout."""
+    """The returns, float32 [N], of one episode in each of N newly created environments. The policy maps observations float32 [N,
+    F], in inference mode, to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     live = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     with inference(env):

@@ -19,9 +19,10 @@ class History:
     train_return: mean return of the episodes that ended in the rollout, NaN if none did
     eval_return: mean greedy return, NaN between evaluations
     clipped: values clipped by the ring's codec so far
-    outside: share of continuous actions beyond the bounds
+    outside: share of continuous actions beyond the bounds, where the environment clips them
     loss, policy_loss, value_loss, entropy, ess: means over the iteration's updates; min_logp: the smallest
-    grad_norm: the largest finite one; nonfinite, skipped: number of updates with such a gradient, or skipped by the scaler
+    grad_norm: the largest finite one, 0 if none was; nonfinite, skipped: number of updates whose gradient was not finite, or
+        that the scaler skipped
     loss_scale; with FP8 also "fp8." and a name (scale/quantization.py)
     """
 

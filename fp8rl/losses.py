@@ -80,10 +80,11 @@ def actor_critic_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy.
 
-    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage, normalized and clipped, the value loss
-    half the squared distance to the V-trace target (Espeholt et al. 2018, section 4.2). Returns the loss (float32 scalar) and
-    statistics without gradient: policy_loss, value_loss, entropy (nats), min_logp (smallest log-probability of an action taken)
-    and ess (effective sample size of the ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
+    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage, divided by its standard deviation +
+    FLOOR after its mean is subtracted (`normalize_advantage`), and 0 beyond `clip`; the value loss is half the squared distance
+    to the V-trace target (Espeholt et al. 2018, section 4.2). Returns the loss (float32 scalar) and statistics without gradient:
+    policy_loss, value_loss, entropy (nats), min_logp (smallest log-probability of an action taken) and ess (effective sample size
+    of the ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
 
     Args:
         outputs, values: the model's, float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient. With an axis
@@ -110,7 +111,7 @@ def actor_critic_loss(
         advantage = mask * (advantage - advantage_sum / count)
         (squares,) = total([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
-    # PPO's rule: 0 where the ratio is already beyond clip on the side to which the advantage pushes it.
+    # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which the advantage pushes it.
     advantage = torch.where((targets.ratio - 1) * advantage.sign() < config.clip, advantage, 0)
     policy_loss = -_sum(logp * advantage) / count
     value_loss = 0.5 * _sum((mask * (values[:-1] - targets.value)).square()) / count

@@ -24,8 +24,8 @@ def action_spec(action_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
 
 class ReplayBuffer:
     """A preallocated ring of `rows` time steps, with the open one, of `num_envs` environments, N, on `device`. Of `bounds` only
-    the number of features F matters here; `action_size` is the dimensions of a continuous action, or 0 for one of up to 256.
-    Raises ValueError for sizes that are too small, and MemoryError if the ring cannot be allocated.
+    the number of features F matters here; `action_size` is the number of dimensions of a continuous action, or 0 for one of up to
+    256. Raises ValueError for sizes that are too small, and MemoryError if the ring cannot be allocated.
 
     Attributes:
         clipped: int64 [F], how many appended values of each feature had to be clipped to be stored; here 0.
@@ -101,8 +101,9 @@ class ReplayBuffer:
         self._write(rollout.to(self.device))
 
     def sample(self, slices: int, length: int, generator: torch.Generator | None = None) -> Rollout:
-        """Draws B slices of L rows uniformly with replacement: a Rollout of obs [L+1, B, F], the rest [L, B]. Raises ValueError
-        if fewer than `length` complete rows are stored, or if `slices` or `length` is below 1."""
+        """Draws B slices of L rows uniformly, with replacement, over all possible starts and environments: a Rollout of obs
+        [L+1, B, F] and the rest [L, B]. The generator is on the ring's device. Raises ValueError if fewer than `length` complete
+        rows are stored, or if `slices` or `length` is below 1."""
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.size:
@@ -135,8 +136,8 @@ class ReplayBuffer:
         return {"obs": obs}
 
     def _write(self, rollout: Rollout) -> None:
-        """Writes T rows. If killed at any moment, a ring in a folder (scale/storage.py) still has rows `start` to `count` - 1:
-        `start` moves past the rows to be overwritten first, and `count` includes the new ones last."""
+        """Writes T rows. If the process is killed at any moment, a ring in a folder (scale/storage.py) still has rows `start` to
+        `count` - 1: `start` moves past the rows to be overwritten first, and `count` includes the new ones last."""
         count, length = self.count, len(rollout.action)
         new = self._codes(rollout.obs)
         new |= {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}

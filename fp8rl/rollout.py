@@ -66,7 +66,7 @@ def check_finite(rollout: Rollout) -> None:
 
 
 def stream_seed(*key: int) -> int:
-    """A seed from integers, of 32 bits, because torch's CPU generator uses no more."""
+    """A 32-bit seed from integers: torch's CPU generator uses no more."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 

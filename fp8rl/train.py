@@ -36,7 +36,8 @@ def update(
 ) -> dict[str, torch.Tensor]:
     """One gradient step on a batch on the model's device. Returns the statistics of the loss and of the optimizer step, scalars.
     `computed`: the batch's outputs and values with gradient, if the forward pass is done already. `total`, `targets_of`: as in
-    `actor_critic_loss`; with several processes the step is that of the whole batch, the statistics are this part's."""
+    `actor_critic_loss`; with several processes the step is that of the whole batch, the statistics of the loss are this
+    part's."""
     if computed is None:
         with precision.autocast():
             before = None if batch.state is None else batch.state[0]
@@ -76,7 +77,7 @@ class Run:
 
     Args:
         device, collect_device: where the learner runs, and where environments and acting policy do; None is `device`.
-        make_env, make_ring, networks: what scale/machine.py has in place of make_cart, ReplayBuffer and PLAIN.
+        make_env, make_ring, networks: replacements for make_cart, ReplayBuffer and PLAIN, such as scale/machine.py has.
         rank, ranks: this process and the number of processes that split environments, ring and batches (scale/ranks.py).
     """
 
@@ -191,17 +192,17 @@ class Run:
             return float(evaluate(model, env, precision).mean())
 
     def state_dict(self, ring: bool = True) -> dict:
-        """Everything that the run needs to continue as if it had never stopped. As in torch, the tensors of model and optimizer
-        are not copies."""
+        """Everything that the run needs to continue as if it had never stopped, with or without the ring's rows. As in torch, the
+        tensors of model and optimizer are not copies: copy them if the run continues."""
         parts = {name: getattr(self, name).state_dict() for name in self.PARTS}
         parts["state"] = None if self.state is None else self.state.clone()
         parts["draws"] = None if self.draws is self.generator else self.draws.state_dict()
         return {**parts, "ring": self.ring.state_dict() if ring else None}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU, and on another
-        type of device with other random numbers. Raises ValueError if the state does not fit the config, and OSError if the
-        ring's rows are in another place than this run's; the run is then closed."""
+        """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU; on another
+        type of device with other random numbers; without the ring's rows with an empty ring. Raises ValueError if the state does
+        not fit the config, and OSError if the ring's rows are in another place than this run's; the run is then closed."""
         try:
             for name in self.PARTS:
                 if name == "optimizer":
@@ -228,9 +229,9 @@ class Run:
 
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
-    """Trains, yielding the run after every iteration: the whole algorithm. The run is closed at the end. Raises ValueError for a
-    number in a rollout that is not finite or too large, and FloatingPointError if a gradient was not finite in a precision with
-    no loss scaler, or with one in every update of PATIENCE iterations in a row."""
+    """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
+    Raises ValueError for a number in a rollout that is not finite or too large, and FloatingPointError if a gradient was not
+    finite in a precision without a loss scaler, or in every update of PATIENCE iterations in a row in one with a scaler."""
     config, history, begin = run.config, run.history, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
@@ -287,7 +288,8 @@ def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> 
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Loads an optimizer's state but keeps this one's own flags and learning rate. Moves the step counts to where they belong."""
+    """Loads an optimizer's state but keeps this one's own flags and learning rate. Moves the step counts where these flags need
+    them."""
     own = ("fused", "capturable", "foreach", "differentiable", "lr")
     mine = [{name: group[name] for name in own} for group in optimizer.param_groups]
     groups = [group | flags for group, flags in zip(state["param_groups"], mine, strict=True)]

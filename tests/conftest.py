@@ -39,6 +39,6 @@ def one_process(monkeypatch):
 
 
 def pytest_collection_finish(session) -> None:
-    """Garbage collections pass over what has been imported, which none of them frees."""
+    """Lets garbage collections skip what has been imported: nothing of it is ever freed."""
     gc.collect()
     gc.freeze()

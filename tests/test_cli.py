@@ -423,3 +423,7 @@ def test_bench_prints_one_json_object(capsys):
     names = {"train_steps_per_second", "num_envs", "rollout_length", "precision", "reuse_forward"}
     names |= {"collect_share", "update_share", "floor_share"}
     assert result.keys() == names and result["num_envs"] == 16 and result["train_steps_per_second"] > 0
+    for options, reused in (((), True), (("--no-reuse-forward",), False)):
+        run_cli("bench", "--agents", 2, "--num-envs", 4, "--seconds", 0.1, "--json", *options)
+        result = json.loads(capsys.readouterr().out)
+        assert result.keys() == names | {"agents"} and result["agents"] == 2 and result["reuse_forward"] == reused

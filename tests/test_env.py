@@ -9,7 +9,7 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fp8rl import env
+from fp8rl import env as cart
 from fp8rl.env import LIMIT, MAX_STEPS, PUSH, BatchedEnv, dynamics, obs_bounds, outcome
 from fp8rl.evaluate import play
 from fp8rl.scale.gym import CustomVectorEnv, interface_of
@@ -22,7 +22,7 @@ actions = st.lists(st.integers(0, 1), min_size=1, max_size=250)
 
 def test_constants_are_the_same_as_numbers_and_as_tensors():
     for name in NUMBERS:
-        assert getattr(env, f"_{name}").item() == np.float32(getattr(env, name.upper()))
+        assert getattr(cart, f"_{name}").item() == np.float32(getattr(cart, name.upper()))
 
 
 @given(actions)
@@ -30,8 +30,8 @@ def test_physics_is_the_published_one(pushes):
     """In float64, constants included."""
     position = velocity = 0.0
     state = torch.zeros(2, dtype=torch.float64)
-    numbers = {f"_{name}": torch.tensor(getattr(env, name.upper()), dtype=torch.float64) for name in NUMBERS}
-    with unittest.mock.patch.multiple(env, **numbers):
+    numbers = {f"_{name}": torch.tensor(getattr(cart, name.upper()), dtype=torch.float64) for name in NUMBERS}
+    with unittest.mock.patch.multiple(cart, **numbers):
         for push in pushes:
             velocity += 0.1 if push == 1 else -0.1
             position += velocity

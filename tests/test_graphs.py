@@ -20,7 +20,8 @@ ON_CUDA = pytest.mark.parametrize("precision", available_precisions("cuda") if t
 
 
 def captured(config: Config, between=lambda rollout: None) -> dict[str, torch.Tensor]:
-    """What graphs would capture, on fake tensors of the CPU: they have no values, so asking for one raises."""
+    """What graphs would capture, on fake tensors of the CPU: they have no values, so asking for one raises. (Tensors made before,
+    the cart's constants, have values, but are the same in every replay.)"""
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Module, "to", lambda module, device: module)  # fake modules cannot move
         patch.setattr(machine_module, "make_ring", lambda *settings: None)  # is no part of a graph, and asks

@@ -28,6 +28,8 @@ def few_objects():
     gc.freeze()
     yield
     gc.unfreeze()
+    gc.collect()
+    gc.freeze()  # as in conftest.py
 
 
 def watched(step, readings=5, between=40) -> list[str]:

@@ -258,28 +258,53 @@ def test_an_agent_s_ring_takes_the_bytes_of_its_task():
         assert long - short == (51_200 - 5_120) * (each + 9)
 
 
-def test_forward_passes_of_acting_serve_the_first_update():
+def computed(run: Population, batch: Rollout) -> set[bool]:
+    """Which parts have a forward pass of their own in an update: those that could reuse acting's (True), or the others."""
+    with unittest.mock.patch.object(population.Agents, "results", side_effect=run.model.results) as called:
+        run.update(batch)
+    return {call.args[0].reuses for call in called.call_args_list if len(call.args) == 3}  # a fourth is what acting has kept
+
+
+@pytest.mark.parametrize("task", [None, "fp8rl/Lqr-v0"])
+def test_forward_passes_of_acting_serve_the_first_update(task):
     """Only the order in which a matmul sums may differ, as between an agent alone and among others."""
-    reusing, plain = Population(thirty()), Population(thirty())
-    plain.reuses = False
+    configs = thirty() if task is None else [dataclasses.replace(c, env_id=task, start_noise=0.5) for c in thirty()]
+    reusing, plain = Population(configs), Population(configs)
+    plain.reuse_forward = False
     rollouts = [run.collect() for run in (reusing, plain)]
     for one, other in zip(*rollouts, strict=True):
         assert one is other is None or torch.equal(one, other)
-    with unittest.mock.patch.object(population.Agents, "results", side_effect=reusing.model.results) as computed:
-        reusing.update(rollouts[0])
-    forward = [call for call in computed.call_args_list if len(call.args) == 3]
-    assert {call.args[0].reuses for call in forward} == {False}  # of FP8 agents alone
-    plain.update(rollouts[1])
+    assert computed(reusing, rollouts[0]) == {False} and computed(plain, rollouts[1]) == {False, True}
     for k, config in enumerate(reusing.configs):
         far = {"fp32": 1e-6, "fp8": 0.0}.get(config.precision, 2.0**-6) * config.learning_rate
         torch.testing.assert_close(reusing.model.theta[k], plain.model.theta[k], rtol=1e-6, atol=far + 1e-7)
-    before = reusing.model.theta.detach().clone()
-    for run, rollout in zip((reusing, plain), rollouts, strict=True):
-        with torch.no_grad():
-            run.model.theta.copy_(before)
-        run.update(rollout)  # the weights have changed, so what acting has kept is of no use
-    assert not torch.equal(before, reusing.model.theta)
-    torch.testing.assert_close(reusing.model.theta, plain.model.theta, rtol=0, atol=2.0**-5 * 3e-3)
+    assert computed(reusing, rollouts[0]) == {False, True}  # the weights have changed
+
+
+@pytest.mark.parametrize("between", ["another rollout", "an interrupted one", "other weights", "another state"])
+def test_but_only_those_of_the_same_rollout_and_weights(between):
+    run = Population(thirty())
+    state, rollout = run.state_dict(), run.collect()
+    if between == "another rollout":
+        run.collect()
+    elif between == "an interrupted one":
+        with unittest.mock.patch.object(run.env, "step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            run.collect()
+    elif between == "other weights":
+        run.model.theta.data[7, 0] += 1e-3
+    else:
+        state["model"] = {name: x + 1e-3 for name, x in state["model"].items()}
+        run.load_state_dict(state)
+    assert computed(run, rollout) == {False, True}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"fresh_updates": 0}, {"collect_precision": "bf16"}, {"precision": "fp8"}, {"formats": "acting=e4m3"}], ids=str
+)
+def test_nothing_is_kept_where_it_would_be_of_no_use(fields):
+    run = Population([Config(**SHORT, **fields)])
+    run.collect()
+    assert not run.reuse_forward and run.newest is None and not run.model.acted
 
 
 def test_gradients_are_those_of_autograd():

@@ -184,6 +184,11 @@ class Agents(nn.Module):
         self.space, self.passes, self.acted = Space(), 0, []
 
     @property
+    def bits(self) -> torch.Tensor:
+        """The parameters' bits, int32 [S, P]: unlike numbers they are equal to themselves if there is a NaN among them."""
+        return self.theta.detach().view(torch.int32)
+
+    @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return views(self.theta.detach(), self.shapes)
 
@@ -207,12 +212,13 @@ class Agents(nn.Module):
             x = y
         return found
 
-    def forward(self, obs: torch.Tensor, acted: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, obs: torch.Tensor, reuse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]. Gradients of the last step's do not
-        reach the layers: the loss only bootstraps from them. `acted`: the newest policy that keeps something has seen them."""
+        reach the layers: the loss only bootstraps from them. `reuse`: they are those that the newest policy with rows has
+        seen."""
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
-        outputs = Passes.apply(rows, self.theta, self, rows.shape[1] - envs, acted)
+        outputs = Passes.apply(rows, self.theta, self, rows.shape[1] - envs, reuse)
         outputs = outputs.view(agents, length, envs, -1).transpose(0, 1)
         actor, values = outputs.split((self.num_actions, 1), dim=-1)
         return Gaussian.outputs(actor, self.spread(self.theta)) if self.gaussian else actor, values.squeeze(-1)
@@ -222,13 +228,13 @@ class Agents(nn.Module):
         return theta[:, -self.num_actions :].unsqueeze(1) if self.gaussian else None
 
     def policy(self, kind: str, rows: int = 0) -> "Policy":
-        """The agents' policies with the current weights, in the precision of the "learner" or the "actor". They keep what
-        `forward` would compute for the first `rows` observations of each agent, until the next ones that keep something."""
+        """The agents' policies with the current weights, in the precision of the "learner" or the "actor". In `acted` they keep
+        what `forward` would compute for the first `rows` observations of each agent, until the next ones with `rows`."""
         if rows:
             self.passes += 1
             if not self.acted:
-                shapes = [(len(self.theta), size, rows) for size, _ in self.shapes[1:]]
-                hidden, last = (self.theta.new_empty(shape) for shape in shapes)
+                with torch.inference_mode(False):  # as in Space
+                    hidden, last = (self.theta.new_empty(len(self.theta), size, rows) for size, _ in self.shapes[1:])
                 self.acted = [hidden.view(len(hidden), rows, -1), last.mT]
         kept = self.acted if rows else []
         return Policy(self.layers, self.spread(self.theta.detach()), self.acting_parts[kind], self.space, kept)
@@ -267,6 +273,13 @@ def reusable(learner: Matmuls, actor: Matmuls) -> bool:
     return learner == actor and actor[1:] == (None, None) and not actor.precision.startswith("fp8")
 
 
+def reuses_forward(config: Config, device) -> bool:
+    """Whether an agent acts and learns with the same forward passes. Not on a GPU, where calls cost most: it makes more of
+    them."""
+    on_cpu = torch.device(device).type == "cpu"
+    return on_cpu and config.fresh_updates > 0 and reusable(matmuls_of(config), matmuls_of(config, acting=True))
+
+
 class Part(NamedTuple):
     """Agents that compute together, the rounding of every layer, and whether learning reuses what acting has computed."""
 
@@ -276,7 +289,7 @@ class Part(NamedTuple):
 
 
 def parts_of(matmuls: list[Matmuls], others: list[Matmuls], shapes: list[tuple[int, int]], most: int | None = None) -> list[Part]:
-    """Parts of at most `most` agents for `matmuls`, the learner's or the acting policy's; `others` are those that are not."""
+    """Parts of at most `most` agents for `matmuls`, the learner's or the acting policy's; `others`: of the two, the other."""
     found = []
     for agents in alike(list(zip(matmuls, others, strict=True)), most):
         own, other = matmuls[agents.start], others[agents.start]
@@ -298,7 +311,7 @@ def alike(values: list, most: int | None = None) -> list[slice]:
 class Policy:
     """Policies of S agents with fixed weights, rounded once and stored as they multiply fastest with few rows: [S, I, O], but [S,
     O, I] in the last layer, whose few outputs are computed as rows. What parts reuse goes into `kept`, [S, R, O] for every layer
-    but the first, or nothing; then the last layer has the critic, too."""
+    but the first, and their last layer has the critic, too. If `kept` is empty, nothing is kept."""
 
     recurrent = False
 
@@ -339,16 +352,16 @@ class Policy:
 
 
 class Passes(torch.autograd.Function):
-    """Forward and backward pass of all agents, a few agents at a time; backward only for the first rows. The next forward pass
-    overwrites what a backward pass needs, which then raises RuntimeError."""
+    """Forward and backward pass of all agents, a few agents at a time; backward only for the first rows. The next forward pass,
+    or policy that keeps rows, overwrites what a backward pass needs, which then raises RuntimeError."""
 
     @staticmethod
-    def forward(ctx, obs, theta, net, learned, acted):
+    def forward(ctx, obs, theta, net, learned, reuse):
         """Maps obs [S, R, F] and parameters [S, P] to outputs [S, R, A + 1]; only the first `learned` rows have a gradient.
-        `acted`: parts that reuse results have them already."""
+        With `reuse` the parts that can take what acting has kept."""
         net.passes += 1
         ctx.net, ctx.number, ctx.obs, ctx.learned, ctx.layers = net, net.passes, obs[:, :learned], learned, net.layers
-        ctx.kept = [None if acted and part.reuses else net.results(part, obs, ctx.layers) for part in net.parts]
+        ctx.kept = [None if reuse and part.reuses else net.results(part, obs, ctx.layers) for part in net.parts]
         parts = zip(net.parts, ctx.kept, strict=True)
         return torch.cat([(kept[-1][-1] if kept else net.acted[-1][part.agents]).mT for part, kept in parts]).mT
 
@@ -357,7 +370,7 @@ class Passes(torch.autograd.Function):
     def backward(ctx, grad):
         net, space = ctx.net, ctx.net.space
         if ctx.number != net.passes:
-            raise RuntimeError("another forward pass has overwritten this one's results: call backward first")
+            raise RuntimeError("another forward pass, or acting, has overwritten this one's results: call backward first")
         theta_grad = torch.empty_like(net.theta)
         if net.gaussian:
             theta_grad[:, -net.num_actions :] = 0  # deviations, which `Agents.forward` adds to the outputs
@@ -607,6 +620,8 @@ class Population(Run):
 
     Attributes, other than Run's:
         configs: the agents' configs, ordered by precision.
+        reuse_forward: whether acting keeps forward passes for the update on the new rollout. newest: that rollout and the weights
+            that acted, until the next update.
 
     Args:
         configs: of the agents; they may differ in the fields of FREE.
@@ -624,11 +639,11 @@ class Population(Run):
             for name in (config.precision, config.collect_precision or config.precision):
                 Precision(name, device)
         one = shared(configs[0])
-        require_room(len(configs), one, device)
         for config in configs:
             if shared(config) != one:
                 name = next(name for name, value in vars(shared(config)).items() if value != getattr(one, name))
                 raise ValueError(f"{name} is {getattr(config, name)} beside {getattr(one, name)}: use another population for it")
+        require_room(configs, device)
         self.configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
         self.places = [places_of(config.formats) for config in self.configs]
         self.agents, self.device, self.rank, self.ranks = len(configs), torch.device(device), 0, 1
@@ -646,9 +661,8 @@ class Population(Run):
         adam = self.config.learning_rate, self.places, self.model.sizes, self.generator
         self.optimizer = self.adam = Adam(self.model.theta, *adam)
         self.precision = self.scaler = Scales([config.precision for config in self.configs], device)
-        # Whether acting keeps forward passes for the first update. On a GPU, where calls cost most, that makes more of them.
-        self.reuses = one.fresh_updates > 0 and self.device.type == "cpu" and any(part.reuses for part in self.model.parts)
-        self.newest = None  # the rollout whose forward passes are kept
+        self.reuse_forward = any(reuses_forward(config, device) for config in self.configs)
+        self.newest = None
         ring = one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device
         self.ring = Rings(self.agents, *ring, action_size=sizes[1] if self.model.gaussian else 0)
         self.stores = one.replay_updates > 0
@@ -665,13 +679,13 @@ class Population(Run):
 
     def act(self) -> Rollout:
         """Like Run.act, a Rollout [T, S N]."""
-        length = self.config.rollout_length
-        actor = self.model.policy("actor", (length + 1) * self.config.num_envs if self.reuses else 0)
+        length, self.newest = self.config.rollout_length, None
+        actor = self.model.policy("actor", (length + 1) * self.config.num_envs if self.reuse_forward else 0)
         rollout = collect(actor, self.env, length, self.precision, self.generator, None, self.loop)
-        if self.reuses:
+        if self.reuse_forward:
             with torch.no_grad(), self.precision.autocast():
                 actor.policy(rollout.obs[-1])  # its value is used only for bootstrapping
-            self.newest = rollout
+            self.newest = rollout, self.model.bits.clone()
         return rollout
 
     def rounded_targets(self, *args) -> Targets:
@@ -699,10 +713,12 @@ class Population(Run):
 
     def learn(self, batch: Rollout, computed=None) -> dict[str, torch.Tensor]:
         """Like Run.learn on a batch [T, S B]; statistics are [S]."""
-        reuses, self.newest = batch is self.newest and self.reuses, None
+        (newest, bits), self.newest = self.newest or (None, None), None
+        acted = batch is newest and torch.equal(bits, self.model.bits)  # unless somebody has changed the weights
         batch = by_agent(batch, self.agents)
-        with self.precision.autocast():
-            computed = self.model(batch.obs, acted=True) if reuses else None
+        if acted:
+            with self.precision.autocast():
+                computed = self.model(batch.obs, reuse=True)
         return super().learn(batch, computed)
 
     def check(self, rollout: Rollout) -> None:
@@ -754,7 +770,7 @@ class Population(Run):
         return [self.history.of(self.configs.index(config)) for config in configs]
 
 
-def bytes_per_agent(config: Config) -> int:
+def bytes_per_agent(config: Config, device="cpu") -> int:
     """Memory that an agent takes, about: what it fills of its ring, seven tensors like its parameters, one like the hidden layer
     of a rollout if that is reused, and four like that of the larger of a rollout and a replayed batch, with a hundred numbers of
     the loss for each of its rows."""
@@ -763,21 +779,22 @@ def bytes_per_agent(config: Config) -> int:
     action_size = task.num_actions if task and task.distribution is Gaussian else 0
     parameters = width * (features + width + 5) + 3
     slices = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
-    acted = (config.rollout_length + 1) * config.num_envs
-    kept = acted if config.fresh_updates and reusable(matmuls_of(config), matmuls_of(config, acting=True)) else 0
-    rows = max(acted, slices)
+    fresh_rows = (config.rollout_length + 1) * config.num_envs
+    kept_rows = fresh_rows if reuses_forward(config, device) else 0
+    rows = max(fresh_rows, slices)
     filled = min(config.rows, config.iterations * config.rollout_length + 1)
     ring = ring_bytes(filled, config.num_envs, features, codec=config.codec, action_size=action_size)
-    return ring + 4 * (7 * parameters + width * kept + (4 * width + 100) * rows)
+    return ring + 4 * (7 * parameters + width * kept_rows + (4 * width + 100) * rows)
 
 
-def require_room(agents: int, config: Config, device) -> None:
+def require_room(configs: list[Config], device) -> None:
     """Checks that a population fits before anything is allocated.
 
     Raises:
         MemoryError: it does not; the message has the largest that does.
     """
-    each, free = bytes_per_agent(config), growth.available(device)
+    agents, free = len(configs), growth.available(device)
+    each = max(bytes_per_agent(config, device) for config in configs)
     if agents * each > free:
         need = f"needs about {agents * each / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}"
         raise MemoryError(f"population of {agents} agents {need}: use at most {free // each} agents")

@@ -67,8 +67,9 @@ class Loop:
 
     def fastest(self, machine: Machine) -> tuple[Config, Machine]:
         """The config of the loop and the machine, with what is left open as it is fastest here: the precision, if it is None, and
-        whether forward passes are reused, if the machine says so. That pays only with many environments, and is not for a CUDA
-        graph, a compiled loop or collection ahead. Raises like `config`."""
+        whether forward passes are reused, if the machine says so. That pays only with many environments (or in a population,
+        which reuses them where it can), and is not for a CUDA graph, a compiled loop or collection ahead. Raises like
+        `config`."""
         config = self.config(machine)
         if self.agents:
             return config, machine
@@ -118,8 +119,8 @@ def bench_loop(
         run = Population([dataclasses.replace(config, seed=seed) for seed in range(agents)], machine.device)
         if machine.graph:
             graphs.capture(run)
-        run.reuses = run.reuses and machine.reuse_forward
-    reused = machine.reuse_forward if agents is None else run.reuses
+        run.reuse_forward = run.reuse_forward and machine.reuse_forward
+    reused = machine.reuse_forward if agents is None else run.reuse_forward
 
     def timed(name):
         function = getattr(run, name)
@@ -154,7 +155,7 @@ def bench_loop(
     result = dict(zip(names, map(statistics.median, zip(*found, strict=True)), strict=True))
     shape = {} if agents is None else {"agents": agents}
     shape |= {"num_envs": config.num_envs, "rollout_length": config.rollout_length, "precision": config.precision}
-    shape["reuse_forward"] = bool(reused)
+    shape["reuse_forward"] = reused
     return {"train_steps_per_second": result.pop("train_steps_per_second"), **shape, **result}
 
 

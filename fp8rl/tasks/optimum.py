@@ -6,8 +6,9 @@ With k steps left, the value of a state x is that of the better push u (Bellman 
 
 The values are kept at the points of a grid, which lie close together near the origin, and are interpolated between these
 (bilinear). Errors add up over the steps, so the returns that count are those of the controller that is greedy in these values, in
-the exact physics. They are real, and no more than the best. On other grids, some of them twice as fine, means of a hundred starts
-differ by less than 0.02 of 200. With 64 steps left or more the push hardly depends on their number, so V_63 serves for all.
+the physics themselves. They are real, and no more than the best. On other grids, some of them twice as fine, means of a hundred
+starts differ by less than 0.02 of 200. With 64 steps left or more the push hardly depends on their number, so V_63 serves for
+all.
 """
 
 import torch
