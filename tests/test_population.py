@@ -273,7 +273,8 @@ def test_forward_passes_of_acting_serve_the_first_update(task):
     plain.reuse_forward = False
     rollouts = [run.collect() for run in (reusing, plain)]
     for one, other in zip(*rollouts, strict=True):
-        assert one is other is None or torch.equal(one, other)
+        exact = task is None  # the heads' product with the critic's row may sum in another order, which a continuous action shows
+        assert one is other is None or (torch.equal(one, other) if exact else torch.allclose(one, other, rtol=1e-4, atol=1e-5))
     assert computed(reusing, rollouts[0]) == {False} and computed(plain, rollouts[1]) == {False, True}
     for k, config in enumerate(reusing.configs):
         far = {"fp32": 1e-6, "fp8": 0.0}.get(config.precision, 2.0**-6) * config.learning_rate
