@@ -1,7 +1,6 @@
 import csv
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,10 +21,9 @@ TINY = ["--steps", "1024", "--eval-episodes", "2"]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder written by the real command, in its own process."""
+    """A folder written by the command."""
     out = tmp_path_factory.mktemp("runs") / "a"
-    command = [sys.executable, "-m", "fp8rl", "train", "--precision", "bf16", "--seed", "1", *TINY, "--out", str(out)]
-    subprocess.run(command, check=True, capture_output=True)
+    run_cli("train", "--precision", "bf16", "--seed", 1, *TINY, "--out", out)
     return out
 
 
