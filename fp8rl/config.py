@@ -94,9 +94,9 @@ class Config:
     learning_rate: float = 2e-3
     """Adam's initial learning rate. It falls, because a policy that has just become good is lost again at a high one."""
     halved_after: int = 40_000
-    """Divide the learning rate by 1 + steps / halved_after: half after so many environment steps, but for `anneal`; 0: do not."""
+    """Divide the learning rate by 1 + steps / halved_after: half after so many steps, apart from `anneal`. 0 turns this off."""
     anneal: bool = True
-    """Multiply the learning rate, too, by the share of training that is left, so that the last policy has settled."""
+    """Also multiply the learning rate by the share of training that is left, so that the last policy has settled."""
     max_grad_norm: float = 0.5
     """Gradients are clipped to this L2 norm."""
 
@@ -190,7 +190,7 @@ class Config:
     @classmethod
     def published(cls, **changes) -> "Config":
         """The loop of the demo that this project started from: one environment, uniform single transitions, no importance
-        correction, no entropy bonus, time limits treated as terminations, 64 transitions learned from per 128 collected."""
+        correction, no entropy bonus, time limits treated as terminations, 64 transitions learned per 128 collected."""
         loop = {"num_envs": 1, "start_noise": 0.0, "rollout_length": 128, "slice_length": 1, "batch_size": 64, "fresh_updates": 0}
         loop |= {"replay_updates": 1, "capacity": 10_000, "gamma": 0.99, "entropy_coef": 0, "learning_rate": 1e-3}
         off = ("scale_rewards", "importance_correction", "bootstrap_truncation", "normalize_advantage", "anneal")

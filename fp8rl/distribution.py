@@ -3,7 +3,7 @@
 A network's outputs are logits [..., A], or means and logarithms of standard deviations [..., 2 A]. Actions are sampled from them
 and independent noise: argmax(logits + Gumbel noise) is a sample from softmax(logits) (Gumbel 1954; Maddison et al. 2014,
 arXiv:1411.0030), and mean + deviation * Gaussian noise is one from the Gaussian. Continuous actions are scaled: [-1, 1] spans
-the environment's bounds. A sample may lie outside: the environment clips it, its log-probability is that of the sample.
+the environment's bounds. A sample may lie outside: the environment clips it, but its log-probability is that of the sample.
 
 Everything here is in float32, under any autocast: in float16 small deviations are flushed to 0, and dividing by them overflows
 (Bjorck et al. 2021, arXiv:2102.13565).
@@ -54,7 +54,7 @@ class Gaussian:
     @staticmethod
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
         """Outputs [..., 2 A] from means [..., A] and `spread`, float32. Adam moves a parameter by about the sum of its learning
-        rates, 1.1 in a million steps: too little for a logarithm of a deviation, so the parameter is a quarter of it."""
+        rates, 1.1 in a million steps: too little for the logarithm of a deviation, so the parameter is a quarter of that."""
         return torch.cat((mean, (4 * spread).clamp(*LOG_STD).expand_as(mean)), dim=-1)
 
     @staticmethod

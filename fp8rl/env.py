@@ -31,7 +31,7 @@ def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
     """One step of the physics: from a state (position, velocity) and actions [...], 0 or 1, to the next, float32 [..., 2]. The
     constants are float32, too: states in float64 follow physics that is off by 1e-8."""
     position, velocity = state.unbind(-1)
-    velocity = torch.add(velocity, action, alpha=2 * PUSH) - _push
+    velocity = torch.add(velocity, action, alpha=2 * PUSH) - _push  # -0.1 for action 0, 0.1 for 1
     # All positions, then all velocities in memory: a batch is processed by column.
     return torch.stack((position + velocity, velocity * _damping)).movedim(0, -1)
 

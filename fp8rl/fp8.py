@@ -72,7 +72,8 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
-    """The smallest power of two s, from 2^-126 up, with largest / s <= limit (0 gets that of 0.5); NaN if it is not finite."""
+    """The smallest power of two s, from 2^-126 up, with largest / s <= limit (for 0 the same as for 0.5); NaN if `largest`
+    is not finite."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(min=-126)

@@ -75,10 +75,11 @@ class History:
         self.columns = {name: array("d", values.tolist()) for name, values in columns.items()}
 
 
-@np.errstate(invalid="ignore", over="ignore")  # of an agent that has stopped
+@np.errstate(invalid="ignore", over="ignore")  # an agent that has stopped may hold infinities
 def running_returns(rollout: Rollout, before: np.ndarray, gamma=1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Discounted sums of running episodes' rewards, G_t = r_t + gamma G_{t-1}, from those before a rollout, [N] (or [S, N], with
-    gamma [S, 1]): those in it, [T, ...], those after it (0 after an end), and the ends, bool [T, ...]."""
+    """Carries each episode's discounted sum of rewards, G_t = r_t + gamma G_{t-1}, through a rollout. `before` is G before its
+    first row, [N] (or [S, N], with gamma [S, 1]). Returns G after every row, [T, ...], G to go on with (0 where the last row
+    ended an episode), and which rows ended one, bool [T, ...]."""
     rewards, flags = (x.cpu().numpy().reshape(-1, *before.shape) for x in (rollout.reward, rollout.flags))
     found, ended = np.empty(rewards.shape, before.dtype), (flags & (TERMINATED | TRUNCATED)) != 0
     for t, some_end in enumerate(ended.reshape(len(ended), -1).any(1)):  # in NumPy, whose calls cost less than torch's
@@ -89,8 +90,8 @@ def running_returns(rollout: Rollout, before: np.ndarray, gamma=1.0) -> tuple[np
 
 class RewardScale:
     """Divides rewards by the root mean square, over about the last 100 steps, of G_t = r_t + gamma G_{t-1}, the discounted sum of
-    an episode's past rewards. `open` is G, float32 [N]; `square`, float32 [2, S, 1] for S agents, is running means of G^2 and 1,
-    both from 0: their quotient is unbiased at the start, as in Adam."""
+    an episode's past rewards. `open` is G, float32 [N]; `square`, float32 [2, S, 1] for S agents, holds running means of G^2 and
+    of 1, both from 0: their quotient is unbiased at the start, as in Adam."""
 
     KEEPS = 0.99
 

@@ -11,13 +11,13 @@ vs is the critic's target and vs - V the advantage, which is IMPALA's with lambd
 policy's own data every rho is 1, vs is the lambda-return and the advantage is GAE(lambda) (Schulman et al. 2015,
 arXiv:1506.02438, equation 16).
 
-Ends of episodes: `discount` is 0 after a termination and gamma elsewhere, so a truncation bootstraps from V of the final
-observation, the next row. The row after any end is a dummy whose action was ignored: `valid` is False there, which zeroes its
-delta and cuts the trace, so that nothing leaks from one episode into the previous one.
+Ends of episodes: the discount is 0 in a row whose action terminates the episode and gamma elsewhere, so a truncation bootstraps
+from V of the final observation, the next row. The row after any end is a dummy whose action was ignored: `valid` is False there,
+which zeroes its delta and cuts the trace, so that nothing leaks from one episode into the previous one.
 
 V-trace bounds the weight of an old step, not how far repeated updates on it move the policy. So a step counts for the policy only
-while rho < 1 + clip, or rho > 1 - clip if its advantage is negative: PPO's rule (Schulman et al. 2017, arXiv:1707.06347), with
-the step's own behaviour policy as the old one.
+while rho < 1 + clip if its advantage is positive, and while rho > 1 - clip if it is negative: PPO's rule (Schulman et al. 2017,
+arXiv:1707.06347), with the step's own behaviour policy as the old one.
 """
 
 import functools
@@ -32,7 +32,7 @@ from .rollout import TERMINATED, TRUNCATED, Rollout
 
 FLOOR = 0.05  # added to the advantages' standard deviation, so that the noise of almost equal ones is not magnified
 LOWEST = torch.finfo(torch.float32).min
-_sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over a batch's rows: [1, 1], or [1, S, 1] of agents
+_sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over time and batch: [1, 1], or [1, S, 1] of S agents
 
 
 class Targets(NamedTuple):
@@ -113,7 +113,7 @@ def actor_critic_loss(
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
     # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which the advantage pushes it.
     advantage = torch.where((targets.ratio - 1) * advantage.sign() < config.clip, advantage, 0)
-    policy_loss = -_sum(logp * advantage) / count
+    policy_loss = -_sum(logp * advantage) / count  # without rho: the advantage has it already
     value_loss = 0.5 * _sum((mask * (values[:-1] - targets.value)).square()) / count
     entropy = _sum(mask * policy.entropy()) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy

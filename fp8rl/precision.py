@@ -19,8 +19,8 @@ A machine emulates types that it has no instructions for (on many CPUs bfloat16 
 
 In the core, parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no scaling. float16 ends at
 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss, unscales the gradients before clipping, skips the step and
-halves the scale when one is not finite, and doubles it after good steps. FP8 scales each tensor; its GradScaler stays at 1 and
-only skips steps.
+halves the scale when a gradient is not finite, and doubles it after good steps. FP8 scales each tensor; its GradScaler stays at 1
+and only skips steps.
 """
 
 import contextlib
@@ -105,7 +105,7 @@ class Precision:
         `total` sums the gradients over processes that share the loss. On CUDA a fused, capturable optimizer never waits."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), dtype=torch.float32, device=self.device)
-        scale = self.scaler.scale(one)
+        scale = self.scaler.scale(one)  # unlike get_scale() this does not wait for a GPU
         optimizer.zero_grad(set_to_none=True)
         with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):  # a surrounding one would cast FP8's matmuls
             self.scaler.scale(loss).backward()
@@ -117,8 +117,8 @@ class Precision:
         self.scaler.step(optimizer)
         self.scaler.update()
         new_scale = self.scaler.scale(one)
-        skipped = new_scale < scale
-        if self.is_fp8:  # GradScaler reports a skip by halving its scale: back to 1, or it would end at 0
+        skipped = new_scale < scale  # it becomes smaller only by a skip
+        if self.is_fp8:  # back to 1, or it would end at 0
             self.scaler.update(one)
             new_scale = one
         return StepReport(grad_norm, new_scale, skipped)

@@ -141,12 +141,12 @@ class ReplayBuffer:
         count, length = self.count, len(rollout.action)
         new = self._codes(rollout.obs)
         new |= {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}
-        self._clock[0] = max(self.start, count + length + 1 - self.rows)
+        self._clock[0] = max(self.start, count + length + 1 - self.rows)  # 1 for the open row
         head = count % self.rows
         before_wrap = self.rows - head
         for name, values in new.items():
-            field, values = self.fields[name], values.transpose(0, 1)  # [N, T, ...]
-            field[:, head : head + values.shape[1]] = values[:, :before_wrap]  # cut at the end of the ring
+            field, values = self.fields[name], values.transpose(0, 1)  # [N, T, ...], and T + 1 observations
+            field[:, head : head + values.shape[1]] = values[:, :before_wrap]  # up to the end of the ring; the rest from 0 on
             if values.shape[1] > before_wrap:
                 field[:, : values.shape[1] - before_wrap] = values[:, before_wrap:]
         self._clock[1] = count + length

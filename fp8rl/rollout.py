@@ -90,12 +90,12 @@ def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], t
         outputs.append(output)
         actions.append(env.distribution.sample(output, numbers))
         if state is not None:
-            state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets
+            state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets, and a new episode begins with state 0
         next_obs, reward, terminated, truncated = env.step(actions[-1], start)
         obs.append(next_obs)
         rewards.append(reward)
         ends += terminated, truncated
-    ends = torch.stack(ends).view(len(noise), 2, -1).byte()
+    ends = torch.stack(ends).view(len(noise), 2, -1).byte()  # [T, 2, N]: terminated, truncated
     flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
     flags += DUMMY * torch.cat((done.unsqueeze(0), flags[:-1] != 0)).byte()
     return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(outputs)), state

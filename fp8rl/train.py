@@ -94,7 +94,7 @@ class Run:
         rank: int = 0,
         ranks: int = 1,
     ):
-        needs = {"env_id": make_env, "encoder": networks, "normalize_obs": networks}  # the argument for each field
+        needs = {"env_id": make_env, "encoder": networks, "normalize_obs": networks}  # argument by field
         needs |= dict.fromkeys(("codec", "layout", "formats"), make_ring)
         for field, part in needs.items():
             if part in (make_cart, PLAIN, ReplayBuffer) and getattr(config, field) != getattr(Config, field):
@@ -104,7 +104,7 @@ class Run:
         collect_device = collect_device or device
         self.precision = Precision(config.precision, device)
         self.acting = Precision(config.collect_precision or config.precision, collect_device)
-        # Replaced in scale/ and lab/; these are the plain ones. A recorder is a context whose dict joins an update's statistics.
+        # The plain ones, which scale/ and lab/ replace. `recorder()` yields a dict that is added to an update's statistics.
         self.make_env, self.total, self.targets_of, self.loop, self.check = make_env, alone, vtrace, steps, check_finite
         self.recorder = functools.partial(contextlib.nullcontext, {})
         self.generator = self.draws = Stream(collect_device).manual_seed(stream_seed(config.seed, rank) if rank else config.seed)
