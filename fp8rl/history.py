@@ -13,7 +13,7 @@ TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several process
 
 
 class History:
-    """One row of numbers per iteration, kept as columns of doubles, which take less memory than Python objects:
+    """One row of numbers per iteration, kept as columns of doubles, which take less memory than Python objects. The columns:
 
     iteration, steps (environment steps so far), seconds (of training, without evaluations), learning_rate
     train_return: mean return of the episodes that ended in the rollout, NaN if none did

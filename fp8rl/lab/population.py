@@ -169,11 +169,14 @@ class Agents(nn.Module):
     Args:
         models: S networks, whose parameters are copied.
         learning, acting: the learner's matmuls and the acting policy's of each agent; equal ones follow each other.
+        reusing: of each agent, whether learning takes what acting has computed.
     """
 
     recurrent = False
 
-    def __init__(self, models: list[ActorCritic], learning: list[Matmuls], acting: list[Matmuls], device="cpu"):
+    def __init__(
+        self, models: list[ActorCritic], learning: list[Matmuls], acting: list[Matmuls], reusing: list[bool], device="cpu"
+    ):
         super().__init__()
         self.num_actions, self.gaussian = models[0].actor.out_features, models[0].spread is not None
         shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, models[0].hidden)]
@@ -182,8 +185,8 @@ class Agents(nn.Module):
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.shapes = shapes
         self.sizes = [p.numel() for p in in_order(models[0])]
-        self.parts = parts_of(learning, acting, shapes, most_together(device))
-        self.acting_parts = {"learner": parts_of(learning, acting, shapes), "actor": parts_of(acting, learning, shapes)}
+        self.parts = parts_of(learning, reusing, shapes, most_together(device))
+        self.acting_parts = {"learner": parts_of(learning, reusing, shapes), "actor": parts_of(acting, reusing, shapes)}
         self.space, self.passes, self.acted = Space(), 0, []
 
     @property
@@ -196,15 +199,15 @@ class Agents(nn.Module):
         return views(self.theta.detach(), self.shapes)
 
     def results(self, part: "Part", obs: torch.Tensor, layers: list, acted=()) -> list[tuple[torch.Tensor, ...]]:
-        """Inputs, weights and outputs of each layer, rounded, for a part's agents and observations [S, R, F]. Outputs that acting
-        has kept in `acted` are taken from there: those of all layers but the first, which is soon computed."""
+        """Inputs, weights and outputs of each layer, rounded, for a part's agents and observations [S, R, F]. With `acted` the
+        outputs are those that acting has kept there. The first layer's are computed again, which is faster than keeping them."""
         x, found = obs[part.agents], []
         for i, ((weight, bias), rounding) in enumerate(zip(layers, part.roundings, strict=True)):
             x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[part.agents])
             if i and acted:
                 y = acted[i - 1][part.agents]
             else:
-                name = (i, None if acted else part.agents.start)
+                name = (i, None if acted else part.agents.start)  # with `acted`, used up before the next part
                 bias = apply(rounding.result, bias[part.agents])
                 if weight.shape[1] < x.shape[2]:  # few outputs are computed as rows, which is faster than as columns
                     y = self.space.product(name, weight, x.mT, bias.mT).mT
@@ -217,8 +220,7 @@ class Agents(nn.Module):
 
     def forward(self, obs: torch.Tensor, reuse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]. Gradients of the last step's do not
-        reach the layers: the loss only bootstraps from them. `reuse`: they are those that the newest policy with rows has
-        seen."""
+        reach the layers: the loss only bootstraps from them. `reuse`: the last policy that keeps rows has acted on them."""
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
         outputs = Passes.apply(rows, self.theta, self, rows.shape[1] - envs, reuse)
@@ -270,17 +272,12 @@ def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torc
     return [(next(weights_and_biases).unflatten(1, shape), next(weights_and_biases).unsqueeze(1)) for shape in shapes]
 
 
-def reusable(learner: Matmuls, actor: Matmuls) -> bool:
-    """Whether the forward pass that acted is the learner's, too: both round alike, and each number by itself. FP8 and formats
-    scale a matrix by its largest number."""
-    return learner == actor and actor[1:] == (None, None) and not actor.precision.startswith("fp8")
-
-
 def reuses_forward(config: Config, device) -> bool:
-    """Whether an agent acts and learns with the same forward passes. Not on a GPU, where calls cost most: it makes more of
-    them."""
-    on_cpu = torch.device(device).type == "cpu"
-    return on_cpu and config.fresh_updates > 0 and reusable(matmuls_of(config), matmuls_of(config, acting=True))
+    """Whether an agent learns from a new rollout with the forward passes that acted: if both round alike, and each number by
+    itself. FP8 and formats scale a matrix by its largest number. Not on a GPU, where calls cost most: it makes more of them."""
+    learner, actor = matmuls_of(config), matmuls_of(config, acting=True)
+    alone = actor[1:] == (None, None) and not actor.precision.startswith("fp8")
+    return torch.device(device).type == "cpu" and config.fresh_updates > 0 and learner == actor and alone
 
 
 class Part(NamedTuple):
@@ -291,13 +288,10 @@ class Part(NamedTuple):
     reuses: bool
 
 
-def parts_of(matmuls: list[Matmuls], others: list[Matmuls], shapes: list[tuple[int, int]], most: int | None = None) -> list[Part]:
-    """Parts of at most `most` agents for `matmuls`, the learner's or the acting policy's; `others`: of the two, the other."""
-    found = []
-    for agents in alike(list(zip(matmuls, others, strict=True)), most):
-        own, other = matmuls[agents.start], others[agents.start]
-        found.append(Part(agents, roundings_of(own, shapes), reusable(own, other)))
-    return found
+def parts_of(matmuls: list[Matmuls], reusing: list[bool], shapes: list[tuple[int, int]], most: int | None = None) -> list[Part]:
+    """Parts of at most `most` agents with equal matmuls that all reuse results, or none."""
+    parts = alike(list(zip(matmuls, reusing, strict=True)), most)
+    return [Part(agents, roundings_of(matmuls[agents.start], shapes), reusing[agents.start]) for agents in parts]
 
 
 def alike(values: list, most: int | None = None) -> list[slice]:
@@ -660,12 +654,11 @@ class Population(Run):
         sizes, kind = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
         models = [ActorCritic(*sizes, generator=g, distribution=kind) for g in weights]
         matmuls = [[matmuls_of(config, acting) for config in self.configs] for acting in (False, True)]
-        self.model = Agents(models, *matmuls, device)
+        reusing = [reuses_forward(config, device) for config in self.configs]
+        self.model, self.reuse_forward, self.newest = Agents(models, *matmuls, reusing, device), any(reusing), None
         adam = self.config.learning_rate, self.places, self.model.sizes, self.generator
         self.optimizer = self.adam = Adam(self.model.theta, *adam)
         self.precision = self.scaler = Scales([config.precision for config in self.configs], device)
-        self.reuse_forward = any(reuses_forward(config, device) for config in self.configs)
-        self.newest = None
         ring = one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device
         self.ring = Rings(self.agents, *ring, action_size=sizes[1] if self.model.gaussian else 0)
         self.stores = one.replay_updates > 0
