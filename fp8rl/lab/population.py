@@ -276,8 +276,8 @@ def reuses_forward(config: Config, device) -> bool:
     """Whether an agent learns from a new rollout with the forward passes that acted: if both round alike, and each number by
     itself. FP8 and formats scale a matrix by its largest number. Not on a GPU, where calls cost most: it makes more of them."""
     learner, actor = matmuls_of(config), matmuls_of(config, acting=True)
-    alone = actor[1:] == (None, None) and not actor.precision.startswith("fp8")
-    return torch.device(device).type == "cpu" and config.fresh_updates > 0 and learner == actor and alone
+    elementwise = actor[1:] == (None, None) and not actor.precision.startswith("fp8")
+    return torch.device(device).type == "cpu" and config.fresh_updates > 0 and learner == actor and elementwise
 
 
 class Part(NamedTuple):
