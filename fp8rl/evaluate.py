@@ -12,14 +12,14 @@ def play(policy, env) -> np.ndarray:
     """The returns, float32 [N], of one episode in each of N newly created environments. The policy maps observations float32 [N,
     F], in inference mode, to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
-    live = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
+    live, steps = torch.ones_like(total), range(env.max_steps)  # 1 until the episode ends, then 0
     with inference(env):
-        for step in range(env.max_steps):
-            _, reward, _, _ = env.step(policy(env.obs))
-            total += env.discount**step * reward * live
-            live &= ~env.done
-            if step % 16 == 15 and not live.any():  # not every step, because it waits for a GPU
-                break
+        while len(steps) and live.any():  # not asked at every step, because it waits for a GPU
+            for step, start in zip(steps, env.draw(16), strict=False):
+                _, reward, _, _ = env.step(policy(env.obs), start)
+                total += env.discount**step * reward * live
+                live.masked_fill_(env.done, 0)
+            steps = steps[16:]
     return total.cpu().numpy()
 
 

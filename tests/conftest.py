@@ -42,3 +42,9 @@ def pytest_collection_finish(session) -> None:
     """Lets garbage collections skip what has been imported: nothing of it is ever freed."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Puts the short notebooks last. Of two processes, the first then begins with the long ones and the second with the tests,
+    and when one has nothing left, it takes over tests from the other."""
+    items.sort(key=lambda item: item.name in ("devices_and_graphs.ipynb", "replay_memory.ipynb"))

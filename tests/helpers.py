@@ -1,7 +1,11 @@
 """What several test files ask of runs and rollouts."""
 
 import itertools
+import multiprocessing
+import multiprocessing.forkserver
+import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +48,25 @@ def run_cli(*arguments) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["fp8rl", *map(str, arguments)])
         cli.main()
+
+
+SERVER = multiprocessing.get_context("forkserver")
+
+
+def forked(target, *arguments) -> multiprocessing.Process:
+    """A process that has imported everything: importing takes longer than what the processes of these tests do."""
+    SERVER.set_forkserver_preload(["fp8rl.__main__", "torch._dynamo"])  # the second comes with a process's first optimizer
+    multiprocessing.forkserver.ensure_running()
+    process = SERVER.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def cli_into(said: Path, *arguments) -> None:
+    """The command line with a file as stderr, for `forked`."""
+    with said.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    run_cli(*arguments)
 
 
 def resumed(path, machine=HERE) -> Run:

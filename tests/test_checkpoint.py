@@ -3,18 +3,14 @@ import io
 import os
 import pickle
 import re
-import signal
-import subprocess
-import sys
 import time
 import zipfile
 
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, resumed, weights
+from helpers import SHORT, after, assert_same, cli_into, forked, resumed, run_cli, weights
 
-from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.model import ActorCritic
@@ -258,18 +254,16 @@ def test_saving_changes_nothing(run, tmp_path):
     assert equal(before, run.state_dict()) and equal(checkpoint.resume(tmp_path / "checkpoint.pt")[1], before)
 
 
-def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
-    fields = ["--steps", "5120", "--capacity", "2000", "--eval-episodes", "2", "--checkpoint-every", "1"]
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
+    fields = ("--steps", 5120, "--capacity", 2000, "--eval-episodes", 2, "--checkpoint-every", 1)
     whole = train(Config(steps=5_120, capacity=2_000, eval_episodes=2), progress=False)
-    command = [sys.executable, "-m", "fp8rl", "train", *fields, "--out", str(tmp_path / "a")]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = forked(cli_into, tmp_path / "said", "train", *fields, "--out", tmp_path / "a")
     while not (tmp_path / "a" / "checkpoint.pt").exists():
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    monkeypatch.setattr(sys, "argv", ["fp8rl", "train", "--resume", str(tmp_path / "a")])
-    cli.main()
+    process.kill()
+    process.join()
+    run_cli("train", "--resume", tmp_path / "a")
     model, _ = checkpoint.load(tmp_path / "a" / "checkpoint.pt")
     assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), weights(whole))
     assert len((tmp_path / "a" / "metrics.csv").read_text().splitlines()) == 11

@@ -1,6 +1,7 @@
 """What users do to it: kills, two writers, foreign files, other code beside it."""
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import random
@@ -14,7 +15,7 @@ import time
 import psutil
 import pytest
 import torch
-from helpers import numbers, run_cli, weights
+from helpers import cli_into, forked, numbers, run_cli, weights
 
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
@@ -101,16 +102,9 @@ def start(*arguments, **kwargs) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
-def finished(*arguments) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of the command line."""
-    process = start(*arguments)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, "\n".join(line for line in err.splitlines() if "it/s" not in line and "iteration" not in line)
-
-
-def until(condition, process: subprocess.Popen) -> None:
+def until(condition, process: subprocess.Popen | multiprocessing.Process) -> None:
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()
         time.sleep(0.005)
 
 
@@ -135,12 +129,13 @@ def assert_goes_on_to(whole, out) -> None:
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])  # SIGTERM is below
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, code, tmp_path, whole):
-    out = tmp_path / "a"
-    process = start(*TRAIN, "--out", out)
+    out, said = tmp_path / "a", tmp_path / "said"
+    process = forked(cli_into, said, *TRAIN, "--out", out)
     until(lambda: rows_of(out / "metrics.csv") > random.randint(5, 20), process)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code
+    os.kill(process.pid, number)
+    process.join(60)
+    err = said.read_text()
+    assert process.exitcode == code
     if number != signal.SIGKILL:
         assert f"of 20,480: continue with train --resume {out}" in err.splitlines()[-1] and "Traceback" not in err
         assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 5  # nothing was lost
@@ -151,10 +146,10 @@ def test_a_resumed_run_goes_on_saving(tmp_path, whole):
     out = tmp_path / "a"
     for arguments in (("--checkpoint-every", 1, "--out", out), ("--resume", out)):
         begun = rows_of(out / "metrics.csv")
-        process = start(*(TRAIN if "--out" in arguments else TRAIN[:1]), *arguments)
+        process = forked(cli_into, tmp_path / "said", *(TRAIN if "--out" in arguments else TRAIN[:1]), *arguments)
         until(lambda begun=begun: rows_of(out / "metrics.csv") > begun + 6, process)
         process.kill()
-        process.communicate()
+        process.join()
         saved = len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"])
         assert saved >= rows_of(out / "metrics.csv") - 2 > begun  # a header, and at most one row is not in the checkpoint
     assert_goes_on_to(whole, out)
@@ -181,14 +176,17 @@ def test_one_of_two_writers_wins_and_the_other_says_so(tmp_path):
     assert {path.name for path in out.iterdir()} == {MARK, *FILES[winner]}
 
 
-def test_a_run_that_still_runs_is_not_resumed(tmp_path):
+def test_a_run_that_still_runs_is_not_resumed(tmp_path, capsys):
     out = tmp_path / "a"
-    process = start("train", "--steps", "2048000", "--out", out)
+    process = forked(cli_into, tmp_path / "said", "train", "--steps", "2048000", "--out", out)
     until(lambda: rows_of(out / "metrics.csv") > 3, process)
-    code, _, err = finished("train", "--resume", out)
-    assert code == 2 and err == f"fp8rl: out is {out}, where another process is writing: wait for it or use another"
+    with pytest.raises(SystemExit, match="2"):
+        run_cli("train", "--resume", out)
+    said = capsys.readouterr().err
+    assert said == f"fp8rl: out is {out}, where another process is writing: wait for it or use another\n"
     process.terminate()
-    assert process.wait(60) == 143
+    process.join(60)
+    assert process.exitcode == 143
 
 
 def test_overwrite_touches_nothing_that_no_run_wrote(tmp_path):

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 import math
 import subprocess
@@ -45,6 +46,18 @@ def theta(run: Population, config: Config) -> torch.Tensor:
     return run.model.theta[place(run, config)].detach().clone()
 
 
+@functools.cache
+def trained(*configs: Config) -> Population:
+    return train(Population(list(configs)), progress=False)
+
+
+@functools.cache
+def thetas(*configs: Config) -> list[dict[Config, torch.Tensor]]:
+    """The agents' parameters after each iteration."""
+    run = Population(list(configs))
+    return [{config: theta(run, config) for config in configs} for _ in iterate(run)]
+
+
 @pytest.mark.parametrize("agents", [2, 30])
 @pytest.mark.parametrize("k", [0, 10, 20, 25])
 def test_an_agent_alone_is_the_agent_among_others(agents, k):
@@ -54,12 +67,10 @@ def test_an_agent_alone_is_the_agent_among_others(agents, k):
     fields = {"steps": 10 * 512, "replay_updates": 1}
     config, others = thirty(**fields)[k], thirty(**fields)
     others = others if agents == 30 else [config, others[k - 1]]
-    alone, among = Population([config]), Population(others)
-    for i, _ in enumerate(zip(iterate(alone), iterate(among), strict=True)):
-        if i == 0:
-            torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=1e-6, atol=1e-7)
-    assert i + 1 == 10
-    torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=0, atol=6e-5)
+    alone, among = thetas(config), thetas(*others)
+    assert len(alone) == len(among) == 10
+    torch.testing.assert_close(among[0][config], alone[0][config], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(among[-1][config], alone[-1][config], rtol=0, atol=6e-5)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 29])
@@ -137,7 +148,7 @@ def test_the_published_loop_too():
 def test_hyperparameters_of_one_leave_the_others_bit_for_bit():
     configs = thirty()
     other = [dataclasses.replace(configs[0], learning_rate=0.5, gamma=0.1, max_grad_norm=7.0), *configs[1:]]
-    one, two = train(Population(configs), progress=False), train(Population(other), progress=False)
+    one, two = trained(*configs), trained(*other)
     assert not torch.equal(theta(one, configs[0]), theta(two, other[0]))
     for config in configs[1:]:
         assert torch.equal(theta(one, config), theta(two, config))
@@ -146,25 +157,24 @@ def test_hyperparameters_of_one_leave_the_others_bit_for_bit():
 @pytest.mark.parametrize("fed", ["observation", "reward", "weights"])
 def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
     configs = thirty()
-    clean, ill = Population(configs), Population(configs)
-    for run, bad in ((clean, False), (ill, True)):
-        k, iterations = place(run, configs[5]), iterate(run)
-        next(iterations)
-        if bad and fed == "observation":
-            run.env.state[k * 16] = math.inf
-        elif bad and fed == "weights":
-            run.model.theta.data[k] = math.inf
-        elif bad:
-            act = run.act
+    clean, ill = trained(*configs), Population(configs)
+    k, iterations = place(ill, configs[5]), iterate(ill)
+    next(iterations)
+    if fed == "observation":
+        ill.env.state[k * 16] = math.inf
+    elif fed == "weights":
+        ill.model.theta.data[k] = math.inf
+    else:
+        act = ill.act
 
-            def infinite(act=act, k=k):
-                rollout = act()
-                rollout.reward[3, k * 16] = math.inf
-                return rollout
+        def infinite():
+            rollout = act()
+            rollout.reward[3, k * 16] = math.inf
+            return rollout
 
-            run.act = infinite
-        before = theta(run, configs[5])
-        list(iterations)
+        ill.act = infinite
+    before = theta(ill, configs[5])
+    list(iterations)
     assert torch.equal(theta(ill, configs[5]), before) or not before.isfinite().all()
     failures = [history.failure for history in ill.histories(configs)]
     assert failures[5] and not any(failures[:5] + failures[6:]) and not any(h.failure for h in clean.history.each)

@@ -3,7 +3,6 @@ import contextlib
 import csv
 import io
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import after, numbers, resumed, weights
+from helpers import after, forked, numbers, resumed, weights
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
@@ -156,10 +155,7 @@ def two(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=work, args=(rank, 2, port, folder), daemon=True) for rank in range(2)]
-    for process in processes:
-        process.start()
+    processes = [forked(work, rank, 2, port, folder) for rank in range(2)]
     for process in processes:
         process.join(180)
     assert [process.exitcode for process in processes] == [0, 0]

@@ -2,15 +2,11 @@ import itertools
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
 import torch
-from helpers import WIDE, coded, noise, same
+from helpers import SERVER, WIDE, coded, forked, noise, same
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -349,32 +345,27 @@ def test_a_refused_permission_is_said_in_one_line(tmp_path, monkeypatch):
         StoredRing(10, 2, folder=tmp_path / "ring")
 
 
-WRITER = """
-    import sys, torch
-    from fp8rl.rollout import Rollout
-    from fp8rl.scale.storage import StoredRing
-    ring, t = StoredRing(50, 4, ((-1e9,), (1e9,)), folder=sys.argv[1], layout=sys.argv[2]), 0
-    print("ready", flush=True)
+def write_forever(folder, layout: str, ready) -> None:
+    ring, t = StoredRing(50, 4, ((-1e9,), (1e9,)), folder=folder, layout=layout), 0
+    ready.set()
     while True:
         n = 1 + t % 40
         time = torch.arange(t, t + n + 1.0).view(-1, 1).expand(-1, 4)
         zero = torch.zeros(n, 4)
         ring.append(Rollout(time.unsqueeze(-1).contiguous(), zero.long(), time[:-1], zero.byte(), -time[:-1]))
         t += n
-"""
 
 
 @pytest.mark.parametrize("layout", ["compact", "full"])
 def test_a_killed_writer_leaves_whole_rows(tmp_path, layout):
-    delays = np.random.default_rng(0).uniform(0, 0.05, 1)
-    for i, delay in enumerate(delays):
-        folder = tmp_path / str(i)
-        command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), layout]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-            process.stdout.readline()
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(delay)
-            process.send_signal(signal.SIGKILL)
+    for i, delay in enumerate(np.random.default_rng(0).uniform(0, 0.05, 5)):
+        folder, ready = tmp_path / str(i), SERVER.Event()
+        process = forked(write_forever, folder, layout, ready)
+        assert ready.wait(60)
+        process.join(delay)
+        assert process.is_alive()
+        process.kill()
+        process.join()
         ring = StoredRing.open(folder)
         if ring.size:
             batch = ring.sample(1, ring.size)

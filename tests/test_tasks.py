@@ -32,38 +32,34 @@ def state_of(single: gymnasium.Env) -> torch.Tensor:
 def test_every_step_is_gymnasium_s(env_id):
     """10,000 random steps with ends and resets, from the same float32 states. Gymnasium computes in float64; one step in float32
     may differ by some 1e-7 of the largest number in it, which for Acrobot is an acceleration of about 100 times 0.2 s."""
-    name = f"fp8rl:{env_id}" if env_id == LQR else env_id
-    single, env = gymnasium.make(name), TASKS[env_id](1, generator=torch.Generator())
-    rng, steps, ends, close = np.random.default_rng(0), 0, 0, 1e-4 if env_id == "Acrobot-v1" else 1e-5
+    single, rng = gymnasium.make(f"fp8rl:{env_id}" if env_id == LQR else env_id), np.random.default_rng(0)
+    env, taken, steps, ends, close = None, None, 0, 0, 1e-4 if env_id == "Acrobot-v1" else 1e-5
     single.action_space.seed(0)
     while steps < 10_000:
-        obs, _ = single.reset(seed=int(rng.integers(2**31)))
-        start = state_of(single)
-        if env.done.any():
-            given, reward, *flags = env.step(torch.zeros(1, 1) if env.distribution is Gaussian else torch.zeros(1).long(), start)
+        seen, states, actions, expected, over = [single.reset(seed=int(rng.integers(2**31)))[0]], [], [], [], False
+        if env is not None:
+            obs, reward, *flags = (x[-1] for x in env.step(taken, state_of(single).expand_as(env.state)))
+            np.testing.assert_allclose(obs, seen[0], rtol=0, atol=1e-6)
             assert reward == 0 and not any(flags)
             ends += 1
-        else:
-            given = env.reset(start)
-        np.testing.assert_allclose(given[0], obs, rtol=0, atol=1e-6)
-        over, found, expected = False, [], []
         while not over:
-            action = single.action_space.sample()
-            if env.distribution is Gaussian:
-                taken = torch.from_numpy(action / single.action_space.high).float().unsqueeze(0)
-            else:
-                taken = torch.tensor([action])
-            env.state = state_of(single)  # or rounding would add up
-            obs, reward, terminated, truncated, _ = single.step(action)
-            found.append(env.step(taken))
-            expected.append((obs, reward, terminated, truncated and not terminated))
+            states.append(state_of(single))
+            actions.append(single.action_space.sample())
+            obs, reward, terminated, truncated, _ = single.step(actions[-1])
+            expected.append((reward, terminated, truncated and not terminated))
+            seen.append(obs)
             over, steps = terminated or truncated, steps + 1
-        ours, got, *flags = (torch.cat(column).numpy() for column in zip(*found, strict=True))
-        obs, reward, *ended = map(np.array, zip(*expected, strict=True))
-        np.testing.assert_allclose(ours, obs, rtol=1e-5, atol=close)
+        # Each step in an environment of its own, so that rounding does not add up; in the last one the episode ends.
+        env = TASKS[env_id](len(actions), generator=torch.Generator())
+        np.testing.assert_allclose(env.reset(torch.cat(states)), seen[:-1], rtol=1e-5, atol=close)
+        env.steps = torch.arange(len(actions), dtype=torch.int32)
+        taken = torch.from_numpy(np.array(actions))
+        taken = (taken / single.action_space.high[0]).float() if env.distribution is Gaussian else taken
+        ours, got, *flags = env.step(taken)
+        reward, *ended = map(np.array, zip(*expected, strict=True))
+        np.testing.assert_allclose(ours, seen[1:], rtol=1e-5, atol=close)
         np.testing.assert_allclose(got, reward, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(flags, ended)
-        assert ends or steps
+        np.testing.assert_array_equal(torch.stack(flags), ended)
     assert ends >= 10 and single.spec.max_episode_steps == env.max_steps
 
 
