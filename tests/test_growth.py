@@ -2,14 +2,14 @@ import collections
 import gc
 import re
 import resource
-import subprocess
 import sys
-import textwrap
 import tracemalloc
 
 import numpy as np
+import psutil
 import pytest
 import torch
+from helpers import forked
 
 from fp8rl.config import Config
 from fp8rl.model import ActorCritic
@@ -25,11 +25,8 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def few_objects():
     """Hides what the other tests have left from Python's collector: walking it all takes longer than the tests."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
     gc.collect()
-    gc.freeze()  # as in conftest.py
+    gc.freeze()
 
 
 def watched(step, readings=5, between=40) -> list[str]:
@@ -289,30 +286,21 @@ def test_a_container_s_limit_is_room_too(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds private memory to RLIMIT_DATA")
+def train_below_a_limit(folder) -> None:
+    torch.set_num_threads(1)
+    limit = psutil.Process().memory_info().data + 256 * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    config = Config(capacity=25_000_000, steps=1024, eval_episodes=1)  # 450 MB
+    with pytest.raises(MemoryError, match=r"^replay needs 450,000,000 bytes and cpu has "):
+        build(config)
+    run = train(build(config, Machine(memmap=folder)), progress=False)
+    assert (run.ring.nbytes, run.ring.size) == (450_000_000, 64)
+
+
 def test_a_ring_beyond_a_set_limit_is_refused_in_ram_and_works_in_a_folder(tmp_path):
-    script = """
-        import resource, sys
-        import psutil, torch
-        from fp8rl.config import Config
-        from fp8rl.scale.machine import Machine, build
-        from fp8rl.train import train
-        torch.set_num_threads(1)
-        limit = psutil.Process().memory_info().data + 256 * 2**20
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        config = Config(capacity=25_000_000, steps=1024, eval_episodes=1)  # 450 MB
-        try:
-            build(config)
-        except MemoryError as error:
-            print(error)
-        run = train(build(config, Machine(memmap=sys.argv[1])), progress=False)
-        print(run.ring.nbytes, run.ring.size)
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), tmp_path / "ring"], capture_output=True, text=True, check=True
-    )
-    refusal, sizes = run.stdout.splitlines()
-    assert refusal.startswith("replay needs 450,000,000 bytes and cpu has ") and sizes == "450000000 64"
-    assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY  # not ours
+    process = forked(train_below_a_limit, tmp_path / "ring")
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_cuda_blocks_that_torch_would_use_again_are_available(monkeypatch):

@@ -2,14 +2,13 @@ import dataclasses
 import functools
 import itertools
 import math
-import subprocess
-import sys
 import unittest.mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from helpers import SHORT, after
+from helpers import SHORT, after, forked
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from fp8rl.losses import actor_critic_loss
 from fp8rl.precision import Precision
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import Rollout
+from fp8rl.scale.hardware import keep_freed_memory
 from fp8rl.scale.machine import build
 from fp8rl.scale.storage import StoredRing
 from fp8rl.train import Run, Stream, iterate, train
@@ -229,24 +229,24 @@ def test_layers_of_one_precision_round_as_prepare_and_autocast_do():
     assert roundings_of(Matmuls("bf16"), shapes) == [(bf16,) * 4, (None, bf16, bf16, bf16), (None, bf16, bf16, bf16)]
 
 
-def test_memory_is_foreseen_and_what_does_not_fit_is_refused():
-    measure = """if True:
-        import psutil, sys, torch
-        from fp8rl.config import Config
-        from fp8rl.lab.population import Population
-        from fp8rl.scale.hardware import keep_freed_memory
-        from fp8rl.train import train
-        torch.set_num_threads(1)
-        keep_freed_memory()
-        fields = {"steps": 3_072, "capacity": 2_112, "eval_every": 0, "eval_episodes": 1}
-        configs = [Config("fp8", seed=k, **fields) for k in range(int(sys.argv[1]))]
-        train(Population(configs), progress=False)
-        print(psutil.Process().memory_info().rss)"""
-    few, many = (
-        int(subprocess.run([sys.executable, "-c", measure, str(s)], capture_output=True, text=True, check=True).stdout)
-        for s in (16, 80)
-    )
-    assert 0.6 < (many - few) / 64 / population.bytes_per_agent(Config("fp8", capacity=2_112)) < 1.4
+def write_memory(path, precision: str, agents: int) -> None:
+    """Writes down what a process takes that has trained a population."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    fields = {"steps": 3_072, "capacity": 2_112, "eval_every": 0, "eval_episodes": 1}
+    train(Population([Config(precision, seed=k, **fields) for k in range(agents)]), progress=False)
+    path.write_text(str(psutil.Process().memory_info().rss))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])  # the first keeps the forward passes that acted
+def test_memory_is_foreseen(precision, tmp_path):
+    for agents in (16, 80):
+        forked(write_memory, tmp_path / str(agents), precision, agents).join(60)
+    few, many = (int((tmp_path / str(agents)).read_text()) for agents in (16, 80))
+    assert 0.6 < (many - few) / 64 / population.bytes_per_agent(Config(precision, capacity=2_112)) < 1.4
+
+
+def test_what_does_not_fit_is_refused():
     little = unittest.mock.patch.object(population.growth, "available", return_value=10**7)
     with pytest.raises(ValueError, match="configs is empty: give at least one"):
         Population([])
