@@ -1,8 +1,12 @@
 import csv
 import io
+import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fp8rl.config import Config
 from fp8rl.history import History
@@ -137,3 +141,18 @@ def test_a_task_counts_as_solved_where_gymnasium_says(env_id, threshold):
 def test_a_task_without_a_threshold_needs_one(env_id, message):
     with pytest.raises(ValueError, match=message):
         study.threshold_of(env_id)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.integers(1, 4))
+def test_populations_are_dealt_out_whole_or_in_equal_parts(sizes, workers):
+    configs = [Config(seed=seed, num_envs=n) for n, size in enumerate(sizes, 1) for seed in range(size)]
+    tasks = [task for _, task in study.tasks_of(configs, workers, None)]
+    assert Counter(itertools.chain(*tasks)) == Counter(configs) and max(map(len, tasks)) <= study.AGENTS
+    whole = 0
+    for n, size in enumerate(sizes, 1):
+        parts = [len(task) for task in tasks if task[0].num_envs == n]
+        whole += len(parts) == 1 < size
+        assert max(parts) - min(parts) <= 1 or size > study.AGENTS * workers
+    if workers > 1 and max(sizes) <= study.AGENTS and min(sizes) > 1:
+        assert whole % workers == 0
