@@ -710,7 +710,8 @@ class Population(Run):
     def learn(self, batch: Rollout, computed=None) -> dict[str, torch.Tensor]:
         """Like Run.learn on a batch [T, S B]; statistics are [S]."""
         (newest, bits), self.newest = self.newest or (None, None), None
-        acted = batch is newest and torch.equal(bits, self.model.bits)  # unless somebody has changed the weights
+        # Unless somebody has changed the weights; NumPy compares them faster than torch.
+        acted = batch is newest and np.array_equal(bits.numpy(), self.model.bits.numpy())
         batch = by_agent(batch, self.agents)
         if acted:
             with self.precision.autocast():
