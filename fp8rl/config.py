@@ -55,7 +55,7 @@ class Config:
     encoder: str = "mlp"
     """mlp, or gru, which has memory (scale/recurrent.py). Its replayed slices start from a zero state; a small ring suits it."""
     normalize_obs: bool = False
-    """The network takes each feature of an observation in standard deviations from its running mean (scale/normalized.py)."""
+    """Standardize each feature of an observation by its running mean and deviation (scale/normalized.py)."""
     rollout_length: int = 32
     """Steps collected from each environment per iteration, T."""
     capacity: int = 500_000
@@ -71,7 +71,7 @@ class Config:
     fresh_updates: int = 1
     """Updates on each new rollout: 1, or 0 to learn from replay only."""
     replay_updates: int = 2
-    """Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless it is stored in a folder."""
+    """Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless a Machine stores it in a folder."""
 
     gamma: float = 0.99
     """Discount per step; 0.99 looks about 100 steps ahead."""

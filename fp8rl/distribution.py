@@ -54,7 +54,8 @@ class Gaussian:
     @staticmethod
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
         """Outputs [..., 2 A] from means [..., A] and `spread`, float32. Adam moves a parameter by about the sum of its learning
-        rates, 1.1 in a million steps: too little for the logarithm of a deviation, so the parameter is a quarter of that."""
+        rates, by default 1.1 in a million steps. That is too little for the logarithm of a deviation, so `spread` is a quarter of
+        it."""
         return torch.cat((mean, (4 * spread).clamp(*LOG_STD).expand_as(mean)), dim=-1)
 
     @staticmethod

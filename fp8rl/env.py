@@ -53,8 +53,8 @@ class TensorEnv:
     `advance`, if need be `observe`, and the attributes up to `channels`. Raises ValueError for `num_envs` below 1.
 
         bounds: lowest and highest value of each feature of an observation, two tuples of F floats. max_steps: of an episode.
-        state_size: numbers in a state. num_actions, distribution: number of actions and Categorical; or their dimensions,
-        scaled to [-1, 1], and Gaussian. discount: of the returns by which an agent is judged. channels: of noise (`draw`).
+        state_size: numbers in a state. num_actions, distribution: number of actions, with Categorical; or dimensions of an
+        action in [-1, 1], with Gaussian. discount: of the returns by which an agent is judged. channels: of noise (`draw`).
         state: float32 [N, state_size]. obs: float32 [N, F]. done: bool [N], the last step ended the episode and the next resets.
         generator: source of starts and noise, on the same device; None is torch's global one.
     """
@@ -80,7 +80,7 @@ class TensorEnv:
         return state
 
     def reset(self, start: torch.Tensor | None = None) -> torch.Tensor:
-        """Resets every environment to one of the tensors from `draw` (None draws one); returns observations float32 [N, F]."""
+        """Resets all environments to their rows of a tensor from `draw` (None draws one); returns observations float32 [N, F]."""
         if start is None:
             (start,) = self.draw(1)
         self._max_steps = torch.tensor(self.max_steps, dtype=torch.int32, device="cpu")
@@ -104,7 +104,7 @@ class TensorEnv:
 
     def step(self, action: torch.Tensor, start: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a tensor from `draw` (None draws one).
-        Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]: after an end those of a reset, 0 and False."""
+        Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]: those of a reset, 0 and False after an end."""
         if start is None:
             (start,) = self.draw(1)
         moved, reward, terminated = self.advance(self.state, action)
@@ -129,7 +129,7 @@ class TensorEnv:
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
         for name, x in self.tensors().items():
-            setattr(self, name, torch.empty_like(x).copy_(tensors[name].view_as(x)))  # or copy_ would broadcast one
+            setattr(self, name, torch.empty_like(x).copy_(tensors[name].view_as(x)))  # copy_ alone would broadcast a smaller one
 
     def close(self) -> None:
         """Does nothing: unlike other environments it has no processes or files to close."""

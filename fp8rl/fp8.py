@@ -3,9 +3,9 @@
 Formats (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433). A float8 number has one sign bit and
     e4m3   4 exponent, 3 mantissa bits: +-448, smallest 2^-9, no infinity.   Forward: activations and weights need precision.
     e5m2   5 exponent, 2 mantissa bits: +-57344, smallest 2^-16, has inf.    Gradients: they need range.
-Each tensor is divided by its scale first, and the product multiplied by both scales. A scale is dynamic, not delayed: from
-the tensor's own largest magnitude, the smallest power of two with which it fits. Scaling by it is exact, so the only error is the
-rounding to float8, and it does not matter whether a machine applies the scales before or after the sum.
+Each tensor is divided by its scale first, and the product multiplied by both scales. A scale is computed anew for every tensor
+("dynamic", not "delayed"): the smallest power of two with which its largest magnitude fits. Scaling by it is exact, so the only
+error is the rounding to float8, and it does not matter whether a machine applies the scales before or after the sum.
 
 The three matmuls of a linear layer y = x W^T + b with x [B, I], W [O, I] and the gradient g [B, O] of y:
     output            y  = x   @ W^T     e4m3 x e4m3     contracts I
@@ -36,7 +36,7 @@ MULTIPLE = 16
 
 
 class Quantized(NamedTuple):
-    """value = data * scale. data: float8 [..., M, N]; scale: float32 [...], a power of two for each matrix, or NaN if it has a
+    """value = data * scale. data: float8 [..., M, N]; scale: float32 [...], a power of two for each matrix, or NaN for one with a
     number that is not finite."""
 
     data: torch.Tensor
@@ -46,8 +46,8 @@ class Quantized(NamedTuple):
         """The transpose, without copying: a row-major matrix becomes column-major."""
         return Quantized(self.data.t(), self.scale)
 
-    def flip_layout(self) -> "Quantized":
-        """The same matrix with rows and columns swapped in memory (a copy)."""
+    def column_major(self) -> "Quantized":
+        """The same matrix, column-major: a copy, unless it is already."""
         return Quantized(self.data.t().contiguous().t(), self.scale)
 
     def dequantize(self) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _check_rules(a: Quantized, b: Quantized) -> None:
     if a.data.dtype == b.data.dtype == E5M2:
         raise ValueError("both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, quantize one as e4m3")
     if not a.data.is_contiguous() or not b.data.t().is_contiguous():
-        raise ValueError("layout is not row-major times column-major: FP8 kernels take nothing else, use flip_layout()")
+        raise ValueError("layout is not row-major times column-major: FP8 kernels take nothing else, use column_major()")
 
 
 class _Float8Matmuls(torch.autograd.Function):
@@ -134,8 +134,8 @@ class _Float8Matmuls(torch.autograd.Function):
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         x8, w8, g8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale), quantize(grad, E5M2)
         ctx.layer.watch("gradient", grad, g8)
-        grad_x = scaled_matmul(g8, w8.flip_layout(), ctx.layer.emulate)  # [B, O] @ [O, I]
-        grad_w = scaled_matmul(g8.flip_layout().t(), x8.flip_layout(), ctx.layer.emulate)  # [O, B] @ [B, I]
+        grad_x = scaled_matmul(g8, w8.column_major(), ctx.layer.emulate)  # [B, O] @ [O, I]
+        grad_w = scaled_matmul(g8.column_major().t(), x8.column_major(), ctx.layer.emulate)  # [O, B] @ [B, I]
         return grad_x.to(ctx.input_dtype), grad_w, None
 
 

@@ -7,17 +7,17 @@ ratio rho_t = pi(a_t|x_t) / mu(a_t|x_t), clipped at 1:
     delta_t = min(1, rho_t) (r_t + discount_t V(x_{t+1}) - V(x_t))
     vs_t - V(x_t) = delta_t + discount_t c_t (vs_{t+1} - V(x_{t+1})),      c_t = lambda min(1, rho_t)
 
-vs is the critic's target and vs - V the advantage, which is IMPALA's with lambda vs + (1 - lambda) V for its vs_{t+1}. On the
-policy's own data every rho is 1, vs is the lambda-return and the advantage is GAE(lambda) (Schulman et al. 2015,
-arXiv:1506.02438, equation 16).
+vs is the critic's target and vs - V the advantage: IMPALA's, with its vs_{t+1} replaced by lambda vs_{t+1} + (1 - lambda)
+V(x_{t+1}). On the policy's own data every rho is 1, up to rounding; vs is the lambda-return and the advantage is GAE(lambda)
+(Schulman et al. 2015, arXiv:1506.02438, equation 16).
 
 Ends of episodes: the discount is 0 in a row whose action terminates the episode and gamma elsewhere, so a truncation bootstraps
 from V of the final observation, the next row. The row after any end is a dummy whose action was ignored: `valid` is False there,
 which zeroes its delta and cuts the trace, so that nothing leaks from one episode into the previous one.
 
 V-trace bounds the weight of an old step, not how far repeated updates on it move the policy. So a step counts for the policy only
-while rho < 1 + clip if its advantage is positive, and while rho > 1 - clip if it is negative: PPO's rule (Schulman et al. 2017,
-arXiv:1707.06347), with the step's own behaviour policy as the old one.
+while rho < 1 + clip if its normalized advantage is positive, and while rho > 1 - clip if that is negative: PPO's rule (Schulman
+et al. 2017, arXiv:1707.06347), with the step's own behaviour policy as the old one.
 """
 
 import functools
@@ -81,15 +81,17 @@ def actor_critic_loss(
     """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy.
 
     Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage, divided by its standard deviation +
-    FLOOR after its mean is subtracted (`normalize_advantage`), and 0 beyond `clip`; the value loss is half the squared distance
-    to the V-trace target (Espeholt et al. 2018, section 4.2). Returns the loss (float32 scalar) and statistics without gradient:
-    policy_loss, value_loss, entropy (nats), min_logp (smallest log-probability of an action taken) and ess (effective sample size
-    of the ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum rho^2); 1 on-policy).
+    FLOOR after its mean is subtracted (`normalize_advantage`), and 0 where PPO's rule says so (`clip`); the value loss is half
+    the squared distance to the V-trace target (Espeholt et al. 2018, section 4.2).
+
+    Returns the loss (float32 scalar) and statistics without gradient: policy_loss, value_loss, entropy (nats), min_logp (smallest
+    log-probability of an action taken) and ess (effective sample size of the ratios as a fraction of the rows: Kish,
+    (sum rho)^2 / (n sum rho^2); 1 on-policy).
 
     Args:
         outputs, values: the model's, float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient. With an axis
             of S agents before B in all arguments, every agent has its own means, loss and statistics, [S] each.
-        rollout: the transitions, with scaled rewards. config: the coefficients, numbers or, one for each agent, tensors [S, 1].
+        rollout: the transitions, with scaled rewards. config: the coefficients: numbers, or tensors [S, 1] of one for each agent.
         total: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch, and
             the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
         targets_of: computes the targets, as `vtrace` does.
@@ -113,7 +115,7 @@ def actor_critic_loss(
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
     # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which the advantage pushes it.
     advantage = torch.where((targets.ratio - 1) * advantage.sign() < config.clip, advantage, 0)
-    policy_loss = -_sum(logp * advantage) / count  # without rho: the advantage has it already
+    policy_loss = -_sum(logp * advantage) / count  # no factor rho: V-trace's min(1, rho) is in the advantage
     value_loss = 0.5 * _sum((mask * (values[:-1] - targets.value)).square()) / count
     entropy = _sum(mask * policy.entropy()) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy

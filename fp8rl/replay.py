@@ -23,9 +23,9 @@ def action_spec(action_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 class ReplayBuffer:
-    """A preallocated ring of `rows` time steps, with the open one, of `num_envs` environments, N, on `device`. Of `bounds` only
-    the number of features F matters here; `action_size` is the number of dimensions of a continuous action, or 0 for one of up to
-    256. Raises ValueError for sizes that are too small, and MemoryError if the ring cannot be allocated.
+    """A preallocated ring of `rows` time steps, the open one included, of `num_envs` environments, N, on `device`. Of `bounds`
+    only the number of features F matters here; `action_size` is the number of dimensions of a continuous action, or 0 for one of
+    up to 256. Raises ValueError for sizes that are too small, and MemoryError if the ring cannot be allocated.
 
     Attributes:
         clipped: int64 [F], how many appended values of each feature had to be clipped to be stored; here 0.
@@ -41,7 +41,7 @@ class ReplayBuffer:
         self.rows, self.num_envs, self.device = rows, num_envs, torch.device(device)
         self.obs_size, self.action_size = len(bounds[0]), action_size
         self.clipped = torch.zeros(self.obs_size, dtype=torch.int64, device=self.device)
-        self._clock = torch.zeros(2, dtype=torch.int64, device="cpu")  # start and count: see `_write`
+        self._clock = torch.zeros(2, dtype=torch.int64, device="cpu")  # start and count; a ring in a folder has them in a file
         self.fields = self._allocate()
 
     def _allocate(self) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ class ReplayBuffer:
         filled = min(self.count + 1, self.rows)
         copies = {name: field[:, :filled].clone() for name, field in self.fields.items()}
         for name in copies.keys() - {"obs"}:
-            copies[name][:, self.count % self.rows] = 0  # memory that nobody has written to, or the oldest row's
+            copies[name][:, self.count % self.rows] = 0  # uninitialized memory, or a row already dropped
         return {"clock": self._clock.clone(), "clipped": self.clipped.clone(), **copies}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -132,7 +132,7 @@ class ReplayBuffer:
         return self.fields[name].flatten(0, 1)[index]
 
     def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Stored form of observations [T+1, N, F]: field -> codes [T or T+1, N, F]."""
+        """Stored form of observations [T+1, N, F]: field -> codes [T+1, N, F], or [T, N, F] of another layout's."""
         return {"obs": obs}
 
     def _write(self, rollout: Rollout) -> None:

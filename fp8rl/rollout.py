@@ -22,7 +22,7 @@ LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeRewa
 
 
 class Rollout(NamedTuple):
-    """T steps of B environments (or B slices), time first. Row t+1 of obs is the observation that action t led to.
+    """T steps of B environments, or B slices of the replay ring; time first. Row t+1 of obs is what action t led to.
 
     obs float32 [T+1, B, F]; action int64 [T, B], or float32 [T, B, A] if continuous (distribution.py); reward float32 [T, B];
     flags uint8 [T, B] (the bits above); behavior_logp float32 [T, B], the log-probability of the action under the behaviour

@@ -1,8 +1,9 @@
 """Training: collect T steps from N environments, learn from them once, learn from replay K times, repeat.
 
-The new rollout is on-policy; the slices replayed from the ring are not, so both go through V-trace (losses.py), which reduces to
-GAE on the first. `iterate` is the whole algorithm. It works on a `Run`: the state of a run in named parts, each of which can be
-saved and restored, and methods that advance it, `collect`, `sample`, `update`, `evaluate`, which scale/machine.py may replace.
+The new rollout is on-policy, up to the rounding of two precisions if the actor has its own; the slices replayed from the ring are
+not. Both go through V-trace (losses.py), which on the policy's own data is GAE. `iterate` is the whole algorithm. It works on a
+`Run`: the state of a run in named parts, each of which can be saved and restored, and methods that advance it, `collect`,
+`sample`, `update`, `evaluate`, which scale/machine.py may replace.
 """
 
 import contextlib
@@ -71,7 +72,8 @@ class Run:
         model, optimizer, scaler: the learner, on `device`.
         actor: the acting policy: the model itself, or a copy in `collect_precision`.
         env: the training environments. returns: of their running episodes. rewards: their scale in the loss.
-        generator: source of starts and action noise. draws: source of replay samples, by default the same.
+        generator: source of starts and action noise. draws: source of replay samples, by default the same. Weights have a source
+            of their own, and evaluations always the same.
         ring: the replay ring. history: the numbers so far.
         state: float32 [N, W], a recurrent policy's current state; else None.
 
@@ -202,7 +204,7 @@ class Run:
     def load_state_dict(self, state: dict) -> None:
         """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU; on another
         type of device with other random numbers; without the ring's rows with an empty ring. Raises ValueError if the state does
-        not fit the config, and OSError if the ring's rows are in another place than this run's; the run is then closed."""
+        not fit the config, and OSError if the ring's rows are in another folder than this run's; the run is then closed."""
         try:
             for name in self.PARTS:
                 if name == "optimizer":
@@ -230,8 +232,8 @@ class Run:
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
-    Raises ValueError for a number in a rollout that is not finite or too large, and FloatingPointError if a gradient was not
-    finite in a precision without a loss scaler, or in every update of PATIENCE iterations in a row in one with a scaler."""
+    Raises ValueError for a number in a rollout that is not finite or too large, and FloatingPointError at the first gradient that
+    is not finite without a loss scaler, or with one when all of PATIENCE iterations in a row are not."""
     config, history, begin = run.config, run.history, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
@@ -242,7 +244,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
             if config.scale_rewards:
                 run.rewards.add(rollout, config.gamma, run.total)
             if run.stores:
-                run.ring.append(rollout)
+                run.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
             stats = []
             for k in range(config.updates):
                 batch = rollout if k < config.fresh_updates else run.sample()  # from older policies: V-trace corrects

@@ -225,7 +225,7 @@ def of_shape(rows, columns, dtype=E4M3) -> Quantized:
         (of_shape(4, 32), of_shape(16, 48).t(), "inner dimensions must agree"),
         (of_shape(4, 16, E5M2), of_shape(16, 16, E5M2).t(), "e5m2"),
         (of_shape(16, 16), of_shape(16, 32), "row-major times column-major"),
-        (of_shape(16, 16).flip_layout(), of_shape(16, 16).t(), "row-major times column-major"),
+        (of_shape(16, 16).column_major(), of_shape(16, 16).t(), "row-major times column-major"),
     ],
 )
 @pytest.mark.parametrize("emulate", [False, True])

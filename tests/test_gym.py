@@ -361,7 +361,7 @@ def test_evaluation_starts_unlike_training_and_always_the_same(monkeypatch):
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_learns_to_hold_the_pole(precision):
     fields = {"env_id": "CartPole-v1"}
-    config = Config(steps=81_920, eval_every=0, eval_episodes=20, precision=precision, **fields)
+    config = Config(steps=40_960, eval_every=0, eval_episodes=20, precision=precision, **fields)
     history = train(build(config, Machine(vectorization="vector_entry_point")), progress=False).history
     assert history.final_return >= 150  # actions at random hold it for 22 steps
 

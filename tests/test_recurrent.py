@@ -96,5 +96,5 @@ def test_a_memory_s_rollout_can_be_gone_through_again_as_it_was_acted(name):
 
 
 def test_a_memory_needs_no_velocity():
-    config = Config(encoder="gru", hide_velocity=True, steps=102_400, eval_every=0)
+    config = Config(encoder="gru", hide_velocity=True, steps=40_960, eval_every=0)
     assert train(build(config), progress=False).history.final_return >= 190
