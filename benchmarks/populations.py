@@ -31,7 +31,7 @@ from fp8rl.scale.hardware import hardware, keep_freed_memory
 from fp8rl.train import iterate
 
 HERE, CORES = Path(__file__).parent, os.cpu_count()
-AGENTS = (8, 32, 128)
+AGENTS = (8, 32, 128, 512)
 GROWTH = (1, 4, 16, 64, 128, 256, 1024)
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 AVX2 |= {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}

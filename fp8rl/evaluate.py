@@ -12,7 +12,8 @@ def play(policy, env) -> np.ndarray:
     """The returns, float32 [N], of one episode in each of N newly created environments. The policy maps observations float32 [N,
     F], in inference mode, to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
-    live, steps = torch.ones_like(total), range(env.max_steps)  # 1 until the episode ends, then 0
+    live = torch.ones_like(total)  # 1 until the episode ends, then 0
+    steps = range(env.max_steps)
     with inference(env):
         while len(steps) and live.any():  # not asked at every step, because it waits for a GPU
             for step, start in zip(steps, env.draw(16), strict=False):

@@ -132,7 +132,7 @@ class ReplayBuffer:
         return self.fields[name].flatten(0, 1)[index]
 
     def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Stored form of observations [T+1, N, F]: field -> codes [T+1, N, F], or [T, N, F] of another layout's."""
+        """Stored form of observations [T+1, N, F]: field -> codes [T+1, N, F], or [T, N, F] in another layout."""
         return {"obs": obs}
 
     def _write(self, rollout: Rollout) -> None:

@@ -233,7 +233,7 @@ class Run:
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
     Raises ValueError for a number in a rollout that is not finite or too large, and FloatingPointError at the first gradient that
-    is not finite without a loss scaler, or with one when all of PATIENCE iterations in a row are not."""
+    is not finite without a loss scaler, or with one after PATIENCE iterations in a row without a finite one."""
     config, history, begin = run.config, run.history, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:

@@ -2,7 +2,6 @@
 
 import itertools
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import sys
 from pathlib import Path
@@ -54,9 +53,9 @@ SERVER = multiprocessing.get_context("forkserver")
 
 
 def forked(target, *arguments) -> multiprocessing.Process:
-    """A process that has imported everything: importing takes longer than what the processes of these tests do."""
+    """A process forked from a server that has imported everything, which takes longer than what the processes of these tests do.
+    (If a study has started the server before, it has only torch, and the process imports the rest.)"""
     SERVER.set_forkserver_preload(["fp8rl.__main__", "torch._dynamo"])  # the second comes with a process's first optimizer
-    multiprocessing.forkserver.ensure_running()
     process = SERVER.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process

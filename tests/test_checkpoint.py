@@ -259,7 +259,7 @@ def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
     whole = train(Config(steps=5_120, capacity=2_000, eval_episodes=2), progress=False)
     process = forked(cli_into, tmp_path / "said", "train", *fields, "--out", tmp_path / "a")
     while not (tmp_path / "a" / "checkpoint.pt").exists():
-        assert process.is_alive()
+        assert process.is_alive(), (tmp_path / "said").read_text()
         time.sleep(0.01)
     process.kill()
     process.join()

@@ -285,7 +285,6 @@ def test_a_container_s_limit_is_room_too(tmp_path, monkeypatch):
     assert growth.available() == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds private memory to RLIMIT_DATA")
 def train_below_a_limit(folder) -> None:
     torch.set_num_threads(1)
     limit = psutil.Process().memory_info().data + 256 * 2**20
@@ -297,6 +296,7 @@ def train_below_a_limit(folder) -> None:
     assert (run.ring.nbytes, run.ring.size) == (450_000_000, 64)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds private memory to RLIMIT_DATA")
 def test_a_ring_beyond_a_set_limit_is_refused_in_ram_and_works_in_a_folder(tmp_path):
     process = forked(train_below_a_limit, tmp_path / "ring")
     process.join(60)

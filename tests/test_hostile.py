@@ -1,7 +1,6 @@
 """What users do to it: kills, two writers, foreign files, other code beside it."""
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import random
@@ -102,9 +101,9 @@ def start(*arguments, **kwargs) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
-def until(condition, process: subprocess.Popen | multiprocessing.Process) -> None:
+def until(condition, process: subprocess.Popen) -> None:
     while not condition():
-        assert process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()
+        assert process.poll() is None, process.communicate()
         time.sleep(0.005)
 
 
@@ -127,18 +126,32 @@ def assert_goes_on_to(whole, out) -> None:
     assert rows_of(out / "metrics.csv") == 1 + 40
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGKILL, -9)])  # SIGTERM is below
-def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, code, tmp_path, whole):
-    out, said = tmp_path / "a", tmp_path / "said"
-    process = forked(cli_into, said, *TRAIN, "--out", out)
+def killed(said, out, rows: int, *arguments) -> None:
+    """Trains until `rows` more have been written, in a process that is then killed."""
+    rows += rows_of(out / "metrics.csv")
+    process = forked(cli_into, said, *arguments)
+    while rows_of(out / "metrics.csv") < rows:
+        assert process.is_alive(), said.read_text()
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+
+
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path, whole):
+    out = tmp_path / "a"
+    process = start(*TRAIN, "--out", out)
     until(lambda: rows_of(out / "metrics.csv") > random.randint(5, 20), process)
-    os.kill(process.pid, number)
-    process.join(60)
-    err = said.read_text()
-    assert process.exitcode == code
-    if number != signal.SIGKILL:
-        assert f"of 20,480: continue with train --resume {out}" in err.splitlines()[-1] and "Traceback" not in err
-        assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 5  # nothing was lost
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"of 20,480: continue with train --resume {out}" in err.splitlines()[-1] and "Traceback" not in err
+    assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 5  # nothing was lost
+    assert_goes_on_to(whole, out)
+
+
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path, whole):
+    out = tmp_path / "a"
+    killed(tmp_path / "said", out, random.randint(5, 20), *TRAIN, "--out", out)
     assert_goes_on_to(whole, out)
 
 
@@ -146,10 +159,7 @@ def test_a_resumed_run_goes_on_saving(tmp_path, whole):
     out = tmp_path / "a"
     for arguments in (("--checkpoint-every", 1, "--out", out), ("--resume", out)):
         begun = rows_of(out / "metrics.csv")
-        process = forked(cli_into, tmp_path / "said", *(TRAIN if "--out" in arguments else TRAIN[:1]), *arguments)
-        until(lambda begun=begun: rows_of(out / "metrics.csv") > begun + 6, process)
-        process.kill()
-        process.join()
+        killed(tmp_path / "said", out, 7, *(TRAIN if "--out" in arguments else TRAIN[:1]), *arguments)
         saved = len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"])
         assert saved >= rows_of(out / "metrics.csv") - 2 > begun  # a header, and at most one row is not in the checkpoint
     assert_goes_on_to(whole, out)
@@ -178,15 +188,14 @@ def test_one_of_two_writers_wins_and_the_other_says_so(tmp_path):
 
 def test_a_run_that_still_runs_is_not_resumed(tmp_path, capsys):
     out = tmp_path / "a"
-    process = forked(cli_into, tmp_path / "said", "train", "--steps", "2048000", "--out", out)
+    process = start("train", "--steps", "2048000", "--out", out)
     until(lambda: rows_of(out / "metrics.csv") > 3, process)
     with pytest.raises(SystemExit, match="2"):
         run_cli("train", "--resume", out)
     said = capsys.readouterr().err
     assert said == f"fp8rl: out is {out}, where another process is writing: wait for it or use another\n"
     process.terminate()
-    process.join(60)
-    assert process.exitcode == 143
+    assert process.wait(60) == 143
 
 
 def test_overwrite_touches_nothing_that_no_run_wrote(tmp_path):

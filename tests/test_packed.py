@@ -53,7 +53,7 @@ def test_the_first_updates_are_those_of_a_population_of_one(formats, env_id):
 @pytest.mark.parametrize("formats", [EIGHT_BIT["formats"], "m=bf16 v=e4m3:block", "weights=fp16"])
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path, formats, encoder):
-    config = Config(**{**SMALL, **EIGHT_BIT, "formats": formats, "encoder": encoder, "steps": 512})
+    config = Config(**{**SMALL, **EIGHT_BIT, "formats": formats, "encoder": encoder, "steps": 512, "capacity": 300})
     whole, stopped = train(build(config), progress=False), after(4, build(config))
     checkpoint.save(tmp_path / "a.pt", stopped)
     resumed = build(*checkpoint.resume(tmp_path / "a.pt")[:1], state=checkpoint.resume(tmp_path / "a.pt")[1])

@@ -146,13 +146,19 @@ def test_a_task_without_a_threshold_needs_one(env_id, message):
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.integers(1, 4))
 def test_populations_are_dealt_out_whole_or_in_equal_parts(sizes, workers):
-    configs = [Config(seed=seed, num_envs=n) for n, size in enumerate(sizes, 1) for seed in range(size)]
+    configs = [Config(seed=seed, capacity=16 * 500 * n) for n, size in enumerate(sizes, 1) for seed in range(size)]
     tasks = [task for _, task in study.tasks_of(configs, workers, None)]
     assert Counter(itertools.chain(*tasks)) == Counter(configs) and max(map(len, tasks)) <= study.AGENTS
-    whole = 0
+    whole = Counter()
     for n, size in enumerate(sizes, 1):
-        parts = [len(task) for task in tasks if task[0].num_envs == n]
-        whole += len(parts) == 1 < size
+        parts = [len(task) for task in tasks if task[0].capacity == 16 * 500 * n]
         assert max(parts) - min(parts) <= 1 or size > study.AGENTS * workers
-    if workers > 1 and max(sizes) <= study.AGENTS and min(sizes) > 1:
-        assert whole % workers == 0
+        whole[size] += parts == [size]
+    for size, count in Counter(sizes).items():
+        if 1 < size <= study.AGENTS:
+            assert whole[size] == count // workers * workers
+
+
+def test_a_longer_population_is_split():
+    configs = [Config(seed=seed, steps=steps) for steps in (51_200, 512_000) for seed in range(30)]
+    assert [len(task) for _, task in study.tasks_of(configs, 2, None)] == [15, 15, 15, 15]

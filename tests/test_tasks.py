@@ -40,7 +40,7 @@ def test_every_step_is_gymnasium_s(env_id):
         if env is not None:
             obs, reward, *flags = (x[-1] for x in env.step(taken, state_of(single).expand_as(env.state)))
             np.testing.assert_allclose(obs, seen[0], rtol=0, atol=1e-6)
-            assert reward == 0 and not any(flags)
+            assert reward == 0 and not any(flags) and env.steps[-1] == 0
             ends += 1
         while not over:
             states.append(state_of(single))
@@ -60,6 +60,7 @@ def test_every_step_is_gymnasium_s(env_id):
         np.testing.assert_allclose(ours, seen[1:], rtol=1e-5, atol=close)
         np.testing.assert_allclose(got, reward, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(torch.stack(flags), ended)
+        assert env.steps.tolist() == list(range(1, len(actions) + 1))
     assert ends >= 10 and single.spec.max_episode_steps == env.max_steps
 
 

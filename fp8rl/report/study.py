@@ -42,7 +42,7 @@ THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the 
 MARGIN = 2.0
 FIELDS = ["arm", "precision", "collect_precision", "seed", "final_return", "area"]
 FIELDS += ["first_step_at_threshold", "seconds_to_threshold", "train_seconds"]
-AGENTS = 64  # in a population, at most: with more the speed hardly grows, and results come later
+AGENTS = 64  # in a population, at most: with more the speed hardly grows, results come later and memory is short sooner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,12 +191,16 @@ def run_all(
 
 
 def tasks_of(configs: list[Config], workers: int, each: Callable | None) -> list[tuple[Callable | None, list[Config]]]:
-    """What the processes do: single runs with `each`, or populations (None). These are dealt out over the workers, so that all
-    finish together; where every worker gets as many, they stay whole, because two halves take longer than a whole."""
+    """What the processes do: single runs with `each`, or populations (None). These are split over the workers, so that all finish
+    together. Of populations that take equally long, as many as give every worker the same number stay whole, because two halves
+    take longer than a whole."""
     single = configs if each else [config for config in configs if obstacle(config)]
     dealt = [] if each else batches([config for config in configs if not obstacle(config)], AGENTS * workers)
-    small = [batch for batch in dealt if len(batch) <= AGENTS]
-    whole = small[: len(small) // workers * workers]
+    alike: dict[tuple, list[list[Config]]] = {}
+    for batch in dealt:
+        length = batch[0].iterations, batch[0].steps_per_iteration, batch[0].updates
+        alike.setdefault((len(batch), *length), []).append(batch)
+    whole = [b for (size, *_), like in alike.items() if size <= AGENTS for b in like[: len(like) // workers * workers]]
     split = [batch[i::workers] for batch in dealt if batch not in whole for i in range(min(workers, len(batch)))]
     return [(None, batch) for batch in whole + split] + [(each or run, [config]) for config in single]
 
