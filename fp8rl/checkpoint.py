@@ -2,7 +2,7 @@
 
 A checkpoint is a dict: `format` (this module's version), `config` (the run's fields) and `run` (from `Run.state_dict`). torch
 writes it as an uncompressed zip archive, but reads a flipped bit in a tensor without noticing, and returns uninitialized memory
-for an entry marked as a folder. So checksums and marks are checked first. The `weights_only` reader makes plain data only.
+for an entry marked as a folder. So checksums and marks are checked first. torch's `weights_only` reader makes plain data only.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = Fa
     try:
         saved = state["model"]
         names = [name for name in saved if not name.endswith(".scale")]  # of weights kept in few bits (lab/packed.py)
-        # One that takes one or two bytes is multiplied by its scale.
+        # A weight stored in one or two bytes is multiplied by its scale.
         weights = {x: saved[x].float() * (saved[f"{x}.scale"].view(()) if saved[x].itemsize < 4 else 1) for x in names}
         width, obs_size = weights["inputs.weight"].shape
         distribution = Gaussian if "spread" in weights else Categorical

@@ -104,7 +104,7 @@ class TensorEnv:
 
     def step(self, action: torch.Tensor, start: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a tensor from `draw` (None draws one).
-        Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]: those of a reset, 0 and False after an end."""
+        Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]; after an end a reset's obs, 0 and False."""
         if start is None:
             (start,) = self.draw(1)
         moved, reward, terminated = self.advance(self.state, action)

@@ -13,14 +13,14 @@ def play(policy, env) -> np.ndarray:
     F], in inference mode, to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     live = torch.ones_like(total)  # 1 until the episode ends, then 0
-    steps = range(env.max_steps)
     with inference(env):
-        while len(steps) and live.any():  # not asked at every step, because it waits for a GPU
-            for step, start in zip(steps, env.draw(16), strict=False):
+        for begin in range(0, env.max_steps, 16):
+            for step, start in zip(range(begin, env.max_steps), env.draw(16), strict=False):
                 _, reward, _, _ = env.step(policy(env.obs), start)
                 total += env.discount**step * reward * live
                 live.masked_fill_(env.done, 0)
-            steps = steps[16:]
+            if not live.any():  # not asked at every step, because it waits for a GPU
+                break
     return total.cpu().numpy()
 
 

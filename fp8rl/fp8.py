@@ -113,7 +113,7 @@ def _check_rules(a: Quantized, b: Quantized) -> None:
     if a.data.dtype == b.data.dtype == E5M2:
         raise ValueError("both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, quantize one as e4m3")
     if not a.data.is_contiguous() or not b.data.t().is_contiguous():
-        raise ValueError("layout is not row-major times column-major: FP8 kernels take nothing else, use column_major()")
+        raise ValueError("layout is not row-major times column-major: make the first contiguous, the second column_major()")
 
 
 class _Float8Matmuls(torch.autograd.Function):

@@ -22,7 +22,7 @@ class History:
     outside: share of continuous actions beyond the bounds, where the environment clips them
     loss, policy_loss, value_loss, entropy, ess: means over the iteration's updates; min_logp: the smallest
     grad_norm: the largest finite one, 0 if none was; nonfinite: number of updates whose gradient was not finite;
-        skipped: of those that the scaler skipped
+        skipped: number of updates that the scaler skipped
     loss_scale; with FP8 also "fp8." and a name (scale/quantization.py)
     """
 

@@ -16,7 +16,7 @@ from V of the final observation, the next row. The row after any end is a dummy 
 which zeroes its delta and cuts the trace, so that nothing leaks from one episode into the previous one.
 
 V-trace bounds the weight of an old step, not how far repeated updates on it move the policy. So a step counts for the policy only
-while rho < 1 + clip if its advantage, normalized if that is on, is positive, and while rho > 1 - clip if it is negative: PPO's
+while rho < 1 + clip if its advantage, after any normalization, is positive, and while rho > 1 - clip if it is negative: PPO's
 rule (Schulman et al. 2017, arXiv:1707.06347), with the step's own behaviour policy as the old one.
 """
 

@@ -19,8 +19,8 @@ A machine emulates types that it has no instructions for (on many CPUs bfloat16 
 
 In the core, parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no scaling. float16 ends at
 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss, unscales the gradients before clipping, skips the step and
-halves the scale when a gradient is not finite, and doubles it after 100 good steps in a row. FP8 scales each tensor; its
-GradScaler stays at 1 and only skips steps.
+halves the scale when a gradient is not finite, and doubles it after SCALE_GROWTH_INTERVAL good steps in a row. FP8
+scales each tensor; its GradScaler stays at 1 and only skips steps.
 """
 
 import contextlib
@@ -91,7 +91,7 @@ class Precision:
     def autocast(self):
         """Runs a forward pass in this precision."""
         dtype = AUTOCAST.get(self.name)
-        # Off with gradients: those of all steps would be summed in low precision, in the cached copy of a weight.
+        # Off with gradients, which would be summed in low precision, in the cached copy of a weight.
         cached = not torch.is_grad_enabled()
         cast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached)
         with self.matmul_mode(), cast:
@@ -102,7 +102,7 @@ class Precision:
         self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, total: Callable | None = None
     ) -> StepReport:
         """Backward, unscale, clip to an L2 norm, step. In that order, because the norm of scaled gradients is meaningless.
-        `total` sums gradients over processes that share the loss. Does not wait for a GPU with a fused, capturable optimizer."""
+        `total` sums gradients over processes that share the loss. With a fused, capturable optimizer it never waits for a GPU."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scale = self.scaler.scale(one)  # unlike get_scale() this does not wait for a GPU

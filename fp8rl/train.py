@@ -1,6 +1,6 @@
 """Training: collect T steps from N environments, learn from them once, learn from replay K times, repeat.
 
-The new rollout is on-policy, up to the rounding of two precisions if the actor has its own; the slices replayed from the ring are
+The new rollout is on-policy, except for rounding if the actor has a precision of its own; the slices replayed from the ring are
 not. Both go through V-trace (losses.py), which on the policy's own data is GAE. `iterate` is the whole algorithm. It works on a
 `Run`: the state of a run in named parts, each of which can be saved and restored, and methods that advance it, `collect`,
 `sample`, `update`, `evaluate`, which scale/machine.py may replace.
@@ -72,8 +72,8 @@ class Run:
         model, optimizer, scaler: the learner, on `device`.
         actor: the acting policy: the model itself, or a copy in `collect_precision`.
         env: the training environments. returns: of their running episodes. rewards: their scale in the loss.
-        generator: source of starts and action noise. draws: source of replay samples, by default the same. Weights have a source
-            of their own, and evaluations always the same.
+        generator: source of starts and action noise. draws: source of replay samples, by default the same. Initial weights and
+            evaluations have generators of their own.
         ring: the replay ring. history: the numbers so far.
         state: float32 [N, W], a recurrent policy's current state; else None.
 
@@ -233,7 +233,7 @@ class Run:
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
     Raises ValueError for a number in a rollout that is not finite or too large, and FloatingPointError at the first gradient that
-    is not finite without a loss scaler, or with one after PATIENCE iterations in a row without a finite one."""
+    is not finite; with a loss scaler only after PATIENCE iterations in a row without a finite one."""
     config, history, begin = run.config, run.history, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:

@@ -1,4 +1,4 @@
-"""What several test files ask of runs and rollouts."""
+"""What several test files share: runs, rollouts, and processes."""
 
 import itertools
 import multiprocessing

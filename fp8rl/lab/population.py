@@ -9,8 +9,8 @@ are summed over the agents, so no gradient is divided by S. A Population is a Ru
 Agent k draws from the random streams of a Run with its config, in the same order. So it is that run, except for the order in
 which a matmul sums, whatever the other agents are.
 
-The first update of an iteration has the weights that have just acted. So on a CPU acting keeps what that update's forward pass
-would compute, where both round alike and each number by itself: not in FP8, which scales a matrix by its largest number.
+The first update of an iteration has the weights that have just acted. So on a CPU, acting keeps what that update's forward pass
+would compute, if both round alike and each number by itself. FP8 does not: it scales a matrix by its largest number.
 
 A precision rounds the operands and results of the matmuls, which are computed in float32. Products of two 16-bit or 8-bit numbers
 are exact there, so this is what autocast and FP8 compute, again except for the order of sums. No machine needs 16-bit or 8-bit

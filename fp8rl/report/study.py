@@ -42,7 +42,7 @@ THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the 
 MARGIN = 2.0
 FIELDS = ["arm", "precision", "collect_precision", "seed", "final_return", "area"]
 FIELDS += ["first_step_at_threshold", "seconds_to_threshold", "train_seconds"]
-AGENTS = 64  # in a population, at most: with more the speed hardly grows, results come later and memory is short sooner
+AGENTS = 64  # in a population, at most: more gain a few percent, but results come later and take more memory
 
 
 @dataclasses.dataclass(frozen=True)
