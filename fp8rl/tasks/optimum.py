@@ -60,7 +60,7 @@ class Moves:
 
 def optimal_returns(starts: torch.Tensor, steps: int = MAX_STEPS, width: int = 801, height: int = 401) -> torch.Tensor:
     """Returns of episodes of some steps from states float32 [N, 2] under the best controller that a grid of `width` by `height`
-    points finds, float64 [N]. The defaults take about 0.3 GB."""
+    points finds, float64 [N]. The defaults take about 0.4 GB."""
     grid = Grid(width, height)
     moves, values = Moves(grid.points, grid), [torch.zeros(len(grid.points), dtype=torch.float64)]
     while len(values) < min(steps, AHEAD):
