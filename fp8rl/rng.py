@@ -1,0 +1,112 @@
+"""Random numbers by counter: each is a function of (seed, purpose, iteration, index), not of what was drawn before it.
+
+So every purpose has numbers of its own, a CPU and a GPU draw the same, many agents draw theirs in one call, and there is no state
+to save: a run that is resumed, moved or split over processes goes on with the numbers that it would have had.
+
+The generator is Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; JAX's default):
+a cipher that turns a counter of two 32-bit words into two random ones, under a key of two words. Here
+
+    key = (seed, purpose),    counter = (index // 2, iteration),    and the parity of the index chooses one of the two results
+
+It needs only sums, rotations and exclusive ors of 32-bit words, all modulo 2^32. On a CPU NumPy computes them, whose calls cost
+less than torch's; elsewhere the same lines run on tensors, as int32, which torch adds with the same wrap-around.
+
+    >>> from fp8rl.rng import uniform
+    >>> uniform(seed=0, purpose="actions", iteration=3, shape=(2, 4)).shape
+    torch.Size([2, 4])
+"""
+
+import functools
+import math
+
+import numpy as np
+import torch
+
+PURPOSES = ("weights", "starts", "actions", "replay", "evaluation", "rounding")
+ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+CHUNK = 2**14  # counters at a time on a CPU: more would leave its cache between two operations
+
+
+def threefry(x0, x1, key0, key1, rounds: int = 20):
+    """The cipher: counters x0, x1 and keys, NumPy uint32 or torch int32 arrays that broadcast, to two arrays of random words."""
+    keys = key0, key1, key0 ^ key1 ^ 0x1BD11BDA
+    x0, x1 = x0 + key0, x1 + key1
+    for i in range(rounds):
+        rotation = ROTATIONS[i % 8]
+        x0 += x1
+        low = x1 >> (32 - rotation)
+        if isinstance(x1, torch.Tensor):
+            low &= (1 << rotation) - 1  # torch copies the sign bit into the places that a shift frees
+        x1 <<= rotation
+        x1 |= low
+        x1 ^= x0
+        if i % 4 == 3:
+            x0 += keys[(i // 4 + 1) % 3]
+            x1 += keys[(i // 4 + 2) % 3]
+            x1 += i // 4 + 1
+    return x0, x1
+
+
+def words(seed, purpose: str, iteration, count: int, device="cpu"):
+    """Random 32-bit words of index 0 to `count` - 1, [count], or [S, count] for S seeds: NumPy uint32 on a CPU, elsewhere torch
+    int32 with the same bits. `seed`: below 2^32, a number or integer tensor [S]. `iteration`: a number or tensor [S]."""
+    if torch.device(device).type != "cpu":
+        index = torch.arange((count + 1) // 2, dtype=torch.int32, device=device)
+        key = _column(seed, device), _column(PURPOSES.index(purpose), device)
+        counter = index, torch.zeros_like(index) + _column(iteration, device)
+        found = torch.stack(threefry(*counter, *key), dim=-1).flatten(-2)[..., :count]
+    elif isinstance(seed, torch.Tensor) or isinstance(iteration, torch.Tensor) or count > CHUNK:
+        found = _words(np.asarray(seed), purpose, np.asarray(iteration), count)
+    else:  # few numbers: those of 8 iterations in one call
+        return _eight(seed, purpose, iteration // 8, count)[iteration % 8]
+    return found if isinstance(seed, torch.Tensor) else found[0]
+
+
+@functools.lru_cache(64)
+def _eight(seed: int, purpose: str, block: int, count: int) -> np.ndarray:
+    """The words of iterations 8 `block` to 8 `block` + 7, [8, count]."""
+    return _words(np.full(8, seed), purpose, 8 * block + np.arange(8), count)
+
+
+def _words(seed: np.ndarray, purpose: str, iteration: np.ndarray, count: int) -> np.ndarray:
+    """`words` in NumPy, [S or 1, count], a few counters at a time."""
+    seed, iteration = (x.astype(np.uint32).reshape(-1, 1) for x in np.broadcast_arrays(seed, iteration))
+    index, kind = np.arange((count + 1) // 2, dtype=np.uint32), np.full((1, 1), PURPOSES.index(purpose), np.uint32)
+    found, agents = np.empty((len(seed), len(index), 2), np.uint32), max(1, CHUNK // len(index))
+    for own in (slice(first, first + agents) for first in range(0, len(seed), agents)):
+        for part in (slice(begin, begin + CHUNK) for begin in range(0, len(index), CHUNK)):
+            counter = np.broadcast_arrays(index[part], iteration[own])
+            found[own, part, 0], found[own, part, 1] = threefry(*counter, seed[own], kind)
+    return found.reshape(len(seed), -1)[:, :count]
+
+
+def _column(x, device) -> torch.Tensor:
+    """A number or tensor [S] as int32 [1 or S, 1] with the same low 32 bits."""
+    x = (x if isinstance(x, torch.Tensor) else torch.tensor(x, device=device)).to(device).long().view(-1, 1)
+    return torch.where(x >= 2**31, x - 2**32, x).int()
+
+
+def uniform(seed, purpose: str, iteration, shape: tuple[int, ...], device="cpu", halves: bool = False) -> torch.Tensor:
+    """Float32 numbers in (0, 1), odd multiples of 2^-24 and so neither 0 nor 1: [*shape], or [S, *shape] for S seeds. Arguments
+    as in `words`, a word for each number. With `halves` half a word for each, which gives odd multiples of 2^-17."""
+    size = math.prod(shape)
+    found = words(seed, purpose, iteration, (size + 1) // 2 if halves else size, device)
+    kept = 16 if halves else 23
+    if isinstance(found, np.ndarray):
+        found = np.ascontiguousarray(found).view(np.uint16) if halves else found >> 9
+        found = torch.from_numpy(found.astype(np.float32))
+    else:
+        found = (found.contiguous().view(torch.int16).int() & 0xFFFF if halves else found >> 9 & 0x7FFFFF).float()
+    return found.mul_(2.0**-kept).add_(0.5 * 2.0**-kept)[..., :size].unflatten(-1, shape)
+
+
+def below(limit: int, numbers) -> torch.Tensor:
+    """Whole numbers from 0 to `limit` - 1, int64, from `words`. A limit far below 2^32 leaves no bias that could be seen."""
+    if isinstance(numbers, np.ndarray):
+        return torch.from_numpy(numbers.astype(np.uint64) * np.uint64(limit) >> np.uint64(32)).view(torch.int64)
+    return (numbers.long() & 0xFFFFFFFF) * limit >> 32
+
+
+def seed_of(seed: int, purpose: str, iteration: int = 0) -> int:
+    """A seed for generators that are not of this module, such as an environment's own: 32 bits."""
+    return int(words(seed, purpose, iteration, 1)[0])
