@@ -268,10 +268,9 @@ def evaluate_run(
     model, config = checkpoint.load(run / "checkpoint.pt", NETWORKS, trust, **({"precision": precision} if precision else {}))
     if config.env_id and start_noise != 0.05:
         raise ValueError(f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it")
-    generator = torch.Generator().manual_seed(seed)
     make_env = maker(config, HERE, seed + 2**31)  # other starts than in training
     computes = Precision(config.precision)
-    with contextlib.closing(make_env(config, episodes, start_noise, generator)) as env:
+    with contextlib.closing(make_env(config, episodes, start_noise, "cpu", seed, "evaluation starts")) as env:
         returns = evaluate(computes.prepare(model), env, computes, greedy, seed)
     result = {"mean_return": float(returns.mean()), "std_return": float(returns.std()), "episodes": episodes, "greedy": greedy}
     words = f"mean return {result['mean_return']:.2f}, standard deviation {result['std_return']:.2f}, {episodes} episodes"

@@ -20,7 +20,7 @@ from .distribution import Categorical, Gaussian
 from .model import ActorCritic
 from .train import PLAIN, Run
 
-FORMAT = "fp8rl-6"
+FORMAT = "fp8rl-7"
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:

@@ -24,17 +24,22 @@ class Categorical:
         self.log_policy = logits.movedim(-1, 0).contiguous().log_softmax(0).movedim(0, -1)
 
     @staticmethod
-    def noise(shape: tuple[int, ...], device="cpu", generator: torch.Generator | None = None) -> torch.Tensor:
-        """Standard Gumbel noise, float32."""
-        return torch.rand(shape, dtype=torch.float32, device=device, generator=generator).log_().neg_().log_().neg_()
+    def numbers(num_actions: int) -> int:
+        """How many random numbers an action takes: one for each, but of two actions only the difference counts."""
+        return 1 if num_actions == 2 else num_actions
+
+    @staticmethod
+    def noise(numbers: torch.Tensor) -> torch.Tensor:
+        """Noise float32 [..., `numbers(A)`] from uniform numbers in (0, 1) of that shape: Gumbel noise or, for two actions,
+        logistic noise, which is the difference of two Gumbel numbers."""
+        return numbers.logit() if numbers.shape[-1] == 1 else numbers.log().neg_().log_().neg_()
 
     @staticmethod
     def sample(logits: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
-        """Actions for given noise, float32 [..., B, A]; without it the most likely ones."""
-        scores = logits + noise
-        if scores.shape[-1] == 2 and scores.stride(-1) != 1:
-            return (scores[..., 1] > scores[..., 0]).long()  # if actions come first in memory, argmax is slow
-        return scores.contiguous().argmax(-1)
+        """Actions for given noise; without it the most likely ones."""
+        if logits.shape[-1] == 2:
+            return (logits[..., 1:] - logits[..., :1] > noise).squeeze(-1).long()
+        return (logits + noise).contiguous().argmax(-1)
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [..., B] of actions."""
@@ -59,9 +64,14 @@ class Gaussian:
         return torch.cat((mean, (4 * spread).clamp(*LOG_STD).expand_as(mean)), dim=-1)
 
     @staticmethod
-    def noise(shape: tuple[int, ...], device="cpu", generator: torch.Generator | None = None) -> torch.Tensor:
-        """Standard Gaussian noise, float32."""
-        return torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+    def numbers(num_actions: int) -> int:
+        """How many random numbers an action takes."""
+        return num_actions
+
+    @staticmethod
+    def noise(numbers: torch.Tensor) -> torch.Tensor:
+        """Standard Gaussian noise, float32, from uniform numbers in (0, 1) of the same shape."""
+        return (2 * numbers - 1).erfinv_().mul_(math.sqrt(2))
 
     @staticmethod
     def sample(outputs: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:

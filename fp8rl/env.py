@@ -19,6 +19,7 @@ next episode with reward 0. So the final observation is never lost.
 import torch
 
 from .distribution import Categorical
+from .rng import rows
 
 PUSH, DAMPING, LIMIT, MAX_STEPS = 0.1, 0.95, 2.0, 200
 # As tensors, because torch would convert a Python number at every call, which takes longer than the arithmetic of a few carts.
@@ -56,15 +57,16 @@ class TensorEnv:
         state_size: numbers in a state. num_actions, distribution: number of actions, with Categorical; or dimensions of an
         action in [-1, 1], with Gaussian. discount: of the returns by which an agent is judged. channels: of noise (`draw`).
         state: float32 [N, state_size]. obs: float32 [N, F]. done: bool [N], the last step ended the episode and the next resets.
-        generator: source of starts and noise, on the same device; None is torch's global one.
+        seed, purpose: of starts and channels (rng.py), their iteration is `draws`, the number of calls of `draw` so far. An int64
+        tensor [S] of seeds has an equal share of the N for each, S agents one after the other.
     """
 
     distribution, discount, channels = Categorical, 1.0, 0
 
-    def __init__(self, num_envs: int, device="cpu", generator: torch.Generator | None = None):
+    def __init__(self, num_envs: int, device="cpu", seed: int | torch.Tensor = 0, purpose: str = "starts"):
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: use at least 1")
-        self.num_envs, self.device, self.generator = num_envs, torch.device(device), generator
+        self.num_envs, self.device, self.seed, self.purpose, self.draws = num_envs, torch.device(device), seed, purpose, 0
         self.reset()
 
     def start(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -92,15 +94,11 @@ class TensorEnv:
 
     def draw(self, length: int) -> tuple[torch.Tensor, ...]:
         """Start states and noise channels for `length` steps, float32 [N, state_size + channels] each: one call for all steps."""
-        n, k, size = self.num_envs, self.channels, self.state_size
-        noise = torch.rand(length, n * (size + k), dtype=torch.float32, device=self.device, generator=self.generator)
-        starts, channels = (part.view(length, n, -1) for part in noise.mul_(2).sub_(1).split((size * n, k * n), dim=1))
-        starts = self.start(starts)
-        return (torch.cat((starts, channels), dim=-1) if k else starts).unbind()
-
-    def noise(self, length: int, generator: torch.Generator | None) -> torch.Tensor:
-        """Random numbers from which actions are sampled, float32 [length, N, num_actions]."""
-        return self.distribution.noise((length, self.num_envs, self.num_actions), self.device, generator)
+        shape = length, self.num_envs, self.state_size + self.channels
+        numbers = rows(self.seed, self.purpose, self.draws, shape, self.device, halves=True).mul_(2).sub_(1)
+        self.draws += 1
+        starts = self.start(numbers[..., : self.state_size])
+        return (torch.cat((starts.mT, numbers[..., self.state_size :].mT), dim=1).mT if self.channels else starts).unbind()
 
     def step(self, action: torch.Tensor, start: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a tensor from `draw` (None draws one).
@@ -121,7 +119,7 @@ class TensorEnv:
         return torch.cat((seen, start[:, self.state_size :]), dim=-1) if self.channels else seen
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that the next step depends on, apart from the generator; not copies."""
+        """The tensors that the next step depends on; not copies."""
         return {name: getattr(self, name) for name in ("state", "obs", "steps", "done")}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -135,7 +133,7 @@ class TensorEnv:
         """Does nothing: unlike other environments it has no processes or files to close."""
 
 
-class BatchedEnv(TensorEnv):
+class Cart(TensorEnv):
     """N carts, with the options in the module's docstring. Position and velocity start uniformly within `start_noise` of 0: one
     number for all, or float32 [N]. Raises ValueError for `start_noise` outside [0, 1] or negative `extra_features`."""
 
@@ -146,9 +144,10 @@ class BatchedEnv(TensorEnv):
         num_envs: int,
         start_noise: float | torch.Tensor = 0.05,
         device="cpu",
-        generator: torch.Generator | None = None,
+        seed: int | torch.Tensor = 0,
         extra_features: int = 0,
         hide_velocity: bool = False,
+        purpose: str = "starts",
     ):
         if not isinstance(start_noise, torch.Tensor) and not 0 <= start_noise <= 1:
             raise ValueError(f"start_noise is {start_noise}: use a number from 0 to 1")
@@ -156,7 +155,7 @@ class BatchedEnv(TensorEnv):
             raise ValueError(f"extra_features is {extra_features}: use 0 or more")
         self.start_noise, self.channels, self.hide_velocity = start_noise, extra_features, hide_velocity
         self.bounds = obs_bounds(extra_features, hide_velocity)
-        super().__init__(num_envs, device, generator)
+        super().__init__(num_envs, device, seed, purpose)
 
     def start(self, numbers):
         return numbers.mT.mul(self.start_noise).mT  # there may be a start_noise for each environment, [N]

@@ -1,11 +1,13 @@
 """Evaluation, separate from training: one episode in each of many environments, with greedy or sampled actions. A return is the
 unscaled sum of an episode's rewards, at most 200 for the cart; undiscounted, unless the task is defined with a discount."""
 
+import itertools
+
 import numpy as np
 import torch
 
 from .precision import Precision
-from .rollout import inference, stream_seed
+from .rollout import inference, noise_of
 
 
 def play(policy, env) -> np.ndarray:
@@ -28,14 +30,13 @@ def evaluate(model, env, precision: Precision | None = None, greedy: bool = True
     """Returns float32 [N] of a model's policy in environments as in `play`, with the greedy action or actions sampled from
     `seed`. Forward passes run in `precision` (default: fp32 on the CPU)."""
     precision = precision or Precision("fp32")
-    generator = torch.Generator(precision.device).manual_seed(stream_seed(seed, 1))  # not the seed of the starts
-    state = None
+    state, steps = None, itertools.count()
 
     def policy(obs):
         nonlocal state
         with precision.autocast():
             outputs, state = model.policy(obs, state)
-        noise = 0.0 if greedy else env.noise(1, generator)[0]
+        noise = 0.0 if greedy else noise_of(env, 1, seed, "evaluation actions", next(steps))[0]
         return env.distribution.sample(outputs, noise)
 
     return play(policy, env)

@@ -14,6 +14,7 @@ Bytes per transition with F features: 4 F for the observation + 1 (action; 4 for
 import torch
 
 from .env import STATE_BOUNDS
+from .rng import below, words
 from .rollout import Rollout
 
 
@@ -100,21 +101,21 @@ class ReplayBuffer:
             raise ValueError(f"rollout of {length} rows: a ring of {self.rows} rows takes at most {self.rows - 1}")
         self._write(rollout.to(self.device))
 
-    def sample(self, slices: int, length: int, generator: torch.Generator | None = None) -> Rollout:
+    def sample(self, slices: int, length: int, seed=0, iteration: int = 0) -> Rollout:
         """Draws B slices of L rows uniformly, with replacement, over all possible starts and environments: a Rollout of obs
-        [L+1, B, F] and the rest [L, B]. The generator is on the ring's device. Raises ValueError if fewer than `length` complete
-        rows are stored, or if `slices` or `length` is below 1."""
+        [L+1, B, F] and the rest [L, B]. `seed`, `iteration`: of the draw (rng.py); with S seeds each draws B slices from its own
+        share of the environments, [L, S B] in all. Raises ValueError if fewer than `length` complete rows are stored, or if
+        `slices` or `length` is below 1."""
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.size:
             raise ValueError(f"slice length is {length} but only {self.size} rows are stored: collect more or shorten it")
-        start, env = self._draw(self.size - length + 1, slices, generator)
-        return self._read(self.start + start, env, length)
-
-    def _draw(self, starts: int, slices: int, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uniform random offsets below `starts`, and environments, int64 [slices] each."""
-        shape = {"size": (slices,), "generator": generator, "device": self.device}
-        return torch.randint(starts, **shape), torch.randint(self.num_envs, **shape)
+        drawn = words(seed, "replay", iteration, 2 * slices, self.device)
+        start = below(self.size - length + 1, drawn[..., :slices])
+        agents = len(start) if start.dim() == 2 else 1
+        own = self.num_envs // agents
+        env = below(own, drawn[..., slices:]).view(agents, -1) + own * torch.arange(agents, device=self.device).unsqueeze(-1)
+        return self._read(self.start + start.flatten(), env.flatten(), length)
 
     def _read(self, start: torch.Tensor, env: torch.Tensor, length: int) -> Rollout:
         """Slices [L, B] that start at row numbers `start` [B] of environments `env` [B]."""

@@ -22,7 +22,7 @@ import math
 import numpy as np
 import torch
 
-PURPOSES = ("weights", "starts", "actions", "replay", "evaluation", "rounding")
+PURPOSES = ("weights", "starts", "actions", "replay", "rounding", "targets", "evaluation starts", "evaluation actions")
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 CHUNK = 2**14  # counters at a time on a CPU: more would leave its cache between two operations
 
@@ -98,6 +98,14 @@ def uniform(seed, purpose: str, iteration, shape: tuple[int, ...], device="cpu",
     else:
         found = (found.contiguous().view(torch.int16).int() & 0xFFFF if halves else found >> 9 & 0x7FFFFF).float()
     return found.mul_(2.0**-kept).add_(0.5 * 2.0**-kept)[..., :size].unflatten(-1, shape)
+
+
+def rows(seed, purpose: str, iteration, shape: tuple[int, int, int], device="cpu", halves: bool = False) -> torch.Tensor:
+    """`uniform` numbers [T, N, size] of a `shape`, column by column in memory. With S seeds the N columns are N / S for each."""
+    length, count, size = shape
+    agents = len(seed) if isinstance(seed, torch.Tensor) else 1
+    found = uniform(seed, purpose, iteration, (length, size, count // agents), device, halves)
+    return (found if found.dim() == 3 else found.permute(1, 2, 0, 3).flatten(2)).mT
 
 
 def below(limit: int, numbers) -> torch.Tensor:

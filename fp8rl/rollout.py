@@ -10,10 +10,10 @@ import contextlib
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from .precision import Precision
+from .rng import rows
 
 # Bits in a row's flags.
 TERMINATED, TRUNCATED, DUMMY = 1, 2, 4
@@ -65,9 +65,10 @@ def check_finite(rollout: Rollout) -> None:
         raise ValueError("action is not a number, because the policy's weights are not: lower learning_rate")
 
 
-def stream_seed(*key: int) -> int:
-    """A 32-bit seed from integers: torch's CPU generator uses no more."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
+def noise_of(env, length: int, seed, purpose: str, iteration: int) -> torch.Tensor:
+    """The noise of the actions of `length` steps of N environments, float32 [length, N, numbers of an action]."""
+    shape = length, env.num_envs, env.distribution.numbers(env.num_actions)
+    return env.distribution.noise(rows(seed, purpose, iteration, shape, env.device))
 
 
 @contextlib.contextmanager
@@ -101,20 +102,26 @@ def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], t
     return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(outputs)), state
 
 
-@torch.no_grad()
-def collect(model, env, length: int, precision: Precision, generator, state=None, loop=steps) -> Rollout:
+def collect(model, env, length: int, precision: Precision, seed=0, iteration: int = 0, state=None, loop=steps) -> Rollout:
     """Steps every environment `length` times, without a reset first, with actions sampled from the model: a Rollout [T, N].
 
     Args:
-        model, precision: an ActorCritic and the precision that it runs in. generator: source of the actions' noise.
-        env: a TensorEnv, or an object with its `obs`, `done`, `distribution`, `noise`, `draw` and `step`.
+        model, precision: an ActorCritic and the precision that it runs in.
+        env: a TensorEnv, or an object with those of its attributes and methods that scale/gym.py has.
+        seed, iteration: of the actions' noise (rng.py), as in TensorEnv; a policy's rollouts have different iterations.
         state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
         loop: `steps`, or a faster form of it.
     """
-    noise = env.noise(length, generator)
+    noise, starts = noise_of(env, length, seed, "actions", iteration), env.draw(length)
+    return play(model, env, noise, starts, precision, state, loop)
+
+
+@torch.no_grad()
+def play(model, env, noise: torch.Tensor, starts, precision: Precision, state=None, loop=steps) -> Rollout:
+    """`collect` with the actions' noise, float32 [T, N, A], and the T starts from `env.draw`."""
     mode = inference(env) if loop is steps else contextlib.nullcontext()
     with mode, precision.autocast():  # one region, so that autocast casts the weights once
-        (*rows, outputs), after = loop(model, env, noise, env.draw(length), state)
+        (*rows, outputs), after = loop(model, env, noise, starts, state)
     rows = [x.clone() if x.is_inference() else x for x in rows]
     logp = env.distribution(outputs).log_prob(rows[1])
     if after is not None:

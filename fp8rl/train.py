@@ -19,14 +19,15 @@ from tqdm.auto import tqdm
 
 from .config import Config
 from .distribution import Gaussian
-from .env import BatchedEnv
+from .env import Cart
 from .evaluate import evaluate
 from .history import TERMS, EpisodeReturns, History, RewardScale, summarize
 from .losses import actor_critic_loss, alone, vtrace
 from .model import ActorCritic
 from .precision import Precision
 from .replay import ReplayBuffer
-from .rollout import Rollout, check_finite, collect, steps, stream_seed
+from .rng import seed_of
+from .rollout import Rollout, check_finite, noise_of, play, steps
 
 PLAIN = {("mlp", False): ActorCritic}  # the model class by encoder and normalize_obs
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
@@ -48,20 +49,9 @@ def update(
     return {"loss": loss.detach(), **stats, **report._asdict()}
 
 
-class Stream(torch.Generator):
-    """A torch.Generator that can be saved and restored like the other parts, on the same type of device."""
-
-    def state_dict(self) -> dict:
-        return {"device": self.device.type, "state": self.get_state()}
-
-    def load_state_dict(self, state: dict) -> None:
-        if state["device"] == self.device.type:  # another type cannot continue it
-            self.set_state(state["state"].clone())  # torch would read past the end of a view
-
-
-def make_cart(config: Config, num_envs: int, start_noise: float, generator: torch.Generator) -> BatchedEnv:
-    """The cart, N times, on the generator's device."""
-    return BatchedEnv(num_envs, start_noise, generator.device, generator, config.extra_features, config.hide_velocity)
+def make_cart(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> Cart:
+    """The cart, N times."""
+    return Cart(num_envs, start_noise, device, seed, config.extra_features, config.hide_velocity, purpose)
 
 
 class Run:
@@ -72,8 +62,7 @@ class Run:
         model, optimizer, scaler: the learner, on `device`.
         actor: the acting policy: the model itself, or a copy in `collect_precision`.
         env: the training environments. returns: of their running episodes. rewards: their scale in the loss.
-        generator: source of starts and action noise. draws: source of replay samples, by default the same. Initial weights and
-            evaluations have generators of their own.
+        seed: of all random numbers but the initial weights' (rng.py): the config's, or this process's own.
         ring: the replay ring. history: the numbers so far.
         state: float32 [N, W], a recurrent policy's current state; else None.
 
@@ -83,7 +72,7 @@ class Run:
         rank, ranks: this process and the number of processes that split environments, ring and batches (scale/ranks.py).
     """
 
-    PARTS = ("model", "optimizer", "scaler", "generator", "env", "returns", "rewards", "history")
+    PARTS = ("model", "optimizer", "scaler", "env", "returns", "rewards", "history")
 
     def __init__(
         self,
@@ -109,9 +98,9 @@ class Run:
         # The plain ones, which scale/ and lab/ replace. `recorder()` yields a dict that is added to an update's statistics.
         self.make_env, self.total, self.targets_of, self.loop, self.check = make_env, alone, vtrace, steps, check_finite
         self.recorder = functools.partial(contextlib.nullcontext, {})
-        self.generator = self.draws = Stream(collect_device).manual_seed(stream_seed(config.seed, rank) if rank else config.seed)
-        self.env = make_env(config, config.num_envs // ranks, config.start_noise, self.generator)
-        weights = torch.Generator("cpu").manual_seed(config.seed)
+        self.seed = seed_of(config.seed, "weights", rank) if rank else config.seed
+        self.env = make_env(config, config.num_envs // ranks, config.start_noise, collect_device, self.seed)
+        weights = torch.Generator("cpu").manual_seed(seed_of(config.seed, "weights"))
         sizes, distribution = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
         model = networks[config.encoder, config.normalize_obs](*sizes, generator=weights, distribution=distribution)
         alike = self.acting.name == self.precision.name and self.acting.device == self.precision.device
@@ -124,7 +113,7 @@ class Run:
         self.stores = config.replay_updates > 0  # otherwise nothing reads the ring
         self.returns = EpisodeReturns(self.env.num_envs)
         self.rewards = RewardScale(self.env.num_envs, self.env.device)
-        self.state, self.history = None, History()
+        self.state, self.history, self.rollouts = None, History(), 0
 
     def set_learning_rate(self, learning_rate: float) -> float:
         """Sets the optimizer's learning rate and returns it."""
@@ -147,14 +136,21 @@ class Run:
 
     def act(self) -> Rollout:
         """Like `collect`, with the actor's weights as they are."""
-        rollout = collect(self.actor, self.env, self.config.rollout_length, self.acting, self.generator, self.state, self.loop)
+        length = self.config.rollout_length
+        noise, starts = noise_of(self.env, length, self.seed, "actions", self.rollouts), self.env.draw(length)
+        self.rollouts += 1
+        return self.play(noise, starts)
+
+    def play(self, noise: torch.Tensor, starts) -> Rollout:
+        """The T steps for random numbers that are drawn already (rollout.py)."""
+        rollout = play(self.actor, self.env, noise, starts, self.acting, self.state, self.loop)
         self.state = None if rollout.state is None else rollout.state[-1]
         return rollout
 
-    def sample(self) -> Rollout:
-        """A batch of slices from the ring."""
-        length = self.config.slice_length
-        return self.ring.sample(self.config.batch_size // length // self.ranks, length, self.draws)
+    def sample(self, update: int = 0) -> Rollout:
+        """A batch of slices from the ring, for an update of this iteration."""
+        length, number = self.config.slice_length, len(self.history) * self.config.updates + update
+        return self.ring.sample(self.config.batch_size // length // self.ranks, length, self.seed, number)
 
     def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
         """One gradient step on a batch from any device. With `record` the statistics include those of `recorder`."""
@@ -189,8 +185,8 @@ class Run:
 
     def judge(self, model: ActorCritic, precision: Precision, make_env: Callable) -> float:
         """Like `evaluate`, with a copy of the model on another device or other environments."""
-        stream = torch.Generator(precision.device).manual_seed(0)
-        with contextlib.closing(make_env(self.config, self.config.eval_episodes, 0.05, stream)) as env:
+        starts = self.config.eval_episodes, 0.05, precision.device, 0, "evaluation starts"
+        with contextlib.closing(make_env(self.config, *starts)) as env:
             return float(evaluate(model, env, precision).mean())
 
     def state_dict(self, ring: bool = True) -> dict:
@@ -198,12 +194,11 @@ class Run:
         tensors of model and optimizer are not copies: copy them if the run continues."""
         parts = {name: getattr(self, name).state_dict() for name in self.PARTS}
         parts["state"] = None if self.state is None else self.state.clone()
-        parts["draws"] = None if self.draws is self.generator else self.draws.state_dict()
         return {**parts, "ring": self.ring.state_dict() if ring else None}
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU; on another
-        type of device with other random numbers; without the ring's rows with an empty ring. Raises ValueError if the state does
+        """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU; without the
+        ring's rows with an empty ring. Raises ValueError if the state does
         not fit the config, and OSError if the ring's rows are in another folder than this run's; the run is then closed."""
         try:
             for name in self.PARTS:
@@ -211,10 +206,10 @@ class Run:
                     load_optimizer(self.optimizer, state[name])
                 else:
                     getattr(self, name).load_state_dict(state[name])
+            self.rollouts = len(self.history) + bool(state.get("ahead"))  # its steps have been taken
+            self.env.draws = self.rollouts + 1  # after the one of the first reset
             if state["state"] is not None:
                 self.state = state["state"].to(self.env.device, copy=True)
-            if state["draws"] is not None and self.draws is not self.generator:
-                self.draws.load_state_dict(state["draws"])
             if state["ring"] is not None:
                 self.ring.load_state_dict(state["ring"])
         except OSError:  # from the ring's folder
@@ -247,7 +242,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
                 run.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
             stats = []
             for k in range(config.updates):
-                batch = rollout if k < config.fresh_updates else run.sample()  # from older policies: V-trace corrects
+                batch = rollout if k < config.fresh_updates else run.sample(k)  # from older policies: V-trace corrects
                 stats.append(run.update(batch, record=k + 1 == config.updates))
             row = {"iteration": iteration, **run.totals(rollout, summarize(stats)), "learning_rate": learning_rate}
             row["seconds"] = time.perf_counter() - began + (history.last["seconds"] if iteration else 0)

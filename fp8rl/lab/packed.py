@@ -74,7 +74,7 @@ class Packed(torch.optim.Optimizer):
     def adam(self, tensors: dict[str, torch.Tensor]) -> Adam:
         """A population's Adam for these weights."""
         sizes, theta = [x.numel() for x in tensors.values()], nn.Parameter(self.flat(tensors))
-        return Adam(theta, self.param_groups[0]["lr"], [self.places], sizes, [self.run.generator])
+        return Adam(theta, self.param_groups[0]["lr"], [self.places], sizes, torch.tensor([self.run.seed], device=theta.device))
 
     def flat(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """Tensors as one row [1, P]."""

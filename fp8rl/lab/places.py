@@ -19,11 +19,11 @@ Config's field `formats` names some of them, "weights=e4m3:stochastic v=e5m2". A
 What is not named stays float32, and so do sums. An update takes its step in float32 from what is stored, and rounds the result.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
+from ..rng import uniform
 from .formats import Format, format_of, rounded, scaled
 
 PLACES = ("forward", "backward", "weights", "m", "v", "root", "observations", "acting", "targets")
@@ -60,12 +60,9 @@ class Kept(NamedTuple):
         noises = [None] * len(sizes) if noise is None else noise.split(sizes, dim=1)
         return torch.cat([self(part, own) for part, own in zip(x.split(sizes, dim=1), noises, strict=True)], dim=1)
 
-    def matrices(self, x: torch.Tensor, streams: Iterable[torch.Generator] = ()) -> torch.Tensor:
-        """Rounds matrices [S, M, N]; stochastically, if it does, with the streams of the agents."""
-        flat, noise = x.flatten(1), None
-        if "stochastic" in self.words:
-            noise = torch.stack([torch.rand(flat.shape[1], generator=stream, device=x.device) for stream in streams])
-        return self(flat, noise).view_as(x)
+    def matrices(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """Rounds matrices [S, M, N]; stochastically with `noise` [S, M N]."""
+        return self(x.flatten(1), noise).view_as(x)
 
 
 class Places(dict[str, Kept]):
@@ -119,14 +116,7 @@ def places_of(text: str) -> Places:
     return found
 
 
-def noises(places: Places, takes: torch.Tensor, size: int, generators: list[torch.Generator]) -> dict[str, torch.Tensor]:
-    """Noise for one update of agents that share their places, float32 [S, P] each, from the streams of those that take it, bool
-    [S, 1]."""
-    if not places.noisy:
-        return {}
-    shape, device = (len(places.noisy), size), takes.device
-    drawn = [
-        torch.rand(shape, generator=generator, device=device) if taken else torch.zeros(shape, device=device)
-        for generator, (taken,) in zip(generators, takes.tolist(), strict=True)
-    ]
-    return {name: torch.stack([x[i] for x in drawn]) for i, name in enumerate(places.noisy)}
+def noises(places: Places, seed, iteration, size: int, device) -> dict[str, torch.Tensor]:
+    """Noise for one update of S agents that share their places, float32 [S, size] each. Arguments as in rng.py."""
+    drawn = uniform(seed, "rounding", iteration, (len(places.noisy), size), device) if places.noisy else NONE
+    return {name: drawn[:, i] for i, name in enumerate(places.noisy)}

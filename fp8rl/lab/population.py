@@ -6,7 +6,7 @@ agents share the calls. Their matmuls are one `bmm` over an axis of agents, and 
 its own seed, its own precision and, where wanted, its own hyperparameters, and clipping and skipping are decided for each. Losses
 are summed over the agents, so no gradient is divided by S. A Population is a Run: `train.iterate` is the algorithm of both.
 
-Agent k draws from the random streams of a Run with its config, in the same order. So it is that run, except for the order in
+Agent k draws the random numbers of a Run with its config (rng.py). So it is that run, except for the order in
 which a matmul sums, whatever the other agents are.
 
 The first update of an iteration has the weights that have just acted. So on a CPU, acting keeps what that update's forward pass
@@ -33,17 +33,18 @@ from torch import nn
 from .. import fp8
 from ..config import Config
 from ..distribution import Categorical, Gaussian
-from ..env import BatchedEnv, TensorEnv
+from ..env import Cart, TensorEnv
 from ..evaluate import evaluate
 from ..history import EpisodeReturns, History, RewardScale
 from ..losses import Targets, alone, vtrace
 from ..model import ActorCritic
 from ..precision import AUTOCAST, SCALE_GROWTH_INTERVAL, Precision, StepReport
-from ..rollout import Rollout, check_finite, collect, steps
+from ..rng import seed_of, uniform
+from ..rollout import Rollout, check_finite, play, steps
 from ..scale import growth
 from ..scale.storage import StoredRing, ring_bytes
 from ..tasks.by_id import TASKS
-from ..train import Run, Stream, failure
+from ..train import Run, failure
 from .formats import format_of
 from .places import Kept, Places, noises, places_of
 
@@ -396,55 +397,15 @@ class Passes(torch.autograd.Function):
         return None, theta_grad, None, None, None
 
 
-class OfAgents:
-    """The environments of S agents, agent by agent: each N of them draw from their agent's stream. Mixed into a task's class.
-
-    Args:
-        generators: a random stream for each agent, or a single one whose numbers all agents get.
-        num_envs: N, of each agent. agents: S. (the others as in the task)
-    """
-
-    def __init__(self, generators: list[torch.Generator], num_envs: int, agents: int, *options):
-        self.generators, self.each, self.agents = generators, num_envs, agents
-        super().__init__(agents * num_envs, *options)
-
-    def noise(self, length: int, generator: list[torch.Generator]) -> torch.Tensor:
-        """Like TensorEnv.noise, each agent's from its own stream."""
-        shape = length, self.each, self.num_actions
-        return torch.cat([self.distribution.noise(shape, self.device, stream) for stream in generator], dim=1)
-
-    def draw(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Like TensorEnv.draw."""
-        n, k, size = self.each, self.channels, self.state_size
-        shape = {"size": (length, n * (size + k)), "dtype": torch.float32, "device": self.device}
-        noise = torch.stack([torch.rand(generator=g, **shape) for g in self.generators], dim=1).mul_(2).sub_(1)
-        starts, channels = (part.unflatten(-1, (n, -1)).movedim(-1, 1) for part in noise.split((size * n, k * n), dim=-1))
-        starts, channels = (x.expand(-1, -1, self.agents, -1).flatten(2).mT for x in (starts, channels))
-        starts = self.start(starts)
-        return (torch.cat((starts.mT, channels.mT), dim=1).mT if k else starts).unbind()
-
-
-def environments(config: Config, num_envs: int, start_noise: list[float], generators: list, device) -> TensorEnv:
-    """`num_envs` environments for each agent, with a start_noise for each, and generators as in `OfAgents`."""
-    task = TASKS.get(config.env_id, BatchedEnv)
-    options = (device,)
-    if task is BatchedEnv:
-        noise = start_noise[0]
-        if len(set(start_noise)) > 1:
-            noise = torch.tensor(start_noise, dtype=torch.float32, device=device).repeat_interleave(num_envs)
-        options = noise, device, None, config.extra_features, config.hide_velocity
-    return type(task.__name__, (OfAgents, task), {})(generators, num_envs, len(start_noise), *options)
-
-
-class Streams(list):
-    """The random streams of S agents."""
-
-    def state_dict(self) -> dict:
-        return {"each": [stream.state_dict() for stream in self]}
-
-    def load_state_dict(self, state: dict) -> None:
-        for stream, each in zip(self, state["each"], strict=True):
-            stream.load_state_dict(each)
+def environments(config: Config, num_envs: int, start_noise: list[float], seeds: torch.Tensor, purpose="starts") -> TensorEnv:
+    """`num_envs` environments for each of S agents, one agent's after the other's, with a start_noise and a seed for each."""
+    task, device, count = TASKS.get(config.env_id, Cart), seeds.device, len(seeds) * num_envs
+    if task is not Cart:
+        return task(count, device, seeds, purpose)
+    noise = start_noise[0]
+    if len(set(start_noise)) > 1:
+        noise = torch.tensor(start_noise, dtype=torch.float32, device=device).repeat_interleave(num_envs)
+    return Cart(count, noise, device, seeds, config.extra_features, config.hide_velocity, purpose)
 
 
 class Rings(StoredRing):
@@ -462,13 +423,6 @@ class Rings(StoredRing):
         """Like StoredRing.outside, int64 [S, F]."""
         return torch.stack([self.codec.outside(own) for own in obs.unflatten(1, (self.agents, -1)).unbind(1)])
 
-    def _draw(self, starts: int, slices: int, generator: Streams) -> tuple[torch.Tensor, torch.Tensor]:
-        own, shape = self.num_envs // self.agents, {"size": (slices,), "device": self.device}
-        drawn = [(torch.randint(starts, generator=g, **shape), torch.randint(own, generator=g, **shape)) for g in generator]
-        start, env = (torch.stack(numbers) for numbers in zip(*drawn, strict=True))
-        first = own * torch.arange(self.agents, device=self.device).unsqueeze(-1)
-        return start.flatten(), (env + first).flatten()
-
 
 class Adam:
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) with a learning rate, a step count and skipped steps for each agent.
@@ -478,11 +432,11 @@ class Adam:
 
     Args:
         places: of each agent, equal ones following each other; None keeps everything in float32.
-        sizes: of the tensors in a row of theta. streams: of the agents, for stochastic rounding.
+        sizes: of the tensors in a row of theta. seeds: of the agents, int64 [S], for stochastic rounding.
     """
 
-    def __init__(self, theta: nn.Parameter, rate, places: list[Places] | None = None, sizes=(), streams=()):
-        self.theta, self.sizes, self.streams = theta, list(sizes), streams
+    def __init__(self, theta: nn.Parameter, rate, places: list[Places] | None = None, sizes=(), seeds=None):
+        self.theta, self.sizes, self.seeds = theta, list(sizes), seeds
         self.rate = torch.zeros(len(theta), 1, device=theta.device).add_(rate)
         places = places or [Places()] * len(theta)
         self.parts = [(agents, places[agents.start]) for agents in alike(places, most_together(theta.device))]
@@ -494,6 +448,7 @@ class Adam:
     @torch.no_grad()
     def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
         """One step of the agents in `takes`, bool [S, 1], with gradients `grad` [S, P] times `factor` [S, 1]."""
+        begun = self.count.clone()
         self.count += takes
         size = torch.where(takes, (1 - 0.9**self.count).reciprocal() * -self.rate, 0.0)
         keep, add = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0)
@@ -504,7 +459,8 @@ class Adam:
             g = g if all_take else torch.where(takes[agents], g, 0)  # what is not finite times 0 would be NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
-            noise = noises(places, takes[agents], grad.shape[1], self.streams[agents])
+            seeds = self.seeds[agents] if places else None
+            noise = noises(places, seeds, begun[agents], grad.shape[1], grad.device)
             (first, first_kept), (second, second_kept) = places.moments(first, second, self.sizes, noise)
             theta = self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5))
             if places:
@@ -625,7 +581,7 @@ class Population(Run):
         device: where everything is. On a GPU `scale.graphs.capture(population)` makes it several times as fast.
     """
 
-    PARTS = ("model", "adam", "scaler", "generator", "env", "returns", "rewards", "history")
+    PARTS = ("model", "adam", "scaler", "env", "returns", "rewards", "history")
 
     def __init__(self, configs: list[Config], device="cpu"):
         if not configs:
@@ -647,22 +603,21 @@ class Population(Run):
         self.config = one_of(self.configs, device)
         self.total, self.loop, self.state, self.targets_of = alone, steps, None, self.rounded_targets
         self.recorder = functools.partial(contextlib.nullcontext, {})
-        self.generator = self.draws = Streams(Stream(device).manual_seed(config.seed) for config in self.configs)
-        noises = [c.start_noise for c in self.configs]
-        self.env = environments(one, one.num_envs, noises, self.generator, device)
-        weights = [torch.Generator("cpu").manual_seed(config.seed) for config in self.configs]
+        self.seed = torch.tensor([config.seed for config in self.configs], device=device)
+        self.env = environments(one, one.num_envs, [c.start_noise for c in self.configs], self.seed)
+        weights = [torch.Generator("cpu").manual_seed(seed_of(config.seed, "weights")) for config in self.configs]
         sizes, kind = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
         models = [ActorCritic(*sizes, generator=g, distribution=kind) for g in weights]
         matmuls = [[matmuls_of(config, acting) for config in self.configs] for acting in (False, True)]
         reusing = [reuses_forward(config, device) for config in self.configs]
         self.model, self.reuse_forward, self.newest = Agents(models, *matmuls, reusing, device), any(reusing), None
-        adam = self.config.learning_rate, self.places, self.model.sizes, self.generator
+        adam = self.config.learning_rate, self.places, self.model.sizes, self.seed
         self.optimizer = self.adam = Adam(self.model.theta, *adam)
         self.precision = self.scaler = Scales([config.precision for config in self.configs], device)
         ring = one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device
         self.ring = Rings(self.agents, *ring, action_size=sizes[1] if self.model.gaussian else 0)
         self.stores = one.replay_updates > 0
-        self.returns, self.history = EpisodeReturns(self.env.num_envs), Histories(self.agents)
+        self.returns, self.history, self.rollouts = EpisodeReturns(self.env.num_envs), Histories(self.agents), 0
         self.rewards = RewardScale(self.env.num_envs, self.device, self.agents)
 
     def set_learning_rate(self, learning_rate):
@@ -673,11 +628,11 @@ class Population(Run):
     def sync_actor(self) -> None:
         """Does nothing: `act` rounds the current weights."""
 
-    def act(self) -> Rollout:
-        """Like Run.act, a Rollout [T, S N]."""
+    def play(self, noise: torch.Tensor, starts: torch.Tensor) -> Rollout:
+        """Like Run.play, a Rollout [T, S N]."""
         length, self.newest = self.config.rollout_length, None
         actor = self.model.policy("actor", (length + 1) * self.config.num_envs if self.reuse_forward else 0)
-        rollout = collect(actor, self.env, length, self.precision, self.generator, None, self.loop)
+        rollout = play(actor, self.env, noise, starts, self.precision, None, self.loop)
         if self.reuse_forward:
             with torch.no_grad(), self.precision.autocast():
                 actor.policy(rollout.obs[-1])  # its value is used only for bootstrapping
@@ -688,9 +643,12 @@ class Population(Run):
         """V-trace, its advantages and value targets rounded for the agents that say so."""
         found = vtrace(*args)
         for agents, kept in self.in_place("targets"):
-            for x in (found.value, found.advantage):
-                own = x[:, agents].transpose(0, 1)
-                x[:, agents] = kept.matrices(own, self.generator[agents]).transpose(0, 1)
+            noise, own = [None, None], found.value[:, agents].transpose(0, 1).flatten(1)
+            if "stochastic" in kept.words:
+                numbers = self.seed[agents], "targets", self.adam.count[agents], (2, own.shape[1]), self.device
+                noise = uniform(*numbers).unbind(1)
+            for x, own_noise in zip((found.value, found.advantage), noise, strict=True):
+                x[:, agents] = kept.matrices(x[:, agents].transpose(0, 1), own_noise).transpose(0, 1)
         return found
 
     def in_place(self, name: str) -> list[tuple[slice, Kept]]:
@@ -698,9 +656,9 @@ class Population(Run):
         places = [places.get(name) for places in self.places]
         return [(agents, places[agents.start]) for agents in alike(places) if places[agents.start]]
 
-    def sample(self) -> Rollout:
+    def sample(self, update: int = 0) -> Rollout:
         """Like Run.sample, with observations as they are kept."""
-        batch = super().sample()
+        batch = super().sample(update)
         obs = batch.obs.unflatten(1, (self.agents, -1))
         for agents, kept in self.in_place("observations"):
             own = obs[:, agents].transpose(0, 1)
@@ -757,8 +715,8 @@ class Population(Run):
 
     def evaluate(self) -> np.ndarray:
         """Like Run.evaluate, float64 [S]: all agents begin at the same starts."""
-        episodes, stream = self.config.eval_episodes, torch.Generator(self.device).manual_seed(0)
-        env = environments(self.config, episodes, [0.05] * self.agents, [stream], self.device)
+        episodes = self.config.eval_episodes
+        env = environments(self.config, episodes, [0.05] * self.agents, torch.zeros_like(self.seed), "evaluation starts")
         returns = evaluate(self.model.policy("learner"), env, self.precision.exact)
         return returns.reshape(self.agents, episodes).mean(1).astype(np.float64)
 

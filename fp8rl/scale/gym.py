@@ -23,7 +23,7 @@ import torch
 from gymnasium.vector.utils import batch_space
 
 from ..distribution import Categorical, Gaussian
-from ..env import MAX_STEPS, BatchedEnv, TensorEnv
+from ..env import MAX_STEPS, Cart
 from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 from ..tasks.by_id import TASKS
 from ..tasks.cart import CustomEnv, spaces_of
@@ -203,8 +203,6 @@ class GymEnv:
         self.obs = self._tensor(self._call(self._reset, seed), torch.float32)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
 
-    noise = TensorEnv.noise
-
     def draw(self, length: int) -> list[None]:
         """None for each step: the environment draws its own random numbers."""
         return [None] * length
@@ -309,7 +307,7 @@ def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp,
 
 
 class CustomVectorEnv(gymnasium.vector.VectorEnv):
-    """`BatchedEnv` on the CPU with Gymnasium's NumPy vector API; `gymnasium.make_vec` builds it.
+    """`Cart` on the CPU with Gymnasium's NumPy vector API; `gymnasium.make_vec` builds it.
 
     Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N]. A step that
     leaves the bounds at the time limit is terminated and truncated, as in CustomEnv.
@@ -339,8 +337,7 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
         if not 1 <= self.max_episode_steps <= MAX_STEPS:
             raise ValueError(f"max_episode_steps is {max_episode_steps}: use a number from 1 to {MAX_STEPS}")
         observed = {"extra_features": extra_features, "hide_velocity": hide_velocity}
-        self.env = BatchedEnv(num_envs, start_noise, generator=torch.Generator(), **observed)
-        self.env.generator.seed()
+        self.env = Cart(num_envs, start_noise, **observed)
         self.own = {}  # own generators of environments, by index
         self.num_envs = num_envs
         self.render_mode = render_mode
@@ -366,7 +363,7 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
             kind = f"{getattr(mask, 'dtype', type(mask).__name__)}{list(np.shape(mask))}"
             raise ValueError(f"reset_mask is {kind}: pass a NumPy array, bool[{self.num_envs}], with a True in it")
         if isinstance(seed, int | np.integer) and mask is everywhere:
-            self.env.generator.manual_seed(int(seed))
+            self.env.seed, self.env.draws = int(seed), 0
             self.own = {}
         elif seed is not None:
             seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed + i for i in range(self.num_envs)]
@@ -384,7 +381,7 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
         return self.env.obs.numpy().copy(), {}
 
     def _draw(self, begins: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """`BatchedEnv.draw` for one step; environments with their own generator take starts from it where `begins`, and noise in
+        """`Cart.draw` for one step; environments with their own generator take starts from it where `begins`, and noise in
         `rows`, both bool [N]."""
         (start,) = self.env.draw(1)
         for i, generator in self.own.items():  # in the same order as CustomEnv

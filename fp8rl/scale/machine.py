@@ -23,9 +23,9 @@ from ..config import Config
 from ..env import TensorEnv
 from ..history import EpisodeReturns
 from ..precision import Precision
-from ..rollout import stream_seed
+from ..rng import seed_of
 from ..tasks.by_id import TASKS
-from ..train import Run, Stream, make_cart
+from ..train import Run, make_cart
 from . import fused, graphs, ranks
 from .ahead import Ahead, collect_first
 from .gym import GymEnv
@@ -126,13 +126,11 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ke
     if config.formats and not keep:
         raise ValueError(f"formats is {config.formats}: make this run with fp8rl.lab.packed.build")
     check(config, machine, size)
-    learner, collector, store = machine.on("learn"), machine.on("collect"), machine.on("store")
+    learner, collector = machine.on("learn"), machine.on("collect")
     iteration = len(state["history"].get("iteration", ())) if state else 0  # a resumed run starts other episodes
-    first_seed = stream_seed(config.seed, iteration, rank)  # environment i of a run uses this + i
+    first_seed = seed_of(seed_of(config.seed, "starts", iteration), "starts", rank)  # environment i of a run uses this + i
     parts = maker(config, machine, first_seed), functools.partial(make_ring, config, machine), NETWORKS
     run = Run(config, learner, collector, *parts, rank, size)
-    if machine.collect_ahead or store != collector:
-        run.draws = Stream(store).manual_seed(stream_seed(config.seed, rank, 1))
     if machine.memmap:
         run.stores = True
     if machine.compile:
@@ -232,14 +230,14 @@ def maker(config: Config, machine: Machine, seed: int) -> Callable:
     return make_task
 
 
-def make_gym(vectorization: str, seed: int, config: Config, num_envs: int, start_noise: float, generator) -> GymEnv:
-    """Gymnasium environments in place of `make_cart`; they take their random numbers from seeds."""
-    return GymEnv(config.env_id, num_envs, generator.device, seed, vectorization)
+def make_gym(vectorization: str, first_seed: int, config: Config, num_envs: int, start_noise, device, *_) -> GymEnv:
+    """Gymnasium environments in place of `make_cart`; they have random numbers of their own."""
+    return GymEnv(config.env_id, num_envs, device, first_seed, vectorization)
 
 
-def make_task(config: Config, num_envs: int, start_noise: float, generator) -> TensorEnv:
+def make_task(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> TensorEnv:
     """The tensor form of a Gymnasium environment in place of `make_cart`; it has its own starts."""
-    return TASKS[config.env_id](num_envs, generator.device, generator)
+    return TASKS[config.env_id](num_envs, device, seed, purpose)
 
 
 def make_ring(config: Config, machine: Machine, rows: int, num_envs: int, bounds, device, action_size: int) -> StoredRing:

@@ -3,7 +3,7 @@
 Process k of n (its rank) holds an nth of the environments, with their rows of the ring and its own random numbers, and replays an
 nth of each batch. Every update sums the gradients and the sums in the loss over the ranks, so that all take the same step: the
 gradient is that of one process on all the rollouts, except in FP8, whose scales are those of a rank's own tensors. A checkpoint
-holds the whole run and can be resumed with any number of ranks; a different number brings new random numbers.
+holds the whole run and can be resumed with any number of ranks. Every rank has a seed of its own (rng.py).
 
 torchrun starts the processes and tells each its rank. Without it the functions here do nothing.
 """
@@ -19,8 +19,7 @@ import torch
 import torch.distributed.nn.functional
 from torch import distributed
 
-from ..rollout import stream_seed
-from ..train import Run, Stream
+from ..train import Run
 
 
 def start(devices: dict[str, str] | None = None) -> None:
@@ -90,7 +89,7 @@ def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 # The dimension along which the ranks' tensors of a part are joined; a part that is not here is the same on all ranks.
-_JOINED = {"env": 0, "returns": 0, "rewards": 0, "state": 0, "ring": 0, "ahead": 1, "generator": 0, "draws": 0}
+_JOINED = {"env": 0, "returns": 0, "rewards": 0, "state": 0, "ring": 0, "ahead": 1}
 
 
 def join(run: Run) -> None:
@@ -112,12 +111,10 @@ def _joined(part, dim: int | None):
         return part
     if isinstance(part, torch.Tensor):
         return gather(part, dim)
-    kept = {"clock", "square", "device"}  # the same on all
+    kept = {"clock", "square"}  # the same on all
     joined = {name: x if name in kept else gather(x, dim) for name, x in part.items()}
     if "clipped" in part:
         joined["clipped"] = total([part["clipped"]])[0]
-    if "device" in part:  # a random generator: a row for each rank
-        joined["state"] = joined["state"].view(rank_and_size()[1], -1)
     return joined
 
 
@@ -132,19 +129,7 @@ def _parted(part, dim: int | None):
         return part
     if isinstance(part, torch.Tensor):
         return part.chunk(size, dim)[own]
-    if "device" in part:
-        return _stream_of(part)
     parted = {
         name: x if name in ("clock", "square") else x.chunk(size, dim)[own] for name, x in part.items() if name != "clipped"
     }
     return parted | ({"clipped": part["clipped"] * (own == 0)} if "clipped" in part else {})  # only rank 0 continues the count
-
-
-def _stream_of(part: dict) -> dict:
-    """This rank's random generator if the number of ranks is the same, or a new one that no rank has used."""
-    own, size = rank_and_size()
-    states = part["state"].view(-1, part["state"].shape[-1])
-    if len(states) == size:
-        return part | {"state": states[own].clone()}
-    seed = stream_seed(int(states[0].long().sum()), own)
-    return part | {"state": Stream(part["device"]).manual_seed(seed).get_state()}

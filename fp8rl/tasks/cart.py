@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from ..env import LIMIT, MAX_STEPS, BatchedEnv, dynamics, obs_bounds, outcome
+from ..env import LIMIT, MAX_STEPS, Cart, dynamics, obs_bounds, outcome
 
 
 def bang_bang(state: torch.Tensor) -> torch.Tensor:
@@ -23,7 +23,7 @@ class CustomEnv(gymnasium.Env):
 
     Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). For actions, rewards and termination see the
     module. An episode lasts at most 200 steps; `max_episode_steps` of gymnasium.make can shorten this but not extend it. A step
-    that leaves the bounds at the time limit is terminated and truncated, as with Gymnasium's TimeLimit; in BatchedEnv it is only
+    that leaves the bounds at the time limit is terminated and truncated, as with Gymnasium's TimeLimit; in Cart it is only
     terminated. Raises ValueError for `start_noise` outside [0, 1], negative `extra_features`, or an action that is not 0 or 1.
 
     Args:
@@ -38,7 +38,7 @@ class CustomEnv(gymnasium.Env):
     def __init__(
         self, start_noise: float = 0.05, render_mode: str | None = None, extra_features: int = 0, hide_velocity: bool = False
     ):
-        BatchedEnv(1, start_noise, extra_features=extra_features, generator=torch.Generator())  # checks them
+        Cart(1, start_noise, extra_features=extra_features)  # checks them
         self.start_noise, self.render_mode = start_noise, render_mode
         self.extra_features, self.hide_velocity = extra_features, hide_velocity
         self.observation_space, self.action_space = spaces_of(extra_features, hide_velocity)

@@ -83,7 +83,7 @@ class LqrEnv(gymnasium.Env):
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
 
     def __init__(self, render_mode: None = None):
-        self.render_mode, self.env = render_mode, Lqr(1, generator=torch.Generator())
+        self.render_mode, self.env = render_mode, Lqr(1)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
