@@ -100,7 +100,7 @@ def train(
             config, state = stopped_run(out, trust)
             kept = read_mark(out).get("options", {})
             options |= {name: kept[name] for name in options if name in kept and name not in given()}
-            ranks.total([torch.zeros(1)])  # all have read the mark before rank 0 writes it again
+            ranks.all_reduce([torch.zeros(1)])  # all have read the mark before rank 0 writes it again
         elif first:
             require_free(out, "train", overwrite)
         run = build(config, machine, state)  # what cannot be is refused before anything is written or replaced
@@ -112,7 +112,7 @@ def train(
             folder.remember("train", options)
             folder.write("config.json", config.to_json())
         write_while_training(run, out, folder if first else None, **options)
-        clipped = ranks.total([run.ring.clipped])[0].tolist()
+        clipped = ranks.all_reduce([run.ring.clipped])[0].tolist()
         ranks.stop()
         if first:
             report(run, clipped, folder)
@@ -159,19 +159,19 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
     signals: list[int] = []
 
     def remember(number, _):
-        if signals and run.ranks == 1:
+        if signals and run.group.size == 1:
             raise KeyboardInterrupt
         signals.append(number)
 
     before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
-    saved, iterations, write = time.monotonic(), iterate(run, progress=run.rank == 0), metrics_writer(run, folder)
+    saved, iterations, write = time.monotonic(), iterate(run, progress=run.group.rank == 0), metrics_writer(run, folder)
     try:
         with contextlib.closing(iterations):
             for _ in iterations:
                 write()
-                due = checkpoint_every is None and run.rank == 0 and time.monotonic() - saved > MINUTE
+                due = checkpoint_every is None and run.group.rank == 0 and time.monotonic() - saved > MINUTE
                 # All ranks must agree: rank 0's clock counts, and a signal to any of them.
-                (sums,) = run.total([torch.tensor([due, sum(signals)], dtype=torch.float64)])
+                (sums,) = run.group.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
                 due, stop = sums.tolist()
                 if due or stop or (checkpoint_every and len(run.history) % checkpoint_every == 0):
                     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
@@ -182,11 +182,11 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
         for number, handler in before.items():
             signal.signal(number, handler)
     if len(run.history) < run.config.iterations:
-        if run.rank == 0:
+        if run.group.rank == 0:
             at = f"step {run.history.last['steps']:,.0f} of {run.config.steps:,}"
             print(f"fp8rl: interrupted at {at}: continue with train --resume {out}", file=sys.stderr)
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
-    if run.rank == 0:
+    if run.group.rank == 0:
         most = "" if run.config.env_id else " of 200"
         print(f"final greedy return {run.history.final_return:.2f}{most}")  # known even if it cannot be written
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)

@@ -5,53 +5,56 @@ writes it as an uncompressed zip archive, but reads a flipped bit in a tensor wi
 for an entry marked as a folder. So checksums and marks are checked first. torch's `weights_only` reader makes plain data only.
 """
 
-import dataclasses
-import io
+import functools
 import os
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from .config import Config
 from .distribution import Categorical, Gaussian
 from .model import ActorCritic
-from .train import PLAIN, Run
+from .train import Run
 
-FORMAT = "fp8rl-7"
+FORMAT = "fp8rl-8"
+PLAIN = {("mlp", False): ActorCritic}  # the model class by encoder and normalize_obs
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
     """Writes a run's state to `path`, with or without the ring's rows. A crash leaves the old file or the new one. All ranks
     must call it; rank 0 writes. Raises OSError if it cannot be written; the old checkpoint is kept."""
-    content = {"format": FORMAT, "config": dataclasses.asdict(run.config), "run": run.state_dict(ring)}
-    if run.rank:
+    content = {"format": FORMAT, "config": run.fields(), "run": run.state_dict(ring)}
+    if run.group.rank:
         return
-    torch.save(content, buffer := io.BytesIO())
-    try:
-        write_whole(Path(path), buffer.getbuffer(), check=_read)
+    try:  # straight to the file, because the ring may be most of what is in memory
+        write_whole(Path(path), functools.partial(torch.save, content), check=functools.partial(_read, mmap=True))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OSError(f"checkpoint {path} cannot be written ({reason}): make room or choose another folder") from error
 
 
-def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
+def load(
+    path: str | Path,
+    networks: dict[tuple, type] = PLAIN,
+    trust: bool = False,
+    **changes,
+) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a precision available here.
     `networks`: model class by encoder and normalize_obs (scale.machine.NETWORKS has all). `trust` lets an env_id like
     "module:Name-v0" import a module not yet imported. Raises FileNotFoundError if there is no file, ValueError if it does not
     fit, is damaged or not trusted."""
     config, state = resume(path, trust, **changes)
+    if isinstance(config, list):
+        raise ValueError(f"checkpoint {path} is of a population: read it with resume")
     try:
-        saved = state["model"]
-        names = [name for name in saved if not name.endswith(".scale")]  # of weights kept in few bits (lab/packed.py)
-        # A weight stored in one or two bytes is multiplied by its scale.
-        weights = {x: saved[x].float() * (saved[f"{x}.scale"].view(()) if saved[x].itemsize < 4 else 1) for x in names}
-        width, obs_size = weights["inputs.weight"].shape
+        weights = state["model"] or _unpacked(state["optimizer"])
+        sizes = weights["inputs.weight"].shape[1], len(weights["actor.weight"]), config.hidden_size, config.layers
         distribution = Gaussian if "spread" in weights else Categorical
-        network = networks[config.encoder, config.normalize_obs]
-        model = network(obs_size, len(weights["actor.weight"]), width, distribution=distribution)
+        model = networks[config.encoder, config.normalize_obs](*sizes, distribution=distribution)
         model.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         remedy = "train again" if (config.encoder, config.normalize_obs) in networks else "pass networks=scale.machine.NETWORKS"
@@ -59,29 +62,32 @@ def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = Fa
     return model, config
 
 
-def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config, dict]:
-    """Reads a run's config and the state for `Run.load_state_dict`. Arguments and errors as in `load`."""
+def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | list[Config], dict]:
+    """Reads a run's config, or a population's list of configs, and the state for `load_state_dict`. Arguments and errors as in
+    `load`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"checkpoint {path} does not exist: choose the folder of a run")
     content = _read(path)
     try:
-        config, state = Config.of({**content["config"], **changes}), content["run"]
+        found, state = content["config"], content["run"]
+        configs = [Config.of({**each, **changes}) for each in (found if isinstance(found, list) else [found])]
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
     except (KeyError, TypeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's config: train again") from error
-    module, _, _ = (config.env_id or "").rpartition(":")  # Gymnasium would import it
+    env_id = configs[0].env_id
+    module, _, _ = (env_id or "").rpartition(":")  # which would be imported
     if module and module not in sys.modules and not trust:
-        raise ValueError(f"checkpoint {path} has env_id {config.env_id!r}: import {module} first, or add --trust if you trust it")
-    return config, state
+        raise ValueError(f"checkpoint {path} has env_id {env_id!r}: import {module} first, or add --trust if you trust it")
+    return configs if isinstance(found, list) else configs[0], state
 
 
-def write_whole(path: Path, content: bytes, check: Callable[[Path], object] = Path.stat) -> None:
+def write_whole(path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], object] = Path.stat) -> None:
     """Writes a file whole or not at all: to a temporary file beside it, which is renamed unless `check` raises."""
     try:
         with (temporary := path.with_name(path.name + ".tmp")).open("wb") as file:
-            file.write(content)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         check(temporary)
@@ -90,13 +96,13 @@ def write_whole(path: Path, content: bytes, check: Callable[[Path], object] = Pa
         temporary.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path, mmap: bool = False) -> dict:
     try:
         with zipfile.ZipFile(path) as archive:
             stored = all(entry.compress_type == zipfile.ZIP_STORED and not entry.external_attr for entry in archive.infolist())
             if not stored or archive.testzip() is not None:
                 raise ValueError("not as torch writes it, or a checksum is wrong")
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         if not _plain(content):
             raise ValueError("a tensor is not contiguous")
     except Exception as error:  # zipfile and torch raise a dozen unrelated types for unreadable bytes
@@ -104,6 +110,14 @@ def _read(path: Path) -> dict:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"checkpoint {path} is not of format {FORMAT}: it was made by another program or version")
     return content
+
+
+def _unpacked(optimizer: dict) -> dict[str, torch.Tensor]:
+    """Weights by name that an optimizer keeps in few bits (lab/lowbit.py), each multiplied by its scale."""
+    (group,) = optimizer["param_groups"]
+    kept = [optimizer["state"][i] for i in group["params"]]
+    found = [own["weights"].float() * own.get("weights_scale", torch.ones(())).view(()) for own in kept]
+    return dict(zip(group["param_names"], found, strict=True))
 
 
 def _plain(content) -> bool:

@@ -11,7 +11,11 @@ import numpy as np
 ENCODERS = ("mlp", "gru")
 LAYOUTS = ("compact", "full", "delta")
 RANGES = (  # fields, the test of their values, and the remedy
-    ("steps num_envs rollout_length capacity slice_length batch_size eval_episodes", lambda x: x >= 1, "use at least 1"),
+    (
+        "steps num_envs rollout_length capacity slice_length batch_size eval_episodes hidden_size layers",
+        lambda x: x >= 1,
+        "use at least 1",
+    ),
     ("extra_features eval_episodes", lambda x: x <= 10**6, "use at most a million"),
     ("replay_updates eval_every halved_after extra_features entropy_coef value_coef seed", lambda x: x >= 0, "use 0 or more"),
     ("seed", lambda x: x < 2**32, "use a number less than 2**32"),
@@ -56,6 +60,10 @@ class Config:
     """mlp, or gru, which has memory (scale/recurrent.py). Its replayed slices start from a zero state; a small ring suits it."""
     normalize_obs: bool = False
     """Standardize each feature of an observation by its running mean and deviation (scale/normalized.py)."""
+    hidden_size: int = 64
+    """Units in each layer of the network."""
+    layers: int = 2
+    """Layers between the observation and the heads; of a gru the last one is the GRU."""
     rollout_length: int = 32
     """Steps collected from each environment per iteration, T."""
     capacity: int = 500_000
@@ -119,8 +127,9 @@ class Config:
         self._require("slice_length", replays, f"use at most rollout_length, {self.rollout_length}")
         rows = self.rollout_length + 1  # one more for the ring's open row (replay.py)
         enough = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
-        self._require("capacity", self.rows >= rows, enough)
+        self._require("capacity", self.capacity // self.num_envs >= rows, enough)
         self._require("steps", self.iterations >= 1, f"use at least one iteration, {self.steps_per_iteration} steps")
+        self._require("layers", self.encoder != "gru" or self.layers > 1, "use at least 2 with gru, which is the last one")
         if self.env_id is not None:
             for name in ("extra_features", "hide_velocity", "start_noise"):
                 self._require(name, getattr(self, name) == getattr(Config, name), f"leave it out, {self.env_id} does not have it")
@@ -172,8 +181,8 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Time steps in the replay ring."""
-        return self.capacity // self.num_envs
+        """Time steps in the replay ring: as many as `capacity` has room for, or as a run can fill."""
+        return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
     def learning_rate_at(self, iteration: int) -> float:
         """Adam's learning rate in an iteration."""

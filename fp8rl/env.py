@@ -88,7 +88,7 @@ class TensorEnv:
         self._max_steps = torch.tensor(self.max_steps, dtype=torch.int32, device="cpu")
         self.state = start[:, : self.state_size]
         self.obs = self._observe(start)
-        self.steps = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
+        self.elapsed = torch.zeros(self.num_envs, dtype=torch.int32, device=self.device)
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         return self.obs
 
@@ -108,9 +108,9 @@ class TensorEnv:
         moved, reward, terminated = self.advance(self.state, action)
         self.state = torch.where(self.done.unsqueeze(-1), start[:, : self.state_size] if self.channels else start, moved)
         self.obs = self._observe(start)
-        self.steps.add_(_one_step).masked_fill_(self.done, 0)
+        self.elapsed.add_(_one_step).masked_fill_(self.done, 0)
         reward, terminated = reward.masked_fill(self.done, 0), terminated > self.done  # of bools, a > b is a and not b
-        truncated = (self.steps >= self._max_steps) > terminated
+        truncated = (self.elapsed >= self._max_steps) > terminated
         self.done = terminated | truncated
         return self.obs, reward, terminated, truncated
 
@@ -120,7 +120,7 @@ class TensorEnv:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that the next step depends on; not copies."""
-        return {name: getattr(self, name) for name in ("state", "obs", "steps", "done")}
+        return {name: getattr(self, name) for name in ("state", "obs", "elapsed", "done")}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors().items()}

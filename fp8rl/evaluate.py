@@ -1,10 +1,13 @@
 """Evaluation, separate from training: one episode in each of many environments, with greedy or sampled actions. A return is the
 unscaled sum of an episode's rewards, at most 200 for the cart; undiscounted, unless the task is defined with a discount."""
 
+import contextlib
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import nn
 
 from .precision import Precision
 from .rollout import inference, noise_of
@@ -40,3 +43,19 @@ def evaluate(model, env, precision: Precision | None = None, greedy: bool = True
         return env.distribution.sample(outputs, noise)
 
     return play(policy, env)
+
+
+class Judge:
+    """Who judges: greedy episodes of the agent from the same starts every time, on the cart within 0.05 of 0. `model`: a copy of
+    the network on the precision's device, or None to use the learner's own."""
+
+    def __init__(self, config, precision: Precision, make_env: Callable, model: nn.Module | None = None):
+        self.config, self.precision, self.make_env, self.model = config, precision, make_env, model
+
+    def evaluate(self, learned: nn.Module) -> float:
+        """Mean return of `eval_episodes` episodes with the weights of the network `learned`."""
+        if self.model is not None:
+            self.model.load_state_dict(learned.state_dict())
+        starts = self.config.eval_episodes, 0.05, self.precision.device, 0, "evaluation starts"
+        with contextlib.closing(self.make_env(self.config, *starts)) as env:
+            return float(evaluate(self.model or learned, env, self.precision).mean())

@@ -121,9 +121,10 @@ class _Float8Matmuls(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, layer):
-        x8, w8 = quantize(x), quantize(weight)
-        layer.watch("input", x, x8)
-        layer.watch("weight", weight, w8)
+        x8, w8 = quantize(x, layer.forward_type), quantize(weight, layer.forward_type)
+        if layer.watcher:
+            layer.watcher("input", x, x8)
+            layer.watcher("weight", weight, w8)
         ctx.save_for_backward(*x8, *w8)
         ctx.layer, ctx.input_dtype = layer, x.dtype
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
@@ -132,23 +133,39 @@ class _Float8Matmuls(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
-        x8, w8, g8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale), quantize(grad, E5M2)
-        ctx.layer.watch("gradient", grad, g8)
-        grad_x = scaled_matmul(g8, w8.column_major(), ctx.layer.emulate)  # [B, O] @ [O, I]
-        grad_w = scaled_matmul(g8.column_major().t(), x8.column_major(), ctx.layer.emulate)  # [O, B] @ [B, I]
-        return grad_x.to(ctx.input_dtype), grad_w, None
+        x8, w8, g8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale), quantize(grad, ctx.layer.backward_type)
+        if ctx.layer.watcher:
+            ctx.layer.watcher("gradient", grad, g8)
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:  # not in a first layer, whose input is data
+            grad_x = scaled_matmul(g8, w8.column_major(), ctx.layer.emulate).to(ctx.input_dtype)  # [B, O] @ [O, I]
+        if ctx.needs_input_grad[1]:
+            grad_w = scaled_matmul(g8.column_major().t(), x8.column_major(), ctx.layer.emulate)  # [O, B] @ [B, I]
+        return grad_x, grad_w, None
 
 
 class Float8Linear(nn.Linear):
     """A linear layer that multiplies in float8 and keeps its parameters in float32, under the same names as nn.Linear.
 
     Forward takes float32 or bfloat16 [..., I] and returns float32 [..., O], with I and O multiples of 16. Rows, the inner
-    dimension of the weight gradient, are padded with zeros to a multiple of 16. `emulate`: see `scaled_matmul`. `watch` is called
-    for every tensor that is quantized, with its name ("input", "weight", "gradient"), the tensor and the result.
+    dimension of the weight gradient, are padded with zeros to a multiple of 16.
+
+        >>> import torch
+        >>> from fp8rl.fp8 import convert_linears
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        >>> convert_linears(model)
+        {'0': None, '2': 'its 10 outputs are not a multiple of 16'}
+        >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model
+
+    Attributes:
+        forward_type, backward_type: float8 types of inputs and weights, and of gradients. emulate: see `scaled_matmul`.
+        watcher: called for every tensor that is quantized, with its name ("input", "weight", "gradient"), the tensor and the
+            result; or None.
     """
 
+    forward_type, backward_type = E4M3, E5M2
     emulate: bool | None = None
-    watch: Callable[[str, torch.Tensor, Quantized], None] = staticmethod(lambda name, x, quantized: None)
+    watcher: Callable[[str, torch.Tensor, Quantized], None] | None = None
 
     @classmethod
     def share(cls, linear: nn.Linear) -> "Float8Linear":
@@ -167,16 +184,18 @@ class Float8Linear(nn.Linear):
         return y.reshape(*x.shape[:-1], self.out_features)
 
 
-def convert_linears(model: nn.Module) -> dict[str, str | None]:
-    """Swaps a model's eligible linear layers for Float8Linear, in place and with the same parameters. Returns for each linear
-    layer, by name, None if it was converted, else the reason why not."""
+def convert_linears(model: nn.Module, forward: torch.dtype = E4M3, backward: torch.dtype = E5M2) -> dict[str, str | None]:
+    """Swaps a model's eligible linear layers for Float8Linear of the given types, in place and with the same parameters. Returns
+    for each linear layer, by name, None if it was converted, else the reason why not."""
     modules = model.named_modules(remove_duplicate=False)  # a tied layer appears under each of its names
     linears = {name: layer for name, layer in modules if type(layer) is nn.Linear}
     reasons = {name: _disqualifies(name, layer) for name, layer in linears.items()}
     for name, reason in reasons.items():
         if reason is None:
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Float8Linear.share(linears[name]))
+            layer = Float8Linear.share(linears[name])
+            layer.forward_type, layer.backward_type = forward, backward
+            setattr(model.get_submodule(parent), child, layer)
     return reasons
 
 
@@ -185,7 +204,12 @@ def _disqualifies(name: str, layer: nn.Linear) -> str | None:
         return "it is the whole model and cannot be swapped in place, wrap it in nn.Sequential"
     if layer.weight.dtype != torch.float32:
         return f"its weights are {layer.weight.dtype}"
-    for side, size in {"inputs": layer.in_features, "outputs": layer.out_features}.items():
+    return misfit(layer.in_features, layer.out_features)
+
+
+def misfit(inputs: int, outputs: int) -> str | None:
+    """Why a linear layer of this size cannot multiply in float8, or None."""
+    for side, size in {"inputs": inputs, "outputs": outputs}.items():
         if size % MULTIPLE:
             return f"its {size} {side} are not a multiple of {MULTIPLE}"
     return None

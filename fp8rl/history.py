@@ -105,13 +105,13 @@ class RewardScale:
         square, weight = self.square
         return torch.where(square > 0, (square / weight).rsqrt(), 1.0)
 
-    def add(self, rollout: Rollout, gamma, total: Callable) -> None:
-        """Takes the next rollout, at a discount that is a number or float32 [S, 1]. `total` sums over processes."""
+    def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
+        """Takes the next rollout, at a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
         gamma = gamma.cpu().numpy() if isinstance(gamma, torch.Tensor) else gamma
         G, left, _ = running_returns(rollout, self.open.view(self.square.shape[1], -1).cpu().numpy(), gamma)
         self.open = torch.from_numpy(left).flatten().to(self.open.device)
         squares = torch.from_numpy(G).to(self.open.device).square().sum((0, 2)).unsqueeze(1)
-        squares, count = total([squares, torch.full_like(squares, rollout.reward.numel() / len(left))])
+        squares, count = all_reduce([squares, torch.full_like(squares, rollout.reward.numel() / len(left))])
         self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(G))
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -26,13 +26,25 @@ from typing import NamedTuple
 
 import torch
 
-from .config import Config
 from .distribution import distribution_of
 from .rollout import TERMINATED, TRUNCATED, Rollout
 
 FLOOR = 0.05  # added to the advantages' standard deviation, so that the noise of almost equal ones is not magnified
 LOWEST = torch.finfo(torch.float32).min
 _sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over time and batch: [1, 1], or [1, S, 1] of S agents
+
+
+class Coefficients(NamedTuple):
+    """What the loss depends on; the fields of the same names in Config explain them."""
+
+    gamma: float = 0.99
+    lam: float = 0.98
+    clip: float = 0.2
+    value_coef: float = 0.5
+    entropy_coef: float = 0.01
+    normalize_advantage: bool = True
+    importance_correction: bool = True
+    bootstrap_truncation: bool = True
 
 
 class Targets(NamedTuple):
@@ -70,13 +82,18 @@ def discounts_of(flags: torch.Tensor, gamma: float, bootstrap_truncation: bool =
     return gamma * ((flags & ends) == 0).float()
 
 
-def alone(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def only_here(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Sums over all processes when there is only one: the tensors themselves."""
     return tensors
 
 
 def actor_critic_loss(
-    outputs: torch.Tensor, values: torch.Tensor, rollout: Rollout, config: Config, total: Callable = alone, targets_of=vtrace
+    outputs: torch.Tensor,
+    values: torch.Tensor,
+    rollout: Rollout,
+    coefficients: Coefficients | None = None,
+    all_reduce: Callable = only_here,
+    targets_of: Callable = vtrace,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy.
 
@@ -88,14 +105,23 @@ def actor_critic_loss(
     log-probability of an action taken) and ess (effective sample size of the ratios as a fraction of the rows: Kish,
     (sum rho)^2 / (n sum rho^2); 1 on-policy).
 
+        >>> import torch
+        >>> from fp8rl.losses import Coefficients, Rollout, actor_critic_loss
+        >>> flags, logp = torch.zeros(3, 4, dtype=torch.uint8), torch.full((3, 4), -0.69)
+        >>> rollout = Rollout(torch.zeros(4, 4, 2), torch.ones(3, 4).long(), torch.ones(3, 4), flags, logp)
+        >>> outputs, values = torch.zeros(4, 4, 2, requires_grad=True), torch.zeros(4, 4, requires_grad=True)
+        >>> actor_critic_loss(outputs, values, rollout, Coefficients(gamma=0.9))[0].backward()
+
     Args:
         outputs, values: the model's, float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient. With an axis
             of S agents before B in all arguments, every agent has its own means, loss and statistics, [S] each.
-        rollout: the transitions, with scaled rewards. config: the coefficients: numbers, or tensors [S, 1] of one for each agent.
-        total: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch, and
-            the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
+        rollout: the transitions, with scaled rewards. coefficients: an object with the fields of Coefficients, such as a Config;
+            they are numbers, or tensors [S, 1] of one for each agent.
+        all_reduce: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch,
+            and the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
         targets_of: computes the targets, as `vtrace` does.
     """
+    config = coefficients or Coefficients()
     valid = rollout.valid
     mask = valid.float()  # for multiplying, faster than a bool
     rows = _sum(mask)
@@ -107,11 +133,11 @@ def actor_critic_loss(
     corrected = log_ratios if config.importance_correction else torch.zeros_like(log_ratios)
     targets = targets_of(values.detach(), rollout.reward, discounts, corrected, valid, config.lam)
     advantage = targets.advantage
-    count, advantage_sum = total([rows, _sum(advantage)])  # dummy rows hold 0, so these are sums over valid rows
+    count, advantage_sum = all_reduce([rows, _sum(advantage)])  # dummy rows hold 0, so these are sums over valid rows
     count = count.clamp(min=1)
     if config.normalize_advantage:
         advantage = mask * (advantage - advantage_sum / count)
-        (squares,) = total([_sum(advantage.square())])
+        (squares,) = all_reduce([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
     # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which the advantage pushes it.
     advantage = torch.where((targets.ratio - 1) * advantage.sign() < config.clip, advantage, 0)

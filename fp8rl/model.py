@@ -1,6 +1,6 @@
 """The agent: one encoder, shared by the actor (what to do) and the critic (how well it will go).
 
-Two hidden layers of 64 ReLU units: at this width tanh would cost as much as the matmuls. Weights start orthogonal, with gain
+By default two layers of 64 ReLU units: at this width tanh would cost as much as the matmuls. Weights start orthogonal, with gain
 sqrt(2) before a ReLU, 1 for the critic, and 0.01 for the actor, so that the first policy is almost uniform (as in CleanRL's PPO).
 The standard deviations of continuous actions do not depend on the observation. Parameters stay float32: a precision changes only
 the matmuls. A policy with memory (scale/recurrent.py) has the same methods and uses the states that this one ignores.
@@ -25,28 +25,40 @@ def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator | 
 
 class ActorCritic(nn.Module):
     """Policy and value of observations of `obs_size` features, for `num_actions` actions (dimensions of an action if
-    `distribution` is Gaussian), with `width` units per hidden layer and weights from `generator` (None is torch's global one).
-    Its outputs [..., A or 2 A] are what `distribution` takes. They and the values are float32 under any autocast."""
+    `distribution` is Gaussian), with `layers` layers of `hidden_size` units and weights from `generator` (None is torch's global
+    one). Its outputs [..., A or 2 A] are what `distribution` takes. They and the values are float32 under any autocast."""
 
     recurrent = False
 
-    def __init__(self, obs_size: int = 2, num_actions: int = 2, width: int = 64, generator=None, distribution=Categorical):
+    def __init__(
+        self,
+        obs_size: int = 2,
+        num_actions: int = 2,
+        hidden_size: int = 64,
+        layers: int = 2,
+        generator: torch.Generator | None = None,
+        distribution=Categorical,
+    ):
         super().__init__()
-        self.width = width
-        self.inputs = linear(obs_size, width, math.sqrt(2), generator)
-        self.make_hidden(width, generator)
-        self.actor = linear(width, num_actions, 0.01, generator)
-        self.critic = linear(width, 1, 1.0, generator)
+        self.hidden_size = hidden_size
+        self.inputs = linear(obs_size, hidden_size, math.sqrt(2), generator)
+        self.make_hidden(layers - 1, generator)
+        self.actor = linear(hidden_size, num_actions, 0.01, generator)
+        self.critic = linear(hidden_size, 1, 1.0, generator)
         spread = torch.full((num_actions,), -0.125, dtype=torch.float32, device="cpu")  # deviations of 0.6
         self.spread = nn.Parameter(spread) if distribution is Gaussian else None
 
-    def make_hidden(self, width: int, generator: torch.Generator | None) -> None:
+    def make_hidden(self, count: int, generator: torch.Generator | None) -> None:
         """Makes the layers between the first one and the heads; a subclass may have others."""
-        self.hidden = linear(width, width, math.sqrt(2), generator)
+        size = self.hidden_size
+        self.hidden = nn.ModuleList(linear(size, size, math.sqrt(2), generator) for _ in range(count))
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
-        """The encoder: maps observations [..., obs_size] to [..., width]."""
-        return self.hidden(self.inputs(obs).relu()).relu()
+        """The encoder: maps observations [..., obs_size] to [..., hidden_size]."""
+        x = self.inputs(obs).relu()
+        for layer in self.hidden:
+            x = layer(x).relu()
+        return x
 
     def forward(self, obs: torch.Tensor, state=None, first=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps observations float32 [..., obs_size] to outputs [..., A or 2 A] and values [...]. The other arguments are for a
@@ -62,9 +74,18 @@ class ActorCritic(nn.Module):
         return *self.heads(self.encode(obs)), None
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps hidden [..., width] to outputs and values."""
+        """Maps hidden [..., hidden_size] to outputs and values."""
         return self.outputs(self.actor(hidden)), self.critic(hidden).squeeze(-1).float()
 
     def outputs(self, actor: torch.Tensor) -> torch.Tensor:
         """The distribution's parameters float32 [..., A or 2 A], from the actor's numbers [..., A]."""
         return actor.float() if self.spread is None else Gaussian.outputs(actor.float(), self.spread)
+
+
+def in_order(model: ActorCritic) -> dict[str, nn.Parameter]:
+    """A network's parameters by name, in the order in which agents and optimizers of lab/ lay them out: the encoder's, both
+    heads' weights, both heads' biases, deviations."""
+    named = dict(model.named_parameters())
+    last = [f"{head}.{kind}" for kind in ("weight", "bias") for head in ("actor", "critic")] + ["spread"]
+    names = [name for name in named if name not in last] + [name for name in last if name in named]
+    return {name: named[name] for name in names}

@@ -32,10 +32,30 @@ from torch import nn
 
 from . import fp8
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8+bf16")
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8+bf16": torch.bfloat16}
 # GradScaler's default is 2000 steps; a run of the cart takes a few hundred, so the scale would never grow.
 SCALE_GROWTH_INTERVAL = 100
+
+
+class Rules(NamedTuple):
+    """What a precision does; the defaults do nothing. A new precision is one more entry of PRECISIONS."""
+
+    autocast: torch.dtype | None = None  # torch.autocast's type for matmuls
+    forward: torch.dtype | None = None  # float8 type of inputs and weights in the layers that FP8 can take
+    backward: torch.dtype | None = None  # float8 type of the gradients of their outputs
+    loss_scale: float | None = None  # of the first step; with one, a step whose gradient is not finite is skipped
+    scale_grows: bool = False  # and shrinks, as GradScaler's does; otherwise it stays as it is
+    tf32: bool = False  # CUDA rounds float32 operands to TF32
+    capability: tuple[int, int] | None = None  # the CUDA compute capability that it needs; None runs everywhere
+
+
+PRECISIONS = {
+    "fp32": Rules(),
+    "tf32": Rules(tf32=True, capability=(8, 0)),
+    "bf16": Rules(torch.bfloat16),
+    "fp16": Rules(torch.float16, loss_scale=2.0**16, scale_grows=True),
+    "fp8": Rules(None, fp8.E4M3, fp8.E5M2, loss_scale=1.0),
+    "fp8+bf16": Rules(torch.bfloat16, fp8.E4M3, fp8.E5M2, loss_scale=1.0),
+}
 
 
 def available_precisions(device="cpu") -> list[str]:
@@ -47,8 +67,9 @@ def _obstacle(name: str, device: torch.device) -> str | None:
     """Why a precision cannot run on a device, or None."""
     if name not in PRECISIONS:
         return "it is unknown"
-    if name == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
-        return "it needs CUDA, compute capability 8.0 or higher"
+    needs = PRECISIONS[name].capability
+    if needs and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= needs):
+        return f"it needs CUDA, compute capability {needs[0]}.{needs[1]} or higher"
     return None
 
 
@@ -62,8 +83,8 @@ class StepReport(NamedTuple):
 
 
 class Precision:
-    """One row of the module's table, for a model on a device. Raises ValueError for a name that is unknown or that the device
-    cannot run, and names those it can. There is no fallback."""
+    """One row of the module's table, its `rules`, for a model on a device. Raises ValueError for a name that is unknown or that
+    the device cannot run, and names those it can. There is no fallback."""
 
     def __init__(self, name: str, device="cpu"):
         self.name = name
@@ -71,17 +92,17 @@ class Precision:
         obstacle = _obstacle(name, self.device)
         if obstacle:
             raise ValueError(f"precision is {name!r} and {obstacle}: choose from {', '.join(available_precisions(device))}")
-        self.is_fp8 = name.startswith("fp8")
-        start, growth = (1.0, 2**31 - 1) if self.is_fp8 else (2.0**16, SCALE_GROWTH_INTERVAL)
-        enabled = self.is_fp8 or name == "fp16"
-        self.scaler = torch.amp.GradScaler(self.device.type, init_scale=start, growth_interval=growth, enabled=enabled)
+        self.rules = rules = PRECISIONS[name]
+        growth = SCALE_GROWTH_INTERVAL if rules.scale_grows else 2**31 - 1
+        scale = {"init_scale": rules.loss_scale or 1.0, "enabled": rules.loss_scale is not None}
+        self.scaler = torch.amp.GradScaler(self.device.type, growth_interval=growth, **scale)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Moves the model to the device and, for FP8, swaps its eligible linear layers in place; ValueError if there are none.
         Parameters stay float32 and keep their names."""
         model = model.to(self.device)
-        if self.is_fp8:
-            reasons = fp8.convert_linears(model)  # by layer, None if it was converted
+        if self.rules.forward:
+            reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)  # by layer, None if it was converted
             if all(reasons.values()):
                 why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
                 raise ValueError(f"precision is {self.name!r} and no layer can run in FP8 ({why}): widen one or choose bf16")
@@ -90,7 +111,7 @@ class Precision:
     @contextlib.contextmanager
     def autocast(self):
         """Runs a forward pass in this precision."""
-        dtype = AUTOCAST.get(self.name)
+        dtype = self.rules.autocast
         # Off with gradients, which would be summed in low precision, in the cached copy of a weight.
         cached = not torch.is_grad_enabled()
         cast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached)
@@ -99,18 +120,19 @@ class Precision:
         torch.clear_autocast_cache()  # in a caller's own region, the cached casts would outlive the next update
 
     def step(
-        self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, total: Callable | None = None
+        self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, all_reduce: Callable | None = None
     ) -> StepReport:
         """Backward, unscale, clip to an L2 norm, step. In that order, because the norm of scaled gradients is meaningless.
-        `total` sums gradients over processes that share the loss. With a fused, capturable optimizer it never waits for a GPU."""
+        `all_reduce` sums gradients over processes that share the loss. With a fused, capturable optimizer it never waits for a
+        GPU."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scale = self.scaler.scale(one)  # unlike get_scale() this does not wait for a GPU
         optimizer.zero_grad(set_to_none=True)
         with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):  # a surrounding one would cast FP8's matmuls
             self.scaler.scale(loss).backward()
-        if total:
-            for p, grad in zip(parameters, total([p.grad for p in parameters]), strict=True):
+        if all_reduce:
+            for p, grad in zip(parameters, all_reduce([p.grad for p in parameters]), strict=True):
                 p.grad = grad
         self.scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
@@ -118,9 +140,9 @@ class Precision:
         self.scaler.update()
         new_scale = self.scaler.scale(one)
         skipped = new_scale < scale  # it becomes smaller only by a skip
-        if self.is_fp8:  # back to 1, or it would end at 0
-            self.scaler.update(one)
-            new_scale = one
+        if self.rules.loss_scale and not self.rules.scale_grows:  # back to where it was, or it would end at 0
+            self.scaler.update(one * self.rules.loss_scale)
+            new_scale = one * self.rules.loss_scale
         return StepReport(grad_norm, new_scale, skipped)
 
     @contextlib.contextmanager
@@ -130,7 +152,7 @@ class Precision:
             yield
             return
         matmul = torch.backends.cuda.matmul
-        before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if self.name == "tf32" else "ieee"
+        before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if self.rules.tf32 else "ieee"
         try:
             yield
         finally:

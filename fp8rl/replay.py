@@ -31,8 +31,11 @@ class ReplayBuffer:
     Attributes:
         clipped: int64 [F], how many appended values of each feature had to be clipped to be stored; here 0.
         fields: name -> tensor [num_envs, rows] or, for observations and continuous actions, [num_envs, rows, size].
+        lasting: whether it outlives the run; here False.
         start, count: the complete rows are numbers `start` to `count` - 1 of all rows ever appended.
     """
+
+    lasting = False
 
     def __init__(self, rows: int, num_envs: int, bounds=STATE_BOUNDS, device="cpu", action_size: int = 0):
         if rows < 2:

@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from .precision import Precision
 from .rng import rows
@@ -82,7 +83,7 @@ def inference(env):
         vars(env).update({k: x.clone() for k, x in vars(env).items() if isinstance(x, torch.Tensor) and x.is_inference()})
 
 
-def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+def unroll(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """The loop over time, from the actions' noise [T, N, A], the environment's random numbers (`TensorEnv.draw`) and a recurrent
     state. Returns obs, action, reward and flags as in Rollout, the outputs float32 [T, N, A or 2 A], and the state at the end."""
     obs, outputs, actions, rewards, ends, done = [env.obs], [], [], [], [], env.done
@@ -102,7 +103,7 @@ def steps(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], t
     return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(outputs)), state
 
 
-def collect(model, env, length: int, precision: Precision, seed=0, iteration: int = 0, state=None, loop=steps) -> Rollout:
+def collect(model, env, length: int, precision: Precision, seed=0, iteration: int = 0, state=None, loop=unroll) -> Rollout:
     """Steps every environment `length` times, without a reset first, with actions sampled from the model: a Rollout [T, N].
 
     Args:
@@ -110,16 +111,16 @@ def collect(model, env, length: int, precision: Precision, seed=0, iteration: in
         env: a TensorEnv, or an object with those of its attributes and methods that scale/gym.py has.
         seed, iteration: of the actions' noise (rng.py), as in TensorEnv; a policy's rollouts have different iterations.
         state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
-        loop: `steps`, or a faster form of it.
+        loop: `unroll`, or a faster form of it.
     """
     noise, starts = noise_of(env, length, seed, "actions", iteration), env.draw(length)
     return play(model, env, noise, starts, precision, state, loop)
 
 
 @torch.no_grad()
-def play(model, env, noise: torch.Tensor, starts, precision: Precision, state=None, loop=steps) -> Rollout:
+def play(model, env, noise: torch.Tensor, starts, precision: Precision, state=None, loop=unroll) -> Rollout:
     """`collect` with the actions' noise, float32 [T, N, A], and the T starts from `env.draw`."""
-    mode = inference(env) if loop is steps else contextlib.nullcontext()
+    mode = inference(env) if loop is unroll else contextlib.nullcontext()
     with mode, precision.autocast():  # one region, so that autocast casts the weights once
         (*rows, outputs), after = loop(model, env, noise, starts, state)
     rows = [x.clone() if x.is_inference() else x for x in rows]
@@ -127,3 +128,72 @@ def play(model, env, noise: torch.Tensor, starts, precision: Precision, state=No
     if after is not None:
         state = torch.stack((torch.zeros_like(after) if state is None else state, after))
     return Rollout(*rows, logp, state)
+
+
+class Collector:
+    """Who collects: N environments, and the policy that acts in them.
+
+    Attributes:
+        env: as in `collect`. model, precision: the acting policy, perhaps the learner's own network. state: float32 [N, W], a
+            recurrent policy's current state, or None. rollouts: how many it has collected, the iteration of their numbers.
+    """
+
+    def __init__(self, env, model: nn.Module, precision: Precision, length: int, seed=0, loop=unroll):
+        self.env, self.model, self.precision, self.length, self.seed, self.loop = env, model, precision, length, seed, loop
+        self.state, self.rollouts = None, 0
+
+    def collect(self, learned: nn.Module) -> Rollout:
+        """The next T steps of the N environments, with the weights of the network `learned`."""
+        self.sync(learned)
+        return self.act()
+
+    def sync(self, learned: nn.Module) -> None:
+        """Copies the learner's weights, if the acting policy is a copy."""
+        if self.model is not learned:
+            self.model.load_state_dict(learned.state_dict())
+
+    def act(self) -> Rollout:
+        """Like `collect`, with the weights as they are."""
+        return self.play(*self.draw())
+
+    def draw(self) -> tuple[torch.Tensor, tuple]:
+        """The random numbers of the next rollout: the actions' noise, and starts."""
+        noise = noise_of(self.env, self.length, self.seed, "actions", self.rollouts)
+        self.rollouts += 1
+        return noise, self.env.draw(self.length)
+
+    def play(self, noise: torch.Tensor, starts: tuple) -> Rollout:
+        """The T steps with these numbers."""
+        rollout = play(self.model, self.env, noise, starts, self.precision, self.state, self.loop)
+        self.state = None if rollout.state is None else rollout.state[-1]
+        return rollout
+
+    def state_dict(self) -> dict:
+        return {"env": self.env.state_dict(), "state": None if self.state is None else self.state.clone()}
+
+    def load_state_dict(self, state: dict, rollouts: int) -> None:
+        """Goes on as the collector whose `state_dict` this is, after so many rollouts."""
+        self.env.load_state_dict(state["env"])
+        self.state = None if state["state"] is None else state["state"].to(self.env.device, copy=True)
+        self.rollouts, self.env.draws = rollouts, rollouts + 1  # one for the first reset
+
+    def restart(self) -> None:
+        """Forgets a recurrent policy's state, for environments that have begun new episodes."""
+        self.state = None
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self.env.close()
+
+
+class Around:
+    """A part that holds another one, `inner`, and does some of its work in another place or faster. What a subclass does not
+    define is the inner part's."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name: str):
+        if name == "inner":  # not there yet, in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)

@@ -1,119 +1,71 @@
 """Training: collect T steps from N environments, learn from them once, learn from replay K times, repeat.
 
 The new rollout is on-policy, except for rounding if the actor has a precision of its own; the slices replayed from the ring are
-not. Both go through V-trace (losses.py), which on the policy's own data is GAE. `iterate` is the whole algorithm. It works on a
-`Run`: the state of a run in named parts, each of which can be saved and restored, and methods that advance it, `collect`,
-`sample`, `update`, `evaluate`, which scale/machine.py may replace.
+not. Both go through V-trace (losses.py), which on the policy's own data is GAE. `iterate` is the whole algorithm.
+
+It works on a `Run`: a config, and parts that own their state. A collector acts (rollout.py), a learner updates, a judge evaluates
+(evaluate.py), a ring replays (replay.py), a history remembers. What changes where or how fast is a part around one of these;
+scale/machine.py composes them.
 """
 
 import contextlib
 import copy
-import functools
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from tqdm.auto import tqdm
 
 from .config import Config
-from .distribution import Gaussian
 from .env import Cart
-from .evaluate import evaluate
+from .evaluate import Judge
 from .history import TERMS, EpisodeReturns, History, RewardScale, summarize
-from .losses import actor_critic_loss, alone, vtrace
+from .losses import actor_critic_loss, only_here, vtrace
 from .model import ActorCritic
 from .precision import Precision
 from .replay import ReplayBuffer
 from .rng import seed_of
-from .rollout import Rollout, check_finite, noise_of, play, steps
+from .rollout import Collector, Rollout, check_finite
 
-PLAIN = {("mlp", False): ActorCritic}  # the model class by encoder and normalize_obs
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 
 
 def update(
-    model, optimizer, precision: Precision, batch: Rollout, config: Config, computed=None, total=alone, targets_of=vtrace
+    model, optimizer, precision: Precision, batch: Rollout, config: Config, computed=None, all_reduce=only_here, targets_of=vtrace
 ) -> dict[str, torch.Tensor]:
     """One gradient step on a batch on the model's device. Returns the statistics of the loss and of the optimizer step, scalars.
-    `computed`: the batch's outputs and values with gradient, if the forward pass is done already. `total`, `targets_of`: as in
-    `actor_critic_loss`; with several processes the step is that of the whole batch, the statistics of the loss are this
+    `computed`: the batch's outputs and values with gradient, if the forward pass is done already. `all_reduce`, `targets_of`: as
+    in `actor_critic_loss`; with several processes the step is that of the whole batch, the statistics of the loss are this
     part's."""
     if computed is None:
         with precision.autocast():
             before = None if batch.state is None else batch.state[0]
             computed = model(batch.obs, before, batch.first) if model.recurrent else model(batch.obs)
-    loss, stats = actor_critic_loss(*computed, batch, config, total, targets_of)
-    report = precision.step(loss, optimizer, config.max_grad_norm, total)
+    loss, stats = actor_critic_loss(*computed, batch, config, all_reduce, targets_of)
+    report = precision.step(loss, optimizer, config.max_grad_norm, all_reduce)
     return {"loss": loss.detach(), **stats, **report._asdict()}
 
 
-def make_cart(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> Cart:
-    """The cart, N times."""
-    return Cart(num_envs, start_noise, device, seed, config.extra_features, config.hide_velocity, purpose)
-
-
-class Run:
-    """The whole state of a run. Raises ValueError for a precision that is unknown or not available here, or a field that needs
-    `build`, and MemoryError if the ring cannot be allocated.
+class Learner:
+    """Who learns.
 
     Attributes:
-        model, optimizer, scaler: the learner, on `device`.
-        actor: the acting policy: the model itself, or a copy in `collect_precision`.
-        env: the training environments. returns: of their running episodes. rewards: their scale in the loss.
-        seed: of all random numbers but the initial weights' (rng.py): the config's, or this process's own.
-        ring: the replay ring. history: the numbers so far.
-        state: float32 [N, W], a recurrent policy's current state; else None.
-
-    Args:
-        device, collect_device: where the learner runs, and where environments and acting policy do; None is `device`.
-        make_env, make_ring, networks: replacements for make_cart, ReplayBuffer and PLAIN, such as scale/machine.py has.
-        rank, ranks: this process and the number of processes that split environments, ring and batches (scale/ranks.py).
+        model, optimizer, precision: the network and what trains it. rewards: the scale of rewards in the loss.
+        all_reduce: sums tensors over the processes that share the run. targets_of: as in `actor_critic_loss`.
     """
 
-    PARTS = ("model", "optimizer", "scaler", "env", "returns", "rewards", "history")
+    targets_of = staticmethod(vtrace)
 
     def __init__(
-        self,
-        config: Config,
-        device="cpu",
-        collect_device=None,
-        make_env: Callable = make_cart,
-        make_ring: Callable = ReplayBuffer,
-        networks: dict[tuple, type] = PLAIN,
-        rank: int = 0,
-        ranks: int = 1,
+        self, config: Config, model: nn.Module, precision: Precision, optimizer, rewards: RewardScale, all_reduce=only_here
     ):
-        needs = {"env_id": make_env, "encoder": networks, "normalize_obs": networks}  # argument by field
-        needs |= dict.fromkeys(("codec", "layout", "formats"), make_ring)
-        for field, part in needs.items():
-            if part in (make_cart, PLAIN, ReplayBuffer) and getattr(config, field) != getattr(Config, field):
-                module = "lab.packed" if field == "formats" else "scale.machine"
-                raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.{module}.build")
-        self.config, self.device, self.rank, self.ranks = config, torch.device(device), rank, ranks
-        collect_device = collect_device or device
-        self.precision = Precision(config.precision, device)
-        self.acting = Precision(config.collect_precision or config.precision, collect_device)
-        # The plain ones, which scale/ and lab/ replace. `recorder()` yields a dict that is added to an update's statistics.
-        self.make_env, self.total, self.targets_of, self.loop, self.check = make_env, alone, vtrace, steps, check_finite
-        self.recorder = functools.partial(contextlib.nullcontext, {})
-        self.seed = seed_of(config.seed, "weights", rank) if rank else config.seed
-        self.env = make_env(config, config.num_envs // ranks, config.start_noise, collect_device, self.seed)
-        weights = torch.Generator("cpu").manual_seed(seed_of(config.seed, "weights"))
-        sizes, distribution = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
-        model = networks[config.encoder, config.normalize_obs](*sizes, generator=weights, distribution=distribution)
-        alike = self.acting.name == self.precision.name and self.acting.device == self.precision.device
-        self.actor = model if alike else self.acting.prepare(copy.deepcopy(model))  # before `prepare` swaps the learner's layers
-        self.model = self.precision.prepare(model)
-        self.optimizer = adam(self.model, config.learning_rate)
-        self.scaler = self.precision.scaler
-        action_size = sizes[1] if distribution is Gaussian else 0
-        self.ring = make_ring(config.rows, self.env.num_envs, self.env.bounds, self.env.device, action_size)
-        self.stores = config.replay_updates > 0  # otherwise nothing reads the ring
-        self.returns = EpisodeReturns(self.env.num_envs)
-        self.rewards = RewardScale(self.env.num_envs, self.env.device)
-        self.state, self.history, self.rollouts = None, History(), 0
+        self.config, self.model, self.precision, self.optimizer = config, model, precision, optimizer
+        self.rewards, self.all_reduce, self.device = rewards, all_reduce, precision.device
 
     def set_learning_rate(self, learning_rate: float) -> float:
         """Sets the optimizer's learning rate and returns it."""
@@ -124,95 +76,186 @@ class Run:
             group["lr"] = learning_rate
         return learning_rate
 
+    def watch(self, rollout: Rollout) -> None:
+        """Lets the scale of rewards follow a new rollout."""
+        if self.config.scale_rewards:
+            self.rewards.add(rollout, self.config.gamma, self.all_reduce)
+
+    def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
+        """The function `update` on a batch from any device, with scaled rewards. `record` asks for statistics that cost more,
+        which some parts around this one have."""
+        batch = batch.to(self.device)
+        batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
+        return update(self.model, self.optimizer, self.precision, batch, self.config, computed, self.all_reduce, self.targets_of)
+
+    def state_dict(self) -> dict:
+        """As in torch, the tensors of model and optimizer are not copies."""
+        parts = {"optimizer": self.optimizer, "scaler": self.precision.scaler, "rewards": self.rewards}
+        model = {} if self.weights_are_in_optimizer else self.model.state_dict()
+        return {"model": model} | {name: part.state_dict() for name, part in parts.items()}
+
+    @property
+    def weights_are_in_optimizer(self) -> bool:
+        """Whether they are stored there, in few bits (lab/lowbit.py)."""
+        return "weights" in getattr(self.optimizer, "places", ())
+
+    def load_state_dict(self, state: dict) -> None:
+        if not self.weights_are_in_optimizer:
+            self.model.load_state_dict(state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
+        self.precision.scaler.load_state_dict(state["scaler"])
+        self.rewards.load_state_dict(state["rewards"])
+
+
+class OneProcess:
+    """The processes that share a run, when there is only one (several: scale/ranks.py)."""
+
+    rank, size = 0, 1
+    all_reduce = staticmethod(only_here)
+
+    def whole(self, state: dict) -> dict:
+        """The state of the whole run, from each process's."""
+        return state
+
+    def part(self, state: dict) -> dict:
+        """This process's part of the state of a whole run."""
+        return state
+
+
+class Parts(NamedTuple):
+    """What a Run is made of."""
+
+    collector: Collector
+    learner: Learner
+    judge: Judge
+    ring: ReplayBuffer
+    group: OneProcess = OneProcess()
+
+
+def make_cart(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> Cart:
+    """The cart, N times."""
+    return Cart(num_envs, start_noise, device, seed, config.extra_features, config.hide_velocity, purpose)
+
+
+def make_network(config: Config, env, network: type = ActorCritic) -> ActorCritic:
+    """A network for an environment, on the CPU, with the initial weights of the config's seed."""
+    weights = torch.Generator("cpu").manual_seed(seed_of(config.seed, "weights"))
+    sizes = len(env.bounds[0]), env.num_actions, config.hidden_size, config.layers
+    return network(*sizes, generator=weights, distribution=env.distribution)
+
+
+def plain(config: Config) -> Parts:
+    """The parts of a run of the core alone, on the CPU. Raises ValueError for a field that needs more."""
+    for field in ("env_id", "encoder", "normalize_obs", "codec", "layout", "formats"):
+        if getattr(config, field) != getattr(Config, field):
+            raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.scale.machine.build")
+    precision, acting = Precision(config.precision), Precision(config.collect_precision or config.precision)
+    env = make_cart(config, config.num_envs, config.start_noise, "cpu", config.seed)
+    model = make_network(config, env)
+    actor = model if acting.name == precision.name else acting.prepare(copy.deepcopy(model))  # before `prepare` swaps layers
+    model = precision.prepare(model)
+    collector = Collector(env, actor, acting, config.rollout_length, config.seed)
+    learner = Learner(config, model, precision, adam(model, config.learning_rate), RewardScale(env.num_envs))
+    return Parts(collector, learner, Judge(config, precision, make_cart), ReplayBuffer(config.rows, env.num_envs, env.bounds))
+
+
+class Run:
+    """A run: a config, the parts that do the work, and the numbers so far. `Run(config)` has the plain parts of the core; raises
+    ValueError for a precision that is unknown or not available here, or a field that needs `scale.machine.build`, and MemoryError
+    if the ring cannot be allocated.
+
+    Attributes:
+        collector, learner, judge, ring, group: see Parts. history: a row for each iteration.
+        returns: of the environments' running episodes. model: the learner's network.
+    """
+
+    def __init__(self, config: Config, parts: Parts | None = None):
+        self.config, self.history = config, History()
+        self.collector, self.learner, self.judge, self.ring, self.group = parts or plain(config)
+        self.returns = EpisodeReturns(self.collector.env.num_envs)
+        self.stores = config.replay_updates > 0 or self.ring.lasting  # otherwise nothing reads the ring
+
+    @property
+    def model(self) -> nn.Module:
+        return self.learner.model
+
+    @property
+    def env(self):
+        return self.collector.env
+
     def collect(self) -> Rollout:
-        """The next T steps of the N environments, with the current weights."""
-        self.sync_actor()
-        return self.act()
+        """The next T steps of the N environments."""
+        return self.collector.collect(self.model)
 
-    def sync_actor(self) -> None:
-        """Copies the learner's weights to the actor, if the actor is a copy."""
-        if self.actor is not self.model:
-            self.actor.load_state_dict(self.model.state_dict())
-
-    def act(self) -> Rollout:
-        """Like `collect`, with the actor's weights as they are."""
-        length = self.config.rollout_length
-        noise, starts = noise_of(self.env, length, self.seed, "actions", self.rollouts), self.env.draw(length)
-        self.rollouts += 1
-        return self.play(noise, starts)
-
-    def play(self, noise: torch.Tensor, starts) -> Rollout:
-        """The T steps for random numbers that are drawn already (rollout.py)."""
-        rollout = play(self.actor, self.env, noise, starts, self.acting, self.state, self.loop)
-        self.state = None if rollout.state is None else rollout.state[-1]
-        return rollout
+    def improve(self, rollout: Rollout) -> list[dict[str, torch.Tensor]]:
+        """What follows a rollout: updates on it and on slices of the ring. Returns the statistics of each. A subclass that
+        defines this has another schedule, such as several epochs over the new rollout."""
+        stats = []
+        for k in range(self.config.updates):
+            batch = rollout if k < self.config.fresh_updates else self.sample(k)  # from older policies: V-trace corrects
+            stats.append(self.learner.update(batch, record=k + 1 == self.config.updates))
+        return stats
 
     def sample(self, update: int = 0) -> Rollout:
         """A batch of slices from the ring, for an update of this iteration."""
         length, number = self.config.slice_length, len(self.history) * self.config.updates + update
-        return self.ring.sample(self.config.batch_size // length // self.ranks, length, self.seed, number)
+        return self.ring.sample(self.config.batch_size // length // self.group.size, length, self.collector.seed, number)
 
-    def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
-        """One gradient step on a batch from any device. With `record` the statistics include those of `recorder`."""
-        with self.recorder() if record else contextlib.nullcontext({}) as recorded:
-            stats = self.learn(batch.to(self.device))
-        return stats | recorded
-
-    def learn(self, batch: Rollout, computed=None) -> dict[str, torch.Tensor]:
-        """The function `update` with this run's parts, on scaled rewards."""
-        batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
-        return update(self.model, self.optimizer, self.precision, batch, self.config, computed, self.total, self.targets_of)
+    def check(self, rollout: Rollout) -> None:
+        """Refuses a rollout that nothing can be learned from, like `check_finite`."""
+        check_finite(rollout)
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
         """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
         _, finished = self.returns.add(rollout)
         sums = [finished.sum(), len(finished), self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
-        returns, episodes, clipped, *terms = self.total([torch.tensor(sums, dtype=torch.float64, device="cpu")])[0].tolist()
+        sums = self.group.all_reduce([torch.tensor(sums, dtype=torch.float64, device="cpu")])[0]
+        returns, episodes, clipped, *terms = sums.tolist()
         row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration}
         row |= {"train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped)}
         if rollout.action.is_floating_point():
             row["outside"] = float((rollout.action.abs() > 1).float().mean())
         return {**row, **summary, **dict(zip(TERMS, terms, strict=True))}
 
-    def check_learning(self) -> None:
-        """Raises FloatingPointError if the newest row shows that nothing is learned any more (see `iterate`)."""
-        if reason := failure(self.history, self.config, self.scaler.is_enabled()):
-            raise FloatingPointError(reason)
+    def check_learning(self, updates: int) -> None:
+        """Raises FloatingPointError if the newest row, of so many updates, shows that nothing is learned any more."""
+        bad, scaled = np.array(self.history.columns["nonfinite"][-PATIENCE:]), self.learner.precision.scaler.is_enabled()
+        if stuck(bad, updates, scaled):
+            raise FloatingPointError(reason_of(self.history.last["steps"], self.config.precision))
 
     def evaluate(self) -> float:
-        """Mean greedy return of `eval_episodes` episodes from the same starts every time, on the cart within 0.05."""
-        return self.judge(self.model, self.precision, self.make_env)
+        """Mean greedy return (evaluate.Judge); NaN in a process that is not the first. Raises FloatingPointError if it is not a
+        number."""
+        if self.group.rank:
+            return math.nan
+        if math.isnan(found := self.judge.evaluate(self.model)):
+            raise FloatingPointError(f"evaluation is not a number in {self.config.precision}: fix the environment's rewards")
+        return found
 
-    def judge(self, model: ActorCritic, precision: Precision, make_env: Callable) -> float:
-        """Like `evaluate`, with a copy of the model on another device or other environments."""
-        starts = self.config.eval_episodes, 0.05, precision.device, 0, "evaluation starts"
-        with contextlib.closing(make_env(self.config, *starts)) as env:
-            return float(evaluate(model, env, precision).mean())
+    def fields(self) -> dict | list[dict]:
+        """The config as plain data, for a checkpoint."""
+        return dataclasses.asdict(self.config)
 
     def state_dict(self, ring: bool = True) -> dict:
         """Everything that the run needs to continue as if it had never stopped, with or without the ring's rows. As in torch, the
         tensors of model and optimizer are not copies: copy them if the run continues."""
-        parts = {name: getattr(self, name).state_dict() for name in self.PARTS}
-        parts["state"] = None if self.state is None else self.state.clone()
-        return {**parts, "ring": self.ring.state_dict() if ring else None}
+        parts = {"returns": self.returns.state_dict(), "history": self.history.state_dict()}
+        parts |= {**self.collector.state_dict(), **self.learner.state_dict(), "ring": self.ring.state_dict() if ring else None}
+        return self.group.whole(parts)
 
     def load_state_dict(self, state: dict) -> None:
         """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU; without the
-        ring's rows with an empty ring. Raises ValueError if the state does
-        not fit the config, and OSError if the ring's rows are in another folder than this run's; the run is then closed."""
+        ring's rows with an empty ring. Raises ValueError if the state does not fit the config, OSError if the ring's rows are in
+        another folder than this run's, and torch.OutOfMemoryError; the run is then closed."""
         try:
-            for name in self.PARTS:
-                if name == "optimizer":
-                    load_optimizer(self.optimizer, state[name])
-                else:
-                    getattr(self, name).load_state_dict(state[name])
-            self.rollouts = len(self.history) + bool(state.get("ahead"))  # its steps have been taken
-            self.env.draws = self.rollouts + 1  # after the one of the first reset
-            if state["state"] is not None:
-                self.state = state["state"].to(self.env.device, copy=True)
+            state = self.group.part(state)
+            self.history.load_state_dict(state["history"])
+            self.learner.load_state_dict(state)
+            self.collector.load_state_dict(state, len(self.history))
+            self.returns.load_state_dict(state["returns"])
             if state["ring"] is not None:
                 self.ring.load_state_dict(state["ring"])
-        except OSError:  # from the ring's folder
+        except (OSError, torch.OutOfMemoryError):
             self.close()
             raise
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -221,7 +264,7 @@ class Run:
 
     def close(self) -> None:
         """Closes the environments and the ring, which can still be read."""
-        self.env.close()
+        self.collector.close()
         self.ring.close()
 
 
@@ -233,22 +276,18 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
             began = time.perf_counter()
-            learning_rate = run.set_learning_rate(config.learning_rate_at(iteration))
+            learning_rate = run.learner.set_learning_rate(config.learning_rate_at(iteration))
             rollout = run.collect()  # T steps of N environments
             run.check(rollout)  # before anything learns from it
-            if config.scale_rewards:
-                run.rewards.add(rollout, config.gamma, run.total)
+            run.learner.watch(rollout)
             if run.stores:
                 run.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
-            stats = []
-            for k in range(config.updates):
-                batch = rollout if k < config.fresh_updates else run.sample(k)  # from older policies: V-trace corrects
-                stats.append(run.update(batch, record=k + 1 == config.updates))
+            stats = run.improve(rollout)
             row = {"iteration": iteration, **run.totals(rollout, summarize(stats)), "learning_rate": learning_rate}
             row["seconds"] = time.perf_counter() - began + (history.last["seconds"] if iteration else 0)
             row["eval_return"] = run.evaluate() if config.evaluates_at(iteration) else math.nan
             history.add(row)
-            run.check_learning()
+            run.check_learning(len(stats))
             bar.set_postfix_str(shown(row), refresh=False)
             yield run
 
@@ -261,13 +300,15 @@ def train(run: Run | Config, progress: bool = True) -> Run:
     return run
 
 
-def failure(history: History, config: Config, scaled: bool) -> str | None:
-    """Why nothing is learned any more, if the newest row shows it (see `iterate`). `scaled`: a loss scaler skips bad steps."""
-    bad = history.columns["nonfinite"][-PATIENCE:]
-    stuck = len(bad) == PATIENCE and min(bad) == config.updates
-    if stuck or (bad[-1] and not scaled):
-        return f"gradient not finite at step {history.last['steps']:.0f} in {config.precision}: lower learning_rate"
-    return None
+def stuck(bad: np.ndarray, updates: int, scaled) -> np.ndarray:
+    """Whether nothing is learned any more (see `iterate`), bool [...], from the number of updates without a finite gradient in
+    each of the last PATIENCE iterations, [PATIENCE or fewer, ...]. `scaled`: a loss scaler skips bad steps, bool [...]."""
+    return np.where(scaled, (len(bad) == PATIENCE) & (bad.min(0) == updates), bad[-1] > 0)
+
+
+def reason_of(steps: float, precision: str) -> str:
+    """What to tell of a run that is `stuck`."""
+    return f"gradient not finite at step {steps:.0f} in {precision}: lower learning_rate"
 
 
 def shown(row: dict[str, float]) -> str:
@@ -287,10 +328,12 @@ def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Loads an optimizer's state but keeps this one's own flags and learning rate. Moves the step counts where these flags need
     them."""
+    if not isinstance(optimizer, torch.optim.Optimizer):  # a population's
+        return optimizer.load_state_dict(state)
     own = ("fused", "capturable", "foreach", "differentiable", "lr")
-    mine = [{name: group[name] for name in own} for group in optimizer.param_groups]
+    mine = [{name: group[name] for name in own if name in group} for group in optimizer.param_groups]
     groups = [group | flags for group, flags in zip(state["param_groups"], mine, strict=True)]
-    optimizer.load_state_dict({"state": copy.deepcopy(state["state"]), "param_groups": groups})  # or it would share their tensors
+    optimizer.load_state_dict({**state, "state": copy.deepcopy(state["state"]), "param_groups": groups})  # or tensors were shared
     for values in optimizer.state.values():
-        if not (mine[0]["capturable"] or mine[0]["fused"]):
+        if not (mine[0].get("capturable") or mine[0].get("fused")):
             values["step"] = values["step"].cpu()

@@ -35,7 +35,7 @@ NONE: dict[str, torch.Tensor] = {}
 EIGHT_BIT = {"precision": "fp8", "codec": "fp8", "formats": "weights=e4m3:stochastic m=e4m3 root=e4m3"}
 
 
-class Kept(NamedTuple):
+class PlaceFormat(NamedTuple):
     """How the numbers of one place are kept: a format and the words after it."""
 
     format: Format
@@ -65,7 +65,7 @@ class Kept(NamedTuple):
         return self(x.flatten(1), noise).view_as(x)
 
 
-class Places(dict[str, Kept]):
+class Places(dict[str, PlaceFormat]):
     """The places of an agent that are kept in few bits."""
 
     @property
@@ -110,7 +110,7 @@ def places_of(text: str) -> Places:
         if "stochastic" in words and name not in (*STATE, "targets"):
             raise ValueError(f"formats has {entry!r}: only {', '.join(STATE)} and targets can be stochastic")
         try:
-            found[name] = Kept(format_of(form), tuple(words))
+            found[name] = PlaceFormat(format_of(form), tuple(words))
         except ValueError as error:
             raise ValueError(f"formats has {entry!r}: {error}") from error
     return found

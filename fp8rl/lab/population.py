@@ -17,8 +17,8 @@ are exact there, so this is what autocast and FP8 compute, again except for the 
 instructions for it, and agents of all precisions fit into one batch. But it saves no memory and uses no tensor cores.
 """
 
-import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -34,19 +34,19 @@ from .. import fp8
 from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..env import Cart, TensorEnv
-from ..evaluate import evaluate
-from ..history import EpisodeReturns, History, RewardScale
-from ..losses import Targets, alone, vtrace
-from ..model import ActorCritic
-from ..precision import AUTOCAST, SCALE_GROWTH_INTERVAL, Precision, StepReport
-from ..rng import seed_of, uniform
-from ..rollout import Rollout, check_finite, play, steps
-from ..scale import growth
+from ..evaluate import Judge, evaluate
+from ..history import History, RewardScale
+from ..losses import Targets, vtrace
+from ..model import ActorCritic, in_order
+from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
+from ..rng import uniform
+from ..rollout import Collector, Rollout, check_finite, play
+from ..scale import graphs, growth
 from ..scale.storage import StoredRing, ring_bytes
-from ..tasks.by_id import TASKS
-from ..train import Run, failure
+from ..tasks.by_id import task_of
+from ..train import PATIENCE, Learner, Parts, Run, make_network, reason_of, stuck
 from .formats import format_of
-from .places import Kept, Places, noises, places_of
+from .places import PlaceFormat, Places, noises, places_of
 
 # The fields of Config in which the agents of a population may differ.
 FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "clip", "entropy_coef", "value_coef")
@@ -78,11 +78,11 @@ def shared(config: Config) -> Config:
 
 def obstacle(config: Config) -> str | None:
     """Why a config cannot be in a population, or None."""
-    takes = {"env_id": (None, *TASKS), "encoder": ("mlp",), "layout": ("compact",), "normalize_obs": (False,)}
-    for name, values in takes.items():
-        if getattr(config, name) not in values:
-            only = ", ".join("the package's own environment" if value is None else str(value) for value in values)
-            return f"{name} is {getattr(config, name)}: train it alone, a population takes only {only}"
+    if config.env_id and not task_of(config.env_id):
+        return f"env_id is {config.env_id}: train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
+    for name in ("encoder", "layout", "normalize_obs"):
+        if getattr(config, name) != getattr(Config, name):
+            return f"{name} is {getattr(config, name)}: train it alone, a population takes only {getattr(Config, name)}"
     if "tf32" in (config.precision, config.collect_precision):
         return "precision is tf32: train it alone, TF32 is a switch of the whole process"
     return None
@@ -95,7 +95,7 @@ def through(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
 
 TO = {dtype: functools.partial(through, dtype) for dtype in (torch.bfloat16, torch.float16)}
 # What fp8.quantize rounds each matrix to, in float32 arithmetic: on a CPU, torch reads e4m3 one number at a time.
-TO |= {dtype: Kept(format_of(name)).matrices for name, dtype in (("e4m3", fp8.E4M3), ("e5m2", fp8.E5M2))}
+TO |= {dtype: PlaceFormat(format_of(name)).matrices for name, dtype in (("e4m3", fp8.E4M3), ("e5m2", fp8.E5M2))}
 
 
 class Rounding(NamedTuple):
@@ -112,8 +112,8 @@ class Matmuls(NamedTuple):
     """How an agent's matmuls are rounded: by a precision, or by the places of its operands and of its gradients."""
 
     precision: str
-    operands: Kept | None = None
-    gradients: Kept | None = None
+    operands: PlaceFormat | None = None
+    gradients: PlaceFormat | None = None
 
 
 def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
@@ -134,10 +134,11 @@ def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Roundi
         operands, gradients = operands and operands.matrices, gradients and gradients.matrices
         return [Rounding(operands, operands, gradients)] * len(shapes)
     found, before = [], None
+    rules = PRECISIONS[precision]
     for shape in shapes:
-        rounds = to = TO.get(AUTOCAST.get(precision))
-        if precision.startswith("fp8") and not any(size % fp8.MULTIPLE for size in shape):
-            rounding = Rounding(TO[fp8.E4M3], TO[fp8.E4M3], TO[fp8.E5M2])
+        rounds = to = TO.get(rules.autocast)
+        if rules.forward and not fp8.misfit(*reversed(shape)):
+            rounding = Rounding(TO[rules.forward], TO[rules.forward], TO[rules.backward])
             rounds = None
         else:
             rounding = Rounding(None if to is before else to, to, to, to)  # the inputs may be rounded already
@@ -150,7 +151,7 @@ def apply(function: Callable | None, x: torch.Tensor) -> torch.Tensor:
     return x if function is None else function(x)
 
 
-class Space(dict):
+class Workspace(dict):
     """Memory for products that are soon used up: always the same, because new memory would not be in the processor's cache."""
 
     def product(self, name, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,7 +166,9 @@ class Space(dict):
 
 class Agents(nn.Module):
     """The networks of S agents. `theta` has their parameters, float32 [S, P], and `layers` views of it, weights [S, O, I] and
-    biases [S, 1, O]: the two hidden layers and, as one, the heads of actor and critic.
+    biases [S, 1, O]: the encoder's layers and, as one, the heads of actor and critic. `newest`: the observations of the rollout
+    that has just been collected and the bits of the weights that acted, for who may reuse its forward passes, until the next
+    update.
 
     Args:
         models: S networks, whose parameters are copied.
@@ -180,15 +183,15 @@ class Agents(nn.Module):
     ):
         super().__init__()
         self.num_actions, self.gaussian = models[0].actor.out_features, models[0].spread is not None
-        shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, models[0].hidden)]
-        shapes.append((self.num_actions + 1, models[0].width))
-        rows = [torch.cat([p.detach().flatten() for p in in_order(model)]) for model in models]
+        shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, *models[0].hidden)]
+        shapes.append((self.num_actions + 1, models[0].hidden_size))
+        rows = [torch.cat([p.detach().flatten() for p in in_order(model).values()]) for model in models]
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.shapes = shapes
-        self.sizes = [p.numel() for p in in_order(models[0])]
+        self.sizes = [p.numel() for p in in_order(models[0]).values()]
         self.parts = parts_of(learning, reusing, shapes, most_together(device))
         self.acting_parts = {"learner": parts_of(learning, reusing, shapes), "actor": parts_of(acting, reusing, shapes)}
-        self.space, self.passes, self.acted = Space(), 0, []
+        self.space, self.passes, self.acted, self.newest = Workspace(), 0, [], None
 
     @property
     def bits(self) -> torch.Tensor:
@@ -224,7 +227,7 @@ class Agents(nn.Module):
         reach the layers: the loss only bootstraps from them. `reuse`: the last policy that keeps rows has acted on them."""
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
-        outputs = Passes.apply(rows, self.theta, self, rows.shape[1] - envs, reuse)
+        outputs = AgentsFunction.apply(rows, self.theta, self, rows.shape[1] - envs, reuse)
         outputs = outputs.view(agents, length, envs, -1).transpose(0, 1)
         actor, values = outputs.split((self.num_actions, 1), dim=-1)
         return Gaussian.outputs(actor, self.spread(self.theta)) if self.gaussian else actor, values.squeeze(-1)
@@ -239,31 +242,19 @@ class Agents(nn.Module):
         if rows:
             self.passes += 1
             if not self.acted:
-                with torch.inference_mode(False):  # as in Space
-                    hidden, last = (self.theta.new_empty(len(self.theta), size, rows) for size, _ in self.shapes[1:])
-                self.acted = [hidden.view(len(hidden), rows, -1), last.mT]
+                with torch.inference_mode(False):  # as in Workspace
+                    *hidden, last = (self.theta.new_empty(len(self.theta), size, rows) for size, _ in self.shapes[1:])
+                self.acted = [*(x.view(len(x), rows, -1) for x in hidden), last.mT]
         kept = self.acted if rows else []
         return Policy(self.layers, self.spread(self.theta.detach()), self.acting_parts[kind], self.space, kept)
 
-    def alone(self, agent: int) -> ActorCritic:
+    def network(self, agent: int) -> ActorCritic:
         """One agent's network, a copy on the CPU."""
-        (inputs, _), (hidden, _), (heads, _) = layers = [(w[agent].cpu(), b[agent, 0].cpu()) for w, b in self.layers]
-        kind = Gaussian if self.gaussian else Categorical
-        model = ActorCritic(inputs.shape[1], self.num_actions, hidden.shape[0], distribution=kind)
-        if self.gaussian:
-            model.spread.data.copy_(self.theta[agent, -self.num_actions :])
-        for layer, (weight, bias) in zip((model.inputs, model.hidden), layers, strict=False):
-            layer.load_state_dict({"weight": weight, "bias": bias})
-        model.actor.load_state_dict({"weight": heads[:-1], "bias": layers[-1][1][:-1]})
-        model.critic.load_state_dict({"weight": heads[-1:], "bias": layers[-1][1][-1:]})
+        (hidden_size, obs_size), kind = self.shapes[0], Gaussian if self.gaussian else Categorical
+        model = ActorCritic(obs_size, self.num_actions, hidden_size, len(self.shapes) - 1, distribution=kind)
+        for parameter, own in zip(in_order(model).values(), self.theta[agent].detach().split(self.sizes), strict=True):
+            parameter.data.copy_(own.view_as(parameter))
         return model
-
-
-def in_order(model: ActorCritic) -> list[nn.Parameter]:
-    """A network's parameters in the order of a row of `theta`: both heads' weights, then both heads' biases, then deviations."""
-    heads = [layer.weight for layer in (model.actor, model.critic)] + [layer.bias for layer in (model.actor, model.critic)]
-    last = [*heads, *([] if model.spread is None else [model.spread])]
-    return [p for p in model.parameters() if not any(p is x for x in last)] + last
 
 
 def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -277,7 +268,7 @@ def reuses_forward(config: Config, device) -> bool:
     """Whether an agent learns from a new rollout with the forward passes that acted: if both round alike, and each number by
     itself. FP8 and formats scale a matrix by its largest number. Not on a GPU, where calls cost most: it makes more of them."""
     learner, actor = matmuls_of(config), matmuls_of(config, acting=True)
-    elementwise = actor[1:] == (None, None) and not actor.precision.startswith("fp8")
+    elementwise = actor[1:] == (None, None) and not PRECISIONS[actor.precision].forward
     return torch.device(device).type == "cpu" and config.fresh_updates > 0 and learner == actor and elementwise
 
 
@@ -313,7 +304,7 @@ class Policy:
 
     recurrent = False
 
-    def __init__(self, layers, spread, parts: list[Part], space: Space, kept: list[torch.Tensor]):
+    def __init__(self, layers, spread, parts: list[Part], space: Workspace, kept: list[torch.Tensor]):
         self.spread, self.space, self.kept, self.rows = spread, space, kept, 0
         (*hidden, (heads, heads_bias)), self.parts = layers, []
         self.agents, self.num_actions = len(heads), heads.shape[1] - 1
@@ -349,7 +340,7 @@ class Policy:
         return outputs.flatten(0, 1), None
 
 
-class Passes(torch.autograd.Function):
+class AgentsFunction(torch.autograd.Function):
     """Forward and backward pass of all agents, a few agents at a time; backward only for the first rows. The next forward pass,
     or policy that keeps rows, overwrites what a backward pass needs, which then raises RuntimeError."""
 
@@ -399,7 +390,7 @@ class Passes(torch.autograd.Function):
 
 def environments(config: Config, num_envs: int, start_noise: list[float], seeds: torch.Tensor, purpose="starts") -> TensorEnv:
     """`num_envs` environments for each of S agents, one agent's after the other's, with a start_noise and a seed for each."""
-    task, device, count = TASKS.get(config.env_id, Cart), seeds.device, len(seeds) * num_envs
+    task, device, count = task_of(config.env_id) or Cart, seeds.device, len(seeds) * num_envs
     if task is not Cart:
         return task(count, device, seeds, purpose)
     noise = start_noise[0]
@@ -485,9 +476,10 @@ class Scales:
     """
 
     def __init__(self, precisions: list[str], device):
-        self.exact = Precision("fp32", device)
-        self.grows = torch.tensor([[name == "fp16"] for name in precisions], device=device)
-        self.scale = torch.where(self.grows, 2.0**16, 1.0)
+        self.exact, self.device, self.scaler = Precision("fp32", device), torch.device(device), self
+        rules = [PRECISIONS[name] for name in precisions]
+        self.grows = torch.tensor([[rule.scale_grows] for rule in rules], device=device)
+        self.scale = torch.tensor([[rule.loss_scale or 1.0] for rule in rules], device=device)
         self.good = torch.zeros_like(self.scale)
         self.stopped = torch.zeros_like(self.grows)
 
@@ -495,7 +487,7 @@ class Scales:
         """Runs in float32, whatever surrounds it: the networks round themselves."""
         return self.exact.autocast()
 
-    def step(self, loss: torch.Tensor, optimizer: Adam, max_grad_norm, total=None) -> StepReport:
+    def step(self, loss: torch.Tensor, optimizer: Adam, max_grad_norm, all_reduce=None) -> StepReport:
         """Like Precision.step, for losses [S]; the report has [S] of each."""
         optimizer.theta.grad = None
         with self.autocast():
@@ -560,121 +552,132 @@ class Histories:
         return [self.of(agent) for agent in range(len(self.failures))]
 
     def state_dict(self) -> dict:
-        return {"each": [history.state_dict() for history in self.each]}
+        columns = {name: torch.from_numpy(np.array(rows)) for name, rows in self.columns.items()}
+        return {"columns": columns, "failures": list(self.failures)}
 
     def load_state_dict(self, state: dict) -> None:
-        columns = {name: torch.stack([each[name] for each in state["each"]], dim=1).numpy() for name in state["each"][0]}
-        self.columns = {name: list(rows) for name, rows in columns.items()}
+        self.columns = {name: list(rows.numpy()) for name, rows in state["columns"].items()}
+        self.failures = list(state["failures"])
 
 
-class Population(Run):
-    """A run of S agents. Raises ValueError for a config that cannot be in a population, or for two that cannot be in the same
-    one, and MemoryError if they do not fit.
+class AgentsCollector(Collector):
+    """Like Collector, for agents, with rollouts [T, S N]. `reuses`: acting keeps forward passes for the update that follows."""
 
-    Attributes, other than Run's:
-        configs: the agents' configs, ordered by precision.
-        reuse_forward: whether acting keeps forward passes for the update on the new rollout. newest: that rollout and the weights
-            that acted, until the next update.
+    reuses = False
 
-    Args:
-        configs: of the agents; they may differ in the fields of FREE.
-        device: where everything is. On a GPU `scale.graphs.capture(population)` makes it several times as fast.
-    """
+    def sync(self, learned: nn.Module) -> None:
+        """Does nothing: `play` rounds the current weights."""
 
-    PARTS = ("model", "adam", "scaler", "env", "returns", "rewards", "history")
+    def play(self, noise: torch.Tensor, starts: tuple) -> Rollout:
+        """Like Collector.play."""
+        self.model.newest = None
+        rows = (self.length + 1) * self.env.num_envs // len(self.seed)
+        actor = self.model.policy("actor", rows if self.reuses else 0)
+        rollout = play(actor, self.env, noise, starts, self.precision, None, self.loop)
+        if self.reuses:
+            with torch.no_grad(), self.precision.autocast():
+                actor.policy(rollout.obs[-1])  # its value is used only for bootstrapping
+            self.model.newest = rollout.obs, self.model.bits.clone()
+        return rollout
 
-    def __init__(self, configs: list[Config], device="cpu"):
-        if not configs:
-            raise ValueError("configs is empty: give at least one")
-        for config in configs:
-            if reason := obstacle(config):
-                raise ValueError(reason)
-            for name in (config.precision, config.collect_precision or config.precision):
-                Precision(name, device)
-        one = shared(configs[0])
-        for config in configs:
-            if shared(config) != one:
-                name = next(name for name, value in vars(shared(config)).items() if value != getattr(one, name))
-                raise ValueError(f"{name} is {getattr(config, name)} beside {getattr(one, name)}: use another population for it")
-        require_room(configs, device)
-        self.configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
-        self.places = [places_of(config.formats) for config in self.configs]
-        self.agents, self.device, self.rank, self.ranks = len(configs), torch.device(device), 0, 1
-        self.config = one_of(self.configs, device)
-        self.total, self.loop, self.state, self.targets_of = alone, steps, None, self.rounded_targets
-        self.recorder = functools.partial(contextlib.nullcontext, {})
-        self.seed = torch.tensor([config.seed for config in self.configs], device=device)
-        self.env = environments(one, one.num_envs, [c.start_noise for c in self.configs], self.seed)
-        weights = [torch.Generator("cpu").manual_seed(seed_of(config.seed, "weights")) for config in self.configs]
-        sizes, kind = (len(self.env.bounds[0]), self.env.num_actions), self.env.distribution
-        models = [ActorCritic(*sizes, generator=g, distribution=kind) for g in weights]
-        matmuls = [[matmuls_of(config, acting) for config in self.configs] for acting in (False, True)]
-        reusing = [reuses_forward(config, device) for config in self.configs]
-        self.model, self.reuse_forward, self.newest = Agents(models, *matmuls, reusing, device), any(reusing), None
-        adam = self.config.learning_rate, self.places, self.model.sizes, self.seed
-        self.optimizer = self.adam = Adam(self.model.theta, *adam)
-        self.precision = self.scaler = Scales([config.precision for config in self.configs], device)
-        ring = one.rows, self.env.num_envs, self.env.bounds, one.codec, self.device
-        self.ring = Rings(self.agents, *ring, action_size=sizes[1] if self.model.gaussian else 0)
-        self.stores = one.replay_updates > 0
-        self.returns, self.history, self.rollouts = EpisodeReturns(self.env.num_envs), Histories(self.agents), 0
-        self.rewards = RewardScale(self.env.num_envs, self.device, self.agents)
+
+class AgentsLearner(Learner):
+    """Like Learner, for agents: batches are [T, S B], statistics [S]. `places`: of each agent. `seed`: int64 [S]."""
+
+    def __init__(self, *parts, places: list[Places], seed: torch.Tensor):
+        super().__init__(*parts)
+        self.places, self.seed = places, seed
 
     def set_learning_rate(self, learning_rate):
         """Sets every agent's learning rate and returns them."""
         self.optimizer.rate.zero_().add_(learning_rate)  # in place, because a captured step reads this tensor
         return learning_rate.squeeze(1).cpu().numpy() if isinstance(learning_rate, torch.Tensor) else learning_rate
 
-    def sync_actor(self) -> None:
-        """Does nothing: `act` rounds the current weights."""
+    def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
+        """Like Learner.update."""
+        (obs, bits), self.model.newest = self.model.newest or (None, None), None
+        # Unless somebody has changed the weights; NumPy compares them faster than torch.
+        acted = batch.obs is obs and np.array_equal(bits.numpy(), self.model.bits.numpy())
+        batch = by_agent(batch, len(self.seed))
+        if acted:
+            with self.precision.autocast():
+                computed = self.model(batch.obs, reuse=True)
+        return super().update(batch, record, computed)
 
-    def play(self, noise: torch.Tensor, starts: torch.Tensor) -> Rollout:
-        """Like Run.play, a Rollout [T, S N]."""
-        length, self.newest = self.config.rollout_length, None
-        actor = self.model.policy("actor", (length + 1) * self.config.num_envs if self.reuse_forward else 0)
-        rollout = play(actor, self.env, noise, starts, self.precision, None, self.loop)
-        if self.reuse_forward:
-            with torch.no_grad(), self.precision.autocast():
-                actor.policy(rollout.obs[-1])  # its value is used only for bootstrapping
-            self.newest = rollout, self.model.bits.clone()
-        return rollout
-
-    def rounded_targets(self, *args) -> Targets:
+    def targets_of(self, *args) -> Targets:
         """V-trace, its advantages and value targets rounded for the agents that say so."""
         found = vtrace(*args)
-        for agents, kept in self.in_place("targets"):
+        for agents, kept in in_place(self.places, "targets"):
             noise, own = [None, None], found.value[:, agents].transpose(0, 1).flatten(1)
             if "stochastic" in kept.words:
-                numbers = self.seed[agents], "targets", self.adam.count[agents], (2, own.shape[1]), self.device
+                numbers = self.seed[agents], "targets", self.optimizer.count[agents], (2, own.shape[1]), self.device
                 noise = uniform(*numbers).unbind(1)
             for x, own_noise in zip((found.value, found.advantage), noise, strict=True):
                 x[:, agents] = kept.matrices(x[:, agents].transpose(0, 1), own_noise).transpose(0, 1)
         return found
 
-    def in_place(self, name: str) -> list[tuple[slice, Kept]]:
-        """The agents with few bits in a place."""
-        places = [places.get(name) for places in self.places]
-        return [(agents, places[agents.start]) for agents in alike(places) if places[agents.start]]
+
+class AgentsJudge(Judge):
+    """Like Judge, for agents: returns float64 [S]. All agents begin at the same starts."""
+
+    def __init__(self, config: Config, precision: Precision, agents: int):
+        super().__init__(config, precision, environments)
+        self.agents = agents
+
+    def evaluate(self, learned: Agents) -> np.ndarray:
+        """Like Judge.evaluate."""
+        episodes, seeds = self.config.eval_episodes, torch.zeros(self.agents, dtype=torch.int64, device=self.precision.device)
+        env = self.make_env(self.config, episodes, [0.05] * self.agents, seeds, "evaluation starts")
+        returns = evaluate(learned.policy("learner"), env, self.precision)
+        return returns.reshape(self.agents, episodes).mean(1).astype(np.float64)
+
+
+class Population(Run):
+    """A run of S agents. Raises ValueError for a config that cannot be in a population, or for two that cannot be in the same
+    one, and MemoryError if they do not fit. `configs`: the agents', ordered by precision.
+
+    Args:
+        configs: of the agents; they may differ in the fields of FREE.
+        device: where everything is. graph: on CUDA, replay collection and updates as graphs, several times as fast.
+    """
+
+    def __init__(self, configs: list[Config], device="cpu", graph: bool = False):
+        require_one_population(configs, device)
+        require_room(configs, device)
+        self.configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
+        self.agents = len(configs)
+        one, shape = one_of(self.configs, device), shared(configs[0])
+        seed = torch.tensor([config.seed for config in self.configs], device=device)
+        env = environments(shape, shape.num_envs, [c.start_noise for c in self.configs], seed)
+        matmuls = [[matmuls_of(config, acting) for config in self.configs] for acting in (False, True)]
+        reusing = [reuses_forward(config, device) for config in self.configs]
+        model = Agents([make_network(config, env) for config in self.configs], *matmuls, reusing, device)
+        places = [places_of(config.formats) for config in self.configs]
+        scales = Scales([config.precision for config in self.configs], device)
+        optimizer = Adam(model.theta, one.learning_rate, places, model.sizes, seed)
+        rewards = RewardScale(env.num_envs, device, self.agents)
+        learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
+        collector = AgentsCollector(env, model, scales, shape.rollout_length, seed)
+        collector.reuses = any(reusing)
+        if graph and scales.device.type in graphs.GRAPHED:
+            collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
+        action_size = env.num_actions if model.gaussian else 0
+        ring = Rings(self.agents, shape.rows, env.num_envs, env.bounds, shape.codec, device, action_size=action_size)
+        super().__init__(one, Parts(collector, learner, AgentsJudge(one, scales.exact, self.agents), ring))
+        self.history = Histories(self.agents)
+
+    def fields(self) -> list[dict]:
+        """Like Run.fields, of every agent."""
+        return [dataclasses.asdict(config) for config in self.configs]
 
     def sample(self, update: int = 0) -> Rollout:
-        """Like Run.sample, with observations as they are kept."""
+        """Like Run.sample, with observations as the agents keep them."""
         batch = super().sample(update)
         obs = batch.obs.unflatten(1, (self.agents, -1))
-        for agents, kept in self.in_place("observations"):
+        for agents, kept in in_place(self.learner.places, "observations"):
             own = obs[:, agents].transpose(0, 1)
             obs[:, agents] = kept(own.flatten(1)).view_as(own).transpose(0, 1)
         return batch
-
-    def learn(self, batch: Rollout, computed=None) -> dict[str, torch.Tensor]:
-        """Like Run.learn on a batch [T, S B]; statistics are [S]."""
-        (newest, bits), self.newest = self.newest or (None, None), None
-        # Unless somebody has changed the weights; NumPy compares them faster than torch.
-        acted = batch is newest and np.array_equal(bits.numpy(), self.model.bits.numpy())
-        batch = by_agent(batch, self.agents)
-        if acted:
-            with self.precision.autocast():
-                computed = self.model(batch.obs, reuse=True)
-        return super().learn(batch, computed)
 
     def check(self, rollout: Rollout) -> None:
         """Stops the agents whose environments returned a number that is not finite or too large."""
@@ -690,7 +693,7 @@ class Population(Run):
     def stop(self, agent: int, reason: str) -> None:
         """Lets an agent take no more steps; it is evaluated as it is."""
         self.history.failures[agent] = self.history.failures[agent] or reason
-        self.scaler.stopped[agent] = True
+        self.learner.precision.stopped[agent] = True
 
     def totals(self, rollout: Rollout, summary: dict) -> dict:
         """Like Run.totals, for every agent."""
@@ -705,41 +708,60 @@ class Population(Run):
             row["outside"] = (by_agent(rollout, self.agents).action.abs() > 1).float().mean((0, 2, 3)).cpu().numpy()
         return row
 
-    def check_learning(self) -> None:
+    def check_learning(self, updates: int) -> None:
         """Stops the agents that would end a run of their own (`iterate`)."""
-        for agent in np.flatnonzero(self.history.columns["nonfinite"][-1]):
-            config = self.configs[agent]
-            scaled = config.precision == "fp16" or config.precision.startswith("fp8")
-            if reason := failure(self.history.of(agent), config, scaled):
-                self.stop(agent, reason)
+        bad = np.array(self.history.columns["nonfinite"][-PATIENCE:])
+        scaled = [PRECISIONS[config.precision].loss_scale is not None for config in self.configs]
+        for agent in np.flatnonzero(stuck(bad, updates, scaled)):
+            self.stop(agent, reason_of(self.history.last["steps"], self.configs[agent].precision))
 
     def evaluate(self) -> np.ndarray:
-        """Like Run.evaluate, float64 [S]: all agents begin at the same starts."""
-        episodes = self.config.eval_episodes
-        env = environments(self.config, episodes, [0.05] * self.agents, torch.zeros_like(self.seed), "evaluation starts")
-        returns = evaluate(self.model.policy("learner"), env, self.precision.exact)
-        return returns.reshape(self.agents, episodes).mean(1).astype(np.float64)
+        """Like Run.evaluate, float64 [S]. An agent whose return is not a number has failed: minus infinity."""
+        returns = self.judge.evaluate(self.model)
+        for agent in np.flatnonzero(np.isnan(returns)):
+            self.stop(agent, f"evaluation is not a number in {self.configs[agent].precision}: fix the environment's rewards")
+        return np.nan_to_num(returns, nan=-math.inf, neginf=-math.inf, posinf=math.inf)
 
     def histories(self, configs: list[Config]) -> list[History]:
         """The agents' histories in the order of `configs`."""
         return [self.history.of(self.configs.index(config)) for config in configs]
 
 
+def require_one_population(configs: list[Config], device) -> None:
+    """Raises ValueError for configs that cannot be one population on a device."""
+    if not configs:
+        raise ValueError("configs is empty: give at least one")
+    one = shared(configs[0])
+    for config in configs:
+        if reason := obstacle(config):
+            raise ValueError(reason)
+        for name in (config.precision, config.collect_precision or config.precision):
+            Precision(name, device)
+        if shared(config) != one:
+            name = next(name for name, value in vars(shared(config)).items() if value != getattr(one, name))
+            raise ValueError(f"{name} is {getattr(config, name)} beside {getattr(one, name)}: use another population for it")
+
+
+def in_place(places: list[Places], name: str) -> list[tuple[slice, PlaceFormat]]:
+    """The agents, of some places, with few bits in the place of this name."""
+    kept = [own.get(name) for own in places]
+    return [(agents, kept[agents.start]) for agents in alike(kept) if kept[agents.start]]
+
+
 def bytes_per_agent(config: Config, device="cpu") -> int:
-    """Memory that an agent takes, about: what it fills of its ring, seven tensors like its parameters, one like the hidden layer
-    of a rollout if that is reused, and four like that of the larger of a rollout and a replayed batch, with a hundred numbers of
+    """Memory that an agent takes, about: its ring, seven tensors like its parameters, one like the hidden layers
+    of a rollout if they are reused, and four like that of the larger of a rollout and a replayed batch, with a hundred numbers of
     the loss for each of its rows."""
-    task, width = TASKS.get(config.env_id), 64
+    task, width, layers = task_of(config.env_id), config.hidden_size, config.layers
     features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
     action_size = task.num_actions if task and task.distribution is Gaussian else 0
-    parameters = width * (features + width + 5) + 3
+    parameters = width * (features + 1) + (layers - 1) * width * (width + 1) + 3 * (width + 1)
     slices = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
     fresh_rows = (config.rollout_length + 1) * config.num_envs
     kept_rows = fresh_rows if reuses_forward(config, device) else 0
     rows = max(fresh_rows, slices)
-    filled = min(config.rows, config.iterations * config.rollout_length + 1)
-    ring = ring_bytes(filled, config.num_envs, features, codec=config.codec, action_size=action_size)
-    return ring + 4 * (7 * parameters + width * kept_rows + (4 * width + 100) * rows)
+    ring = ring_bytes(config.rows, config.num_envs, features, codec=config.codec, action_size=action_size)
+    return ring + 4 * (7 * parameters + (layers - 1) * width * kept_rows + (2 * layers * width + 100) * rows)
 
 
 def require_room(configs: list[Config], device) -> None:

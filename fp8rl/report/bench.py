@@ -76,7 +76,7 @@ class Loop:
         names = [self.precision] if self.precision else available_precisions(machine.device)
         if len(names) > 1:
             emulated = torch.tensor([is_emulated(name, machine.device) for name in names])
-            (emulated,) = ranks.total([emulated.int()])  # all processes must agree
+            (emulated,) = ranks.all_reduce([emulated.int()])  # all processes must agree
             names = [name for name, no in zip(names, emulated, strict=True) if not no]
         plain = machine.graph or machine.compile or machine.collect_ahead or not machine.reuse_forward
         pairs = list(itertools.product(names, (False,) if plain else (False, True)))
@@ -86,7 +86,7 @@ class Loop:
                 eager = dataclasses.replace(machine, reuse_forward=reuse, compile=False)
                 one = dataclasses.replace(config, precision=name, collect_precision=None)
                 speeds.append(bench_loop(one, eager, 0.5, 1)["train_steps_per_second"])
-            (speeds,) = ranks.total([torch.tensor(speeds)])
+            (speeds,) = ranks.all_reduce([torch.tensor(speeds)])
             pairs = [pairs[int(speeds.argmax())]]
         ((name, reuse),) = pairs
         return dataclasses.replace(config, precision=name), dataclasses.replace(machine, reuse_forward=reuse)
@@ -141,7 +141,7 @@ def bench_loop(
             began = time.perf_counter()
             next(iterations)
         # The same count in every process, because they wait for each other.
-        (each,) = ranks.total([torch.tensor(time.perf_counter() - began) / run.ranks])
+        (each,) = ranks.all_reduce([torch.tensor(time.perf_counter() - began) / run.group.size])
         count = max(1, int(seconds / rounds / each.item()))
         for _ in range(rounds):
             spent |= dict.fromkeys(spent, 0.0)

@@ -134,7 +134,8 @@ class Folder:
     def write(self, name: str, content: str | bytes) -> None:
         """Writes a file whole or not at all."""
         with self.writing():
-            write_whole(self.path / name, content.encode() if isinstance(content, str) else content)
+            content = content.encode() if isinstance(content, str) else content
+            write_whole(self.path / name, lambda file: file.write(content))
 
     def close(self) -> None:
         """Lets others write in the folder."""

@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..model import ActorCritic
-from ..rollout import Rollout, steps
-from ..train import Run
+from ..precision import Precision
+from ..rollout import Around, Rollout, unroll
+from ..train import Learner
 
 MANY = 2**16  # numbers in a hidden layer from which on arithmetic costs more than the calls
 CHUNK = 16  # time steps that `compiled` combines: more take longer to compile, fewer leave more calls
@@ -27,11 +28,7 @@ CHUNK = 16  # time steps that `compiled` combines: more take longer to compile, 
 
 class ManyRows(ActorCritic):
     """An ActorCritic that computes many rows with fewer passes over memory. Few rows give the same numbers as the plain one, bit
-    for bit, but it acts without calling its modules, which takes longer than their arithmetic."""
-
-    def __init__(self, *sizes, **kwargs):
-        super().__init__(*sizes, **kwargs)
-        self.actor_layers = [(layer.weight, layer.bias) for layer in (self.inputs, self.hidden, self.actor)]
+    for bit."""
 
     def forward(self, obs, state=None, first=None):
         """Like ActorCritic.forward."""
@@ -41,12 +38,8 @@ class ManyRows(ActorCritic):
         """Like ActorCritic.policy."""
         if self._fits(obs):
             return self._in_one(obs)[0], None
-        if obs.numel() // obs.shape[-1] * self.width < MANY:
-            if type(self.hidden) is not nn.Linear:
-                return super().policy(obs, state)
-            inputs, hidden, actor = self.actor_layers
-            encoded = linear(linear(obs, *inputs).relu_(), *hidden).relu_()
-            return self.outputs(linear(encoded, *actor)), None
+        if obs.numel() // obs.shape[-1] * self.hidden_size < MANY:
+            return super().policy(obs, state)
         return super().step(obs, state)[0], None
 
     def step(self, obs, state=None):
@@ -55,11 +48,11 @@ class ManyRows(ActorCritic):
 
     def _fits(self, obs: torch.Tensor) -> bool:
         """Whether BF16Network computes the outputs: for many rows in bfloat16 on a CPU, if no layer is in FP8."""
-        many = obs.device.type == "cpu" and obs.numel() // obs.shape[-1] * self.width >= MANY
+        many = obs.device.type == "cpu" and obs.numel() // obs.shape[-1] * self.hidden_size >= MANY
         if not many or self.spread is not None or torch.compiler.is_compiling():
             return False
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        return bf16 and type(self.hidden) is nn.Linear
+        return bf16 and len(self.hidden) == 1 and type(self.hidden[0]) is nn.Linear
 
     def _in_one(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows, shape = obs.reshape(-1, obs.shape[-1]), obs.shape[:-1]
@@ -127,47 +120,45 @@ class BF16Network(torch.autograd.Function):
 
 
 class Reuse:
-    """`steps` with gradient, keeping what an update on the new rollout needs.
+    """`unroll` with gradient, keeping what an update on the new rollout needs.
 
     Attributes:
-        computed: the last rollout's outputs [T+1, N, A or 2 A] and values [T+1, N], with their gradient.
+        obs: the last rollout's. computed: its outputs [T+1, N, A or 2 A] and values [T+1, N], with their gradient.
     """
 
-    def __init__(self, run: Run):
-        self.run = run
+    def __init__(self, model: ActorCritic, precision: Precision):
+        self.model, self.precision = model, precision
         self.values: list[torch.Tensor] = []
+        self.obs = self.computed = None
 
     def policy(self, obs, state):
         """Like ActorCritic.policy, and keeps the values."""
-        outputs, value, state = self.run.model.step(obs, state)
+        outputs, value, state = self.model.step(obs, state)
         self.values.append(value)
         return outputs, state
 
     def __call__(self, model, env, noise, starts, state):
         self.values.clear()
-        with torch.enable_grad(), self.run.precision.autocast():
-            (*rows, outputs), state = steps(self, env, noise, starts, state)
-        with torch.no_grad(), self.run.precision.autocast():  # its value is used only for bootstrapping
-            last_outputs, last_value, _ = self.run.model.step(env.obs, state)
+        with torch.enable_grad(), self.precision.autocast():
+            (*rows, outputs), state = unroll(self, env, noise, starts, state)
+        with torch.no_grad(), self.precision.autocast():  # its value is used only for bootstrapping
+            last_outputs, last_value, _ = self.model.step(env.obs, state)
         with torch.enable_grad():
             self.computed = torch.cat((outputs, last_outputs.unsqueeze(0))), torch.stack((*self.values, last_value))
+        self.obs = rows[0]
         return (*rows, outputs.detach()), None if state is None else state.detach()
 
 
-def reuse_forward(run: Run) -> None:
-    """Lets a run learn from each new rollout with the forward passes that acted."""
-    run.loop = reuse = Reuse(run)
-    act, learn, newest = run.act, run.learn, None
+class Reusing(Around):
+    """A learner that learns from the newest rollout with the forward passes that acted."""
 
-    def remembering_act() -> Rollout:
-        nonlocal newest
-        newest = act()
-        return newest
+    def __init__(self, inner: Learner, reuse: Reuse):
+        super().__init__(inner)
+        self.reuse = reuse
 
-    def learn_reusing(batch: Rollout):
-        return learn(batch, reuse.computed if batch is newest else None)
-
-    run.act, run.learn = remembering_act, learn_reusing
+    def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
+        """Like Learner.update."""
+        return self.inner.update(batch, record, self.reuse.computed if batch.obs is self.reuse.obs else None)
 
 
 def require_compiler() -> None:
@@ -178,8 +169,8 @@ def require_compiler() -> None:
 
 
 def compiled() -> Callable:
-    """`steps` as C++ (torch.compile), CHUNK time steps per call. The first call compiles for many seconds."""
-    fast = torch.compile(steps, dynamic=False, fullgraph=True, options={"cpp_wrapper": True})
+    """`unroll` as C++ (torch.compile), CHUNK time steps per call. The first call compiles for many seconds."""
+    fast = torch.compile(unroll, dynamic=False, fullgraph=True, options={"cpp_wrapper": True})
 
     def run(model, env, noise, starts, state):
         parts = []

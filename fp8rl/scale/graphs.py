@@ -8,6 +8,7 @@ rate, the loss scale, Adam's step count) must be in tensors on the device. That 
 """
 
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..rollout import Rollout
-from ..train import Run, adam
+from ..rollout import Around, Collector, Rollout
+from ..train import Learner
 
 # Eager calls before the capture, on the same stream: they initialize libraries and lazily created state (Adam's, the scaler's).
 WARMUP = 3
@@ -73,38 +74,50 @@ def uncollected():
             gc.enable()
 
 
-def in_place(run: Run) -> Callable:
-    """`run.play`, but with the environments' tensors and the recurrent state kept at the same addresses, as a replay requires."""
-    play, held = run.play, run.env.tensors()
-    if run.model.recurrent:
-        run.state = torch.zeros(run.env.num_envs, run.model.width, dtype=torch.float32, device=run.env.device)
-    before = run.state
+class GraphedCollector(Around):
+    """A collector that replays its steps. The environments' tensors and a recurrent state stay at the same addresses."""
 
-    def play_in_place(noise, starts) -> Rollout:
-        rollout = play(noise, starts)
-        for name, now in run.env.tensors().items():
-            setattr(run.env, name, held[name].copy_(now))
-        if before is not None:
-            run.state = before.copy_(run.state)
+    def __init__(self, inner: Collector):
+        super().__init__(inner)
+        self.held = inner.env.tensors()
+        if inner.model.recurrent:
+            shape = inner.env.num_envs, inner.model.hidden_size
+            inner.state = torch.zeros(shape, dtype=torch.float32, device=inner.env.device)
+        self.graph, self.state = Graphed(self.play, inner.env.device), inner.state
+
+    def collect(self, learned: torch.nn.Module) -> Rollout:
+        """Like Collector.collect."""
+        self.inner.sync(learned)
+        return self.graph(*self.inner.draw())
+
+    def play(self, noise: torch.Tensor, starts: tuple) -> Rollout:
+        """Like Collector.play, in place."""
+        rollout = self.inner.play(noise, starts)
+        for name, now in self.inner.env.tensors().items():
+            setattr(self.inner.env, name, self.held[name].copy_(now))
+        if self.state is not None:
+            self.inner.state = self.state.copy_(self.inner.state)
         return rollout
 
-    return play_in_place
+    def load_state_dict(self, state: dict, rollouts: int) -> None:
+        self.inner.load_state_dict(state, rollouts)
+        for name, now in self.inner.env.tensors().items():
+            setattr(self.inner.env, name, self.held[name].copy_(now))
+        if self.state is not None and self.inner.state is not None:
+            self.inner.state = self.state.copy_(self.inner.state)
 
 
-def capture(run: Run) -> None:
-    """Lets a run or a population collect and update by graphs; on a device without graphs nothing changes."""
-    if run.device.type not in GRAPHED:
-        return
-    if isinstance(run.optimizer, torch.optim.Adam):  # a population's own is always capturable
-        run.optimizer = adam(run.model, run.config.learning_rate, capturable=True)
-    run.play = Graphed(in_place(run), run.device)
-    update, graphed = run.update, {}  # a graph for each form of a batch, and one more that measures FP8
+class GraphedLearner(Around):
+    """A learner that replays its updates, whose Adam must be capturable."""
 
-    def update_by_graph(batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
-        batch = batch.to(run.device)
+    def __init__(self, inner: Learner):
+        super().__init__(inner)
+        self.graphs: dict[tuple, Graphed] = {}  # for each form of a batch, and one more that records
+
+    def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
+        """Like Learner.update."""
+        batch = batch.to(self.inner.device)
         key = record, *(None if x is None else x.shape for x in batch)  # a replayed one may have the same shapes but no state
-        if key not in graphed:
-            graphed[key] = Graphed(lambda given: update(given, record), run.device)
-        return {name: x.clone() for name, x in graphed[key](batch).items()}
-
-    run.update = update_by_graph
+        if key not in self.graphs:
+            self.graphs[key] = Graphed(functools.partial(self.inner.update, record=record), self.inner.device)
+        return {name: x.clone() for name, x in self.graphs[key](batch).items()}

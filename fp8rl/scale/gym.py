@@ -25,7 +25,7 @@ from gymnasium.vector.utils import batch_space
 from ..distribution import Categorical, Gaussian
 from ..env import MAX_STEPS, Cart
 from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
-from ..tasks.by_id import TASKS
+from ..tasks.by_id import task_of
 from ..tasks.cart import CustomEnv, spaces_of
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
@@ -179,7 +179,7 @@ class GymEnv:
             raise ValueError(f"vectorization is {vectorization!r}: choose from {', '.join(VECTORIZATIONS)}")
         self.bounds, self.num_actions, self.actions, self.max_steps = interface_of(env_id)
         self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
-        self.discount = getattr(TASKS.get(env_id.rpartition(":")[2]), "discount", 1.0)  # without a module to import
+        self.discount = getattr(task_of(env_id.rpartition(":")[2]), "discount", 1.0)  # without a module to import
         self.env_id, self.num_envs = env_id, num_envs
         self.device = torch.device(device)
         self._async = vectorization == "async"
@@ -397,6 +397,6 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
             raise ValueError(f"actions {actions} are outside {self.action_space}: pass {self.num_envs} integers, 0 or 1")
         start = self._draw(begins=self.env.done.numpy(), rows=np.ones(self.num_envs, dtype=bool))
         obs, reward, terminated, _ = self.env.step(torch.from_numpy(actions.astype(np.int64)), start)
-        truncated = self.env.steps >= self.max_episode_steps
+        truncated = self.env.elapsed >= self.max_episode_steps
         self.env.done = terminated | truncated
         return obs.numpy().copy(), reward.numpy(), terminated.numpy(), truncated.numpy(), {}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .. import fp8
-from ..precision import AUTOCAST, Precision
+from ..precision import PRECISIONS, Precision
 
 
 def arithmetic(device: torch.device | str) -> str:
@@ -32,9 +32,10 @@ def is_emulated(name: str, device="cpu") -> bool:
         device: where.
     """
     device = torch.device(device)
-    if name.startswith("fp8"):
+    rules = PRECISIONS[name]
+    if rules.forward:
         return arithmetic(device) == "emulated"
-    if name not in AUTOCAST or device.type != "cpu":
+    if not rules.autocast or device.type != "cpu":
         return name == "bf16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
     def shortest(dtype: torch.dtype) -> float:
@@ -48,7 +49,7 @@ def is_emulated(name: str, device="cpu") -> bool:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # with several, a wait for a busy core would be timed
     try:
-        return shortest(AUTOCAST[name]) > 10 * shortest(torch.float32)
+        return shortest(rules.autocast) > 10 * shortest(torch.float32)
     finally:
         torch.set_num_threads(threads)
 
@@ -65,7 +66,7 @@ def keep_freed_memory() -> None:
 def describe(precision: Precision, model: nn.Module) -> str:
     """One line on how a prepared model runs: whether it is emulated, and for FP8 which layers are converted."""
     where = f"{precision.name} on {precision.device}"
-    if not precision.is_fp8:
+    if not precision.rules.forward:
         return f"{where}, emulated" if is_emulated(precision.name, precision.device) else where
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]

@@ -1,6 +1,6 @@
-"""Where and how fast a run computes: replaces parts and functions of a Run.
+"""Where and how fast a run computes.
 
-`Machine` describes it, `build` does it. A run has four parts, each optionally on its own device:
+`Machine` describes it, `build` composes it, with parts around parts. A run has four parts, each optionally on its own device:
 
     learner      the parameters, the optimizer and the loss                      device
     collector    the environments and the acting policy                          collect_device
@@ -20,17 +20,23 @@ from dataclasses import dataclass
 import torch
 
 from ..config import Config
+from ..distribution import Gaussian
 from ..env import TensorEnv
-from ..history import EpisodeReturns
-from ..precision import Precision
+from ..evaluate import Judge
+from ..history import EpisodeReturns, RewardScale
+from ..lab.lowbit import LowBitAdam, Unpacked
+from ..lab.places import STATE, places_of
+from ..model import ActorCritic, in_order
+from ..precision import PRECISIONS, Precision
 from ..rng import seed_of
-from ..tasks.by_id import TASKS
-from ..train import Run, make_cart
+from ..rollout import Collector, unroll
+from ..tasks.by_id import task_of
+from ..train import Learner, OneProcess, Parts, Run, adam, make_cart, make_network
 from . import fused, graphs, ranks
-from .ahead import Ahead, collect_first
+from .ahead import Ahead, InTurn
 from .gym import GymEnv
-from .normalized import NormalizedRecurrent, NormalizedRows, follow
-from .quantization import recorded
+from .normalized import Following, NormalizedRecurrent, NormalizedRows
+from .quantization import Recorded
 from .recurrent import Recurrent
 from .storage import StoredRing
 
@@ -108,59 +114,63 @@ NETWORKS = {("mlp", False): fused.ManyRows, ("gru", False): Recurrent}
 NETWORKS |= {("mlp", True): NormalizedRows, ("gru", True): NormalizedRecurrent}
 
 
-def build(config: Config, machine: Machine = HERE, state: dict | None = None, keep: Callable | None = None) -> Run:
-    """A run of a config on a machine, new or resumed.
-
-    Args:
-        config: what is learned.
-        machine: where and how fast.
-        state: from `checkpoint.resume`.
-        keep: lets a run store its state in the config's `formats` (lab/packed.py has one); called before `state` is loaded.
-
-    Raises:
-        ValueError: the machine cannot do what the config asks for, or `state` does not fit the config.
-        MemoryError: the ring does not fit. OSError: its folder cannot be used.
-        EnvironmentFailed: a Gymnasium environment raises when it starts.
-    """
-    rank, size = ranks.rank_and_size()
-    if config.formats and not keep:
-        raise ValueError(f"formats is {config.formats}: make this run with fp8rl.lab.packed.build")
-    check(config, machine, size)
-    learner, collector = machine.on("learn"), machine.on("collect")
-    iteration = len(state["history"].get("iteration", ())) if state else 0  # a resumed run starts other episodes
-    first_seed = seed_of(seed_of(config.seed, "starts", iteration), "starts", rank)  # environment i of a run uses this + i
-    parts = maker(config, machine, first_seed), functools.partial(make_ring, config, machine), NETWORKS
-    run = Run(config, learner, collector, *parts, rank, size)
-    if machine.memmap:
-        run.stores = True
-    if machine.compile:
-        run.loop = fused.compiled()
-    if machine.reuse_forward:
-        fused.reuse_forward(run)
-    if run.precision.is_fp8:
-        run.recorder = functools.partial(recorded, run.model)
-    if machine.graph:
-        graphs.capture(run)
-    if config.normalize_obs:
-        follow(run)
-    if machine.collect_ahead:
-        run.actor = copy.deepcopy(run.actor)
-        Ahead(run)
-    set_evaluator(run, machine)
+def build(config: Config, machine: Machine = HERE, state: dict | None = None, kind: type[Run] = Run) -> Run:
+    """A run of a config on a machine, new or, with a `state` from `checkpoint.resume`, resumed. `kind`: Run, or a subclass with
+    another schedule. Raises ValueError if the machine cannot do what the config asks for or the state does not fit it,
+    MemoryError if the ring does not fit, OSError if its folder cannot be used, and EnvironmentFailed if a Gymnasium environment
+    raises."""
+    group = ranks.Ranks() if ranks.rank_and_size()[1] > 1 else OneProcess()
+    check(config, machine, group.size)
+    gymnasium, seed = uses_gymnasium(config, machine), config.seed
+    if group.rank:
+        seed = seed_of(seed, "weights", group.rank)
+    # The environments and the networks
+    learning = Precision(config.precision, machine.on("learn"))
+    acting = Precision(config.collect_precision or config.precision, machine.on("collect"))
+    make_env = maker(config, machine, state, group.rank)
+    env = make_env(config, config.num_envs // group.size, config.start_noise, acting.device, seed)
+    model = make_network(config, env, NETWORKS[config.encoder, config.normalize_obs])
+    apart = machine.collect_ahead or (acting.name, acting.device) != (learning.name, learning.device)
+    actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` swaps the learner's layers
+    model = learning.prepare(model)
+    actor = actor if apart else model
+    # Who learns
+    graph = machine.graph and learning.device.type in graphs.GRAPHED
     if config.formats:
-        keep(run)
-    if size > 1:
-        ranks.join(run)
+        formats = dict(entry.split("=", 1) for entry in config.formats.split())
+        optimizer = LowBitAdam(in_order(model).items(), config.learning_rate, eps=1e-5, seed=seed, **formats)
+        optimizer.attach(model)
+    else:
+        optimizer = adam(model, config.learning_rate, capturable=graph)
+    rewards = RewardScale(env.num_envs, env.device)
+    learner = Learner(config, model, learning, optimizer, rewards, group.all_reduce)
+    if learning.rules.forward:
+        learner = Recorded(learner)
+    # Who collects
+    loop = unroll
+    if machine.compile:
+        loop = fused.compiled()
+    if machine.reuse_forward:
+        loop = fused.Reuse(model, learning)
+        learner = fused.Reusing(learner, loop)
+    collector = Collector(env, actor, acting, config.rollout_length, seed, loop)
+    if graph:
+        collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
+    if config.normalize_obs:
+        collector = Following(collector, group.all_reduce)
+    collector, judge = InTurn(collector), make_judge(config, machine, model)
+    if machine.collect_ahead:
+        collector = Ahead(collector.inner, learning, config.iterations)
+    if config.formats:
+        collector, judge = Unpacked(collector, optimizer), Unpacked(judge, optimizer)
+    parts = Parts(collector, learner, judge, make_ring(config, machine, env), group)
+    run = kind(config, parts)
     if state:
-        state = {"ahead": {}} | ranks.part_of(state)
-        if uses_gymnasium(config, machine):
-            state["ahead"] = {}  # its episodes cannot be continued
-        run.load_state_dict(state)
-        if not machine.collect_ahead:
-            collect_first(run, state["ahead"])
-        if uses_gymnasium(config, machine):
-            run.returns, run.state, run.ring.new_episodes = EpisodeReturns(run.env.num_envs), None, True
-            run.rewards.open.zero_()
+        run.load_state_dict({**state, "waiting": {}} if gymnasium else state)  # Gymnasium's episodes cannot be continued
+    if state and gymnasium:
+        run.returns, run.ring.new_episodes = EpisodeReturns(env.num_envs), True
+        collector.restart()
+        rewards.open.zero_()
     return run
 
 
@@ -186,7 +196,7 @@ def check(config: Config, machine: Machine, size: int) -> None:
         require("reuse_forward", same, "leave it out, it needs an actor that is the learner, and fresh_updates")
     if machine.compile:
         plain = config.env_id is None and machine.on("collect").type == "cpu" and not machine.reuse_forward
-        plain = plain and not (config.collect_precision or config.precision).startswith("fp8")
+        plain = plain and not PRECISIONS[config.collect_precision or config.precision].forward
         remedy = "leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse_forward"
         require("compile", plain, remedy)
         fused.require_compiler()
@@ -202,7 +212,14 @@ def check(config: Config, machine: Machine, size: int) -> None:
         plain = not (machine.graph or machine.compile or machine.collect_ahead)
         require("normalize_obs", plain, "leave it out, or graph, compile and collect_ahead")
         require("normalize_obs", not config.formats, "leave it out, or formats (--eight-bit)")
-    if config.formats:
+    places = places_of(config.formats)
+    for place in places:
+        require("formats", place in STATE, f"leave out {place}, which only populations round")
+    if "weights" in places:
+        same = config.collect_precision in (None, config.precision)
+        require("collect_precision", same, "leave it out, its copy of the weights is float32")
+        require("formats", not places["weights"].block, "leave block out, a run keeps one scale for each tensor of weights")
+    if places:
         alone = size == 1 and one and not (machine.graph or machine.reuse_forward or machine.compile)
         alone = alone and machine.on("evaluate") == machine.on("learn")
         require("formats", alone, "leave it out, or compute on one device, in one process and without other options")
@@ -218,16 +235,18 @@ def check(config: Config, machine: Machine, size: int) -> None:
 
 def uses_gymnasium(config: Config, machine: Machine) -> bool:
     """Whether Gymnasium steps the environments, not a tensor form."""
-    return config.env_id is not None and (machine.vectorization is not None or config.env_id not in TASKS)
+    return config.env_id is not None and (machine.vectorization is not None or task_of(config.env_id) is None)
 
 
-def maker(config: Config, machine: Machine, seed: int) -> Callable:
-    """What makes the environments, like `make_cart`."""
+def maker(config: Config, machine: Machine, state: dict | None = None, rank: int = 0) -> Callable:
+    """What makes the training environments, like `make_cart`. Those of Gymnasium start other episodes in a resumed run."""
     if config.env_id is None:
         return make_cart
-    if uses_gymnasium(config, machine):
-        return functools.partial(make_gym, machine.vectorization or "sync", seed)
-    return make_task
+    if not uses_gymnasium(config, machine):
+        return make_task
+    iteration = len(state["history"].get("iteration", ())) if state else 0
+    first_seed = seed_of(seed_of(config.seed, "starts", iteration), "starts", rank)  # environment i of a run uses this + i
+    return functools.partial(make_gym, machine.vectorization or "sync", first_seed)
 
 
 def make_gym(vectorization: str, first_seed: int, config: Config, num_envs: int, start_noise, device, *_) -> GymEnv:
@@ -237,29 +256,23 @@ def make_gym(vectorization: str, first_seed: int, config: Config, num_envs: int,
 
 def make_task(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> TensorEnv:
     """The tensor form of a Gymnasium environment in place of `make_cart`; it has its own starts."""
-    return TASKS[config.env_id](num_envs, device, seed, purpose)
+    return task_of(config.env_id)(num_envs, device, seed, purpose)
 
 
-def make_ring(config: Config, machine: Machine, rows: int, num_envs: int, bounds, device, action_size: int) -> StoredRing:
-    """The ring that `machine` asks for, in place of ReplayBuffer."""
-    store = machine.on("store")
-    return StoredRing(rows, num_envs, bounds, config.codec, store, config.layout, machine.memmap, action_size)
+def make_ring(config: Config, machine: Machine, env) -> StoredRing:
+    """The ring that `machine` asks for. One in a folder may serve later runs, so it has the whole capacity."""
+    rows = config.capacity // config.num_envs if machine.memmap else config.rows
+    action_size = env.num_actions if env.distribution is Gaussian else 0
+    where = machine.on("store"), config.layout, machine.memmap
+    return StoredRing(rows, env.num_envs, env.bounds, config.codec, *where, action_size)
 
 
-def set_evaluator(run: Run, machine: Machine) -> None:
-    """Lets a run evaluate on a separate device, and in Gymnasium environments separate from training."""
-    model, precision, make_env = run.model, run.precision, run.make_env
-    if machine.on("evaluate") != run.device:
-        precision = Precision(run.config.precision, machine.on("evaluate"))
-        model = copy.deepcopy(run.model).to(precision.device)
-    if uses_gymnasium(run.config, machine):
+def make_judge(config: Config, machine: Machine, model: ActorCritic) -> Judge:
+    """The judge, perhaps on a device of its own, and in Gymnasium environments separate from training."""
+    precision, make_env = Precision(config.precision, machine.on("evaluate")), maker(config, machine)
+    if uses_gymnasium(config, machine):
         # One process for all episodes: starting one per episode takes longer than it saves.
         form = "vector_entry_point" if machine.vectorization == "vector_entry_point" else "sync"
         make_env = functools.partial(make_gym, form, 2**31)
-
-    def evaluate() -> float:
-        if model is not run.model:
-            model.load_state_dict(run.model.state_dict())
-        return run.judge(model, precision, make_env)
-
-    run.evaluate = evaluate
+    elsewhere = precision.device != machine.on("learn")
+    return Judge(config, precision, make_env, copy.deepcopy(model).to(precision.device) if elsewhere else None)

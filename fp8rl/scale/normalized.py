@@ -10,8 +10,7 @@ ratios correct as they do for earlier weights.
 
 import torch
 
-from ..rollout import Rollout
-from ..train import Run
+from ..rollout import Around, Collector, Rollout
 from .fused import ManyRows
 from .recurrent import Recurrent
 
@@ -47,10 +46,10 @@ class Normalized:
         return super().step(self.normalize(obs), state)
 
     @torch.no_grad()
-    def watch(self, obs: torch.Tensor, total) -> None:
-        """Keeps count and sums of observations [..., F] for `settle`. `total` sums tensors over processes."""
+    def watch(self, obs: torch.Tensor, all_reduce) -> None:
+        """Keeps count and sums of observations [..., F] for `settle`. `all_reduce` sums tensors over processes."""
         apart = obs.to(self.mean.device).flatten(0, -2).double() - self.mean
-        sums = total([apart.new_full((1,), len(apart)), apart.sum(0), apart.square().sum(0)])
+        sums = all_reduce([apart.new_full((1,), len(apart)), apart.sum(0), apart.square().sum(0)])
         self.waiting.copy_(torch.cat(sums))
 
     @torch.no_grad()
@@ -74,16 +73,19 @@ class NormalizedRecurrent(Normalized, Recurrent):
     """Recurrent on normalized observations."""
 
 
-def follow(run: Run) -> None:
-    """Lets the statistics of a run's network follow the observations: first the starts, then every rollout."""
-    collect = run.collect
+class Following(Around):
+    """A collector that lets the statistics of a network follow the observations: first the starts, then every rollout.
+    `all_reduce` sums over processes."""
 
-    def collect_and_watch() -> Rollout:
-        if not run.model.seen:
-            run.model.watch(run.env.obs, run.total)
-        run.model.settle()
-        rollout = collect()
-        run.model.watch(rollout.obs[:-1], run.total)
+    def __init__(self, inner: Collector, all_reduce):
+        super().__init__(inner)
+        self.all_reduce = all_reduce
+
+    def collect(self, learned: Normalized) -> Rollout:
+        """Like Collector.collect."""
+        if not learned.seen:
+            learned.watch(self.inner.env.obs, self.all_reduce)
+        learned.settle()
+        rollout = self.inner.collect(learned)
+        learned.watch(rollout.obs[:-1], self.all_reduce)
         return rollout
-
-    run.collect = collect_and_watch

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .. import fp8
+from ..rollout import Around, Rollout
 
 
 def measure(x: torch.Tensor, quantized: fp8.Quantized) -> dict[str, torch.Tensor]:
@@ -40,9 +41,21 @@ def recorded(model: nn.Module):
         found.update({f"fp8.{layer}.{name}.{key}": value for key, value in measure(x, quantized).items()})
 
     for name, layer in layers.items():
-        layer.watch = functools.partial(watch, name)
+        layer.watcher = functools.partial(watch, name)
     try:
         yield found
     finally:
         for layer in layers.values():
-            del layer.watch
+            layer.watcher = None
+
+
+class Recorded(Around):
+    """A learner whose updates, where asked to, record what quantization does."""
+
+    def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
+        """Like Learner.update."""
+        if not record:
+            return self.inner.update(batch, False, computed)
+        with recorded(self.inner.model) as found:
+            stats = self.inner.update(batch, True, computed)
+        return stats | found

@@ -9,7 +9,6 @@ torchrun starts the processes and tells each its rank. Without it the functions 
 """
 
 import atexit
-import math
 import os
 import signal
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed.nn.functional
 from torch import distributed
 
-from ..train import Run
+from ..train import OneProcess
 
 
 def start(devices: dict[str, str] | None = None) -> None:
@@ -66,7 +65,7 @@ def rank_and_size() -> tuple[int, int]:
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
-def total(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The sums of tensors over the ranks, without gradient, the same on all ranks. One message, because its latency costs more
     than its bytes."""
     if rank_and_size()[1] == 1:
@@ -88,48 +87,42 @@ def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
 
 
-# The dimension along which the ranks' tensors of a part are joined; a part that is not here is the same on all ranks.
-_JOINED = {"env": 0, "returns": 0, "rewards": 0, "state": 0, "ring": 0, "ahead": 1}
+class Ranks(OneProcess):
+    """This process's place among those that share a run, which add up what each has."""
 
+    # The dimension along which the ranks' tensors of a part are joined; a part that is not here is the same on all ranks.
+    JOINED = {"env": 0, "returns": 0, "rewards": 0, "state": 0, "ring": 0, "waiting": 1}
+    SAME = ("clock", "square")  # in these parts, the same on all
 
-def join(run: Run) -> None:
-    """Lets a run sum its losses and gradients over the ranks, evaluate only on rank 0, and save the whole run."""
-    run.total = total
-    own_state = run.state_dict
-    if rank_and_size()[0] > 0:
-        run.evaluate = lambda: math.nan
+    def __init__(self):
+        self.rank, self.size = rank_and_size()
 
-    def state_dict(ring: bool = True) -> dict:
-        return {name: _joined(part, _JOINED.get(name)) for name, part in own_state(ring).items()}
+    all_reduce = staticmethod(all_reduce)
 
-    run.state_dict = state_dict
+    def whole(self, state: dict) -> dict:
+        """Like OneProcess.whole. All ranks must call it."""
+        return {name: self._joined(part, self.JOINED.get(name)) for name, part in state.items()}
 
+    def part(self, state: dict) -> dict:
+        """Like OneProcess.part, of a state saved with any number of ranks."""
+        return {name: self._parted(part, self.JOINED.get(name)) for name, part in state.items()}
 
-def _joined(part, dim: int | None):
-    """A part of the whole run, from each rank's part."""
-    if part is None or dim is None:
-        return part
-    if isinstance(part, torch.Tensor):
-        return gather(part, dim)
-    kept = {"clock", "square"}  # the same on all
-    joined = {name: x if name in kept else gather(x, dim) for name, x in part.items()}
-    if "clipped" in part:
-        joined["clipped"] = total([part["clipped"]])[0]
-    return joined
+    def _joined(self, part, dim: int | None):
+        if part is None or dim is None:
+            return part
+        if isinstance(part, torch.Tensor):
+            return gather(part, dim)
+        joined = {name: x if name in self.SAME else gather(x, dim) for name, x in part.items()}
+        return joined | ({"clipped": all_reduce([part["clipped"]])[0]} if "clipped" in part else {})
 
-
-def part_of(state: dict) -> dict:
-    """This rank's part of a whole state from `Run.state_dict`, saved with any number of ranks."""
-    return {name: _parted(part, _JOINED.get(name)) for name, part in state.items()}
-
-
-def _parted(part, dim: int | None):
-    own, size = rank_and_size()
-    if part is None or dim is None or (isinstance(part, dict) and "folder" in part):  # a ring in a folder has only its path
-        return part
-    if isinstance(part, torch.Tensor):
-        return part.chunk(size, dim)[own]
-    parted = {
-        name: x if name in ("clock", "square") else x.chunk(size, dim)[own] for name, x in part.items() if name != "clipped"
-    }
-    return parted | ({"clipped": part["clipped"] * (own == 0)} if "clipped" in part else {})  # only rank 0 continues the count
+    def _parted(self, part, dim: int | None):
+        if part is None or dim is None or (isinstance(part, dict) and "folder" in part):  # a ring in a folder has only its path
+            return part
+        if isinstance(part, torch.Tensor):
+            return part.chunk(self.size, dim)[self.rank]
+        own = {
+            name: x if name in self.SAME else x.chunk(self.size, dim)[self.rank] for name, x in part.items() if name != "clipped"
+        }
+        return own | (
+            {"clipped": part["clipped"] * (self.rank == 0)} if "clipped" in part else {}
+        )  # only rank 0 continues the count

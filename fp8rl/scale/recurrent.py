@@ -1,6 +1,6 @@
 """A policy with memory, for environments that a single observation does not fully describe.
 
-A GRU (Cho et al. 2014, arXiv:1406.1078, in the form of torch.nn.GRUCell) replaces the second hidden layer:
+A GRU (Cho et al. 2014, arXiv:1406.1078, in the form of torch.nn.GRUCell) replaces the last layer of the encoder:
 
     r = sigmoid(x_r + h_r),  z = sigmoid(x_z + h_z),  n = tanh(x_n + r h_n),  h' = (1 - z) n + z h
 
@@ -15,18 +15,22 @@ from ..model import ActorCritic, linear
 
 
 class Recurrent(ActorCritic):
-    """An ActorCritic with a GRU, whose state is float32 [B, width] (None is 0)."""
+    """An ActorCritic with a GRU as its last layer, whose state is float32 [B, hidden_size] (None is 0)."""
 
     recurrent = True
 
-    def make_hidden(self, width: int, generator: torch.Generator | None) -> None:
-        """Makes the two linear layers of the GRU."""
-        self.hidden = linear(width, 3 * width, 1.0, generator)
-        self.gates = linear(width, 3 * width, 1.0, generator)
+    def make_hidden(self, count: int, generator: torch.Generator | None) -> None:
+        """Makes the layers before the GRU, and the two linear layers of the GRU."""
+        super().make_hidden(count - 1, generator)
+        self.hidden.append(linear(self.hidden_size, 3 * self.hidden_size, 1.0, generator))
+        self.gates = linear(self.hidden_size, 3 * self.hidden_size, 1.0, generator)
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
-        """x, float32 [..., 3 width]."""
-        return self.hidden(self.inputs(obs).relu()).float()
+        """x, float32 [..., 3 hidden_size]."""
+        x = self.inputs(obs).relu()
+        for layer in self.hidden[:-1]:
+            x = layer(x).relu()
+        return self.hidden[-1](x).float()
 
     def forward(self, obs, state=None, first=None):
         """Like ActorCritic.forward, for observations [T, B, obs_size] in time order; first: bool [T, B], None if no row starts an
@@ -50,8 +54,8 @@ class Recurrent(ActorCritic):
         return *self.heads(state), state
 
     def gru(self, inputs: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """The next state, float32 [B, width], from the encoded inputs [B, 3 width] and the previous state."""
-        state = inputs.new_zeros(len(inputs), self.width) if state is None else state
+        """The next state, float32 [B, hidden_size], from the encoded inputs [B, 3 hidden_size] and the previous state."""
+        state = inputs.new_zeros(len(inputs), self.hidden_size) if state is None else state
         reset, update, new = inputs.chunk(3, dim=-1)
         from_reset, from_update, from_new = self.gates(state).float().chunk(3, dim=-1)
         candidate = torch.tanh(new + torch.sigmoid(reset + from_reset) * from_new)

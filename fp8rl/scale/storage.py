@@ -97,6 +97,10 @@ class StoredRing(ReplayBuffer):
 
     writable = True
 
+    @property
+    def lasting(self) -> bool:
+        return self._folder is not None
+
     def __init__(
         self,
         rows: int,

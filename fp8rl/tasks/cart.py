@@ -47,16 +47,16 @@ class CustomEnv(gymnasium.Env):
         super().reset(seed=seed)
         start = self.np_random.uniform(-self.start_noise, self.start_noise, size=2)
         self.state = torch.tensor(start, dtype=torch.float32, device="cpu")
-        self.steps = 0
+        self.elapsed = 0
         return self._observation(), {}
 
     def step(self, action):
         if not self.action_space.contains(action):
             raise ValueError(f"action {action!r} is outside {self.action_space}: pass the integer 0 or 1")
         self.state = dynamics(self.state, torch.tensor(int(action), device="cpu"))
-        self.steps += 1
+        self.elapsed += 1
         reward, out = outcome(self.state)
-        return self._observation(), float(reward), bool(out), self.steps >= MAX_STEPS, {}
+        return self._observation(), float(reward), bool(out), self.elapsed >= MAX_STEPS, {}
 
     def _observation(self) -> np.ndarray:
         seen = self.state[:1] if self.hide_velocity else self.state
@@ -64,7 +64,7 @@ class CustomEnv(gymnasium.Env):
         return np.concatenate((seen.numpy(), noise))
 
     def render(self):
-        return frame(self.state.numpy(), self.steps) if self.render_mode == "rgb_array" else None
+        return frame(self.state.numpy(), self.elapsed) if self.render_mode == "rgb_array" else None
 
 
 def frame(state: np.ndarray, steps: int) -> np.ndarray:

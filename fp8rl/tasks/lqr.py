@@ -88,7 +88,7 @@ class LqrEnv(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
         start = torch.tensor(self.np_random.uniform(-1, 1, 2), dtype=torch.float32, device="cpu")
-        self.state, self.steps = self.env.start(start), 0
+        self.state, self.elapsed = self.env.start(start), 0
         return self.state.numpy().copy(), {}
 
     def step(self, action):
@@ -96,5 +96,5 @@ class LqrEnv(gymnasium.Env):
         if action.shape != (1,) or np.isnan(action).any():
             raise ValueError(f"action {action} is not a push: pass one number from -1 to 1")
         self.state, reward, out = self.env.advance(self.state, torch.from_numpy(action))
-        self.steps += 1
-        return self.state.numpy().copy(), float(reward), bool(out), self.steps >= MAX_STEPS and not out, {}
+        self.elapsed += 1
+        return self.state.numpy().copy(), float(reward), bool(out), self.elapsed >= MAX_STEPS and not out, {}

@@ -1,0 +1,309 @@
+"""Adam whose moments, and the weights themselves, are stored in few bits: for any module with float32 parameters.
+
+A tensor is stored as codes, numbers of one of torch's float8 or 16-bit types, and scales, float32 powers of two: one for the
+tensor or one for each block of 32. Of 4 bytes a parameter for weights and 8 for moments there remain 1 and 2, in 16 bits 2 and 4,
+and 4 for each scale. A format that torch has no type for is stored in float32.
+
+    moments    A step unpacks and updates them, uses them, and only then rounds them (as torchao's low-bit optimizers do; blocks
+               with scales: Dettmers et al. 2022, arXiv:2110.02861). The root of v needs half of v's range of exponents (Bjorck
+               et al. 2021, arXiv:2102.13565).
+    weights    A step is often far smaller than the distance from a number to the next, and rounding to the nearest would undo it.
+               Stochastic rounding is right in the mean (Gupta et al. 2015, arXiv:1502.02551), without a float32 copy.
+    in use     No layer computes with codes. They are unpacked into the parameters for a forward pass and until the step after
+               it, as FSDP gathers parameters and frees them (Zhao et al. 2023, arXiv:2304.11277). What is saved is what lies
+               between calls.
+
+Not saved while a network is in use: its float32 weights, gradients and activations; in a step one tensor's moments and, for each
+place that is rounded stochastically, 4 bytes a parameter of noise, which is a function of the seed and the update (rng.py).
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..fp8 import power_of_two_scale
+from ..rng import uniform
+from ..rollout import Around, Rollout
+from .formats import DTYPES, blocks, unblocked
+from .places import BLOCK, NONE, PlaceFormat, places_of
+
+Row = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def pack(x: torch.Tensor, kept: PlaceFormat | None) -> Row:
+    """Stores a float32 tensor that is rounded already: codes of its shape, and scales [] or [blocks], or None."""
+    dtype = DTYPES.get(kept.format.name, torch.float32) if kept else torch.float32
+    if dtype == torch.float32 or not kept.scaled:
+        return x.to(dtype, copy=True), None
+    flat = x.flatten()
+    rows = blocks(flat, BLOCK) if kept.block else flat
+    scale = power_of_two_scale(rows.abs().amax(-1), kept.format.largest)
+    rows = rows / scale.unsqueeze(-1)
+    return (unblocked(rows, flat) if kept.block else rows).view(x.shape).to(dtype), scale
+
+
+def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The float32 tensor that `pack` stored, in memory of its own."""
+    x = codes.to(torch.float32, copy=True)
+    if scale is None or not scale.dim():
+        return x if scale is None else x.mul_(scale)
+    return unblocked(blocks(x.flatten(), BLOCK) * scale.unsqueeze(-1), x.flatten()).view(x.shape)
+
+
+@dataclass
+class Hook:
+    """Calls a method of the optimizer. A copy of the module gets its weights, and hooks that do nothing."""
+
+    optimizer: "LowBitAdam"
+    method: str
+
+    def __call__(self, *_) -> None:
+        getattr(self.optimizer, self.method)()
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        for p in self.optimizer.parameters if not self.optimizer.filled else ():
+            copy.deepcopy(p, memo).data = unpack(*self.optimizer.stored(p, "weights"))
+        return lambda *_: None
+
+
+class LowBitAdam(torch.optim.Optimizer):
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980) with weights, m, and v or its root in formats of places.py; None is float32.
+
+    >>> model = torch.nn.Linear(64, 64)
+    >>> optimizer = LowBitAdam(model.parameters(), weights="e4m3:stochastic", m="e4m3", root="e4m3")
+    >>> optimizer.attach(model)  # its parameters are empty now, except in use
+    >>> model(torch.randn(8, 64)).square().mean().backward()
+    >>> optimizer.step()
+    >>> print(optimizer.describe().splitlines()[-1])
+    stored: 3.01 bytes a parameter, 3.00 without scales
+
+    Weights are first rounded to the nearest. Without `attach` the parameters hold them all the time, so only moments save memory.
+    Codes are in `state`, and so in `state_dict`: those of weights, too, if they have a format.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weights=None, m=None, v=None, root=None, seed=0):
+        if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(f"lr, eps and betas are {lr}, {eps} and {betas}: use at least 0, and betas below 1")
+        named = {"weights": weights, "m": m, "v": v, "root": root}
+        self.formats = " ".join(f"{name}={text}" for name, text in named.items() if text)
+        self.places, self.seed = places_of(self.formats), seed
+        self.second = "root" if "root" in self.places else "v"
+        self.versions: dict[torch.Tensor, int] = {}  # torch's counts of in-place changes, when weights were packed
+        self.parameters: list[torch.Tensor] = []  # in the order of the groups
+        # filled: they hold their weights. depth: calls that are using them. pending: a backward pass and a step are due.
+        self.filled, self.attached, self.depth, self.pending = True, False, 0, False
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    def add_param_group(self, param_group: dict) -> None:
+        """As in torch. Raises ValueError for a parameter that is empty or not float32."""
+        self.fill()
+        super().add_param_group(param_group)
+        new = self.param_groups[-1]["params"]
+        if bad := [f"{p.dtype} {list(p.shape)}" for p in new if p.dtype != torch.float32 or not p.numel()]:
+            self.param_groups.pop()
+            raise ValueError(f"a parameter is {bad[0]}: use float32 parameters that are not empty")
+        self.parameters += new
+        for p in new:
+            self.state[p] = {"step": torch.zeros(())}
+            for name in ("m", self.second):
+                self.store(p, name, torch.zeros_like(p))
+        self.sync()
+        self.release()
+
+    def store(self, p: torch.Tensor, name: str, x: torch.Tensor) -> None:
+        """Packs weights, m, v or root, rounded already; in a new dictionary, because a state_dict holds the old one."""
+        codes, scale = pack(x.detach().view(p.shape), self.places.get(name))
+        self.state[p] = {**self.state[p], name: codes} | ({} if scale is None else {f"{name}_scale": scale})
+
+    def stored(self, p: torch.Tensor, name: str) -> Row:
+        """Codes, and scales or None, of weights, m, v or root. Weights without a format are those in the parameter."""
+        return self.state[p].get(name, p.detach()), self.state[p].get(f"{name}_scale")
+
+    def codes(self, name: str) -> list[Row]:
+        """What is stored of "weights", "m" or "v" (its root, if that is kept) of each parameter."""
+        return [self.stored(p, self.second if name == "v" else name) for p in self.parameters]
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None):
+        """Adam's step of all parameters that have a gradient. After `attach`, frees weights and gradients."""
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        noise = functools.cache(self.noise)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group, noise(int(self.state[p]["step"])).get(p, {}))
+        self.pending = False
+        self.release()
+        return loss
+
+    def noise(self, update: int) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Noise for the update after `update` others: [1, P] for each parameter and each place that is rounded stochastically."""
+        noisy = self.places.noisy
+        if not noisy:
+            return {}
+        sizes = [self.state[p]["m"].numel() for p in self.parameters]
+        drawn = uniform(self.seed, "rounding", update, (len(noisy), 1, sum(sizes)), self.parameters[0].device).split(sizes, dim=2)
+        return {p: dict(zip(noisy, own.to(p.device), strict=True)) for p, own in zip(self.parameters, drawn, strict=True)}
+
+    def update(self, p: torch.Tensor, group: dict, noise: dict[str, torch.Tensor]) -> None:
+        """One parameter's step, on rows [1, P]."""
+        (beta1, beta2), size = group["betas"], [p.numel()]
+        step = self.state[p]["step"] + 1
+        rate, correction = (1 - beta1**step).reciprocal() * -group["lr"], (1 - beta2**step).sqrt()
+        g, m, v = (x.reshape(1, -1) for x in (p.grad, *(unpack(*self.stored(p, name)) for name in ("m", self.second))))
+        v = v.square_() if self.second == "root" else v
+        m, v = m.lerp_(g, 1 - beta1), v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        (m, m_kept), (v, v_kept) = self.places.moments(m, v, size, noise)
+        row = p.reshape(1, -1).addcdiv(m * rate, v.sqrt().div_(correction).add_(group["eps"]))
+        self.state[p] = {**self.state[p], "step": step}
+        self.store(p, "m", m_kept)
+        self.store(p, self.second, v_kept.sqrt() if self.second == "root" else v_kept)
+        p.copy_(row.view(p.shape))
+        self.keep(p, noise)
+
+    @torch.no_grad()
+    def keep(self, p: torch.Tensor, noise: dict[str, torch.Tensor] = NONE) -> None:
+        """Rounds a parameter's weights and packs them, if they have a format."""
+        if "weights" in self.places:
+            p.copy_(self.places.weights(p.reshape(1, -1), [p.numel()], noise).view(p.shape))
+            self.store(p, "weights", p)
+            self.versions[p] = p._version
+
+    def sync(self) -> None:
+        """Rounds and packs weights that others have changed in place, as a module's load_state_dict does."""
+        for p in self.parameters:
+            if self.filled and self.versions.get(p) != p._version:
+                self.keep(p)
+
+    @torch.inference_mode(False)  # in that mode there would be tensors that autograd refuses
+    def fill(self) -> None:
+        """Unpacks the weights into the parameters, if these are empty."""
+        if not self.filled:
+            for p in self.parameters:
+                p.data, self.versions[p] = unpack(*self.stored(p, "weights")), p._version
+            self.filled = True
+
+    @torch.inference_mode(False)
+    def empty(self) -> None:
+        """Frees weights and gradients, if weights have a format: the parameters hold nothing then."""
+        if "weights" in self.places:
+            self.sync()
+            for p in self.parameters:
+                p.grad, p.data = None, p.data.new_empty(0)
+            self.filled = self.pending = False
+
+    def release(self) -> None:
+        """After `attach`, empties the parameters unless they are in use."""
+        if self.attached and not (self.depth or self.pending):
+            self.empty()
+
+    # What the hooks of a module call, beside `fill` and `release`.
+
+    def touch(self) -> None:
+        """Before any layer's forward. With gradients, the backward pass will need the weights, too."""
+        self.fill()
+        self.pending |= torch.is_grad_enabled()
+
+    def enter(self) -> None:
+        self.depth += 1
+        self.fill()
+
+    def leave(self) -> None:
+        self.depth -= 1
+        self.release()
+
+    @contextlib.contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """The parameters hold their weights within. At its end they are emptied, unless a backward pass was due before it."""
+        before = self.pending
+        self.enter()
+        try:
+            yield
+        finally:
+            self.pending &= before
+            self.leave()
+
+    def attach(self, *modules: nn.Module) -> None:
+        """Lets the parameters hold their weights only in use, if weights have a format. Forward of a module or of any layer in it
+        fills them, as do state_dict and load_state_dict. A module's forward without gradients empties them, and so does a step.
+        Whatever else reads them does so within `unpacked`. A deep copy of a module is an ordinary one, in float32."""
+        if "weights" not in self.places:
+            return
+        fill, touch, enter, leave, release = (Hook(self, name) for name in ("fill", "touch", "enter", "leave", "release"))
+        for module in modules:
+            for layer in module.modules():
+                layer.register_forward_pre_hook(touch, prepend=True)
+                layer.register_state_dict_pre_hook(fill)
+                layer.register_load_state_dict_pre_hook(fill)
+            module.register_forward_pre_hook(enter, prepend=True)
+            module.register_forward_hook(leave, always_call=True)  # after an exception, too
+            module.register_state_dict_post_hook(release)
+            module.register_load_state_dict_post_hook(release)
+        self.attached = True
+        self.release()
+
+    def state_dict(self) -> dict:
+        """As in torch, and the formats. Later steps do not change it."""
+        self.sync()
+        return {**super().state_dict(), "formats": self.formats}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As in torch. Raises ValueError, and changes nothing, for a state of other formats or of other parameters."""
+        own = [self.state[p] for p in self.parameters]
+        try:
+            saved = [state_dict["state"][i] for group in state_dict["param_groups"] for i in group["params"]]
+            kinds = [[{name: (x.shape, x.dtype) for name, x in one.items()} for one in states] for states in (own, saved)]
+            fits = state_dict["formats"] == self.formats and kinds[0] == kinds[1]
+        except (KeyError, TypeError, AttributeError):
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"the state is not one of these parameters with formats {self.formats!r}: resume with its own formats"
+            )
+        super().load_state_dict({**state_dict, "state": {}})  # with codes, torch would make them float32
+        for p, mine, new in zip(self.parameters, own, saved, strict=True):
+            self.state[p] = {name: x.to(mine[name].device, copy=True) for name, x in new.items()}
+        if self.filled and "weights" in self.places:
+            self.filled = False
+            self.fill()
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a LowBitAdam cannot be copied or pickled: build another and load its state_dict")
+
+    def describe(self) -> str:
+        """The type and size of all that is stored, and bytes a parameter, counted and as the formats predict."""
+        self.sync()
+        lines, counted, predicted = [], 0, 0
+        for name in ("weights", "m", "v"):
+            codes, scales = zip(*self.codes(name), strict=True)
+            size, of_scales = (sum(x.nbytes for x in part if x is not None) for part in (codes, scales))
+            counted, predicted = counted + size + of_scales, predicted + codes[0].itemsize
+            name = "root of v" if name == "v" and self.second == "root" else name
+            kind = str(codes[0].dtype).removeprefix("torch.")
+            lines.append(f"{name}: {len(codes)} tensors, {kind}, {size:,} bytes and {of_scales:,} of scales")
+        parameters = sum(x.numel() for x, _ in self.codes("m"))
+        return "\n".join([*lines, f"stored: {counted / parameters:.2f} bytes a parameter, {predicted:.2f} without scales"])
+
+
+class Unpacked(Around):
+    """A collector or a judge that uses a network whose weights an optimizer keeps packed."""
+
+    def __init__(self, inner, optimizer: LowBitAdam):
+        super().__init__(inner)
+        self.optimizer = optimizer
+
+    def collect(self, learned: nn.Module) -> Rollout:
+        """Like Collector.collect."""
+        with self.optimizer.unpacked():
+            return self.inner.collect(learned)
+
+    def evaluate(self, learned: nn.Module) -> float:
+        """Like Judge.evaluate."""
+        with self.optimizer.unpacked():
+            return self.inner.evaluate(learned)
