@@ -30,7 +30,7 @@ import torch
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
-from fp8rl.scale.hardware import hardware
+from fp8rl.scale.hardware import cores, hardware
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import iterate, train
 
@@ -215,7 +215,7 @@ def main() -> None:
     options = parser.parse_args()
     out = options.out.absolute()
     torch.set_num_threads(1)
-    lines, workers = [], os.cpu_count() or 1
+    lines, workers = [], cores()
 
     def count(trials: int) -> int:
         return max(1, int(trials * options.share))

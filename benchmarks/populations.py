@@ -27,10 +27,10 @@ import psutil
 from fp8rl.config import Config
 from fp8rl.lab.population import Population, bytes_per_agent
 from fp8rl.report import study
-from fp8rl.scale.hardware import hardware, keep_freed_memory
+from fp8rl.scale.hardware import cores, hardware, keep_freed_memory
 from fp8rl.train import iterate
 
-HERE, CORES = Path(__file__).parent, os.cpu_count()
+HERE, CORES = Path(__file__).parent, cores()
 AGENTS = (8, 32, 128, 512)
 GROWTH = (1, 4, 16, 64, 128, 256, 1024)
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}

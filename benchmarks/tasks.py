@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import sys
 import zlib
 from pathlib import Path
@@ -39,7 +38,7 @@ from fp8rl.env import BatchedEnv
 from fp8rl.history import History
 from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.report import plot, study
-from fp8rl.scale.hardware import hardware
+from fp8rl.scale.hardware import cores, hardware
 from fp8rl.scale.machine import Machine, build, make_task
 from fp8rl.tasks import lqr
 from fp8rl.tasks.optimum import optimal_returns
@@ -136,7 +135,7 @@ def train_missing(task: str, arms: list[str], journal: Path) -> None:
     run = None  # precisions train together; any other arm comes alone
     if arms[0] not in PRECISIONS:
         run = functools.partial(zoo.train, PEERS[arms[0]]) if arms[0] in PEERS else through_gymnasium
-    size = {config: len(each) for _, each in study.tasks_of(list(arm_of), os.cpu_count() or 1, run) for config in each}
+    size = {config: len(each) for _, each in study.tasks_of(list(arm_of), cores(), run) for config in each}
     done = {config for config, arm in arm_of.items() if (task, arm, config.seed) in found}
     for config, history in study.run_all(list(arm_of), run=run, done=done):
         arm, (_, returns) = arm_of[config], history.evaluations()

@@ -11,7 +11,6 @@ import time
 import numpy as np
 import torch
 
-import fp8rl  # noqa: F401  (registers its environments with Gymnasium)
 from fp8rl.config import Config
 from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import play

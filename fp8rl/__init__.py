@@ -1,18 +1,24 @@
 """Low-precision reinforcement learning that can be stepped through in one notebook and checked."""
 
-import signal
+import importlib
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 
-if sys.argv[:1] == ["-m"]:  # python -m fp8rl: Ctrl-C during the imports ends it without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import gymnasium
+class Hook:
+    """Registers the tasks (fp8rl.tasks) as soon as a program imports Gymnasium, which most of the package does not need."""
 
-gymnasium.register(
-    "fp8rl/CustomEnv-v0",
-    entry_point="fp8rl.tasks.cart:CustomEnv",
-    vector_entry_point="fp8rl.scale.gym:CustomVectorEnv",
-    max_episode_steps=200,  # equals env.MAX_STEPS, whose import would load torch
-    reward_threshold=195,
-)
-gymnasium.register("fp8rl/Lqr-v0", entry_point="fp8rl.tasks.lqr:LqrEnv", max_episode_steps=50)
+    @staticmethod
+    def find_spec(name: str, path=None, target=None) -> ModuleSpec | None:
+        """Gymnasium's, made to import the tasks when it has been loaded."""
+        spec = PathFinder.find_spec(name) if name == "gymnasium" else None
+        if spec and spec.loader:
+            load = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (load(module), importlib.import_module("fp8rl.tasks"))
+        return spec
+
+
+if "gymnasium" in sys.modules:
+    importlib.import_module("fp8rl.tasks")
+else:
+    sys.meta_path.insert(0, Hook)

@@ -3,6 +3,11 @@
 Invalid input (a bad value, a folder in use, a missing file) is reported in one line on stderr, with exit code 2.
 """
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the imports ends the program without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import contextlib
 import csv
 import dataclasses
@@ -13,7 +18,6 @@ import json
 import math
 import re
 import shlex
-import signal
 import sys
 import time
 import warnings

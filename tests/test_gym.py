@@ -256,6 +256,13 @@ def test_interface_of_an_environment():
     assert (number, low.tolist(), high.tolist(), steps) == (1, [-2.0], [2.0], 200)
 
 
+def test_a_name_that_is_registered_again_has_another_interface():
+    for env, expected in ((Counter, 3), (Wide, 2)):
+        gymnasium.registry.pop("fp8rl-tests/Again-v0", None)
+        gymnasium.register("fp8rl-tests/Again-v0", env)
+        assert interface_of("fp8rl-tests/Again-v0").num_actions == expected
+
+
 @pytest.mark.parametrize(
     "env_id, reason",
     [
@@ -448,13 +455,13 @@ def test_a_time_limit_that_says_both_ends_is_termination_alone():
 
 
 def test_an_environment_without_a_time_limit_is_told_once():
-    interface_of.cache_clear()
-    line = "^env_id is 'fp8rl-tests/Counter-v0', registered without a time limit, .* 10,000 steps: register it with max_episode"
+    gymnasium.register("fp8rl-tests/Told-v0", Counter)
+    line = "^env_id is 'fp8rl-tests/Told-v0', registered without a time limit, .* 10,000 steps: register it with max_episode"
     with pytest.warns(UserWarning, match=line):
-        GymEnv("fp8rl-tests/Counter-v0", 2)
+        GymEnv("fp8rl-tests/Told-v0", 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        GymEnv("fp8rl-tests/Counter-v0", 2)
+        GymEnv("fp8rl-tests/Told-v0", 2)
         GymEnv("fp8rl-tests/Limited-v0", 2)
 
 

@@ -50,6 +50,14 @@ def test_hardware_names_the_instruction_set_and_the_gpu(monkeypatch):
     assert "; GPU of a test of compute capability 8.9; " in hardware.hardware()
 
 
+def test_a_process_has_the_cores_that_it_may_run_on(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5}, raising=False)
+    assert hardware.cores() == 2 and ", 2 cores, " in hardware.hardware()
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS
+    assert hardware.cores() == 64
+
+
 def test_description_says_what_computes_where():
     assert hardware.describe(Precision("fp32"), ActorCritic()) == "fp32 on cpu"
     precision = Precision("fp8")

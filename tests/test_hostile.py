@@ -165,7 +165,7 @@ def test_a_resumed_run_goes_on_saving(tmp_path, whole):
     assert_goes_on_to(whole, out)
 
 
-@pytest.mark.parametrize("module", ["numpy", "gymnasium", "torch", "tyro"])  # in the order of their imports
+@pytest.mark.parametrize("module", ["numpy", "torch", "tyro", "gymnasium"])  # in the order of their imports
 def test_ctrl_c_during_the_imports_is_no_traceback(module):
     process = start(*TRAIN, "--out", "/nowhere", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})  # names modules on stderr
     assert any(line.endswith(f" {module}\n") for line in process.stderr)

@@ -65,3 +65,53 @@ def test_a_folder_of_its_name_does_not_hide_the_package(tmp_path):
     (tmp_path / "fp8rl").mkdir()
     done = subprocess.run([sys.executable, "-c", "import fp8rl.checkpoint"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def python(*arguments, **kwargs) -> str:
+    """What Python prints, which must be nothing on stderr."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, **kwargs)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_the_numerics_load_neither_gymnasium_nor_tqdm():
+    script = """
+import sys, torch
+before = set(sys.modules)
+import fp8rl.fp8
+print(*{name.split(".")[0] for name in sys.modules.keys() - before})"""
+    assert not {"gymnasium", "tqdm"} & set(python("-c", script).split())
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import gymnasium",
+        "import fp8rl.fp8, gymnasium",
+        "import importlib.util as u; import fp8rl; assert u.find_spec('gymnasium'); import gymnasium",
+        "import fp8rl.tasks, gymnasium",
+        "import fp8rl.scale.gym, gymnasium",
+        "import gymnasium, fp8rl.fp8, fp8rl.scale.gym, fp8rl.tasks",
+    ],
+)
+def test_gymnasium_finds_the_tasks_whatever_is_imported_first(before):
+    names = "fp8rl:fp8rl/CustomEnv-v0", "fp8rl:fp8rl/Lqr-v0", "fp8rl/Lqr-v0"
+    python("-c", "\n".join([before, *(f"gymnasium.make({name!r}).reset()" for name in names)]))
+
+
+def test_a_program_without_gymnasium_is_told_as_ever():
+    script = """
+import sys, fp8rl
+sys.path[:] = [path for path in sys.path if "site-packages" not in path]
+try:
+    import gymnasium
+except ModuleNotFoundError as error:
+    print(error)"""
+    assert python("-c", script) == "No module named 'gymnasium'\n"
+
+
+def test_another_program_that_imports_the_package_keeps_its_ctrl_c(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "__init__.py").write_text("import fp8rl.__main__")
+    (tmp_path / "other" / "__main__.py").write_text("import signal; print(signal.getsignal(signal.SIGINT).__name__)")
+    assert python("-m", "other", cwd=tmp_path) == "default_int_handler\n"

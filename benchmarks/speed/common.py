@@ -16,7 +16,6 @@ compiled, but after imports; compile_seconds is then when the first iteration wa
 import argparse
 import json
 import math
-import os
 import platform
 import resource
 import time
@@ -29,6 +28,7 @@ import torch
 from fp8rl.config import Config
 from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import play
+from fp8rl.scale.hardware import cores
 
 REWARD_SCALE = 1 - Config.gamma  # keeps the critic's targets of order 1; fp8rl measures their size instead
 
@@ -133,7 +133,7 @@ def parser(variants: tuple[str, ...], precisions: tuple[str, ...], num_envs: int
     options.add_argument("--steps", type=int, default=None, help="at most, in --learn; over them the learning rate falls to 0")
     options.add_argument("--learning-rate", type=float, default=Config.learning_rate)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
+    options.add_argument("--threads", type=int, default=cores(), help="of torch")
     options.add_argument("--variant", choices=variants, default=variants[0])
     options.add_argument("--precision", choices=precisions, default=precisions[0])
     return options

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from fp8rl.report.plot import STYLES
-from fp8rl.scale.hardware import hardware
+from fp8rl.scale.hardware import cores, hardware
 
 HERE = Path(__file__).parent
 NUM_ENVS = (16, 64, 256, 1024, 4096, 16384)
@@ -43,7 +43,7 @@ class Contestant(NamedTuple):
     script: str
     options: dict
     """Of the script, but for the number of environments."""
-    search: dict = {"rollout-length": (16, 32), "threads": (1, os.cpu_count())}
+    search: dict = {"rollout-length": (16, 32), "threads": (1, cores())}
     """Values of options that --search tries."""
     num_envs: tuple[int, ...] = NUM_ENVS
     """To choose the fastest from."""
@@ -56,18 +56,18 @@ class Contestant(NamedTuple):
 
 
 def contestant(script: str, variant: str, precision: str = "fp32", length: int = 16, **rest) -> Contestant:
-    threads = rest.pop("threads", os.cpu_count())
+    threads = rest.pop("threads", cores())
     options = {"variant": variant, "precision": precision, "rollout-length": length, "threads": threads}
     return Contestant(script, options, **rest)
 
 
 DEMO = {"search": {}, "num_envs": (1,), "learns": None, "training": {"updates": 800, "learning_rate": 1e-3}}
 # Compiling alone takes longer than the others take to learn.
-COMPILED = {"search": {"threads": (1, os.cpu_count())}, "num_envs": (1024, 4096, 16384), "learns": None}
+COMPILED = {"search": {"threads": (1, cores())}, "num_envs": (1024, 4096, 16384), "learns": None}
 # What is not unrolled compiles sooner.
 JAX = {"search": {"rollout-length": (16, 64), "variant": ("scan", "unrolled")}, "length": 64, "learns": {"variant": "scan"}}
 CONTESTANTS = {
-    OURS: contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, ranks=os.cpu_count(), search={}, learns=None),
+    OURS: contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, ranks=cores(), search={}, learns=None),
     "fp8rl, bf16": contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, search={}),
     "fp8rl, fp32": contestant("ours", "reused", length=32, threads=1, num_envs=MANY, search={}),
     "fp8rl, fp32, forward passes repeated": contestant("ours", "in-turn", threads=1),

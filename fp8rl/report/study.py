@@ -34,7 +34,7 @@ from ..lab.packed import build
 from ..lab.population import Population, batches, obstacle
 from ..precision import Precision
 from ..scale.gym import children_ignore_interrupts, interface_of
-from ..scale.hardware import keep_freed_memory
+from ..scale.hardware import cores, keep_freed_memory
 from ..train import iterate, train
 from .statistics import bootstrap_interval, iqm
 
@@ -159,12 +159,12 @@ def run_all(
     # threads can hang.
     context, others = multiprocessing.get_context("forkserver"), set(multiprocessing.active_children())
     context.set_forkserver_preload(["torch"])
-    tasks = tasks_of(configs, workers or os.cpu_count() or 1, run)
+    tasks = tasks_of(configs, workers or cores(), run)
     tasks = [(each, task) for each, task in tasks if any(config not in done for config in task)]
     if not tasks:
         return
     numbers = context.RawArray("d", 2 * len(tasks))
-    pool = ProcessPoolExecutor(min(workers or os.cpu_count() or 1, len(tasks)), context, _begin_worker, (numbers,))
+    pool = ProcessPoolExecutor(min(workers or cores(), len(tasks)), context, _begin_worker, (numbers,))
     total = sum(config.iterations * config.steps_per_iteration for _, task in tasks for config in task)
     agents = sum(len(task) for _, task in tasks)
     try:

@@ -10,7 +10,6 @@ but wrong after a truncation by discount_t (V(x_t) - V(x_{t+1})). Alternatively 
 """
 
 import contextlib
-import functools
 import signal
 import threading
 import warnings
@@ -34,6 +33,7 @@ VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 # What an environment's own code may raise. sys.exit() must not end the program silently; Ctrl-C is not the environment's.
 RAISES = Exception, SystemExit
 OLD_STEP = "expected 5, got 4"  # Python's error message inside Gymnasium
+KNOWN: dict[str, tuple] = {}  # interfaces by name, with the registration that each is of: a name may be registered again
 
 
 class EnvironmentFailed(RuntimeError):
@@ -99,7 +99,6 @@ class Interface(NamedTuple):
     max_steps: int
 
 
-@functools.lru_cache
 def interface_of(env_id: str) -> Interface:
     """Bounds of each feature of an observation, the actions and the time limit (10,000 steps if it has none, with a warning).
 
@@ -108,6 +107,10 @@ def interface_of(env_id: str) -> Interface:
             Discrete with 2 to 256 of them nor a flat Box of bounded floating-point numbers.
         EnvironmentFailed: it calls sys.exit.
     """
+    name = env_id.rpartition(":")[2]  # without a module to import
+    spec, known = KNOWN.get(name, (None, None))
+    if spec and spec is gymnasium.registry.get(name):
+        return known
     try:
         env = gymnasium.make(env_id)
     except SystemExit as error:
@@ -130,7 +133,9 @@ def interface_of(env_id: str) -> Interface:
         limit = 10_000
         what = f"registered without a time limit, so an evaluation takes up to {limit:,} steps"
         warnings.warn(f"env_id is {env_id!r}, {what}: register it with max_episode_steps", stacklevel=2)
-    return Interface(bounds, number, about, limit)
+    known = Interface(bounds, number, about, limit)
+    KNOWN[name] = gymnasium.registry.get(name), known
+    return known
 
 
 def actions_of(env_id: str, space: gymnasium.Space) -> tuple[int, int | tuple[np.ndarray, np.ndarray]]:

@@ -54,6 +54,11 @@ def is_emulated(name: str, device="cpu") -> bool:
         torch.set_num_threads(threads)
 
 
+def cores() -> int:
+    """How many cores this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def keep_freed_memory() -> None:
     """Lets this process keep the memory that it frees. The GNU C library would give large blocks back to the kernel, and every
     update would have to fetch its pages again. Does nothing with another C library."""
@@ -83,7 +88,7 @@ def hardware() -> str:
         cpu = models[0] if models else cpu
     bf16 = "emulated" if is_emulated("bf16") else "native"
     capability = torch.backends.cpu.get_cpu_capability()
-    parts = [f"{cpu}, {os.cpu_count()} cores, {capability} with {bf16} bf16, threads: {torch.get_num_threads()}"]
+    parts = [f"{cpu}, {cores()} cores, {capability} with {bf16} bf16, threads: {torch.get_num_threads()}"]
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         parts.append(f"{torch.cuda.get_device_name()} of compute capability {major}.{minor}")
