@@ -33,7 +33,7 @@ from . import checkpoint
 from .config import Config
 from .evaluate import evaluate
 from .history import History
-from .lab.packed import Packed, build
+from .lab.lowbit import LowBitAdam
 from .lab.places import EIGHT_BIT
 from .lab.population import shared
 from .precision import Precision
@@ -42,7 +42,7 @@ from .report.folder import Folder, read_mark, require_free
 from .report.statistics import iqm
 from .scale import growth, hardware, ranks
 from .scale.gym import EnvironmentFailed
-from .scale.machine import HERE, NETWORKS, Machine, maker
+from .scale.machine import HERE, NETWORKS, Machine, build, maker
 from .scale.storage import ring_bytes
 from .train import Run, iterate
 
@@ -227,9 +227,9 @@ def report(run: Run, clipped: list[int], folder: Folder) -> None:
     ax = figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}")
     plot.learning_curves(ax, {config.precision: history.evaluations()}, marks=config.env_id is None)
     folder.write("reward_curve.png", png(figure))
-    print(hardware.describe(run.precision, run.model))
-    if isinstance(run.optimizer, Packed):
-        print(run.optimizer.describe())
+    print(hardware.describe(run.learner.precision, run.model))
+    if isinstance(run.learner.optimizer, LowBitAdam):
+        print(run.learner.optimizer.describe())
     if any(clipped):
         counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(clipped) if n)
         print(f"warning: codec {config.codec} clipped observations ({counts}): choose bf16 or fp32", file=sys.stderr)

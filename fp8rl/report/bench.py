@@ -28,8 +28,10 @@ from torch import nn
 
 from ..config import Config
 from ..lab.population import Population
-from ..precision import AUTOCAST, Precision, available_precisions
-from ..scale import graphs, ranks
+from ..precision import PRECISIONS as RULES
+from ..precision import Precision, available_precisions
+from ..rollout import Around
+from ..scale import ranks
 from ..scale.hardware import arithmetic, is_emulated
 from ..scale.machine import HERE, Machine, build
 from ..train import iterate
@@ -51,6 +53,10 @@ class Loop:
     """None is the fastest on the machine among those that it does not emulate; of a population it is fp32."""
     agents: int | None = None
     """Agents trained as one batch (lab/population.py); None is a single run."""
+    hidden_size: int = 64
+    """Units in each layer of the network."""
+    layers: int = 2
+    """Layers of the network."""
 
     def config(self, machine: Machine = HERE) -> Config:
         """The config of the loop on a machine, by default in fp32. A compiled loop acts in fp32, because with so few rows 16 bits
@@ -62,6 +68,7 @@ class Loop:
         if self.agents is not None:
             self._check(machine)
         shape = {"num_envs": self.num_envs, "rollout_length": self.rollout_length, "slice_length": 1}
+        shape |= {"hidden_size": self.hidden_size, "layers": self.layers}
         shape |= {"capacity": (self.rollout_length + 1) * self.num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
         return Config(precision=self.precision or "fp32", collect_precision="fp32" if machine.compile else None, **shape)
 
@@ -101,6 +108,26 @@ class Loop:
             raise ValueError(f"agents is {self.agents} under torchrun: leave one of them out, populations exchange nothing")
 
 
+class Timed(Around):
+    """A collector or a learner whose calls add up to `spent`, in seconds."""
+
+    spent = 0.0
+
+    def collect(self, learned: nn.Module):
+        """Like Collector.collect."""
+        return self._timed(self.inner.collect, learned)
+
+    def update(self, *arguments, **options):
+        """Like Learner.update."""
+        return self._timed(self.inner.update, *arguments, **options)
+
+    def _timed(self, function, *arguments, **options):
+        began = time.perf_counter()
+        result = function(*arguments, **options)
+        self.spent += time.perf_counter() - began
+        return result
+
+
 def bench_loop(
     config: Config, machine: Machine, seconds: float = 5.0, rounds: int = 5, agents: int | None = None
 ) -> dict[str, float | int | str]:
@@ -108,33 +135,16 @@ def bench_loop(
     alternate with its floor.
 
     Returns:
-        train_steps_per_second, agents (of a population), num_envs, rollout_length, precision, reuse_forward;
+        train_steps_per_second, agents (of a population), num_envs, rollout_length, precision, hidden_size, layers, reuse_forward;
             collect_share and update_share, fractions of an iteration's time (meaningless for a CUDA graph or collection ahead);
             floor_share, the floor's time as a fraction of an iteration's.
     """
-    spent = {"collect": 0.0, "update": 0.0}
     if agents is None:
-        run = build(config, machine)
+        run, reused = build(config, machine), machine.reuse_forward
     else:
-        run = Population([dataclasses.replace(config, seed=seed) for seed in range(agents)], machine.device)
-        if machine.graph:
-            graphs.capture(run)
-        run.reuse_forward = run.reuse_forward and machine.reuse_forward
-    reused = machine.reuse_forward if agents is None else run.reuse_forward
-
-    def timed(name):
-        function = getattr(run, name)
-
-        def timed_function(*args, **kwargs):
-            began = time.perf_counter()
-            result = function(*args, **kwargs)
-            spent[name] += time.perf_counter() - began
-            return result
-
-        setattr(run, name, timed_function)
-
-    for name in spent:
-        timed(name)
+        run = Population([dataclasses.replace(config, seed=seed) for seed in range(agents)], machine.device, machine.graph)
+        run.collector.reuses = reused = run.collector.reuses and machine.reuse_forward
+    run.collector, run.learner = parts = Timed(run.collector), Timed(run.learner)
     found, floor, steps = [], floor_of(config, machine, reused, agents), config.steps_per_iteration * (agents or 1)
     with contextlib.closing(iterate(run)) as iterations:
         for _ in range(5):  # caches, and the capture of a graph
@@ -144,17 +154,19 @@ def bench_loop(
         (each,) = ranks.all_reduce([torch.tensor(time.perf_counter() - began) / run.group.size])
         count = max(1, int(seconds / rounds / each.item()))
         for _ in range(rounds):
-            spent |= dict.fromkeys(spent, 0.0)
+            for part in parts:
+                part.spent = 0.0
             began = time.perf_counter()
             for _ in range(count):
                 next(iterations)
             each = (time.perf_counter() - began) / count
             lowest = seconds_of({"floor": floor}, 1, 0.05, machine.device)["floor"]
-            found.append((steps / each, *(took / count / each for took in spent.values()), lowest / each))
+            found.append((steps / each, *(part.spent / count / each for part in parts), lowest / each))
     names = ("train_steps_per_second", "collect_share", "update_share", "floor_share")
     result = dict(zip(names, map(statistics.median, zip(*found, strict=True)), strict=True))
     shape = {} if agents is None else {"agents": agents}
     shape |= {"num_envs": config.num_envs, "rollout_length": config.rollout_length, "precision": config.precision}
+    shape |= {"hidden_size": config.hidden_size, "layers": config.layers}
     shape["reuse_forward"] = reused
     return {"train_steps_per_second": result.pop("train_steps_per_second"), **shape, **result}
 
@@ -165,10 +177,11 @@ def floor_of(config: Config, machine: Machine, reused: bool, agents: int | None 
     all rows at once. If forward passes are `reused`: T + 1 forward passes to act, and the backward pass, which a single run does
     one time step at a time. On CUDA with `graph` it is a graph too."""
     device, envs, length = machine.device, config.num_envs // ranks.rank_and_size()[1], config.rollout_length
-    sizes = [(2, 64), (64, 64), (64, 3)]  # both heads at once
+    size = config.hidden_size
+    sizes = [(2, size), *[(size, size)] * (config.layers - 1), (size, 3)]  # both heads at once
 
     def products(shapes: list[tuple[int, int, int]], precision: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        dtype = torch.float32 if agents else AUTOCAST.get(precision, torch.float32)
+        dtype = torch.float32 if agents else RULES[precision].autocast or torch.float32
         return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
 
     def forward(rows: int, precision: str) -> list:

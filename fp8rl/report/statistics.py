@@ -16,5 +16,6 @@ def bootstrap_interval(scores: np.ndarray, resamples: int = 10_000, seed: int = 
     """95% percentile bootstrap interval of the interquartile mean of scores [runs]."""
     scores = np.asarray(scores, dtype=np.float64)
     picks = np.random.default_rng(seed).integers(len(scores), size=(resamples, len(scores)))
-    low, high = np.percentile(iqm(scores[picks]), [2.5, 97.5])
+    means = iqm(scores[picks])
+    low, high = np.percentile(means, [2.5, 97.5], method="linear" if np.isfinite(means).all() else "nearest")
     return float(low), float(high)

@@ -30,18 +30,20 @@ from tqdm.auto import tqdm
 from .. import fp8
 from ..config import Config
 from ..history import History
-from ..lab.packed import build
 from ..lab.population import Population, batches, obstacle
 from ..precision import Precision
-from ..scale.gym import children_ignore_interrupts, interface_of
+from ..scale.gym import EnvironmentFailed, children_ignore_interrupts, interface_of
 from ..scale.hardware import cores, keep_freed_memory
+from ..scale.machine import build
+from ..tasks.by_id import task_of
 from ..train import iterate, train
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
 MARGIN = 2.0
 FIELDS = ["arm", "precision", "collect_precision", "seed", "final_return", "area"]
-FIELDS += ["first_step_at_threshold", "seconds_to_threshold", "train_seconds"]
+FIELDS += ["first_step_at_threshold", "seconds_to_threshold", "train_seconds", "failure"]
+FEWEST = 5  # seeds, for an interval and a verdict
 AGENTS = 64  # in a population, at most: more gain a few percent, but results come later and take more memory
 
 
@@ -104,16 +106,24 @@ def threshold_of(env_id: str | None) -> float:
     names none, or if the task cannot be trained on."""
     if env_id is None:
         return THRESHOLD
-    interface_of(env_id)  # imports its module
-    found = gymnasium.spec(env_id.rpartition(":")[2]).reward_threshold
+    if not (found := getattr(task_of(env_id), "reward_threshold", None)):
+        interface_of(env_id)  # imports its module
+        found = gymnasium.spec(env_id.rpartition(":")[2]).reward_threshold
     if found is None:
         raise ValueError(f"threshold is None, and {env_id} is registered without one: name it, as in --threshold 100")
     return float(found)
 
 
 def run(config: Config) -> History:
-    """Trains one config alone, without a progress bar."""
-    return train(build(config), progress=False).history
+    """Trains one config alone, without a progress bar. A run that fails ends with minus infinity, and its history tells why."""
+    made = build(config)
+    try:
+        train(made, progress=False)
+    except (ValueError, FloatingPointError, EnvironmentFailed) as error:
+        history, zero = made.history, {"iteration": 0.0, "steps": 0.0, "seconds": 0.0}
+        history.failure = str(error)
+        history.add({**(history.last if len(history) else zero), "eval_return": -math.inf})
+    return made.history
 
 
 def run_unscaled(config: Config) -> History:
@@ -254,13 +264,14 @@ class Journal:
     def add(self, arm: str, config: Config, history: History) -> None:
         """Writes a finished run down."""
         rows = [row for row in history.rows if not math.isnan(row["eval_return"])]
-        line = {"arm": arm, "config": dataclasses.asdict(config), "rows": rows}
+        line = {"arm": arm, "config": dataclasses.asdict(config), "rows": rows, "failure": history.failure}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._keep(**line)
 
-    def _keep(self, arm: str, config: dict, rows: list[dict[str, float]]) -> None:
+    def _keep(self, arm: str, config: dict, rows: list[dict[str, float]], failure: str | None = None) -> None:
         self.histories[arm, Config.of(config)] = history = History()
+        history.failure = failure
         for row in rows:
             history.add(row)
 
@@ -284,14 +295,17 @@ def summarize(config: Config, history: History, arm: str | None = None, threshol
         "first_step_at_threshold": first,
         "seconds_to_threshold": float(history.column("seconds")[reached][0]) if reached.any() else math.nan,
         "train_seconds": history.last["seconds"],
+        "failure": history.failure or "",
     }
 
 
 def stack(histories: list[History], column: str) -> tuple[np.ndarray, np.ndarray]:
-    """One column of runs of equal length: steps [n] and values [runs, n], without the rows that hold no value."""
-    values = np.array([history.column(column) for history in histories])
+    """One column of runs of equal length: steps [n] and values [runs, n], without the rows that hold no value and the runs that
+    ended early."""
+    whole = [history for history in histories if len(history) == max(map(len, histories))]
+    values = np.array([history.column(column) for history in whole])
     filled = ~np.isnan(values).any(axis=0)
-    return histories[0].column("steps")[filled], values[:, filled]
+    return whole[0].column("steps")[filled], values[:, filled]
 
 
 def results_csv(results: list[dict]) -> str:
@@ -313,7 +327,7 @@ def scores(results: list[dict], column: str) -> dict[str, np.ndarray]:
 def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD, margin: float = MARGIN) -> str:
     """Markdown table of a study: interquartile means with 95% bootstrap intervals, and the paired difference to the first arm
     (seed by seed). An arm passes when every seed ends at the threshold or above it and the difference's interval lies within
-    +-margin."""
+    +-margin; with fewer than FEWEST seeds there is no interval and no verdict. A seed that failed counts as minus infinity."""
     final, first = scores(results, "final_return"), scores(results, "first_step_at_threshold")
     baseline = arms[0]
     lines = [
@@ -322,11 +336,15 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD, ma
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name in arms:
-        values, difference = final[name], final[name] - final[baseline]
+        values, failed = final[name], sum(bool(row.get("failure")) for row in results if row["arm"] == name)
+        with np.errstate(invalid="ignore"):  # of two seeds that failed
+            difference = np.nan_to_num(values - final[baseline], nan=0.0, neginf=-np.inf, posinf=np.inf)
         passes = values.min() >= threshold and np.abs(bootstrap_interval(difference)).max() <= margin
+        verdict = f"fewer than {FEWEST} seeds" if len(values) < FEWEST else "pass" if passes else "fail"
+        reached = f"{(values >= threshold).sum()} of {len(values)}" + (f", {failed} failed" if failed else "")
         lines.append(
-            f"| {name} | {with_interval(values)} | {values.min():.2f} | {(values >= threshold).sum()} of {len(values)} "
-            f"| {'' if name == baseline else with_interval(difference, signed=True)} | {'pass' if passes else 'fail'} "
+            f"| {name} | {with_interval(values)} | {values.min():.2f} | {reached} "
+            f"| {'' if name == baseline else with_interval(difference, signed=True)} | {verdict} "
             f"| {median_of(first[name], ',.0f')} |"
         )
     return "\n".join(lines) + "\n"
@@ -339,7 +357,9 @@ def median_of(values: np.ndarray, form: str) -> str:
 
 
 def with_interval(values: np.ndarray, signed: bool = False) -> str:
-    """An interquartile mean with its 95% bootstrap interval, as text."""
+    """An interquartile mean as text, with its 95% bootstrap interval if there are FEWEST seeds or more."""
     low, high = bootstrap_interval(values)
     form = "+.2f" if signed else ".2f"
+    if len(values) < FEWEST:
+        return f"{iqm(values):{form}}"
     return f"{iqm(values):{form}} [{low:{form}}, {high:{form}}]"
