@@ -103,39 +103,20 @@ def unroll(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], 
     return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(outputs)), state
 
 
-def collect(model, env, length: int, precision: Precision, seed=0, iteration: int = 0, state=None, loop=unroll) -> Rollout:
-    """Steps every environment `length` times, without a reset first, with actions sampled from the model: a Rollout [T, N].
-
-    Args:
-        model, precision: an ActorCritic and the precision that it runs in.
-        env: a TensorEnv, or an object with those of its attributes and methods that scale/gym.py has.
-        seed, iteration: of the actions' noise (rng.py), as in TensorEnv; a policy's rollouts have different iterations.
-        state: a recurrent model's state before the first row, float32 [N, W]: the last rollout's state[-1], or None for 0.
-        loop: `unroll`, or a faster form of it.
-    """
-    noise, starts = noise_of(env, length, seed, "actions", iteration), env.draw(length)
-    return play(model, env, noise, starts, precision, state, loop)
-
-
-@torch.no_grad()
-def play(model, env, noise: torch.Tensor, starts, precision: Precision, state=None, loop=unroll) -> Rollout:
-    """`collect` with the actions' noise, float32 [T, N, A], and the T starts from `env.draw`."""
-    mode = inference(env) if loop is unroll else contextlib.nullcontext()
-    with mode, precision.autocast():  # one region, so that autocast casts the weights once
-        (*rows, outputs), after = loop(model, env, noise, starts, state)
-    rows = [x.clone() if x.is_inference() else x for x in rows]
-    logp = env.distribution(outputs).log_prob(rows[1])
-    if after is not None:
-        state = torch.stack((torch.zeros_like(after) if state is None else state, after))
-    return Rollout(*rows, logp, state)
-
-
 class Collector:
     """Who collects: N environments, and the policy that acts in them.
 
+        >>> from fp8rl.env import Cart
+        >>> from fp8rl.model import ActorCritic
+        >>> model = ActorCritic()
+        >>> Collector(Cart(num_envs=4), model, Precision("fp32"), length=8).collect(model).reward.shape
+        torch.Size([8, 4])
+
     Attributes:
-        env: as in `collect`. model, precision: the acting policy, perhaps the learner's own network. state: float32 [N, W], a
-            recurrent policy's current state, or None. rollouts: how many it has collected, the iteration of their numbers.
+        env: a TensorEnv, or an object with those of its attributes and methods that scale/gym.py has.
+        model, precision: the acting policy, perhaps the learner's own network. length: T. loop: `unroll`, or a faster form of it.
+        seed: of the actions' noise, as in TensorEnv. rollouts: how many it has collected, the iteration of their numbers.
+        state: float32 [N, W], a recurrent policy's current state; None is 0.
     """
 
     def __init__(self, env, model: nn.Module, precision: Precision, length: int, seed=0, loop=unroll):
@@ -143,7 +124,8 @@ class Collector:
         self.state, self.rollouts = None, 0
 
     def collect(self, learned: nn.Module) -> Rollout:
-        """The next T steps of the N environments, with the weights of the network `learned`."""
+        """Steps every environment T times, without a reset first, with actions sampled from the policy: a Rollout [T, N]. The
+        weights are those of the network `learned`."""
         self.sync(learned)
         return self.act()
 
@@ -162,11 +144,18 @@ class Collector:
         self.rollouts += 1
         return noise, self.env.draw(self.length)
 
-    def play(self, noise: torch.Tensor, starts: tuple) -> Rollout:
-        """The T steps with these numbers."""
-        rollout = play(self.model, self.env, noise, starts, self.precision, self.state, self.loop)
-        self.state = None if rollout.state is None else rollout.state[-1]
-        return rollout
+    @torch.no_grad()
+    def play(self, noise: torch.Tensor, starts: tuple, policy=None) -> Rollout:
+        """The T steps with these numbers, by the policy of the model or of another object."""
+        before, mode = self.state, inference(self.env) if self.loop is unroll else contextlib.nullcontext()
+        with mode, self.precision.autocast():  # one region, so that autocast casts the weights once
+            (*rows, outputs), self.state = self.loop(policy or self.model, self.env, noise, starts, before)
+        rows = [x.clone() if x.is_inference() else x for x in rows]
+        if self.state is None:
+            return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]))
+        self.state = self.state.clone() if self.state.is_inference() else self.state
+        states = torch.stack((torch.zeros_like(self.state) if before is None else before, self.state))
+        return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]), states)
 
     def state_dict(self) -> dict:
         return {"env": self.env.state_dict(), "state": None if self.state is None else self.state.clone()}

@@ -35,37 +35,19 @@ from .rollout import Collector, Rollout, check_finite
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 
 
-def update(
-    model, optimizer, precision: Precision, batch: Rollout, config: Config, computed=None, all_reduce=only_here, targets_of=vtrace
-) -> dict[str, torch.Tensor]:
-    """One gradient step on a batch on the model's device. Returns the statistics of the loss and of the optimizer step, scalars.
-    `computed`: the batch's outputs and values with gradient, if the forward pass is done already. `all_reduce`, `targets_of`: as
-    in `actor_critic_loss`; with several processes the step is that of the whole batch, the statistics of the loss are this
-    part's."""
-    if computed is None:
-        with precision.autocast():
-            before = None if batch.state is None else batch.state[0]
-            computed = model(batch.obs, before, batch.first) if model.recurrent else model(batch.obs)
-    loss, stats = actor_critic_loss(*computed, batch, config, all_reduce, targets_of)
-    report = precision.step(loss, optimizer, config.max_grad_norm, all_reduce)
-    return {"loss": loss.detach(), **stats, **report._asdict()}
-
-
 class Learner:
     """Who learns.
 
     Attributes:
-        model, optimizer, precision: the network and what trains it. rewards: the scale of rewards in the loss.
-        all_reduce: sums tensors over the processes that share the run. targets_of: as in `actor_critic_loss`.
+        config: the coefficients of the loss. model, precision, optimizer: the network and what trains it.
+        rewards: the scale of rewards in the loss. all_reduce, targets_of: as in `actor_critic_loss`.
     """
 
     targets_of = staticmethod(vtrace)
 
-    def __init__(
-        self, config: Config, model: nn.Module, precision: Precision, optimizer, rewards: RewardScale, all_reduce=only_here
-    ):
+    def __init__(self, config: Config, model: nn.Module, precision: Precision, optimizer, rewards=None, all_reduce=only_here):
         self.config, self.model, self.precision, self.optimizer = config, model, precision, optimizer
-        self.rewards, self.all_reduce, self.device = rewards, all_reduce, precision.device
+        self.rewards, self.all_reduce, self.device = rewards or RewardScale(1), all_reduce, precision.device
 
     def set_learning_rate(self, learning_rate: float) -> float:
         """Sets the optimizer's learning rate and returns it."""
@@ -82,11 +64,19 @@ class Learner:
             self.rewards.add(rollout, self.config.gamma, self.all_reduce)
 
     def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
-        """The function `update` on a batch from any device, with scaled rewards. `record` asks for statistics that cost more,
-        which some parts around this one have."""
+        """One gradient step on a batch from any device. Returns the statistics of the loss and of the step, scalars; with several
+        processes the step is that of the whole batch, the statistics of the loss are this part's. `record` asks for statistics
+        that cost more, which some parts around this one have. `computed`: the batch's outputs and values with gradient, if the
+        forward pass is done already."""
         batch = batch.to(self.device)
         batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
-        return update(self.model, self.optimizer, self.precision, batch, self.config, computed, self.all_reduce, self.targets_of)
+        if computed is None:
+            with self.precision.autocast():
+                memory = (None if batch.state is None else batch.state[0], batch.first) if self.model.recurrent else ()
+                computed = self.model(batch.obs, *memory)
+        loss, stats = actor_critic_loss(*computed, batch, self.config, self.all_reduce, self.targets_of)
+        report = self.precision.step(loss, self.optimizer, self.config.max_grad_norm, self.all_reduce)
+        return {"loss": loss.detach(), **stats, **report._asdict()}
 
     def state_dict(self) -> dict:
         """As in torch, the tensors of model and optimizer are not copies."""

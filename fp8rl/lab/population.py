@@ -40,7 +40,7 @@ from ..losses import Targets, vtrace
 from ..model import ActorCritic, in_order
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
-from ..rollout import Collector, Rollout, check_finite, play
+from ..rollout import Collector, Rollout, check_finite
 from ..scale import graphs, growth
 from ..scale.storage import StoredRing, ring_bytes
 from ..tasks.by_id import task_of
@@ -573,7 +573,7 @@ class AgentsCollector(Collector):
         self.model.newest = None
         rows = (self.length + 1) * self.env.num_envs // len(self.seed)
         actor = self.model.policy("actor", rows if self.reuses else 0)
-        rollout = play(actor, self.env, noise, starts, self.precision, None, self.loop)
+        rollout = super().play(noise, starts, actor)
         if self.reuses:
             with torch.no_grad(), self.precision.autocast():
                 actor.policy(rollout.obs[-1])  # its value is used only for bootstrapping
