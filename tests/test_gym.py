@@ -325,9 +325,8 @@ def test_processes_and_one_process_give_the_same_rollout():
     assert (rollouts[0].flags & DUMMY).any()
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "vector_entry_point"])
-def test_the_package_s_environment_behind_gymnasium_is_the_same(vectorization):
-    env, plain = GymEnv("fp8rl:fp8rl/CustomEnv-v0", 4, vectorization=vectorization), BatchedEnv(4)
+def test_the_package_s_environment_behind_gymnasium_is_the_same():
+    env, plain = GymEnv("fp8rl:fp8rl/CustomEnv-v0", 4), BatchedEnv(4)
     plain.state = plain.obs = env.obs.clone()
     right = torch.ones(4, dtype=torch.long)
     for _ in range(9):  # a constant push leaves the bounds after eight
