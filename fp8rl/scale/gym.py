@@ -1,12 +1,7 @@
-"""Any Gymnasium environment as tensors on a device, and data from environments that reset in the same step.
+"""Any Gymnasium environment as tensors on a device.
 
 `GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `TensorEnv` that training uses. Any
 environment with flat Box observations and Discrete or flat, bounded Box actions will do.
-
-Data from elsewhere often lacks final observations: the environment reset in the same step, and the row after an end is already
-the next episode's. `same_step_rollout` converts such data to an ordinary rollout, with a dummy row after each end. The last
-observation before the end stands in for the final one (as TorchRL's value estimators replace a NaN there), so targets are finite,
-but wrong after a truncation by discount_t (V(x_t) - V(x_{t+1})). Alternatively the row is dropped, which is not wrong.
 """
 
 import contextlib
@@ -21,7 +16,6 @@ import torch
 
 from ..distribution import Categorical, Gaussian
 from ..env import TensorEnv
-from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 from ..tasks.by_id import TASKS
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
@@ -273,38 +267,3 @@ class GymEnv:
             with contextlib.suppress(*RAISES):
                 self.envs.close()
             raise failure(self.env_id, error) from error
-
-
-def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp, missing_next: str = "nan") -> Rollout:
-    """A Rollout from data without final observations (module docstring).
-
-    Args:
-        obs: float32 [T+1, B, F]. Row t+1 is the result of action t, or the next episode's first observation if t ended one.
-        action, reward, terminated, truncated, behavior_logp: [T, B].
-        missing_next: "nan" keeps truncated rows, with the stand-in; "drop" leaves them out.
-
-    Returns:
-        A Rollout of T + E rows, where E is the largest number of ends in a column; columns with fewer are padded with dummy rows.
-
-    Raises:
-        ValueError: another `missing_next`.
-    """
-    if missing_next not in ("nan", "drop"):
-        raise ValueError(f"missing_next is {missing_next!r}: choose nan or drop")
-    terminated, truncated = terminated.bool(), truncated.bool() & ~terminated.bool()
-    ended = (terminated | truncated).long()
-    length, columns = action.shape
-    place = torch.arange(length).unsqueeze(-1) + ended.cumsum(0) - ended  # where each row goes, after the dummies before it
-    rows = length + int(ended.sum(0).max())
-
-    def spread(values, fill):
-        return values.new_full((rows, columns), fill).scatter_(0, place, values)
-
-    flags = TERMINATED * terminated + TRUNCATED * truncated + (DUMMY * truncated if missing_next == "drop" else 0)
-    number = torch.arange(length).unsqueeze(-1).expand(-1, columns)
-    source = torch.full((rows + 1, columns), length)  # which observation goes into each row
-    source.scatter_(0, place + 1, torch.where(ended.bool(), number, length))  # after an end, the one before it again
-    source.scatter_(0, place, number)
-    full_obs = obs.gather(0, source.unsqueeze(-1).expand(-1, -1, obs.shape[-1]))
-    rest = spread(action.long(), 0), spread(reward, 0), spread(flags.to(torch.uint8), DUMMY), spread(behavior_logp, 0)
-    return Rollout(full_obs, *rest)
