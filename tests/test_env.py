@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fp8rl import env as cart
 from fp8rl.env import LIMIT, MAX_STEPS, PUSH, BatchedEnv, dynamics, obs_bounds, outcome
 from fp8rl.evaluate import play
-from fp8rl.scale.gym import CustomVectorEnv, interface_of
+from fp8rl.scale.gym import interface_of
 from fp8rl.tasks.cart import CustomEnv, bang_bang
 
 NUMBERS = "push", "damping", "limit"
@@ -102,17 +102,16 @@ def test_leaving_at_the_last_step_is_termination_alone():
 
 
 @pytest.mark.parametrize("limit", [6, 7])
-def test_leaving_at_the_time_limit_is_both_in_gymnasium_s_forms(limit, monkeypatch):
+def test_leaving_at_the_time_limit_is_both_in_gymnasium(limit, monkeypatch):
     """A constant push from the origin leaves at the seventh step."""
     monkeypatch.setattr("fp8rl.tasks.cart.MAX_STEPS", limit)
     single = CustomEnv(start_noise=0.0)
     single.reset()
-    forms = [[single.step(1)[2:4] for _ in range(limit)]]
-    for mode in ("sync", "vector_entry_point"):
-        env = gymnasium.make_vec(NAME, 1, vectorization_mode=mode, start_noise=0.0, max_episode_steps=limit)
-        env.reset()
-        forms.append([tuple(end.item() for end in env.step(np.array([1]))[2:4]) for _ in range(limit)])
-    assert forms[0] == forms[1] == forms[2] == [(False, False)] * (limit - 1) + [(limit == 7, True)]
+    ours = [single.step(1)[2:4] for _ in range(limit)]
+    env = gymnasium.make_vec(NAME, 1, start_noise=0.0, max_episode_steps=limit)
+    env.reset()
+    theirs = [tuple(end.item() for end in env.step(np.array([1]))[2:4]) for _ in range(limit)]
+    assert ours == theirs == [(False, False)] * (limit - 1) + [(limit == 7, True)]
 
 
 def test_the_time_limit_is_known_to_gymnasium():
@@ -124,19 +123,13 @@ def test_the_time_limit_is_known_to_gymnasium():
     assert end[0][-1] == MAX_STEPS and end[2:4] == (False, True)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "vector_entry_point", None])
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_time_limit_can_be_shortened(mode):
     env = gymnasium.make_vec(NAME, num_envs=3, vectorization_mode=mode, max_episode_steps=5)
     env.reset(seed=0)
     truncated = [env.step(np.zeros(3, dtype=int))[3].all() for _ in range(11)]  # a reset step behind each end
     env.close()
     assert [step for step, end in enumerate(truncated, 1) if end] == [5, 11]
-
-
-@pytest.mark.parametrize("limit", [0, -1, 201])
-def test_a_time_limit_that_the_task_does_not_have_is_refused(limit):
-    with pytest.raises(ValueError, match=f"^max_episode_steps is {limit}: use a number from 1 to 200$"):
-        gymnasium.make_vec(NAME, num_envs=3, max_episode_steps=limit)
 
 
 def test_bounds_of_the_space_are_the_dynamics_own():
@@ -182,68 +175,6 @@ def test_make_vec_is_seeded_and_batched():
     assert env.metadata["autoreset_mode"] == gymnasium.vector.AutoresetMode.NEXT_STEP
 
 
-@pytest.mark.parametrize("options", [{}, {"extra_features": 2}, {"hide_velocity": True}])
-def test_seeds_and_masks_are_those_of_gymnasium_s_vector_of_single_environments(options):
-    """Bit for bit, through ends and partial resets, while each environment has a seed of its own."""
-    ours, theirs = (gymnasium.make_vec(NAME, 4, vectorization_mode=mode, **options) for mode in ("vector_entry_point", "sync"))
-    rng, ends = np.random.default_rng(0), 0
-    mask = [np.array(x, dtype=bool) for x in ([1, 0, 1, 1], [0, 1, 0, 0])]
-    resets = {
-        0: ([5, 3, 3, 2**40], None),
-        20: ([7, None, 8, None], mask[0]),
-        21: (None, mask[1]),
-        40: (9, mask[0]),
-        60: ([None, 1, None, None], None),
-    }
-    for step in range(120):
-        if step in resets:
-            seed, chosen = resets[step]
-            pair = [
-                env.reset(seed=seed, options=chosen if chosen is None else {"reset_mask": chosen})[0] for env in (ours, theirs)
-            ]
-            np.testing.assert_array_equal(*pair)
-        push = rng.integers(2, size=4)
-        for a, b in zip(ours.step(push)[:4], theirs.step(push)[:4], strict=True):
-            np.testing.assert_array_equal(a, b.astype(a.dtype))
-        ends += a.sum() + ours.unwrapped.env.done.sum()
-    assert ends > 10
-
-
-def test_a_seed_of_its_own_does_not_depend_on_the_others():
-    env = gymnasium.make_vec(NAME, 3)
-    first, other, single = (env.reset(seed=seed)[0] for seed in ([1, 2, 3], [9, 2, 1], 2))
-    assert np.array_equal(first[1], other[1]) and np.array_equal(first[0], other[2]) and not np.isin(first, single).any()
-
-
-@pytest.mark.parametrize(
-    "mask", [np.ones(3), np.zeros(3, dtype=bool), np.ones(2, dtype=bool), [True, False, True], np.ones((3, 1), dtype=bool), None]
-)
-def test_a_mask_of_another_kind_is_refused(mask):
-    with pytest.raises(ValueError, match=r"^reset_mask is .*: pass a NumPy array, bool\[3\], with a True in it$"):
-        gymnasium.make_vec(NAME, 3).reset(options={"reset_mask": mask})
-
-
-@pytest.mark.parametrize("seed", [[1, 2], [1, 2, -3], [1, 2, 0.5], 0.5, "abc"])
-def test_seeds_of_another_kind_are_refused(seed):
-    with pytest.raises(ValueError, match=r"^seed is .*: pass a non-negative integer or a list of 3, with None for no seed$"):
-        gymnasium.make_vec(NAME, 3).reset(seed=seed)
-
-
-def test_make_vec_is_ours_and_repeats_a_seed_through_resets():
-    env, twin = (gymnasium.make_vec(NAME, num_envs=5, start_noise=0.3) for _ in range(2))
-    assert isinstance(env.unwrapped, CustomVectorEnv)
-    env.reset(seed=1), twin.reset(seed=1)
-    rng, ends = np.random.default_rng(0), 0
-    for _ in range(100):
-        push = rng.integers(2, size=5)
-        ours, again = env.step(push)[:4], twin.step(push)[:4]
-        for a, b in zip(ours, again, strict=True):
-            np.testing.assert_array_equal(a, b)
-        assert env.observation_space.contains(ours[0])
-        ends += ours[2].sum()
-    assert ends > 5
-
-
 @pytest.mark.parametrize("action", [2, -1, 0.5, None])
 def test_action_outside_the_space_is_refused(action):
     env = CustomEnv()
@@ -252,26 +183,17 @@ def test_action_outside_the_space_is_refused(action):
         env.step(action)
 
 
-@pytest.mark.parametrize("action", [[0, 2], [0, 1, 1], [0.9, 0.1]])
-def test_actions_outside_the_vector_space_are_refused(action):
-    env = gymnasium.make_vec(NAME, num_envs=2)
-    env.reset()
-    with pytest.raises(ValueError, match=r"actions .* are outside"):
-        env.step(np.array(action))
-
-
 @pytest.mark.parametrize("start_noise", [-0.1, 1.1, float("nan")])
 def test_start_noise_outside_its_range_is_refused(start_noise):
-    for make in (CustomEnv, lambda noise: BatchedEnv(1, noise), lambda noise: CustomVectorEnv(1, noise)):
+    for make in (CustomEnv, lambda noise: BatchedEnv(1, noise)):
         with pytest.raises(ValueError, match="start_noise is"):
             make(start_noise)
 
 
-@pytest.mark.parametrize("make", [BatchedEnv, CustomVectorEnv])
 @pytest.mark.parametrize("num_envs", [0, -1])
-def test_no_environments_are_refused(make, num_envs):
+def test_no_environments_are_refused(num_envs):
     with pytest.raises(ValueError, match=f"num_envs is {num_envs}: use at least 1"):
-        make(num_envs)
+        BatchedEnv(num_envs)
 
 
 OBSERVED = [{"extra_features": 3}, {"hide_velocity": True}, {"extra_features": 2, "hide_velocity": True}]

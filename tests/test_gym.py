@@ -8,9 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers import after, random_rollout, resumed
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers import after, resumed
 
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
@@ -18,11 +16,10 @@ from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.env import BatchedEnv
 from fp8rl.evaluate import play
-from fp8rl.losses import discounts_of, vtrace
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, collect
-from fp8rl.scale.gym import EnvironmentFailed, GymEnv, interface_of, same_step_rollout
+from fp8rl.rollout import DUMMY, collect
+from fp8rl.scale.gym import EnvironmentFailed, GymEnv, interface_of
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import train
 
@@ -325,9 +322,8 @@ def test_processes_and_one_process_give_the_same_rollout():
     assert (rollouts[0].flags & DUMMY).any()
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "vector_entry_point"])
-def test_the_package_s_environment_behind_gymnasium_is_the_same(vectorization):
-    env, plain = GymEnv("fp8rl:fp8rl/CustomEnv-v0", 4, vectorization=vectorization), BatchedEnv(4)
+def test_the_package_s_environment_behind_gymnasium_is_the_same():
+    env, plain = GymEnv("fp8rl:fp8rl/CustomEnv-v0", 4), BatchedEnv(4)
     plain.state = plain.obs = env.obs.clone()
     right = torch.ones(4, dtype=torch.long)
     for _ in range(9):  # a constant push leaves the bounds after eight
@@ -533,94 +529,6 @@ def test_a_batched_form_that_is_not_there_is_refused():
 def test_a_vectorization_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="vectorization is 'threads': choose from sync, async, vector_entry_point"):
         GymEnv("CartPole-v1", 2, vectorization="threads")
-
-
-# Data without final observations
-
-GAMMA = 0.9
-seeds = st.integers(0, 2**32 - 1)
-lambdas = st.sampled_from([0.0, 0.5, 0.95, 1.0])
-
-
-@given(seeds, st.integers(1, 12), lambdas, st.sampled_from(["nan", "drop"]))
-def test_data_without_final_observations_is_biased_only_where_it_says(seed, length, lam, missing_next):
-    _, log_ratios, rollout = random_rollout(seed, length, batch=1)
-    values = rollout.obs.sum(-1)  # any function of the observations
-    rollout.flags[-1] &= DUMMY  # a final observation that ends the data is not missing
-    keep = rollout.valid.squeeze(-1)
-    rows = torch.cat((keep, torch.ones(1, dtype=torch.bool)))  # without dummy rows an end is followed by the next episode
-    terminated, truncated = ((rollout.flags[keep] & bit) != 0 for bit in (TERMINATED, TRUNCATED))
-    data = (rollout.obs[rows], rollout.action[keep], rollout.reward[keep], terminated, truncated, rollout.behavior_logp[keep])
-    short = same_step_rollout(*data, missing_next)
-    own = (short.flags != DUMMY).squeeze(-1)  # not put between
-    ratios = torch.zeros(len(own), 1).double()
-    ratios[own] = log_ratios[keep]
-    discounts = discounts_of(short.flags, GAMMA).double()
-    targets = vtrace(short.obs.sum(-1), short.reward, discounts, ratios, short.valid, lam)
-    value, advantage = targets.value[own], targets.advantage[own]
-    exact = vtrace(values, rollout.reward, discounts_of(rollout.flags, GAMMA).double(), log_ratios, rollout.valid, lam)
-    exact_value, exact_advantage = exact.value[keep], exact.advantage[keep]
-    inherits, carry = torch.zeros_like(truncated), torch.zeros(1, dtype=torch.bool)
-    for t in reversed(range(len(truncated))):  # rows before a truncation of their episode see its bias through the trace
-        carry = truncated[t] | (carry & ~terminated[t])
-        inherits[t] = carry
-    torch.testing.assert_close(value[~inherits], exact_value[~inherits])
-    torch.testing.assert_close(advantage[~inherits], exact_advantage[~inherits])
-    if missing_next == "nan":
-        bias = log_ratios[keep].exp().clamp(max=1) * GAMMA * (values[:-1][keep] - values[1:][keep])
-        torch.testing.assert_close((value - exact_value)[truncated], bias[truncated])
-    else:  # nothing is learned there, and the rows before bootstrap from a value that is right
-        assert torch.equal(value[truncated], values[:-1][keep][truncated]) and (advantage[truncated] == 0).all()
-
-
-@given(seeds, st.integers(1, 12), st.integers(1, 4), st.sampled_from(["nan", "drop"]))
-def test_same_step_rollouts_equal_their_slow_twin(seed, length, columns, missing_next):
-    rng = np.random.default_rng(seed)
-    shapes = (length + 1, columns, 2), (length, columns), (length, columns)
-    obs, reward, logp = (torch.from_numpy(rng.normal(size=shape)).float() for shape in shapes)
-    action = torch.from_numpy(rng.integers(3, size=(length, columns)))
-    ends = torch.from_numpy(rng.choice([0, TERMINATED, TRUNCATED], p=[0.6, 0.2, 0.2], size=(length, columns)))
-    rollout = same_step_rollout(obs, action, reward, ends == TERMINATED, ends == TRUNCATED, logp, missing_next)
-    size = length + int((ends != 0).sum(0).max())
-    assert rollout.obs.shape == (size + 1, columns, 2) and rollout.action.shape == (size, columns)
-    assert rollout.flags.dtype == torch.uint8 and rollout.action.dtype == torch.int64
-    for b in range(columns):
-        rows, nothing = [], (0, 0.0, DUMMY, 0.0)
-        for t in range(length):
-            end = int(ends[t, b])
-            left_out = DUMMY if missing_next == "drop" and end == TRUNCATED else 0
-            rows.append((obs[t, b], int(action[t, b]), float(reward[t, b]), end + left_out, float(logp[t, b])))
-            rows += [(obs[t, b], *nothing)] if end else []
-        rows += [(obs[-1, b], *nothing)] * (size - len(rows))
-        for ours, theirs in zip(rollout[:5], zip(*rows, strict=True), strict=True):
-            theirs = torch.stack((*theirs, obs[-1, b])) if isinstance(theirs[0], torch.Tensor) else torch.tensor(theirs)
-            torch.testing.assert_close(ours[:, b], theirs, check_dtype=False, rtol=0, atol=0)
-
-
-def test_same_step_rollouts_start_memories_anew_and_refuse_other_words():
-    ends = torch.tensor([[False], [True], [False]])
-    none = torch.zeros_like(ends)
-    data = (torch.rand(4, 1, 2), torch.zeros(3, 1), torch.ones(3, 1))
-    for missing_next, valid in (("nan", [True, True, False, True]), ("drop", [True, False, False, True])):
-        rollout = same_step_rollout(*data, none, ends, torch.zeros(3, 1), missing_next)
-        assert rollout.valid.squeeze(-1).tolist() == valid
-        assert rollout.first[3] and not rollout.first[:2].any() and not rollout.first[4]
-    rollout = same_step_rollout(*data, ends, none, torch.zeros(3, 1), "drop")
-    assert rollout.valid.squeeze(-1).tolist() == [True, True, False, True]  # a termination needs no final observation
-    with pytest.raises(ValueError, match="missing_next is 'zero': choose nan or drop"):
-        same_step_rollout(*data, none, ends, torch.zeros(3, 1), "zero")
-
-
-def test_rows_before_a_missing_observation_bootstrap_from_the_one_before_it():
-    values, flags = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]]), torch.zeros(4, 1, dtype=torch.bool)
-    terminated, truncated = flags.clone(), flags.clone()
-    truncated[1], terminated[2] = True, True
-    data = values.unsqueeze(-1), torch.zeros(4, 1), torch.ones(4, 1), terminated, truncated, torch.zeros(4, 1)
-    rollout = same_step_rollout(*data)
-    discounts, ratios = discounts_of(rollout.flags, GAMMA), torch.zeros(6, 1)
-    targets = vtrace(rollout.obs.squeeze(-1), rollout.reward, discounts, ratios, rollout.valid, 0.0)
-    expected = [1 + 0.9 * 2, 1 + 0.9 * 2, 1, 1 + 0.9 * 5]
-    assert targets.value[rollout.valid].tolist() == pytest.approx(expected)
 
 
 def test_a_task_has_its_discount_under_both_of_its_names():

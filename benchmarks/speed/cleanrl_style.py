@@ -1,4 +1,4 @@
-"""A2C in one file in the manner of CleanRL, over the batched vector environment that gymnasium.make_vec gives.
+"""A2C in one file in the manner of CleanRL, over the package's batch of environments.
 
 Fast settings: observations, actions and rewards are written into preallocated tensors; the rollout is collected under
 torch.inference_mode; values for GAE are those of the learning forward pass, so nothing is computed twice; Adam is fused (one
@@ -11,11 +11,11 @@ kernel over all parameters). Variants: eager; compiled, where torch.compile make
 import math
 
 import common
-import gymnasium
 import torch
 from torch import nn
 
 from fp8rl.config import Config
+from fp8rl.env import BatchedEnv
 
 
 class Agent(nn.Module):
@@ -70,8 +70,7 @@ def loss_of(agent, obs, actions, rewards, terminated, valid):
 
 def train(options, tick):
     shape = options.rollout_length, options.num_envs
-    env_id = "fp8rl:fp8rl/CustomEnv-v0"
-    envs = gymnasium.make_vec(env_id, shape[1], vectorization_mode="vector_entry_point", start_noise=Config.start_noise)
+    envs = BatchedEnv(shape[1], Config.start_noise, generator=torch.Generator().manual_seed(options.seed))
     agent = Agent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=options.learning_rate, eps=1e-5, fused=True)
     act, loss_function = agent.act, loss_of
@@ -81,19 +80,16 @@ def train(options, tick):
     obs = torch.zeros(shape[0] + 1, shape[1], 2)
     actions = torch.zeros(shape, dtype=torch.long)
     rewards, terminated, valid = torch.zeros(3, *shape)
-    obs[0] = torch.from_numpy(envs.reset(seed=options.seed)[0])
-    done = torch.zeros(shape[1], dtype=torch.bool)
+    obs[0] = envs.obs
     steps = 0
     while steps < options.steps:
         optimizer.param_groups[0]["lr"] = options.learning_rate * (1 - steps / options.steps)
         with torch.no_grad(), autocast:
             noise = torch.rand(shape)
             for t in range(shape[0]):
-                valid[t] = ~done
+                valid[t] = ~envs.done
                 actions[t] = act(obs[t], noise[t])
-                after, reward, ended, cut, _ = envs.step(actions[t].numpy())
-                obs[t + 1], rewards[t], terminated[t] = map(torch.from_numpy, (after, reward, ended))
-                done = torch.from_numpy(ended | cut)
+                obs[t + 1], rewards[t], terminated[t], _ = envs.step(actions[t])
         with autocast:
             loss = loss_function(agent, obs, actions, rewards, terminated, valid)
         optimizer.zero_grad()

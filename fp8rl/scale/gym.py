@@ -1,31 +1,21 @@
-"""Any Gymnasium environment as tensors on a device, and data from environments that reset in the same step.
+"""Any Gymnasium environment as tensors on a device.
 
 `GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `TensorEnv` that training uses. Any
 environment with flat Box observations and Discrete or flat, bounded Box actions will do.
-
-Data from elsewhere often lacks final observations: the environment reset in the same step, and the row after an end is already
-the next episode's. `same_step_rollout` converts such data to an ordinary rollout, with a dummy row after each end. The last
-observation before the end stands in for the final one (as TorchRL's value estimators replace a NaN there), so targets are finite,
-but wrong after a truncation by discount_t (V(x_t) - V(x_{t+1})). Alternatively the row is dropped, which is not wrong.
 """
 
 import contextlib
 import signal
 import threading
 import warnings
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.vector.utils import batch_space
 
 from ..distribution import Categorical, Gaussian
-from ..env import MAX_STEPS, Cart
-from ..rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 from ..tasks.by_id import task_of
-from ..tasks.cart import CustomEnv, spaces_of
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
 
@@ -274,134 +264,3 @@ class GymEnv:
             with contextlib.suppress(*RAISES):
                 self.envs.close()
             raise failure(self.env_id, error) from error
-
-
-def same_step_rollout(obs, action, reward, terminated, truncated, behavior_logp, missing_next: str = "nan") -> Rollout:
-    """A Rollout from data without final observations (module docstring).
-
-    Args:
-        obs: float32 [T+1, B, F]. Row t+1 is the result of action t, or the next episode's first observation if t ended one.
-        action, reward, terminated, truncated, behavior_logp: [T, B].
-        missing_next: "nan" keeps truncated rows, with the stand-in; "drop" leaves them out.
-
-    Returns:
-        A Rollout of T + E rows, where E is the largest number of ends in a column; columns with fewer are padded with dummy rows.
-
-    Raises:
-        ValueError: another `missing_next`.
-    """
-    if missing_next not in ("nan", "drop"):
-        raise ValueError(f"missing_next is {missing_next!r}: choose nan or drop")
-    terminated, truncated = terminated.bool(), truncated.bool() & ~terminated.bool()
-    ended = (terminated | truncated).long()
-    length, columns = action.shape
-    place = torch.arange(length).unsqueeze(-1) + ended.cumsum(0) - ended  # where each row goes, after the dummies before it
-    rows = length + int(ended.sum(0).max())
-
-    def spread(values, fill):
-        return values.new_full((rows, columns), fill).scatter_(0, place, values)
-
-    flags = TERMINATED * terminated + TRUNCATED * truncated + (DUMMY * truncated if missing_next == "drop" else 0)
-    number = torch.arange(length).unsqueeze(-1).expand(-1, columns)
-    source = torch.full((rows + 1, columns), length)  # which observation goes into each row
-    source.scatter_(0, place + 1, torch.where(ended.bool(), number, length))  # after an end, the one before it again
-    source.scatter_(0, place, number)
-    full_obs = obs.gather(0, source.unsqueeze(-1).expand(-1, -1, obs.shape[-1]))
-    rest = spread(action.long(), 0), spread(reward, 0), spread(flags.to(torch.uint8), DUMMY), spread(behavior_logp, 0)
-    return Rollout(full_obs, *rest)
-
-
-class CustomVectorEnv(gymnasium.vector.VectorEnv):
-    """`Cart` on the CPU with Gymnasium's NumPy vector API; `gymnasium.make_vec` builds it.
-
-    Observations float32 [N, F], actions integers [N], rewards float32 [N], terminations and truncations bool [N]. A step that
-    leaves the bounds at the time limit is terminated and truncated, as in CustomEnv.
-
-    Args:
-        num_envs: N.
-        max_episode_steps: maximum steps in an episode, up to 200; None is 200.
-        start_noise, render_mode, extra_features, hide_velocity: as in CustomEnv; nothing is rendered.
-
-    Raises:
-        ValueError: `num_envs` below 1, `max_episode_steps` outside [1, 200], `start_noise` outside [0, 1], negative
-            `extra_features`, or actions outside the space.
-    """
-
-    metadata = {**CustomEnv.metadata, "render_modes": [], "autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
-
-    def __init__(
-        self,
-        num_envs: int = 1,
-        start_noise: float = 0.05,
-        render_mode: None = None,
-        extra_features: int = 0,
-        hide_velocity: bool = False,
-        max_episode_steps: int | None = None,
-    ):
-        self.max_episode_steps = MAX_STEPS if max_episode_steps is None else max_episode_steps
-        if not 1 <= self.max_episode_steps <= MAX_STEPS:
-            raise ValueError(f"max_episode_steps is {max_episode_steps}: use a number from 1 to {MAX_STEPS}")
-        observed = {"extra_features": extra_features, "hide_velocity": hide_velocity}
-        self.env = Cart(num_envs, start_noise, **observed)
-        self.own = {}  # own generators of environments, by index
-        self.num_envs = num_envs
-        self.render_mode = render_mode
-        self.single_observation_space, self.single_action_space = spaces_of(**observed)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-
-    def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
-        """Resets every environment, or those where `options["reset_mask"]`, bool [N], is True; the others stay as they are.
-
-        Args:
-            seed: an integer seeds one generator, from which all environments take their starts and their noise. A list gives
-                environment i its own generator for seed[i], with the same numbers as a CustomEnv of that seed, whatever the
-                others do, until another seed is given; None keeps its generator. With a mask an integer means the list seed, seed
-                + 1, ..., and seeds are ignored where the mask is False.
-
-        Raises:
-            ValueError: an invalid list of seeds, or a mask that is not bool [N] with at least one True.
-        """
-        everywhere = np.ones(self.num_envs, dtype=bool)
-        mask = (options or {}).get("reset_mask", everywhere)
-        if not isinstance(mask, np.ndarray) or mask.dtype != bool or mask.shape != everywhere.shape or not mask.any():
-            kind = f"{getattr(mask, 'dtype', type(mask).__name__)}{list(np.shape(mask))}"
-            raise ValueError(f"reset_mask is {kind}: pass a NumPy array, bool[{self.num_envs}], with a True in it")
-        if isinstance(seed, int | np.integer) and mask is everywhere:
-            self.env.seed, self.env.draws = int(seed), 0
-            self.own = {}
-        elif seed is not None:
-            seeds = list(seed) if isinstance(seed, Sequence | np.ndarray) else [seed + i for i in range(self.num_envs)]
-            good = [one is None or (isinstance(one, int | np.integer) and one >= 0) for one in seeds]
-            if len(seeds) != self.num_envs or not all(good):
-                raise ValueError(
-                    f"seed is {seed}: pass a non-negative integer or a list of {self.num_envs}, with None for no seed"
-                )
-            given = {i: np.random.default_rng(one) for i, one in enumerate(seeds) if mask[i] and one is not None}
-            self.own = self.own | given
-        before = self.env.tensors()
-        self.env.reset(self._draw(begins=mask, rows=mask))
-        for name, x in self.env.tensors().items():
-            x[~mask] = before[name][~mask]
-        return self.env.obs.numpy().copy(), {}
-
-    def _draw(self, begins: np.ndarray, rows: np.ndarray) -> torch.Tensor:
-        """`Cart.draw` for one step; environments with their own generator take starts from it where `begins`, and noise in
-        `rows`, both bool [N]."""
-        (start,) = self.env.draw(1)
-        for i, generator in self.own.items():  # in the same order as CustomEnv
-            if begins[i]:
-                start[i, :2] = torch.from_numpy(generator.uniform(-self.env.start_noise, self.env.start_noise, 2))
-            if self.env.channels and rows[i]:
-                start[i, 2:] = torch.from_numpy(generator.uniform(-1, 1, self.env.channels))
-        return start
-
-    def step(self, actions):
-        actions = np.asarray(actions)
-        if actions.dtype.kind not in "iu" or not self.action_space.contains(actions.astype(np.int64)):
-            raise ValueError(f"actions {actions} are outside {self.action_space}: pass {self.num_envs} integers, 0 or 1")
-        start = self._draw(begins=self.env.done.numpy(), rows=np.ones(self.num_envs, dtype=bool))
-        obs, reward, terminated, _ = self.env.step(torch.from_numpy(actions.astype(np.int64)), start)
-        truncated = self.env.elapsed >= self.max_episode_steps
-        self.env.done = terminated | truncated
-        return obs.numpy().copy(), reward.numpy(), terminated.numpy(), truncated.numpy(), {}

@@ -5,7 +5,6 @@ import gymnasium
 gymnasium.register(
     "fp8rl/CustomEnv-v0",
     entry_point="fp8rl.tasks.cart:CustomEnv",
-    vector_entry_point="fp8rl.scale.gym:CustomVectorEnv",
     max_episode_steps=200,  # equals env.MAX_STEPS, whose import would load torch
     reward_threshold=195,
 )
