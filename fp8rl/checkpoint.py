@@ -37,12 +37,7 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
         raise OSError(f"checkpoint {path} cannot be written ({reason}): make room or choose another folder") from error
 
 
-def load(
-    path: str | Path,
-    networks: dict[tuple, type] = PLAIN,
-    trust: bool = False,
-    **changes,
-) -> tuple[ActorCritic, Config]:
+def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a precision available here.
     `networks`: model class by encoder and normalize_obs (scale.machine.NETWORKS has all). `trust` lets an env_id like
     "module:Name-v0" import a module not yet imported. Raises FileNotFoundError if there is no file, ValueError if it does not

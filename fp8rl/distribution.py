@@ -30,15 +30,16 @@ class Categorical:
 
     @staticmethod
     def noise(numbers: torch.Tensor) -> torch.Tensor:
-        """Noise float32 [..., `numbers(A)`] from uniform numbers in (0, 1) of that shape: Gumbel noise or, for two actions,
-        logistic noise, which is the difference of two Gumbel numbers."""
-        return numbers.logit() if numbers.shape[-1] == 1 else numbers.log().neg_().log_().neg_()
+        """Noise from uniform numbers in (0, 1), float32 [..., `numbers(A)`]: Gumbel noise of that shape or, for two actions,
+        logistic noise [...], which is the difference of two Gumbel numbers."""
+        return numbers.squeeze(-1).logit() if numbers.shape[-1] == 1 else numbers.log().neg_().log_().neg_()
 
     @staticmethod
     def sample(logits: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
         """Actions for given noise; without it the most likely ones."""
         if logits.shape[-1] == 2:
-            return (logits[..., 1:] - logits[..., :1] > noise).squeeze(-1).long()
+            first, second = logits.unbind(-1)
+            return (second - first > noise).long()
         return (logits + noise).contiguous().argmax(-1)
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
@@ -60,12 +61,13 @@ class Gaussian:
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
         """Outputs [..., 2 A] from means [..., A] and `spread`, float32. Adam moves a parameter by about the sum of its learning
         rates, by default 1.1 in a million steps. That is too little for the logarithm of a deviation, so `spread` is a quarter of
-        it."""
-        return torch.cat((mean, (4 * spread).clamp(*LOG_STD).expand_as(mean)), dim=-1)
+        it. The gradient passes the clamp, or a deviation beyond a bound would stay there for good."""
+        log_std = 4 * spread
+        bounded = log_std + (log_std.clamp(*LOG_STD) - log_std).detach()
+        return torch.cat((mean, bounded.expand_as(mean)), dim=-1)
 
     @staticmethod
     def numbers(num_actions: int) -> int:
-        """How many random numbers an action takes."""
         return num_actions
 
     @staticmethod
@@ -75,7 +77,6 @@ class Gaussian:
 
     @staticmethod
     def sample(outputs: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
-        """Actions for given noise, float32 [..., B, A]; without it the means."""
         mean, log_std = outputs.chunk(2, dim=-1)
         return mean + log_std.exp() * noise
 

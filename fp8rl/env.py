@@ -57,8 +57,8 @@ class TensorEnv:
         state_size: numbers in a state. num_actions, distribution: number of actions, with Categorical; or dimensions of an
         action in [-1, 1], with Gaussian. discount: of the returns by which an agent is judged. channels: of noise (`draw`).
         state: float32 [N, state_size]. obs: float32 [N, F]. done: bool [N], the last step ended the episode and the next resets.
-        seed, purpose: of starts and channels (rng.py), their iteration is `draws`, the number of calls of `draw` so far. An int64
-        tensor [S] of seeds has an equal share of the N for each, S agents one after the other.
+        seed, purpose: of starts and channels (rng.py), whose iteration is `draws`, the number of calls of `draw`. Of S seeds, an
+        int64 tensor, each has an equal share of the N, one after the other.
     """
 
     distribution, discount, channels = Categorical, 1.0, 0

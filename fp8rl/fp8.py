@@ -18,7 +18,7 @@ by e5m2. So the first product takes a free transpose of W, the second a copy of 
 both matrices. The CPU has no such rules, but they are enforced there too.
 
 A number that is not finite makes the scale NaN, so everything computed from the tensor is NaN and the optimizer step is skipped
-(precision.py). FP8 pays off only in wide layers on hardware that multiplies float8: `python -m fp8rl bench fp8` measures it.
+(precision.py). FP8 pays off only in wide layers on hardware that multiplies float8: benchmarks/fp8_layer.py measures it.
 """
 
 import math
@@ -51,7 +51,6 @@ class Quantized(NamedTuple):
         return Quantized(self.data.t().contiguous().t(), self.scale)
 
     def dequantize(self) -> torch.Tensor:
-        """data * scale in float32."""
         return self.data.float() * self.scale[..., None, None]
 
 
@@ -66,8 +65,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds to the nearest float8, ties to even, after clamping to the format's range. Without the clamp, e4m3 saturates from
-    torch 2.12 on and gives NaN before, and e5m2 gives infinity. NaN stays NaN."""
+    """Rounds to the nearest float8, ties to even. Without the clamp, e4m3 gives NaN before torch 2.12, and e5m2 infinity."""
     return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
@@ -145,10 +143,9 @@ class _Float8Matmuls(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in float8 and keeps its parameters in float32, under the same names as nn.Linear.
-
-    Forward takes float32 or bfloat16 [..., I] and returns float32 [..., O], with I and O multiples of 16. Rows, the inner
-    dimension of the weight gradient, are padded with zeros to a multiple of 16.
+    """A linear layer that multiplies in float8 and keeps its parameters in float32, under the same names as nn.Linear. Forward
+    takes float32 or bfloat16 [..., I] and returns float32 [..., O], with I and O multiples of 16. Rows, the inner dimension of
+    the weight gradient, are padded with zeros to a multiple of 16.
 
         >>> import torch
         >>> from fp8rl.fp8 import convert_linears
@@ -157,22 +154,13 @@ class Float8Linear(nn.Linear):
         {'0': None, '2': 'its 10 outputs are not a multiple of 16'}
         >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model
 
-    Attributes:
-        forward_type, backward_type: float8 types of inputs and weights, and of gradients. emulate: see `scaled_matmul`.
-        watcher: called for every tensor that is quantized, with its name ("input", "weight", "gradient"), the tensor and the
-            result; or None.
+    `forward_type`, `backward_type`: float8 types of inputs and weights, and of gradients. `emulate`: see `scaled_matmul`.
+    `watcher`, if any, is called for every tensor that is quantized, with its name (input, weight, gradient), it and the result.
     """
 
     forward_type, backward_type = E4M3, E5M2
     emulate: bool | None = None
     watcher: Callable[[str, torch.Tensor, Quantized], None] | None = None
-
-    @classmethod
-    def share(cls, linear: nn.Linear) -> "Float8Linear":
-        """A Float8Linear that shares the parameters of a linear layer."""
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
-        return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)
@@ -189,17 +177,19 @@ def convert_linears(model: nn.Module, forward: torch.dtype = E4M3, backward: tor
     for each linear layer, by name, None if it was converted, else the reason why not."""
     modules = model.named_modules(remove_duplicate=False)  # a tied layer appears under each of its names
     linears = {name: layer for name, layer in modules if type(layer) is nn.Linear}
-    reasons = {name: _disqualifies(name, layer) for name, layer in linears.items()}
+    reasons = {name: _misfit(name, layer) for name, layer in linears.items()}
     for name, reason in reasons.items():
         if reason is None:
             parent, _, child = name.rpartition(".")
-            layer = Float8Linear.share(linears[name])
+            linear = linears[name]
+            layer = Float8Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+            layer.weight, layer.bias = linear.weight, linear.bias
             layer.forward_type, layer.backward_type = forward, backward
             setattr(model.get_submodule(parent), child, layer)
     return reasons
 
 
-def _disqualifies(name: str, layer: nn.Linear) -> str | None:
+def _misfit(name: str, layer: nn.Linear) -> str | None:
     if not name:
         return "it is the whole model and cannot be swapped in place, wrap it in nn.Sequential"
     if layer.weight.dtype != torch.float32:

@@ -56,13 +56,14 @@ class Targets(NamedTuple):
 
 
 def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> Targets:
-    """V-trace targets and advantages (equations and source in the module's docstring).
+    """V-trace targets and advantages (equations and source in the module's docstring), from float32 values [T+1, B] of obs rows 0
+    to T; rewards and discounts [T, B], gamma or 0 after a termination; log_ratios [T, B], log pi - log mu of the actions taken,
+    or zeros to leave out the correction; valid, bool [T, B], False on dummy rows; and lambda in [0, 1].
 
-    Args:
-        values: float32 [T+1, B], the critic's values of obs rows 0..T, without gradient.
-        rewards, discounts: float32 [T, B]; a discount is gamma, or 0 after a termination.
-        log_ratios: float32 [T, B], log pi - log mu of the actions taken; zeros disable the correction.
-        valid: bool [T, B], False on dummy rows. lam: lambda in [0, 1].
+        >>> import torch
+        >>> ones, none = torch.ones(3, 4), torch.zeros(3, 4)
+        >>> vtrace(torch.zeros(4, 4), rewards=ones, discounts=0.9 * ones, log_ratios=none, valid=ones.bool()).value[:, 0]
+        tensor([2.7100, 1.9000, 1.0000])
     """
     ratio = log_ratios.exp()
     weight = ratio.clamp(max=1) * valid
@@ -95,31 +96,25 @@ def actor_critic_loss(
     all_reduce: Callable = only_here,
     targets_of: Callable = vtrace,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy.
-
-    Means are over valid rows. The policy term is -log pi(a|x) times the V-trace advantage, divided by its standard deviation +
-    FLOOR after its mean is subtracted (`normalize_advantage`), and 0 where PPO's rule says so (`clip`); the value loss is half
-    the squared distance to the V-trace target (Espeholt et al. 2018, section 4.2).
+    """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy, means over
+    valid rows. The policy term is -log pi(a|x) times the V-trace advantage, divided by its standard deviation + FLOOR after its
+    mean is subtracted (`normalize_advantage`), and 0 where PPO's rule says so (`clip`); the value loss is half the squared
+    distance to the V-trace target (Espeholt et al. 2018, section 4.2).
 
     Returns the loss (float32 scalar) and statistics without gradient: policy_loss, value_loss, entropy (nats), min_logp (smallest
     log-probability of an action taken) and ess (effective sample size of the ratios as a fraction of the rows: Kish,
     (sum rho)^2 / (n sum rho^2); 1 on-policy).
 
         >>> import torch
-        >>> from fp8rl.losses import Coefficients, Rollout, actor_critic_loss
         >>> flags, logp = torch.zeros(3, 4, dtype=torch.uint8), torch.full((3, 4), -0.69)
         >>> rollout = Rollout(torch.zeros(4, 4, 2), torch.ones(3, 4).long(), torch.ones(3, 4), flags, logp)
         >>> outputs, values = torch.zeros(4, 4, 2, requires_grad=True), torch.zeros(4, 4, requires_grad=True)
         >>> actor_critic_loss(outputs, values, rollout, Coefficients(gamma=0.9))[0].backward()
 
-    Args:
-        outputs, values: the model's, float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient. With an axis
-            of S agents before B in all arguments, every agent has its own means, loss and statistics, [S] each.
-        rollout: the transitions, with scaled rewards. coefficients: an object with the fields of Coefficients, such as a Config;
-            they are numbers, or tensors [S, 1] of one for each agent.
-        all_reduce: sums tensors over the processes that hold the other parts of the batch. Means are then over the whole batch,
-            and the loss, policy_loss, value_loss and entropy of the parts add up to those of the whole.
-        targets_of: computes the targets, as `vtrace` does.
+    `outputs` and `values` are the model's, float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient. With an
+    axis of S agents before B in all arguments, every agent has its own means, loss and statistics, [S] each. `coefficients` has
+    the fields of Coefficients, as a Config does: numbers, or tensors [S, 1]. `all_reduce` sums tensors over the processes that
+    hold the other parts of the batch, whose losses and entropies add up to those of the whole. `targets_of`: as `vtrace`.
     """
     config = coefficients or Coefficients()
     valid = rollout.valid

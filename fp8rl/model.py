@@ -69,6 +69,10 @@ class ActorCritic(nn.Module):
         """Maps observations [B, obs_size] and the previous state to outputs [B, A or 2 A] and the next state (None here)."""
         return self.outputs(self.actor(self.encode(obs))), None
 
+    def acting(self, rows: int) -> "ActorCritic":
+        """What acts in a rollout of so many environments: an object with `policy`, here the network itself."""
+        return self
+
     def step(self, obs: torch.Tensor, state=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Like `policy`, with values [B]: outputs, values and the next state."""
         return *self.heads(self.encode(obs)), None

@@ -82,22 +82,21 @@ def _words(seed: np.ndarray, purpose: str, iteration: np.ndarray, count: int) ->
 
 def _column(x, device) -> torch.Tensor:
     """A number or tensor [S] as int32 [1 or S, 1] with the same low 32 bits."""
-    x = (x if isinstance(x, torch.Tensor) else torch.tensor(x, device=device)).to(device).long().view(-1, 1)
+    x = torch.as_tensor(x, device=device).long().view(-1, 1)
     return torch.where(x >= 2**31, x - 2**32, x).int()
 
 
 def uniform(seed, purpose: str, iteration, shape: tuple[int, ...], device="cpu", halves: bool = False) -> torch.Tensor:
     """Float32 numbers in (0, 1), odd multiples of 2^-24 and so neither 0 nor 1: [*shape], or [S, *shape] for S seeds. Arguments
     as in `words`, a word for each number. With `halves` half a word for each, which gives odd multiples of 2^-17."""
-    size = math.prod(shape)
+    size, bits = math.prod(shape), 16 if halves else 23
     found = words(seed, purpose, iteration, (size + 1) // 2 if halves else size, device)
-    kept = 16 if halves else 23
     if isinstance(found, np.ndarray):
         found = np.ascontiguousarray(found).view(np.uint16) if halves else found >> 9
         found = torch.from_numpy(found.astype(np.float32))
     else:
         found = (found.contiguous().view(torch.int16).int() & 0xFFFF if halves else found >> 9 & 0x7FFFFF).float()
-    return found.mul_(2.0**-kept).add_(0.5 * 2.0**-kept)[..., :size].unflatten(-1, shape)
+    return found.mul_(2.0**-bits).add_(0.5 * 2.0**-bits)[..., :size].unflatten(-1, shape)
 
 
 def rows(seed, purpose: str, iteration, shape: tuple[int, int, int], device="cpu", halves: bool = False) -> torch.Tensor:

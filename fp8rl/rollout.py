@@ -147,9 +147,11 @@ class Collector:
     @torch.no_grad()
     def play(self, noise: torch.Tensor, starts: tuple, policy=None) -> Rollout:
         """The T steps with these numbers, by the policy of the model or of another object."""
-        before, mode = self.state, inference(self.env) if self.loop is unroll else contextlib.nullcontext()
+        before, mode, policy = self.state, contextlib.nullcontext(), policy or self.model
+        if self.loop is unroll:
+            mode, policy = inference(self.env), policy.acting(self.env.num_envs) if policy is self.model else policy
         with mode, self.precision.autocast():  # one region, so that autocast casts the weights once
-            (*rows, outputs), self.state = self.loop(policy or self.model, self.env, noise, starts, before)
+            (*rows, outputs), self.state = self.loop(policy, self.env, noise, starts, before)
         rows = [x.clone() if x.is_inference() else x for x in rows]
         if self.state is None:
             return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]))

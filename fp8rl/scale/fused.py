@@ -26,6 +26,21 @@ MANY = 2**16  # numbers in a hidden layer from which on arithmetic costs more th
 CHUNK = 16  # time steps that `compiled` combines: more take longer to compile, fewer leave more calls
 
 
+class FewRows:
+    """The policy of a network with the layers that it has now. Calling its modules would take as long as their
+    arithmetic."""
+
+    def __init__(self, model: ActorCritic):
+        self.outputs = model.outputs
+        *self.hidden, self.last = [(layer.weight, layer.bias) for layer in (model.inputs, *model.hidden, model.actor)]
+
+    def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
+        """Like ActorCritic.policy."""
+        for weight, bias in self.hidden:
+            obs = linear(obs, weight, bias).relu_()
+        return self.outputs(linear(obs, *self.last)), None
+
+
 class ManyRows(ActorCritic):
     """An ActorCritic that computes many rows with fewer passes over memory. Few rows give the same numbers as the plain one, bit
     for bit."""
@@ -33,6 +48,11 @@ class ManyRows(ActorCritic):
     def forward(self, obs, state=None, first=None):
         """Like ActorCritic.forward."""
         return self._in_one(obs) if self._fits(obs) else super().forward(obs, state, first)
+
+    def acting(self, rows: int):
+        """Like ActorCritic.acting."""
+        plain = all(type(layer) is nn.Linear for layer in (self.inputs, *self.hidden, self.actor))
+        return FewRows(self) if plain and rows * self.hidden_size < MANY else self
 
     def policy(self, obs, state=None):
         """Like ActorCritic.policy."""

@@ -45,6 +45,9 @@ class Normalized:
         """Like ActorCritic.step."""
         return super().step(self.normalize(obs), state)
 
+    def acting(self, rows: int):
+        return self  # with normalization
+
     @torch.no_grad()
     def watch(self, obs: torch.Tensor, all_reduce) -> None:
         """Keeps count and sums of observations [..., F] for `settle`. `all_reduce` sums tensors over processes."""
