@@ -40,7 +40,7 @@ from .precision import Precision
 from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
 from .report.statistics import iqm
-from .scale import growth, hardware, ranks
+from .scale import hardware, ranks
 from .scale.gym import EnvironmentFailed
 from .scale.machine import HERE, NETWORKS, Machine, maker
 from .scale.storage import ring_bytes
@@ -430,7 +430,7 @@ def predict_and_measure(
         machine: where.
         json_output: print one JSON object.
     """
-    before = growth.available(machine.on("store"))
+    before = hardware.available(machine.on("store"))
     run = build(config, machine)
     predicted = ring_bytes(config.rows, config.num_envs, run.ring.obs_size, config.layout, config.codec, run.ring.action_size)
     result = {

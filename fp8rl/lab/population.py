@@ -40,7 +40,7 @@ from ..losses import Targets, alone, vtrace
 from ..model import ActorCritic
 from ..precision import AUTOCAST, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rollout import Rollout, check_finite, collect, steps
-from ..scale import growth
+from ..scale import hardware
 from ..scale.storage import StoredRing, ring_bytes
 from ..tasks.by_id import TASKS
 from ..train import Run, Stream, failure
@@ -790,7 +790,7 @@ def require_room(configs: list[Config], device) -> None:
     Raises:
         MemoryError: it does not; the message has the largest that does.
     """
-    agents, free = len(configs), growth.available(device)
+    agents, free = len(configs), hardware.available(device)
     each = max(bytes_per_agent(config, device) for config in configs)
     if agents * each > free:
         need = f"needs about {agents * each / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}"

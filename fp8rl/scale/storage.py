@@ -36,7 +36,7 @@ from ..env import STATE_BOUNDS
 from ..replay import ReplayBuffer, action_spec
 from ..rollout import DUMMY, Rollout
 from .codec import DTYPES, Codec
-from .growth import require_room
+from .hardware import require_room
 
 FORMAT = "fp8rl-ring-2"
 CACHE = 2**20  # a typical size of a core's own cache, in bytes
