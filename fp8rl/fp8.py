@@ -18,7 +18,7 @@ by e5m2. So the first product takes a free transpose of W, the second a copy of 
 both matrices. The CPU has no such rules, but they are enforced there too.
 
 A number that is not finite makes the scale NaN, so everything computed from the tensor is NaN and the optimizer step is skipped
-(precision.py). FP8 pays off only in wide layers on hardware that multiplies float8: `python -m fp8rl bench fp8` measures it.
+(precision.py). FP8 pays off only in wide layers on hardware that multiplies float8: benchmarks/fp8_layer.py measures it.
 """
 
 import math
