@@ -38,12 +38,8 @@ class Loop:
     """Agents trained as one batch (lab/population.py); None is a single run."""
 
     def config(self, machine: Machine = HERE) -> Config:
-        """The config of the loop on a machine, by default in fp32. A compiled loop acts in fp32, because with so few rows 16 bits
-        are slower.
-
-        Raises:
-            ValueError: the machine has an option that a population does not have, or a number is out of range.
-        """
+        """The config of the loop on a machine, by default in fp32, in which a compiled loop always acts. Raises ValueError if the
+        machine has an option that a population does not have, or a number is out of range."""
         if self.agents is not None:
             self._check(machine)
         shape = {"num_envs": self.num_envs, "rollout_length": self.rollout_length, "slice_length": 1}
