@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
@@ -40,7 +40,7 @@ from .precision import Precision
 from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
 from .report.statistics import iqm
-from .scale import growth, hardware, ranks
+from .scale import hardware, ranks
 from .scale.gym import EnvironmentFailed
 from .scale.machine import HERE, NETWORKS, Machine, build, maker
 from .scale.storage import ring_bytes
@@ -382,32 +382,20 @@ def write_study(
 
 
 def measure(
-    what: tyro.conf.Positional[Literal["loop", "fp8"]] = "loop",
     loop: tyro.conf.OmitArgPrefixes[bench.Loop] = bench.Loop(),  # noqa: B008
     machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(reuse_forward=True),  # noqa: B008
     seconds: float = 5.0,
     json_output: Json = False,
-    out: Path = Path("benchmarks/results"),
 ) -> None:
-    """Measure speed on this machine.
+    """Measure how fast this machine trains without replay, against a floor; under torchrun, all processes together.
 
     Args:
-        what: loop, training without replay against its floor (under torchrun of all processes together); or fp8, one linear layer
-            in every precision over widths and batches, which needs FP8 hardware and is written to `out`.
         loop: what is trained.
         machine: where and how fast. Forward passes are reused where that is possible and, but for a population, only if that is
             faster. With few environments --compile is the fastest.
         seconds: how long to measure.
         json_output: print one JSON object.
-        out: folder for the result of fp8.
     """
-    if what == "fp8":
-        if json_output:
-            raise ValueError("json is for the loop: leave it out, fp8 writes its results to a JSON file in out")
-        path = bench.bench_fp8(out)
-        if path:
-            print(f"results in {path}")
-        return
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
     ranks.start(machine.devices)
@@ -429,7 +417,7 @@ def predict_and_measure(
         machine: where.
         json_output: print one JSON object.
     """
-    before = growth.available(machine.on("store"))
+    before = hardware.available(machine.on("store"))
     run = build(config, machine)
     predicted = ring_bytes(config.rows, config.num_envs, run.ring.obs_size, config.layout, config.codec, run.ring.action_size)
     result = {

@@ -15,7 +15,7 @@
     fp8+bf16   fp8, and bfloat16 for     as fp8                 as fp8
                the layers not in FP8
 
-A machine emulates types that it has no instructions for (on many CPUs bfloat16 and float16), many times slower than float32.
+A machine emulates types that it has no instructions for (on many CPUs bfloat16 and float16).
 
 In the core, parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no scaling. float16 ends at
 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss, unscales the gradients before clipping, skips the step and

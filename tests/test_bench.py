@@ -9,14 +9,6 @@ from fp8rl.report import bench
 from fp8rl.scale.machine import Machine
 
 
-@pytest.mark.parametrize(
-    "fp8, expected", [([9, 9, 9], None), ([9, 9, 1], 256), ([9, 1, 1], 128), ([1, 9, 1], 256), ([1, 1, 1], 64), ([1, 1, 9], None)]
-)
-def test_break_even_is_the_width_from_which_fp8_stays_faster(fp8, expected):
-    times = {width: {"fp8": seconds, "bf16": 5} for width, seconds in zip((64, 128, 256), fp8, strict=True)}
-    assert bench.break_even(times, "bf16") == expected
-
-
 @pytest.mark.parametrize("machine", [Machine(), Machine(reuse_forward=True), Machine(reuse_forward=True, compile=True)], ids=str)
 def test_what_is_left_open_is_taken_as_it_is_fastest(machine, monkeypatch):
     speeds, asked = {("fp32", False): 1, ("fp32", True): 2, ("bf16", False): 4, ("bf16", True): 3}, []
@@ -35,12 +27,6 @@ def test_what_is_left_open_is_taken_as_it_is_fastest(machine, monkeypatch):
     asked.clear()
     config, found = bench.Loop(16, 4, "fp32").fastest(machine)
     assert config.precision == "fp32" and found.reuse_forward is reuse and bool(asked) is reuse
-
-
-def test_every_precision_is_timed_on_the_same_work():
-    steps = bench.layer_steps(16, 32, ("fp32", "bf16", "fp8"), device="cpu")
-    times = bench.seconds_of(steps, rounds=2, round_seconds=0.001, device="cpu")
-    assert list(times) == ["fp32", "bf16", "fp8"] and all(seconds > 0 for seconds in times.values())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -68,21 +54,6 @@ def test_the_loop_learns_from_every_step_once_and_keeps_none():
     assert (config.num_envs, config.rollout_length, config.precision, config.collect_precision) == (16, 4, "fp32", None)
     assert (config.fresh_updates, config.replay_updates, config.eval_every) == (1, 0, 0)
     assert bench.Loop(16, 4, "bf16").config(Machine(compile=True)).collect_precision == "fp32"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_fp8_hardware_it_says_why_and_writes_nothing(tmp_path, capsys):
-    assert bench.bench_fp8(tmp_path) is None and not list(tmp_path.iterdir())
-    assert "needs a CUDA device of compute capability 8.9" in capsys.readouterr().out
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
-    path = bench.bench_fp8(tmp_path, widths=(64, 128), batches=(1024,))
-    if path is None:
-        pytest.skip("this GPU has no FP8")
-    assert torch.cuda.get_device_name().replace(" ", "_") in path.name and "break_even_width" in path.read_text()
 
 
 def test_the_floor_takes_the_layout_that_is_fastest(monkeypatch):

@@ -1,8 +1,11 @@
-"""The benchmarks that score agents, on runs of one iteration."""
+"""The benchmarks that score agents, on runs of one iteration; and the one of a layer in FP8."""
 
 from pathlib import Path
 
 import pytest
+import torch
+
+from fp8rl.report.bench import seconds_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,3 +32,42 @@ def test_mismatch_scores_as_the_tasks_do(monkeypatch):
     scores, divergence, new, replayed = mismatch.trained(tasks.LQR, "acting=e8m0", "right")
     assert (scores < 0).all() and divergence > 0 and 0 < new < 1 and 0 < replayed <= 1
     assert tasks.score(tasks.LQR, 1.05 * tasks.best_of(tasks.LQR)) == pytest.approx(-5)
+
+
+@pytest.mark.parametrize(
+    "fp8, expected", [([9, 9, 9], None), ([9, 9, 1], 256), ([9, 1, 1], 128), ([1, 9, 1], 256), ([1, 1, 1], 64), ([1, 1, 9], None)]
+)
+def test_break_even_is_the_width_from_which_fp8_stays_faster(fp8, expected):
+    import fp8_layer
+
+    times = {width: {"fp8": seconds, "bf16": 5} for width, seconds in zip((64, 128, 256), fp8, strict=True)}
+    assert fp8_layer.break_even(times, "bf16") == expected
+
+
+def test_every_precision_is_timed_on_the_same_work():
+    import fp8_layer
+
+    steps = fp8_layer.layer_steps(16, 32, ("fp32", "bf16", "fp8"), device="cpu")
+    times = seconds_of(steps, rounds=2, round_seconds=0.001, device="cpu")
+    assert list(times) == ["fp32", "bf16", "fp8"] and all(seconds > 0 for seconds in times.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_fp8_hardware_it_says_why_and_writes_nothing(tmp_path, capsys):
+    import fp8_layer
+
+    fp8_layer.main(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert "needs a CUDA device of compute capability 8.9" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
+    import fp8_layer
+
+    fp8_layer.main(tmp_path, widths=(64, 128), batches=(1024,))
+    if not list(tmp_path.iterdir()):
+        pytest.skip("this GPU has no FP8")
+    (path,) = tmp_path.iterdir()
+    assert torch.cuda.get_device_name().replace(" ", "_") in path.name and "break_even_width" in path.read_text()

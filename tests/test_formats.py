@@ -1,22 +1,4 @@
-"""Rounding to formats of few bits, against torch, ml_dtypes, a plain search of the table, and torchao.
-
-tests/data/torchao.npz holds `awkward_rows` and what torchao 0.18.0 makes of them, dequantized to float32: MX with the scale
-rounded down (ScaleCalculationMode.FLOOR), and NVFP4 with two levels of scales, each row its own tensor. `write_table` wrote it:
-
-    python tests/test_formats.py    # where torchao can be imported
-
-Where `same_convention` is False, torchao differs, and the comparison leaves it out:
-
-    MX, a scale below 2^-126    torchao divides by 2^-126 (its kernels make no subnormal scale) but stores 2^-127, so that its
-                                numbers come back half as large
-    NVFP4, small blocks         torchao's least scale of a block is the smallest normal e4m3 number, 2^-6, ours the subnormal 2^-9
-    NVFP4, tiny tensors         torchao multiplies by the reciprocal of the tensor's scale, which is infinite from 2^-128 down
-
-Multiplying by a rounded reciprocal moves some ties of NVFP4, too: there, either neighbour passes.
-"""
-
-import math
-from pathlib import Path
+"""Rounding to formats of few bits, against torch, ml_dtypes and a plain search of the table."""
 
 import ml_dtypes
 import numpy as np
@@ -27,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.fp8 import power_of_two_scale
-from fp8rl.lab.formats import DTYPES, Format, blocks, format_of, mx, nvfp4, rounded, scaled, unblocked
+from fp8rl.lab.formats import DTYPES, Format, format_of, rounded, scaled
 
-TABLE = Path(__file__).parent / "data" / "torchao.npz"
 IN_ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
@@ -39,7 +20,6 @@ IN_ML_DTYPES = {
     "e8m7": ml_dtypes.bfloat16,
     "e5m10": np.float16,
 }
-MX = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 SMALL = [Format(exponent, mantissa) for exponent in range(1, 8) for mantissa in range(8 - exponent)]
 UP, DOWN = torch.tensor(torch.inf), torch.tensor(-torch.inf)
 
@@ -167,7 +147,7 @@ def test_error_is_at_most_half_a_step(to, x):
 def test_strides_do_not_matter_and_the_input_is_kept():
     x, to = torch.randn(6, 10), format_of("e4m3")
     before = x.clone()
-    for function in (rounded, scaled, mx, lambda x, _: nvfp4(x)):
+    for function in (rounded, scaled):
         for view in (x.t(), x[:, ::2], x[:1].expand(6, 10)):
             assert_same_bits(function(view, to), function(view.contiguous(), to))
     assert_same_bits(x, before)
@@ -256,176 +236,7 @@ def test_a_bad_number_spoils_its_block_only(bad):
     assert scaled(x, format_of("e4m3"), 3).isnan().tolist() == [[True] * 3 + [False] * 3, [False] * 6]
 
 
-# Block formats of hardware
-
-
-def awkward_rows() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    normal = torch.randn(8, 3, 128, generator=generator) * torch.tensor([1e-30, 1e-6, 1e-3, 1, 10, 1e3, 1e6, 1e30])[:, None, None]
-    outliers = torch.randn(3, 128, generator=generator)
-    outliers[:, 77] = torch.tensor([100.0, -1e4, 1e9])
-    signs = torch.ones(128).copysign(torch.randn(128, generator=generator))
-    powers = torch.arange(128.0)
-    single = torch.zeros(128)
-    single[5] = -3.0
-    tie = torch.zeros(128)
-    tie[:4] = torch.tensor([12.0, 7.0, -5.0, 2.5])  # over a scale near 2
-    others = [
-        torch.zeros(128),
-        -torch.zeros(128),
-        single,
-        tie,
-        signs,
-        signs * 2 ** (powers - 64),
-        signs * 2 ** (powers % 8),
-        signs * 2 ** (powers // 8 - powers % 8),
-        signs * torch.finfo(torch.float32).max,
-        torch.randint(-64, 65, (128,), generator=generator) / 8,
-        *(torch.randn(5, 128, generator=generator) * torch.tensor([1e-34, 1e-36, 1e-38, 1e-40, 1e-44])[:, None]),
-    ]
-    return {
-        "whole": torch.cat((normal.flatten(0, 1), outliers, torch.stack(others))),
-        "ragged": normal[::2, :2, :50].flatten(0, 1),
-    }
-
-
-def by_torchao(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What torchao makes of rows, each a tensor of its own, padded with zeros to whole blocks."""
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.constants import DTYPE_FP6_E2M3, DTYPE_FP6_E3M2
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor
-    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
-
-    types = (*(DTYPES[name] for name in MX[:2]), DTYPE_FP6_E3M2, DTYPE_FP6_E2M3, torch.float4_e2m1fn_x2)
-    padded = F.pad(x, (0, -x.shape[1] % 32))
-    results = {
-        name: MXTensor.to_mx(padded, dtype, 32, scaling_mode=ScaleCalculationMode.FLOOR).dequantize(torch.float32)
-        for name, dtype in zip(MX, types, strict=True)
-    }
-    tensors = [NVFP4Tensor.to_nvfp4(row, per_tensor_scale=per_tensor_amax_to_scale(row.abs().amax())) for row in padded.split(1)]
-    results["nvfp4"] = torch.cat([tensor.dequantize(torch.float32) for tensor in tensors])
-    return {name: result[:, : x.shape[1]] for name, result in results.items()}
-
-
-def write_table() -> None:
-    import torchao
-
-    arrays = {"version": np.array(torchao.__version__)}
-    for key, x in awkward_rows().items():
-        arrays[key] = x.numpy()
-        arrays.update({f"{key} {name}": result.numpy() for name, result in by_torchao(x).items()})
-    TABLE.parent.mkdir(exist_ok=True)
-    np.savez_compressed(TABLE, **arrays)
-
-
-def same_convention(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Whether torchao rounds a number by the same rules (module docstring)."""
-    size = 16 if name == "nvfp4" else 32
-    largest = blocks(x, size).abs().amax(-1, keepdim=True)
-    if name == "nvfp4":
-        whole = x.abs().amax(-1)[:, None, None] / (6 * 448)
-        same = (whole >= 2.0**-126) & ((largest == 0) | (largest / 6 / whole >= 2**-6))
-    else:
-        _, limit = math.frexp(format_of(name).largest)
-        same = (largest == 0) | (largest >= 2.0 ** (limit - 1 - 126))
-    return unblocked(same.expand_as(blocks(x, size)), x)
-
-
-def assert_like_torchao(x: torch.Tensor, theirs: dict[str, torch.Tensor]) -> None:
-    for name in MX:
-        same = same_convention(x, name)
-        assert_same_bits(mx(x, format_of(name))[same], theirs[name][same])
-    ours = torch.cat([nvfp4(row) for row in x.split(1)])
-    tie = ((ours.double() + theirs["nvfp4"].double()) / 2 - x).abs() <= 2**-22 * x.abs()  # of float32's 24 bits
-    same = same_convention(x, "nvfp4") & ~(tie & (ours != theirs["nvfp4"]))
-    assert_same_bits(ours[same], theirs["nvfp4"][same])
-
-
-def stored(key: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    with np.load(TABLE) as table:
-        return torch.from_numpy(table[key]), {name: torch.from_numpy(table[f"{key} {name}"]) for name in (*MX, "nvfp4")}
-
-
-@pytest.mark.parametrize("key", ["whole", "ragged"])
-def test_block_formats_equal_the_table_of_torchao(key):
-    assert_like_torchao(*stored(key))
-
-
-def test_most_of_the_table_is_compared():
-    x, theirs = stored("whole")
-    assert all(same_convention(x, name).float().mean() > 0.8 for name in theirs)
-
-
-@pytest.mark.parametrize("key", ["whole", "ragged"])
-def test_block_formats_equal_torchao_where_it_is_installed(key):
-    pytest.importorskip("torchao.prototype.mx_formats")
-    x, theirs = stored(key)
-    for name, result in by_torchao(x).items():
-        assert_same_bits(result, theirs[name])
-    for magnitude in (1e-20, 1e-3, 1, 1e3, 1e20):
-        x = torch.randn(64, x.shape[1]) * magnitude
-        assert_like_torchao(x, by_torchao(x))
-
-
-@pytest.mark.parametrize("name", MX)
-def test_mx_of_tiny_blocks_searches_the_table_too(name):
-    """Where torchao does otherwise: the scale is at least 2^-127."""
-    to, x = format_of(name), torch.randn(4, 32) * torch.tensor([1e-36, 1e-38, 1e-40, 1e-44])[:, None]
-    _, limit = math.frexp(to.largest)
-    for row, ours in zip(x, mx(x, to), strict=True):
-        _, exponent = math.frexp(row.abs().max().item())
-        table = to.numbers().double() * 2.0 ** max(exponent - limit, -127)
-        nearest = (row.double().abs()[:, None] - table).abs().min(1).values
-        assert torch.isin(ours.double().abs(), table).all() and ((ours.double() - row).abs() == nearest).all()
-
-
-def test_mx_saturates_only_within_the_largest_binade():
-    x = torch.tensor([[1.99, -1.75, 1.74, 0.5]])
-    assert mx(x, format_of("e4m3")).tolist() == [[1.75, -1.75, 1.75, 0.5]]
-
-
-@given(x=rows, power=st.integers(-20, 20), name=st.sampled_from(MX))
-def test_a_power_of_two_passes_through_mx(x, power, name):
-    assert_same_bits(mx(x * 2.0**power, format_of(name)), mx(x, format_of(name)) * 2.0**power)
-
-
-def test_nvfp4_gives_a_small_block_the_smallest_subnormal_scale():
-    """Where torchao does otherwise: 2^-9 of the tensor's scale, here 1."""
-    x = torch.zeros(1, 32)
-    x[0, 0], x[0, 16:19] = 6 * 448, torch.tensor([6.0, -3.0, 0.5]) * 2**-9
-    assert_same_bits(nvfp4(x), x)
-
-
-def test_nvfp4_keeps_a_block_of_zeros_and_a_bad_number_spoils_the_tensor():
-    x = torch.stack((torch.zeros(20), torch.ones(20)))
-    assert_same_bits(nvfp4(x)[0], x[0])
-    x[0, 0] = torch.inf
-    assert nvfp4(x).isnan().all()
-
-
-@pytest.mark.parametrize("magnitude", [0.0, 1e-44, 1e-42])
-def test_nvfp4_of_a_tensor_of_zeros_or_tiny_numbers_is_finite(magnitude):
-    x = torch.full((2, 20), magnitude)
-    y = nvfp4(x)
-    assert y.isfinite().all() and ((y - x).abs() <= x).all()
-
-
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_mx_does_not_give_wrong_numbers_beside_a_bad_one(bad):
-    first, second = mx(torch.tensor([[bad, 1000.0]]), format_of("e4m3"))[0]
-    assert first.isnan() and (second.isnan() or (second - 1000).abs() <= 32)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
 def test_other_types_are_refused(dtype):
     with pytest.raises(TypeError, match="cast it to float32"):
         rounded(torch.ones(2, dtype=dtype), format_of("e4m3"))
-
-
-@pytest.mark.parametrize("shape", [(0, 40), (3, 0)])
-def test_mx_takes_empty_tensors(shape):
-    assert mx(torch.empty(shape), format_of("e2m1")).shape == shape
-
-
-if __name__ == "__main__":
-    write_table()

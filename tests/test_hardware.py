@@ -1,14 +1,20 @@
 import os
 import platform
+import resource
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
+from helpers import forked
 
+from fp8rl.config import Config
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.scale import hardware
+from fp8rl.scale.machine import Machine, build
+from fp8rl.train import train
 
 PRETENDED = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # a processor without 16-bit arithmetic
 ASK = """
@@ -63,3 +69,48 @@ def test_description_says_what_computes_where():
     precision = Precision("fp8")
     described = hardware.describe(precision, precision.prepare(ActorCritic()))
     assert described == "fp8 on cpu, emulated: FP8 in hidden, not in inputs, actor, critic"
+
+
+def test_room():
+    assert 0 < hardware.available() < 2**50
+    hardware.require_room(hardware.available() // 2)
+    with pytest.raises(MemoryError, match=r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity, .*memmap"):
+        hardware.require_room(2**60)
+
+
+def test_a_container_s_limit_is_room_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "Path", lambda _: tmp_path)
+    before = hardware.available()
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 300\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert hardware.available() > before / 2
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert hardware.available() == 4300
+    (tmp_path / "memory.max").write_text("600\n")
+    assert hardware.available() == 0
+
+
+def train_below_a_limit(folder) -> None:
+    torch.set_num_threads(1)
+    limit = psutil.Process().memory_info().data + 256 * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    config = Config(capacity=25_000_000, steps=1024, eval_episodes=1)  # 450 MB
+    with pytest.raises(MemoryError, match=r"^replay needs 450,000,000 bytes and cpu has "):
+        build(config)
+    run = train(build(config, Machine(memmap=folder)), progress=False)
+    assert (run.ring.nbytes, run.ring.size) == (450_000_000, 64)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds private memory to RLIMIT_DATA")
+def test_a_ring_beyond_a_set_limit_is_refused_in_ram_and_works_in_a_folder(tmp_path):
+    process = forked(train_below_a_limit, tmp_path / "ring")
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_cuda_blocks_that_torch_would_use_again_are_available(monkeypatch):
+    numbers = {"mem_get_info": (100, 1000), "memory_reserved": 70, "memory_allocated": 30}
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert hardware.available("cuda") == 140

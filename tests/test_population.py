@@ -247,7 +247,7 @@ def test_memory_is_foreseen(precision, tmp_path):
 
 
 def test_what_does_not_fit_is_refused():
-    little = unittest.mock.patch.object(population.growth, "available", return_value=10**7)
+    little = unittest.mock.patch.object(population.hardware, "available", return_value=10**7)
     with pytest.raises(ValueError, match="configs is empty: give at least one"):
         Population([])
     with little, pytest.raises(MemoryError, match=r"30 agents needs .* use at most 9 agents"):

@@ -17,14 +17,10 @@ fp8.cast (torch's own casts give infinity in float16, bfloat16 and e5m2). What i
 so does a tensor or block whose scale it decides.
 
 Few exponent bits cover few magnitudes, so numbers are divided by a scale first: one for a tensor, a row or a block, from its own
-largest magnitude. A power of two costs no accuracy (fp8.py). Two block formats of current hardware stand here as well:
-
-    MX      blocks of 32, a power of two: of the largest magnitude, rounded down, so that the largest may saturate
-    NVFP4   blocks of 16 of e2m1, a scale in e4m3 and one in float32 for the whole tensor
+largest magnitude. A power of two costs no accuracy (fp8.py).
 """
 
 import functools
-import math
 import re
 from typing import NamedTuple
 
@@ -126,24 +122,3 @@ def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
 def unblocked(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The rows [..., N] that `blocks` split."""
     return x.flatten(-2)[..., : like.shape[-1]]
-
-
-def mx(x: torch.Tensor, to: Format) -> torch.Tensor:
-    """Rounds rows [..., N] to MXFP8 (e4m3, e5m2), MXFP6 (e3m2, e2m3) or MXFP4 (e2m1): blocks of 32, each with a scale 2^(e - k),
-    where 2^e is the power of two at or below its largest magnitude and 2^k at or below the format's (OCP specification, 6.3)."""
-    parts = blocks(x, 32)
-    largest = parts.abs().amax(-1, keepdim=True)
-    (_, exponent), (_, limit) = torch.frexp(largest), math.frexp(to.largest)
-    scale = torch.ldexp(torch.ones_like(largest), (exponent - limit).clamp(-127, 127)).where(largest.isfinite(), torch.nan)
-    return unblocked(rounded(parts / scale, to).mul_(scale), x)
-
-
-def nvfp4(x: torch.Tensor) -> torch.Tensor:
-    """Rounds rows [..., N] to NVFP4: e2m1 in blocks of 16, a block's largest magnitude becoming 6. The scales of the blocks are
-    e4m3, after division by a float32 scale of the whole tensor that makes the largest of them 448."""
-    element, of_scales = format_of("e2m1"), format_of("e4m3")
-    whole = (x.abs().amax() / (element.largest * of_scales.largest)).clamp(min=2.0**-126)  # or 0 would be divided by 0
-    parts = blocks(x, 16)
-    scale = parts.abs().amax(-1, keepdim=True) / element.largest / whole
-    scale = rounded(scale.clamp(min=of_scales.smallest), of_scales) * whole
-    return unblocked(rounded(parts / scale, element).mul_(scale), x)

@@ -41,7 +41,7 @@ from ..model import ActorCritic, in_order
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
 from ..rollout import Collector, Rollout, check_finite
-from ..scale import graphs, growth
+from ..scale import graphs, hardware
 from ..scale.storage import StoredRing, ring_bytes
 from ..tasks.by_id import task_of
 from ..train import PATIENCE, Learner, Parts, Run, make_network, reason_of, stuck
@@ -770,7 +770,7 @@ def require_room(configs: list[Config], device) -> None:
     Raises:
         MemoryError: it does not; the message has the largest that does.
     """
-    agents, free = len(configs), growth.available(device)
+    agents, free = len(configs), hardware.available(device)
     each = max(bytes_per_agent(config, device) for config in configs)
     if agents * each > free:
         need = f"needs about {agents * each / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}"

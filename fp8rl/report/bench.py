@@ -1,30 +1,19 @@
-"""Benchmarks that need only this package.
+"""How fast does the loop train, and how far is that from what the machine could do? `python -m fp8rl bench` measures it.
 
-`python -m fp8rl bench`: how fast does the loop train, and how far is that from what the machine could do? Every environment step
-is learned from once, without replay. The floor is only the loop's matmuls, at the same shapes and in the same precision, one
-after the other with preallocated outputs, each matrix row-major or column-major, whichever is fastest here: no loop that
-multiplies these matrices can be faster. Loop and floor alternate.
-
-`python -m fp8rl bench fp8`: from which width on is FP8 faster? One square linear layer, forward and backward, in fp32, tf32, bf16
-and fp8. FP8 here quantizes dynamically with plain tensor operations, so its time includes finding maxima, casting and changing
-layouts; that overhead grows with the bytes, the matmul with the bytes times the width. The width at which they balance is
-measured per batch size, and only on hardware with FP8 tensor cores: elsewhere the float8 numbers are multiplied in float32 and a
-time would be meaningless.
+Every environment step is learned from once, without replay. The floor is only the loop's matmuls, at the same shapes and in the
+same precision, one after the other with preallocated outputs, each matrix row-major or column-major, whichever is fastest here:
+no loop that multiplies these matrices can be faster. Loop and floor alternate.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from torch import nn
 
 from ..config import Config
 from ..lab.population import Population
@@ -32,13 +21,9 @@ from ..precision import PRECISIONS as RULES
 from ..precision import Precision, available_precisions
 from ..rollout import Around
 from ..scale import ranks
-from ..scale.hardware import arithmetic, is_emulated
+from ..scale.hardware import is_emulated
 from ..scale.machine import HERE, Machine, build
 from ..train import iterate
-
-PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
-WIDTHS = tuple(2**n for n in range(6, 14))
-BATCHES = (1024, 4096, 16384, 65536)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +44,8 @@ class Loop:
     """Layers of the network."""
 
     def config(self, machine: Machine = HERE) -> Config:
-        """The config of the loop on a machine, by default in fp32. A compiled loop acts in fp32, because with so few rows 16 bits
-        are slower.
-
-        Raises:
-            ValueError: the machine has an option that a population does not have, or a number is out of range.
-        """
+        """The config of the loop on a machine, by default in fp32, in which a compiled loop always acts. Raises ValueError if the
+        machine has an option that a population does not have, or a number is out of range."""
         if self.agents is not None:
             self._check(machine)
         shape = {"num_envs": self.num_envs, "rollout_length": self.rollout_length, "slice_length": 1}
@@ -235,28 +216,6 @@ def fastest_product(
     return triples[min(seconds, key=seconds.get)]
 
 
-def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") -> dict:
-    """For each precision a function that runs one layer forward and backward: name -> callable. All share one input and one
-    output gradient, which take most of the memory."""
-    x = torch.randn(batch, width, device=device, requires_grad=True)
-    grad = torch.randn(batch, width, device=device)
-
-    def step_of(name):
-        precision = Precision(name, device)
-        layer = precision.prepare(nn.Sequential(nn.Linear(width, width)))
-
-        def step():
-            layer.zero_grad()
-            x.grad = None
-            with precision.autocast():  # includes the backward pass, for the TF32 switch
-                y = layer(x)
-                y.backward(grad.to(y.dtype))
-
-        return step
-
-    return {name: step_of(name) for name in precisions}
-
-
 def seconds_of(steps: dict, rounds: int = 7, round_seconds: float = 0.05, device="cuda") -> dict[str, float]:
     """Median seconds of each callable over rounds that alternate between them, each long enough for the clock's resolution."""
 
@@ -273,42 +232,3 @@ def seconds_of(steps: dict, rounds: int = 7, round_seconds: float = 0.05, device
     repeats = {name: max(1, int(round_seconds / timed(step, 1))) for name, step in steps.items()}
     rounds = [{name: timed(step, repeats[name]) for name, step in steps.items()} for _ in range(rounds)]
     return {name: statistics.median(times[name] for times in rounds) for name in steps}
-
-
-def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
-    """The smallest width from which fp8 is faster than another precision at every larger width; None if it is slower at the
-    largest.
-
-    Args:
-        times: width -> precision -> seconds.
-        against: the other precision.
-    """
-    width = None
-    for candidate in sorted(times, reverse=True):
-        if times[candidate]["fp8"] >= times[candidate][against]:
-            break
-        width = candidate
-    return width
-
-
-def bench_fp8(out: Path, widths=WIDTHS, batches=BATCHES) -> Path | None:
-    """Measures and writes `out`/fp8_layer_HARDWARE.json; without FP8 hardware prints a message and returns None."""
-    if not torch.cuda.is_available() or arithmetic("cuda") != "hardware":
-        print("bench fp8 skipped: it needs a CUDA device of compute capability 8.9 or higher, and there is none here")
-        return None
-    name = torch.cuda.get_device_name()
-    path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
-    if path.exists():
-        raise FileExistsError(f"out holds {path.name} already: choose another folder or move it away")
-    result = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
-    result |= {"seconds": {}, "break_even_width": {}}
-    out.mkdir(parents=True, exist_ok=True)
-    for batch in batches:
-        times = result["seconds"][batch] = {}
-        for width in widths:
-            times[width] = seconds_of(layer_steps(width, batch))
-            path.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may run out of memory
-        result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:-1]}
-        print(f"batch {batch}: fp8 is faster from width", result["break_even_width"][batch], flush=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path

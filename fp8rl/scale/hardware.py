@@ -1,14 +1,17 @@
-"""What this machine can do, and what it emulates."""
+"""What this machine can do, what it emulates, and how much memory is free."""
 
 import contextlib
 import ctypes
 import functools
 import os
 import platform
+import resource
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
 
@@ -66,6 +69,35 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its largest value
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def available(device="cpu") -> int:
+    """Bytes still free on a device: CUDA memory, or RAM within the limits of this process and its cgroup (v2)."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # blocks that torch would reuse
+        return torch.cuda.mem_get_info(device)[0] + unused
+    left = [psutil.virtual_memory().available]
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
+        free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        left.append(free + int(stat["inactive_file"]))  # file pages that the kernel drops when memory is needed
+    if sys.platform == "linux":  # other kernels do not enforce these
+        used = psutil.Process().memory_info()
+        for limit, taken in ((resource.RLIMIT_DATA, used.data), (resource.RLIMIT_AS, used.vms)):
+            if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
+                left.append(resource.getrlimit(limit)[0] - taken)
+    return max(0, min(left))
+
+
+def require_room(needed: int, device="cpu") -> None:
+    """Checks that an allocation fits before it is made: RAM is handed out lazily, so too large a buffer would fail half-way.
+    Raises MemoryError for more than `available`."""
+    free = available(device)
+    if needed > free:
+        remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
+        raise MemoryError(f"replay needs {needed:,} bytes and {device} has {free:,} free: {remedy}")
 
 
 def describe(precision: Precision, model: nn.Module) -> str:

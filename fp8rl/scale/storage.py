@@ -36,7 +36,7 @@ from ..env import STATE_BOUNDS
 from ..replay import ReplayBuffer, action_spec
 from ..rollout import DUMMY, Rollout
 from .codec import DTYPES, Codec
-from .growth import require_room
+from .hardware import require_room
 
 FORMAT = "fp8rl-ring-2"
 CACHE = 2**20  # a typical size of a core's own cache, in bytes
@@ -236,7 +236,7 @@ class StoredRing(ReplayBuffer):
     def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
         field = self.fields[name].flatten(0, 1)
         size = field.stride(0) * field.itemsize  # bytes per row
-        # View a row of small numbers as one larger number, which is copied faster.
+        # A row of small numbers is copied as one larger number.
         rows = field.view(_INTEGER[size]).squeeze(-1) if field.ndim > 1 and size in _INTEGER else field
         if field.nbytes > CACHE and self.device.type == "cpu":
             # Prefetch: read one row of every cache line first and discard the result. The processor then waits for many lines at

@@ -1,0 +1,89 @@
+"""From which width on is FP8 faster? One square linear layer, forward and backward, in fp32, tf32, bf16 and fp8.
+
+FP8 here quantizes dynamically with plain tensor operations, so its time includes finding maxima, casting and changing layouts;
+that overhead grows with the bytes, the matmul with the bytes times the width. The width at which they balance is measured per
+batch size, and only on hardware with FP8 tensor cores: elsewhere the float8 numbers are multiplied in float32 and a time would be
+meaningless, so the script says so and writes nothing. Otherwise it writes fp8_layer_HARDWARE.json.
+
+    python benchmarks/fp8_layer.py [OUT]     # benchmarks/results by default
+"""
+
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fp8rl.precision import Precision
+from fp8rl.report.bench import seconds_of
+from fp8rl.scale.hardware import arithmetic
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
+WIDTHS = tuple(2**n for n in range(6, 14))
+BATCHES = (1024, 4096, 16384, 65536)
+
+
+def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") -> dict:
+    """For each precision a function that runs one layer forward and backward: name -> callable. All share one input and one
+    output gradient, which take most of the memory."""
+    x = torch.randn(batch, width, device=device, requires_grad=True)
+    grad = torch.randn(batch, width, device=device)
+
+    def step_of(name):
+        precision = Precision(name, device)
+        layer = precision.prepare(nn.Sequential(nn.Linear(width, width)))
+
+        def step():
+            layer.zero_grad()
+            x.grad = None
+            with precision.autocast():  # includes the backward pass, for the TF32 switch
+                y = layer(x)
+                y.backward(grad.to(y.dtype))
+
+        return step
+
+    return {name: step_of(name) for name in precisions}
+
+
+def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
+    """The smallest width from which fp8 is faster than another precision at every larger width; None if it is slower at the
+    largest.
+
+    Args:
+        times: width -> precision -> seconds.
+        against: the other precision.
+    """
+    width = None
+    for candidate in sorted(times, reverse=True):
+        if times[candidate]["fp8"] >= times[candidate][against]:
+            break
+        width = candidate
+    return width
+
+
+def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
+    if not torch.cuda.is_available() or arithmetic("cuda") != "hardware":
+        print("fp8_layer skipped: it needs a CUDA device of compute capability 8.9 or higher, and there is none here")
+        return
+    name = torch.cuda.get_device_name()
+    path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
+    if path.exists():
+        sys.exit(f"{out} holds {path.name} already: choose another folder or move it away")
+    result = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    result |= {"seconds": {}, "break_even_width": {}}
+    out.mkdir(parents=True, exist_ok=True)
+    for batch in batches:
+        times = result["seconds"][batch] = {}
+        for width in widths:
+            times[width] = seconds_of(layer_steps(width, batch))
+            path.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may run out of memory
+        result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:-1]}
+        print(f"batch {batch}: fp8 is faster from width", result["break_even_width"][batch], flush=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"results in {path}")
+
+
+if __name__ == "__main__":
+    main(Path(*sys.argv[1:] or ["benchmarks/results"]))
