@@ -70,7 +70,7 @@ def _eight(seed: int, purpose: str, block: int, count: int) -> np.ndarray:
 
 def _words(seed: np.ndarray, purpose: str, iteration: np.ndarray, count: int) -> np.ndarray:
     """`words` in NumPy, [S or 1, count], a few counters at a time."""
-    seed, iteration = (x.astype(np.uint32).reshape(-1, 1) for x in np.broadcast_arrays(seed, iteration))
+    seed, iteration = np.broadcast_arrays(*(x.astype(np.uint32).reshape(-1, 1) for x in (seed, iteration)))
     index, kind = np.arange((count + 1) // 2, dtype=np.uint32), np.full((1, 1), PURPOSES.index(purpose), np.uint32)
     found, agents = np.empty((len(seed), len(index), 2), np.uint32), max(1, CHUNK // len(index))
     for own in (slice(first, first + agents) for first in range(0, len(seed), agents)):
