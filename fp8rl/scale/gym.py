@@ -11,6 +11,7 @@ but wrong after a truncation by discount_t (V(x_t) - V(x_{t+1})). Alternatively 
 
 import contextlib
 import functools
+import secrets
 import signal
 import threading
 import warnings
@@ -337,7 +338,7 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
         if not 1 <= self.max_episode_steps <= MAX_STEPS:
             raise ValueError(f"max_episode_steps is {max_episode_steps}: use a number from 1 to {MAX_STEPS}")
         observed = {"extra_features": extra_features, "hide_velocity": hide_velocity}
-        self.env = Cart(num_envs, start_noise, **observed)
+        self.env = Cart(num_envs, start_noise, seed=secrets.randbits(32), **observed)  # until `reset` is given one
         self.own = {}  # own generators of environments, by index
         self.num_envs = num_envs
         self.render_mode = render_mode
@@ -349,10 +350,10 @@ class CustomVectorEnv(gymnasium.vector.VectorEnv):
         """Resets every environment, or those where `options["reset_mask"]`, bool [N], is True; the others stay as they are.
 
         Args:
-            seed: an integer seeds one generator, from which all environments take their starts and their noise. A list gives
-                environment i its own generator for seed[i], with the same numbers as a CustomEnv of that seed, whatever the
-                others do, until another seed is given; None keeps its generator. With a mask an integer means the list seed, seed
-                + 1, ..., and seeds are ignored where the mask is False.
+            seed: an integer is that of all starts and noise (rng.py). A list gives environment i its own generator for seed[i],
+                with the same numbers as a CustomEnv of that seed, whatever the others do, until another seed is given; None keeps
+                its generator. With a mask an integer means the list seed, seed + 1, ..., and seeds are ignored where the mask is
+                False.
 
         Raises:
             ValueError: an invalid list of seeds, or a mask that is not bool [N] with at least one True.
