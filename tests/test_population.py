@@ -3,6 +3,7 @@ import functools
 import itertools
 import math
 import unittest.mock
+from collections import Counter
 
 import numpy as np
 import psutil
@@ -11,6 +12,7 @@ import torch
 from helpers import SHORT, after, forked
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl import fp8
 from fp8rl.config import Config
@@ -414,6 +416,34 @@ def test_a_population_continues_from_its_state():
     train(again, progress=False)
     assert torch.equal(whole.model.theta, again.model.theta)
     assert whole.history.each[3].columns["loss"] == again.history.each[3].columns["loss"]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that torch dispatches, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("formats", ["", "weights=e4m3:stochastic"])
+def test_more_agents_take_no_more_calls(formats):
+    """Of what they compute together: up to CHUNK of them."""
+    found = []
+    for agents in (4, 8):
+        run = Population([Config(seed=seed, formats=formats, **SHORT) for seed in range(agents)])
+        for _ in range(2):  # the second has what is made only once
+            with Counted() as counted:
+                rollout = run.collect()
+                run.ring.append(rollout)
+                run.update(rollout)
+                run.update(run.sample(1))
+        found.append(counted.calls)
+    assert found[0] == found[1] and agents <= population.CHUNK
 
 
 def test_a_caller_s_autocast_changes_nothing():
