@@ -29,7 +29,7 @@ from fp8rl.scale.hardware import hardware
 from fp8rl.train import iterate
 
 SEEDS = range(3021, 3085, 2)  # one process's share of seeds 3000 up when two trained them: the same bits on the same processor
-COPIES = range(500, 500 + len(SEEDS))  # seeds of the copies' random streams
+COPIES = range(500, 500 + len(SEEDS))  # of the copies' random numbers
 BEFORE = {
     "env_id": "CartPole-v1",
     "gamma": 0.985,
@@ -92,8 +92,7 @@ def of_agent(state, agent: int):
 
 def excursions(population: Population) -> np.ndarray:
     """How far the cart of each agent gets from the middle in greedy episodes, on average, float32 [S]."""
-    stream = torch.Generator().manual_seed(0)
-    env = environments(population.config, 100, [0.05] * population.agents, [stream], "cpu")
+    env = environments(population.config, 100, [0.05] * population.agents, torch.zeros_like(population.seed), "evaluation starts")
     policy, far, live = population.model.policy("learner"), torch.zeros(env.num_envs), torch.ones(env.num_envs)
 
     def act(obs):
@@ -108,8 +107,8 @@ def excursions(population: Population) -> np.ndarray:
 def line(kind: str, arm: str, state: dict, agent: int) -> str:
     """An arm's line of the table."""
     copies = Population([Config(**BEFORE | ARMS[arm] | {"seed": seed}) for seed in COPIES])
-    own = {"generator": copies.generator.state_dict(), "scaler": copies.scaler.state_dict()}  # float16 has a loss scale
-    copies.load_state_dict(of_agent(state, agent) | copy.deepcopy(own))
+    own = {"scaler": copy.deepcopy(copies.scaler.state_dict())}  # float16 has a loss scale
+    copies.load_state_dict(of_agent(state, agent) | own)
     begin = len(copies.history)
     for _ in iterate(copies):
         pass

@@ -12,6 +12,7 @@ transitions) and a ring of 100 N; the first fifth of a run's iterations is left 
     python benchmarks/processes.py benchmarks/results/processes.md
 """
 
+import itertools
 import multiprocessing
 import os
 import socket
@@ -153,11 +154,11 @@ def collecting_table() -> list[str]:
     kinds |= {f"{name}CartPole-v1": ("sync", "async") for name in ("Busy", "Waiting")}
     lines = ["Collecting alone, steps per second, and how many times sync's:", ""]
     lines += ["| environment | copies | sync | async | vector_entry_point |", "| --- " * 5 + "|"]
-    model, precision, generator = ActorCritic(4), Precision("fp32"), torch.Generator()
+    model, precision, count = ActorCritic(4), Precision("fp32"), itertools.count()
     for env_id, vectorizations in kinds.items():
         for n in (4, 16):
             envs = {name: GymEnv(env_id, n, vectorization=name) for name in vectorizations}
-            steps = {name: lambda e=env: collect(model, e, 32, precision, generator) for name, env in envs.items()}
+            steps = {name: lambda e=env: collect(model, e, 32, precision, iteration=next(count)) for name, env in envs.items()}
             seconds = bench.seconds_of(steps, ROUNDS, 0.6, device="cpu")
             for env in envs.values():
                 env.close()

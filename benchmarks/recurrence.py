@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fp8rl.config import Config
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate
 from fp8rl.report import study
 from fp8rl.scale.hardware import hardware
@@ -37,7 +37,7 @@ def run(config: Config) -> list[float]:
     """Trains and gives the mean return from each range of starts."""
     trained, returns = train(build(config), progress=False), []
     for start in STARTS:
-        env = BatchedEnv(100, start, generator=torch.Generator().manual_seed(0), hide_velocity=config.hide_velocity)
+        env = Cart(100, start, hide_velocity=config.hide_velocity, purpose="evaluation starts")
         returns.append(float(evaluate(trained.model, env, trained.precision).mean()))
     return returns
 

@@ -128,12 +128,12 @@ def floor_of(ring: StoredRing, batches: int = 128):
 
 def contestants(capacity: int, folder: Path) -> dict:
     """Full buffers of a capacity: name -> function that draws a batch."""
-    draws = {}
+    draws, numbers = {}, itertools.count()
     for layout, codec, mapped in itertools.product(("compact", "full"), ("fp32", "int8", "fp8"), (False, True)):
         place = folder / f"{layout}-{codec}" if mapped else None
         ring = our_ring(capacity, layout=layout, codec=codec, folder=place)
         name = f"fp8rl {layout} {codec}, {'memmap' if mapped else 'RAM'}"
-        draws[name] = lambda ring=ring: ring.sample(SLICES, LENGTH)
+        draws[name] = lambda ring=ring: ring.sample(SLICES, LENGTH, iteration=next(numbers))
         if (layout, codec) == ("compact", "fp32"):
             draws[f"floor of {name}"] = floor_of(ring)
     draws["TorchRL, RAM"] = torchrl_buffer(capacity).sample

@@ -34,7 +34,7 @@ import torch
 import zoo
 
 from fp8rl.config import Config
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 from fp8rl.history import History
 from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.report import plot, study
@@ -78,8 +78,8 @@ Found = dict[tuple[str, str, int], Seed]  # by task, arm and seed
 def best_of(task: str) -> float:
     """The best return of an evaluation's 100 starts, on the carts."""
     if task == CART:
-        return optimal_returns(BatchedEnv(100, generator=torch.Generator().manual_seed(0)).state).mean().item()
-    return -lqr.optimal_cost(lqr.Lqr(100, generator=torch.Generator().manual_seed(0)).obs).mean().item()
+        return optimal_returns(Cart(100, purpose="evaluation starts").state).mean().item()
+    return -lqr.optimal_cost(lqr.Lqr(100, purpose="evaluation starts").obs).mean().item()
 
 
 def above_optimum(returns: np.ndarray) -> np.ndarray:

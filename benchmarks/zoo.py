@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fp8rl.config import Config
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 from fp8rl.evaluate import play
 from fp8rl.history import History
 from fp8rl.tasks.by_id import TASKS
@@ -89,9 +89,7 @@ class Judge:
         """Adds a row of steps, seconds and mean return of the greedy policy."""
         self.seconds += time.process_time() - self.resumed
         normalizer = self.model.get_vec_normalize_env()
-        starts = torch.Generator().manual_seed(0)
-        task = TASKS.get(self.config.env_id, BatchedEnv)
-        env = task(self.config.eval_episodes, generator=starts)
+        env = TASKS.get(self.config.env_id, Cart)(self.config.eval_episodes, purpose="evaluation starts")
         largest = getattr(self.model.action_space, "high", None)  # of a push; there is none of a choice
 
         def policy(obs: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from helpers import run_cli
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.config import Config
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.storage import StoredRing
 from fp8rl.train import Run, iterate
@@ -389,14 +389,12 @@ def test_a_run_with_a_memory_and_a_wide_view_is_evaluated_alike(tmp_path, capsys
 
 
 def test_clipped_observations_are_reported(tmp_path, capsys, monkeypatch):
-    class Narrow(BatchedEnv):
+    class Narrow(Cart):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             self.bounds = (-0.01, -1.9), (0.01, 1.9)
 
-    monkeypatch.setattr(
-        machine_module, "make_cart", lambda config, num_envs, noise, generator: Narrow(num_envs, noise, generator=generator)
-    )
+    monkeypatch.setattr(machine_module, "make_cart", lambda config, *settings: Narrow(*settings[:4]))
     run_cli("train", *TINY, "--codec", "int8", "--out", tmp_path / "a")
     error = capsys.readouterr().err
     assert "warning: codec int8 clipped observations (feature 0: " in error and "feature 1" not in error

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fp8rl.distribution import LOG_STD, Categorical, Gaussian, distribution_of
 from fp8rl.model import ActorCritic
+from fp8rl.rng import uniform
 
 seeds = st.integers(0, 2**31)
 
@@ -16,7 +17,7 @@ def test_the_gaussian_is_torch_s(seed, size):
     generator = torch.Generator().manual_seed(seed)
     mean, log_std = torch.randn(5, 3, size, generator=generator), torch.empty(5, 3, size).uniform_(*LOG_STD, generator=generator)
     outputs = torch.cat((mean, log_std), dim=-1).requires_grad_()
-    action = Gaussian.sample(outputs, Gaussian.noise((5, 3, size), generator=generator)).detach()
+    action = Gaussian.sample(outputs, Gaussian.noise(uniform(seed, "actions", 0, (5, 3, size)))).detach()
     ours, theirs = Gaussian(outputs), torch.distributions.Normal(mean, log_std.exp())
     torch.testing.assert_close(ours.log_prob(action), theirs.log_prob(action).sum(-1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.entropy(), theirs.entropy().sum(-1), rtol=1e-5, atol=1e-5)
@@ -27,7 +28,7 @@ def test_the_gaussian_is_torch_s(seed, size):
 def test_the_categorical_is_torch_s(seed):
     generator = torch.Generator().manual_seed(seed)
     logits = 5 * torch.randn(4, 7, 3, generator=generator)
-    action = Categorical.sample(logits, Categorical.noise(logits.shape, generator=generator))
+    action = Categorical.sample(logits, Categorical.noise(uniform(seed, "actions", 0, logits.shape)))
     theirs = torch.distributions.Categorical(logits=logits)
     torch.testing.assert_close(Categorical(logits).log_prob(action), theirs.log_prob(action), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(Categorical(logits).entropy(), theirs.entropy(), rtol=1e-4, atol=1e-5)
@@ -36,7 +37,7 @@ def test_the_categorical_is_torch_s(seed):
 
 def test_samples_have_the_mean_and_the_deviation():
     outputs = torch.tensor([0.3, math.log(0.5)]).expand(100_000, 2)
-    x = Gaussian.sample(outputs, Gaussian.noise((100_000, 1), generator=torch.Generator().manual_seed(0)))
+    x = Gaussian.sample(outputs, Gaussian.noise(uniform(0, "actions", 0, (100_000, 1))))
     assert abs(x.mean() - 0.3) < 5 * 0.5 / math.sqrt(100_000) and abs(x.std() - 0.5) < 0.01
 
 

@@ -1,16 +1,18 @@
+import math
+
 import numpy as np
 import torch
 
 from fp8rl.distribution import Categorical
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.scale.recurrent import Recurrent
 
 
-def envs(num_envs: int, seed: int = 0, start_noise: float = 0.05, **options) -> BatchedEnv:
-    return BatchedEnv(num_envs, start_noise, generator=torch.Generator().manual_seed(seed), **options)
+def envs(num_envs: int, seed: int = 0, start_noise: float = 0.05, **options) -> Cart:
+    return Cart(num_envs, start_noise, seed=seed, **options)
 
 
 def right(obs):
@@ -40,16 +42,12 @@ def test_greedy_takes_the_likeliest_action_and_sampling_does_not_always():
     assert not np.array_equal(sampled, greedy) and np.array_equal(sampled, again) and not np.array_equal(sampled, other)
 
 
-def test_sampled_actions_do_not_follow_from_the_starts(monkeypatch):
-    starts, seen, gumbel = envs(50).obs / 0.05, [], Categorical.noise
-
-    def noise(shape, device, generator):
-        seen.append(2 * torch.rand(shape, generator=generator) - 1)
-        return gumbel(shape, device, generator)
-
-    monkeypatch.setattr(Categorical, "noise", staticmethod(noise))
-    evaluate(ActorCritic(), envs(50), greedy=False)
-    assert not torch.isclose(seen[0], starts, atol=1e-4).all(-1).any()
+def test_sampled_actions_follow_neither_from_the_starts_nor_from_the_step_before(monkeypatch):
+    starts, seen, noise = (envs(2000).obs / 0.05 + 1) / 2, [], Categorical.noise
+    monkeypatch.setattr(Categorical, "noise", staticmethod(lambda numbers: seen.append(numbers.flatten()) or noise(numbers)))
+    evaluate(ActorCritic(), envs(2000), greedy=False)
+    apart = np.corrcoef(torch.stack((*starts.T, *seen[:3]))) - np.eye(5)
+    assert np.abs(apart).max() < 5 / math.sqrt(2000)
 
 
 def test_a_memory_is_kept_from_step_to_step():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import after, assert_same, resumed, weights
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
@@ -27,11 +28,12 @@ def captured(config: Config, between=lambda rollout: None) -> dict[str, torch.Te
         patch.setattr(machine_module, "make_ring", lambda *settings: None)  # is no part of a graph, and asks
         run = build(config)
         run.optimizer = torch.optim.Adam(run.model.parameters(), fused=True)  # as on CUDA
-        act = graphs.in_place(run)
-        rollout = act()
+        play, shape = graphs.in_place(run), (config.rollout_length, config.num_envs)
+        numbers = torch.rand(*shape, 1), torch.rand(*shape, 2).unbind()
+        rollout = play(*numbers)
         between(rollout)
-        run.update(act())
-        return run.update(act(), record=True)  # now with a state and a scale that exist
+        run.update(play(*numbers))
+        return run.update(play(*numbers), record=True)  # now with a state and a scale that exist
 
 
 @pytest.mark.parametrize("fields", [*({"precision": name} for name in available_precisions()), {"encoder": "gru"}], ids=str)
@@ -52,22 +54,22 @@ def test_on_the_cpu_the_same_functions_run_without_a_graph():
 
 class Replayed:
     """Stands in for Graphed on the CPU: runs the function, and gives its results in the very objects that it gave at first. It
-    takes only batches of one form, like a graph."""
+    takes only tensors of one form, like a graph."""
 
     made = 0
 
-    def __init__(self, function, generators, device):
+    def __init__(self, function, device):
         self.function, self.first, self.form = function, None, None
         Replayed.made += 1
 
     def __call__(self, *batches):
-        form = [[None if x is None else (x.shape, x.dtype) for x in batch] for batch in batches]
+        form = [None if x is None else (x.shape, x.dtype) for x in tree_leaves(batches)]
         self.form = self.form or form
         assert form == self.form  # a replay takes what was captured
         results = self.function(*batches)
         if self.first is None:
             self.first = results
-        leaves = [torch.utils._pytree.tree_leaves(x) for x in (self.first, results)]
+        leaves = [tree_leaves(x) for x in (self.first, results)]
         for kept, new in zip(*leaves, strict=False):  # the first ones may have grown
             if isinstance(kept, torch.Tensor):
                 kept.copy_(new)

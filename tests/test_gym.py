@@ -14,7 +14,7 @@ from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 from fp8rl.evaluate import play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
@@ -313,9 +313,9 @@ def test_steps_are_gymnasium_s_own():
 def test_processes_and_one_process_give_the_same_rollout():
     rollouts = []
     for vectorization in ("sync", "async"):
-        env, generator = GymEnv("CartPole-v1", 2, seed=3, vectorization=vectorization), torch.Generator().manual_seed(0)
+        env = GymEnv("CartPole-v1", 2, seed=3, vectorization=vectorization)
         torch.manual_seed(0)
-        rollouts.append(collect(ActorCritic(4), env, 40, Precision("fp32"), generator))
+        rollouts.append(collect(ActorCritic(4), env, 40, Precision("fp32")))
         env.close()
     for ours, theirs in zip(*rollouts, strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
@@ -323,7 +323,7 @@ def test_processes_and_one_process_give_the_same_rollout():
 
 
 def test_the_package_s_environment_behind_gymnasium_is_the_same():
-    env, plain = GymEnv("fp8rl:fp8rl/CustomEnv-v0", 4), BatchedEnv(4)
+    env, plain = GymEnv("fp8rl:fp8rl/CustomEnv-v0", 4), Cart(4)
     plain.state = plain.obs = env.obs.clone()
     right = torch.ones(4, dtype=torch.long)
     for _ in range(9):  # a constant push leaves the bounds after eight
@@ -503,7 +503,7 @@ def test_a_resumed_run_s_ring_parts_its_new_episodes_from_the_old_ones(ahead, tm
     config = Config(env_id="fp8rl-tests/Counter-v0", steps=4_096, eval_every=0, rollout_length=10, slice_length=5, batch_size=50)
     checkpoint.save(path, after(2, build(config, machine)))
     run = after(3, resumed(path, machine))
-    batch = run.ring.sample(100, run.ring.size, torch.Generator().manual_seed(0))
+    batch = run.ring.sample(100, run.ring.size)
     count = batch.obs[:, :, 0]
     assert torch.equal(count[1:][batch.valid], count[:-1][batch.valid] + 1) and (count[1:][~batch.valid] == 0).all()
     assert run.history.column("train_return")[1:].min() >= 35  # of whole episodes, seven steps of 5 or more

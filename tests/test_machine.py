@@ -8,7 +8,7 @@ from helpers import SHORT, after, assert_same, numbers, resumed, weights
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.machine import HERE, Machine, build, check
 from fp8rl.train import Run, iterate, train
@@ -123,7 +123,7 @@ def test_a_ring_that_does_not_fit_is_refused():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("machine", [{}, {"reuse_forward": True}, {"collect_ahead": True}], ids=str)
 def test_what_is_not_finite_never_reaches_weights_or_ring(machine, bad, monkeypatch):
-    class Broken(BatchedEnv):
+    class Broken(Cart):
         """From its 70th step on."""
 
         taken = 0
@@ -135,9 +135,7 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(machine, bad, monkeypa
                 obs[1] = bad
             return obs, *rest
 
-    monkeypatch.setattr(
-        machine_module, "make_cart", lambda config, num_envs, noise, generator: Broken(num_envs, noise, generator=generator)
-    )
+    monkeypatch.setattr(machine_module, "make_cart", lambda config, *settings: Broken(*settings[:4]))
     run, seen = build(Config(**SHORT), Machine(**machine)), []
     with pytest.raises(ValueError, match="obs from the environment is not finite"):
         for _ in iterate(run):
@@ -168,14 +166,12 @@ def test_without_replay_the_ring_stays_empty_but_in_a_folder(tmp_path):
 
 
 def test_values_that_the_codec_clips_are_counted(monkeypatch):
-    class Narrow(BatchedEnv):
+    class Narrow(Cart):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             self.bounds = (-0.01, -1.9), (0.01, 1.9)
 
-    monkeypatch.setattr(
-        machine_module, "make_cart", lambda config, num_envs, noise, generator: Narrow(num_envs, noise, generator=generator)
-    )
+    monkeypatch.setattr(machine_module, "make_cart", lambda config, *settings: Narrow(*settings[:4]))
     run = train(build(Config(**SHORT, codec="int8")), progress=False)
     position, velocity = run.ring.clipped.tolist()
     assert position > 0 == velocity and run.history.last["clipped"] == position

@@ -146,7 +146,7 @@ def test_a_checkpoint_has_the_statistics(tmp_path):
     assert config == SHORT and all(map(torch.equal, statistics(model), statistics(run.model)))
     returns = []
     for network in (model, run.model):
-        with contextlib.closing(run.make_env(config, 4, 0.05, torch.Generator())) as env:
+        with contextlib.closing(run.make_env(config, 4, 0.05, "cpu", 0)) as env:
             returns.append(evaluate(network, env).tolist())
     assert returns[0] == returns[1]
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8rl.env import BatchedEnv, dynamics, outcome
+from fp8rl.env import Cart, dynamics, outcome
 from fp8rl.evaluate import play
 from fp8rl.tasks import optimum
 from fp8rl.tasks.cart import bang_bang
 from fp8rl.tasks.optimum import Grid, optimal_returns
 
-STARTS = BatchedEnv(50, generator=torch.Generator().manual_seed(1)).state
+STARTS = Cart(50, seed=1).state
 
 
 def by_trying(start: torch.Tensor, steps: int) -> float:
@@ -48,7 +48,7 @@ def test_looking_farther_ahead_finds_no_more(monkeypatch):
 
 
 def test_it_beats_the_reference_controller_by_a_known_amount():
-    played = torch.from_numpy(play(bang_bang, BatchedEnv(50, generator=torch.Generator().manual_seed(1)))).double()
+    played = torch.from_numpy(play(bang_bang, Cart(50, seed=1))).double()
     gained = optimal_returns(STARTS, width=201, height=101) - played
     assert gained.min() > -0.05 and 0.2 < gained.mean() < 0.8
 

@@ -3,6 +3,7 @@ import functools
 import itertools
 import math
 import unittest.mock
+from collections import Counter
 
 import numpy as np
 import psutil
@@ -11,21 +12,22 @@ import torch
 from helpers import SHORT, after, forked
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl import fp8
 from fp8rl.config import Config
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate
 from fp8rl.lab import population
 from fp8rl.lab.population import Matmuls, Population, batches, environments, in_order, roundings_of
 from fp8rl.losses import actor_critic_loss
 from fp8rl.precision import Precision
 from fp8rl.replay import ReplayBuffer
-from fp8rl.rollout import Rollout
+from fp8rl.rollout import Rollout, noise_of
 from fp8rl.scale.hardware import keep_freed_memory
 from fp8rl.scale.machine import build
 from fp8rl.scale.storage import StoredRing
-from fp8rl.train import Run, Stream, iterate, train
+from fp8rl.train import Run, iterate, train
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
 MIXED = {"gamma": 0.9, "lam": 0.5, "learning_rate": 3e-3, "entropy_coef": 0.0, "value_coef": 1.0, "max_grad_norm": 0.1}
@@ -345,18 +347,31 @@ def test_gradients_are_those_of_autograd():
 def test_environments_draw_what_each_would_alone(envs, features, length):
     config = Config(num_envs=envs, extra_features=features, slice_length=1, batch_size=1)
     noises, seeds = [0.1, 0.5, 1.0], (3, 4, 5)
-    together = environments(config, envs, noises, [Stream("cpu").manual_seed(s) for s in seeds], "cpu")
-    alone = [BatchedEnv(envs, n, "cpu", Stream("cpu").manual_seed(s), features) for n, s in zip(noises, seeds, strict=True)]
+    together = environments(config, envs, noises, torch.tensor(seeds))
+    alone = [Cart(envs, n, seed=s, extra_features=features) for n, s in zip(noises, seeds, strict=True)]
     assert torch.equal(together.obs, torch.cat([env.obs for env in alone]))
     draws = [env.draw(length) for env in alone]
     for t, drawn in enumerate(together.draw(length)):
         torch.testing.assert_close(drawn, torch.cat([each[t] for each in draws]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
+def test_agents_draw_what_their_runs_draw(env_id):
+    configs = [Config(seed=seed, env_id=env_id, **SHORT) for seed in (5, 0, 2**32 - 1)]
+    together, runs = Population(configs), [build(config) for config in configs]
+    for iteration in range(3):
+        noise, starts = [], []
+        for run in (together, *runs):
+            noise.append(noise_of(run.env, 4, run.seed, "actions", iteration))
+            starts.append(torch.stack(run.env.draw(4)))
+        assert torch.equal(noise[0], torch.cat(noise[1:], dim=1)) and torch.equal(starts[0], torch.cat(starts[1:], dim=1))
+    weights = torch.stack([torch.cat([p.detach().flatten() for p in in_order(run.model)]) for run in runs])
+    assert torch.equal(together.model.theta, weights)
+
+
 def test_every_agent_replays_its_own():
     configs = [Config(seed=seed, **SHORT) for seed in range(3)]
     run, rings = Population(configs), [ReplayBuffer(run_rows := configs[0].rows, 16) for _ in configs]
-    generators = [Stream("cpu") for _ in configs]
     assert run.ring.rows == run_rows
     for _ in range(3):
         rollout = run.collect()
@@ -364,11 +379,9 @@ def test_every_agent_replays_its_own():
         own = population.by_agent(rollout, 3)
         for k, ring in enumerate(rings):
             ring.append(Rollout(*(x[:, k] for x in own[:5])))
-    for mine, theirs in zip(run.generator, generators, strict=True):
-        theirs.set_state(mine.get_state())
-    batch = population.by_agent(run.sample(), 3)
+    batch = population.by_agent(run.sample(2), 3)
     for k, ring in enumerate(rings):
-        expected = ring.sample(16, 32, generators[k])
+        expected = ring.sample(16, 32, seed=k, iteration=2)
         assert all(torch.equal(x[:, k], y) for x, y in zip(batch[:5], expected[:5], strict=True))
 
 
@@ -388,7 +401,7 @@ def test_greedy_evaluations_are_those_of_each_network():
     returns = run.evaluate()
     for config in configs[:5]:
         k, precision = place(run, config), Precision(config.precision)
-        env = BatchedEnv(5, generator=torch.Generator().manual_seed(0))
+        env = Cart(5, purpose="evaluation starts")
         alone = evaluate(precision.prepare(run.model.alone(k)), env, precision).mean()
         assert returns[k] == pytest.approx(alone, abs=0.02)
 
@@ -403,6 +416,34 @@ def test_a_population_continues_from_its_state():
     train(again, progress=False)
     assert torch.equal(whole.model.theta, again.model.theta)
     assert whole.history.each[3].columns["loss"] == again.history.each[3].columns["loss"]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations that torch dispatches, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("formats", ["", "weights=e4m3:stochastic"])
+def test_more_agents_take_no_more_calls(formats):
+    """Of what they compute together: up to CHUNK of them."""
+    found = []
+    for agents in (4, 8):
+        run = Population([Config(seed=seed, formats=formats, **SHORT) for seed in range(agents)])
+        for _ in range(2):  # the second has what is made only once
+            with Counted() as counted:
+                rollout = run.collect()
+                run.ring.append(rollout)
+                run.update(rollout)
+                run.update(run.sample(1))
+        found.append(counted.calls)
+    assert found[0] == found[1] and agents <= population.CHUNK
 
 
 def test_a_caller_s_autocast_changes_nothing():

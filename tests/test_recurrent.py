@@ -3,7 +3,7 @@ import torch
 from helpers import log_probabilities
 
 from fp8rl.config import Config
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, collect
 from fp8rl.scale.machine import build
@@ -83,12 +83,12 @@ def test_no_state_is_zero():
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_a_memory_s_rollout_can_be_gone_through_again_as_it_was_acted(name):
-    precision, generator = Precision(name), torch.Generator().manual_seed(0)
+    precision = Precision(name)
     torch.manual_seed(0)
     model = precision.prepare(Recurrent(1))
-    env, state = BatchedEnv(16, 0.5, generator=generator, hide_velocity=True), None
-    for _ in range(4):  # across rollouts and episodes
-        rollout = collect(model, env, 32, precision, generator, state)
+    env, state = Cart(16, 0.5, hide_velocity=True), None
+    for i in range(4):  # across rollouts and episodes
+        rollout = collect(model, env, 32, precision, iteration=i, state=state)
         assert rollout.state.shape == (2, 16, 64)
         state = rollout.state[-1]
         torch.testing.assert_close(log_probabilities(model, precision, rollout), rollout.behavior_logp)

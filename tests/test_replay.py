@@ -27,7 +27,7 @@ def test_slices_are_what_happened_and_never_cross_the_head(rows, num_envs, lengt
         clock += n
     remembered = min(clock, rows - 1)
     length = min(length, remembered)
-    batch = ring.sample(50, length, torch.Generator().manual_seed(seed))
+    batch = ring.sample(50, length, seed)
     time, env = batch.obs.unbind(-1)
     assert (time[1:] == time[:-1] + 1).all() and (env == env[0]).all()  # one environment, one step after the other
     assert time.min() >= clock - remembered and time.max() <= clock
@@ -44,8 +44,8 @@ def test_every_codec_gives_the_plain_one_s_slices(lengths, codec, seed):
         ring.append(noise(clock, n, 2))
         clock += n
     length = min(3, plain.size)
-    ours = ring.sample(20, length, torch.Generator().manual_seed(seed))
-    theirs = plain.sample(20, length, torch.Generator().manual_seed(seed))
+    ours = ring.sample(20, length, seed)
+    theirs = plain.sample(20, length, seed)
     assert same(ours._replace(obs=theirs.obs), theirs)
     assert ((ours.obs - theirs.obs).abs() <= HALF_STEP[codec] + 1e-7).all()
 
@@ -56,7 +56,7 @@ def test_starts_are_uniform_over_all_valid_ones(length):
     for start in (0, 9, 18):  # wraps around twice
         ring.append(coded(start, 9, 3))
     starts, draws = (10 - length + 1) * 3, 30_000
-    time, env = ring.sample(draws, length, torch.Generator().manual_seed(0)).obs[0].unbind(-1)
+    time, env = ring.sample(draws, length).obs[0].unbind(-1)
     counts = np.bincount(((time - 17) * 3 + env).long(), minlength=starts)
     assert len(counts) == starts
     statistic = ((counts - draws / starts) ** 2 / (draws / starts)).sum()
@@ -97,7 +97,7 @@ def test_a_ring_is_saved_and_restored():
         for each in (ring, again):
             each.append(coded(2 * length, 2, 2))
         assert (again.start, again.count) == (ring.start, ring.count)
-        one, other = (each.sample(20, 3, torch.Generator().manual_seed(0)) for each in (ring, again))
+        one, other = (each.sample(20, 3) for each in (ring, again))
         assert same(one, other)
     with pytest.raises(ValueError, match="obs is from a ring of other settings"):
         StoredRing(8, 3, WIDE, "bf16").load_state_dict(ring.state_dict())

@@ -56,6 +56,9 @@ def test_a_number_depends_on_its_index_and_not_on_how_many_are_drawn(seed, itera
     assert (rng.words(seed, "actions", iteration, few) == long[:few]).all()
     among = rng.words(torch.tensor([seed ^ 1, seed]), "actions", iteration, many)
     assert (among[1] == long).all() and (among[0] != long).any()
+    column = torch.full((2, 1), float(iteration % 2**24))  # a population's Adam counts its steps so
+    counted = rng.words(torch.tensor([seed ^ 1, seed]), "actions", column, many)
+    assert counted.shape == (2, many) and (counted[1] == rng.words(seed, "actions", iteration % 2**24, many)).all()
 
 
 def test_many_numbers_are_those_of_one_call(monkeypatch):

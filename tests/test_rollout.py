@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.distribution import Categorical
-from fp8rl.env import BatchedEnv, dynamics
+from fp8rl.env import Cart, dynamics
 from fp8rl.evaluate import play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
+from fp8rl.rng import uniform
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, check_finite, collect
 
 FP32 = Precision("fp32")
@@ -19,8 +20,8 @@ FP32 = Precision("fp32")
 
 def test_what_was_collected_and_the_environment_can_be_learned_from_and_written_to():
     """Although collection and evaluation run in torch's inference mode, whose tensors cannot be."""
-    model, env = ActorCritic(), BatchedEnv(4, 0.5)
-    rollout = collect(model, env, 3, FP32, None)
+    model, env = ActorCritic(), Cart(4, 0.5)
+    rollout = collect(model, env, 3, FP32)
 
     def stop(obs):
         if env.steps[0] == 5:
@@ -36,9 +37,8 @@ def test_what_was_collected_and_the_environment_can_be_learned_from_and_written_
 
 
 def test_a_rollout_is_what_happened():
-    generator = torch.Generator().manual_seed(0)
-    model, env = ActorCritic(), BatchedEnv(4, 0.5, generator=generator)
-    rollout = collect(model, env, 50, FP32, generator)
+    model, env = ActorCritic(), Cart(4, 0.5)
+    rollout = collect(model, env, 50, FP32)
     assert torch.equal(rollout.obs[-1], env.obs)
     dummy = (rollout.flags & DUMMY) != 0
     ended = (rollout.flags & (TERMINATED | TRUNCATED)) != 0
@@ -51,9 +51,8 @@ def test_a_rollout_is_what_happened():
 
 
 def test_a_rollout_goes_on_where_the_last_one_ended():
-    generator = torch.Generator().manual_seed(0)
-    model, env = ActorCritic(), BatchedEnv(50, 0.5, generator=generator)
-    one, other = (collect(model, env, 5, FP32, generator) for _ in range(2))
+    model, env = ActorCritic(), Cart(50, 0.5)
+    one, other = (collect(model, env, 5, FP32, iteration=i) for i in range(2))
     assert torch.equal(one.obs[-1], other.obs[0])
     ended = (one.flags[-1] & (TERMINATED | TRUNCATED)) != 0
     assert ended.any() and torch.equal((other.flags[0] & DUMMY) != 0, ended)
@@ -64,16 +63,16 @@ def test_actions_follow_the_policy():
     with torch.no_grad():
         model.actor.weight.zero_()
         model.actor.bias.copy_(torch.tensor([0.0, 1.0]))
-    generator = torch.Generator().manual_seed(0)
-    rollout = collect(model, BatchedEnv(100, generator=generator), 100, FP32, generator)
+    rollout = collect(model, Cart(100), 100, FP32)
     share, expected = rollout.action.float().mean().item(), torch.tensor(1.0).sigmoid().item()
     assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 10_000)
 
 
-def test_gumbel_noise_draws_from_the_softmax():
-    logits, draws = torch.tensor([0.0, 1.0, -2.0]), 100_000
-    noise = Categorical.noise((draws, 3), "cpu", torch.Generator().manual_seed(0))
-    share = (logits + noise).argmax(-1).bincount(minlength=3) / draws
+@pytest.mark.parametrize("logits", [[0.0, 1.0], [0.0, 1.0, -2.0]])
+def test_noise_draws_from_the_softmax(logits):
+    logits, draws = torch.tensor(logits), 100_000
+    noise = Categorical.noise(uniform(0, "actions", 0, (draws, Categorical.numbers(len(logits)))))
+    share = Categorical.sample(logits.expand(draws, -1), noise).bincount(minlength=len(logits)) / draws
     probability = logits.softmax(-1)
     assert ((share - probability).abs() < 4 * (probability * (1 - probability) / draws).sqrt()).all()
 
@@ -92,9 +91,8 @@ def test_log_probabilities_in_another_layout_are_the_plain_ones(seed, steps, row
 @pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("fp8", "fp32"), ("bf16", "fp16")])
 def test_log_probabilities_are_those_of_the_policy_that_acted_in_its_precision(learner, actor):
     torch.manual_seed(0)
-    base, generator = ActorCritic(), torch.Generator().manual_seed(0)
-    acts = Precision(actor)
-    rollout = collect(acts.prepare(copy.deepcopy(base)), BatchedEnv(16, 0.5, generator=generator), 32, acts, generator)
+    base, acts = ActorCritic(), Precision(actor)
+    rollout = collect(acts.prepare(copy.deepcopy(base)), Cart(16, 0.5), 32, acts)
     for name in (learner, actor):
         precision = Precision(name)
         logp = log_probabilities(precision.prepare(copy.deepcopy(base)), precision, rollout)
@@ -104,8 +102,7 @@ def test_log_probabilities_are_those_of_the_policy_that_acted_in_its_precision(l
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["obs", "reward"])
 def test_what_is_not_finite_is_named(name, bad):
-    generator = torch.Generator().manual_seed(0)
-    rollout = collect(ActorCritic(), BatchedEnv(4, generator=generator), 10, FP32, generator)
+    rollout = collect(ActorCritic(), Cart(4), 10, FP32)
     check_finite(rollout)
     getattr(rollout, name)[7, 3] = bad
     with pytest.raises(ValueError, match=f"^{name} from the environment is not finite: fix the environment") as caught:
@@ -115,8 +112,7 @@ def test_what_is_not_finite_is_named(name, bad):
 
 @pytest.mark.parametrize("name, good, bad", [("obs", 1e8, 2e8), ("reward", 1e15, 2e15)])
 def test_what_is_too_large_is_named(name, good, bad):
-    generator = torch.Generator().manual_seed(0)
-    rollout = collect(ActorCritic(), BatchedEnv(4, generator=generator), 10, FP32, generator)
+    rollout = collect(ActorCritic(), Cart(4), 10, FP32)
     for sign in (1, -1):
         getattr(rollout, name)[7, 3] = sign * good * 0.99
         check_finite(rollout)

@@ -12,12 +12,12 @@ from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
 from fp8rl.history import RewardScale
 from fp8rl.lab.population import Population
-from fp8rl.rollout import TERMINATED, Rollout
+from fp8rl.rollout import TERMINATED, Rollout, noise_of
 from fp8rl.scale.gym import GymEnv
 from fp8rl.scale.machine import Machine, build
 from fp8rl.tasks import acrobot, lqr
 from fp8rl.tasks.by_id import TASKS
-from fp8rl.train import Run, train
+from fp8rl.train import Run, make_cart, train
 
 LQR = "fp8rl/Lqr-v0"
 
@@ -50,7 +50,7 @@ def test_every_step_is_gymnasium_s(env_id):
             seen.append(obs)
             over, steps = terminated or truncated, steps + 1
         # Each step in an environment of its own, so that rounding does not add up; in the last one the episode ends.
-        env = TASKS[env_id](len(actions), generator=torch.Generator())
+        env = TASKS[env_id](len(actions))
         np.testing.assert_allclose(env.reset(torch.cat(states)), seen[:-1], rtol=1e-5, atol=close)
         env.steps = torch.arange(len(actions), dtype=torch.int32)
         taken = torch.from_numpy(np.array(actions))
@@ -66,20 +66,16 @@ def test_every_step_is_gymnasium_s(env_id):
 
 @pytest.mark.parametrize("env_id", TASKS)
 def test_observations_stay_inside_the_bounds_and_starts_inside_theirs(env_id):
-    task, generator = TASKS[env_id], torch.Generator().manual_seed(0)
-    env = task(64, generator=generator)
+    env = TASKS[env_id](64)
     low, high = torch.tensor(env.bounds)
     single = gymnasium.make(f"fp8rl:{env_id}" if env_id == LQR else env_id)
     np.testing.assert_allclose(single.observation_space.low, low, rtol=1e-6)
     np.testing.assert_allclose(single.observation_space.high, high, rtol=1e-6)
-    for _ in range(600):
+    outputs = torch.zeros(64, env.num_actions * (1 + (env.distribution is Gaussian)))
+    for noise in noise_of(env, 600, 0, "actions", 0):
         assert (env.obs >= low - 1e-6).all() and (env.obs <= high + 1e-6).all()
-        env.step(
-            env.distribution.sample(
-                torch.zeros(64, env.num_actions * (1 + (env.distribution is Gaussian))), env.noise(1, generator)[0]
-            )
-        )
-    starts = torch.stack(task(1000, generator=generator).draw(2)).flatten(0, 1)
+        env.step(env.distribution.sample(outputs, noise))
+    starts = torch.stack(TASKS[env_id](1000).draw(2)).flatten(0, 1)
     theirs = np.array([state_of(single)[0].tolist() for seed in range(200) if single.reset(seed=seed)])
     span = starts.abs().amax(0)
     assert (np.abs(theirs) <= span.numpy() * 1.02).all() and (np.abs(theirs).max(0) >= 0.9 * span.numpy()).all()
@@ -97,7 +93,7 @@ def test_riccati_s_equation_holds_and_its_cost_is_what_the_best_controller_pays(
     inner = np.linalg.inv(lqr.R + lqr.DISCOUNT * lqr.B.T @ p @ lqr.B)
     right = lqr.Q + lqr.DISCOUNT * lqr.A.T @ (p - lqr.DISCOUNT * p @ lqr.B @ inner @ lqr.B.T @ p) @ lqr.A
     assert np.abs(right - p).max() < 1e-10
-    env = lqr.Lqr(2000, generator=torch.Generator().manual_seed(0))
+    env = lqr.Lqr(2000)
     start = env.obs
     pushes = lqr.optimal(start)
     cost = -play(lqr.optimal, env)
@@ -110,7 +106,7 @@ def test_riccati_s_equation_holds_and_its_cost_is_what_the_best_controller_pays(
 
 def test_leaving_the_track_is_never_worth_it():
     for push in (-1.0, 1.0):
-        env = lqr.Lqr(500, generator=torch.Generator().manual_seed(1))
+        env = lqr.Lqr(500, seed=1)
         cost = lqr.optimal_cost(env.obs)
         assert (torch.from_numpy(-play(lambda obs, push=push: torch.full((500, 1), push), env)) > 10 * cost).all()
 
@@ -181,8 +177,8 @@ def test_the_size_of_rewards_changes_nothing(factor):
     """By a power of two it would be bit for bit."""
     factor = 2.0 ** round(math.log2(factor))
 
-    def make_env(config, num_envs, start_noise, generator):
-        env = Run(config).make_env(config, num_envs, start_noise, generator)
+    def make_env(*settings):
+        env = make_cart(*settings)
         advance = env.advance
         env.advance = lambda state, action: (lambda s, r, t: (s, factor * r, t))(*advance(state, action))
         return env

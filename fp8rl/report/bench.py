@@ -94,7 +94,7 @@ class Timed(Around):
 
     spent = 0.0
 
-    def collect(self, learned: nn.Module):
+    def collect(self, learned: torch.nn.Module):
         """Like Collector.collect."""
         return self._timed(self.inner.collect, learned)
 
