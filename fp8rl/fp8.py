@@ -82,7 +82,16 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     """a @ b for float8 matrices, row-major [M, K] and column-major [K, N], summed in float32: float32 [M, N]. `emulate` works
     in float32, exactly but for the order of the sum; None uses torch's kernel where there is one. Raises ValueError on any
     device if the matrices break a rule of the GPU's kernel (module docstring)."""
-    _check_rules(a, b)
+    (rows, inner), (inner_b, columns) = a.data.shape, b.data.shape
+    if inner != inner_b:
+        raise ValueError(f"shapes are [{rows}, {inner}] and [{inner_b}, {columns}]: the inner dimensions must agree")
+    for name, size in {"inner dimension": inner, "column count": columns}.items():
+        if size % MULTIPLE:
+            raise ValueError(f"{name} is {size}: FP8 kernels need a multiple of {MULTIPLE}, pad it or stay in float32")
+    if a.data.dtype == b.data.dtype == E5M2:
+        raise ValueError("both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, quantize one as e4m3")
+    if not a.data.is_contiguous() or not b.data.t().is_contiguous():
+        raise ValueError("layout is not row-major times column-major: make the first contiguous, the second column_major()")
     if emulate is None:
         emulate = not has_kernel(a.data.device)
     with torch.autocast(a.data.device.type, enabled=False):  # a surrounding bfloat16 autocast would round the result
@@ -99,19 +108,6 @@ def has_kernel(device: torch.device | str) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 9)
     return device.type == "cpu" and TorchVersion(torch.__version__) >= (2, 13)
-
-
-def _check_rules(a: Quantized, b: Quantized) -> None:
-    (rows, inner), (inner_b, columns) = a.data.shape, b.data.shape
-    if inner != inner_b:
-        raise ValueError(f"shapes are [{rows}, {inner}] and [{inner_b}, {columns}]: the inner dimensions must agree")
-    for name, size in {"inner dimension": inner, "column count": columns}.items():
-        if size % MULTIPLE:
-            raise ValueError(f"{name} is {size}: FP8 kernels need a multiple of {MULTIPLE}, pad it or stay in float32")
-    if a.data.dtype == b.data.dtype == E5M2:
-        raise ValueError("both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, quantize one as e4m3")
-    if not a.data.is_contiguous() or not b.data.t().is_contiguous():
-        raise ValueError("layout is not row-major times column-major: make the first contiguous, the second column_major()")
 
 
 class _Float8Matmuls(torch.autograd.Function):

@@ -88,12 +88,26 @@ def running_returns(rollout: Rollout, before: np.ndarray, gamma=1.0) -> tuple[np
     return found, before.copy(), ended
 
 
-class RewardScale:
+class Saved:
+    """Objects whose state is a few tensors, the attributes named in NAMES."""
+
+    NAMES = ()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies."""
+        return {name: getattr(self, name).clone() for name in self.NAMES}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name in self.NAMES:
+            getattr(self, name).copy_(state[name])  # in place, because a captured step may read it
+
+
+class RewardScale(Saved):
     """Divides rewards by the root mean square, over about the last 100 steps, of G_t = r_t + gamma G_{t-1}, the discounted sum of
     an episode's past rewards. `open` is G, float32 [N]; `square`, float32 [2, S, 1] for S agents, holds running means of G^2 and
     of 1, both from 0: their quotient is unbiased at the start, as in Adam."""
 
-    KEEPS = 0.99
+    NAMES, KEEPS = ("open", "square"), 0.99
 
     def __init__(self, num_envs: int, device="cpu", agents: int = 1):
         self.open = torch.zeros(num_envs, dtype=torch.float32, device=device)
@@ -114,16 +128,11 @@ class RewardScale:
         squares, count = all_reduce([squares, torch.full_like(squares, rollout.reward.numel() / len(left))])
         self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(G))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"open": self.open.clone(), "square": self.square.clone()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.open.copy_(state["open"])
-        self.square.copy_(state["square"])
-
-
-class EpisodeReturns:
+class EpisodeReturns(Saved):
     """Undiscounted returns of whole episodes, which may span several rollouts. `open` is the running sums, float64 tensor [N]."""
+
+    NAMES = ("open",)
 
     def __init__(self, num_envs: int):
         self.open = torch.zeros(num_envs, dtype=torch.float64, device="cpu")
@@ -133,12 +142,6 @@ class EpisodeReturns:
         sums, left, ended = running_returns(rollout, self.open.numpy())
         self.open = torch.from_numpy(left)
         return ended.nonzero()[1], sums[ended]
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"open": self.open.clone()}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.open.copy_(state["open"])
 
 
 def summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float | np.ndarray]:

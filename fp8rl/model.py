@@ -84,12 +84,3 @@ class ActorCritic(nn.Module):
     def outputs(self, actor: torch.Tensor) -> torch.Tensor:
         """The distribution's parameters float32 [..., A or 2 A], from the actor's numbers [..., A]."""
         return actor.float() if self.spread is None else Gaussian.outputs(actor.float(), self.spread)
-
-
-def in_order(model: ActorCritic) -> dict[str, nn.Parameter]:
-    """A network's parameters by name, in the order in which agents and optimizers of lab/ lay them out: the encoder's, both
-    heads' weights, both heads' biases, deviations."""
-    named = dict(model.named_parameters())
-    last = [f"{head}.{kind}" for kind in ("weight", "bias") for head in ("actor", "critic")] + ["spread"]
-    names = [name for name in named if name not in last] + [name for name in last if name in named]
-    return {name: named[name] for name in names}

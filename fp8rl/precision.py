@@ -60,17 +60,8 @@ PRECISIONS = {
 
 def available_precisions(device="cpu") -> list[str]:
     """Names of the precisions that `device` can run."""
-    return [name for name in PRECISIONS if _obstacle(name, torch.device(device)) is None]
-
-
-def _obstacle(name: str, device: torch.device) -> str | None:
-    """Why a precision cannot run on a device, or None."""
-    if name not in PRECISIONS:
-        return "it is unknown"
-    needs = PRECISIONS[name].capability
-    if needs and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= needs):
-        return f"it needs CUDA, compute capability {needs[0]}.{needs[1]} or higher"
-    return None
+    capability = torch.cuda.get_device_capability(device) if torch.device(device).type == "cuda" else (0, 0)
+    return [name for name, rules in PRECISIONS.items() if capability >= (rules.capability or (0, 0))]
 
 
 class StepReport(NamedTuple):
@@ -89,9 +80,11 @@ class Precision:
     def __init__(self, name: str, device="cpu"):
         self.name = name
         self.device = torch.device(device)
-        obstacle = _obstacle(name, self.device)
-        if obstacle:
-            raise ValueError(f"precision is {name!r} and {obstacle}: choose from {', '.join(available_precisions(device))}")
+        if name not in (names := available_precisions(device)):
+            needs = "it is unknown"
+            if name in PRECISIONS:
+                needs = "it needs CUDA, compute capability {}.{} or higher".format(*PRECISIONS[name].capability)
+            raise ValueError(f"precision is {name!r} and {needs}: choose from {', '.join(names)}")
         self.rules = rules = PRECISIONS[name]
         growth = SCALE_GROWTH_INTERVAL if rules.scale_grows else 2**31 - 1
         scale = {"init_scale": rules.loss_scale or 1.0, "enabled": rules.loss_scale is not None}

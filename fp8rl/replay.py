@@ -28,6 +28,11 @@ class ReplayBuffer:
     only the number of features F matters here; `action_size` is the number of dimensions of a continuous action, or 0 for one of
     up to 256. Raises ValueError for sizes that are too small, and MemoryError if the ring cannot be allocated.
 
+        >>> ring, flags = ReplayBuffer(rows=100, num_envs=4), torch.zeros(8, 4, dtype=torch.uint8)
+        >>> ring.append(Rollout(torch.rand(9, 4, 2), torch.ones(8, 4).long(), torch.ones(8, 4), flags, torch.zeros(8, 4)))
+        >>> ring.sample(slices=16, length=5).obs.shape
+        torch.Size([6, 16, 2])
+
     Attributes:
         clipped: int64 [F], how many appended values of each feature had to be clipped to be stored; here 0.
         fields: name -> tensor [num_envs, rows] or, for observations and continuous actions, [num_envs, rows, size].

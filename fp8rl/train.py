@@ -102,14 +102,8 @@ class OneProcess:
 
     rank, size = 0, 1
     all_reduce = staticmethod(only_here)
-
-    def whole(self, state: dict) -> dict:
-        """The state of the whole run, from each process's."""
-        return state
-
-    def part(self, state: dict) -> dict:
-        """This process's part of the state of a whole run."""
-        return state
+    whole = staticmethod(lambda state: state)  # the state of the whole run, from each process's
+    part = staticmethod(lambda state: state)  # this process's part of the state of a whole run
 
 
 class Parts(NamedTuple):
@@ -150,14 +144,9 @@ def plain(config: Config) -> Parts:
 
 
 class Run:
-    """A run: a config, the parts that do the work, and the numbers so far. `Run(config)` has the plain parts of the core; raises
-    ValueError for a precision that is unknown or not available here, or a field that needs `scale.machine.build`, and MemoryError
-    if the ring cannot be allocated.
-
-    Attributes:
-        collector, learner, judge, ring, group: see Parts. history: a row for each iteration.
-        returns: of the environments' running episodes. model: the learner's network.
-    """
+    """A run: a config, its Parts, a `history` with a row for each iteration, and `returns` of the running episodes.
+    `Run(config)` has the plain parts of the core; raises ValueError for a precision that is unknown or not available here, or a
+    field that needs `scale.machine.build`, and MemoryError if the ring cannot be allocated."""
 
     def __init__(self, config: Config, parts: Parts | None = None):
         self.config, self.history = config, History()
@@ -214,11 +203,9 @@ class Run:
             raise FloatingPointError(reason_of(self.history.last["steps"], self.config.precision))
 
     def evaluate(self) -> float:
-        """Mean greedy return (evaluate.Judge); NaN in a process that is not the first. Raises FloatingPointError if it is not a
-        number."""
-        if self.group.rank:
-            return math.nan
-        if math.isnan(found := self.judge.evaluate(self.model)):
+        """Mean greedy return (evaluate.Judge); NaN in a process that is not the first. Raises FloatingPointError for a NaN."""
+        found = math.nan if self.group.rank else self.judge.evaluate(self.model)
+        if math.isnan(found) and not self.group.rank:
             raise FloatingPointError(f"evaluation is not a number in {self.config.precision}: fix the environment's rewards")
         return found
 

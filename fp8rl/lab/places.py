@@ -22,6 +22,7 @@ What is not named stays float32, and so do sums. An update takes its step in flo
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from ..rng import uniform
 from .formats import Format, format_of, rounded, scaled
@@ -120,3 +121,12 @@ def noises(places: Places, seed, iteration, size: int, device) -> dict[str, torc
     """Noise for one update of S agents that share their places, float32 [S, size] each. Arguments as in rng.py."""
     drawn = uniform(seed, "rounding", iteration, (len(places.noisy), size), device) if places.noisy else NONE
     return {name: drawn[:, i] for i, name in enumerate(places.noisy)}
+
+
+def in_order(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A network's parameters by name, in the order in which agents and optimizers of lab/ lay them out: the encoder's, both
+    heads' weights, both heads' biases, deviations."""
+    named = dict(model.named_parameters())
+    last = [f"{head}.{kind}" for kind in ("weight", "bias") for head in ("actor", "critic")] + ["spread"]
+    names = [name for name in named if name not in last] + [name for name in last if name in named]
+    return {name: named[name] for name in names}

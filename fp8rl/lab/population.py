@@ -37,7 +37,7 @@ from ..env import Cart, TensorEnv
 from ..evaluate import Judge, evaluate
 from ..history import History, RewardScale
 from ..losses import Targets, vtrace
-from ..model import ActorCritic, in_order
+from ..model import ActorCritic
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
 from ..rollout import Collector, Rollout, check_finite
@@ -46,7 +46,7 @@ from ..scale.storage import StoredRing, ring_bytes
 from ..tasks.by_id import task_of
 from ..train import PATIENCE, Learner, Parts, Run, make_network, reason_of, stuck
 from .formats import format_of
-from .places import PlaceFormat, Places, noises, places_of
+from .places import PlaceFormat, Places, in_order, noises, places_of
 
 # The fields of Config in which the agents of a population may differ.
 FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "clip", "entropy_coef", "value_coef")

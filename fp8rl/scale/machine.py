@@ -25,8 +25,8 @@ from ..env import TensorEnv
 from ..evaluate import Judge
 from ..history import EpisodeReturns, RewardScale
 from ..lab.lowbit import LowBitAdam, Unpacked
-from ..lab.places import STATE, places_of
-from ..model import ActorCritic, in_order
+from ..lab.places import STATE, in_order, places_of
+from ..model import ActorCritic
 from ..precision import PRECISIONS, Precision
 from ..rng import seed_of
 from ..rollout import Collector, unroll
