@@ -279,18 +279,6 @@ def test_a_state_of_another_config_is_refused():
         refused("the state does not fit the config: resume with the run's own config", build, other, HERE, state)
 
 
-class Epochs(Run):
-    """Another schedule."""
-
-    def improve(self, rollout):
-        return [self.learner.update(rollout) for _ in range(2)]
-
-
-def test_a_run_may_be_of_another_kind():
-    run = trained(build(Config(**SHORT, replay_updates=0), kind=Epochs))
-    assert type(run) is Epochs and run.history.column("ess").max() < 1  # the second update is on an older policy's actions
-
-
 def test_a_run_that_has_not_begun_can_be_saved(tmp_path):
     config = Config(**SHORT)
     checkpoint.save(tmp_path / "checkpoint.pt", build(config))

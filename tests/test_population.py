@@ -19,9 +19,9 @@ from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate
 from fp8rl.lab import population
+from fp8rl.lab.places import in_order
 from fp8rl.lab.population import Matmuls, Population, batches, environments, roundings_of
 from fp8rl.losses import actor_critic_loss
-from fp8rl.model import in_order
 from fp8rl.precision import Precision
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import Rollout, noise_of

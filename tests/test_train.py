@@ -71,13 +71,6 @@ class Noting(Around):
         return self.inner.update(batch, record)
 
 
-class Epochs(Run):
-    """Another schedule: three epochs over the new rollout."""
-
-    def improve(self, rollout):
-        return [self.learner.update(rollout) for _ in range(3)]
-
-
 def test_each_rollout_is_learned_from_once_and_then_the_ring():
     run, plain = Run(Config(**SHORT)), trained(Config(**SHORT))
     rollouts = []
@@ -88,14 +81,6 @@ def test_each_rollout_is_learned_from_once_and_then_the_ring():
     assert len(rollouts) == 4 and all(batch is own for (batch, _), own in zip(fresh, rollouts, strict=True))
     assert all(batch.reward.shape == (32, 16) and all(batch is not own for own in rollouts) for batch, _ in others)
     assert [record for _, record in run.learner.calls] == 4 * [False, False, True]
-
-
-def test_a_subclass_may_have_another_schedule():
-    run = Epochs(Config(**SHORT, replay_updates=0))
-    run.learner = Noting(run.learner)
-    trained(run)
-    batches = [batch for batch, _ in run.learner.calls]
-    assert len(batches) == 12 and batches[0] is batches[2] is not batches[3] and run.history.column("ess")[0] < 1
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
