@@ -178,7 +178,9 @@ class Reusing(Around):
 
     def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
         """Like Learner.update."""
-        return self.inner.update(batch, record, self.reuse.computed if batch.obs is self.reuse.obs else None)
+        computed = self.reuse.computed if batch.obs is self.reuse.obs else None
+        self.reuse.obs = self.reuse.computed = None  # once: after an update the weights are others
+        return self.inner.update(batch, record, computed)
 
 
 def require_compiler() -> None:
