@@ -55,7 +55,7 @@ class Targets(NamedTuple):
 
 
 def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> Targets:
-    """V-trace (module docstring) from float32 values [T+1, B] of obs rows 0 to T; rewards and discounts [T, B]; log_ratios [T, B],
+    """V-trace (see above) from float32 values [T+1, B] of obs rows 0 to T; rewards and discounts [T, B]; log_ratios [T, B],
     log pi - log mu of the actions taken, or zeros to leave out the correction; and valid, bool [T, B], False on dummy rows.
 
         >>> import torch
