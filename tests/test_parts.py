@@ -23,7 +23,7 @@ from fp8rl.evaluate import Judge
 from fp8rl.lab.population import Population
 from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.report import study
-from fp8rl.rollout import Around
+from fp8rl.scale.around import Around
 from fp8rl.scale.machine import HERE, Machine, build
 from fp8rl.tasks.by_id import task_of
 from fp8rl.train import Run, train

@@ -28,7 +28,8 @@ from torch import nn
 
 from ..fp8 import power_of_two_scale
 from ..rng import uniform
-from ..rollout import Around, Rollout
+from ..rollout import Rollout
+from ..scale.around import Around
 from .formats import DTYPES, blocks, unblocked
 from .places import BLOCK, NONE, PlaceFormat, places_of
 
