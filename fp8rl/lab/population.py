@@ -50,7 +50,7 @@ from .places import PlaceFormat, Places, noises, places_of
 # The fields of Config in which the agents of a population may differ.
 FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "clip", "entropy_coef", "value_coef")
 FREE += ("learning_rate", "max_grad_norm", "formats")
-CHUNK = 16  # agents that compute together on a CPU: with more, one operation's results would leave its cache before the next one
+CHUNK = 16  # agents that compute together on a CPU: results of more would leave its cache before they are read again
 
 
 def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
