@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from .rollout import TERMINATED, TRUNCATED, Rollout
 TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several processes, each has a part of these
 
 
+@dataclass(eq=False, repr=False)
 class History:
     """One row of numbers per iteration, kept as columns of doubles, which take less memory than Python objects. The columns:
 
@@ -26,10 +28,8 @@ class History:
     loss_scale; with FP8 also "fp8." and a name (scale/quantization.py)
     """
 
+    columns: dict[str, array] = field(default_factory=dict)
     failure: str | None = None  # why an agent that trains beside others takes no more steps (lab/population.py)
-
-    def __init__(self, columns: dict[str, array] | None = None):
-        self.columns = {} if columns is None else columns
 
     def add(self, row: dict[str, float]) -> None:
         """Appends an iteration's numbers. A column that `row` lacks gets NaN, and a new column NaN for earlier iterations."""
