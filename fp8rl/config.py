@@ -1,5 +1,5 @@
-"""Config: what a run learns. Types are converted and ranges checked when a Config is made, whether from Python, JSON or the
-command line; names of precisions, codecs and formats when a run is built. Devices and speed are in scale/machine.py."""
+"""Config: what a run learns. Types and ranges are checked when a Config is made, whether from Python, JSON or the command line;
+names of precisions, codecs and formats when a run is built. Devices and speed are in scale/machine.py."""
 
 import json
 import math
@@ -11,11 +11,8 @@ import numpy as np
 ENCODERS = ("mlp", "gru")
 LAYOUTS = ("compact", "full", "delta")
 RANGES = (  # fields, the test of their values, and the remedy
-    (
-        "steps num_envs rollout_length capacity slice_length batch_size eval_episodes hidden_size layers",
-        lambda x: x >= 1,
-        "use at least 1",
-    ),
+    ("steps num_envs rollout_length capacity slice_length batch_size", lambda x: x >= 1, "use at least 1"),
+    ("eval_episodes hidden_size layers", lambda x: x >= 1, "use at least 1"),
     ("extra_features eval_episodes", lambda x: x <= 10**6, "use at most a million"),
     ("replay_updates eval_every halved_after extra_features entropy_coef value_coef seed", lambda x: x >= 0, "use 0 or more"),
     ("seed", lambda x: x < 2**32, "use a number less than 2**32"),
@@ -30,9 +27,8 @@ RANGES = (  # fields, the test of their values, and the remedy
 
 @dataclass(frozen=True)
 class Config:
-    """What a run learns. An iteration collects T steps of N environments, learns from them (`fresh_updates`), and K times from
-    slices of steps that a ring keeps (train.py). The same Config on the same machine gives the same numbers, bit for bit on a CPU
-    with the same number of torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
+    """What a run learns (train.py). The same Config and machine give the same numbers, bit for bit on a CPU with the same number
+    of torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
 
     precision: str = "fp32"
     """Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16."""
@@ -50,8 +46,7 @@ class Config:
     num_envs: int = 16
     """Number of environments stepped together, N."""
     start_noise: float = 0.5
-    """Training episodes start within this distance of 0, evaluation within 0.05. Wide, because the critic forgets states that a
-    good policy no longer visits. Only for the cart, like the next two fields."""
+    """Training episodes start within this distance of 0, evaluation within 0.05. Only the cart has this and the next two."""
     extra_features: int = 0
     """Noise channels appended to the observation."""
     hide_velocity: bool = False
@@ -122,8 +117,7 @@ class Config:
         self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
         divides = self.batch_size % self.slice_length == 0
         self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
-        # The first iteration replays the rollout it has just collected.
-        replays = self.slice_length <= self.rollout_length or not self.replay_updates
+        replays = self.slice_length <= self.rollout_length or not self.replay_updates  # at first there is only one rollout
         self._require("slice_length", replays, f"use at most rollout_length, {self.rollout_length}")
         rows = self.rollout_length + 1  # one more for the ring's open row (replay.py)
         enough = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
@@ -152,13 +146,11 @@ class Config:
         raise ValueError(f"{name} is {value!r}: use {wanted}")
 
     def to_json(self) -> str:
-        """The fields as a JSON object for `of`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def of(cls, found: str | dict) -> "Config":
-        """A Config from a dict of fields, or from the text that `to_json` wrote; missing fields have their defaults. Raises
-        ValueError if the text is not a JSON object, or if a field does not exist or is out of range."""
+        """A Config from a dict of fields, or from the text that `to_json` wrote; missing fields have their defaults."""
         found = json.loads(found) if isinstance(found, str) else found
         if not isinstance(found, dict):
             raise ValueError(f"config is {found!r}: use a JSON object of fields")
@@ -185,16 +177,13 @@ class Config:
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
     def learning_rate_at(self, iteration: int) -> float:
-        """Adam's learning rate in an iteration."""
         rate = self.learning_rate * (1 - iteration / self.iterations if self.anneal else 1)
         return rate / (1 + iteration * self.steps_per_iteration / self.halved_after) if self.halved_after else rate
 
     def evaluates_at(self, iteration: int) -> bool:
         """Whether an evaluation follows an iteration: the last one, or one that crosses a multiple of eval_every."""
-        if iteration + 1 == self.iterations:
-            return True
-        every, size = self.eval_every, self.steps_per_iteration
-        return every > 0 and (iteration + 1) * size // every > iteration * size // every
+        before, after = (self.steps_per_iteration * i for i in (iteration, iteration + 1))
+        return iteration + 1 == self.iterations or (self.eval_every > 0 and before // self.eval_every < after // self.eval_every)
 
     @classmethod
     def published(cls, **changes) -> "Config":
