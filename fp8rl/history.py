@@ -15,15 +15,12 @@ TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several process
 class History:
     """One row of numbers per iteration, kept as columns of doubles:
 
-    iteration, steps (environment steps so far), seconds (of training, without evaluations), learning_rate
-    train_return: mean return of the episodes that ended in the rollout, NaN if none did
-    eval_return: mean greedy return, NaN between evaluations
-    clipped: values clipped by the ring's codec so far
-    outside: share of continuous actions beyond the bounds, where the environment clips them
+    iteration, steps (environment steps so far), seconds (of training, without evaluations), learning_rate, loss_scale
+    train_return: mean return of the episodes that ended; eval_return: mean greedy return; NaN where there are none
+    clipped: values clipped by the ring's codec so far; outside: share of continuous actions beyond the bounds
     loss, policy_loss, value_loss, entropy, ess: means over the iteration's updates; min_logp: the smallest
-    grad_norm: the largest finite one, 0 if none was; nonfinite: number of updates whose gradient was not finite;
-        skipped: number of updates that the scaler skipped
-    loss_scale; with FP8 also "fp8." and a name (scale/quantization.py)
+    grad_norm: the largest finite one, or 0; nonfinite: number of updates without one; skipped: by the scaler
+    with FP8 also "fp8." and a name (scale/quantization.py)
     """
 
     failure: str | None = None  # why an agent that trains beside others takes no more steps (lab/population.py)
@@ -42,7 +39,6 @@ class History:
 
     @property
     def last(self) -> dict[str, float]:
-        """The newest row."""
         return {name: values[-1] for name, values in self.columns.items()}
 
     @property
@@ -119,7 +115,7 @@ class RewardScale(Saved):
         return torch.where(square > 0, (square / weight).rsqrt(), 1.0)
 
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
-        """Takes the next rollout, at a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
+        """Takes the next rollout, with a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
         gamma = gamma.cpu().numpy() if isinstance(gamma, torch.Tensor) else gamma
         G, left, _ = running_returns(rollout, self.open.view(self.square.shape[1], -1).cpu().numpy(), gamma)
         self.open = torch.from_numpy(left).flatten().to(self.open.device)

@@ -92,7 +92,7 @@ class OneProcess:
 
 
 class Parts(NamedTuple):
-    """What a Run is made of."""
+    """What makes a Run."""
 
     collector: Collector
     learner: Learner
@@ -161,7 +161,7 @@ class Run:
         return stats
 
     def sample(self, update: int = 0) -> Rollout:
-        """A batch of slices from the ring, for an update of this iteration."""
+        """Slices from the ring, for an update of this iteration."""
         length, number = self.config.slice_length, len(self.history) * self.config.updates + update
         return self.ring.sample(self.config.batch_size // length // self.group.size, length, self.collector.seed, number)
 
@@ -173,10 +173,10 @@ class Run:
         """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
         _, finished = self.returns.add(rollout)
         sums = [finished.sum(), len(finished), self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
-        sums = self.group.all_reduce([torch.tensor(sums, dtype=torch.float64, device="cpu")])[0]
+        (sums,) = self.group.all_reduce([torch.tensor(sums, dtype=torch.float64, device="cpu")])
         returns, episodes, clipped, *terms = sums.tolist()
-        row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration}
-        row |= {"train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped)}
+        row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration, "clipped": int(clipped)}
+        row["train_return"] = returns / episodes if episodes else math.nan
         if rollout.action.is_floating_point():
             row["outside"] = float((rollout.action.abs() > 1).float().mean())
         return {**row, **summary, **dict(zip(TERMS, terms, strict=True))}
@@ -199,8 +199,8 @@ class Run:
         return dataclasses.asdict(self.config)
 
     def state_dict(self, ring: bool = True) -> dict:
-        """Everything that the run needs to continue as if it had never stopped, with or without the ring's rows. As in torch, the
-        tensors of model and optimizer are not copies: copy them if the run continues."""
+        """All that the run needs to continue as if it had never stopped, perhaps without the ring's rows. As in torch, the
+        tensors of model and optimizer are not copies."""
         parts = {"returns": self.returns.state_dict(), "history": self.history.state_dict()}
         parts |= {**self.collector.state_dict(), **self.learner.state_dict(), "ring": self.ring.state_dict() if ring else None}
         return self.group.whole(parts)
@@ -231,8 +231,8 @@ class Run:
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
-    Raises ValueError for a number in a rollout that is not finite or too large, and FloatingPointError at the first gradient that
-    is not finite; with a loss scaler only after PATIENCE iterations in a row without a finite one."""
+    Raises ValueError for a rollout as in `check_finite`, and FloatingPointError at the first gradient that is not finite; with a
+    loss scaler only after PATIENCE iterations in a row without a finite one."""
     config, history, begin = run.config, run.history, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
@@ -254,7 +254,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
 
 
 def train(run: Run | Config, progress: bool = True) -> Run:
-    """Trains a run, or a new run with a config, to its end. Raises like `iterate`."""
+    """Trains a run, or a new one with a config, to its end. Raises like `iterate`."""
     run = Run(run) if isinstance(run, Config) else run
     for _ in iterate(run, progress):
         pass
