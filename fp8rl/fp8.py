@@ -36,11 +36,10 @@ MULTIPLE = 16
 
 
 class Quantized(NamedTuple):
-    """value = data * scale. data: float8 [..., M, N]; scale: float32 [...], a power of two for each matrix, or NaN for one with a
-    number that is not finite."""
+    """Matrices with the values data * scale."""
 
-    data: torch.Tensor
-    scale: torch.Tensor
+    data: torch.Tensor  # float8 [..., M, N]
+    scale: torch.Tensor  # float32 [...], powers of two, or NaN for a matrix with a number that is not finite
 
     def t(self) -> "Quantized":
         """The transpose, not copied: a row-major matrix becomes column-major."""
@@ -79,9 +78,8 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
-    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N], summed in float32: float32 [M, N]. `emulate` works
-    in float32, exactly but for the order of the sum; None uses torch's kernel where there is one. Raises ValueError on any
-    device if the matrices break a rule of the GPU's kernel (module docstring)."""
+    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N]. `emulate` works in float32, exactly
+    but for the order of the sum; None uses torch's kernel where there is one. Raises ValueError for what the GPU's cannot take."""
     (rows, inner), (inner_b, columns) = a.data.shape, b.data.shape
     if inner != inner_b:
         raise ValueError(f"shapes are [{rows}, {inner}] and [{inner_b}, {columns}]: the inner dimensions must agree")
@@ -148,12 +146,11 @@ class Float8Linear(nn.Linear):
         {'0': None, '2': 'its 10 outputs are not a multiple of 16'}
         >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model
 
-    `forward_type`, `backward_type`: float8 types of inputs and weights, and of gradients. `emulate`: see `scaled_matmul`.
     `watcher`, if any, is called for every tensor that is quantized, with its name (input, weight, gradient), it and the result.
     """
 
-    forward_type, backward_type = E4M3, E5M2
-    emulate: bool | None = None
+    forward_type, backward_type = E4M3, E5M2  # of inputs and weights, and of gradients
+    emulate: bool | None = None  # as in scaled_matmul
     watcher: Callable[[str, torch.Tensor, Quantized], None] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,8 +164,8 @@ class Float8Linear(nn.Linear):
 
 
 def convert_linears(model: nn.Module, forward: torch.dtype = E4M3, backward: torch.dtype = E5M2) -> dict[str, str | None]:
-    """Swaps a model's eligible linear layers for Float8Linear of the given types, in place and with the same parameters. Returns
-    for each linear layer, by name, None if it was converted, else the reason why not."""
+    """Swaps a model's eligible linear layers for Float8Linear, in place and with the same parameters. Returns for each linear
+    layer, by name, None if it was converted, else the reason why not."""
     modules = model.named_modules(remove_duplicate=False)  # a tied layer appears under each of its names
     linears = {name: layer for name, layer in modules if type(layer) is nn.Linear}
     reasons = {name: misfit(layer.in_features, layer.out_features) for name, layer in linears.items()}

@@ -21,19 +21,14 @@ LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeRewa
 
 
 class Rollout(NamedTuple):
-    """T steps of B environments, or B slices of the replay ring; time first. Row t+1 of obs is what action t led to.
+    """T steps of B environments, or B slices of the replay ring; time first."""
 
-    obs float32 [T+1, B, F]; action int64 [T, B], or float32 [T, B, A] if continuous (distribution.py); reward float32 [T, B];
-    flags uint8 [T, B] (the bits above); behavior_logp float32 [T, B], the log-probability of the action under the behaviour
-    policy; state float32 [2, B, W], a recurrent policy's state before row 0 and before row T, or None.
-    """
-
-    obs: torch.Tensor
-    action: torch.Tensor
-    reward: torch.Tensor
-    flags: torch.Tensor
-    behavior_logp: torch.Tensor
-    state: torch.Tensor | None = None
+    obs: torch.Tensor  # float32 [T+1, B, F]; row t+1 is what action t led to
+    action: torch.Tensor  # int64 [T, B], or float32 [T, B, A] if continuous (distribution.py)
+    reward: torch.Tensor  # float32 [T, B]
+    flags: torch.Tensor  # uint8 [T, B], the bits above
+    behavior_logp: torch.Tensor  # float32 [T, B], the log-probability of the action under the behaviour policy
+    state: torch.Tensor | None = None  # float32 [2, B, W], a recurrent policy's state before row 0 and before row T
 
     @property
     def valid(self) -> torch.Tensor:
@@ -52,7 +47,7 @@ class Rollout(NamedTuple):
 
 
 def check_finite(rollout: Rollout) -> None:
-    """Raises ValueError if an observation or reward is not finite or above `LARGEST`, or an action NaN. Waits for the device."""
+    """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for an action that is NaN."""
     for name, (bound, wrapper) in LARGEST.items():
         low, high = torch.stack(getattr(rollout, name).aminmax()).tolist()  # one pass; a NaN anywhere makes both NaN
         if not (math.isfinite(low) and math.isfinite(high)):
