@@ -1,8 +1,10 @@
-"""What several test files share: runs, rollouts, and processes."""
+"""What several test files share: runs, rollouts, refusals, and processes."""
 
+import functools
 import itertools
 import multiprocessing
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,12 +15,33 @@ import torch
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.precision import Precision
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Around, Rollout
 from fp8rl.scale.machine import HERE, build
-from fp8rl.train import Run, iterate
+from fp8rl.train import Run, iterate, train
 
 SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5}
 WIDE = (-1000.0, -10.0), (1000.0, 10.0)  # bounds that the times and environments of `coded` stay in
+
+trained = functools.partial(train, progress=False)
+
+
+class Changed(Around):
+    """A collector whose rollouts a function changes: run.collector = Changed(run.collector, function)."""
+
+    def __init__(self, inner, change):
+        super().__init__(inner)
+        self.change = change
+
+    def collect(self, learned) -> Rollout:
+        return self.change(self.inner.collect(learned))
+
+
+def refused(message: str, call, *arguments, error: type[Exception] = ValueError, **options) -> None:
+    """The call raises this error, in one line that begins with a pattern."""
+    with pytest.raises(error) as caught:
+        call(*arguments, **options)
+    said = str(caught.value)
+    assert re.match(message, said) and "\n" not in said, f"{said!r} is not {message!r}"
 
 
 def weights(run: Run) -> torch.Tensor:
@@ -40,6 +63,14 @@ def assert_same(one: Run, other: Run) -> None:
 def after(iterations: int, run: Run) -> Run:
     """The run so many iterations on."""
     return next(itertools.islice(iterate(run), iterations - 1, None))
+
+
+def assert_refused(calls: dict, error=ValueError) -> None:
+    """Each call fails with a message that matches its key and is one line."""
+    for message, call in calls.items():
+        with pytest.raises(error, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
 
 
 def run_cli(*arguments) -> None:

@@ -4,14 +4,45 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, numbers, resumed, weights
+from helpers import SHORT, after, assert_same, numbers, refused, resumed, trained, weights
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.env import Cart
-from fp8rl.scale import machine as machine_module
 from fp8rl.scale.machine import HERE, Machine, build, check
-from fp8rl.train import Run, iterate, train
+from fp8rl.train import Run, iterate
+
+
+class Task(Cart):
+    """The cart by a name of its own, "test_machine:Task", which a run can have."""
+
+    def __init__(self, num_envs, device="cpu", seed=0, purpose="starts"):
+        super().__init__(num_envs, 0.5, device, seed, purpose=purpose)
+
+
+class Broken(Task):
+    """From its 70th step on."""
+
+    taken, bad = 0, torch.nan
+
+    def step(self, *args):
+        obs, *rest = super().step(*args)
+        self.taken += 1
+        if self.taken > 70:
+            obs[1] = self.bad
+        return obs, *rest
+
+
+class Infinite(Broken):
+    bad = torch.inf
+
+
+class Narrow(Task):
+    """With bounds that its positions leave."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.bounds = (-0.01, -1.9), (0.01, 1.9)
 
 
 @pytest.mark.parametrize(
@@ -27,12 +58,12 @@ from fp8rl.train import Run, iterate, train
 )
 def test_what_is_built_trains_the_agent_of_the_plain_loop_bit_for_bit(fields):
     config = Config(**SHORT, **fields)
-    assert_same(train(build(config), progress=False), train(config, progress=False))
+    assert_same(trained(build(config)), trained(config))
 
 
 def test_in_fp8_it_records_besides_what_quantization_does():
     config = Config(**SHORT, precision="fp8")
-    plain, built = train(config, progress=False), train(build(config), progress=False)
+    plain, built = trained(config), trained(build(config))
     assert torch.equal(weights(plain), weights(built))
     more = numbers(built).keys() - numbers(plain).keys()
     assert {name.rsplit(".", 1)[0].split(".")[-1] for name in more} == {"input", "weight", "gradient"}
@@ -41,105 +72,81 @@ def test_in_fp8_it_records_besides_what_quantization_does():
 
 def test_named_devices_train_the_same_agent():
     named = Machine(device="cpu", collect_device="cpu", store_device="cpu", evaluate_device="cpu")
-    plain, other = (train(build(Config(**SHORT), machine), progress=False) for machine in (HERE, named))
+    plain, other = (trained(build(Config(**SHORT), machine)) for machine in (HERE, named))
     assert_same(plain, other)
 
 
-@pytest.mark.parametrize("field", ["device", "collect_device", "store_device", "evaluate_device"])
-@pytest.mark.parametrize("device", ["cuda:99", "gpu", "meta"])
-def test_a_device_that_is_not_there_is_named_by_its_field(field, device):
-    with pytest.raises(ValueError, match=rf"^{field} is '{device}' and torch cannot use it here: choose from cpu"):
-        Machine(**{field: device})
-
-
+FIELDS = ("device", "collect_device", "store_device", "evaluate_device")
 NOT_REUSED = "reuse_forward is True: leave it out, it needs an actor that is the learner, and fresh_updates$"
 NOT_COMPILED = "compile is True: leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse"
+NOT_PACKED = "formats is m=e4m3: leave it out, or compute on one device, in one process and without other options"
+NOT_NORMALIZED = "normalize_obs is True: leave it out, or graph, compile and collect_ahead"
+NO_TF32 = "precision is .*: choose another for collect_ahead, TF32 is a process-wide switch"
+REFUSED = [  # fields of a config, of a machine, the number of processes, and what is said
+    ({}, {"memmap": ""}, 1, "memmap is : choose a folder"),
+    ({}, {"memmap": "runs/ring", "store_device": "cpu"}, 1, "memmap is runs/ring: use a folder or store_device, not both"),
+    ({}, {"vectorization": "async"}, 1, "vectorization is async: leave it out, it needs env_id"),
+    ({}, {"graph": True, "collect_ahead": True}, 1, "graph is True: leave it out"),
+    ({"env_id": "CartPole-v1"}, {"graph": True, "vectorization": "sync"}, 1, "graph is True: leave it out"),
+    ({}, {"graph": True, "reuse_forward": True}, 1, r"reuse_forward is True: leave it out \(--no-reuse-forward\) with graph"),
+    ({"fresh_updates": 0}, {"reuse_forward": True}, 1, NOT_REUSED),
+    ({"collect_precision": "bf16"}, {"reuse_forward": True}, 1, NOT_REUSED),
+    ({}, {"reuse_forward": True, "collect_ahead": True}, 1, NOT_REUSED),
+    ({"env_id": "CartPole-v1"}, {"compile": True}, 1, NOT_COMPILED),
+    ({"precision": "fp8"}, {"compile": True}, 1, NOT_COMPILED),
+    ({}, {"compile": True, "reuse_forward": True}, 1, NOT_COMPILED),
+    ({"precision": "tf32"}, {"collect_ahead": True}, 1, NO_TF32),
+    ({"collect_precision": "tf32"}, {"collect_ahead": True}, 1, NO_TF32),
+    ({"normalize_obs": True}, {"collect_ahead": True}, 1, NOT_NORMALIZED),
+    ({"normalize_obs": True}, {"graph": True}, 1, NOT_NORMALIZED),
+    ({"normalize_obs": True, "formats": "m=e4m3"}, {}, 1, r"normalize_obs is True: leave it out, or formats \(--eight-bit\)"),
+    ({"formats": "m=e9m3"}, {}, 1, "formats has 'm=e9m3': format is 'e9m3'"),
+    ({"formats": "forward=e4m3"}, {}, 1, "formats is forward=e4m3: leave out forward, which only populations round"),
+    ({"formats": "weights=e4m3", "collect_precision": "bf16"}, {}, 1, "collect_precision is bf16: leave it out"),
+    ({"formats": "weights=e4m3:block"}, {}, 1, "formats is weights=e4m3:block: leave block out, a run keeps one scale"),
+    ({"formats": "m=e4m3"}, {"collect_ahead": True}, 1, NOT_PACKED),
+    ({"formats": "m=e4m3"}, {"reuse_forward": True}, 1, NOT_PACKED),
+    ({"formats": "m=e4m3"}, {"graph": True}, 1, NOT_PACKED),
+    ({"formats": "m=e4m3"}, {}, 2, NOT_PACKED),
+    ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes share the run: use a multiple of 2$"),
+    ({"num_envs": 1}, {}, 3, "num_envs is 1 and 3 processes share the run: use a multiple of 3$"),
+    ({"batch_size": 96}, {}, 2, "batch_size is 96 and 2 processes share the run: use a multiple of 2 slices$"),
+    ({}, {"memmap": "ring"}, 2, "memmap is ring and 2 processes share the run: leave it out$"),
+    ({}, {"graph": True}, 2, "graph is True and 2 processes share the run: leave it out$"),
+]
 
 
-@pytest.mark.parametrize(
-    "fields, machine, message",
-    [
-        ({}, {"memmap": ""}, "memmap is : choose a folder"),
-        ({}, {"memmap": "runs/ring", "store_device": "cpu"}, "memmap is runs/ring: use a folder or store_device, not both"),
-        ({}, {"vectorization": "async"}, "vectorization is async: leave it out, it needs env_id"),
-        ({}, {"graph": True, "collect_ahead": True}, "graph is True: leave it out"),
-        ({"env_id": "CartPole-v1"}, {"graph": True, "vectorization": "sync"}, "graph is True: leave it out"),
-        ({}, {"graph": True, "reuse_forward": True}, r"reuse_forward is True: leave it out \(--no-reuse-forward\) with graph"),
-        ({"fresh_updates": 0}, {"reuse_forward": True}, NOT_REUSED),
-        ({"collect_precision": "bf16"}, {"reuse_forward": True}, NOT_REUSED),
-        ({}, {"reuse_forward": True, "collect_ahead": True}, NOT_REUSED),
-        ({"env_id": "CartPole-v1"}, {"compile": True}, NOT_COMPILED),
-        ({"precision": "fp8"}, {"compile": True}, NOT_COMPILED),
-        ({}, {"compile": True, "reuse_forward": True}, NOT_COMPILED),
+def test_what_cannot_be_had_is_refused(monkeypatch):
+    for field, device in itertools.product(FIELDS, ("cuda:99", "gpu", "meta")):
+        refused(f"{field} is '{device}' and torch cannot use it here: choose from cpu", Machine, **{field: device})
+    for fields, machine, size, message in REFUSED:
+        refused(message, check, Config(**fields), Machine(**machine), size)
+        if size > 1 and "formats" not in fields:
+            check(Config(**fields), Machine(**machine), 1)
+    for fields, machine, message in (
         ({"precision": "fp7"}, {}, "precision is 'fp7' and it is unknown: choose from fp32"),
         ({"precision": "tf32"}, {}, "precision is 'tf32' and .*choose from fp32"),
         ({"collect_precision": "tf32"}, {}, "precision is 'tf32' and .*choose from fp32"),
         ({"codec": "fp4"}, {}, "codec is 'fp4': choose from fp32"),
         ({"env_id": "CartPole-v1"}, {"vectorization": "threads"}, "vectorization is 'threads': choose from sync, async"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_had_is_refused_in_one_line(fields, machine, message):
-    with pytest.raises(ValueError, match=f"^{message}") as caught:
-        build(Config(**fields), Machine(**machine))
-    assert "\n" not in str(caught.value)
-
-
-def test_tf32_is_not_for_two_threads():
-    for field in ("precision", "collect_precision"):
-        with pytest.raises(ValueError, match=r"precision is .*: choose another for collect_ahead, TF32 is a process-wide switch"):
-            check(Config(**{field: "tf32"}), Machine(collect_ahead=True), 1)
-
-
-def test_without_a_compiler_nothing_is_compiled(monkeypatch):
+    ):
+        refused(message, build, Config(**fields), Machine(**machine))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match="compile is True: leave it out, or install no-such-compiler"):
-        build(Config(), Machine(compile=True))
-
-
-@pytest.mark.parametrize(
-    "fields, machine, size, message",
-    [
-        ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes share the run: use a multiple of 2"),
-        ({"num_envs": 1}, {}, 3, "num_envs is 1 and 3 processes share the run: use a multiple of 3"),
-        ({"batch_size": 96}, {}, 2, "batch_size is 96 and 2 processes share the run: use a multiple of 2 slices"),
-        ({}, {"memmap": "ring"}, 2, "memmap is ring and 2 processes share the run: leave it out"),
-        ({}, {"graph": True}, 2, "graph is True and 2 processes share the run: leave it out"),
-    ],
-    ids=str,
-)
-def test_what_processes_cannot_share_is_refused_in_one_line(fields, machine, size, message):
-    check(Config(**fields), Machine(**machine), 1)
-    with pytest.raises(ValueError) as caught:
-        check(Config(**fields), Machine(**machine), size)
-    assert str(caught.value) == message
+    refused("compile is True: leave it out, or install no-such-compiler", check, Config(), Machine(compile=True), 1)
 
 
 def test_a_ring_that_does_not_fit_is_refused():
-    with pytest.raises(MemoryError, match=r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity"):
-        build(Config(capacity=10**12))
+    much = Config(capacity=10**12, steps=10**12)
+    refused(r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity", build, much, error=MemoryError)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("task", ["Broken", "Infinite"])
 @pytest.mark.parametrize("machine", [{}, {"reuse_forward": True}, {"collect_ahead": True}], ids=str)
-def test_what_is_not_finite_never_reaches_weights_or_ring(machine, bad, monkeypatch):
-    class Broken(Cart):
-        """From its 70th step on."""
-
-        taken = 0
-
-        def step(self, *args):
-            obs, *rest = super().step(*args)
-            self.taken += 1
-            if self.taken > 70:
-                obs[1] = bad
-            return obs, *rest
-
-    monkeypatch.setattr(machine_module, "make_cart", lambda config, *settings: Broken(*settings[:4]))
-    run, seen = build(Config(**SHORT), Machine(**machine)), []
+def test_what_is_not_finite_never_reaches_weights_or_ring(machine, task):
+    config = Config(**{**SHORT, "eval_every": 0}, env_id=f"{__name__}:{task}")
+    run, seen = build(config, Machine(**machine)), []
     with pytest.raises(ValueError, match="obs from the environment is not finite"):
-        for _ in iterate(run):
-            seen.append(weights(run))
+        seen.extend(weights(each) for each in iterate(run))
     assert len(seen) == 2 and torch.equal(weights(run), seen[-1]) and run.ring.size == 64
 
 
@@ -147,34 +154,30 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(machine, bad, monkeypa
 def test_exact_storage_trains_the_same_agent(kind, tmp_path):
     config, machine = Config(**SHORT), Machine(memmap=tmp_path / "ring") if kind == "folder" else HERE
     other = build(dataclasses.replace(config, layout="full") if kind == "full" else config, machine)
-    assert_same(train(config, progress=False), train(other, progress=False))
+    assert_same(trained(config), trained(other))
 
 
-def test_differences_in_a_smaller_type_train_another_agent_as_well():
-    config = Config(steps=20_480, eval_every=0)
-    changed = dataclasses.replace(config, codec="bf16", layout="delta")
-    plain, other = (train(build(each), progress=False) for each in (config, changed))
-    assert other.ring.nbytes < plain.ring.nbytes
-    assert not torch.equal(weights(plain), weights(other)) and other.history.final_return >= 195
+def test_rounded_storage_trains_another_agent_as_well():
+    config = Config(steps=20_480, eval_every=0, eval_episodes=50)
+    plain = trained(build(config))
+    for fields in ({"codec": "int8"}, {"codec": "fp8"}, {"codec": "bf16", "layout": "delta"}):
+        other = trained(build(dataclasses.replace(config, **fields)))
+        assert other.ring.nbytes < plain.ring.nbytes and other.history.last["clipped"] == 0, fields
+        assert not torch.equal(weights(plain), weights(other)) and other.history.final_return >= 195, fields
 
 
 def test_without_replay_the_ring_stays_empty_but_in_a_folder(tmp_path):
     config = Config(**SHORT, replay_updates=0)
-    assert train(build(config), progress=False).ring.size == 0
-    kept = train(build(config, Machine(memmap=tmp_path / "ring")), progress=False).ring
+    assert trained(build(config)).ring.size == 0
+    kept = trained(build(config, Machine(memmap=tmp_path / "ring"))).ring
     assert kept.size == 2048 // config.num_envs
 
 
-def test_values_that_the_codec_clips_are_counted(monkeypatch):
-    class Narrow(Cart):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            self.bounds = (-0.01, -1.9), (0.01, 1.9)
-
-    monkeypatch.setattr(machine_module, "make_cart", lambda config, *settings: Narrow(*settings[:4]))
-    run = train(build(Config(**SHORT, codec="int8")), progress=False)
+def test_values_that_the_codec_clips_are_counted():
+    run = trained(build(Config(**SHORT, codec="int8", env_id=f"{__name__}:Narrow")))
     position, velocity = run.ring.clipped.tolist()
-    assert position > 0 == velocity and run.history.last["clipped"] == position
+    clipped = run.history.column("clipped")
+    assert position > 0 == velocity and clipped[-1] == position and clipped[0] > 0 and (np.diff(clipped) > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +193,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
     for run in iterate(whole):
         checkpoint.save(tmp_path / f"{len(run.history)}.pt", run)
     for stop in (1, 3):
-        assert_same(train(resumed(tmp_path / f"{stop}.pt"), progress=False), whole)
+        assert_same(trained(resumed(tmp_path / f"{stop}.pt")), whole)
 
 
 @pytest.mark.parametrize(
@@ -206,9 +209,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
 )
 def test_a_resumed_run_may_change_its_machine(before, later, tmp_path):
     config = Config(**SHORT)
-    whole = train(build(config), progress=False)
+    whole = trained(build(config))
     checkpoint.save(tmp_path / "checkpoint.pt", after(2, build(config, before)))
-    run = train(resumed(tmp_path / "checkpoint.pt", later), progress=False)
+    run = trained(resumed(tmp_path / "checkpoint.pt", later))
     assert len(run.history) == 4
     if before.reuse_forward or later.reuse_forward:  # the same apart from rounding
         np.testing.assert_allclose(run.history.column("loss"), whole.history.column("loss"), rtol=1e-3, atol=1e-4)
@@ -223,8 +226,8 @@ def test_a_plain_run_continues_on_a_machine_and_back(precision, tmp_path):
     checkpoint.save(path, after(2, resumed(path)))
     run = Run(config)
     run.load_state_dict(checkpoint.resume(path)[1])
-    whole = train(config, progress=False)
-    assert torch.equal(weights(train(run, progress=False)), weights(whole))
+    whole = trained(config)
+    assert torch.equal(weights(trained(run)), weights(whole))
     assert [row["loss"] for row in run.history.rows] == whole.history.column("loss").tolist()
 
 
@@ -268,18 +271,18 @@ def assert_same_rows(run: Run, size: int) -> None:
         assert torch.equal(run.ring.fields[name][:, :rows], field[:, :rows])
 
 
-@pytest.mark.parametrize("change", [{"encoder": "gru"}, {"num_envs": 8}, {"capacity": 600}, {"layout": "full"}], ids=str)
-def test_a_state_of_another_config_is_refused(change):
+def test_a_state_of_another_config_is_refused():
     config = Config(**SHORT)
     state = after(3, build(config)).state_dict()
-    with pytest.raises(ValueError, match="the state does not fit the config: resume with the run's own config"):
-        build(dataclasses.replace(config, **change), HERE, state)
+    for change in ({"encoder": "gru"}, {"num_envs": 8}, {"capacity": 600}, {"layout": "full"}, {"formats": "m=e4m3"}):
+        other = dataclasses.replace(config, **change)
+        refused("the state does not fit the config: resume with the run's own config", build, other, HERE, state)
 
 
 def test_a_run_that_has_not_begun_can_be_saved(tmp_path):
     config = Config(**SHORT)
     checkpoint.save(tmp_path / "checkpoint.pt", build(config))
-    assert_same(train(resumed(tmp_path / "checkpoint.pt"), progress=False), train(config, progress=False))
+    assert_same(trained(resumed(tmp_path / "checkpoint.pt")), trained(config))
 
 
 @pytest.mark.cuda
@@ -288,6 +291,6 @@ def test_a_run_that_has_not_begun_can_be_saved(tmp_path):
 def test_every_placement_trains(places):
     for ahead in (False, True):
         machine = Machine(*places, collect_ahead=ahead)
-        run = train(build(Config(steps=20_480), machine), progress=False)
+        run = trained(build(Config(steps=20_480), machine))
         assert run.history.final_return >= 195
         assert next(run.model.parameters()).device.type == places[0] and run.ring.device.type == places[2]

@@ -19,8 +19,8 @@ from ..config import Config
 from ..lab.population import Population
 from ..precision import PRECISIONS as RULES
 from ..precision import Precision, available_precisions
-from ..rollout import Around
 from ..scale import ranks
+from ..scale.around import Around
 from ..scale.hardware import is_emulated
 from ..scale.machine import HERE, Machine, build
 from ..train import iterate

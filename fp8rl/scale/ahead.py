@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from ..precision import Precision
-from ..rollout import Around, Collector, Rollout
+from ..rollout import Collector, Rollout
+from .around import Around
 
 
 class Ahead(Around):

@@ -19,8 +19,9 @@ from torch.nn.functional import linear
 
 from ..model import ActorCritic
 from ..precision import Precision
-from ..rollout import Around, Rollout, unroll
+from ..rollout import Rollout, unroll
 from ..train import Learner
+from .around import Around
 
 MANY = 2**16  # numbers in a hidden layer from which on arithmetic costs more than the calls
 CHUNK = 16  # time steps that `compiled` combines: more take longer to compile, fewer leave more calls

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..rollout import Around, Collector, Rollout
+from ..rollout import Collector, Rollout
 from ..train import Learner
+from .around import Around
 
 # Eager calls before the capture, on the same stream: they initialize libraries and lazily created state (Adam's, the scaler's).
 WARMUP = 3

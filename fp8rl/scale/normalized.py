@@ -10,7 +10,8 @@ ratios correct as they do for earlier weights.
 
 import torch
 
-from ..rollout import Around, Collector, Rollout
+from ..rollout import Collector, Rollout
+from .around import Around
 from .fused import ManyRows
 from .recurrent import Recurrent
 

@@ -1,0 +1,302 @@
+"""Runs made of parts: parts that stand alone, that go around others, and that a user replaces."""
+
+import copy
+import doctest
+import importlib
+import math
+import resource
+import subprocess
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from helpers import SHORT, after, assert_same, forked, weights
+from torch import nn
+
+from fp8rl import checkpoint, fp8
+from fp8rl.config import Config
+from fp8rl.distribution import Gaussian
+from fp8rl.env import TensorEnv
+from fp8rl.evaluate import Judge
+from fp8rl.lab.population import Population
+from fp8rl.precision import PRECISIONS, Rules
+from fp8rl.report import study
+from fp8rl.scale.around import Around
+from fp8rl.scale.machine import HERE, Machine, build
+from fp8rl.tasks.by_id import task_of
+from fp8rl.train import Run, train
+
+EXAMPLES = ("rng", "fp8", "losses", "rollout", "replay", "lab.lowbit")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_in_docstrings_do_what_they_say(name):
+    tried = doctest.testmod(importlib.import_module(f"fp8rl.{name}"))
+    assert tried.attempted >= 2 and not tried.failed
+
+
+def test_parts_stand_alone():
+    names = ", ".join(f"fp8rl.{name}" for name in EXAMPLES)
+    script = f"import sys, torch; before = set(sys.modules); import {names}; print(*sys.modules.keys() - before)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"gymnasium", "tqdm", "fp8rl.config", "fp8rl.train"} & set(loaded)
+
+
+class Epochs(Run):
+    """Three epochs over each rollout and no replay, as PPO's."""
+
+    def improve(self, rollout):
+        return [self.learner.update(rollout) for _ in range(3)]
+
+
+def test_another_schedule_is_a_short_subclass():
+    config = Config(steps=20_480, eval_every=0, replay_updates=0)
+    run = train(build(config, kind=Epochs), progress=False)
+    assert isinstance(run, Epochs) and run.history.final_return > 150
+    state = run.learner.optimizer.state[run.model.actor.weight]
+    assert state["step"] == 3 * config.iterations and run.ring.count == 0
+
+
+def test_a_precision_is_one_entry(monkeypatch):
+    """Gradients in e4m3, too: single runs and populations round alike."""
+    monkeypatch.setitem(PRECISIONS, "e4m3", Rules(None, fp8.E4M3, fp8.E4M3, loss_scale=1.0))
+    config = Config("e4m3", seed=1, learning_rate=5e-4, **SHORT)
+    alone, together = train(build(config), progress=False), train(Population([config]), progress=False)
+    assert alone.model.hidden[0].backward_type == fp8.E4M3
+    for name in ("loss", "grad_norm", "eval_return"):
+        ours, theirs = (run.column(name) for run in (together.histories([config])[0], alone.history))
+        np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=1e-3)
+    other = train(build(Config("fp8", seed=1, learning_rate=5e-4, **SHORT)), progress=False)
+    assert not torch.equal(weights(alone), weights(other))
+
+
+TASK = """
+import torch
+from fp8rl.env import TensorEnv
+
+
+class Bandit(TensorEnv):
+    num_actions, max_steps, state_size, bounds, reward_threshold = 3, 8, 1, ((-1.0,), (1.0,)), 7.5
+
+    def start(self, numbers):
+        return numbers
+
+    def advance(self, state, action):
+        return state, (action == 2).float(), torch.zeros_like(action, dtype=torch.bool)
+"""
+
+
+def test_a_task_is_one_class(tmp_path, monkeypatch):
+    (tmp_path / "my_tasks_of_test.py").write_text(TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Config(env_id="my_tasks_of_test:Bandit", steps=20_480, eval_every=0)
+    for run in (train(build(config), progress=False), train(Population([config]), progress=False)):
+        assert np.mean(run.history.last["eval_return"]) == 8
+    assert issubclass(task_of(config.env_id), TensorEnv) and study.threshold_of(config.env_id) == 7.5
+    checkpoint.save(tmp_path / "a.pt", after(1, build(config)))
+    del sys.modules["my_tasks_of_test"]
+    with pytest.raises(ValueError, match=r"import my_tasks_of_test first, or add --trust"):
+        checkpoint.resume(tmp_path / "a.pt")
+    assert checkpoint.resume(tmp_path / "a.pt", trust=True)[0] == config
+
+
+@pytest.mark.parametrize("env_id", ["no_such_module:Task", "fp8rl.tasks.lqr:NoSuchTask", "fp8rl.tasks.lqr:LqrEnv"])
+def test_what_is_no_task_is_refused_in_one_line(env_id):
+    with pytest.raises(ValueError, match="^env_id is ") as caught:
+        build(Config(env_id=env_id))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": 16, "layers": 1},
+        {"hidden_size": 32, "layers": 3, "precision": "fp8"},
+        {"hidden_size": 48, "layers": 2, "precision": "bf16", "env_id": "Pendulum-v1"},
+        {
+            "hidden_size": 16,
+            "layers": 3,
+            "precision": "fp8",
+            "codec": "fp8",
+            "formats": "weights=e4m3:stochastic m=e4m3 root=e4m3",
+        },
+    ],
+    ids=str,
+)
+def test_any_shape_trains_saves_and_is_a_population_s_agent(fields, tmp_path):
+    config = Config(**{**SHORT, "learning_rate": 5e-4, **fields})
+    run, together = build(config), Population([config])
+    state = after(2, run)
+    checkpoint.save(tmp_path / "a.pt", state)
+    model, loaded = checkpoint.load(tmp_path / "a.pt")
+    assert loaded == config and len(model.hidden) == config.layers - 1 and model.critic.in_features == config.hidden_size
+    with torch.no_grad():
+        torch.testing.assert_close(model(run.env.obs), run.model(run.env.obs), rtol=0.1, atol=0.05)  # not in FP8
+    resumed = build(*checkpoint.resume(tmp_path / "a.pt")[:1], state=checkpoint.resume(tmp_path / "a.pt")[1])
+    assert_same(train(resumed, progress=False), train(build(config), progress=False))
+    ours = after(2, together).histories([config])[0]
+    np.testing.assert_allclose(ours.column("loss")[:2], run.history.column("loss"), rtol=0.02, atol=2e-3)
+
+
+def test_a_shape_that_fp8_cannot_take_and_a_gru_without_a_layer_before_it_are_refused():
+    for fields, words in (
+        ({"precision": "fp8", "layers": 1}, "no layer can run in FP8"),
+        ({"precision": "fp8", "hidden_size": 40}, "no layer can run in FP8"),
+        ({"encoder": "gru", "layers": 1}, "^layers is 1: use at least 2 with gru"),
+        ({"layers": 0}, "^layers is 0: use at least 1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build(Config(**fields))
+
+
+def test_gru_policies_of_three_layers_learn():
+    run = train(build(Config(encoder="gru", layers=3, hidden_size=32, steps=20_480, eval_every=0)), progress=False)
+    assert len(run.model.hidden) == 2 and run.history.final_return > 150
+
+
+class Slow(Around):
+    calls = 0
+
+    def collect(self, learned):
+        self.calls += 1
+        return self.inner.collect(learned)
+
+
+def test_a_part_around_a_part_is_seen_by_nobody():
+    plain, around = (build(Config(**SHORT)) for _ in range(2))
+    around.collector = Slow(Slow(around.collector))
+    assert_same(train(around, progress=False), train(plain, progress=False))
+    assert around.collector.calls == around.collector.inner.calls == around.config.iterations
+
+
+@pytest.mark.parametrize("machine", [HERE, Machine(collect_ahead=True), Machine(reuse_forward=True)], ids=str)
+def test_a_copy_of_a_run_is_whole(machine):
+    run = after(2, build(Config(**SHORT), machine))
+    if machine.collect_ahead:
+        run.collector = run.collector.inner  # its thread cannot be copied
+    twin = copy.deepcopy(run)
+    with torch.no_grad():
+        twin.model.actor.bias += torch.tensor([100.0, 0.0])
+    assert twin.evaluate() < 10 < run.evaluate()  # always to the left
+
+
+def test_layers_that_are_replaced_are_those_that_act():
+    run = build(Config(**SHORT))
+    obs = run.env.obs
+    run.model.hidden[0] = nn.Linear(64, 64)
+    torch.testing.assert_close(run.model.acting(16).policy(obs)[0], run.model(obs)[0])
+
+
+def test_a_run_takes_the_rows_that_it_can_fill():
+    config = Config(steps=5_120)
+    assert build(config).ring.rows == Run(config).ring.rows == Population([config]).ring.rows == 10 * 32 + 1
+    assert build(Config(capacity=800)).ring.rows == 50
+    with mock.patch("fp8rl.scale.hardware.available", return_value=10**8):  # 32 full rings would take 288 MB
+        assert Population([Config(seed=seed, steps=5_120) for seed in range(32)]).agents == 32
+
+
+def test_a_deviation_beyond_its_bound_can_come_back():
+    for value, grad in ((2.0, 1.0), (-3.0, -1.0)):
+        spread = torch.tensor([value], requires_grad=True)
+        outputs = Gaussian.outputs(torch.zeros(3, 1), spread)
+        assert outputs[0, 1] == (2.0 if value > 0 else -5.0)
+        (grad * outputs[:, 1].sum()).backward()
+        assert spread.grad == 4 * 3 * grad
+
+
+def test_a_first_layer_in_fp8_takes_two_matmuls():
+    layer, x = nn.Sequential(nn.Linear(32, 16)), torch.randn(16, 32)
+    fp8.convert_linears(layer)
+    with mock.patch.object(fp8, "scaled_matmul", side_effect=fp8.scaled_matmul) as called:
+        layer(x).sum().backward()
+        assert called.call_count == 2 and layer[0].weight.grad.any()
+        layer(x.requires_grad_()).sum().backward()
+        assert called.call_count == 5 and x.grad.any()
+
+
+def test_a_gpu_without_memory_is_not_another_config():
+    run = build(Config(**SHORT))
+    full = mock.patch.object(run.model, "load_state_dict", side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    with full, pytest.raises(torch.OutOfMemoryError):
+        run.load_state_dict(build(Config(**SHORT)).state_dict())
+
+
+def test_a_population_is_saved_and_read_again(tmp_path):
+    configs = [Config(precision, seed=seed, **SHORT) for precision in ("fp32", "fp8") for seed in range(2)]
+    run = Population(configs)
+    run.stop(1, "a reason")
+    checkpoint.save(tmp_path / "a.pt", after(2, run))
+    found, state = checkpoint.resume(tmp_path / "a.pt")
+    again, whole = Population(found), Population(configs)
+    again.load_state_dict(state)
+    whole.stop(1, "a reason")
+    train(again, progress=False), train(whole, progress=False)
+    assert torch.equal(again.model.theta, whole.model.theta) and again.history.failures == [None, "a reason", None, None]
+    with pytest.raises(ValueError, match=r"is of a population: read it with resume"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def write_peak(path) -> None:
+    """Writes down a ring's bytes and by how much saving it raises the process's peak of resident memory."""
+    run = Run(Config(steps=2_000_000, capacity=2_000_000))
+    for field in run.ring.fields.values():
+        field.fill_(1)
+    run.ring._clock[1] = run.ring.rows - 1
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    checkpoint.save(path.with_suffix(".pt"), run)
+    path.write_text(f"{run.ring.nbytes} {1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems count in other units")
+def test_a_checkpoint_holds_the_ring_once_more_and_not_four_times(tmp_path):
+    forked(write_peak, tmp_path / "peak").join(60)
+    size, more = map(int, (tmp_path / "peak").read_text().split())
+    assert size > 3e7 and more < 2.5 * size  # the copy, and pages of the file that is read again
+
+
+class NotANumber(Judge):
+    def evaluate(self, learned):
+        return math.nan
+
+
+class SomeAreNotNumbers(Judge):
+    def evaluate(self, learned):
+        return np.array([1.0, math.nan, 2.0])
+
+
+def test_an_evaluation_that_is_not_a_number_is_a_failure():
+    run = build(Config(**SHORT))
+    run.judge = NotANumber(run.config, run.learner.precision, None)
+    with pytest.raises(FloatingPointError, match="^evaluation is not a number"):
+        train(run, progress=False)
+    together = Population([Config(seed=seed, **SHORT) for seed in range(3)])
+    together.judge = SomeAreNotNumbers(together.config, None, None)
+    train(together, progress=False)
+    failures = [history.failure for history in together.history.each]
+    assert failures[1].startswith("evaluation is not a number") and failures[::2] == [None, None]
+    assert together.history.of(1).final_return == -math.inf and together.history.of(2).final_return == 2.0
+
+
+def test_a_seed_that_diverges_is_recorded():
+    history = study.run(Config(learning_rate=1e30, **SHORT))
+    assert "lower learning_rate" in history.failure and history.final_return == -math.inf
+    fine = study.run(Config(**SHORT))
+    results = [study.summarize(Config(seed=seed), h) for seed, h in enumerate([history, fine, fine, fine, fine])]
+    (line,) = study.table(results, ["fp32"], threshold=0.0).splitlines()[2:]
+    assert "4 of 5, 1 failed" in line and "| fail |" in line
+
+
+def test_no_verdict_from_four_seeds():
+    results = [{"arm": "fp32", "seed": seed, "final_return": 199.0, "first_step_at_threshold": 512.0} for seed in range(4)]
+    (line,) = study.table(results, ["fp32"]).splitlines()[2:]
+    assert "fewer than 5 seeds" in line and "[" not in line and "pass" not in line
+
+
+def test_an_overflow_builds_no_histories():
+    run = Population([Config("fp16", seed=seed, **SHORT) for seed in range(4)])
+    run.learner.precision.scale.fill_(2.0**40)
+    with mock.patch.object(type(run.history), "of", side_effect=AssertionError):
+        train(run, progress=False)
+    assert run.history.columns["skipped"][0].sum() > 0
