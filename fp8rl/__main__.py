@@ -351,7 +351,7 @@ def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
         require_free(out, "study", overwrite)
         return Folder.create(out, "study", options, overwrite)
     folder = Folder.reopen(out, "study")
-    if folder.options != options:
+    if read_mark(out).get("options") != options:
         folder.close()
         raise FileExistsError(f"out is {out}, which holds another study: use a new folder, or add --overwrite to replace it")
     return folder
