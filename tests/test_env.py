@@ -194,7 +194,7 @@ def test_start_noise_outside_its_range_is_refused(start_noise):
 @pytest.mark.parametrize("num_envs", [0, -1])
 def test_no_environments_are_refused(num_envs):
     with pytest.raises(ValueError, match=f"num_envs is {num_envs}: use at least 1"):
-        BatchedEnv(num_envs)
+        Cart(num_envs)
 
 
 OBSERVED = [{"extra_features": 3}, {"hide_velocity": True}, {"extra_features": 2, "hide_velocity": True}]

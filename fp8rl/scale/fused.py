@@ -152,6 +152,7 @@ class Reuse:
             last_outputs, last_value, _ = self.model.step(env.obs, state)
         with torch.enable_grad():
             self.computed = torch.cat((outputs, last_outputs.unsqueeze(0))), torch.stack((*self.values, last_value))
+        self.values.clear()
         self.obs = rows[0]
         return (*rows, outputs.detach()), None if state is None else state.detach()
 
@@ -164,7 +165,9 @@ class Reusing(Around):
         self.reuse = reuse
 
     def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
-        return self.inner.update(batch, record, self.reuse.computed if batch.obs is self.reuse.obs else None)
+        computed = self.reuse.computed if batch.obs is self.reuse.obs else None
+        self.reuse.obs = self.reuse.computed = None  # the backward pass uses it up
+        return self.inner.update(batch, record, computed)
 
 
 def require_compiler() -> None:
