@@ -166,7 +166,7 @@ class Reusing(Around):
 
     def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
         computed = self.reuse.computed if batch.obs is self.reuse.obs else None
-        self.reuse.obs = self.reuse.computed = None  # the backward pass uses it up
+        self.reuse.obs = self.reuse.computed = None  # once: after an update the weights are others
         return self.inner.update(batch, record, computed)
 
 
