@@ -351,7 +351,7 @@ def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
         require_free(out, "study", overwrite)
         return Folder.create(out, "study", options, overwrite)
     folder = Folder.reopen(out, "study")
-    if folder.options != options:
+    if read_mark(out).get("options") != options:
         folder.close()
         raise FileExistsError(f"out is {out}, which holds another study: use a new folder, or add --overwrite to replace it")
     return folder
@@ -362,7 +362,7 @@ def write_study(
 ) -> None:
     """Writes results.csv, table.md and curves.png, with learning curves of the arms `shown`, and prints the table."""
     command, threshold = f"python -m fp8rl {shlex.join(sys.argv[1:])}", comparison.threshold
-    text = f"{study.table(results, arms, threshold, comparison.margin)}\n`{command}` on {hardware.hardware()}.\n"
+    text = f"{study.table(results, arms, threshold, comparison.margin)}\n`{command}` on {bench.origin()}.\n"
     folder.write("results.csv", study.results_csv(results))
     folder.write("table.md", text)
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -385,6 +385,7 @@ def measure(
     loop: tyro.conf.OmitArgPrefixes[bench.Loop] = bench.Loop(),  # noqa: B008
     machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(reuse_forward=True),  # noqa: B008
     seconds: float = 5.0,
+    fingerprint: bool = False,
     json_output: Json = False,
 ) -> None:
     """Measure how fast this machine trains without replay, against a floor; under torchrun, all processes together.
@@ -394,17 +395,24 @@ def measure(
         machine: where and how fast. Forward passes are reused where that is possible and, but for a population, only if that is
             faster. With few environments --compile is the fastest.
         seconds: how long to measure.
+        fingerprint: only print hashes of the weights after a few updates, which show on one machine whether numbers are the same.
         json_output: print one JSON object.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
+    if fingerprint:
+        print(bench.fingerprint())
+        return
     ranks.start(machine.devices)
-    result = bench.bench_loop(*loop.fastest(machine), seconds, agents=loop.agents)
+    sizes = [dataclasses.replace(loop, hidden_size=(size,)) for size in loop.hidden_size]
+    results = [bench.bench_loop(*one.fastest(machine), seconds, agents=loop.agents) for one in sizes]
     first = ranks.rank_and_size()[0] == 0
     ranks.stop()
-    if first:
+    if first and json_output:
+        print(json.dumps(results if len(results) > 1 else results[0]))
+    for result in results if first and not json_output else ():
         shown = {name: f"{x:,.3f}" if isinstance(x, float) else x for name, x in result.items()}
-        print(json.dumps(result) if json_output else "\n".join(f"{name:24} {x:>16}" for name, x in shown.items()))
+        print("\n".join(f"{name:24} {x:>16}" for name, x in shown.items()), end="\n\n" if len(results) > 1 else "\n")
 
 
 def predict_and_measure(

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from .. import fp8
-from ..rollout import Around, Rollout
+from ..rollout import Rollout
+from .around import Around
 
 
 def measure(x: torch.Tensor, quantized: fp8.Quantized) -> dict[str, torch.Tensor]:
