@@ -410,7 +410,7 @@ class Adam:
             g = g if all_take else torch.where(takes[agents], g, 0)  # what is not finite times 0 would be NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
-            noise = noises(places, self.seeds[agents], begun[agents], grad.shape[1], grad.device) if places else {}
+            noise = noises(places, self.seeds[agents], begun[agents], grad.shape[1], grad.device) if places.noisy else {}
             (first, first_kept), (second, second_kept) = places.moments(first, second, self.sizes, noise)
             theta = self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5))
             if places:
