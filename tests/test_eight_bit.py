@@ -24,10 +24,15 @@ SMALL = {"steps": 1024, "num_envs": 4, "rollout_length": 16, "slice_length": 16,
 SMALL |= {"eval_episodes": 2, "capacity": 1000}
 
 
+def stored(run: Run, name: str) -> list:
+    """Codes and scales of each tensor."""
+    optimizer = run.learner.optimizer
+    return [optimizer.stored(p, name) for p in optimizer.parameters]
+
+
 def kept(run: Run) -> dict[str, torch.Tensor]:
     """What is stored of weights and moments, each in one row."""
-    codes = {name: run.learner.optimizer.codes(name) for name in ("weights", "m", "v")}
-    return {name: torch.cat([unpack(*row).flatten() for row in rows]) for name, rows in codes.items()}
+    return {name: torch.cat([unpack(*row).flatten() for row in stored(run, name)]) for name in ("weights", "m", "v")}
 
 
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
@@ -64,7 +69,7 @@ def test_nothing_but_bytes_lasts(tmp_path):
         assert all(p.numel() == 0 and p.grad is None for p in run.model.parameters())
     assert set(sizes) == {whole}
     counted = 0
-    for codes, scale in (row for name in ("weights", "m", "v") for row in run.learner.optimizer.codes(name)):
+    for codes, scale in (row for name in ("weights", "m", "v") for row in stored(run, name)):
         assert codes.dtype == torch.float8_e4m3fn and scale.numel() == 1
         counted += codes.nbytes + scale.nbytes
     assert 3 * whole <= counted <= 3.5 * whole and run.state_dict()["model"] == {}

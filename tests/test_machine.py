@@ -40,8 +40,8 @@ class Infinite(Broken):
 class Narrow(Task):
     """With bounds that its positions leave."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.bounds = (-0.01, -1.9), (0.01, 1.9)
 
 
