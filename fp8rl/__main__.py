@@ -344,7 +344,7 @@ def write_study(
     runs = {arm: [histories[arm, config] for config in configs] for arm, configs in arms.items()}
     results = [study.summarize(*each, arm, threshold) for arm in arms for each in zip(arms[arm], runs[arm], strict=True)]
     text = study.table(results, list(arms), threshold, comparison.margin)
-    text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {hardware.hardware()}.\n"
+    text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {bench.origin()}.\n"
     folder.write("results.csv", study.results_csv(results))
     folder.write("table.md", text)
     figure = Figure(figsize=(11, 4), layout="constrained")
@@ -367,6 +367,7 @@ def measure(
     loop: tyro.conf.OmitArgPrefixes[bench.Loop] = bench.Loop(),  # noqa: B008
     machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(reuse_forward=True),  # noqa: B008
     seconds: float = 5.0,
+    fingerprint: bool = False,
     json_output: Json = False,
 ) -> None:
     """Measure how fast this machine trains without replay, against a floor; under torchrun, all processes together.
@@ -376,17 +377,24 @@ def measure(
         machine: where and how fast. Forward passes are reused where that is possible and, but for a population, only if that is
             faster. With few environments --compile is the fastest.
         seconds: how long to measure.
+        fingerprint: only print hashes of the weights after a few updates, which show on one machine whether numbers are the same.
         json_output: print one JSON object.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
+    if fingerprint:
+        print(bench.fingerprint())
+        return
     ranks.start(machine.devices)
-    result = bench.bench_loop(*loop.fastest(machine), seconds, agents=loop.agents)
+    sizes = [dataclasses.replace(loop, hidden_size=(size,)) for size in loop.hidden_size]
+    results = [bench.bench_loop(*one.fastest(machine), seconds, agents=loop.agents) for one in sizes]
     first = ranks.rank_and_size()[0] == 0
     ranks.stop()
-    if first:
+    if first and json_output:
+        print(json.dumps(results if len(results) > 1 else results[0]))
+    for result in results if first and not json_output else ():
         shown = {name: f"{x:,.3f}" if isinstance(x, float) else x for name, x in result.items()}
-        print(json.dumps(result) if json_output else "\n".join(f"{name:24} {x:>16}" for name, x in shown.items()))
+        print("\n".join(f"{name:24} {x:>16}" for name, x in shown.items()), end="\n\n" if len(results) > 1 else "\n")
 
 
 def predict_and_measure(

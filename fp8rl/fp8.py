@@ -79,7 +79,7 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
     """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N]. `emulate` works in float32, exactly
-    but for the order of the sum; None uses torch's kernel where there is one. Raises ValueError for what the GPU's cannot take."""
+    but for the order of the sum; None uses torch's kernel where there is one. Raises ValueError for what a GPU's cannot take."""
     (rows, inner), (inner_b, columns) = a.data.shape, b.data.shape
     if inner != inner_b:
         raise ValueError(f"shapes are [{rows}, {inner}] and [{inner_b}, {columns}]: the inner dimensions must agree")
@@ -164,8 +164,8 @@ class Float8Linear(nn.Linear):
 
 
 def convert_linears(model: nn.Module, forward: torch.dtype = E4M3, backward: torch.dtype = E5M2) -> dict[str, str | None]:
-    """Swaps a model's eligible linear layers for Float8Linear, in place and with the same parameters. Returns for each linear
-    layer, by name, None if it was converted, else the reason why not."""
+    """Swaps linear layers for Float8Linear, in place and with the same parameters. Returns for each, by name, None if it was
+    swapped, else the reason why not."""
     modules = model.named_modules(remove_duplicate=False)  # a tied layer appears under each of its names
     linears = {name: layer for name, layer in modules if type(layer) is nn.Linear}
     reasons = {name: misfit(layer.in_features, layer.out_features) for name, layer in linears.items()}

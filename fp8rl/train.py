@@ -175,8 +175,8 @@ class Run:
         sums = [finished.sum(), len(finished), self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
         (sums,) = self.group.all_reduce([torch.tensor(sums, dtype=torch.float64, device="cpu")])
         returns, episodes, clipped, *terms = sums.tolist()
-        row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration, "clipped": int(clipped)}
-        row["train_return"] = returns / episodes if episodes else math.nan
+        row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration}
+        row |= {"train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped)}
         if rollout.action.is_floating_point():
             row["outside"] = float((rollout.action.abs() > 1).float().mean())
         return {**row, **summary, **dict(zip(TERMS, terms, strict=True))}

@@ -15,7 +15,8 @@ import torch
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.precision import Precision
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Around, Rollout
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
+from fp8rl.scale.around import Around
 from fp8rl.scale.machine import HERE, build
 from fp8rl.train import Run, iterate, train
 
@@ -63,14 +64,6 @@ def assert_same(one: Run, other: Run) -> None:
 def after(iterations: int, run: Run) -> Run:
     """The run so many iterations on."""
     return next(itertools.islice(iterate(run), iterations - 1, None))
-
-
-def assert_refused(calls: dict, error=ValueError) -> None:
-    """Each call fails with a message that matches its key and is one line."""
-    for message, call in calls.items():
-        with pytest.raises(error, match=message) as caught:
-            call()
-        assert "\n" not in str(caught.value)
 
 
 def run_cli(*arguments) -> None:

@@ -2,7 +2,7 @@ import gc
 
 import pytest
 import torch
-from helpers import after, assert_same, resumed, weights
+from helpers import after, assert_same, resumed, trained, weights
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,42 +14,58 @@ from fp8rl.rollout import check_finite
 from fp8rl.scale import graphs
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.machine import HERE, Machine, build
-from fp8rl.train import adam, train
+from fp8rl.train import adam
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ON_CUDA = pytest.mark.parametrize("precision", available_precisions("cuda") if torch.cuda.is_available() else ["fp32"])
 
 
-def captured(config: Config, between=lambda rollout: None) -> dict[str, torch.Tensor]:
+@pytest.fixture
+def graphed(monkeypatch):
+    """Machine(graph=True) makes graphs on the CPU, too, of a given kind, with an Adam that a CPU has."""
+
+    def kind(graph: type) -> None:
+        monkeypatch.setattr(graphs, "GRAPHED", ("cpu",))
+        monkeypatch.setattr(graphs, "Graphed", graph)
+        monkeypatch.setattr(machine_module, "adam", lambda model, rate, capturable: adam(model, rate))
+
+    return kind
+
+
+def captured(config: Config, patch, between=lambda rollout: None) -> dict[str, torch.Tensor]:
     """What graphs would capture, on fake tensors of the CPU: they have no values, so asking for one raises. (Tensors made before,
     the cart's constants, have values, but are the same in every replay.)"""
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
+    with FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(torch.nn.Module, "to", lambda module, device: module)  # fake modules cannot move
         patch.setattr(machine_module, "make_ring", lambda *settings: None)  # is no part of a graph, and asks
-        run = build(config)
-        run.optimizer = torch.optim.Adam(run.model.parameters(), fused=True)  # as on CUDA
-        play, shape = graphs.in_place(run), (config.rollout_length, config.num_envs)
-        numbers = torch.rand(*shape, 1), torch.rand(*shape, 2).unbind()
-        rollout = play(*numbers)
-        between(rollout)
-        run.update(play(*numbers))
-        return run.update(play(*numbers), record=True)  # now with a state and a scale that exist
+        run = build(config, Machine(graph=True))
+        collector, env, shape = run.collector.inner, run.env, (config.rollout_length, config.num_envs)
+        noise = env.distribution.noise(torch.rand(*shape, env.distribution.numbers(env.num_actions)))
+        numbers = noise, torch.rand(*shape, env.state_size).unbind()
+        between(collector.play(*numbers))
+        run.learner.update(collector.play(*numbers))
+        return run.learner.update(collector.play(*numbers), record=True)  # now with a state and a scale that exist
 
 
-@pytest.mark.parametrize("fields", [*({"precision": name} for name in available_precisions()), {"encoder": "gru"}], ids=str)
-def test_nothing_in_a_graph_asks_the_host(fields):
-    assert captured(Config(**fields))["loss"].shape == ()
+FIELDS = [*({"precision": name} for name in available_precisions()), {"encoder": "gru"}, {"env_id": "fp8rl/Lqr-v0"}]
 
 
-def test_a_question_to_the_host_would_be_noticed():
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_nothing_in_a_graph_asks_the_host(fields, graphed, monkeypatch):
+    graphed(lambda function, device: function)
+    assert captured(Config(**fields), monkeypatch)["loss"].shape == ()
+
+
+def test_a_question_to_the_host_would_be_noticed(graphed, monkeypatch):
+    graphed(lambda function, device: function)
     with pytest.raises(DataDependentOutputException):
-        captured(Config(), between=check_finite)
+        captured(Config(), monkeypatch, between=check_finite)
 
 
 def test_on_the_cpu_the_same_functions_run_without_a_graph():
-    config = Config(steps=4_096, eval_every=0, eval_episodes=5, encoder="gru", replay_updates=2)
+    config = Config(steps=2_048, eval_every=0, eval_episodes=5, encoder="gru")
     machines = (Machine(graph=graph) for graph in (False, True))
-    assert_same(*(train(build(config, machine), progress=False) for machine in machines))
+    assert_same(*(trained(build(config, machine)) for machine in machines))
 
 
 class Replayed:
@@ -77,17 +93,25 @@ class Replayed:
 
 
 @pytest.mark.parametrize("fields", [{"replay_updates": 2}, {"encoder": "gru", "precision": "fp8"}], ids=str)
-def test_results_that_the_next_replay_overwrites_are_used_before(fields, monkeypatch, tmp_path):
-    config, path = Config(steps=4_096, eval_every=0, eval_episodes=5, **fields), tmp_path / "checkpoint.pt"
-    plain = train(build(config), progress=False)
-    monkeypatch.setattr(graphs, "GRAPHED", ("cpu",))
-    monkeypatch.setattr(graphs, "Graphed", Replayed)
-    monkeypatch.setattr(graphs, "adam", lambda model, rate, capturable: adam(model, rate))  # one that a CPU has
+def test_results_that_the_next_replay_overwrites_are_used_before(fields, graphed, tmp_path):
+    config, path = Config(steps=2_048, eval_every=0, eval_episodes=5, **fields), tmp_path / "checkpoint.pt"
+    plain = trained(build(config))
+    graphed(Replayed)
     replayed = build(config, Machine(graph=True))
-    checkpoint.save(path, after(3, replayed))
+    checkpoint.save(path, after(2, replayed))
     assert Replayed.made
-    assert_same(train(replayed, progress=False), plain)
-    assert_same(train(resumed(path, Machine(graph=True)), progress=False), plain)
+    assert_same(trained(replayed), plain)
+    assert_same(trained(resumed(path, Machine(graph=True))), plain)
+
+
+def test_so_are_a_population_s(graphed):
+    graphed(Replayed)
+    configs = [Config(name, seed=seed, steps=2_048, eval_episodes=5) for seed, name in enumerate(("fp32", "bf16", "fp16", "fp8"))]
+    plain, replayed = Population(configs), Population(configs, graph=True)
+    plain.collector.reuses = replayed.collector.inner.reuses = False  # as on a GPU
+    assert torch.equal(trained(plain).model.theta, trained(replayed).model.theta)
+    for one, other in zip(plain.history.each, replayed.history.each, strict=True):
+        assert one.column("loss").tolist() == other.column("loss").tolist()
 
 
 @pytest.mark.cuda
@@ -97,7 +121,7 @@ def test_results_that_the_next_replay_overwrites_are_used_before(fields, monkeyp
 def test_a_graph_trains_as_eager_launches_do(precision, fields):
     config = Config(steps=20_480, eval_every=0, eval_episodes=50, precision=precision, **fields)
     machines = (Machine(device="cuda", graph=graph) for graph in (False, True))
-    eager, graph = (train(build(config, machine), progress=False) for machine in machines)
+    eager, graph = (trained(build(config, machine)) for machine in machines)
     torch.testing.assert_close(weights(graph), weights(eager))
     for name in ("loss", "grad_norm", "loss_scale", "skipped", "train_return"):
         ours, theirs = (run.history.column(name) for run in (graph, eager))
@@ -113,7 +137,7 @@ def test_a_run_that_is_garbage_does_not_spoil_the_next_one_s_capture():
         for _ in range(3):
             run = build(Config(steps=5_120, eval_every=0, eval_episodes=1), Machine(device="cuda", graph=True))
             run.itself = run  # never freed but by the collector
-            assert train(run, progress=False).history.last["nonfinite"] == 0
+            assert trained(run).history.last["nonfinite"] == 0
             del run
     finally:
         gc.set_threshold(*threshold)
@@ -127,10 +151,7 @@ def test_a_population_s_graphs_train_as_eager_launches_do(fields):
     names = ["fp32"] if "formats" in fields else ["fp32", "bf16", "fp16", "fp8"]
     shape = {"steps": 10_240, "eval_every": 0, "eval_episodes": 20, **fields}
     configs = [Config(seed=seed, precision=name, **shape) for seed, name in enumerate(2 * names)]
-    eager, graph = Population(configs, "cuda"), Population(configs, "cuda")
-    graphs.capture(graph)
-    for run in (eager, graph):
-        train(run, progress=False)
+    eager, graph = (trained(Population(configs, "cuda", graph=graph)) for graph in (False, True))
     torch.testing.assert_close(graph.model.theta, eager.model.theta)
     for ours, theirs in zip(graph.histories(configs), eager.histories(configs), strict=True):
         for name in ("loss", "grad_norm", "loss_scale", "skipped", "train_return", "eval_return"):
@@ -143,9 +164,8 @@ def test_a_population_s_graphs_train_as_eager_launches_do(fields):
 def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
     configs = [Config(seed=seed, precision=precision, steps=1_024, eval_every=0, eval_episodes=1) for seed in range(30)]
     together, alone = Population(configs, "cuda"), build(configs[7], Machine(device="cuda"))
-    for run in (together, alone):
-        train(run, progress=False)
-    ours = together.histories(configs)[7]
+    ours = trained(together).histories(configs)[7]
+    trained(alone)
     for name in ("train_return", "loss", "entropy"):  # of two iterations: later the order of sums may change an action
         torch.testing.assert_close(ours.column(name), alone.history.column(name), equal_nan=True, rtol=0.02, atol=1e-3)
 
@@ -154,7 +174,7 @@ def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
 @CUDA
 def test_the_scaler_works_inside_the_graph():
     config = Config(steps=102_400, eval_every=0, precision="fp16")
-    history = train(build(config, Machine(device="cuda", graph=True)), progress=False).history
+    history = trained(build(config, Machine(device="cuda", graph=True))).history
     assert history.column("loss_scale").max() > 2.0**16 and history.final_return >= 195  # it has grown
 
 
@@ -168,5 +188,5 @@ def test_a_checkpoint_goes_from_cpu_to_cuda_and_back(precision, tmp_path):
     for machine in (Machine(device="cuda", graph=True), HERE, Machine(device="cuda")):
         checkpoint.save(path, after(10, run))
         run = resumed(path, machine)
-    history = train(run, progress=False).history
+    history = trained(run).history
     assert len(history) == 40 and history.final_return >= 190

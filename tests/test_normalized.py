@@ -7,18 +7,16 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
-from hypothesis import given, settings
+from helpers import after, resumed, trained
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.evaluate import evaluate
-from fp8rl.lab import packed
-from fp8rl.lab.places import EIGHT_BIT
-from fp8rl.lab.population import obstacle
-from fp8rl.losses import alone
-from fp8rl.scale.machine import NETWORKS, Machine, build
-from fp8rl.train import iterate, train
+from fp8rl.losses import only_here
+from fp8rl.scale.machine import NETWORKS, build
+from fp8rl.train import iterate
 
 SIZES = np.array([1e3, 1.0, 1e-3, 1e-3])
 NAMES = ("seen", "mean", "variance")
@@ -45,12 +43,11 @@ def statistics(model) -> list[torch.Tensor]:
     offset=st.floats(-1e6, 1e6),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=50, deadline=None)
 def test_the_running_statistics_are_those_of_all_rows_at_once(lengths, size, offset, seed):
     rows = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(seed)) * size + offset
     model = NETWORKS["mlp", True](3, 2)
     for part in rows.split(lengths):
-        model.watch(part, alone)
+        model.watch(part, only_here)
         model.settle()
     assert model.seen.item() == len(rows)
     error = 1e-6 * (abs(offset) + size)  # float32's, of the mean
@@ -67,7 +64,7 @@ def test_two_processes_have_the_statistics_of_both():
         model.settle()
         found.append(model)
     whole = NETWORKS["mlp", True](3, 2)
-    whole.watch(rows, alone)
+    whole.watch(rows, only_here)
     whole.settle()
     assert all(map(torch.equal, statistics(found[0]), statistics(found[1])))
     for ours, theirs in zip(statistics(whole), statistics(found[0]), strict=True):
@@ -80,7 +77,7 @@ def test_it_is_the_plain_network_on_normalized_observations(encoder):
     plain, model = NETWORKS[encoder, False](4, 2), NETWORKS[encoder, True](4, 2)
     model.load_state_dict(plain.state_dict(), strict=False)
     obs = torch.randn(5, 3, 4) * torch.from_numpy(SIZES).float() + 7
-    model.watch(obs, alone)
+    model.watch(obs, only_here)
     model.settle()
     scaled = ((obs.double() - model.mean) / model.variance.double().sqrt()).float()
     for ours, theirs in zip(model(obs), plain(scaled), strict=True):
@@ -93,7 +90,7 @@ def test_it_is_the_plain_network_on_normalized_observations(encoder):
 def test_a_feature_that_has_not_varied_is_0_and_a_far_one_is_clipped():
     model = NETWORKS["mlp", True](3, 2)
     rows = torch.tensor([[1e6, 0.0, 0.0], [1e6, 1.0, 0.0]])
-    model.watch(rows, alone)
+    model.watch(rows, only_here)
     model.settle()
     torch.testing.assert_close(model.normalize(rows), torch.tensor([[0.0, -1.0, 0.0], [0.0, 1.0, 0.0]]))
     assert model.normalize(torch.tensor([[2e6, 1e9, 0.1]])).tolist() == [[0.0, 10.0, 0.0]]
@@ -111,13 +108,13 @@ def test_a_single_environment_begins_with_zeros():
 def test_it_learns_where_the_plain_network_cannot():
     """The plain one earns what it earned at first; 100 is far above that."""
     longer = {**vars(SHORT), "steps": 51_200, "eval_episodes": 20, "learning_rate": 2e-3}
-    found = {on: train(build(Config(**longer | {"normalize_obs": on})), progress=False).history for on in (False, True)}
+    found = {on: trained(build(Config(**longer | {"normalize_obs": on}))).history for on in (False, True)}
     assert found[False].final_return < 50 and found[True].final_return > 100
 
 
 def test_new_data_are_on_policy():
     """The statistics change only before a rollout: without replay every importance ratio is 1."""
-    history = train(build(Config(**vars(SHORT) | {"replay_updates": 0})), progress=False).history
+    history = trained(build(Config(**vars(SHORT) | {"replay_updates": 0}))).history
     np.testing.assert_allclose(history.column("ess"), 1, atol=1e-6)
 
 
@@ -130,23 +127,19 @@ def test_each_rollout_counts_once_and_before_the_next():
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path, encoder):
     config = Config(encoder=encoder, steps=3_072, eval_every=0, eval_episodes=4, normalize_obs=True)
-    whole, part = build(config), build(config)
-    for _, _ in zip(range(3), iterate(part), strict=False):
-        checkpoint.save(tmp_path / "checkpoint.pt", part)
-    saved, state = checkpoint.resume(tmp_path / "checkpoint.pt")
-    resumed = build(saved, state=state)
-    ends = [train(run, progress=False).model.state_dict() for run in (whole, resumed)]
+    checkpoint.save(tmp_path / "checkpoint.pt", after(3, build(config)))
+    ends = [trained(run).model.state_dict() for run in (build(config), resumed(tmp_path / "checkpoint.pt"))]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def test_a_checkpoint_has_the_statistics(tmp_path):
-    run = train(build(SHORT), progress=False)
+    run = trained(build(SHORT))
     checkpoint.save(tmp_path / "checkpoint.pt", run)
     model, config = checkpoint.load(tmp_path / "checkpoint.pt", NETWORKS)
     assert config == SHORT and all(map(torch.equal, statistics(model), statistics(run.model)))
     returns = []
     for network in (model, run.model):
-        with contextlib.closing(run.make_env(config, 4, 0.05, "cpu", 0)) as env:
+        with contextlib.closing(run.judge.make_env(config, 4, 0.05, "cpu", 0)) as env:
             returns.append(evaluate(network, env).tolist())
     assert returns[0] == returns[1]
 
@@ -154,21 +147,5 @@ def test_a_checkpoint_has_the_statistics(tmp_path):
 def test_an_acting_copy_has_the_learners_statistics():
     run = build(Config(**vars(SHORT) | {"collect_precision": "bf16", "eval_every": 512}))
     for _ in iterate(run):
-        assert run.actor is not run.model and all(map(torch.equal, statistics(run.actor), statistics(run.model)))
-
-
-@pytest.mark.parametrize("machine", [Machine(collect_ahead=True), Machine(graph=True), Machine(compile=True)])
-def test_what_cannot_follow_is_refused(machine):
-    with pytest.raises(
-        ValueError, match=r"normalize_obs is True: leave it out, or graph|compile is True: leave it out, or install"
-    ):
-        build(Config(normalize_obs=True), machine)
-
-
-def test_state_in_eight_bits_does_not_go_with_it():
-    with pytest.raises(ValueError, match=r"normalize_obs is True: leave it out, or formats \(--eight-bit\)"):
-        packed.build(Config(normalize_obs=True, **EIGHT_BIT))
-
-
-def test_a_population_says_that_it_cannot():
-    assert obstacle(Config(normalize_obs=True)) == "normalize_obs is True: train it alone, a population takes only False"
+        actor = run.collector.model
+        assert actor is not run.model and all(map(torch.equal, statistics(actor), statistics(run.model)))

@@ -2,9 +2,11 @@ import pytest
 import torch
 from torch import nn
 
+from fp8rl.config import Config
 from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized, cast, quantize
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
+from fp8rl.scale.machine import build
 from fp8rl.scale.quantization import measure, recorded
 
 
@@ -23,7 +25,7 @@ def test_measure_counts_what_was_lost():
 
 
 def test_recorded_names_layer_tensor_and_statistic():
-    model, x, grad = nn.Sequential(Float8Linear.share(nn.Linear(64, 64))), torch.randn(32, 64), 1e-5 * torch.randn(32, 64)
+    model, x, grad = nn.Sequential(Float8Linear(64, 64)), torch.randn(32, 64), 1e-5 * torch.randn(32, 64)
     with recorded(model) as statistics:
         model(x).backward(grad)
     assert {name.split(".")[2] for name in statistics} == {"input", "weight", "gradient"}
@@ -41,6 +43,16 @@ def test_without_a_layer_in_fp8_nothing_is_recorded():
     assert statistics == {}
 
 
+def test_a_learner_records_only_where_it_is_asked_to():
+    run = build(Config("fp8"))
+    rollout = run.collect()
+    plain, found = run.learner.update(rollout), run.learner.update(rollout, record=True)
+    more = found.keys() - plain.keys()
+    names = {f"fp8.hidden.0.{tensor}" for tensor in ("input", "weight", "gradient")}
+    assert plain.keys() < found.keys() and {name.rpartition(".")[0] for name in more} == names
+    assert run.model.hidden[0].watcher is None
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_bad_number_is_counted(bad):
     precision = Precision("fp8")
@@ -48,4 +60,4 @@ def test_a_bad_number_is_counted(bad):
     obs[3, 1] = bad
     with recorded(model) as statistics:
         model(obs)
-    assert statistics["fp8.hidden.input.nonfinite"] > 0
+    assert statistics["fp8.hidden.0.input.nonfinite"] > 0

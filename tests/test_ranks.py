@@ -16,23 +16,21 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import after, forked, numbers, resumed, weights
+from helpers import after, forked, numbers, refused, resumed, run_cli, trained, weights
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 
-from fp8rl import __main__ as cli
 from fp8rl import checkpoint
-from fp8rl import train as train_module
 from fp8rl.config import Config
-from fp8rl.losses import actor_critic_loss, alone
+from fp8rl.losses import actor_critic_loss, only_here
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.report.folder import FILES, MARK, Folder
 from fp8rl.rollout import DUMMY, Rollout
 from fp8rl.scale import ranks
 from fp8rl.scale.machine import HERE, NETWORKS, Machine, build
-from fp8rl.train import Run, iterate, train, update
+from fp8rl.train import Learner, OneProcess, Run, iterate
 
 AHEAD = Machine(collect_ahead=True)
 QUICK = {"steps": 4 * 512, "eval_every": 0, "eval_episodes": 1, "seed": 1}
@@ -61,26 +59,35 @@ def columns_of(rollout: Rollout, keep) -> Rollout:
     return Rollout(*(None if x is None else x[:, keep] for x in rollout))
 
 
-def learned(name: str, rollouts: list[Rollout], total=alone) -> tuple[torch.Tensor, list[float]]:
+def learned(name: str, rollouts: list[Rollout], all_reduce=only_here) -> tuple[torch.Tensor, list[float]]:
     """The weights, and the first losses, after updates on given rollouts."""
     torch.manual_seed(0)
-    config, precision = GIVEN[name], Precision("fp32")
-    model = NETWORKS[config.encoder, config.normalize_obs]()
+    model = NETWORKS[GIVEN[name].encoder, False]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    losses = [float(update(model, optimizer, precision, rollout, config, total=total)["loss"]) for rollout in rollouts]
+    learner = Learner(GIVEN[name], model, Precision("fp32"), optimizer, all_reduce=all_reduce)
+    losses = [float(learner.update(rollout)["loss"]) for rollout in rollouts]
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), losses
 
 
-def own_normalization(size: int):
-    """The loss with advantages that each of `size` ranks normalizes by itself."""
+def own_normalization(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Sums over ranks but for the advantages, which each rank normalizes by itself: count and sum, sum of squares, gradients."""
+    size = ranks.rank_and_size()[1]
+    if len(tensors) == 2:
+        return [*ranks.all_reduce(tensors[:1]), size * tensors[1]]
+    return [size * tensors[0]] if len(tensors) == 1 else ranks.all_reduce(tensors)
 
-    def loss(logits, values, rollout, config, total, targets_of):
-        def own(tensors):
-            return [*total(tensors[:1]), size * tensors[1]] if len(tensors) == 2 else [size * tensors[0]]
 
-        return actor_critic_loss(logits, values, rollout, config, own, targets_of)
+def state_of(run: Run) -> dict:
+    """The state of this rank's part of a run, and the weights."""
+    group, run.group = run.group, OneProcess()
+    state = {**run.state_dict(), "model": weights(run)}
+    run.group = group
+    return state
 
-    return loss
+
+def drawn(run: Run) -> tuple[int, int, int]:
+    """What the next random numbers are a function of."""
+    return run.collector.seed, run.collector.rollouts, run.env.draws
 
 
 @contextlib.contextmanager
@@ -104,30 +111,26 @@ def work(rank: int, size: int, port: int, folder) -> None:
     group = weakref.ref(distributed.group.WORLD)
     found = {}
     for name, (config, machine) in RUNS.items():
-        run = train(build(config, machine), progress=False)
+        run = trained(build(config, machine))
         found[name] = weights(run), numbers(run)
     whole = torch.load(folder / "rollouts.pt", weights_only=False)
     each = whole[0].action.shape[1] // size
     parts = [columns_of(rollout, slice(rank * each, (rank + 1) * each)) for rollout in whole]
     for name in GIVEN:
-        found["given", name] = learned(name, parts, ranks.total)
-    train_module.actor_critic_loss = own_normalization(size)
-    found["control"] = learned("normalized", parts, ranks.total)
-    train_module.actor_critic_loss = actor_critic_loss
+        found["given", name] = learned(name, parts, ranks.all_reduce)
+    found["control"] = learned("normalized", parts, own_normalization)
     run = after(STOPPED, build(MORE))
-    found["parts"] = {**Run.state_dict(run), "slices": run.sample().action.shape[1]}
+    found["parts"] = {**state_of(run), "slices": run.sample().action.shape[1]}
     checkpoint.save(folder / "by-two.pt", run)
-    found["whole"] = weights(train(run, progress=False)), numbers(run)
+    found["whole"] = weights(trained(run)), numbers(run)
     for name in ("by-two", "by-one"):
         run = resumed(folder / f"{name}.pt")
-        found[name, "state"] = {**Run.state_dict(run), "model": weights(run)}
-        found[name, "numbers"] = run.seed, run.rollouts, run.env.draws
-        found[name] = weights(train(run, progress=False)), numbers(run)
+        found[name, "state"], found[name, "numbers"] = state_of(run), drawn(run)
+        found[name] = weights(trained(run)), numbers(run)
     found["gathered"] = ranks.gather(torch.tensor([[rank, 2]], dtype=torch.bfloat16), dim=1)
-    found["total"] = ranks.total([torch.tensor(rank + 1), torch.full((2, 2), rank)])
-    sys.argv = ["fp8rl", "train", "--steps", "1024", "--eval-episodes", "2", "--out", str(folder / "command")]
+    found["sums"] = ranks.all_reduce([torch.tensor(rank + 1), torch.full((2, 2), rank)])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        cli.main()  # joined already; it leaves
+        run_cli("train", "--steps", 1024, "--eval-episodes", 2, "--out", folder / "command")  # joined already; it leaves
     found["said"], found["left"] = said.getvalue(), group() is None
     torch.save(found, folder / f"rank-{rank}.pt")
 
@@ -138,7 +141,7 @@ def rollouts():
     run, found = Run(Config()), []
     for _ in range(25):
         found.append(run.collect())
-        run.update(found[-1])
+        run.learner.update(found[-1])
     return found
 
 
@@ -198,7 +201,7 @@ def test_normalizing_by_each_rank_s_own_deviation_would_be_noticed(two, rollouts
 def test_sums_and_parts_of_every_dtype_are_joined(two):
     for found in two:
         assert found["gathered"].tolist() == [[0, 2, 1, 2]]
-        assert [x.tolist() for x in found["total"]] == [3, [[1, 1], [1, 1]]]
+        assert [x.tolist() for x in found["sums"]] == [3, [[1, 1], [1, 1]]]
 
 
 def test_the_command_writes_one_run(two, folder):
@@ -225,24 +228,29 @@ def test_ranks_and_seeds_draw_numbers_of_their_own(monkeypatch):
         for rank in range(3):
             monkeypatch.setattr(ranks, "rank_and_size", lambda rank=rank: (rank, 3))
             run = build(Config(num_envs=15, batch_size=96, seed=seed))
-            found += [run.seed, *run.env.state.flatten().tolist()]
-            assert run.seed == seed or rank
+            found += [run.collector.seed, *run.env.state.flatten().tolist()]
+            assert run.collector.seed == seed or rank
     assert len(set(found)) == len(found)
+
+
+def assert_whole(whole: dict, parts: list[dict]) -> None:
+    """The states of ranks are parts of that of the whole run."""
+    for name, dim in (("env", 0), ("returns", 0), ("rewards", 0), ("ring", 0), ("waiting", 1)):
+        for key, x in whole.get(name, {}).items():
+            values = [part[name][key] for part in parts]
+            joined = sum(values) if key == "clipped" else values[0] if key in ("clock", "square") else torch.cat(values, dim)
+            assert torch.equal(x, joined), (name, key)
+    if whole["state"] is not None:
+        assert torch.equal(whole["state"], torch.cat([part["state"] for part in parts]))
 
 
 def test_a_checkpoint_of_two_ranks_holds_the_whole(two, folder):
     by_one, by_two = (torch.load(folder / f"by-{name}.pt", weights_only=True) for name in ("one", "two"))
-    assert by_one["config"] == by_two["config"]
-    one, whole = by_one["run"], by_two["run"]
-    assert shapes(one) == shapes(whole) and int(whole["ring"]["clock"][1]) == STOPPED * 32
     parts = [found["parts"] for found in two]
+    assert by_one["config"] == by_two["config"] and shapes(by_one["run"]) == shapes(by_two["run"])
+    assert int(by_two["run"]["ring"]["clock"][1]) == STOPPED * 32
     assert [part["slices"] for part in parts] == [8, 8]  # of 16 in a batch
-    for name in ("env", "returns", "ring"):
-        for key, x in whole[name].items():
-            expected = sum(part[name][key] for part in parts) if key == "clipped" else [part[name][key] for part in parts]
-            expected = expected if isinstance(expected, torch.Tensor) else expected[0] if key == "clock" else torch.cat(expected)
-            assert torch.equal(x, expected), (name, key)
-    assert torch.equal(whole["state"], torch.cat([part["state"] for part in parts]))
+    assert_whole(by_two["run"], parts)
     assert not torch.equal(parts[0]["env"]["state"], parts[1]["env"]["state"])  # they draw numbers of their own
 
 
@@ -257,35 +265,24 @@ def test_a_checkpoint_continues_with_as_many_ranks_bit_for_bit(two):
 def test_a_checkpoint_continues_with_another_number_of_ranks(two, folder):
     saved = {name: torch.load(folder / f"{name}.pt", weights_only=True)["run"] for name in ("by-one", "by-two")}
     alone_again = resumed(folder / "by-two.pt")
-    states = [found["by-one", "state"] for found in two]
-    for whole, parts in ((saved["by-one"], states), (saved["by-two"], [alone_again.state_dict()])):
-        for name in ("env", "returns", "ring"):
-            for key, x in whole[name].items():
-                values = [part[name][key] for part in parts]
-                same = values[0] if key == "clock" else sum(values) if key == "clipped" else torch.cat(values)
-                assert torch.equal(same, x), (name, key)
-        assert torch.equal(torch.cat([part["state"] for part in parts]), whole["state"])
-    assert (alone_again.seed, alone_again.rollouts, alone_again.env.draws) == (MORE.seed, STOPPED, STOPPED + 1)
-    (seed, *drawn), (other, *others) = (found["by-one", "numbers"] for found in two)
-    assert seed == MORE.seed != other and drawn == others == [STOPPED, STOPPED + 1]  # as if they had always been two
-    train(alone_again, progress=False)
+    assert_whole(saved["by-one"], [found["by-one", "state"] for found in two])
+    assert_whole(saved["by-two"], [alone_again.state_dict()])
+    assert drawn(alone_again) == (MORE.seed, STOPPED, STOPPED + 1)
+    (seed, *those), (other, *others) = (found["by-one", "numbers"] for found in two)
+    assert seed == MORE.seed != other and those == others == [STOPPED, STOPPED + 1]  # as if they had always been two
+    trained(alone_again)
     for result, columns in (*(found["by-one"] for found in two), (weights(alone_again), numbers(alone_again))):
         assert result.isfinite().all() and columns["steps"].tolist() == [512, 1024, 1536, 2048]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_parts_of_a_state_make_up_the_whole(size, monkeypatch):
+def test_the_parts_of_a_state_make_up_the_whole(size):
     config = Config(num_envs=12, rollout_length=16, slice_length=16, steps=4 * 192, eval_every=0, eval_episodes=1)
-    run = after(2, build(config, AHEAD))
-    whole, parts = run.state_dict(), []
-    for own in range(size):
-        monkeypatch.setattr(ranks, "rank_and_size", lambda own=own: (own, size))
-        parts.append(ranks.part_of(whole))
-    for name, dim in (("env", 0), ("returns", 0), ("ring", 0), ("ahead", 1)):
-        for key, x in whole[name].items():
-            values = [part[name][key] for part in parts]
-            same = values[0] if key == "clock" else sum(values) if key == "clipped" else torch.cat(values, dim)
-            assert torch.equal(same, x), (name, key)
+    whole, parts, group = after(2, build(config, AHEAD)).state_dict(), [], ranks.Ranks()
+    group.size = size
+    for group.rank in range(size):
+        parts.append(group.part(whole))
+    assert_whole(whole, parts)
     assert all(part["model"] is whole["model"] and part["history"] is whole["history"] for part in parts)
 
 
@@ -323,38 +320,29 @@ def test_losses_and_gradients_of_parts_add_up_to_the_whole_s(sizes, length, seed
 
 
 def answering(sums: list, asks: list):
-    """A `total` that notes what it is asked, and answers with the sums known so far."""
+    """An `all_reduce` that notes what it is asked, and answers with the sums known so far."""
 
-    def total(tensors):
+    def all_reduce(tensors):
         asks.append([x.detach() for x in tensors])
         return sums[len(asks) - 1] if len(asks) <= len(sums) else tensors
 
-    return total
+    return all_reduce
 
 
-def loss_of(model, batch: Rollout, normalized: bool = True, total=alone):
+def loss_of(model, batch: Rollout, normalized: bool = True, all_reduce=only_here):
     logits, values = model(batch.obs)
-    loss, stats = actor_critic_loss(logits, values, batch, Config(normalize_advantage=normalized), total)
+    loss, stats = actor_critic_loss(logits, values, batch, Config(normalize_advantage=normalized), all_reduce)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
     return loss.detach(), torch.cat([x.flatten() for x in gradient]), stats
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--num-envs=15"], "num_envs is 15 and 2 processes share the run: use a multiple of 2"),
-        (["--memmap=ring"], "memmap is ring and 2 processes share the run: leave it out"),
-    ],
-)
-def test_what_ranks_cannot_share_is_refused_before_a_run_is_replaced(options, message, tmp_path, monkeypatch, capsys):
+def test_what_ranks_cannot_share_is_refused_before_a_run_is_replaced(tmp_path, monkeypatch, capsys):
     with Folder.create(tmp_path, "train", {}) as folder:
         folder.write("config.json", "precious")
     monkeypatch.setattr(ranks, "rank_and_size", lambda: (0, 2))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fp8rl", "train", *options, "--out", str(tmp_path), "--overwrite"])
     with pytest.raises(SystemExit):
-        cli.main()
-    assert capsys.readouterr().err == f"fp8rl: {message}\n"
+        run_cli("train", "--num-envs=15", "--out", tmp_path, "--overwrite")
+    assert capsys.readouterr().err == "fp8rl: num_envs is 15 and 2 processes share the run: use a multiple of 2\n"
     assert {path.name for path in tmp_path.iterdir()} == {MARK, "config.json"}
     assert (tmp_path / "config.json").read_text() == "precious"
 
@@ -391,17 +379,12 @@ def test_processes_join_over_what_their_tensors_need(devices, gpus, did, monkeyp
     assert joined(devices, gpus, 2, monkeypatch) == did
 
 
-@pytest.mark.parametrize(
-    "device, gpus, processes, message",
-    [
-        ("cuda", 1, 2, "device is 'cuda' and 2 processes share 1 GPU: start at most 1 (--nproc-per-node) or use the CPU"),
-        ("cuda:1", 2, 2, "device is 'cuda:1' and 2 processes share 2 GPUs: use 'cuda', which gives each process its own GPU"),
-    ],
-)
-def test_processes_without_a_gpu_each_are_refused_in_one_line(device, gpus, processes, message, monkeypatch):
-    with pytest.raises(ValueError) as caught:
-        joined({"device": device}, gpus, processes, monkeypatch)
-    assert str(caught.value) == message
+def test_processes_without_a_gpu_each_are_refused(monkeypatch):
+    for device, gpus, message in (
+        ("cuda", 1, r"device is 'cuda' and 2 processes share 1 GPU: start at most 1 \(--nproc-per-node\) or use the CPU$"),
+        ("cuda:1", 2, "device is 'cuda:1' and 2 processes share 2 GPUs: use 'cuda', which gives each process its own GPU$"),
+    ):
+        refused(message, joined, {"device": device}, gpus, 2, monkeypatch)
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fp8rl", "train"]

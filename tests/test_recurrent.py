@@ -1,25 +1,25 @@
 import pytest
 import torch
-from helpers import log_probabilities
+from helpers import log_probabilities, trained
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.precision import Precision
-from fp8rl.rollout import DUMMY, collect
+from fp8rl.rollout import DUMMY, Collector
 from fp8rl.scale.machine import build
 from fp8rl.scale.recurrent import Recurrent
-from fp8rl.train import train
 
 
-def sequence(length=12, batch=5, obs_size=3, seed=0):
+def sequence(length=12, batch=5, obs_size=3, seed=0, layers=2):
     """A GRU agent, observations [T, B, F], starts of episodes [T, B] and a first state [B, W]."""
     torch.manual_seed(seed)
     first = torch.rand(length, batch) < 0.2
-    return Recurrent(obs_size), torch.randn(length, batch, obs_size), first, torch.randn(batch, 64)
+    return Recurrent(obs_size, layers=layers), torch.randn(length, batch, obs_size), first, torch.randn(batch, 64)
 
 
-def test_a_sequence_equals_its_steps_one_by_one():
-    model, obs, first, state = sequence()
+@pytest.mark.parametrize("layers", [2, 3])
+def test_a_sequence_equals_its_steps_one_by_one(layers):
+    model, obs, first, state = sequence(layers=layers)
     logits, values = model(obs, state, first)
     for t in range(len(obs)):
         state = torch.where(first[t].unsqueeze(-1), 0, state)
@@ -32,8 +32,8 @@ def test_memory_is_torch_s_gru():
     model, obs, _, state = sequence()
     twin = torch.nn.GRU(64, 64)
     with torch.no_grad():
-        twin.weight_ih_l0.copy_(model.hidden.weight)
-        twin.bias_ih_l0.copy_(model.hidden.bias.uniform_(-1, 1))
+        twin.weight_ih_l0.copy_(model.hidden[0].weight)
+        twin.bias_ih_l0.copy_(model.hidden[0].bias.uniform_(-1, 1))
         twin.weight_hh_l0.copy_(model.gates.weight)
         twin.bias_hh_l0.copy_(model.gates.bias.uniform_(-1, 1))
     hidden, _ = twin(model.inputs(obs).relu(), state.unsqueeze(0))
@@ -86,15 +86,15 @@ def test_a_memory_s_rollout_can_be_gone_through_again_as_it_was_acted(name):
     precision = Precision(name)
     torch.manual_seed(0)
     model = precision.prepare(Recurrent(1))
-    env, state = Cart(16, 0.5, hide_velocity=True), None
-    for i in range(4):  # across rollouts and episodes
-        rollout = collect(model, env, 32, precision, iteration=i, state=state)
-        assert rollout.state.shape == (2, 16, 64)
-        state = rollout.state[-1]
+    collector = Collector(Cart(16, 0.5, hide_velocity=True), model, precision, 32)
+    for _ in range(4):  # across rollouts and episodes
+        before, rollout = collector.state, collector.collect(model)
+        assert rollout.state.shape == (2, 16, 64) and torch.equal(rollout.state[1], collector.state)
+        assert torch.equal(rollout.state[0], torch.zeros(16, 64) if before is None else before)
         torch.testing.assert_close(log_probabilities(model, precision, rollout), rollout.behavior_logp)
     assert (rollout.flags & DUMMY).any()
 
 
 def test_a_memory_needs_no_velocity():
     config = Config(encoder="gru", hide_velocity=True, steps=40_960, eval_every=0)
-    assert train(build(config), progress=False).history.final_return >= 190
+    assert trained(build(config)).history.final_return >= 190

@@ -8,6 +8,7 @@ no loop that multiplies these matrices can be faster. Loop and floor alternate.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import statistics
 import time
@@ -21,9 +22,9 @@ from ..precision import PRECISIONS as RULES
 from ..precision import Precision, available_precisions
 from ..scale import ranks
 from ..scale.around import Around
-from ..scale.hardware import is_emulated
+from ..scale.hardware import hardware, is_emulated
 from ..scale.machine import HERE, Machine, build
-from ..train import iterate
+from ..train import iterate, train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Loop:
     # None is the fastest on the machine among those that it does not emulate; of a population it is fp32.
     precision: str | None = None
     agents: int | None = None  # Agents trained as one batch (lab/population.py); None is a single run.
-    hidden_size: int = 64  # Units in each layer of the network.
+    hidden_size: tuple[int, ...] = (64,)  # Units in each layer of the network; each of several values is measured.
     layers: int = 2  # Layers of the network.
 
     def config(self, machine: Machine = HERE) -> Config:
@@ -44,7 +45,7 @@ class Loop:
         if self.agents is not None:
             self._check(machine)
         shape = {"num_envs": self.num_envs, "rollout_length": self.rollout_length, "slice_length": 1}
-        shape |= {"hidden_size": self.hidden_size, "layers": self.layers}
+        shape |= {"hidden_size": self.hidden_size[0], "layers": self.layers}
         shape |= {"capacity": (self.rollout_length + 1) * self.num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
         return Config(precision=self.precision or "fp32", collect_precision="fp32" if machine.compile else None, **shape)
 
@@ -80,6 +81,20 @@ class Loop:
                 raise ValueError(f"{field.name} is {getattr(machine, field.name)} beside agents: leave it out")
         if ranks.rank_and_size()[1] > 1:
             raise ValueError(f"agents is {self.agents} under torchrun: leave one of them out, populations exchange nothing")
+
+
+def fingerprint() -> str:
+    """Hashes of the weights after a few updates of a single run and of a population: equal as long as the package's numbers are,
+    on one machine with one version of torch."""
+    configs = [Config(name, steps=2_048, eval_every=0, eval_episodes=1) for name in ("fp32", "fp8")]
+    found = [train(run, progress=False).model for run in (build(configs[0]), Population(configs))]
+    weights = [torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes() for model in found]
+    return "-".join(hashlib.sha256(each).hexdigest()[:8] for each in weights)
+
+
+def origin() -> str:
+    """What a result was made with, in one line: the machine, versions, and the code's fingerprint."""
+    return f"{hardware()}; code {fingerprint()}"
 
 
 class Timed(Around):

@@ -222,7 +222,7 @@ def make_gym(machine: Machine, first_seed: int, config: Config, num_envs: int, s
 
 def make_task(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> TensorEnv:
     """The tensor form of a Gymnasium environment in place of `make_cart`; it has its own starts."""
-    return task_of(config.env_id)(num_envs, device, seed, purpose)
+    return task_of(config.env_id)(num_envs, device=device, seed=seed, purpose=purpose)
 
 
 def make_ring(config: Config, machine: Machine, env) -> StoredRing:

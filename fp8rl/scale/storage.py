@@ -106,6 +106,7 @@ class StoredRing(ReplayBuffer):
         tensors = dict(self._folder.tensors)
         self._clock = tensors.pop("clock")
         if not 0 <= self.start <= self.count or self.size >= self.rows:
+            self._folder.close()
             raise ValueError(f"memmap is {self._path}, whose clock.bin is damaged: delete the folder")
         return tensors
 
@@ -230,7 +231,7 @@ class MappedFolder:
     OSError for no folder to read, no room, no permissions, or one in use."""
 
     def __init__(self, folder: str | Path, about: dict, fields: Fields, writable: bool):
-        self.folder, self.tensors = Path(folder), {}
+        self.folder, self.tensors, self._lock_file = Path(folder), {}, None
         files = {self.folder / f"{name}.bin": size for name, size in sizes_of(fields).items()}
         try:
             new = writable and not (self.folder / "ring.json").exists()
@@ -244,14 +245,16 @@ class MappedFolder:
             for (name, (dtype, shape)), path in zip(fields.items(), files, strict=True):
                 mapped = torch.from_numpy(np.memmap(path, np.uint8, "r+" if writable else "c"))
                 self.tensors[name] = mapped.view(dtype).view(shape)
-        except OSError as error:
-            if error.errno is None:
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError) or error.errno is None:
                 raise  # raised below, with its own message
             raise OSError(f"memmap is {folder} and cannot be used ({error.strerror}): choose another folder") from error
 
     def close(self) -> None:
         """Releases the lock. The tensors stay mapped: do not write to them any more."""
-        self._lock_file.close()
+        if self._lock_file:
+            self._lock_file.close()
 
     @staticmethod
     def about(folder: str | Path) -> dict:
