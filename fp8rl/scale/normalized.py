@@ -23,9 +23,9 @@ class Normalized:
 
     def __init__(self, obs_size: int = 2, *sizes, **kwargs):
         super().__init__(obs_size, *sizes, **kwargs)
-        starts = {"seen": torch.zeros(1), "mean": torch.zeros(obs_size), "variance": torch.zeros(obs_size)}
-        for name, start in {**starts, "waiting": torch.zeros(2 * obs_size + 1, dtype=torch.float64)}.items():
-            self.register_buffer(name, start)
+        for name, size in {"seen": 1, "mean": obs_size, "variance": obs_size}.items():
+            self.register_buffer(name, torch.zeros(size))
+        self.register_buffer("waiting", torch.zeros(2 * obs_size + 1, dtype=torch.float64))
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
         """Observations float32 [..., F] in standard deviations from the mean; 0 for a feature that has not varied yet."""
@@ -34,15 +34,12 @@ class Normalized:
         return ((obs - self.mean) * scale).clamp(-LIMIT, LIMIT)
 
     def forward(self, obs, state=None, first=None):
-        """Like ActorCritic.forward."""
         return super().forward(self.normalize(obs), state, first)
 
     def policy(self, obs, state=None):
-        """Like ActorCritic.policy."""
         return super().policy(self.normalize(obs), state)
 
     def step(self, obs, state=None):
-        """Like ActorCritic.step."""
         return super().step(self.normalize(obs), state)
 
     @torch.no_grad()
@@ -54,7 +51,7 @@ class Normalized:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Adds what was watched last to the statistics (Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
+        """Adds to the statistics what was watched last (Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
         variance")."""
         new, added, squares = self.waiting.split([1, len(self.mean), len(self.mean)])
         count = self.seen + new
@@ -82,7 +79,6 @@ class Following(Around):
         self.all_reduce = all_reduce
 
     def collect(self, learned: Normalized) -> Rollout:
-        """Like Collector.collect."""
         if not learned.seen:
             learned.watch(self.inner.env.obs, self.all_reduce)
         learned.settle()
