@@ -11,51 +11,55 @@ from fp8rl.precision import Precision
 from fp8rl.scale.recurrent import Recurrent
 
 
-def envs(num_envs: int, seed: int = 0, start_noise: float = 0.05, **options) -> Cart:
-    return Cart(num_envs, start_noise, seed=seed, **options)
-
-
 def right(obs):
     return torch.ones(len(obs), dtype=torch.long)
 
 
 def test_an_episode_counts_nothing_after_its_end():
-    returns = play(right, envs(50))
+    returns = play(right, Cart(50))
     assert returns.shape == (50,) and (returns > 4).all() and (returns < 8).all()
 
 
 def test_same_seed_same_starts():
-    def still(obs):
-        return (obs[:, 0] < 0).long()
-
-    assert np.array_equal(play(still, envs(20, 3)), play(still, envs(20, 3)))
-    assert not np.array_equal(play(still, envs(20, 3)), play(still, envs(20, 4)))
+    first, again, other = (play(lambda obs: (obs[:, 0] < 0).long(), Cart(20, seed=seed)) for seed in (3, 3, 4))
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
 
 
 def test_greedy_takes_the_likeliest_action_and_sampling_does_not_always():
     model = ActorCritic()
     with torch.no_grad():
         model.actor.bias.copy_(torch.tensor([0.0, 1.0]))  # prefers right everywhere
-    greedy = evaluate(model, envs(50))
-    assert np.array_equal(greedy, play(right, envs(50)))
-    sampled, again, other = (evaluate(model, envs(50), greedy=False, seed=seed) for seed in (0, 0, 1))
+    greedy = evaluate(model, Cart(50))
+    assert np.array_equal(greedy, play(right, Cart(50)))
+    sampled, again, other = (evaluate(model, Cart(50), greedy=False, seed=seed) for seed in (0, 0, 1))
     assert not np.array_equal(sampled, greedy) and np.array_equal(sampled, again) and not np.array_equal(sampled, other)
 
 
-def test_sampled_actions_follow_neither_from_the_starts_nor_from_the_step_before(monkeypatch):
-    starts, seen, noise = (envs(2000).obs / 0.05 + 1) / 2, [], Categorical.noise
-    monkeypatch.setattr(Categorical, "noise", staticmethod(lambda numbers: seen.append(numbers.flatten()) or noise(numbers)))
-    evaluate(ActorCritic(), envs(2000), greedy=False)
+def test_sampled_actions_follow_neither_from_the_starts_nor_from_the_step_before():
+    seen = []
+
+    class Seen(Categorical):
+        @staticmethod
+        def noise(numbers):
+            seen.append(numbers.flatten())
+            return Categorical.noise(numbers)
+
+    env = Cart(2000)
+    env.distribution, starts = Seen, (env.obs / 0.05 + 1) / 2
+    evaluate(ActorCritic(), env, greedy=False)
     apart = np.corrcoef(torch.stack((*starts.T, *seen[:3]))) - np.eye(5)
     assert np.abs(apart).max() < 5 / math.sqrt(2000)
 
 
 def test_a_memory_is_kept_from_step_to_step():
-    torch.manual_seed(0)
-    model, states = Recurrent(1), []
-    policy = model.policy
-    model.policy = lambda obs, state: states.append(state) or policy(obs, state)
-    evaluate(model, envs(5, hide_velocity=True))
+    states = []
+
+    class Watched(Recurrent):
+        def policy(self, obs, state=None):
+            states.append(state)
+            return super().policy(obs, state)
+
+    evaluate(Watched(1), Cart(5, hide_velocity=True))
     assert states[0] is None and all(state.shape == (5, 64) for state in states[1:])
     assert not torch.equal(states[1], states[2])
 
@@ -65,5 +69,5 @@ def test_it_computes_in_the_precision_that_is_given():
     model.actor.register_forward_hook(lambda _layer, _inputs, output: seen.append(output.dtype))
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         seen.clear()
-        evaluate(model, envs(3), Precision(name))
+        evaluate(model, Cart(3), Precision(name))
         assert set(seen) == {dtype}
