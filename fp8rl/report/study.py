@@ -279,7 +279,8 @@ class Journal:
 def summarize(config: Config, history: History, arm: str | None = None, threshold: float = THRESHOLD) -> dict[str, float | str]:
     """One run as a row of results.csv. `arm` names the group it is compared in, the precision if not given.
 
-    final_return: mean of the last evaluation. area: mean of all evaluations, the normalized area under the learning curve.
+    final_return: mean of the last evaluation, minus infinity if the run failed. area: mean of all evaluations, the normalized
+    area under the learning curve.
     first_step_at_threshold and seconds_to_threshold: environment steps and training seconds at the first evaluation that reached
     the threshold, NaN if none did.
     """
@@ -290,7 +291,7 @@ def summarize(config: Config, history: History, arm: str | None = None, threshol
         "precision": config.precision,
         "collect_precision": config.collect_precision or config.precision,
         "seed": config.seed,
-        "final_return": history.final_return,
+        "final_return": -math.inf if history.failure else history.final_return,
         "area": float(history.evaluations()[1].mean()),
         "first_step_at_threshold": first,
         "seconds_to_threshold": float(history.column("seconds")[reached][0]) if reached.any() else math.nan,
