@@ -109,7 +109,7 @@ class LowBitAdam(torch.optim.Optimizer):
             raise ValueError(f"a parameter is {bad[0]}: use float32 parameters that are not empty")
         self.parameters += new
         for p in new:
-            self.state[p] = {"step": torch.zeros(())}
+            self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
             for name in ("m", self.second):
                 self.store(p, name, torch.zeros_like(p))
         self.sync()

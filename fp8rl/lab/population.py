@@ -428,13 +428,13 @@ class Adam:
 
     def __init__(self, theta: nn.Parameter, rate, places: list[Places] | None = None, sizes=(), seeds=None):
         self.theta, self.sizes, self.seeds = theta, list(sizes), seeds
-        self.rate = torch.zeros(len(theta), 1, device=theta.device).add_(rate)
+        self.rate = torch.zeros(len(theta), 1, dtype=torch.float32, device=theta.device).add_(rate)
         places = places or [Places()] * len(theta)
         self.parts = [(agents, places[agents.start]) for agents in alike(places, most_together(theta.device))]
         for agents, own in self.parts:
             theta.data[agents] = own.weights(theta.data[agents], self.sizes)
         self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
-        self.count = torch.zeros(len(theta), 1, device=theta.device)
+        self.count = torch.zeros(len(theta), 1, dtype=torch.float32, device=theta.device)
 
     @torch.no_grad()
     def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
@@ -442,7 +442,7 @@ class Adam:
         begun = self.count.clone()
         self.count += takes
         size = torch.where(takes, (1 - 0.9**self.count).reciprocal() * -self.rate, 0.0)
-        keep, add = torch.where(takes, 0.999, 1.0), torch.where(takes, 1 - 0.9, 0.0)
+        keep, add = torch.where(takes, 0.999, 1.0).float(), torch.where(takes, 1 - 0.9, 0.0).float()
         root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
         all_take = takes.device.type == "cpu" and bool(takes.all())
         for agents, places in self.parts:
@@ -479,7 +479,7 @@ class Scales:
         self.exact, self.device, self.scaler = Precision("fp32", device), torch.device(device), self
         rules = [PRECISIONS[name] for name in precisions]
         self.grows = torch.tensor([[rule.scale_grows] for rule in rules], device=device)
-        self.scale = torch.tensor([[rule.loss_scale or 1.0] for rule in rules], device=device)
+        self.scale = torch.tensor([[rule.loss_scale or 1.0] for rule in rules], dtype=torch.float32, device=device)
         self.good = torch.zeros_like(self.scale)
         self.stopped = torch.zeros_like(self.grows)
 

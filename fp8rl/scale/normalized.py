@@ -23,9 +23,9 @@ class Normalized:
 
     def __init__(self, obs_size: int = 2, *sizes, **kwargs):
         super().__init__(obs_size, *sizes, **kwargs)
-        starts = {"seen": torch.zeros(1), "mean": torch.zeros(obs_size), "variance": torch.zeros(obs_size)}
-        for name, start in {**starts, "waiting": torch.zeros(2 * obs_size + 1, dtype=torch.float64)}.items():
-            self.register_buffer(name, start)
+        for name, size in {"seen": 1, "mean": obs_size, "variance": obs_size, "waiting": 2 * obs_size + 1}.items():
+            dtype = torch.float64 if name == "waiting" else torch.float32
+            self.register_buffer(name, torch.zeros(size, dtype=dtype, device="cpu"))
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
         """Observations float32 [..., F] in standard deviations from the mean; 0 for a feature that has not varied yet."""

@@ -70,7 +70,7 @@ class Lqr(TensorEnv):
         velocity = velocity + push
         position = position + velocity
         out = position.abs() > LIMIT
-        return torch.stack((position, velocity * DAMPING)).movedim(0, -1), -cost - OUT_COST * out, out
+        return torch.stack((position, velocity * DAMPING)).movedim(0, -1), -cost - OUT_COST * out.to(cost.dtype), out
 
 
 class LqrEnv(gymnasium.Env):
