@@ -1,6 +1,7 @@
 """What users do to it: kills, two writers, foreign files, other code beside it."""
 
 import contextlib
+import csv
 import os
 import pickle
 import random
@@ -11,14 +12,16 @@ import sys
 import threading
 import time
 
+import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import cli_into, forked, numbers, run_cli, weights
+from helpers import assert_refused, cli_into, forked, run_cli, weights
 
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.config import Config
+from fp8rl.lab.population import Population
 from fp8rl.report.folder import FILES, MARK, Folder, require_free
 from fp8rl.scale.machine import build
 from fp8rl.train import train
@@ -32,6 +35,9 @@ RUNS = {
     "fp8+bf16": Config(**SHORT, precision="fp8+bf16", codec="int8"),
     "gru": Config(**SHORT, encoder="gru", hide_velocity=True, layout="delta"),
     "gym": Config(**SHORT, env_id="CartPole-v1"),
+    "normalized": Config(**SHORT, env_id="fp8rl/Lqr-v0", normalize_obs=True),
+    "few bits": Config(**SHORT, formats="weights=e4m3:stochastic m=e4m3 root=e4m3"),
+    "population": [Config(**SHORT, precision=name) for name in ("fp32", "fp16", "fp8")],
 }
 
 
@@ -53,8 +59,10 @@ SURROUNDINGS = {
 
 def trained(name: str) -> bytes:
     """Weights and history of a run."""
-    run = train(build(RUNS[name]), progress=False)
-    return b"".join([weights(run).numpy().tobytes(), *(column.tobytes() for column in numbers(run).values())])
+    found = RUNS[name]
+    run = train(Population(found) if isinstance(found, list) else build(found), progress=False)
+    columns = [np.array(column).tobytes() for name, column in run.history.columns.items() if name != "seconds"]
+    return b"".join([weights(run).numpy().tobytes(), *columns])
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +71,12 @@ def alone():
     return {name: trained(name) for name in RUNS}
 
 
-@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("surrounding", SURROUNDINGS)
-def test_settings_of_the_caller_change_nothing(surrounding, name, alone):
-    with SURROUNDINGS[surrounding]():
-        found = trained(name)
-    assert found == alone[name]
+def test_settings_of_the_caller_change_nothing(surrounding, alone):
+    for name, expected in alone.items():
+        with SURROUNDINGS[surrounding]():
+            found = trained(name)
+        assert found == expected, name
 
 
 def test_threads_beside_each_other_train_as_alone_and_leave_the_caller_as_it_was(alone):
@@ -101,9 +109,10 @@ def start(*arguments, **kwargs) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
-def until(condition, process: subprocess.Popen) -> None:
+def until(condition, alive, said) -> None:
+    """Waits for something that a process does."""
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert alive(), said()
         time.sleep(0.005)
 
 
@@ -111,61 +120,67 @@ def rows_of(path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+def begun(said, out, rows: int, *arguments):
+    """A process that trains and has written so many rows more."""
+    rows += rows_of(out / "metrics.csv")
+    process = forked(cli_into, said, *arguments)
+    until(lambda: rows_of(out / "metrics.csv") >= rows, process.is_alive, said.read_text)
+    return process
+
+
+def ended(process, number: int) -> int | None:
+    """Its exit code after a signal."""
+    os.kill(process.pid, number)
+    process.join(60)
+    return process.exitcode
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The weights of an uninterrupted run."""
+    """The folder of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole") / "a"
     run_cli(*TRAIN, "--out", out)
-    return checkpoint.load(out / "checkpoint.pt")[0].state_dict()
+    return out
+
+
+def timeless(out) -> list[dict[str, str]]:
+    """The rows of metrics.csv without their seconds."""
+    with (out / "metrics.csv").open() as file:
+        return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
 
 
 def assert_goes_on_to(whole, out) -> None:
     run_cli("train", "--resume", out)
-    weights = checkpoint.load(out / "checkpoint.pt")[0].state_dict()
-    assert all(torch.equal(weights[name], whole[name]) for name in whole)
-    assert rows_of(out / "metrics.csv") == 1 + 40
+    ours, theirs = (checkpoint.load(folder / "checkpoint.pt")[0].state_dict() for folder in (out, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert timeless(out) == timeless(whole) and rows_of(out / "metrics.csv") == 1 + 40
 
 
-def killed(said, out, rows: int, *arguments) -> None:
-    """Trains until `rows` more have been written, in a process that is then killed."""
-    rows += rows_of(out / "metrics.csv")
-    process = forked(cli_into, said, *arguments)
-    while rows_of(out / "metrics.csv") < rows:
-        assert process.is_alive(), said.read_text()
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-
-
-def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path, whole):
-    out = tmp_path / "a"
-    process = start(*TRAIN, "--out", out)
-    until(lambda: rows_of(out / "metrics.csv") > random.randint(5, 20), process)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"of 20,480: continue with train --resume {out}" in err.splitlines()[-1] and "Traceback" not in err
-    assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 5  # nothing was lost
-    assert_goes_on_to(whole, out)
-
-
-def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path, whole):
-    out = tmp_path / "a"
-    killed(tmp_path / "said", out, random.randint(5, 20), *TRAIN, "--out", out)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path, whole):
+    out, said = tmp_path / "a", tmp_path / "said"
+    code = ended(begun(said, out, random.randint(5, 20), *TRAIN, "--out", out), number)
+    if number == signal.SIGKILL:
+        assert code == -number
+    else:
+        err = said.read_text()
+        assert code == 128 + number and "Traceback" not in err
+        assert f"of 20,480: continue with train --resume {out}" in err.splitlines()[-1]
+        assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 4  # nothing was lost
     assert_goes_on_to(whole, out)
 
 
 def test_a_resumed_run_goes_on_saving(tmp_path, whole):
-    out = tmp_path / "a"
-    for arguments in (("--checkpoint-every", 1, "--out", out), ("--resume", out)):
-        begun = rows_of(out / "metrics.csv")
-        killed(tmp_path / "said", out, 7, *(TRAIN if "--out" in arguments else TRAIN[:1]), *arguments)
+    out, said = tmp_path / "a", tmp_path / "said"
+    for arguments in ((*TRAIN, "--checkpoint-every", 1, "--out", out), ("train", "--resume", out)):
+        before = rows_of(out / "metrics.csv")
+        ended(begun(said, out, 7, *arguments), signal.SIGKILL)
         saved = len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"])
-        assert saved >= rows_of(out / "metrics.csv") - 2 > begun  # a header, and at most one row is not in the checkpoint
+        assert saved >= rows_of(out / "metrics.csv") - 2 > before  # a header, and at most one row is not in the checkpoint
     assert_goes_on_to(whole, out)
 
 
-@pytest.mark.parametrize("module", ["numpy", "torch", "tyro", "gymnasium"])  # in the order of their imports
+@pytest.mark.parametrize("module", ["torch", "gymnasium"])  # in the order of their imports
 def test_ctrl_c_during_the_imports_is_no_traceback(module):
     process = start(*TRAIN, "--out", "/nowhere", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})  # names modules on stderr
     assert any(line.endswith(f" {module}\n") for line in process.stderr)
@@ -175,27 +190,24 @@ def test_ctrl_c_during_the_imports_is_no_traceback(module):
 
 
 def test_one_of_two_writers_wins_and_the_other_says_so(tmp_path):
-    out = tmp_path / "a"
-    commands = TRAIN, ["study", "--precisions", "fp32", "--seeds", "1", "--steps", "5120"]
-    both = [start(*command, "--out", out) for command in commands]
-    said = [process.communicate(timeout=120)[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 2], said
-    (loser,) = (err for process, err in zip(both, said, strict=True) if process.returncode)
+    out, said = tmp_path / "a", [tmp_path / name for name in ("0", "1")]
+    both = [forked(cli_into, path, *TRAIN[:1], "--steps", 5120, "--out", out) for path in said]
+    for process in both:
+        process.join(120)
+    assert sorted(process.exitcode for process in both) == [0, 2], [path.read_text() for path in said]
+    (loser,) = (path.read_text() for process, path in zip(both, said, strict=True) if process.exitcode)
     assert loser.startswith(f"fp8rl: out is {out}, ") and loser.count("\n") == 1
-    winner = commands[[process.returncode for process in both].index(0)][0]
-    assert {path.name for path in out.iterdir()} == {MARK, *FILES[winner]}
+    assert {path.name for path in out.iterdir()} == {MARK, *FILES["train"]}
 
 
 def test_a_run_that_still_runs_is_not_resumed(tmp_path, capsys):
     out = tmp_path / "a"
-    process = start("train", "--steps", "2048000", "--out", out)
-    until(lambda: rows_of(out / "metrics.csv") > 3, process)
+    process = begun(tmp_path / "said", out, 3, "train", "--steps", "2048000", "--out", out)
     with pytest.raises(SystemExit, match="2"):
         run_cli("train", "--resume", out)
     said = capsys.readouterr().err
     assert said == f"fp8rl: out is {out}, where another process is writing: wait for it or use another\n"
-    process.terminate()
-    assert process.wait(60) == 143
+    process.kill()
 
 
 def test_overwrite_touches_nothing_that_no_run_wrote(tmp_path):
@@ -203,52 +215,68 @@ def test_overwrite_touches_nothing_that_no_run_wrote(tmp_path):
         out = tmp_path / name
         out.mkdir()
         (out / name).write_text("precious")
-        with pytest.raises(FileExistsError, match="holds other files"):
-            require_free(out, command, overwrite=True)
+        assert_refused({"holds other files": lambda: require_free(out, command, overwrite=True)}, FileExistsError)  # noqa: B023
     with Folder.create(tmp_path / "a", "train", {}) as folder:
         folder.write("config.json", "{}")
         (folder.path / "notes.txt").write_text("precious")
         (folder.path / "table.md").write_text("precious")
-    with pytest.raises(FileExistsError, match=r"whose table\.md no run wrote"):
-        require_free(tmp_path / "a", "study", overwrite=True)
+    another = {r"whose table\.md no run wrote": lambda: require_free(tmp_path / "a", "study", overwrite=True)}
+    assert_refused(another, FileExistsError)
     Folder.create(tmp_path / "a", "train", {}, overwrite=True).close()
     assert {path.name for path in (tmp_path / "a").iterdir()} == {MARK, "notes.txt", "table.md"}
 
 
+def train_on_a_full_disk(said, out) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python does when it starts
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    cli_into(said, *TRAIN, "--out", out)
+
+
 def test_a_full_disk_is_named_with_its_path(tmp_path):
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # noqa: E731
-    process = start(*TRAIN, "--out", tmp_path / "a", preexec_fn=limit)
-    _, err = process.communicate(timeout=120)
-    last = err.splitlines()[-1]
-    assert process.returncode == 2 and f"{tmp_path}/a" in last and "cannot be written (File too large): make room" in last
+    process = forked(train_on_a_full_disk, tmp_path / "said", tmp_path / "a")
+    process.join(120)
+    last = (tmp_path / "said").read_text().splitlines()[-1]
+    assert process.exitcode == 2 and f"{tmp_path}/a" in last and "cannot be written (File too large): make room" in last
 
 
-STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "2", "--steps", "20480", "--num-envs", "16", "8"]
+# The shorter runs end long before the longer ones.
+STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "2", "--steps", "1024", "20480", "--eval-episodes", "2"]
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process is dead; one that nobody asks for stays as a zombie."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, one_process):
     out = tmp_path / "a"
     process = start(*STUDY, "--out", out)
-    until(lambda: rows_of(out / "runs.jsonl") >= 1, process)
+    until(lambda: rows_of(out / "runs.jsonl") >= 1, lambda: process.poll() is None, process.communicate)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait(30)
-    _, alive = psutil.wait_procs(children, timeout=2)
-    assert all(child.status() == psutil.STATUS_ZOMBIE for child in alive) and len(children) >= 2  # dead, if nobody asks for them
+    assert len(children) >= 2
+    for _ in range(3000):
+        if all(map(gone, children)):
+            break
+        time.sleep(0.01)
+    assert all(map(gone, children))
     before = (out / "runs.jsonl").read_text()
     run_cli(*STUDY, "--out", out)
     assert (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
-    assert rows_of(out / "runs.jsonl") == 8 and "| bf16, num_envs 8 |" in capsys.readouterr().out
-    with pytest.raises(FileExistsError, match="holds another study: use a new folder, or add --overwrite"):
-        cli.folder_of(out, {"seeds": 9}, overwrite=False)
+    assert rows_of(out / "runs.jsonl") == 8 and "| bf16, steps 20480 |" in capsys.readouterr().out
+    another = {"holds another study: use a new folder, or add --over": lambda: cli.folder_of(out, {"seeds": 9}, overwrite=False)}
+    assert_refused(another, FileExistsError)
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path):
     process = start(*STUDY, "--out", tmp_path / "a")
-    until(lambda: rows_of(tmp_path / "a/runs.jsonl") >= 1, process)
+    until(lambda: rows_of(tmp_path / "a/runs.jsonl") >= 1, lambda: process.poll() is None, process.communicate)
     (server,) = [child for child in psutil.Process(process.pid).children() if "forkserver" in " ".join(child.cmdline())]
-    workers = server.children()
-    workers[0].kill()
+    server.children()[0].kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in err
     assert "fp8rl: a process of the study died (killed, or out of memory): run the command again\n" in err
