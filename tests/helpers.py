@@ -65,14 +65,6 @@ def after(iterations: int, run: Run) -> Run:
     return next(itertools.islice(iterate(run), iterations - 1, None))
 
 
-def assert_refused(calls: dict, error=ValueError) -> None:
-    """Each call fails with a message that matches its key and is one line."""
-    for message, call in calls.items():
-        with pytest.raises(error, match=message) as caught:
-            call()
-        assert "\n" not in str(caught.value)
-
-
 def run_cli(*arguments) -> None:
     """The command line in this process, which need not import everything first."""
     with pytest.MonkeyPatch.context() as patch:

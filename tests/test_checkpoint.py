@@ -8,14 +8,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_refused, assert_same, resumed
+from helpers import SHORT, after, assert_same, refused, resumed, trained
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.lab.population import Population
 from fp8rl.model import ActorCritic
 from fp8rl.scale.machine import NETWORKS, build
-from fp8rl.train import train
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +81,18 @@ def test_a_network_of_another_kind_is_read_without_its_environment(fields, tmp_p
     for x, y in zip(model(obs), run.model(obs), strict=True):
         torch.testing.assert_close(x, y)
     if model.recurrent:
-        with pytest.raises(ValueError, match=r"pass networks=scale\.machine\.NETWORKS$"):
-            checkpoint.load(tmp_path / "checkpoint.pt")
+        refused(r"checkpoint .*pass networks=scale\.machine\.NETWORKS$", checkpoint.load, tmp_path / "checkpoint.pt")
 
 
 def test_a_checkpoint_of_a_population_is_resumed_and_not_loaded(tmp_path):
     configs = [Config(**SHORT, seed=seed) for seed in range(2)]
     population = after(2, Population(configs))
     checkpoint.save(tmp_path / "checkpoint.pt", population)
-    assert_refused({"is of a population: read it with resume": lambda: checkpoint.load(tmp_path / "checkpoint.pt")})
+    refused("checkpoint .* is of a population: read it with resume", checkpoint.load, tmp_path / "checkpoint.pt")
     found, state = checkpoint.resume(tmp_path / "checkpoint.pt")
     again = Population(found)
     again.load_state_dict(state)
-    train(again, progress=False), train(population, progress=False)
+    trained(again), trained(population)
     assert found == configs and torch.equal(again.model.theta, population.model.theta)
 
 
@@ -109,7 +107,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_says_so(path, run, monkeypa
     for part, name in ((torch, "save"), (os, "fsync")):
         with monkeypatch.context() as patch:
             patch.setattr(part, name, fails)
-            assert_refused({message: lambda: checkpoint.save(path, run)}, OSError)
+            refused(message, checkpoint.save, path, run, error=OSError)
         assert path.read_bytes() == before and [p.name for p in path.parent.iterdir()] == ["checkpoint.pt"]
 
 
@@ -155,20 +153,20 @@ BROKEN = {
 def test_what_is_no_checkpoint_is_refused_in_one_line(kind, path):
     message, change = BROKEN[kind]
     change(path, torch.load(path, weights_only=True))
-    assert_refused({rf"checkpoint .*checkpoint\.pt ?{message}": lambda: checkpoint.load(path)})
+    refused(rf"checkpoint .*checkpoint\.pt ?{message}", checkpoint.load, path)
     assert not (path.parent / "hostile-code-ran").exists()
 
 
 def test_what_does_not_fit_is_named(path):
-    assert_refused({r"nothing\.pt does not exist": lambda: checkpoint.resume(path.parent / "nothing.pt")}, FileNotFoundError)
+    refused(r".*nothing\.pt does not exist", checkpoint.resume, path.parent / "nothing.pt", error=FileNotFoundError)
     config, state = checkpoint.resume(path)
     message = "the state does not fit the config: resume with the run's own config"
     for part in ("model", "optimizer", "env", "returns", "ring"):
         for wrong in ({}, {"x": torch.zeros(3)}):
-            assert_refused({message: lambda part=part, wrong=wrong: build(config, state={**state, part: wrong})})
+            refused(message, build, config, state={**state, part: wrong})
     content = torch.load(path, weights_only=True)
     torch.save({**content, "config": {**content["config"], "gamma": 7.0}}, path)
-    assert_refused({r"checkpoint\.pt: gamma is 7\.0: use a number from 0 to 1": lambda: checkpoint.load(path)})
+    refused(r"checkpoint .*checkpoint\.pt: gamma is 7\.0: use a number from 0 to 1", checkpoint.load, path)
     assert checkpoint.load(path, gamma=0.5, precision="fp32")[1].precision == "fp32"
 
 
@@ -217,9 +215,9 @@ def test_a_cut_or_spliced_file_is_refused_or_equal_and_runs_nothing(path, saved)
 
 
 def test_a_saved_run_continues_bit_for_bit_and_the_file_serves_again(path, run):
-    whole = train(build(run.config), progress=False)
+    whole = trained(build(run.config))
     for _ in range(2):
-        assert_same(train(resumed(path), progress=False), whole)
+        assert_same(trained(resumed(path)), whole)
 
 
 def test_a_run_continues_without_its_rows(path, run):

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import assert_refused, cli_into, forked, run_cli, weights
+from helpers import cli_into, forked, refused, run_cli, weights
 
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
@@ -215,13 +215,13 @@ def test_overwrite_touches_nothing_that_no_run_wrote(tmp_path):
         out = tmp_path / name
         out.mkdir()
         (out / name).write_text("precious")
-        assert_refused({"holds other files": lambda: require_free(out, command, overwrite=True)}, FileExistsError)  # noqa: B023
+        refused("out is .*, which holds other files", require_free, out, command, overwrite=True, error=FileExistsError)
     with Folder.create(tmp_path / "a", "train", {}) as folder:
         folder.write("config.json", "{}")
         (folder.path / "notes.txt").write_text("precious")
         (folder.path / "table.md").write_text("precious")
-    another = {r"whose table\.md no run wrote": lambda: require_free(tmp_path / "a", "study", overwrite=True)}
-    assert_refused(another, FileExistsError)
+    message = r"out is .*, whose table\.md no run wrote"
+    refused(message, require_free, tmp_path / "a", "study", overwrite=True, error=FileExistsError)
     Folder.create(tmp_path / "a", "train", {}, overwrite=True).close()
     assert {path.name for path in (tmp_path / "a").iterdir()} == {MARK, "notes.txt", "table.md"}
 
@@ -268,8 +268,8 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, 
     run_cli(*STUDY, "--out", out)
     assert (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
     assert rows_of(out / "runs.jsonl") == 8 and "| bf16, steps 20480 |" in capsys.readouterr().out
-    another = {"holds another study: use a new folder, or add --over": lambda: cli.folder_of(out, {"seeds": 9}, overwrite=False)}
-    assert_refused(another, FileExistsError)
+    message = "out is .*, which holds another study: use a new folder, or add --overwrite"
+    refused(message, cli.folder_of, out, {"seeds": 9}, overwrite=False, error=FileExistsError)
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path):
