@@ -138,6 +138,7 @@ class StoredRing(ReplayBuffer):
         fields = dict(self._folder.tensors)
         self._clock = fields.pop("clock")
         if not 0 <= self.start <= self.count or self.size >= self.rows:
+            self._folder.close()
             raise ValueError(f"memmap is {self._path}, whose clock.bin is damaged: delete the folder")
         return fields
 
@@ -298,6 +299,7 @@ class MappedFolder:
     def __init__(self, folder: str | Path, about: dict, shapes: dict[str, tuple[tuple, torch.dtype]], writable: bool):
         self.folder = Path(folder)
         sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+        self._lock_file = None
         try:
             new = writable and not (self.folder / "ring.json").exists()
             if new:
@@ -311,14 +313,16 @@ class MappedFolder:
             for name, (shape, dtype) in shapes.items():
                 mapped = np.memmap(self.path_of(name), np.uint8, "r+" if writable else "c")
                 self.tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
-        except OSError as error:
-            if error.errno is None:
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError) or error.errno is None:
                 raise  # raised below, with its own message
             raise OSError(f"memmap is {folder} and cannot be used ({error.strerror}): choose another folder") from error
 
     def close(self) -> None:
         """Releases the lock. The tensors stay mapped: do not write to them any more."""
-        self._lock_file.close()
+        if self._lock_file:
+            self._lock_file.close()
 
     def path_of(self, name: str) -> Path:
         """The file of a tensor."""
