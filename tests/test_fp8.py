@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -143,10 +144,10 @@ def test_one_bad_number_makes_the_whole_tensor_nan(dtype, bad):
     assert quantize(x, dtype).dequantize().isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.float64])
-def test_quantize_refuses_other_types(dtype):
-    with pytest.raises(TypeError, match=r"x is torch\.\w+: quantize takes float32 or bfloat16"):
-        quantize(torch.ones(2, 2, dtype=dtype))
+def test_quantize_refuses_other_types():
+    for dtype in (torch.float16, torch.int32, torch.float64):
+        message = rf"x is {dtype}: quantize takes float32 or bfloat16"
+        refused(message, quantize, torch.ones(2, 2, dtype=dtype), error=TypeError)
 
 
 @pytest.mark.parametrize("dtype, least", [(E4M3, 25), (E5M2, 20)])
@@ -217,25 +218,27 @@ def of_shape(rows, columns, dtype=E4M3) -> Quantized:
     return quantize(torch.ones(rows, columns), dtype)
 
 
-@pytest.mark.parametrize(
-    "a, b, message",
-    [
+def test_gpu_rules_hold_on_every_device():
+    for a, b, message in (
         (of_shape(4, 24), of_shape(16, 24).t(), "inner dimension is 24.*multiple of 16"),
         (of_shape(4, 32), of_shape(8, 32).t(), "column count is 8.*multiple of 16"),
-        (of_shape(4, 32), of_shape(16, 48).t(), "inner dimensions must agree"),
-        (of_shape(4, 16, E5M2), of_shape(16, 16, E5M2).t(), "e5m2"),
-        (of_shape(16, 16), of_shape(16, 32), "row-major times column-major"),
-        (of_shape(16, 16).column_major(), of_shape(16, 16).t(), "row-major times column-major"),
-    ],
-)
-@pytest.mark.parametrize("emulate", [False, True])
-def test_gpu_rules_hold_on_every_device(a, b, message, emulate):
-    with pytest.raises(ValueError, match=message) as caught:
-        scaled_matmul(a, b, emulate)
-    assert "\n" not in str(caught.value)
+        (of_shape(4, 32), of_shape(16, 48).t(), ".*inner dimensions must agree"),
+        (of_shape(4, 16, E5M2), of_shape(16, 16, E5M2).t(), "both matrices are e5m2"),
+        (of_shape(16, 16), of_shape(16, 32), ".*row-major times column-major"),
+        (of_shape(16, 16).column_major(), of_shape(16, 16).t(), ".*row-major times column-major"),
+    ):
+        for emulate in (False, True):
+            refused(message, scaled_matmul, a, b, emulate)
 
 
 # The layer
+
+
+def twin_of(linear: nn.Linear) -> Float8Linear:
+    """The FP8 layer on the same parameters."""
+    model = nn.Sequential(linear)
+    convert_linears(model)
+    return model[0]
 
 
 @pytest.fixture
@@ -245,7 +248,7 @@ def pair():
     linear = nn.Linear(64, 64)
     x = torch.randn(512, 64, generator=generator).relu()
     grad = torch.randn(512, 64, generator=generator) * 1e-5
-    return linear, Float8Linear.share(linear), x, grad
+    return linear, twin_of(linear), x, grad
 
 
 def gradients(layer, x, grad):
@@ -300,7 +303,7 @@ def test_layer_takes_bfloat16_and_gives_float32(pair):
 @given(rows=st.integers(1, 70), bfloat16=st.booleans(), emulate=st.sampled_from([None, True]), seed=seeds)
 def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulate, seed):
     generator = torch.Generator().manual_seed(seed)
-    layer = Float8Linear.share(nn.Linear(32, 48))
+    layer = twin_of(nn.Linear(32, 48))
     layer.emulate = emulate
     x, grad = torch.randn(rows, 32, generator=generator), torch.randn(rows, 48, generator=generator)
     x = x.bfloat16() if bfloat16 else x
@@ -312,10 +315,10 @@ def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulat
     assert (by_hand[1][rows:] == 0).all()
 
 
-@pytest.mark.parametrize("inputs, outputs", [(24, 16), (16, 24)])
-def test_layer_refuses_widths_that_its_kernels_cannot_contract(inputs, outputs):
-    with pytest.raises(ValueError, match="is 24: FP8 kernels need a multiple of 16"):
-        Float8Linear(inputs, outputs)(torch.ones(16, inputs)).sum().backward()
+def test_layer_refuses_widths_that_its_kernels_cannot_contract():
+    for inputs, outputs in ((24, 16), (16, 24)):
+        with pytest.raises(ValueError, match="is 24: FP8 kernels need a multiple of 16"):
+            Float8Linear(inputs, outputs)(torch.ones(16, inputs)).sum().backward()
 
 
 # Conversion
@@ -324,7 +327,7 @@ def test_layer_refuses_widths_that_its_kernels_cannot_contract(inputs, outputs):
 def test_conversion_reports_by_name():
     assert convert_linears(ActorCritic()) == {
         "inputs": "its 2 inputs are not a multiple of 16",
-        "hidden": None,
+        "hidden.0": None,
         "actor": "its 2 outputs are not a multiple of 16",
         "critic": "its 1 outputs are not a multiple of 16",
     }
@@ -340,8 +343,8 @@ def test_conversion_keeps_parameters_and_names():
 
 
 def test_fp8_without_a_layer_that_qualifies_is_refused():
-    with pytest.raises(ValueError, match=r"no layer can run in FP8 \(inputs: its 2 inputs .*choose bf16"):
-        Precision("fp8").prepare(ActorCritic(width=30))
+    message = r".*no layer can run in FP8 \(inputs: its 2 inputs .*choose bf16"
+    refused(message, Precision("fp8").prepare, ActorCritic(hidden_size=30))
 
 
 def test_conversion_leaves_what_it_cannot_swap_and_finds_tied_layers():
@@ -355,7 +358,7 @@ def test_conversion_leaves_what_it_cannot_swap_and_finds_tied_layers():
 def test_what_is_quantized_can_be_watched(pair):
     _, layer, x, grad = pair
     seen = {}
-    layer.watch = lambda name, x, quantized: seen.update({name: (x.shape, quantized.data.dtype)})
+    layer.watcher = lambda name, x, quantized: seen.update({name: (x.shape, quantized.data.dtype)})
     gradients(layer, x, grad)
     assert seen == {"input": ((512, 64), E4M3), "weight": ((64, 64), E4M3), "gradient": ((512, 64), E5M2)}
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from helpers import refused
 from torch import nn
 
 from fp8rl.model import ActorCritic
@@ -24,18 +25,16 @@ def forward_loss(precision, model, obs=None):
     return 0.05 * (logits.square() + values.square().unsqueeze(-1)).mean()  # small enough for float16's first loss scale
 
 
-@pytest.mark.parametrize("name, why", [("fp7", "unknown"), ("", "unknown"), ("tf32", "needs CUDA")])
-def test_what_cannot_run_is_refused_with_what_can(name, why):
-    with pytest.raises(ValueError, match=f"precision is '{name}' and .*{why}.*: choose from fp32, bf16, fp16, fp8") as caught:
-        Precision(name)
-    assert "\n" not in str(caught.value)
+def test_what_cannot_run_is_refused_with_what_can():
+    for name, why in (("fp7", "it is unknown"), ("", "it is unknown"), ("tf32", "it needs CUDA")):
+        refused(f"precision is '{name}' and {why}.*: choose from fp32, bf16, fp16, fp8", Precision, name)
 
 
 @pytest.mark.parametrize("name, dtype", DTYPES.items())
 def test_layers_compute_in_the_precision_and_parameters_stay_float32(name, dtype):
     precision, model, optimizer = prepared(name)
     seen = []
-    for layer in (model.inputs, model.hidden, model.actor, model.critic):
+    for layer in (model.inputs, *model.hidden, model.actor, model.critic):
         layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output.dtype))
     precision.step(forward_loss(precision, model), optimizer, 1.0)
     assert seen == [dtype] * 4
