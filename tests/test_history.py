@@ -1,20 +1,18 @@
 import math
 
 import numpy as np
-import pytest
 import torch
-from helpers import SHORT
+from helpers import SHORT, trained
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.config import Config
 from fp8rl.history import EpisodeReturns, History, summarize
 from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
-from fp8rl.train import train
 
 
 def test_history_keeps_columns_and_gives_rows():
-    history = train(Config(**SHORT), progress=False).history
+    history = trained(Config(**SHORT)).history
     assert len(history) == len(history.rows) == 4 and history.rows[-1] == history.last
     assert history.column("steps").tolist() == [512, 1024, 1536, 2048]
     assert len(History()) == 0 and History().rows == []
@@ -73,9 +71,3 @@ def test_a_row_of_several_updates_by_hand():
     row = summarize([one, other])
     assert (row["loss"], row["min_logp"], row["grad_norm"], row["ess"], row["loss_scale"]) == (1.5, -3, 1, 0.75, 8)
     assert (row["nonfinite"], row["skipped"], row["fp8.hidden.input.scale"]) == (1, 1, 4)
-
-
-@pytest.mark.parametrize("fields", [{"eval_every": 1_500, "steps": 4_096}, {"eval_every": 0, "steps": 1_024}], ids=str)
-def test_evaluations_come_when_asked(fields):
-    steps = train(Config(**fields, eval_episodes=2), progress=False).history.evaluations()[0].tolist()
-    assert steps == ([1_536, 3_072, 4_096] if fields["eval_every"] else [1_024])
