@@ -1,5 +1,3 @@
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -7,15 +5,14 @@ from helpers import random_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.config import Config
-from fp8rl.losses import FLOOR, actor_critic_loss, discounts_of, vtrace
+from fp8rl.losses import FLOOR, Coefficients, actor_critic_loss, discounts_of, vtrace
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 GAMMA = 0.9
 seeds = st.integers(0, 2**32 - 1)
 lengths = st.integers(1, 12)
 lambdas = st.sampled_from([0.0, 0.5, 0.95, 1.0])
-SETTINGS = Config(gamma=GAMMA, lam=0.95, value_coef=0.5, entropy_coef=0.01)
+SETTINGS = Coefficients(gamma=GAMMA, lam=0.95)
 
 
 def targets_of(values, log_ratios, rollout, lam):
@@ -101,23 +98,19 @@ def test_nothing_leaks_across_an_end(seed, length, lam):
         assert torch.equal(ours.advantage[: end + 1], other.advantage[: end + 1])
 
 
-@pytest.mark.parametrize(
-    "flag, bootstrap, expected",
-    [
+def test_truncation_bootstraps_and_termination_does_not():
+    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
+    for flag, bootstrap, expected in (
         (0, True, 5.5),
         (0, False, 5.5),
         (TRUNCATED, True, 5.5),
         (TRUNCATED, False, 1),
         (TERMINATED, True, 1),
         (TERMINATED, False, 1),
-    ],
-)
-def test_truncation_bootstraps_and_termination_does_not(flag, bootstrap, expected):
-    flags = torch.tensor([[flag]], dtype=torch.uint8)
-    discounts = discounts_of(flags, GAMMA, bootstrap_truncation=bootstrap)
-    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
-    targets = vtrace(torch.tensor([[0.0], [5.0]]), one, discounts, zero, one.bool())
-    assert targets.value.item() == pytest.approx(expected)
+    ):
+        discounts = discounts_of(torch.tensor([[flag]], dtype=torch.uint8), GAMMA, bootstrap_truncation=bootstrap)
+        targets = vtrace(torch.tensor([[0.0], [5.0]]), one, discounts, zero, one.bool())
+        assert targets.value.item() == pytest.approx(expected)
 
 
 @given(seeds, lambdas)
@@ -129,7 +122,7 @@ def test_one_row_is_td_0_with_the_ratio_clipped_at_1(seed, lam):
 
 
 def loss_of(logits, values, rollout, **changes):
-    return actor_critic_loss(logits, values, rollout, dataclasses.replace(SETTINGS, **changes))
+    return actor_critic_loss(logits, values, rollout, SETTINGS._replace(**changes))
 
 
 @given(seeds, lengths, st.booleans(), st.booleans(), st.sampled_from([0.2, 2.0, 1e9]))

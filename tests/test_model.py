@@ -4,10 +4,13 @@ import torch
 from fp8rl.model import ActorCritic
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (4, 5)])
-def test_shapes_follow_the_leading_dimensions(shape):
-    logits, values = ActorCritic()(torch.rand(*shape, 2))
-    assert logits.shape == (*shape, 2) and values.shape == shape
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_shapes_follow_the_leading_dimensions_and_the_layers(layers):
+    model = ActorCritic(hidden_size=8, layers=layers)
+    assert [tuple(layer.weight.shape) for layer in model.hidden] == [(8, 8)] * (layers - 1)
+    for shape in ((), (5,), (4, 5)):
+        logits, values = model(torch.rand(*shape, 2))
+        assert logits.shape == (*shape, 2) and values.shape == shape
 
 
 def test_outputs_and_parameters_are_float32_under_autocast():
