@@ -148,7 +148,10 @@ def require_default(overwrite: bool) -> None:
 def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
     """A run's config and state; no state if it was stopped before its first checkpoint."""
     if (out / "checkpoint.pt").exists() or not (out / "config.json").exists():
-        return checkpoint.resume(out / "checkpoint.pt", trust)
+        config, state = checkpoint.resume(out / "checkpoint.pt", trust)
+        if isinstance(config, list):
+            raise ValueError(f"checkpoint {out / 'checkpoint.pt'} is of a population: train goes on with single runs alone")
+        return config, state
     try:
         return Config.of((out / "config.json").read_text()), None
     except ValueError as error:
@@ -385,6 +388,8 @@ def measure(
     if fingerprint:
         print(bench.fingerprint())
         return
+    if not loop.hidden_size:
+        raise ValueError("hidden_size is empty: give at least one value")
     ranks.start(machine.devices)
     sizes = [dataclasses.replace(loop, hidden_size=(size,)) for size in loop.hidden_size]
     results = [bench.bench_loop(*one.fastest(machine), seconds, agents=loop.agents) for one in sizes]

@@ -97,11 +97,14 @@ def threshold_of(env_id: str | None) -> float:
     names none, or if the task cannot be trained on."""
     if env_id is None:
         return THRESHOLD
-    if not (found := getattr(task_of(env_id), "reward_threshold", None)):
+    task, name = task_of(env_id), env_id.rpartition(":")[2]
+    if task and name.isidentifier():  # a task of one's own
+        found = getattr(task, "reward_threshold", None)
+    else:
         interface_of(env_id)  # imports its module
-        found = gymnasium.spec(env_id.rpartition(":")[2]).reward_threshold
+        found = gymnasium.spec(name).reward_threshold
     if found is None:
-        raise ValueError(f"threshold is None, and {env_id} is registered without one: name it, as in --threshold 100")
+        raise ValueError(f"threshold is None, and {env_id} has none itself: name it, as in --threshold 100")
     return float(found)
 
 
