@@ -182,11 +182,11 @@ def write(out: Path, found: Found) -> None:
     before = out.read_text().splitlines() if out.exists() else []
     lines = {name: old for name in names for old in before if old.startswith(f"| {' | '.join(name)} |")}
     lines |= {name: line(*name, found) for name in names if name in arms}
-    origin = f"`python benchmarks/tasks.py {out}` on {origin()}.\n"
+    made = f"`python benchmarks/tasks.py {out}` on {origin()}.\n"
     goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
     note = f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best return is {best_of(CART):.2f}. "
     note += "Seconds are of training, on one core while the other trains, too: as tensors a seed's share of its population's, "
-    note += f"SB3's the processor's alone. {origin}"
+    note += f"SB3's the processor's alone. {made}"
     out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
 
     heads = [f"{task}, {steps:,} steps, goal {goal}{unit_of(task)}" for task, (_, steps, _, goal) in TASKS.items()]
@@ -194,7 +194,7 @@ def write(out: Path, found: Found) -> None:
     for arm in ARMS:
         cells = [short(lines[task, arm]) if (task, arm) in lines else "-" for task in TASKS]
         rows += [f"| {' | '.join([arm, *cells])} |"] * (set(cells) != {"-"})
-    out.with_stem(out.stem + "_short").write_text(table(("median; seeds that reach the goal", *heads), rows) + "\n" + origin)
+    out.with_stem(out.stem + "_short").write_text(table(("median; seeds that reach the goal", *heads), rows) + "\n" + made)
 
 
 def table(columns: tuple[str, ...], lines: list[str]) -> str:
