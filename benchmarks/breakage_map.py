@@ -30,7 +30,7 @@ from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.report import plot, study
-from fp8rl.scale.hardware import hardware
+from fp8rl.report.bench import origin
 
 STEPS, SEEDS = 51_200, 32
 SETTINGS = {"gamma": 0.985, "lam": 0.95, "capacity": 100_000, "halved_after": 0}  # whatever the defaults are
@@ -142,7 +142,7 @@ def map_of(out: Path, only: list[str]) -> None:
                 writer.writeheader()
                 writer.writerows(kept + rows)
             if not only:
-                note = f"`python benchmarks/breakage_map.py map {out}` on {hardware()}."
+                note = f"`python benchmarks/breakage_map.py map {out}` on {origin()}."
                 out.with_suffix(".md").write_text("\n".join(lines) + f"\n\n{note}\n")
     draw(kept + rows, out.with_suffix(".png"))
 
@@ -178,7 +178,7 @@ def claims(out: Path, only: list[str]) -> None:
                 start = f"| {task} | {rate:g} | {r['place']} |"
                 table[start] = f"{start} {r['median']} | {against} | {r['seeds_at_195']} | {r['verdict']} |"
             text = head + "\n".join(table[start] for start in starts if start in table)
-            out.write_text(f"{text}\n\n`python benchmarks/breakage_map.py claims {out}` on {hardware()}.\n")
+            out.write_text(f"{text}\n\n`python benchmarks/breakage_map.py claims {out}` on {origin()}.\n")
 
 
 if __name__ == "__main__":

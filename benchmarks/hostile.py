@@ -30,7 +30,8 @@ import torch
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
-from fp8rl.scale.hardware import cores, hardware
+from fp8rl.report.bench import origin
+from fp8rl.scale.hardware import cores
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import iterate, train
 
@@ -245,7 +246,7 @@ def main() -> None:
         assert not os.path.exists("hostile-code-ran")
         os.chdir(Path(__file__).parent.parent)
     command = f"python benchmarks/hostile.py {options.out}" + (f" --share {options.share:g}" if options.share != 1 else "")
-    out.write_text("\n".join(lines) + f"\n`{command}` on {hardware()}.\n")
+    out.write_text("\n".join(lines) + f"\n`{command}` on {origin()}.\n")
     print("\n".join(lines))
 
 

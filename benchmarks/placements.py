@@ -16,7 +16,7 @@ import torch
 
 from fp8rl.config import Config
 from fp8rl.precision import available_precisions
-from fp8rl.scale.hardware import hardware
+from fp8rl.report.bench import origin
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import train
 
@@ -45,7 +45,7 @@ def write(out: Path, lines: list[str]) -> None:
     """After every row, so that a benchmark which is stopped leaves what it has measured."""
     print(lines[-1], flush=True)
     command = f"`python benchmarks/placements.py {out}`"
-    out.write_text("\n".join(lines) + f"\n\n{command} on {hardware()}, CUDA {torch.version.cuda}.\n")
+    out.write_text("\n".join(lines) + f"\n\n{command} on {origin()}, CUDA {torch.version.cuda}.\n")
 
 
 def main(out: Path) -> None:

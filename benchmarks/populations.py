@@ -27,7 +27,8 @@ import psutil
 from fp8rl.config import Config
 from fp8rl.lab.population import Population, bytes_per_agent
 from fp8rl.report import study
-from fp8rl.scale.hardware import cores, hardware, keep_freed_memory
+from fp8rl.report.bench import origin
+from fp8rl.scale.hardware import cores, keep_freed_memory
 from fp8rl.train import iterate
 
 HERE, CORES = Path(__file__).parent, cores()
@@ -145,7 +146,7 @@ def main() -> None:
     lines = [*speed(options), ""] if options.cuda else [*speed(options), "", *studies(), "", *growth(options), ""]
     command = f"python benchmarks/populations.py {shlex.join(sys.argv[1:])}"
     rounds = "One round" if options.rounds == 1 else f"Medians of {options.rounds} rounds"
-    lines.append(f"{rounds}. `{command}` on {hardware()}, jax {version('jax')}.")
+    lines.append(f"{rounds}. `{command}` on {origin()}, jax {version('jax')}.")
     options.out.write_text("\n".join(lines) + "\n")
     print(options.out.read_text())
 

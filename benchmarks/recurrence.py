@@ -18,7 +18,7 @@ from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate
 from fp8rl.report import study
-from fp8rl.scale.hardware import hardware
+from fp8rl.report.bench import origin
 from fp8rl.scale.machine import build
 from fp8rl.train import train
 
@@ -38,7 +38,7 @@ def run(config: Config) -> list[float]:
     trained, returns = train(build(config), progress=False), []
     for start in STARTS:
         env = Cart(100, start, hide_velocity=config.hide_velocity, purpose="evaluation starts")
-        returns.append(float(evaluate(trained.model, env, trained.precision).mean()))
+        returns.append(float(evaluate(trained.model, env, trained.learner.precision).mean()))
     return returns
 
 
@@ -53,7 +53,7 @@ def main(out: Path) -> None:
         cells = [cell for column in returns.T for cell in (study.with_interval(column), f"{column.min():.2f}")]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/recurrence.py {out}` on {hardware()}.\n")
+    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/recurrence.py {out}` on {origin()}.\n")
 
 
 if __name__ == "__main__":

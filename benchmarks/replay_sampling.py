@@ -42,8 +42,8 @@ from torchrl.data import LazyMemmapStorage, LazyTensorStorage, SliceSampler, Ten
 
 from fp8rl.env import STATE_BOUNDS
 from fp8rl.report import bench
+from fp8rl.report.bench import origin
 from fp8rl.rollout import DUMMY, TRUNCATED, Rollout
-from fp8rl.scale.hardware import hardware
 from fp8rl.scale.storage import StoredRing
 
 SLICES, LENGTH, NUM_ENVS, EPISODE = 512, 32, 16, 200
@@ -164,7 +164,7 @@ def report(times: dict, command: str) -> str:
         more, memory = (times[large, who] - times[small, who] for who in (name, f"floor of {name}"))
         lines.append(f"{name}: {more:+,.0f} µs from small to large; touching the memory lines alone: {memory:+,.0f} µs.\n")
     versions = ", ".join(f"{package} {version(package)}" for package in ("torchrl", "tensordict", "stable-baselines3"))
-    return "\n".join(lines) + f"\n`{command}` on {hardware()}, {versions}; one thread.\n"
+    return "\n".join(lines) + f"\n`{command}` on {origin()}, {versions}; one thread.\n"
 
 
 def main(out: Path) -> None:

@@ -35,10 +35,12 @@ import zoo
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
+from fp8rl.evaluate import Judge
 from fp8rl.history import History
 from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.report import plot, study
-from fp8rl.scale.hardware import cores, hardware
+from fp8rl.report.bench import origin
+from fp8rl.scale.hardware import cores
 from fp8rl.scale.machine import Machine, build, make_task
 from fp8rl.tasks import lqr
 from fp8rl.tasks.optimum import optimal_returns
@@ -106,7 +108,7 @@ def through_gymnasium(config: Config) -> History:
     """Trains a config in Gymnasium's own environments."""
     run = build(config, Machine(vectorization="sync"))
     make_env = make_cart if config.env_id == WIDE else make_task
-    run.evaluate = lambda: run.judge(run.model, run.precision, make_env)
+    run.judge = Judge(config, run.learner.precision, make_env)
     return train(run, progress=False).history
 
 
@@ -180,11 +182,11 @@ def write(out: Path, found: Found) -> None:
     before = out.read_text().splitlines() if out.exists() else []
     lines = {name: old for name in names for old in before if old.startswith(f"| {' | '.join(name)} |")}
     lines |= {name: line(*name, found) for name in names if name in arms}
-    origin = f"`python benchmarks/tasks.py {out}` on {hardware()}.\n"
+    made = f"`python benchmarks/tasks.py {out}` on {origin()}.\n"
     goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
     note = f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best return is {best_of(CART):.2f}. "
     note += "Seconds are of training, on one core while the other trains, too: as tensors a seed's share of its population's, "
-    note += f"SB3's the processor's alone. {origin}"
+    note += f"SB3's the processor's alone. {made}"
     out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
 
     heads = [f"{task}, {steps:,} steps, goal {goal}{unit_of(task)}" for task, (_, steps, _, goal) in TASKS.items()]
@@ -192,7 +194,7 @@ def write(out: Path, found: Found) -> None:
     for arm in ARMS:
         cells = [short(lines[task, arm]) if (task, arm) in lines else "-" for task in TASKS]
         rows += [f"| {' | '.join([arm, *cells])} |"] * (set(cells) != {"-"})
-    out.with_stem(out.stem + "_short").write_text(table(("median; seeds that reach the goal", *heads), rows) + "\n" + origin)
+    out.with_stem(out.stem + "_short").write_text(table(("median; seeds that reach the goal", *heads), rows) + "\n" + made)
 
 
 def table(columns: tuple[str, ...], lines: list[str]) -> str:

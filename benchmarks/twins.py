@@ -11,8 +11,8 @@ import torch
 
 from fp8rl.config import Config
 from fp8rl.report import study
+from fp8rl.report.bench import origin
 from fp8rl.report.statistics import bootstrap_interval
-from fp8rl.scale.hardware import hardware
 
 SEEDS, MARGIN = range(1000, 1100), 0.5
 
@@ -30,7 +30,7 @@ def main(out: Path) -> None:
         cells = (study.with_interval(together), study.with_interval(alone), study.with_interval(apart, signed=True), verdict)
         lines.append(f"| {precision} | {' | '.join(cells)} | {(np.abs(apart) < 0.01).sum()} of {len(SEEDS)} |")
         print(lines[-1], flush=True)
-    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/twins.py {out}` on {hardware()}.\n")
+    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/twins.py {out}` on {origin()}.\n")
 
 
 if __name__ == "__main__":

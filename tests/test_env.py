@@ -88,16 +88,6 @@ def test_render_draws_the_state():
     assert silent.render() is None
 
 
-def test_episode_ends_are_termination_or_truncation_after_200_steps():
-    env = CustomEnv(start_noise=0)
-    env.reset()
-    flags = [env.step(int(bang_bang(env.state)))[2:4] for _ in range(MAX_STEPS)]
-    assert flags[-1] == (False, True) and all(flag == (False, False) for flag in flags[:-1])
-    env.reset()
-    flags = [env.step(1)[2:4] for _ in range(7)]
-    assert flags[-1] == (True, False) and all(flag == (False, False) for flag in flags[:-1])
-
-
 def test_leaving_at_the_last_step_is_termination_alone():
     env = Cart(1)
     env.state, env.elapsed = torch.tensor([[1.9, 1.0]]), torch.tensor([MAX_STEPS - 1])
@@ -124,15 +114,6 @@ def test_the_time_limit_is_known_to_gymnasium():
     while not (end := env.step(int(bang_bang(env.unwrapped.state))))[2] | end[3]:
         pass
     assert end[0][-1] == MAX_STEPS and end[2:4] == (False, True)
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_time_limit_can_be_shortened(mode):
-    env = gymnasium.make_vec(NAME, num_envs=3, vectorization_mode=mode, max_episode_steps=5)
-    env.reset(seed=0)
-    truncated = [env.step(np.zeros(3, dtype=int))[3].all() for _ in range(11)]  # a reset step behind each end
-    env.close()
-    assert [step for step, end in enumerate(truncated, 1) if end] == [5, 11]
 
 
 def test_bounds_of_the_space_are_the_dynamics_own():

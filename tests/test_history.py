@@ -1,4 +1,5 @@
 import math
+import pickle
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ def test_history_keeps_columns_and_gives_rows():
     assert len(history) == len(history.rows) == 4 and history.rows[-1] == history.last
     assert history.column("steps").tolist() == [512, 1024, 1536, 2048]
     assert len(History()) == 0 and History().rows == []
+    copied = pickle.loads(pickle.dumps(history))
+    assert [column.tobytes() for column in copied.columns.values()] == [column.tobytes() for column in history.columns.values()]
 
 
 def test_a_history_is_saved_and_restored():

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import os
-import pickle
 import random
 import resource
 import signal
@@ -92,12 +91,6 @@ def test_threads_beside_each_other_train_as_alone_and_leave_the_caller_as_it_was
     assert len(found) == 2 * len(RUNS) and all(result == alone[name] for (_, name), result in found.items())
     assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
     assert not torch.is_autocast_enabled("cpu") and torch.backends.cuda.matmul.fp32_precision == "none"
-
-
-def test_a_history_can_be_pickled():
-    run = train(Config(**SHORT), progress=False)
-    copied = pickle.loads(pickle.dumps(run.history))
-    assert [column.tobytes() for column in copied.columns.values()] == [x.tobytes() for x in run.history.columns.values()]
 
 
 TRAIN = ["train", "--steps", "20480", "--eval-episodes", "2"]

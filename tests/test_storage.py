@@ -110,14 +110,6 @@ def test_predicted_bytes_are_the_measured_ones(tmp_path):
     assert 7 * ring_bytes(1, 1, 64, "compact", "int8") <= ring_bytes(1, 1, 64, "full", "fp32")
 
 
-def test_touching_cache_lines_first_changes_nothing(monkeypatch):
-    ring = StoredRing(100, 3, WIDE)
-    ring.append(coded(0, 90, 3))
-    plain = ring.sample(50, 20)
-    monkeypatch.setattr(storage, "CACHE", 0)
-    assert same(ring.sample(50, 20), plain)
-
-
 def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path):
     memory, folder = StoredRing(10, 2, WIDE), StoredRing(10, 2, WIDE, folder=tmp_path / "ring")
     memory.append(coded(0, 7, 2))
@@ -355,12 +347,6 @@ def test_an_append_cut_short_gives_up_only_what_it_was_overwriting(tmp_path, lay
         if stores:
             break
     assert stores > 6
-
-
-def test_settings_stand_in_the_folder_as_json(tmp_path):
-    folder, _ = folder_of(tmp_path)
-    about = json.loads((folder / "ring.json").read_text())
-    assert about["rows"] == 10 and about["codec"] == "fp32" and (about["low"], about["high"]) == tuple(map(list, WIDE))
 
 
 @pytest.mark.cuda

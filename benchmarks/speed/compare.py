@@ -27,8 +27,9 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from fp8rl.report.bench import origin
 from fp8rl.report.plot import STYLES
-from fp8rl.scale.hardware import cores, hardware
+from fp8rl.scale.hardware import cores
 
 HERE = Path(__file__).parent
 NUM_ENVS = (16, 64, 256, 1024, 4096, 16384)
@@ -268,7 +269,7 @@ def main() -> None:
         shape = {"rollout-length": LEARNING["rollout_length"], **CONTESTANTS[name].learns}
         learned[name].append(learn(name, LEARNING["num_envs"], seed, **shape))
     versions = {key: value for runs in rows.values() for key, value in runs[0]["versions"].items()}
-    result = {"hardware": hardware(), "versions": versions, "arguments": {**vars(options), "out": options.out.name}}
+    result = {"hardware": origin(), "versions": versions, "arguments": {**vars(options), "out": options.out.name}}
     result |= {"sweep": swept, "rounds": rows, "trained": trained, "learned": learned, "seconds": time.time() - began}
     (options.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
     (options.out / "speed.md").write_text(report(rows, trained, learned, versions, options))
@@ -290,7 +291,7 @@ def report(rows: dict, trained: dict, learned: dict, versions: dict, options: ar
             "",
         ],
         learning_table(learned),
-        ["", f"`python benchmarks/speed/compare.py {shlex.join(sys.argv[1:])}` on {hardware()}. {listed}.", ""],
+        ["", f"`python benchmarks/speed/compare.py {shlex.join(sys.argv[1:])}` on {origin()}. {listed}.", ""],
     ]
     return "\n".join(itertools.chain(*blocks))
 

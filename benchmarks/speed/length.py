@@ -18,8 +18,7 @@ from pathlib import Path
 import common
 import torch
 
-from fp8rl.report.bench import Loop
-from fp8rl.scale.hardware import hardware
+from fp8rl.report.bench import Loop, origin
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import train
 
@@ -66,7 +65,7 @@ def main() -> None:
         ),
         "",
         f"{NUM_ENVS:,} environments x {ROLLOUT_LENGTH} steps, {PRECISION}, one torch thread, medians of {options.rounds} "
-        f"alternating rounds. `python benchmarks/speed/length.py {options.out}` on {hardware()}.",
+        f"alternating rounds. `python benchmarks/speed/length.py {options.out}` on {origin()}.",
     ]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("\n".join(lines) + "\n")

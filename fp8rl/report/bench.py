@@ -31,18 +31,13 @@ from ..train import iterate, train
 class Loop:
     """The loop without replay, with unlimited steps and the smallest ring that takes a rollout."""
 
-    num_envs: int = 4096
-    """Environments, of each agent."""
-    rollout_length: int = 32
-    """Steps collected from each environment per iteration."""
+    num_envs: int = 4096  # Environments, of each agent.
+    rollout_length: int = 32  # Steps collected from each environment per iteration.
+    # None is the fastest on the machine among those that it does not emulate; of a population it is fp32.
     precision: str | None = None
-    """None is the fastest on the machine among those that it does not emulate; of a population it is fp32."""
-    agents: int | None = None
-    """Agents trained as one batch (lab/population.py); None is a single run."""
-    hidden_size: tuple[int, ...] = (64,)
-    """Units in each layer of the network; each of several values is measured."""
-    layers: int = 2
-    """Layers of the network."""
+    agents: int | None = None  # Agents trained as one batch (lab/population.py); None is a single run.
+    hidden_size: tuple[int, ...] = (64,)  # Units in each layer of the network; each of several values is measured.
+    layers: int = 2  # Layers of the network.
 
     def config(self, machine: Machine = HERE) -> Config:
         """The config of the loop on a machine, by default in fp32, in which a compiled loop always acts. Raises ValueError if the

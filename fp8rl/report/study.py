@@ -49,23 +49,19 @@ AGENTS = 64  # in a population, at most: with more, results come later and take 
 class Comparison:
     """Precisions compared on the same seeds."""
 
-    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8")
-    """What to compare; differences are taken to the first."""
-    seeds: int = 30
-    """Agents of each."""
-    first_seed: int = 0
-    """Seeds run upwards from here."""
-    collect_precision: str | None = None
-    """Train each precision once more, with the acting policy in this one."""
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8")  # What to compare; differences are taken to the first.
+    seeds: int = 30  # Agents of each.
+    first_seed: int = 0  # Seeds run upwards from here.
+    collect_precision: str | None = None  # Train each precision once more, with the acting policy in this one.
+    # Add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8 that leaves
+    # the scales out of its products, which must fail.
     controls: bool = False
-    """Add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8 that leaves
-    the scales out of its products, which must fail."""
+    # The task, as in `train`. The package has some of Gymnasium's as tensors; in any other the agents train one by one.
     env_id: str | None = None
-    """The task, as in `train`. The package has some of Gymnasium's as tensors; in any other the agents train one by one."""
+    # The return that every seed should end at; None is the reward threshold that Gymnasium's registration of the task names.
     threshold: float | None = None
-    """The return that every seed should end at; None is the reward threshold that Gymnasium's registration of the task names."""
+    # An arm passes if its seeds do, and if the interval of its difference to the first arm is within this of 0.
     margin: float = MARGIN
-    """An arm passes if its seeds do, and if the interval of its difference to the first arm is within this of 0."""
 
     def __post_init__(self):
         for name, value in {"seeds": self.seeds, "precisions": len(self.precisions)}.items():
@@ -101,11 +97,14 @@ def threshold_of(env_id: str | None) -> float:
     names none, or if the task cannot be trained on."""
     if env_id is None:
         return THRESHOLD
-    if not (found := getattr(task_of(env_id), "reward_threshold", None)):
+    task, name = task_of(env_id), env_id.rpartition(":")[2]
+    if task and name.isidentifier():  # a task of one's own
+        found = getattr(task, "reward_threshold", None)
+    else:
         interface_of(env_id)  # imports its module
-        found = gymnasium.spec(env_id.rpartition(":")[2]).reward_threshold
+        found = gymnasium.spec(name).reward_threshold
     if found is None:
-        raise ValueError(f"threshold is None, and {env_id} is registered without one: name it, as in --threshold 100")
+        raise ValueError(f"threshold is None, and {env_id} has none itself: name it, as in --threshold 100")
     return float(found)
 
 

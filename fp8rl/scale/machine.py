@@ -123,8 +123,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
         optimizer.attach(model)
     else:
         optimizer = adam(model, config.learning_rate, capturable=graph)
-    rewards = RewardScale(env.num_envs, env.device)
-    learner = Learner(config, model, learning, optimizer, rewards, group.all_reduce)
+    learner = Learner(config, model, learning, optimizer, RewardScale(env.num_envs, env.device), group.all_reduce)
     if learning.rules.forward:
         learner = Recorded(learner)
     loop = fused.compiled() if machine.compile else unroll
@@ -144,7 +143,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
         run.load_state_dict({**state, "waiting": {}})
         run.returns, run.ring.new_episodes = EpisodeReturns(env.num_envs), True
         collector.restart()
-        rewards.open.zero_()
+        learner.rewards.open.zero_()
     elif state:
         run.load_state_dict(state)
     return run
