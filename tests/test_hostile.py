@@ -265,11 +265,16 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, 
     refused(message, cli.folder_of, out, {"seeds": 9}, overwrite=False, error=FileExistsError)
 
 
+def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
+    """The workers of a study, which its server has forked."""
+    children = psutil.Process(process.pid).children()
+    return [worker for child in children if "forkserver" in " ".join(child.cmdline()) for worker in child.children()]
+
+
 def test_a_worker_that_dies_is_one_line(tmp_path):
     process = start(*STUDY, "--out", tmp_path / "a")
-    until(lambda: rows_of(tmp_path / "a/runs.jsonl") >= 1, lambda: process.poll() is None, process.communicate)
-    (server,) = [child for child in psutil.Process(process.pid).children() if "forkserver" in " ".join(child.cmdline())]
-    server.children()[0].kill()
+    until(lambda: workers_of(process), lambda: process.poll() is None, process.communicate)
+    workers_of(process)[0].kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in err
     assert "fp8rl: a process of the study died (killed, or out of memory): run the command again\n" in err
