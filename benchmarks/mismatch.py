@@ -23,7 +23,8 @@ from fp8rl.config import Config
 from fp8rl.distribution import distribution_of
 from fp8rl.lab.population import Agents, Population, by_agent
 from fp8rl.report.bench import origin
-from fp8rl.rollout import Around, Rollout
+from fp8rl.rollout import Rollout
+from fp8rl.scale.around import Around
 from fp8rl.train import train
 
 SEEDS = 32
