@@ -46,18 +46,17 @@ from .scale.machine import HERE, NETWORKS, Machine, build, maker
 from .scale.storage import ring_bytes
 from .train import Run, iterate
 
-Json = Annotated[bool, tyro.conf.arg(name="json")]
-MINUTE = 60.0
+Json = Annotated[bool, tyro.conf.arg(name="json", help="print one JSON object.")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
     """What checkpoints a run writes. A resumed run keeps this."""
 
+    # Iterations between checkpoints, 0 for one at the end; by default one is written every minute.
     checkpoint_every: int | None = None
-    """Iterations between checkpoints, 0 for one at the end; by default one is written every minute."""
+    # Keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty one.
     checkpoint_ring: bool = True
-    """Keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty one."""
 
     def __post_init__(self):
         if self.checkpoint_every is not None and self.checkpoint_every < 0:
@@ -83,7 +82,6 @@ def train(
         out: folder for the results.
         resume: folder of a run that was stopped: it continues from its checkpoint, on the CPU bit for bit as if it had not been,
             or from the beginning if it has none yet.
-        saving: what checkpoints it writes.
         overwrite: replace a run that the folder holds.
         trust: a checkpoint may name a module to import (env_id module:Name-v0).
         eight_bit: keep weights, Adam's moments and replayed observations in one byte a number, and multiply in FP8.
@@ -167,24 +165,23 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
             raise KeyboardInterrupt
         signals.append(number)
 
-    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
-    saved, iterations, write = time.monotonic(), iterate(run, progress=run.group.rank == 0), metrics_writer(run, folder)
-    try:
-        with contextlib.closing(iterations):
-            for _ in iterations:
-                write()
-                due = checkpoint_every is None and run.group.rank == 0 and time.monotonic() - saved > MINUTE
-                # All ranks must agree: rank 0's clock counts, and a signal to any of them.
-                (sums,) = run.group.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
-                due, stop = sums.tolist()
-                if due or stop or (checkpoint_every and len(run.history) % checkpoint_every == 0):
-                    checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
-                    saved = time.monotonic()
-                if stop:
-                    break
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    header = write_metrics(folder, run.history, []) if folder and len(run.history) else []  # the rows from before a resumption
+    saved = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, remember))
+        for _ in stack.enter_context(contextlib.closing(iterate(run, progress=run.group.rank == 0))):
+            if folder:
+                header = write_metrics(folder, run.history, header)
+            due = checkpoint_every is None and run.group.rank == 0 and time.monotonic() - saved > 60
+            # All ranks must agree: rank 0's clock counts, and a signal to any of them.
+            (sums,) = run.group.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
+            due, stop = sums.tolist()
+            if due or stop or (checkpoint_every and len(run.history) % checkpoint_every == 0):
+                checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+                saved = time.monotonic()
+            if stop:
+                break
     if len(run.history) < run.config.iterations:
         if run.group.rank == 0:
             at = f"step {run.history.last['steps']:,.0f} of {run.config.steps:,}"
@@ -196,28 +193,20 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
 
-def metrics_writer(run: Run, folder: Folder | None) -> Callable[[], None]:
-    """A function that appends the newest row to metrics.csv; on ranks without a folder it does nothing."""
-    header: list[str] = []
-
-    def write() -> None:
-        nonlocal header
-        if folder is None or not len(run.history):
-            return
-        new = list(run.history.last) != header  # at first, or if a run resumed by other means has new columns
-        header, rows = list(run.history.last), run.history.rows if new else [run.history.last]
-        text = io.StringIO(newline="")
-        writer = csv.writer(text)
-        writer.writerows([header] * new)
-        writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
-        if new:
-            folder.write("metrics.csv", text.getvalue())
-        else:
-            with folder.writing(), (folder.path / "metrics.csv").open("a", newline="") as file:
-                file.write(text.getvalue())
-
-    write()  # the rows from before a resumption
-    return write
+def write_metrics(folder: Folder, history: History, header: list[str]) -> list[str]:
+    """Appends the newest row to metrics.csv, or writes all rows if the columns are not those of `header`: at first, or when a run
+    resumed by other means has new ones. Returns the columns."""
+    columns, text = list(history.last), io.StringIO(newline="")
+    new, writer = columns != header, csv.writer(text)
+    writer.writerows([columns] * new)
+    rows = history.rows if new else [history.last]
+    writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
+    if new:
+        folder.write("metrics.csv", text.getvalue())
+    else:
+        with folder.writing(), (folder.path / "metrics.csv").open("a", newline="") as file:
+            file.write(text.getvalue())
+    return columns
 
 
 def report(run: Run, clipped: list[int], folder: Folder) -> None:
@@ -263,7 +252,6 @@ def evaluate_run(
         seed: of the starts.
         precision: what to compute in, if not what it was trained in.
         trust: the checkpoint may name a module to import (env_id module:Name-v0).
-        json_output: print one JSON object.
     """
     if not 1 <= episodes <= 10**6:
         raise ValueError(f"episodes is {episodes}: use a number from 1 to a million")
@@ -281,17 +269,14 @@ def evaluate_run(
     print(json.dumps(result) if json_output else words)
 
 
-def sweep_type() -> type:
-    """A dataclass of Config's numbers, each with any number of values."""
-    found = []
-    for field in dataclasses.fields(Config):
-        if field.type in (int, float) and field.name != "seed":
-            shown = tyro.conf.arg(help=f"Values of `train`'s {field.name}.")
-            found.append((field.name, Annotated[tuple[field.type, ...], shown], dataclasses.field(default=(field.default,))))
-    return dataclasses.make_dataclass("Sweep", found, frozen=True)
+def swept(field: dataclasses.Field) -> tuple:
+    """A number of Config as a field with any number of values."""
+    shown = tyro.conf.arg(help=f"Values of `train`'s {field.name}.")
+    return field.name, Annotated[tuple[field.type, ...], shown], dataclasses.field(default=(field.default,))
 
 
-Sweep = sweep_type()
+NUMBERS = [field for field in dataclasses.fields(Config) if field.type in (int, float) and field.name != "seed"]
+Sweep = dataclasses.make_dataclass("Sweep", map(swept, NUMBERS), frozen=True)
 
 
 def compare(
@@ -307,7 +292,6 @@ def compare(
 
     Args:
         out: folder for the results.
-        comparison: the arms, the task, and when an arm passes.
         sweep: numbers of the config.
         one_by_one: train every agent alone, which takes much longer.
         overwrite: replace a study that the folder holds.
@@ -337,12 +321,7 @@ def compare(
                     journal.add(arm_of[config], config, history)
                 if history.failure:
                     print(f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}", file=sys.stderr)
-        results, shown = [], {}
-        for arm, configs in (arms | unscaled).items():
-            histories = [journal.histories[arm, config] for config in configs]
-            results += [study.summarize(*each, arm, comparison.threshold) for each in zip(configs, histories, strict=True)]
-            shown |= {} if arm.startswith("control") else {arm: histories}
-        write_study(folder, results, shown, list(arms | unscaled), comparison)
+        write_study(folder, journal.histories, arms | unscaled, comparison)
 
 
 def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
@@ -351,29 +330,32 @@ def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
         require_free(out, "study", overwrite)
         return Folder.create(out, "study", options, overwrite)
     folder = Folder.reopen(out, "study")
-    if folder.options != options:
+    if read_mark(out).get("options") != options:
         folder.close()
         raise FileExistsError(f"out is {out}, which holds another study: use a new folder, or add --overwrite to replace it")
     return folder
 
 
 def write_study(
-    folder: Folder, results: list[dict], shown: dict[str, list[History]], arms: list[str], comparison: study.Comparison
+    folder: Folder, histories: dict[tuple[str, Config], History], arms: dict[str, list[Config]], comparison: study.Comparison
 ) -> None:
-    """Writes results.csv, table.md and curves.png, with learning curves of the arms `shown`, and prints the table."""
-    command, threshold = f"python -m fp8rl {shlex.join(sys.argv[1:])}", comparison.threshold
-    text = f"{study.table(results, arms, threshold, comparison.margin)}\n`{command}` on {hardware.hardware()}.\n"
+    """Writes results.csv, table.md and curves.png, with learning curves of all arms but the controls, and prints the table."""
+    threshold = comparison.threshold
+    runs = {arm: [histories[arm, config] for config in configs] for arm, configs in arms.items()}
+    results = [study.summarize(*each, arm, threshold) for arm in arms for each in zip(arms[arm], runs[arm], strict=True)]
+    text = study.table(results, list(arms), threshold, comparison.margin)
+    text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {bench.origin()}.\n"
     folder.write("results.csv", study.results_csv(results))
     folder.write("table.md", text)
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    curves = {arm: study.stack(histories, "eval_return") for arm, histories in shown.items()}
+    curves = {arm: study.stack(each, "eval_return") for arm, each in runs.items() if not arm.startswith("control")}
     plot.learning_curves(left, curves, marks=comparison.env_id is None)
-    left.set_title(f"interquartile mean and range of {len(shown[arms[0]])} seeds", fontsize=9)
+    left.set_title(f"interquartile mean and range of {comparison.seeds} seeds", fontsize=9)
     plot.intervals(right, final := study.scores(results, "final_return"), "final greedy return")
     right.set_title("each seed, interquartile mean, 95% interval", fontsize=9)
     best = max(values.max() for values in final.values())
-    if iqm(final[arms[0]]) >= threshold < best:  # an arm far below would leave the others no room
+    if iqm(final[next(iter(arms))]) >= threshold < best:  # an arm far below would leave the others no room
         low = threshold - (best - threshold) / 4
         right.set_xlim(low, best + (best - threshold) / 4)
         right.set_xlabel(f"{right.get_xlabel()}, from {low:.0f} up")
@@ -385,6 +367,7 @@ def measure(
     loop: tyro.conf.OmitArgPrefixes[bench.Loop] = bench.Loop(),  # noqa: B008
     machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(reuse_forward=True),  # noqa: B008
     seconds: float = 5.0,
+    fingerprint: bool = False,
     json_output: Json = False,
 ) -> None:
     """Measure how fast this machine trains without replay, against a floor; under torchrun, all processes together.
@@ -394,17 +377,24 @@ def measure(
         machine: where and how fast. Forward passes are reused where that is possible and, but for a population, only if that is
             faster. With few environments --compile is the fastest.
         seconds: how long to measure.
+        fingerprint: only print hashes of the weights after a few updates, which show on one machine whether numbers are the same.
         json_output: print one JSON object.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
+    if fingerprint:
+        print(bench.fingerprint())
+        return
     ranks.start(machine.devices)
-    result = bench.bench_loop(*loop.fastest(machine), seconds, agents=loop.agents)
+    sizes = [dataclasses.replace(loop, hidden_size=(size,)) for size in loop.hidden_size]
+    results = [bench.bench_loop(*one.fastest(machine), seconds, agents=loop.agents) for one in sizes]
     first = ranks.rank_and_size()[0] == 0
     ranks.stop()
-    if first:
+    if first and json_output:
+        print(json.dumps(results if len(results) > 1 else results[0]))
+    for result in results if first and not json_output else ():
         shown = {name: f"{x:,.3f}" if isinstance(x, float) else x for name, x in result.items()}
-        print(json.dumps(result) if json_output else "\n".join(f"{name:24} {x:>16}" for name, x in shown.items()))
+        print("\n".join(f"{name:24} {x:>16}" for name, x in shown.items()), end="\n\n" if len(results) > 1 else "\n")
 
 
 def predict_and_measure(
@@ -415,7 +405,6 @@ def predict_and_measure(
     Args:
         config: what would be trained.
         machine: where.
-        json_output: print one JSON object.
     """
     before = hardware.available(machine.on("store"))
     run = build(config, machine)
@@ -432,11 +421,8 @@ def predict_and_measure(
 
 
 def parse(commands: dict[str, Callable]) -> Callable[[], None]:
-    """The command that argv names, with its arguments.
-
-    Raises:
-        ValueError: argv cannot be read, in one line instead of tyro's box.
-    """
+    """The command that argv names, with its arguments. Raises ValueError if argv cannot be read, in one line instead of tyro's
+    box."""
 
     def deferred(command):
         return functools.wraps(command)(lambda *args, **kwargs: functools.partial(command, *args, **kwargs))
@@ -448,11 +434,9 @@ def parse(commands: dict[str, Callable]) -> Callable[[], None]:
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
-        lines = [line.strip("│ ") for line in box.getvalue().splitlines()[1:]]  # under a title
-        rules = [bool(line) and set(line) <= set("─-") for line in lines]
-        begin = rules.index(False)
-        end = rules.index(True, begin) if True in rules[begin:] else len(lines)
-        said = re.sub(r"^Error parsing __tyro\S*: ", "", " ".join(lines[begin:end]))
+        text = " ".join(line.strip("│ ") for line in box.getvalue().splitlines()[1:])  # under a title
+        said = next(filter(None, (part.strip() for part in re.split("[─-]{9,}", text))))  # above the next rule
+        said = re.sub(r"^Error parsing __tyro\S*: ", "", said)
         raise ValueError(f"{said} (see --help)" if said.startswith(("Error", "Unrec", "Expected", "Missing")) else said) from None
 
 
@@ -463,24 +447,23 @@ def main() -> None:
     hardware.keep_freed_memory()
     torch.set_num_threads(1)  # the network is too small for more, and so a run's numbers do not depend on the cores
     commands = {"train": train, "eval": evaluate_run, "study": compare, "memory": predict_and_measure, "bench": measure}
+    code = 2
     try:
         parse(commands)()
+        return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
-        print(f"fp8rl: {error}", file=sys.stderr)
-        sys.exit(2)
+        said = str(error)
     except torch.OutOfMemoryError as error:
-        print(f"fp8rl: {str(error).split('. ')[0]}: use fewer environments or agents, or a lower capacity", file=sys.stderr)
-        sys.exit(2)
+        said = f"{str(error).split('. ')[0]}: use fewer environments or agents, or a lower capacity"
     except KeyboardInterrupt:
-        print("fp8rl: interrupted", file=sys.stderr)
-        sys.exit(130)
+        said, code = "interrupted", 130
     except RuntimeError as error:
         rank, size = ranks.rank_and_size()
         if size == 1:
             raise
-        reason = str(error).splitlines()[0]
-        print(f"fp8rl: rank {rank} of {size} lost the others ({reason}): resume from the last checkpoint", file=sys.stderr)
-        sys.exit(2)
+        said = f"rank {rank} of {size} lost the others ({str(error).splitlines()[0]}): resume from the last checkpoint"
+    print(f"fp8rl: {said}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ PLAIN = {("mlp", False): ActorCritic}  # the model class by encoder and normaliz
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
-    """Writes a run's state to `path`, with or without the ring's rows. A crash leaves the old file or the new one. All ranks
-    must call it; rank 0 writes. Raises OSError if it cannot be written; the old checkpoint is kept."""
+    """Writes a run's state to `path`, with or without the ring's rows. After a crash, or an OSError because it cannot be written,
+    the old file is there. All ranks must call it; rank 0 writes."""
     content = {"format": FORMAT, "config": run.fields(), "run": run.state_dict(ring)}
     if run.group.rank:
         return
@@ -40,8 +40,7 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
 def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a precision available here.
     `networks`: model class by encoder and normalize_obs (scale.machine.NETWORKS has all). `trust` lets an env_id like
-    "module:Name-v0" import a module not yet imported. Raises FileNotFoundError if there is no file, ValueError if it does not
-    fit, is damaged or not trusted."""
+    "module:Name-v0" import a module. Raises FileNotFoundError, and ValueError for a file that is damaged or does not fit."""
     config, state = resume(path, trust, **changes)
     if isinstance(config, list):
         raise ValueError(f"checkpoint {path} is of a population: read it with resume")
@@ -58,8 +57,7 @@ def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = Fa
 
 
 def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | list[Config], dict]:
-    """Reads a run's config, or a population's list of configs, and the state for `load_state_dict`. Arguments and errors as in
-    `load`."""
+    """Reads a run's config, or a population's list of configs, and the state for `load_state_dict`. Otherwise like `load`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"checkpoint {path} does not exist: choose the folder of a run")

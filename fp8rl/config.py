@@ -1,5 +1,5 @@
-"""Config: what a run learns. Types are converted and ranges checked when a Config is made, whether from Python, JSON or the
-command line; names of precisions, codecs and formats when a run is built. Devices and speed are in scale/machine.py."""
+"""Config: what a run learns. Types and ranges are checked when a Config is made, whether from Python, JSON or the command line;
+names of precisions, codecs and formats when a run is built. Devices and speed are in scale/machine.py."""
 
 import json
 import math
@@ -11,11 +11,8 @@ import numpy as np
 ENCODERS = ("mlp", "gru")
 LAYOUTS = ("compact", "full", "delta")
 RANGES = (  # fields, the test of their values, and the remedy
-    (
-        "steps num_envs rollout_length capacity slice_length batch_size eval_episodes hidden_size layers",
-        lambda x: x >= 1,
-        "use at least 1",
-    ),
+    ("steps num_envs rollout_length capacity slice_length batch_size", lambda x: x >= 1, "use at least 1"),
+    ("eval_episodes hidden_size layers", lambda x: x >= 1, "use at least 1"),
     ("extra_features eval_episodes", lambda x: x <= 10**6, "use at most a million"),
     ("replay_updates eval_every halved_after extra_features entropy_coef value_coef seed", lambda x: x >= 0, "use 0 or more"),
     ("seed", lambda x: x < 2**32, "use a number less than 2**32"),
@@ -30,88 +27,56 @@ RANGES = (  # fields, the test of their values, and the remedy
 
 @dataclass(frozen=True)
 class Config:
-    """What a run learns. An iteration collects T steps of N environments, learns from them (`fresh_updates`), and K times from
-    slices of steps that a ring keeps (train.py). The same Config on the same machine gives the same numbers, bit for bit on a CPU
-    with the same number of torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
+    """What a run learns (train.py). The same Config and machine give the same numbers, bit for bit on a CPU with the same number
+    of torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
 
-    precision: str = "fp32"
-    """Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16."""
-    collect_precision: str | None = None
-    """Precision of the acting policy's matmuls; None is the learner's."""
-    formats: str = ""
-    """Places that are kept in fewer bits (lab/places.py), as in "v=e5m2 weights=e4m3:stochastic"."""
-    seed: int = 0
-    """Seed for weights, starts, actions and replay."""
-    steps: int = 100_000
-    """Environment steps to train for, rounded down to whole iterations."""
+    precision: str = "fp32"  # Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16.
+    collect_precision: str | None = None  # Precision of the acting policy's matmuls; None is the learner's.
+    formats: str = ""  # Places that are kept in fewer bits (lab/places.py), as in "v=e5m2 weights=e4m3:stochastic".
+    seed: int = 0  # Seed for weights, starts, actions and replay.
+    steps: int = 100_000  # Environment steps to train for, rounded down to whole iterations.
 
+    # A Gymnasium environment (CartPole-v1) with flat Box observations, Discrete or flat, bounded Box actions; None: the cart.
     env_id: str | None = None
-    """A Gymnasium environment (CartPole-v1) with flat Box observations, Discrete or flat, bounded Box actions; None: the cart."""
-    num_envs: int = 16
-    """Number of environments stepped together, N."""
+    num_envs: int = 16  # Number of environments stepped together, N.
+    # Training episodes start within this distance of 0, evaluation within 0.05. Only the cart has this and the next two.
     start_noise: float = 0.5
-    """Training episodes start within this distance of 0, evaluation within 0.05. Wide, because the critic forgets states that a
-    good policy no longer visits. Only for the cart, like the next two fields."""
-    extra_features: int = 0
-    """Noise channels appended to the observation."""
-    hide_velocity: bool = False
-    """Leave the velocity out of the observation, so that the policy needs memory."""
+    extra_features: int = 0  # Noise channels appended to the observation.
+    hide_velocity: bool = False  # Leave the velocity out of the observation, so that the policy needs memory.
+    # mlp, or gru, which has memory (scale/recurrent.py). Its replayed slices start from a zero state; a small ring suits it.
     encoder: str = "mlp"
-    """mlp, or gru, which has memory (scale/recurrent.py). Its replayed slices start from a zero state; a small ring suits it."""
-    normalize_obs: bool = False
-    """Standardize each feature of an observation by its running mean and deviation (scale/normalized.py)."""
-    hidden_size: int = 64
-    """Units in each layer of the network."""
-    layers: int = 2
-    """Layers between the observation and the heads; of a gru the last one is the GRU."""
-    rollout_length: int = 32
-    """Steps collected from each environment per iteration, T."""
+    normalize_obs: bool = False  # Standardize each feature by its running mean and deviation (scale/normalized.py).
+    hidden_size: int = 64  # Units in each layer of the network.
+    layers: int = 2  # Layers between the observation and the heads; of a gru the last one is the GRU.
+    rollout_length: int = 32  # Steps collected from each environment per iteration, T.
+    # Transitions in the replay ring (rows times environments). Many, because old ones show states that a good policy avoids.
     capacity: int = 500_000
-    """Transitions in the replay ring (rows times environments). Many, because old ones show states that a good policy avoids."""
-    codec: str = "fp32"
-    """How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py)."""
-    layout: str = "compact"
-    """How the ring stores next observations: compact, full or delta (scale/storage.py)."""
-    slice_length: int = 32
-    """Consecutive steps in a replayed slice; 1 replays single transitions."""
-    batch_size: int = 512
-    """Transitions in a replayed batch, a multiple of slice_length."""
-    fresh_updates: int = 1
-    """Updates on each new rollout: 1, or 0 to learn from replay only."""
+    codec: str = "fp32"  # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py).
+    layout: str = "compact"  # How the ring stores next observations: compact, full or delta (scale/storage.py).
+    slice_length: int = 32  # Consecutive steps in a replayed slice; 1 replays single transitions.
+    batch_size: int = 512  # Transitions in a replayed batch, a multiple of slice_length.
+    fresh_updates: int = 1  # Updates on each new rollout: 1, or 0 to learn from replay only.
+    # Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless a Machine stores it in a folder.
     replay_updates: int = 2
-    """Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless a Machine stores it in a folder."""
 
-    gamma: float = 0.99
-    """Discount per step; 0.99 looks about 100 steps ahead."""
-    lam: float = 0.98
-    """Lambda of V-trace: 0 bootstraps from the critic after one step, 1 only at the end of the slice or at a truncation."""
-    importance_correction: bool = True
-    """Weight replayed steps by importance ratios. False treats them as on-policy: a common bug, kept for demonstration."""
-    bootstrap_truncation: bool = True
-    """Bootstrap from the final state of a truncated episode. False treats truncation as termination: another common bug."""
-    normalize_advantage: bool = True
-    """Subtract the batch mean from the advantages and divide by their standard deviation."""
+    gamma: float = 0.99  # Discount per step; 0.99 looks about 100 steps ahead.
+    lam: float = 0.98  # Lambda of V-trace: 0 bootstraps after one step, 1 only at the end of the slice or at a truncation.
+    importance_correction: bool = True  # Weight replayed steps by importance ratios. False is a common bug, kept to show it.
+    bootstrap_truncation: bool = True  # Bootstrap from the final state of a truncated episode. False is another common bug.
+    normalize_advantage: bool = True  # Subtract the batch mean from the advantages and divide by their standard deviation.
+    # PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or below 1 - clip (negative).
     clip: float = 0.2
-    """PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or below 1 - clip (negative)."""
-    scale_rewards: bool = True
-    """Divide rewards by the root mean square of discounted sums of rewards, so that the critic's targets are of order 1."""
-    entropy_coef: float = 0.01
-    """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
-    value_coef: float = 0.5
-    """Weight of the value loss."""
-    learning_rate: float = 2e-3
-    """Adam's initial learning rate. It falls, because a policy that has just become good is lost again at a high one."""
+    scale_rewards: bool = True  # Divide rewards by the root mean square of their discounted sums: targets are of order 1.
+    entropy_coef: float = 0.01  # Weight of the entropy bonus, which keeps the policy from becoming deterministic too early.
+    value_coef: float = 0.5  # Weight of the value loss.
+    learning_rate: float = 2e-3  # Adam's, at first. It falls, because a high one loses a policy that has just become good.
+    # Divide the learning rate by 1 + steps / halved_after: half after so many steps, apart from `anneal`. 0 turns this off.
     halved_after: int = 40_000
-    """Divide the learning rate by 1 + steps / halved_after: half after so many steps, apart from `anneal`. 0 turns this off."""
-    anneal: bool = True
-    """Also multiply the learning rate by the share of training that is left, so that the last policy has settled."""
-    max_grad_norm: float = 0.5
-    """Gradients are clipped to this L2 norm."""
+    anneal: bool = True  # Also multiply the learning rate by the share of training left, so that the last policy settles.
+    max_grad_norm: float = 0.5  # Gradients are clipped to this L2 norm.
 
-    eval_every: int = 5_000
-    """Environment steps between greedy evaluations; 0 evaluates only at the end."""
-    eval_episodes: int = 100
-    """Episodes per evaluation."""
+    eval_every: int = 5_000  # Environment steps between greedy evaluations; 0 evaluates only at the end.
+    eval_episodes: int = 100  # Episodes per evaluation.
 
     def __post_init__(self):
         for field in fields(self):
@@ -122,8 +87,7 @@ class Config:
         self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
         divides = self.batch_size % self.slice_length == 0
         self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
-        # The first iteration replays the rollout it has just collected.
-        replays = self.slice_length <= self.rollout_length or not self.replay_updates
+        replays = self.slice_length <= self.rollout_length or not self.replay_updates  # at first there is only one rollout
         self._require("slice_length", replays, f"use at most rollout_length, {self.rollout_length}")
         rows = self.rollout_length + 1  # one more for the ring's open row (replay.py)
         enough = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
@@ -152,13 +116,11 @@ class Config:
         raise ValueError(f"{name} is {value!r}: use {wanted}")
 
     def to_json(self) -> str:
-        """The fields as a JSON object for `of`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def of(cls, found: str | dict) -> "Config":
-        """A Config from a dict of fields, or from the text that `to_json` wrote; missing fields have their defaults. Raises
-        ValueError if the text is not a JSON object, or if a field does not exist or is out of range."""
+        """A Config from a dict of fields, or from the text that `to_json` wrote; missing fields have their defaults."""
         found = json.loads(found) if isinstance(found, str) else found
         if not isinstance(found, dict):
             raise ValueError(f"config is {found!r}: use a JSON object of fields")
@@ -185,16 +147,13 @@ class Config:
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
     def learning_rate_at(self, iteration: int) -> float:
-        """Adam's learning rate in an iteration."""
         rate = self.learning_rate * (1 - iteration / self.iterations if self.anneal else 1)
         return rate / (1 + iteration * self.steps_per_iteration / self.halved_after) if self.halved_after else rate
 
     def evaluates_at(self, iteration: int) -> bool:
         """Whether an evaluation follows an iteration: the last one, or one that crosses a multiple of eval_every."""
-        if iteration + 1 == self.iterations:
-            return True
-        every, size = self.eval_every, self.steps_per_iteration
-        return every > 0 and (iteration + 1) * size // every > iteration * size // every
+        before, after = (self.steps_per_iteration * i for i in (iteration, iteration + 1))
+        return iteration + 1 == self.iterations or (self.eval_every > 0 and before // self.eval_every < after // self.eval_every)
 
     @classmethod
     def published(cls, **changes) -> "Config":

@@ -5,8 +5,7 @@ and independent noise: argmax(logits + Gumbel noise) is a sample from softmax(lo
 arXiv:1411.0030), and mean + deviation * Gaussian noise is one from the Gaussian. Continuous actions are scaled: [-1, 1] spans
 the environment's bounds. A sample may lie outside: the environment clips it, but its log-probability is that of the sample.
 
-Everything here is in float32, under any autocast: in float16 small deviations are flushed to 0, and dividing by them overflows
-(Bjorck et al. 2021, arXiv:2102.13565).
+All is float32, under any autocast: small deviations would be 0 in float16 (Bjorck et al. 2021, arXiv:2102.13565).
 """
 
 import math
@@ -20,7 +19,7 @@ class Categorical:
     """Distribution of actions int64 [..., B] from logits float32 [..., B, A]. `log_policy` has their log-probabilities."""
 
     def __init__(self, logits: torch.Tensor):
-        # Actions first in memory: torch's kernel over the last dimension works row by row, up to 16 times slower.
+        # Actions first in memory, because torch's kernel over the last dimension works row by row.
         self.log_policy = logits.movedim(-1, 0).contiguous().log_softmax(0).movedim(0, -1)
 
     @staticmethod
@@ -43,11 +42,11 @@ class Categorical:
         return (logits + noise).contiguous().argmax(-1)
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities [..., B] of actions."""
+        """Log-probabilities [..., B] of actions; log-densities of continuous ones."""
         return self.log_policy.movedim(-1, 0).gather(0, action.unsqueeze(0)).squeeze(0)
 
     def entropy(self) -> torch.Tensor:
-        """Entropies [..., B] in nats."""
+        """Entropies [..., B] in nats, differential ones for continuous actions."""
         return -(self.log_policy.exp() * self.log_policy).sum(-1)
 
 
@@ -59,9 +58,9 @@ class Gaussian:
 
     @staticmethod
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., 2 A] from means [..., A] and `spread`, float32. Adam moves a parameter by about the sum of its learning
-        rates, by default 1.1 in a million steps. That is too little for the logarithm of a deviation, so `spread` is a quarter of
-        it. The gradient passes the clamp, or a deviation beyond a bound would stay there for good."""
+        """Outputs [..., 2 A] from means [..., A] and a parameter `spread` [A], a quarter of the logarithms: Adam moves it by
+        about the sum of its learning rates, by default 1.1 in a million steps, too little for a logarithm. The gradient passes
+        the clamp, or a deviation beyond a bound would stay there for good."""
         log_std = 4 * spread
         bounded = log_std + (log_std.clamp(*LOG_STD) - log_std).detach()
         return torch.cat((mean, bounded.expand_as(mean)), dim=-1)
@@ -81,12 +80,10 @@ class Gaussian:
         return mean + log_std.exp() * noise
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
-        """Log-densities [..., B] of actions."""
         distance = (action - self.mean) * (-self.log_std).exp()
         return -(0.5 * distance.square() + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def entropy(self) -> torch.Tensor:
-        """Differential entropies [..., B] in nats."""
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
 

@@ -22,19 +22,17 @@ from .distribution import Categorical
 from .rng import rows
 
 PUSH, DAMPING, LIMIT, MAX_STEPS = 0.1, 0.95, 2.0, 200
-# As tensors, because torch would convert a Python number at every call, which takes longer than the arithmetic of a few carts.
+STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
+# As tensors, because torch would convert a Python number at every call.
 _push, _damping, _limit, _one = (torch.tensor(x, dtype=torch.float32, device="cpu") for x in (PUSH, DAMPING, LIMIT, 1))
 _one_step = torch.tensor(1, dtype=torch.int32, device="cpu")
-STATE_BOUNDS = (-2 * LIMIT, -1.9), (2 * LIMIT, 1.9)
 
 
 def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """One step of the physics: from a state (position, velocity) and actions [...], 0 or 1, to the next, float32 [..., 2]. The
-    constants are float32, too: states in float64 follow physics that is off by 1e-8."""
+    """One step of the physics: from states (position, velocity), float32 [..., 2], and actions [...], 0 or 1, to the next."""
     position, velocity = state.unbind(-1)
     velocity = torch.add(velocity, action, alpha=2 * PUSH) - _push  # -0.1 for action 0, 0.1 for 1
-    # All positions, then all velocities in memory: a batch is processed by column.
-    return torch.stack((position + velocity, velocity * _damping)).movedim(0, -1)
+    return torch.stack((position + velocity, velocity * _damping)).movedim(0, -1)  # in memory all positions, then all velocities
 
 
 def outcome(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,15 +49,14 @@ def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tu
 
 class TensorEnv:
     """N (`num_envs`) environments as tensors on one device, stepped together. A task is a subclass that defines `start`,
-    `advance`, if need be `observe`, and the attributes up to `channels`. Raises ValueError for `num_envs` below 1.
+    `advance`, if need be `observe`, and these attributes: `bounds`, the lowest and highest value of each feature of an
+    observation, two tuples of F floats; `max_steps` of an episode; `state_size`, numbers in a state; `num_actions`, the number of
+    actions, or with `distribution` Gaussian of dimensions of an action in [-1, 1]; `discount` of the returns by which an agent is
+    judged. An environment holds `state`, float32 [N, state_size], `obs`, float32 [N, F], and `done`, bool [N]: the last step
+    ended the episode, and the next one resets.
 
-        bounds: lowest and highest value of each feature of an observation, two tuples of F floats. max_steps: of an episode.
-        state_size: numbers in a state. num_actions, distribution: number of actions, with Categorical; or dimensions of an
-        action in [-1, 1], with Gaussian. discount: of the returns by which an agent is judged. channels: of noise (`draw`).
-        state: float32 [N, state_size]. obs: float32 [N, F]. done: bool [N], the last step ended the episode and the next resets.
-        seed, purpose: of starts and channels (rng.py), whose iteration is `draws`, the number of calls of `draw`. Of S seeds, an
-        int64 tensor, each has an equal share of the N, one after the other.
-    """
+    Starts, and `channels` of noise, are drawn by `seed`, `purpose` and the number of earlier `draws` (rng.py). Of S seeds, an
+    int64 tensor, each has an equal share of the N, one after the other. Raises ValueError for `num_envs` below 1."""
 
     distribution, discount, channels = Categorical, 1.0, 0
 
@@ -82,9 +79,8 @@ class TensorEnv:
         return state
 
     def reset(self, start: torch.Tensor | None = None) -> torch.Tensor:
-        """Resets all environments to their rows of a tensor from `draw` (None draws one); returns observations float32 [N, F]."""
-        if start is None:
-            (start,) = self.draw(1)
+        """Resets all environments to their rows of a tensor from `draw` (None draws one); returns `obs`."""
+        start = self.draw(1)[0] if start is None else start
         self._max_steps = torch.tensor(self.max_steps, dtype=torch.int32, device="cpu")
         self.state = start[:, : self.state_size]
         self.obs = self._observe(start)
@@ -93,7 +89,7 @@ class TensorEnv:
         return self.obs
 
     def draw(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Start states and noise channels for `length` steps, float32 [N, state_size + channels] each: one call for all steps."""
+        """Start states and noise channels for each of `length` steps, float32 [N, state_size + channels]."""
         shape = length, self.num_envs, self.state_size + self.channels
         numbers = rows(self.seed, self.purpose, self.draws, shape, self.device, halves=True).mul_(2).sub_(1)
         self.draws += 1
@@ -103,8 +99,7 @@ class TensorEnv:
     def step(self, action: torch.Tensor, start: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a tensor from `draw` (None draws one).
         Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]; after an end a reset's obs, 0 and False."""
-        if start is None:
-            (start,) = self.draw(1)
+        start = self.draw(1)[0] if start is None else start
         moved, reward, terminated = self.advance(self.state, action)
         self.state = torch.where(self.done.unsqueeze(-1), start[:, : self.state_size] if self.channels else start, moved)
         self.obs = self._observe(start)
@@ -119,7 +114,7 @@ class TensorEnv:
         return torch.cat((seen, start[:, self.state_size :]), dim=-1) if self.channels else seen
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that the next step depends on; not copies."""
+        """What the next step depends on; not copies."""
         return {name: getattr(self, name) for name in ("state", "obs", "elapsed", "done")}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -130,7 +125,7 @@ class TensorEnv:
             setattr(self, name, torch.empty_like(x).copy_(tensors[name].view_as(x)))  # copy_ alone would broadcast a smaller one
 
     def close(self) -> None:
-        """Does nothing: unlike other environments it has no processes or files to close."""
+        """Does nothing: there are no processes or files to close."""
 
 
 class Cart(TensorEnv):
@@ -139,16 +134,7 @@ class Cart(TensorEnv):
 
     num_actions, max_steps, state_size = 2, MAX_STEPS, 2
 
-    def __init__(
-        self,
-        num_envs: int,
-        start_noise: float | torch.Tensor = 0.05,
-        device="cpu",
-        seed: int | torch.Tensor = 0,
-        extra_features: int = 0,
-        hide_velocity: bool = False,
-        purpose: str = "starts",
-    ):
+    def __init__(self, num_envs, start_noise=0.05, device="cpu", seed=0, extra_features=0, hide_velocity=False, purpose="starts"):
         if not isinstance(start_noise, torch.Tensor) and not 0 <= start_noise <= 1:
             raise ValueError(f"start_noise is {start_noise}: use a number from 0 to 1")
         if extra_features < 0:

@@ -1,5 +1,5 @@
-"""Evaluation, separate from training: one episode in each of many environments, with greedy or sampled actions. A return is the
-unscaled sum of an episode's rewards, at most 200 for the cart; undiscounted, unless the task is defined with a discount."""
+"""Evaluation: one episode in each of many environments, with greedy or sampled actions. A return is the sum of an episode's
+rewards, at most 200 for the cart; undiscounted, unless the task is defined with a discount."""
 
 import contextlib
 import itertools
@@ -14,8 +14,8 @@ from .rollout import inference, noise_of
 
 
 def play(policy, env) -> np.ndarray:
-    """The returns, float32 [N], of one episode in each of N newly created environments. The policy maps observations float32 [N,
-    F], in inference mode, to actions as in a Rollout."""
+    """Returns float32 [N] of one episode in each of N newly created environments. The policy maps observations float32 [N, F], in
+    inference mode, to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     live = torch.ones_like(total)  # 1 until the episode ends, then 0
     with inference(env):
@@ -30,8 +30,7 @@ def play(policy, env) -> np.ndarray:
 
 
 def evaluate(model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0) -> np.ndarray:
-    """Returns float32 [N] of a model's policy in environments as in `play`, with the greedy action or actions sampled from
-    `seed`. Forward passes run in `precision` (default: fp32 on the CPU)."""
+    """The same for a model's policy, with the greedy action or actions sampled from `seed`, in a precision (None: fp32, CPU)."""
     precision = precision or Precision("fp32")
     state, steps = None, itertools.count()
 
@@ -46,8 +45,8 @@ def evaluate(model, env, precision: Precision | None = None, greedy: bool = True
 
 
 class Judge:
-    """Who judges: greedy episodes of the agent from the same starts every time, on the cart within 0.05 of 0. `model`: a copy of
-    the network on the precision's device, or None to use the learner's own."""
+    """Who judges: greedy episodes from the same starts every time, on the cart within 0.05 of 0. `make_env`: as train.make_cart.
+    `model`: a copy of the network on the precision's device, or None to use the learner's own."""
 
     def __init__(self, config, precision: Precision, make_env: Callable, model: nn.Module | None = None):
         self.config, self.precision, self.make_env, self.model = config, precision, make_env, model

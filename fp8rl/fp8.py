@@ -17,8 +17,8 @@ Layout: CUDA's kernel multiplies a row-major [M, K] by a column-major [K, N] mat
 by e5m2. So the first product takes a free transpose of W, the second a copy of W in the other layout, and the third copies of
 both matrices. The CPU has no such rules, but they are enforced there too.
 
-A number that is not finite makes the scale NaN, so everything computed from the tensor is NaN and the optimizer step is skipped
-(precision.py). FP8 pays off only in wide layers on hardware that multiplies float8: benchmarks/fp8_layer.py measures it.
+A number that is not finite makes the scale NaN, and so all that is computed from the tensor; the optimizer step is then skipped.
+FP8 pays off only in wide layers on hardware that multiplies float8: benchmarks/fp8_layer.py measures it.
 """
 
 import math
@@ -36,14 +36,13 @@ MULTIPLE = 16
 
 
 class Quantized(NamedTuple):
-    """value = data * scale. data: float8 [..., M, N]; scale: float32 [...], a power of two for each matrix, or NaN for one with a
-    number that is not finite."""
+    """Matrices with the values data * scale."""
 
-    data: torch.Tensor
-    scale: torch.Tensor
+    data: torch.Tensor  # float8 [..., M, N]
+    scale: torch.Tensor  # float32 [...], powers of two, or NaN for a matrix with a number that is not finite
 
     def t(self) -> "Quantized":
-        """The transpose, without copying: a row-major matrix becomes column-major."""
+        """The transpose, not copied: a row-major matrix becomes column-major."""
         return Quantized(self.data.t(), self.scale)
 
     def column_major(self) -> "Quantized":
@@ -55,8 +54,8 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
-    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a power-of-two scale from its own largest magnitude.
-    Raises TypeError if `x` is not float32 or bfloat16: float16 may already have lost what FP8 would have scaled."""
+    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own. Raises TypeError if `x` is not
+    float32 or bfloat16: float16 may already have lost what FP8 would have scaled."""
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
     x = x.float().contiguous()  # row-major, whatever the input's strides
@@ -79,9 +78,8 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
-    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N], summed in float32: float32 [M, N]. `emulate` works
-    in float32, exactly but for the order of the sum; None uses torch's kernel where there is one. Raises ValueError on any
-    device if the matrices break a rule of the GPU's kernel (module docstring)."""
+    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N]. `emulate` works in float32, exactly
+    but for the order of the sum; None uses torch's kernel where there is one. Raises ValueError for what a GPU's cannot take."""
     (rows, inner), (inner_b, columns) = a.data.shape, b.data.shape
     if inner != inner_b:
         raise ValueError(f"shapes are [{rows}, {inner}] and [{inner_b}, {columns}]: the inner dimensions must agree")
@@ -92,10 +90,9 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
         raise ValueError("both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, quantize one as e4m3")
     if not a.data.is_contiguous() or not b.data.t().is_contiguous():
         raise ValueError("layout is not row-major times column-major: make the first contiguous, the second column_major()")
-    if emulate is None:
-        emulate = not has_kernel(a.data.device)
-    with torch.autocast(a.data.device.type, enabled=False):  # a surrounding bfloat16 autocast would round the result
-        if emulate:
+    device = a.data.device
+    with torch.autocast(device.type, enabled=False):  # a surrounding bfloat16 autocast would round the result
+        if emulate or (emulate is None and not has_kernel(device)):
             # Row-major, like the second matrix in the CPU's kernel, so that both sum in the same order, bit for bit.
             return (a.data.float() @ b.data.float().contiguous()) * (a.scale * b.scale)
         whole = F.ScalingType.TensorWise
@@ -140,8 +137,7 @@ class _Float8Matmuls(torch.autograd.Function):
 
 class Float8Linear(nn.Linear):
     """A linear layer that multiplies in float8 and keeps its parameters in float32, under the same names as nn.Linear. Forward
-    takes float32 or bfloat16 [..., I] and returns float32 [..., O], with I and O multiples of 16. Rows, the inner dimension of
-    the weight gradient, are padded with zeros to a multiple of 16.
+    takes float32 or bfloat16 [..., I] and returns float32 [..., O], with I and O multiples of 16.
 
         >>> import torch
         >>> from fp8rl.fp8 import convert_linears
@@ -150,18 +146,17 @@ class Float8Linear(nn.Linear):
         {'0': None, '2': 'its 10 outputs are not a multiple of 16'}
         >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model
 
-    `forward_type`, `backward_type`: float8 types of inputs and weights, and of gradients. `emulate`: see `scaled_matmul`.
     `watcher`, if any, is called for every tensor that is quantized, with its name (input, weight, gradient), it and the result.
     """
 
-    forward_type, backward_type = E4M3, E5M2
-    emulate: bool | None = None
+    forward_type, backward_type = E4M3, E5M2  # of inputs and weights, and of gradients
+    emulate: bool | None = None  # as in scaled_matmul
     watcher: Callable[[str, torch.Tensor, Quantized], None] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)
         rows = len(flat)
-        if rows % MULTIPLE:
+        if rows % MULTIPLE:  # the inner dimension of the weight gradient
             flat = F.pad(flat, (0, 0, 0, -rows % MULTIPLE))
         y = _Float8Matmuls.apply(flat, self.weight, self)[:rows]
         y = y if self.bias is None else y + self.bias
@@ -169,28 +164,23 @@ class Float8Linear(nn.Linear):
 
 
 def convert_linears(model: nn.Module, forward: torch.dtype = E4M3, backward: torch.dtype = E5M2) -> dict[str, str | None]:
-    """Swaps a model's eligible linear layers for Float8Linear of the given types, in place and with the same parameters. Returns
-    for each linear layer, by name, None if it was converted, else the reason why not."""
+    """Swaps linear layers for Float8Linear, in place and with the same parameters. Returns for each, by name, None if it was
+    swapped, else the reason why not."""
     modules = model.named_modules(remove_duplicate=False)  # a tied layer appears under each of its names
     linears = {name: layer for name, layer in modules if type(layer) is nn.Linear}
-    reasons = {name: _misfit(name, layer) for name, layer in linears.items()}
-    for name, reason in reasons.items():
-        if reason is None:
-            parent, _, child = name.rpartition(".")
-            linear = linears[name]
+    reasons = {name: misfit(layer.in_features, layer.out_features) for name, layer in linears.items()}
+    for name, linear in linears.items():
+        if not name:
+            reasons[name] = "it is the whole model and cannot be swapped in place, wrap it in nn.Sequential"
+        elif linear.weight.dtype != torch.float32:
+            reasons[name] = f"its weights are {linear.weight.dtype}"
+        elif not reasons[name]:
             layer = Float8Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
             layer.weight, layer.bias = linear.weight, linear.bias
             layer.forward_type, layer.backward_type = forward, backward
+            parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
     return reasons
-
-
-def _misfit(name: str, layer: nn.Linear) -> str | None:
-    if not name:
-        return "it is the whole model and cannot be swapped in place, wrap it in nn.Sequential"
-    if layer.weight.dtype != torch.float32:
-        return f"its weights are {layer.weight.dtype}"
-    return misfit(layer.in_features, layer.out_features)
 
 
 def misfit(inputs: int, outputs: int) -> str | None:

@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,24 +13,20 @@ from .rollout import TERMINATED, TRUNCATED, Rollout
 TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several processes, each has a part of these
 
 
+@dataclass(eq=False, repr=False)
 class History:
-    """One row of numbers per iteration, kept as columns of doubles, which take less memory than Python objects. The columns:
+    """One row of numbers per iteration, kept as columns of doubles:
 
-    iteration, steps (environment steps so far), seconds (of training, without evaluations), learning_rate
-    train_return: mean return of the episodes that ended in the rollout, NaN if none did
-    eval_return: mean greedy return, NaN between evaluations
-    clipped: values clipped by the ring's codec so far
-    outside: share of continuous actions beyond the bounds, where the environment clips them
+    iteration, steps (environment steps so far), seconds (of training, without evaluations), learning_rate, loss_scale
+    train_return: mean return of the episodes that ended; eval_return: mean greedy return; NaN where there are none
+    clipped: values clipped by the ring's codec so far; outside: share of continuous actions beyond the bounds
     loss, policy_loss, value_loss, entropy, ess: means over the iteration's updates; min_logp: the smallest
-    grad_norm: the largest finite one, 0 if none was; nonfinite: number of updates whose gradient was not finite;
-        skipped: number of updates that the scaler skipped
-    loss_scale; with FP8 also "fp8." and a name (scale/quantization.py)
+    grad_norm: the largest finite one, or 0; nonfinite: number of updates without one; skipped: by the scaler
+    with FP8 also "fp8." and a name (scale/quantization.py)
     """
 
+    columns: dict[str, array] = field(default_factory=dict)
     failure: str | None = None  # why an agent that trains beside others takes no more steps (lab/population.py)
-
-    def __init__(self, columns: dict[str, array] | None = None):
-        self.columns = {} if columns is None else columns
 
     def add(self, row: dict[str, float]) -> None:
         """Appends an iteration's numbers. A column that `row` lacks gets NaN, and a new column NaN for earlier iterations."""
@@ -42,7 +39,6 @@ class History:
 
     @property
     def last(self) -> dict[str, float]:
-        """The newest row."""
         return {name: values[-1] for name, values in self.columns.items()}
 
     @property
@@ -50,7 +46,7 @@ class History:
         return [dict(zip(self.columns, values, strict=True)) for values in zip(*self.columns.values(), strict=True)]
 
     def column(self, name: str) -> np.ndarray:
-        """One column, float64 [iterations]."""
+        """A column, float64 [iterations]."""
         return np.array(self.columns.get(name, ()))
 
     def evaluations(self) -> tuple[np.ndarray, np.ndarray]:
@@ -61,12 +57,12 @@ class History:
     @property
     def final_return(self) -> float:
         """Mean greedy return of the last evaluation; NaN before the first."""
-        return float(self.evaluations()[1][-1]) if len(self.evaluations()[1]) else math.nan
+        return next(reversed(self.evaluations()[1].tolist()), math.nan)
 
     def first_step_at(self, threshold: float) -> float:
         """Environment steps at the first evaluation that reached `threshold`; NaN if none did."""
         steps, returns = self.evaluations()
-        return float(steps[returns >= threshold][0]) if (returns >= threshold).any() else math.nan
+        return next(iter(steps[returns >= threshold].tolist()), math.nan)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in self.columns.items()}
@@ -82,19 +78,18 @@ def running_returns(rollout: Rollout, before: np.ndarray, gamma=1.0) -> tuple[np
     ended an episode), and which rows ended one, bool [T, ...]."""
     rewards, flags = (x.cpu().numpy().reshape(-1, *before.shape) for x in (rollout.reward, rollout.flags))
     found, ended = np.empty(rewards.shape, before.dtype), (flags & (TERMINATED | TRUNCATED)) != 0
-    for t, some_end in enumerate(ended.reshape(len(ended), -1).any(1)):  # in NumPy, whose calls cost less than torch's
+    for t, ends in enumerate(ended):
         np.add(gamma * before, rewards[t], out=found[t])
-        before = np.where(ended[t], 0, found[t]) if some_end else found[t]
+        before = np.where(ends, 0, found[t]) if ends.any() else found[t]
     return found, before.copy(), ended
 
 
 class Saved:
-    """Objects whose state is a few tensors, the attributes named in NAMES."""
+    """What has as its state a few tensors, the attributes in NAMES."""
 
     NAMES = ()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies."""
         return {name: getattr(self, name).clone() for name in self.NAMES}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -103,9 +98,9 @@ class Saved:
 
 
 class RewardScale(Saved):
-    """Divides rewards by the root mean square, over about the last 100 steps, of G_t = r_t + gamma G_{t-1}, the discounted sum of
-    an episode's past rewards. `open` is G, float32 [N]; `square`, float32 [2, S, 1] for S agents, holds running means of G^2 and
-    of 1, both from 0: their quotient is unbiased at the start, as in Adam."""
+    """Divides rewards by the root mean square, over about the last 100 steps, of the discounted sum G_t of an episode's past
+    rewards. `open` is G, float32 [N]; `square`, float32 [2, S, 1] for S agents, holds running means of G^2 and of 1, both from 0:
+    their quotient is unbiased at the start, as in Adam."""
 
     NAMES, KEEPS = ("open", "square"), 0.99
 
@@ -120,7 +115,7 @@ class RewardScale(Saved):
         return torch.where(square > 0, (square / weight).rsqrt(), 1.0)
 
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
-        """Takes the next rollout, at a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
+        """Takes the next rollout, with a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
         gamma = gamma.cpu().numpy() if isinstance(gamma, torch.Tensor) else gamma
         G, left, _ = running_returns(rollout, self.open.view(self.square.shape[1], -1).cpu().numpy(), gamma)
         self.open = torch.from_numpy(left).flatten().to(self.open.device)

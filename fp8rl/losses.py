@@ -21,7 +21,6 @@ rule (Schulman et al. 2017, arXiv:1707.06347), with the step's own behaviour pol
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -48,17 +47,16 @@ class Coefficients(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Results of V-trace, float32 [T, B] each; ratios are not clipped."""
+    """Results of V-trace, float32 [T, B] each."""
 
     value: torch.Tensor
     advantage: torch.Tensor
-    ratio: torch.Tensor
+    ratio: torch.Tensor  # not clipped
 
 
 def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> Targets:
-    """V-trace targets and advantages (equations and source in the module's docstring), from float32 values [T+1, B] of obs rows 0
-    to T; rewards and discounts [T, B], gamma or 0 after a termination; log_ratios [T, B], log pi - log mu of the actions taken,
-    or zeros to leave out the correction; valid, bool [T, B], False on dummy rows; and lambda in [0, 1].
+    """V-trace (see above) from float32 values [T+1, B] of obs rows 0 to T; rewards and discounts [T, B]; log_ratios [T, B],
+    log pi - log mu of the actions taken, or zeros to leave out the correction; and valid, bool [T, B], False on dummy rows.
 
         >>> import torch
         >>> ones, none = torch.ones(3, 4), torch.zeros(3, 4)
@@ -84,25 +82,18 @@ def discounts_of(flags: torch.Tensor, gamma: float, bootstrap_truncation: bool =
 
 
 def only_here(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sums over all processes when there is only one: the tensors themselves."""
+    """Sums over processes when there is only one."""
     return tensors
 
 
-def actor_critic_loss(
-    outputs: torch.Tensor,
-    values: torch.Tensor,
-    rollout: Rollout,
-    coefficients: Coefficients | None = None,
-    all_reduce: Callable = only_here,
-    targets_of: Callable = vtrace,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def actor_critic_loss(outputs, values, rollout: Rollout, coefficients=None, all_reduce=only_here, targets_of=vtrace):
     """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy, means over
     valid rows. The policy term is -log pi(a|x) times the V-trace advantage, divided by its standard deviation + FLOOR after its
     mean is subtracted (`normalize_advantage`), and 0 where PPO's rule says so (`clip`); the value loss is half the squared
     distance to the V-trace target (Espeholt et al. 2018, section 4.2).
 
-    Returns the loss (float32 scalar) and statistics without gradient: policy_loss, value_loss, entropy (nats), min_logp (smallest
-    log-probability of an action taken) and ess (effective sample size of the ratios as a fraction of the rows: Kish,
+    Returns the loss (float32 scalar) and a dict of statistics without gradient: policy_loss, value_loss, entropy (nats), min_logp
+    (smallest log-probability of an action taken) and ess (effective sample size of the ratios as a fraction of the rows: Kish,
     (sum rho)^2 / (n sum rho^2); 1 on-policy).
 
         >>> import torch
@@ -118,16 +109,14 @@ def actor_critic_loss(
     """
     config = coefficients or Coefficients()
     valid = rollout.valid
-    mask = valid.float()  # for multiplying, faster than a bool
+    mask = valid.float()
     rows = _sum(mask)
-    outputs, _ = outputs.split((len(mask), 1))  # the backward pass of a slice takes longer
-    policy = distribution_of(rollout.action)(outputs)
+    policy = distribution_of(rollout.action)(outputs.split((len(mask), 1))[0])
     logp = policy.log_prob(rollout.action)
     log_ratios = (logp - rollout.behavior_logp).detach()
     discounts = discounts_of(rollout.flags, config.gamma, config.bootstrap_truncation)
     corrected = log_ratios if config.importance_correction else torch.zeros_like(log_ratios)
-    targets = targets_of(values.detach(), rollout.reward, discounts, corrected, valid, config.lam)
-    advantage = targets.advantage
+    target, advantage, ratio = targets_of(values.detach(), rollout.reward, discounts, corrected, valid, config.lam)
     count, advantage_sum = all_reduce([rows, _sum(advantage)])  # dummy rows hold 0, so these are sums over valid rows
     count = count.clamp(min=1)
     if config.normalize_advantage:
@@ -135,14 +124,14 @@ def actor_critic_loss(
         (squares,) = all_reduce([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
     # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which the advantage pushes it.
-    advantage = torch.where((targets.ratio - 1) * advantage.sign() < config.clip, advantage, 0)
+    advantage = torch.where((ratio - 1) * advantage.sign() < config.clip, advantage, 0)
     policy_loss = -_sum(logp * advantage) / count  # no factor rho: V-trace's min(1, rho) is in the advantage
-    value_loss = 0.5 * _sum((mask * (values[:-1] - targets.value)).square()) / count
+    value_loss = 0.5 * _sum((mask * (values[:-1] - target)).square()) / count
     entropy = _sum(mask * policy.entropy()) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
-    valid_log_ratios = torch.where(valid, log_ratios, -torch.inf)  # extremes are found one dimension at a time, which is faster
-    largest = valid_log_ratios.amax(0, True).amax(-1, True).clamp(min=LOWEST)  # cancels in ess, and nothing overflows
-    ratio = (valid_log_ratios - largest).exp()
+    log_ratios = torch.where(valid, log_ratios, -torch.inf)
+    largest = log_ratios.amax(0, True).amax(-1, True).clamp(min=LOWEST)  # cancels in ess, and nothing overflows
+    ratio = (log_ratios - largest).exp()
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,

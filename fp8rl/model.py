@@ -1,9 +1,9 @@
 """The agent: one encoder, shared by the actor (what to do) and the critic (how well it will go).
 
-By default two layers of 64 ReLU units: at this width tanh would cost as much as the matmuls. Weights start orthogonal, with gain
-sqrt(2) before a ReLU, 1 for the critic, and 0.01 for the actor, so that the first policy is almost uniform (as in CleanRL's PPO).
-The standard deviations of continuous actions do not depend on the observation. Parameters stay float32: a precision changes only
-the matmuls. A policy with memory (scale/recurrent.py) has the same methods and uses the states that this one ignores.
+By default two layers of 64 ReLU units. Weights start orthogonal, with gain sqrt(2) before a ReLU, 1 for the critic, and 0.01 for
+the actor, so that the first policy is almost uniform (as in CleanRL's PPO). The standard deviations of continuous actions do not
+depend on the observation. Parameters stay float32: a precision changes only the matmuls. A policy with memory
+(scale/recurrent.py) has the same methods and uses the states that this one ignores.
 """
 
 import math
@@ -30,15 +30,7 @@ class ActorCritic(nn.Module):
 
     recurrent = False
 
-    def __init__(
-        self,
-        obs_size: int = 2,
-        num_actions: int = 2,
-        hidden_size: int = 64,
-        layers: int = 2,
-        generator: torch.Generator | None = None,
-        distribution=Categorical,
-    ):
+    def __init__(self, obs_size=2, num_actions=2, hidden_size=64, layers=2, generator=None, distribution=Categorical):
         super().__init__()
         self.hidden_size = hidden_size
         self.inputs = linear(obs_size, hidden_size, math.sqrt(2), generator)
@@ -54,19 +46,19 @@ class ActorCritic(nn.Module):
         self.hidden = nn.ModuleList(linear(size, size, math.sqrt(2), generator) for _ in range(count))
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
-        """The encoder: maps observations [..., obs_size] to [..., hidden_size]."""
+        """The encoder, from observations [..., obs_size] to [..., hidden_size]."""
         x = self.inputs(obs).relu()
         for layer in self.hidden:
             x = layer(x).relu()
         return x
 
     def forward(self, obs: torch.Tensor, state=None, first=None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps observations float32 [..., obs_size] to outputs [..., A or 2 A] and values [...]. The other arguments are for a
-        policy with memory: its state before the first row, and the rows that start an episode (`Rollout.first`)."""
+        """Outputs [..., A or 2 A] and values [...] of observations [..., obs_size]. The other arguments are for a policy with
+        memory: its state before the first row, and the rows that start an episode (`Rollout.first`)."""
         return self.heads(self.encode(obs))
 
     def policy(self, obs: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Maps observations [B, obs_size] and the previous state to outputs [B, A or 2 A] and the next state (None here)."""
+        """Outputs [B, A or 2 A] for observations [B, obs_size] and the previous state, and the next state (None here)."""
         return self.outputs(self.actor(self.encode(obs))), None
 
     def acting(self, rows: int) -> "ActorCritic":
@@ -74,11 +66,11 @@ class ActorCritic(nn.Module):
         return self
 
     def step(self, obs: torch.Tensor, state=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Like `policy`, with values [B]: outputs, values and the next state."""
+        """As `policy`, with values [B]: outputs, values and the next state."""
         return *self.heads(self.encode(obs)), None
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maps hidden [..., hidden_size] to outputs and values."""
+        """Outputs and values from hidden numbers [..., hidden_size]."""
         return self.outputs(self.actor(hidden)), self.critic(hidden).squeeze(-1).float()
 
     def outputs(self, actor: torch.Tensor) -> torch.Tensor:

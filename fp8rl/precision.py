@@ -5,26 +5,23 @@
         outputs, values = model(obs)
     report = precision.step(loss, optimizer, max_grad_norm)
 
-    name       matmuls                   loss scaling           where
-    fp32       float32, TF32 off         none                   everywhere
-    tf32       TensorFloat-32            none                   CUDA, compute capability 8.0 or higher
-    bf16       autocast bfloat16         none                   everywhere
-    fp16       autocast float16          torch.amp.GradScaler   everywhere
-    fp8        e4m3 forward, e5m2        none, but bad steps    everywhere; in hardware on CUDA, compute capability
-               gradients (fp8.py)        are skipped            8.9 or higher, elsewhere emulated with the same numerics
-    fp8+bf16   fp8, and bfloat16 for     as fp8                 as fp8
-               the layers not in FP8
+    name       matmuls                                  loss scaling             where
+    fp32       float32, TF32 off                        none                     everywhere
+    tf32       TensorFloat-32                           none                     CUDA, compute capability 8.0 or higher
+    bf16       autocast bfloat16                        none                     everywhere
+    fp16       autocast float16                         torch.amp.GradScaler     everywhere
+    fp8        e4m3 forward, e5m2 gradients (fp8.py)    only skips bad steps     everywhere, from capability 8.9 in hardware
+    fp8+bf16   fp8, and bf16 for layers not in FP8      as fp8                   as fp8
 
-A machine emulates types that it has no instructions for (on many CPUs bfloat16 and float16).
+A machine emulates, with the same numerics, types that it has no instructions for (on many CPUs bfloat16 and float16).
 
 In the core, parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no scaling. float16 ends at
 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss, unscales the gradients before clipping, skips the step and
-halves the scale when a gradient is not finite, and doubles it after SCALE_GROWTH_INTERVAL good steps in a row. FP8
-scales each tensor; its GradScaler stays at 1 and only skips steps.
+halves the scale when a gradient is not finite, and doubles it after SCALE_GROWTH_INTERVAL good steps in a row. FP8 scales each
+tensor; its GradScaler stays at 1 and only skips steps.
 """
 
 import contextlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,8 +29,7 @@ from torch import nn
 
 from . import fp8
 
-# GradScaler's default is 2000 steps; a run of the cart takes a few hundred, so the scale would never grow.
-SCALE_GROWTH_INTERVAL = 100
+SCALE_GROWTH_INTERVAL = 100  # GradScaler's default, 2000, is more steps than a run of the cart takes: the scale would never grow
 
 
 class Rules(NamedTuple):
@@ -65,12 +61,11 @@ def available_precisions(device="cpu") -> list[str]:
 
 
 class StepReport(NamedTuple):
-    """The result of one optimizer step, scalar tensors on the device: the gradient's L2 norm before clipping, the loss scale from
-    now on (1 in all but fp16) and whether the scaler skipped the step (bool)."""
+    """The result of one optimizer step, scalar tensors on the device."""
 
-    grad_norm: torch.Tensor
-    loss_scale: torch.Tensor
-    skipped: torch.Tensor
+    grad_norm: torch.Tensor  # the gradient's L2 norm before clipping
+    loss_scale: torch.Tensor  # from now on; 1 in all but fp16
+    skipped: torch.Tensor  # bool, whether the scaler skipped the step
 
 
 class Precision:
@@ -91,11 +86,10 @@ class Precision:
         self.scaler = torch.amp.GradScaler(self.device.type, growth_interval=growth, **scale)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Moves the model to the device and, for FP8, swaps its eligible linear layers in place; ValueError if there are none.
-        Parameters stay float32 and keep their names."""
+        """Moves the model to the device and, for FP8, swaps its eligible linear layers in place; ValueError if there are none."""
         model = model.to(self.device)
         if self.rules.forward:
-            reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)  # by layer, None if it was converted
+            reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)
             if all(reasons.values()):
                 why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
                 raise ValueError(f"precision is {self.name!r} and no layer can run in FP8 ({why}): widen one or choose bf16")
@@ -105,19 +99,15 @@ class Precision:
     def autocast(self):
         """Runs a forward pass in this precision."""
         dtype = self.rules.autocast
-        # Off with gradients, which would be summed in low precision, in the cached copy of a weight.
-        cached = not torch.is_grad_enabled()
+        cached = not torch.is_grad_enabled()  # gradients would be summed in low precision, in the cached copy of a weight
         cast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached)
         with self.matmul_mode(), cast:
             yield
         torch.clear_autocast_cache()  # in a caller's own region, the cached casts would outlive the next update
 
-    def step(
-        self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, all_reduce: Callable | None = None
-    ) -> StepReport:
+    def step(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, all_reduce=None) -> StepReport:
         """Backward, unscale, clip to an L2 norm, step. In that order, because the norm of scaled gradients is meaningless.
-        `all_reduce` sums gradients over processes that share the loss. With a fused, capturable optimizer it never waits for a
-        GPU."""
+        `all_reduce` sums a list of gradients over processes that share the loss. A capturable optimizer never waits for a GPU."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scale = self.scaler.scale(one)  # unlike get_scale() this does not wait for a GPU
@@ -131,12 +121,10 @@ class Precision:
         grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
-        new_scale = self.scaler.scale(one)
-        skipped = new_scale < scale  # it becomes smaller only by a skip
+        skipped = self.scaler.scale(one) < scale  # it becomes smaller only by a skip
         if self.rules.loss_scale and not self.rules.scale_grows:  # back to where it was, or it would end at 0
             self.scaler.update(one * self.rules.loss_scale)
-            new_scale = one * self.rules.loss_scale
-        return StepReport(grad_norm, new_scale, skipped)
+        return StepReport(grad_norm, self.scaler.scale(one), skipped)
 
     @contextlib.contextmanager
     def matmul_mode(self):

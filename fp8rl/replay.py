@@ -1,11 +1,9 @@
 """Replay: a ring of rollout rows in which every observation is stored once.
 
-Each environment has its own ring, with consecutive steps in consecutive memory, so reading a slice touches few pages. Row t holds
-the observation, the action taken on it, the reward and flags that followed, and the behaviour log-probability; its next
-observation is row t+1, at the end of an episode too (rollout.py).
-
-A slice needs the row after its last one for the final next observation, so the row at the head is open: it holds only the
-observation that the newest transition led to, until the next append fills it. A ring of R rows holds R - 1 complete ones.
+Each environment has its own ring, with consecutive steps in consecutive memory. Row t holds the observation, the action taken on
+it, the reward and flags that followed, and the behaviour log-probability; its next observation is row t+1, at the end of an
+episode too (rollout.py). The row at the head is open: it holds only the observation that the newest transition led to, until the
+next append fills it. So a ring of R rows holds R - 1 complete ones.
 
 Bytes per transition with F features: 4 F for the observation + 1 (action; 4 for each dimension of a continuous one) + 4 (reward)
 + 1 (flags) + 4 (log-probability), so 18 with two features. scale/storage.py stores observations in fewer bytes.
@@ -26,21 +24,16 @@ def action_spec(action_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
 class ReplayBuffer:
     """A preallocated ring of `rows` time steps, the open one included, of `num_envs` environments, N, on `device`. Of `bounds`
     only the number of features F matters here; `action_size` is the number of dimensions of a continuous action, or 0 for one of
-    up to 256. Raises ValueError for sizes that are too small, and MemoryError if the ring cannot be allocated.
+    up to 256. `fields` has tensors by name, [N, rows], or [N, rows, size] for observations and continuous actions. Raises
+    ValueError for sizes that are too small, and MemoryError if the ring cannot be allocated.
 
         >>> ring, flags = ReplayBuffer(rows=100, num_envs=4), torch.zeros(8, 4, dtype=torch.uint8)
         >>> ring.append(Rollout(torch.rand(9, 4, 2), torch.ones(8, 4).long(), torch.ones(8, 4), flags, torch.zeros(8, 4)))
         >>> ring.sample(slices=16, length=5).obs.shape
         torch.Size([6, 16, 2])
-
-    Attributes:
-        clipped: int64 [F], how many appended values of each feature had to be clipped to be stored; here 0.
-        fields: name -> tensor [num_envs, rows] or, for observations and continuous actions, [num_envs, rows, size].
-        lasting: whether it outlives the run; here False.
-        start, count: the complete rows are numbers `start` to `count` - 1 of all rows ever appended.
     """
 
-    lasting = False
+    lasting = False  # whether the rows outlive the run
 
     def __init__(self, rows: int, num_envs: int, bounds=STATE_BOUNDS, device="cpu", action_size: int = 0):
         if rows < 2:
@@ -49,7 +42,7 @@ class ReplayBuffer:
             raise ValueError(f"num_envs is {num_envs}: use at least 1")
         self.rows, self.num_envs, self.device = rows, num_envs, torch.device(device)
         self.obs_size, self.action_size = len(bounds[0]), action_size
-        self.clipped = torch.zeros(self.obs_size, dtype=torch.int64, device=self.device)
+        self.clipped = torch.zeros(self.obs_size, dtype=torch.int64, device=self.device)  # how many values could not be stored
         self._clock = torch.zeros(2, dtype=torch.int64, device="cpu")  # start and count; a ring in a folder has them in a file
         self.fields = self._allocate()
 
@@ -63,7 +56,7 @@ class ReplayBuffer:
             raise MemoryError(f"replay cannot be allocated on {self.device}: lower capacity") from error
 
     def close(self) -> None:
-        """Does nothing: memory needs no closing."""
+        """Nothing to do for rows in memory."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of the rows and the clock. What the open row does not hold yet is 0."""
@@ -76,16 +69,18 @@ class ReplayBuffer:
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
         """Restores another ring's `state_dict`; ValueError if that ring has other settings."""
         filled = min(int(tensors["clock"][1]) + 1, self.rows)
-        for name, field in self.fields.items():
-            if tensors[name].shape != field[:, :filled].shape or tensors[name].dtype != field.dtype:
+        own = {name: field[:, :filled] for name, field in self.fields.items()}
+        for name, rows in own.items():
+            if tensors[name].shape != rows.shape or tensors[name].dtype != rows.dtype:
                 raise ValueError(f"{name} is from a ring of other settings: use the same settings")
-        for name, field in self.fields.items():
-            field[:, :filled] = tensors[name]
+        for name, rows in own.items():
+            rows.copy_(tensors[name])
         self._clock.copy_(tensors["clock"])
         self.clipped.copy_(tensors["clipped"])
 
     @property
     def start(self) -> int:
+        """The complete rows are numbers `start` to `count` - 1 of all that were ever appended."""
         return int(self._clock[0])
 
     @property
@@ -112,8 +107,7 @@ class ReplayBuffer:
     def sample(self, slices: int, length: int, seed=0, iteration: int = 0) -> Rollout:
         """Draws B slices of L rows uniformly, with replacement, over all possible starts and environments: a Rollout of obs
         [L+1, B, F] and the rest [L, B]. `seed`, `iteration`: of the draw (rng.py); with S seeds each draws B slices from its own
-        share of the environments, [L, S B] in all. Raises ValueError if fewer than `length` complete rows are stored, or if
-        `slices` or `length` is below 1."""
+        share of the environments, [L, S B] in all. Raises ValueError for fewer than L complete rows, and for B or L below 1."""
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.size:
@@ -128,7 +122,7 @@ class ReplayBuffer:
     def _read(self, start: torch.Tensor, env: torch.Tensor, length: int) -> Rollout:
         """Slices [L, B] that start at row numbers `start` [B] of environments `env` [B]."""
         row = start % self.rows + torch.arange(length + 1, device=self.device).unsqueeze(-1)
-        row = torch.where(row < self.rows, row, row - self.rows)  # wrap around, cheaper than a modulo of each
+        row = torch.where(row < self.rows, row, row - self.rows)  # wraps around
         index = env * self.rows + row  # [L+1, B], into num_envs * rows
         action, *rest = (self._take(name, index[:-1]) for name in ("action", "reward", "flags", "behavior_logp"))
         return Rollout(self._observations(index), action if action.is_floating_point() else action.long(), *rest)
@@ -152,10 +146,9 @@ class ReplayBuffer:
         new |= {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}
         self._clock[0] = max(self.start, count + length + 1 - self.rows)  # 1 for the open row
         head = count % self.rows
-        before_wrap = self.rows - head
         for name, values in new.items():
             field, values = self.fields[name], values.transpose(0, 1)  # [N, T, ...], and T + 1 observations
-            field[:, head : head + values.shape[1]] = values[:, :before_wrap]  # up to the end of the ring; the rest from 0 on
-            if values.shape[1] > before_wrap:
-                field[:, : values.shape[1] - before_wrap] = values[:, before_wrap:]
+            before, after = values[:, : self.rows - head], values[:, self.rows - head :]
+            field[:, head : head + before.shape[1]] = before  # up to the end of the ring; the rest from 0 on
+            field[:, : after.shape[1]] = after
         self._clock[1] = count + length

@@ -1,15 +1,15 @@
 """Random numbers by counter: each is a function of (seed, purpose, iteration, index), not of what was drawn before it.
 
-So every purpose has numbers of its own, a CPU and a GPU draw the same, many agents draw theirs in one call, and there is no state
-to save: a run that is resumed, moved or split over processes goes on with the numbers that it would have had.
+So every purpose has numbers of its own, a CPU and a GPU draw the same, and there is no state to save: a run that is resumed or
+moved goes on with the numbers that it would have had.
 
 The generator is Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; JAX's default):
 a cipher that turns a counter of two 32-bit words into two random ones, under a key of two words. Here
 
     key = (seed, purpose),    counter = (index // 2, iteration),    and the parity of the index chooses one of the two results
 
-It needs only sums, rotations and exclusive ors of 32-bit words, all modulo 2^32. On a CPU NumPy computes them, whose calls cost
-less than torch's; elsewhere the same lines run on tensors, as int32, which torch adds with the same wrap-around.
+It needs only sums, rotations and exclusive ors of 32-bit words, all modulo 2^32. NumPy computes them on a CPU; elsewhere the same
+lines run on tensors, as int32, which torch adds with the same wrap-around.
 
     >>> from fp8rl.rng import uniform
     >>> uniform(seed=0, purpose="actions", iteration=3, shape=(2, 4)).shape
@@ -27,11 +27,11 @@ ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 CHUNK = 2**14  # counters at a time on a CPU: more would leave its cache between two operations
 
 
-def threefry(x0, x1, key0, key1, rounds: int = 20):
+def threefry(x0, x1, key0, key1):
     """The cipher: counters x0, x1 and keys, NumPy uint32 or torch int32 arrays that broadcast, to two arrays of random words."""
     keys = key0, key1, key0 ^ key1 ^ 0x1BD11BDA
     x0, x1 = x0 + key0, x1 + key1
-    for i in range(rounds):
+    for i in range(20):
         rotation = ROTATIONS[i % 8]
         x0 += x1
         low = x1 >> (32 - rotation)

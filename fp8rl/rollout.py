@@ -1,6 +1,5 @@
-"""Rollouts: a policy acts in N environments for T steps, and the transitions are stored.
-
-The acting policy is the rollout's behaviour policy. The log-probability of each action is stored for the importance ratio.
+"""Rollouts: a policy acts in N environments for T steps, and the transitions are stored, with the log-probability of each action
+under this behaviour policy, for importance ratios.
 
 The end of an episode is followed by a DUMMY row, in which the environment ignored the action and reset (NEXT_STEP autoreset). It
 leads from the final observation to the first one of the next episode, so every observation is stored once.
@@ -16,26 +15,20 @@ from torch import nn
 from .precision import Precision
 from .rng import rows
 
-# Bits in a row's flags.
-TERMINATED, TRUNCATED, DUMMY = 1, 2, 4
+TERMINATED, TRUNCATED, DUMMY = 1, 2, 4  # bits in a row's flags
 # Largest magnitudes that float32 can learn from (norms square the gradient), each with a wrapper that scales larger ones down.
 LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
 
 
 class Rollout(NamedTuple):
-    """T steps of B environments, or B slices of the replay ring; time first. Row t+1 of obs is what action t led to.
+    """T steps of B environments, or B slices of the replay ring; time first."""
 
-    obs float32 [T+1, B, F]; action int64 [T, B], or float32 [T, B, A] if continuous (distribution.py); reward float32 [T, B];
-    flags uint8 [T, B] (the bits above); behavior_logp float32 [T, B], the log-probability of the action under the behaviour
-    policy; state float32 [2, B, W], a recurrent policy's state before row 0 and before row T, or None.
-    """
-
-    obs: torch.Tensor
-    action: torch.Tensor
-    reward: torch.Tensor
-    flags: torch.Tensor
-    behavior_logp: torch.Tensor
-    state: torch.Tensor | None = None
+    obs: torch.Tensor  # float32 [T+1, B, F]; row t+1 is what action t led to
+    action: torch.Tensor  # int64 [T, B], or float32 [T, B, A] if continuous (distribution.py)
+    reward: torch.Tensor  # float32 [T, B]
+    flags: torch.Tensor  # uint8 [T, B], the bits above
+    behavior_logp: torch.Tensor  # float32 [T, B], the log-probability of the action under the behaviour policy
+    state: torch.Tensor | None = None  # float32 [2, B, W], a recurrent policy's state before row 0 and before row T
 
     @property
     def valid(self) -> torch.Tensor:
@@ -49,12 +42,12 @@ class Rollout(NamedTuple):
         return torch.cat((torch.zeros_like(begins[:1]), begins))
 
     def to(self, device) -> "Rollout":
-        """The same rollout on a device: itself if it is there."""
+        """The rollout on a device: itself if it is there."""
         return self if self.obs.device == torch.device(device) else Rollout(*(x if x is None else x.to(device) for x in self))
 
 
 def check_finite(rollout: Rollout) -> None:
-    """Raises ValueError if an observation or reward is not finite or above `LARGEST`, or an action NaN. Waits for the device."""
+    """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for an action that is NaN."""
     for name, (bound, wrapper) in LARGEST.items():
         low, high = torch.stack(getattr(rollout, name).aminmax()).tolist()  # one pass; a NaN anywhere makes both NaN
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -74,8 +67,7 @@ def noise_of(env, length: int, seed, purpose: str, iteration: int) -> torch.Tens
 
 @contextlib.contextmanager
 def inference(env):
-    """Runs in inference mode, which is faster than no_grad. Autograd cannot use tensors made here, so at the end those that the
-    environment holds as attributes are replaced by copies."""
+    """Inference mode. Autograd cannot use tensors made in it, so at the end those that the environment holds become copies."""
     try:
         with torch.inference_mode():
             yield
@@ -85,7 +77,7 @@ def inference(env):
 
 def unroll(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """The loop over time, from the actions' noise [T, N, A], the environment's random numbers (`TensorEnv.draw`) and a recurrent
-    state. Returns obs, action, reward and flags as in Rollout, the outputs float32 [T, N, A or 2 A], and the state at the end."""
+    state. Returns obs, action, reward and flags as in Rollout, the outputs [T, N, A or 2 A], and the state at the end."""
     obs, outputs, actions, rewards, ends, done = [env.obs], [], [], [], [], env.done
     for numbers, start in zip(noise.unbind(), starts, strict=True):
         output, state = model.policy(env.obs, state)
@@ -104,28 +96,24 @@ def unroll(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], 
 
 
 class Collector:
-    """Who collects: N environments, and the policy that acts in them.
+    """Who collects: N environments, and the policy that acts in them. `env` is a TensorEnv, or has those of its attributes and
+    methods that scale/gym.py has. `model` acts in `precision`; it may be the learner's own network. `length` is T, `seed` that of
+    the actions' noise, as in TensorEnv. `loop`: `unroll`, or a faster form of it.
 
         >>> from fp8rl.env import Cart
         >>> from fp8rl.model import ActorCritic
         >>> model = ActorCritic()
         >>> Collector(Cart(num_envs=4), model, Precision("fp32"), length=8).collect(model).reward.shape
         torch.Size([8, 4])
-
-    Attributes:
-        env: a TensorEnv, or an object with those of its attributes and methods that scale/gym.py has.
-        model, precision: the acting policy, perhaps the learner's own network. length: T. loop: `unroll`, or a faster form of it.
-        seed: of the actions' noise, as in TensorEnv. rollouts: how many it has collected, the iteration of their numbers.
-        state: float32 [N, W], a recurrent policy's current state; None is 0.
     """
 
     def __init__(self, env, model: nn.Module, precision: Precision, length: int, seed=0, loop=unroll):
         self.env, self.model, self.precision, self.length, self.seed, self.loop = env, model, precision, length, seed, loop
-        self.state, self.rollouts = None, 0
+        self.state: torch.Tensor | None = None  # of a recurrent policy, float32 [N, W]; None is 0
+        self.rollouts = 0  # collected so far, the iteration of their random numbers
 
     def collect(self, learned: nn.Module) -> Rollout:
-        """Steps every environment T times, without a reset first, with actions sampled from the policy: a Rollout [T, N]. The
-        weights are those of the network `learned`."""
+        """The next T steps of every environment, with the weights of the network `learned`: a Rollout [T, N]."""
         self.sync(learned)
         return self.act()
 
@@ -135,7 +123,7 @@ class Collector:
             self.model.load_state_dict(learned.state_dict())
 
     def act(self) -> Rollout:
-        """Like `collect`, with the weights as they are."""
+        """The same with the weights as they are."""
         return self.play(*self.draw())
 
     def draw(self) -> tuple[torch.Tensor, tuple]:
@@ -146,18 +134,16 @@ class Collector:
 
     @torch.no_grad()
     def play(self, noise: torch.Tensor, starts: tuple, policy=None) -> Rollout:
-        """The T steps with these numbers, by the policy of the model or of another object."""
-        before, mode, policy = self.state, contextlib.nullcontext(), policy or self.model
+        """The T steps with these numbers, by the model or another object with `policy`."""
+        before, mode = self.state, contextlib.nullcontext()
         if self.loop is unroll:
-            mode, policy = inference(self.env), policy.acting(self.env.num_envs) if policy is self.model else policy
+            mode, policy = inference(self.env), policy or self.model.acting(self.env.num_envs)
         with mode, self.precision.autocast():  # one region, so that autocast casts the weights once
-            (*rows, outputs), self.state = self.loop(policy, self.env, noise, starts, before)
-        rows = [x.clone() if x.is_inference() else x for x in rows]
-        if self.state is None:
-            return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]))
-        self.state = self.state.clone() if self.state.is_inference() else self.state
-        states = torch.stack((torch.zeros_like(self.state) if before is None else before, self.state))
-        return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]), states)
+            (*rows, outputs), state = self.loop(policy or self.model, self.env, noise, starts, before)
+        *rows, self.state = (x.clone() if x is not None and x.is_inference() else x for x in (*rows, state))
+        if state is not None:
+            state = torch.stack((torch.zeros_like(state) if before is None else before, self.state))
+        return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]), state)
 
     def state_dict(self) -> dict:
         return {"env": self.env.state_dict(), "state": None if self.state is None else self.state.clone()}
@@ -169,22 +155,8 @@ class Collector:
         self.rollouts, self.env.draws = rollouts, rollouts + 1  # one for the first reset
 
     def restart(self) -> None:
-        """Forgets a recurrent policy's state, for environments that have begun new episodes."""
+        """Forgets a recurrent policy's state: the environments have begun new episodes."""
         self.state = None
 
     def close(self) -> None:
-        """Closes the environments."""
         self.env.close()
-
-
-class Around:
-    """A part that holds another one, `inner`, and does some of its work in another place or faster. What a subclass does not
-    define is the inner part's."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name: str):
-        if name == "inner":  # not there yet, in a copy that is being made
-            raise AttributeError(name)
-        return getattr(self.inner, name)

@@ -1,11 +1,9 @@
 """Training: collect T steps from N environments, learn from them once, learn from replay K times, repeat.
 
 The new rollout is on-policy, except for rounding if the actor has a precision of its own; the slices replayed from the ring are
-not. Both go through V-trace (losses.py), which on the policy's own data is GAE. `iterate` is the whole algorithm.
-
-It works on a `Run`: a config, and parts that own their state. A collector acts (rollout.py), a learner updates, a judge evaluates
-(evaluate.py), a ring replays (replay.py), a history remembers. What changes where or how fast is a part around one of these;
-scale/machine.py composes them.
+not. Both go through V-trace (losses.py). `iterate` is the whole algorithm. It works on a `Run`: a config, and parts that own
+their state. A collector acts (rollout.py), a learner updates, a judge evaluates (evaluate.py), a ring replays (replay.py), a
+history remembers. What changes where or how fast is a part around one of these; scale/machine.py composes them.
 """
 
 import contextlib
@@ -36,26 +34,20 @@ PATIENCE = 20  # consecutive iterations without a finite gradient before a run g
 
 
 class Learner:
-    """Who learns.
-
-    Attributes:
-        config: the coefficients of the loss. model, precision, optimizer: the network and what trains it.
-        rewards: the scale of rewards in the loss. all_reduce, targets_of: as in `actor_critic_loss`.
-    """
+    """Who learns: a network and what trains it. `config` has the coefficients of the loss, `rewards` is the scale of rewards in
+    it; `all_reduce` and `targets_of` as in `actor_critic_loss`."""
 
     targets_of = staticmethod(vtrace)
 
     def __init__(self, config: Config, model: nn.Module, precision: Precision, optimizer, rewards=None, all_reduce=only_here):
         self.config, self.model, self.precision, self.optimizer = config, model, precision, optimizer
         self.rewards, self.all_reduce, self.device = rewards or RewardScale(1), all_reduce, precision.device
+        self.packed = "weights" in getattr(optimizer, "places", ())  # the optimizer keeps them, in few bits (lab/lowbit.py)
 
     def set_learning_rate(self, learning_rate: float) -> float:
         """Sets the optimizer's learning rate and returns it."""
-        group = self.optimizer.param_groups[0]
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(learning_rate)  # in place, because a captured step reads this tensor
-        else:
-            group["lr"] = learning_rate
+        group = self.optimizer.param_groups[0]  # a tensor changes in place, because a captured step reads it
+        group["lr"] = group["lr"].fill_(learning_rate) if isinstance(group["lr"], torch.Tensor) else learning_rate
         return learning_rate
 
     def watch(self, rollout: Rollout) -> None:
@@ -65,32 +57,25 @@ class Learner:
 
     def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
         """One gradient step on a batch from any device. Returns the statistics of the loss and of the step, scalars; with several
-        processes the step is that of the whole batch, the statistics of the loss are this part's. `record` asks for statistics
-        that cost more, which some parts around this one have. `computed`: the batch's outputs and values with gradient, if the
-        forward pass is done already."""
+        processes those of the loss are this part's. `record` asks for what costs more, which some parts around this one have.
+        `computed`: the batch's outputs and values with gradient, if the forward pass is done already."""
         batch = batch.to(self.device)
         batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
         if computed is None:
+            memory = (None if batch.state is None else batch.state[0], batch.first) if self.model.recurrent else ()
             with self.precision.autocast():
-                memory = (None if batch.state is None else batch.state[0], batch.first) if self.model.recurrent else ()
                 computed = self.model(batch.obs, *memory)
         loss, stats = actor_critic_loss(*computed, batch, self.config, self.all_reduce, self.targets_of)
         report = self.precision.step(loss, self.optimizer, self.config.max_grad_norm, self.all_reduce)
         return {"loss": loss.detach(), **stats, **report._asdict()}
 
     def state_dict(self) -> dict:
-        """As in torch, the tensors of model and optimizer are not copies."""
         parts = {"optimizer": self.optimizer, "scaler": self.precision.scaler, "rewards": self.rewards}
-        model = {} if self.weights_are_in_optimizer else self.model.state_dict()
+        model = {} if self.packed else self.model.state_dict()
         return {"model": model} | {name: part.state_dict() for name, part in parts.items()}
 
-    @property
-    def weights_are_in_optimizer(self) -> bool:
-        """Whether they are stored there, in few bits (lab/lowbit.py)."""
-        return "weights" in getattr(self.optimizer, "places", ())
-
     def load_state_dict(self, state: dict) -> None:
-        if not self.weights_are_in_optimizer:
+        if not self.packed:
             self.model.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
         self.precision.scaler.load_state_dict(state["scaler"])
@@ -98,7 +83,7 @@ class Learner:
 
 
 class OneProcess:
-    """The processes that share a run, when there is only one (several: scale/ranks.py)."""
+    """The processes that share a run, when there is one (several: scale/ranks.py)."""
 
     rank, size = 0, 1
     all_reduce = staticmethod(only_here)
@@ -107,7 +92,7 @@ class OneProcess:
 
 
 class Parts(NamedTuple):
-    """What a Run is made of."""
+    """What makes a Run."""
 
     collector: Collector
     learner: Learner
@@ -144,9 +129,9 @@ def plain(config: Config) -> Parts:
 
 
 class Run:
-    """A run: a config, its Parts, a `history` with a row for each iteration, and `returns` of the running episodes.
-    `Run(config)` has the plain parts of the core; raises ValueError for a precision that is unknown or not available here, or a
-    field that needs `scale.machine.build`, and MemoryError if the ring cannot be allocated."""
+    """A config, its Parts, a `history` with a row for each iteration, and `returns` of the running episodes. `Run(config)` has
+    the parts of the core; raises ValueError for a precision that is not available here and for a field that needs
+    `scale.machine.build`, and MemoryError if the ring cannot be allocated."""
 
     def __init__(self, config: Config, parts: Parts | None = None):
         self.config, self.history = config, History()
@@ -167,8 +152,8 @@ class Run:
         return self.collector.collect(self.model)
 
     def improve(self, rollout: Rollout) -> list[dict[str, torch.Tensor]]:
-        """What follows a rollout: updates on it and on slices of the ring. Returns the statistics of each. A subclass that
-        defines this has another schedule, such as several epochs over the new rollout."""
+        """What follows a rollout: updates on it and on slices of the ring. Returns the statistics of each. A subclass may have
+        another schedule, such as several epochs over the new rollout."""
         stats = []
         for k in range(self.config.updates):
             batch = rollout if k < self.config.fresh_updates else self.sample(k)  # from older policies: V-trace corrects
@@ -176,19 +161,19 @@ class Run:
         return stats
 
     def sample(self, update: int = 0) -> Rollout:
-        """A batch of slices from the ring, for an update of this iteration."""
+        """Slices from the ring, for an update of this iteration."""
         length, number = self.config.slice_length, len(self.history) * self.config.updates + update
         return self.ring.sample(self.config.batch_size // length // self.group.size, length, self.collector.seed, number)
 
     def check(self, rollout: Rollout) -> None:
-        """Refuses a rollout that nothing can be learned from, like `check_finite`."""
+        """Refuses a rollout that nothing can be learned from."""
         check_finite(rollout)
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
         """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
         _, finished = self.returns.add(rollout)
         sums = [finished.sum(), len(finished), self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
-        sums = self.group.all_reduce([torch.tensor(sums, dtype=torch.float64, device="cpu")])[0]
+        (sums,) = self.group.all_reduce([torch.tensor(sums, dtype=torch.float64, device="cpu")])
         returns, episodes, clipped, *terms = sums.tolist()
         row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration}
         row |= {"train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped)}
@@ -210,19 +195,19 @@ class Run:
         return found
 
     def fields(self) -> dict | list[dict]:
-        """The config as plain data, for a checkpoint."""
+        """The config as plain data."""
         return dataclasses.asdict(self.config)
 
     def state_dict(self, ring: bool = True) -> dict:
-        """Everything that the run needs to continue as if it had never stopped, with or without the ring's rows. As in torch, the
-        tensors of model and optimizer are not copies: copy them if the run continues."""
+        """All that the run needs to continue as if it had never stopped, perhaps without the ring's rows. As in torch, the
+        tensors of model and optimizer are not copies."""
         parts = {"returns": self.returns.state_dict(), "history": self.history.state_dict()}
         parts |= {**self.collector.state_dict(), **self.learner.state_dict(), "ring": self.ring.state_dict() if ring else None}
         return self.group.whole(parts)
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores another run's `state_dict` into a run that has not started. It continues bit for bit on a CPU; without the
-        ring's rows with an empty ring. Raises ValueError if the state does not fit the config, OSError if the ring's rows are in
+        """Restores another run's `state_dict` into a run that has not started, and then continues bit for bit on a CPU, without
+        the ring's rows with an empty ring. Raises ValueError if the state does not fit the config, OSError if the rows are in
         another folder than this run's, and torch.OutOfMemoryError; the run is then closed."""
         try:
             state = self.group.part(state)
@@ -232,11 +217,10 @@ class Run:
             self.returns.load_state_dict(state["returns"])
             if state["ring"] is not None:
                 self.ring.load_state_dict(state["ring"])
-        except (OSError, torch.OutOfMemoryError):
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             self.close()
-            raise
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            self.close()
+            if isinstance(error, OSError | torch.OutOfMemoryError):
+                raise
             raise ValueError("the state does not fit the config: resume with the run's own config") from error
 
     def close(self) -> None:
@@ -247,8 +231,8 @@ class Run:
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
-    Raises ValueError for a number in a rollout that is not finite or too large, and FloatingPointError at the first gradient that
-    is not finite; with a loss scaler only after PATIENCE iterations in a row without a finite one."""
+    Raises ValueError for a rollout as in `check_finite`, and FloatingPointError at the first gradient that is not finite; with a
+    loss scaler only after PATIENCE iterations in a row without a finite one."""
     config, history, begin = run.config, run.history, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
@@ -270,7 +254,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
 
 
 def train(run: Run | Config, progress: bool = True) -> Run:
-    """Trains a run, or a new run with a config, to its end. Raises like `iterate`."""
+    """Trains a run, or a new one with a config, to its end. Raises like `iterate`."""
     run = Run(run) if isinstance(run, Config) else run
     for _ in iterate(run, progress):
         pass
@@ -289,7 +273,7 @@ def reason_of(steps: float, precision: str) -> str:
 
 
 def shown(row: dict[str, float]) -> str:
-    """Text of the progress bar for a row."""
+    """Text for the progress bar."""
     parts = [f"{name} {np.mean(row[name]):.1f}" for name in ("train_return", "eval_return") if not np.isnan(row[name]).any()]
     return ", ".join([*parts, f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {np.min(row['loss_scale']):g}"])
 
@@ -303,8 +287,7 @@ def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> 
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Loads an optimizer's state but keeps this one's own flags and learning rate. Moves the step counts where these flags need
-    them."""
+    """Loads an optimizer's state but keeps this one's flags and learning rate; moves step counts where the flags need them."""
     if not isinstance(optimizer, torch.optim.Optimizer):  # a population's
         return optimizer.load_state_dict(state)
     own = ("fused", "capturable", "foreach", "differentiable", "lr")

@@ -62,12 +62,6 @@ def test_a_question_to_the_host_would_be_noticed(graphed, monkeypatch):
         captured(Config(), monkeypatch, between=check_finite)
 
 
-def test_on_the_cpu_the_same_functions_run_without_a_graph():
-    config = Config(steps=2_048, eval_every=0, eval_episodes=5, encoder="gru")
-    machines = (Machine(graph=graph) for graph in (False, True))
-    assert_same(*(trained(build(config, machine)) for machine in machines))
-
-
 class Replayed:
     """Stands in for Graphed on the CPU: runs the function, and gives its results in the very objects that it gave at first. It
     takes only tensors of one form, like a graph."""

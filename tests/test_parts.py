@@ -23,7 +23,7 @@ from fp8rl.evaluate import Judge
 from fp8rl.lab.population import Population
 from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.report import study
-from fp8rl.rollout import Around
+from fp8rl.scale.around import Around
 from fp8rl.scale.machine import HERE, Machine, build
 from fp8rl.tasks.by_id import task_of
 from fp8rl.train import Run, train
@@ -104,7 +104,7 @@ def test_a_task_is_one_class(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("env_id", ["no_such_module:Task", "fp8rl.tasks.lqr:NoSuchTask", "fp8rl.tasks.lqr:LqrEnv"])
 def test_what_is_no_task_is_refused_in_one_line(env_id):
-    with pytest.raises(ValueError, match="^env_id is ") as caught:
+    with pytest.raises(ValueError, match=r"^env_id is ") as caught:
         build(Config(env_id=env_id))
     assert "\n" not in str(caught.value)
 
@@ -269,7 +269,7 @@ class SomeAreNotNumbers(Judge):
 def test_an_evaluation_that_is_not_a_number_is_a_failure():
     run = build(Config(**SHORT))
     run.judge = NotANumber(run.config, run.learner.precision, None)
-    with pytest.raises(FloatingPointError, match="^evaluation is not a number"):
+    with pytest.raises(FloatingPointError, match=r"^evaluation is not a number"):
         train(run, progress=False)
     together = Population([Config(seed=seed, **SHORT) for seed in range(3)])
     together.judge = SomeAreNotNumbers(together.config, None, None)

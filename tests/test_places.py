@@ -89,15 +89,17 @@ def test_adam_equals_its_equations_by_hand(text):
     assert not torch.equal(plain, kept)
 
 
-def test_a_skipped_step_changes_nothing_that_is_kept():
-    theta = nn.Parameter(torch.randn(1, 9))
-    places = places_of("weights=e4m3:stochastic m=e4m3 root=e4m3")
-    adam = population.Adam(theta, 0.1, [places], SIZES, torch.tensor([0]))
-    yes = torch.ones(1, 1, dtype=torch.bool)
-    adam.step(torch.randn(1, 9), torch.ones(1, 1), yes)
-    before = [x.clone() for x in (theta.detach(), adam.first, adam.second)]
-    adam.step(torch.full((1, 9), torch.inf), torch.ones(1, 1), ~yes)
-    assert all(map(torch.equal, before, (theta.detach(), adam.first, adam.second)))
+@pytest.mark.parametrize("text", ["", "weights=e4m3:stochastic m=e4m3 root=e4m3"])
+def test_a_skipped_step_changes_nothing_that_is_kept(text):
+    """The first one, too, before which nothing has been counted that Adam could divide by."""
+    theta, taken = nn.Parameter(torch.randn(2, 9)), torch.tensor([[True], [False]])
+    adam = population.Adam(theta, 0.1, 2 * [places_of(text)], SIZES, torch.tensor([0, 1]))
+    for takes in (taken, ~taken):
+        before = [x.detach().clone() for x in (theta, adam.first, adam.second, adam.count)]
+        adam.step(torch.where(takes, torch.randn(2, 9), torch.inf), torch.ones(2, 1), takes)
+        for x, old in zip((theta, adam.first, adam.second, adam.count), before, strict=True):
+            own = takes.squeeze(1)
+            assert torch.equal(x[~own], old[~own]) and not torch.equal(x[own], old[own])
 
 
 def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():

@@ -352,10 +352,10 @@ def test_no_thread_of_the_group_is_left_to_abort_the_process(two):
     assert all(found["left"] for found in two)
 
 
-def joined(devices: dict[str, str], gpus: int, processes: int, monkeypatch) -> list:
-    """What the second of some processes of a machine would do to join the others."""
+def joined(devices: dict[str, str], gpus: int, monkeypatch) -> list:
+    """What the second of two processes of a machine would do to join the others."""
     did = []
-    for name, value in {"WORLD_SIZE": 2 * processes, "LOCAL_WORLD_SIZE": processes, "RANK": 1, "LOCAL_RANK": 1}.items():
+    for name, value in {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", did.append)
@@ -366,17 +366,14 @@ def joined(devices: dict[str, str], gpus: int, processes: int, monkeypatch) -> l
     return did
 
 
-@pytest.mark.parametrize(
-    "devices, gpus, did",
-    [
+def test_processes_join_over_what_their_tensors_need(monkeypatch):
+    for devices, gpus, did in (
         ({"device": "cpu"}, 0, [ranks.stop, "gloo"]),
         ({"device": "cpu"}, 1, [ranks.stop, "gloo"]),  # more processes than GPUs, which none of them uses
         ({"device": "cuda"}, 2, [1, ranks.stop, "cpu:gloo,cuda:nccl"]),
         ({"device": "cpu", "evaluate_device": "cuda"}, 2, [1, ranks.stop, "cpu:gloo,cuda:nccl"]),
-    ],
-)
-def test_processes_join_over_what_their_tensors_need(devices, gpus, did, monkeypatch):
-    assert joined(devices, gpus, 2, monkeypatch) == did
+    ):
+        assert joined(devices, gpus, monkeypatch) == did
 
 
 def test_processes_without_a_gpu_each_are_refused(monkeypatch):
@@ -384,24 +381,28 @@ def test_processes_without_a_gpu_each_are_refused(monkeypatch):
         ("cuda", 1, r"device is 'cuda' and 2 processes share 1 GPU: start at most 1 \(--nproc-per-node\) or use the CPU$"),
         ("cuda:1", 2, "device is 'cuda:1' and 2 processes share 2 GPUs: use 'cuda', which gives each process its own GPU$"),
     ):
-        refused(message, joined, {"device": device}, gpus, 2, monkeypatch)
+        refused(message, joined, {"device": device}, gpus, monkeypatch)
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fp8rl", "train"]
+@contextlib.contextmanager
+def two_processes(out, until, *options):
+    """The command in two processes, once a condition holds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fp8rl", "train"]
+    command += ["--steps", str(2000 * 512), "--eval-every", "0", "--eval-episodes", "1", "--out", str(out), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        began = time.monotonic()
+        while not until():
+            assert process.poll() is None and time.monotonic() < began + 60
+            time.sleep(0.1)
+        yield process
 
 
 def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues(tmp_path):
     out = tmp_path / "a"
-    options = ["--steps", str(2000 * 512), "--eval-every", "0", "--eval-episodes", "1", "--checkpoint-every", "1"]
-    command = [*TORCHRUN, *options, "--out", str(out)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        began = time.monotonic()
-        while not (out / "checkpoint.pt").exists() and process.poll() is None and time.monotonic() < began + 60:
-            time.sleep(0.1)
+    with two_processes(out, (out / "checkpoint.pt").exists, "--checkpoint-every", "1") as process:
         children = psutil.Process(process.pid).children(recursive=True)
-        second = [child for child in children if child.environ().get("RANK") == "1"]
-        assert len(second) == 1
-        second[0].send_signal(signal.SIGKILL)
+        (second,) = [child for child in children if child.environ().get("RANK") == "1"]
+        second.send_signal(signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
     assert process.returncode not in (0, None)
     assert "fp8rl: rank 0 of 2 lost the others (" in errors and "): resume from the last checkpoint" in errors
@@ -417,12 +418,8 @@ def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues(tmp_pa
 
 def test_ranks_that_are_interrupted_leave_one_checkpoint(tmp_path):
     out = tmp_path / "a"
-    options = ["--steps", str(2000 * 512), "--eval-every", "0", "--eval-episodes", "1", "--out", str(out)]
-    with subprocess.Popen([*TORCHRUN, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        began = time.monotonic()
-        while not (out / "metrics.csv").exists() or len((out / "metrics.csv").read_text().splitlines()) < 10:
-            assert process.poll() is None and time.monotonic() < began + 60
-            time.sleep(0.1)
+    metrics = out / "metrics.csv"
+    with two_processes(out, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 10) as process:
         process.terminate()
         _, errors = process.communicate(timeout=60)
     assert f"continue with train --resume {out}" in errors

@@ -14,7 +14,8 @@ from fp8rl.env import Cart
 from fp8rl.evaluate import Judge
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.rollout import Around, Collector
+from fp8rl.rollout import Collector
+from fp8rl.scale.around import Around
 from fp8rl.train import Learner, Run, iterate, make_cart, train
 
 

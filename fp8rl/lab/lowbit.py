@@ -1,8 +1,8 @@
 """Adam whose moments, and the weights themselves, are stored in few bits: for any module with float32 parameters.
 
-A tensor is stored as codes, numbers of one of torch's float8 or 16-bit types, and scales, float32 powers of two: one for the
-tensor or one for each block of 32. Of 4 bytes a parameter for weights and 8 for moments there remain 1 and 2, in 16 bits 2 and 4,
-and 4 for each scale. A format that torch has no type for is stored in float32.
+A tensor is stored as codes, numbers of one of torch's float8 or 16-bit types (float32 for a format that torch has no type for),
+and scales, float32 powers of two: one for the tensor or one for each block of 32. Of 4 bytes a parameter for weights and 8 for
+moments there remain 1 and 2, in 16 bits 2 and 4, and 4 for each scale.
 
     moments    A step unpacks and updates them, uses them, and only then rounds them (as torchao's low-bit optimizers do; blocks
                with scales: Dettmers et al. 2022, arXiv:2110.02861). The root of v needs half of v's range of exponents (Bjorck
@@ -10,11 +10,9 @@ and 4 for each scale. A format that torch has no type for is stored in float32.
     weights    A step is often far smaller than the distance from a number to the next, and rounding to the nearest would undo it.
                Stochastic rounding is right in the mean (Gupta et al. 2015, arXiv:1502.02551), without a float32 copy.
     in use     No layer computes with codes. They are unpacked into the parameters for a forward pass and until the step after
-               it, as FSDP gathers parameters and frees them (Zhao et al. 2023, arXiv:2304.11277). What is saved is what lies
-               between calls.
-
-Not saved while a network is in use: its float32 weights, gradients and activations; in a step one tensor's moments and, for each
-place that is rounded stochastically, 4 bytes a parameter of noise, which is a function of the seed and the update (rng.py).
+               it, as FSDP gathers parameters and frees them (Zhao et al. 2023, arXiv:2304.11277). So in use there are float32
+               weights, gradients and activations, and in a step one tensor's moments and 4 bytes of noise for each number that is
+               rounded stochastically. What is saved is what lies between calls.
 """
 
 import contextlib
@@ -27,10 +25,10 @@ import torch
 from torch import nn
 
 from ..fp8 import power_of_two_scale
-from ..rng import uniform
-from ..rollout import Around, Rollout
+from ..rollout import Rollout
+from ..scale.around import Around
 from .formats import DTYPES, blocks, unblocked
-from .places import BLOCK, NONE, PlaceFormat, places_of
+from .places import BLOCK, NONE, STATE, PlaceFormat, noises, places_of
 
 Row = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -57,7 +55,7 @@ def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tens
 
 @dataclass
 class Hook:
-    """Calls a method of the optimizer. A copy of the module gets its weights, and hooks that do nothing."""
+    """Calls a method of the optimizer. A deep copy of the module gets its weights, and hooks that do nothing."""
 
     optimizer: "LowBitAdam"
     method: str
@@ -72,26 +70,24 @@ class Hook:
 
 
 class LowBitAdam(torch.optim.Optimizer):
-    """Adam (Kingma & Ba 2015, arXiv:1412.6980) with weights, m, and v or its root in formats of places.py; None is float32.
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980) with formats of places.py for weights, m, and v or its root; without one they are
+    float32. Weights are first rounded to the nearest.
 
     >>> model = torch.nn.Linear(64, 64)
     >>> optimizer = LowBitAdam(model.parameters(), weights="e4m3:stochastic", m="e4m3", root="e4m3")
-    >>> optimizer.attach(model)  # its parameters are empty now, except in use
+    >>> optimizer.attach(model)  # its parameters are empty now, except in use; without this only moments save memory
     >>> model(torch.randn(8, 64)).square().mean().backward()
     >>> optimizer.step()
     >>> print(optimizer.describe().splitlines()[-1])
     stored: 3.01 bytes a parameter, 3.00 without scales
-
-    Weights are first rounded to the nearest. Without `attach` the parameters hold them all the time, so only moments save memory.
-    Codes are in `state`, and so in `state_dict`: those of weights, too, if they have a format.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weights=None, m=None, v=None, root=None, seed=0):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, seed=0, **formats: str | None):
         if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(f"lr, eps and betas are {lr}, {eps} and {betas}: use at least 0, and betas below 1")
-        named = {"weights": weights, "m": m, "v": v, "root": root}
-        self.formats = " ".join(f"{name}={text}" for name, text in named.items() if text)
-        self.places, self.seed = places_of(self.formats), seed
+        named = dict.fromkeys(STATE) | formats  # in one order
+        self.formats = " ".join(f"{name}={text}" for name, text in named.items() if text or name not in STATE)
+        self.places, self.seed = places_of(self.formats, STATE), seed
         self.second = "root" if "root" in self.places else "v"
         self.versions: dict[torch.Tensor, int] = {}  # torch's counts of in-place changes, when weights were packed
         self.parameters: list[torch.Tensor] = []  # in the order of the groups
@@ -121,42 +117,40 @@ class LowBitAdam(torch.optim.Optimizer):
         self.state[p] = {**self.state[p], name: codes} | ({} if scale is None else {f"{name}_scale": scale})
 
     def stored(self, p: torch.Tensor, name: str) -> Row:
-        """Codes, and scales or None, of weights, m, v or root. Weights without a format are those in the parameter."""
+        """Codes, and scales or None, of weights, m, or v (its root, if that is kept). Weights without a format are those in the
+        parameter."""
+        name = self.second if name == "v" else name
         return self.state[p].get(name, p.detach()), self.state[p].get(f"{name}_scale")
-
-    def codes(self, name: str) -> list[Row]:
-        """What is stored of "weights", "m" or "v" (its root, if that is kept) of each parameter."""
-        return [self.stored(p, self.second if name == "v" else name) for p in self.parameters]
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None):
         """Adam's step of all parameters that have a gradient. After `attach`, frees weights and gradients."""
         with torch.enable_grad():
             loss = closure() if closure else None
-        noise = functools.cache(self.noise)
+        drawn, noise = functools.cache(self.noise), {}
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.update(p, group, noise(int(self.state[p]["step"])).get(p, {}))
+                    noise[p] = drawn(int(self.state[p]["step"]))[p]
+                    self.update(p, group, noise[p])
+        self.sync(noise)
         self.pending = False
         self.release()
         return loss
 
     def noise(self, update: int) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Noise for the update after `update` others: [1, P] for each parameter and each place that is rounded stochastically."""
-        noisy = self.places.noisy
-        if not noisy:
-            return {}
-        sizes = [self.state[p]["m"].numel() for p in self.parameters]
-        drawn = uniform(self.seed, "rounding", update, (len(noisy), 1, sum(sizes)), self.parameters[0].device).split(sizes, dim=2)
-        return {p: dict(zip(noisy, own.to(p.device), strict=True)) for p, own in zip(self.parameters, drawn, strict=True)}
+        """Each parameter's noise for the update after `update` others, [1, P] for each place that is rounded stochastically."""
+        sizes = [p.numel() for p in self.parameters]
+        drawn = noises(self.places, torch.tensor([self.seed], device="cpu"), update, sum(sizes), self.parameters[0].device)
+        parts = {name: x.split(sizes, dim=1) for name, x in drawn.items()}
+        return {p: {name: own[i].to(p.device) for name, own in parts.items()} for i, p in enumerate(self.parameters)}
 
     def update(self, p: torch.Tensor, group: dict, noise: dict[str, torch.Tensor]) -> None:
-        """One parameter's step, on rows [1, P]."""
+        """One parameter's step, on rows [1, P]; its weights are not rounded yet."""
         (beta1, beta2), size = group["betas"], [p.numel()]
         step = self.state[p]["step"] + 1
         rate, correction = (1 - beta1**step).reciprocal() * -group["lr"], (1 - beta2**step).sqrt()
-        g, m, v = (x.reshape(1, -1) for x in (p.grad, *(unpack(*self.stored(p, name)) for name in ("m", self.second))))
+        g, m, v = (x.reshape(1, -1) for x in (p.grad, *(unpack(*self.stored(p, name)) for name in ("m", "v"))))
         v = v.square_() if self.second == "root" else v
         m, v = m.lerp_(g, 1 - beta1), v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         (m, m_kept), (v, v_kept) = self.places.moments(m, v, size, noise)
@@ -165,21 +159,15 @@ class LowBitAdam(torch.optim.Optimizer):
         self.store(p, "m", m_kept)
         self.store(p, self.second, v_kept.sqrt() if self.second == "root" else v_kept)
         p.copy_(row.view(p.shape))
-        self.keep(p, noise)
 
     @torch.no_grad()
-    def keep(self, p: torch.Tensor, noise: dict[str, torch.Tensor] = NONE) -> None:
-        """Rounds a parameter's weights and packs them, if they have a format."""
-        if "weights" in self.places:
-            p.copy_(self.places.weights(p.reshape(1, -1), [p.numel()], noise).view(p.shape))
-            self.store(p, "weights", p)
-            self.versions[p] = p._version
-
-    def sync(self) -> None:
-        """Rounds and packs weights that others have changed in place, as a module's load_state_dict does."""
-        for p in self.parameters:
-            if self.filled and self.versions.get(p) != p._version:
-                self.keep(p)
+    def sync(self, noise: dict[torch.Tensor, dict[str, torch.Tensor]] = NONE) -> None:
+        """Rounds and packs weights that have been changed in place, by a step or by others, if weights have a format."""
+        for p in self.parameters if self.filled and "weights" in self.places else ():
+            if self.versions.get(p) != p._version:
+                p.copy_(self.places.weights(p.reshape(1, -1), [p.numel()], noise.get(p, NONE)).view(p.shape))
+                self.store(p, "weights", p)
+                self.versions[p] = p._version
 
     @torch.inference_mode(False)  # in that mode there would be tensors that autograd refuses
     def fill(self) -> None:
@@ -190,18 +178,13 @@ class LowBitAdam(torch.optim.Optimizer):
             self.filled = True
 
     @torch.inference_mode(False)
-    def empty(self) -> None:
-        """Frees weights and gradients, if weights have a format: the parameters hold nothing then."""
-        if "weights" in self.places:
+    def release(self) -> None:
+        """After `attach`, frees weights and gradients unless they are in use: the parameters hold nothing then."""
+        if self.attached and not (self.depth or self.pending):
             self.sync()
             for p in self.parameters:
                 p.grad, p.data = None, p.data.new_empty(0)
-            self.filled = self.pending = False
-
-    def release(self) -> None:
-        """After `attach`, empties the parameters unless they are in use."""
-        if self.attached and not (self.depth or self.pending):
-            self.empty()
+            self.filled = False
 
     # What the hooks of a module call, beside `fill` and `release`.
 
@@ -255,17 +238,14 @@ class LowBitAdam(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         """As in torch. Raises ValueError, and changes nothing, for a state of other formats or of other parameters."""
-        own = [self.state[p] for p in self.parameters]
-        try:
+        own, fits = [self.state[p] for p in self.parameters], False
+        with contextlib.suppress(KeyError, TypeError, AttributeError):
             saved = [state_dict["state"][i] for group in state_dict["param_groups"] for i in group["params"]]
             kinds = [[{name: (x.shape, x.dtype) for name, x in one.items()} for one in states] for states in (own, saved)]
             fits = state_dict["formats"] == self.formats and kinds[0] == kinds[1]
-        except (KeyError, TypeError, AttributeError):
-            fits = False
         if not fits:
-            raise ValueError(
-                f"the state is not one of these parameters with formats {self.formats!r}: resume with its own formats"
-            )
+            what = f"one of these parameters with formats {self.formats!r}"
+            raise ValueError(f"the state is not {what}: resume with its own formats")
         super().load_state_dict({**state_dict, "state": {}})  # with codes, torch would make them float32
         for p, mine, new in zip(self.parameters, own, saved, strict=True):
             self.state[p] = {name: x.to(mine[name].device, copy=True) for name, x in new.items()}
@@ -280,15 +260,14 @@ class LowBitAdam(torch.optim.Optimizer):
         """The type and size of all that is stored, and bytes a parameter, counted and as the formats predict."""
         self.sync()
         lines, counted, predicted = [], 0, 0
-        for name in ("weights", "m", "v"):
-            codes, scales = zip(*self.codes(name), strict=True)
+        for name, label in {"weights": "weights", "m": "m", "v": "root of v" if self.second == "root" else "v"}.items():
+            codes, scales = zip(*(self.stored(p, name) for p in self.parameters), strict=True)
             size, of_scales = (sum(x.nbytes for x in part if x is not None) for part in (codes, scales))
             counted, predicted = counted + size + of_scales, predicted + codes[0].itemsize
-            name = "root of v" if name == "v" and self.second == "root" else name
             kind = str(codes[0].dtype).removeprefix("torch.")
-            lines.append(f"{name}: {len(codes)} tensors, {kind}, {size:,} bytes and {of_scales:,} of scales")
-        parameters = sum(x.numel() for x, _ in self.codes("m"))
-        return "\n".join([*lines, f"stored: {counted / parameters:.2f} bytes a parameter, {predicted:.2f} without scales"])
+            lines.append(f"{label}: {len(codes)} tensors, {kind}, {size:,} bytes and {of_scales:,} of scales")
+        counted /= sum(x.numel() for x in codes)
+        return "\n".join([*lines, f"stored: {counted:.2f} bytes a parameter, {predicted:.2f} without scales"])
 
 
 class Unpacked(Around):
@@ -299,11 +278,9 @@ class Unpacked(Around):
         self.optimizer = optimizer
 
     def collect(self, learned: nn.Module) -> Rollout:
-        """Like Collector.collect."""
         with self.optimizer.unpacked():
             return self.inner.collect(learned)
 
     def evaluate(self, learned: nn.Module) -> float:
-        """Like Judge.evaluate."""
         with self.optimizer.unpacked():
             return self.inner.evaluate(learned)

@@ -9,14 +9,13 @@
     acting         inputs and weights of the acting policy's matmuls; without it, it acts in the format of `forward`
     targets        advantages and value targets
 
-Config's field `formats` names some of them, "weights=e4m3:stochastic v=e5m2". A format is followed by any of the words
+Config's field `formats` names some of them, "weights=e4m3:stochastic v=e5m2". What it does not name stays float32, as do sums. An
+update takes its step in float32 from what is stored, and rounds the result. A format is followed by any of the words
 
     unscaled     no scale; otherwise each tensor of an agent has one, a power of two
     block        a scale for each 32 numbers instead
     stochastic   round up or down at random so that the mean is right; otherwise to the nearest
     stored       (m, v, root) take Adam's step from the moments as they were stored; otherwise it is taken just before
-
-What is not named stays float32, and so do sums. An update takes its step in float32 from what is stored, and rounds the result.
 """
 
 from typing import NamedTuple
@@ -49,7 +48,6 @@ class PlaceFormat(NamedTuple):
 
     @property
     def block(self) -> bool:
-        """Whether each block of 32 numbers has a scale."""
         return self.scaled and "block" in self.words
 
     def __call__(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,7 +73,7 @@ class Places(dict[str, PlaceFormat]):
         return [name for name in STATE if name in self and "stochastic" in self[name].words]
 
     def weights(self, x: torch.Tensor, sizes: list[int], noise: dict[str, torch.Tensor] = NONE) -> torch.Tensor:
-        """Parameters [S, P], tensors of given sizes, as they are kept; with noise, if they are rounded stochastically."""
+        """Parameters [S, P], tensors of given sizes, as they are kept."""
         return self["weights"].each(x, sizes, noise.get("weights")) if "weights" in self else x
 
     def moments(self, first, second, sizes: list[int], noise: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -90,24 +88,19 @@ class Places(dict[str, PlaceFormat]):
         return pairs
 
 
-def places_of(text: str) -> Places:
-    """The places that Config's field `formats` names.
-
-    Raises:
-        ValueError: a place, format or word that does not exist, a place named twice, or v beside its root.
-    """
+def places_of(text: str, names: tuple[str, ...] = PLACES) -> Places:
+    """The places that Config's field `formats` names, which must be among `names`. Raises ValueError for a place, format or word
+    that does not exist, a place named twice, or v beside its root."""
     found = Places()
     for entry in text.split():
         name, _, rest = entry.partition("=")
         form, *words = rest.split(":")
-        if name not in PLACES:
-            raise ValueError(f"formats has the place {name!r}: choose from {', '.join(PLACES)}")
-        if name in found or ("v" in found and name == "root") or ("root" in found and name == "v"):
+        if name not in names:
+            raise ValueError(f"formats has the place {name!r}: choose from {', '.join(names)}")
+        if name in found or {name, *found} >= {"v", "root"}:
             raise ValueError(f"formats has {name} twice: name each place once, and v or its root")
-        for word in words:
-            if word not in WORDS or (word == "stored" and name not in ("m", "v", "root")):
-                choice = f"{', '.join(WORDS)} (stored: only m, v, root)"
-                raise ValueError(f"formats has {entry!r}: follow the format by any of {choice}")
+        if not {*words} <= {*WORDS} or ("stored" in words and name not in ("m", "v", "root")):
+            raise ValueError(f"formats has {entry!r}: follow the format by any of {', '.join(WORDS)} (stored: only m, v, root)")
         if "stochastic" in words and name not in (*STATE, "targets"):
             raise ValueError(f"formats has {entry!r}: only {', '.join(STATE)} and targets can be stochastic")
         try:

@@ -6,8 +6,8 @@ agents share the calls. Their matmuls are one `bmm` over an axis of agents, and 
 its own seed, its own precision and, where wanted, its own hyperparameters, and clipping and skipping are decided for each. Losses
 are summed over the agents, so no gradient is divided by S. A Population is a Run: `train.iterate` is the algorithm of both.
 
-Agent k draws the random numbers of a Run with its config (rng.py). So it is that run, except for the order in
-which a matmul sums, whatever the other agents are.
+Agent k draws the random numbers of a Run with its config (rng.py). So it is that run, whatever the other agents are, except for
+the order in which a matmul sums.
 
 The first update of an iteration has the weights that have just acted. So on a CPU, acting keeps what that update's forward pass
 would compute, if both round alike and each number by itself. FP8 does not: it scales a matrix by its largest number.
@@ -19,12 +19,10 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 
 import copy
 import dataclasses
-import functools
-import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +31,7 @@ from torch import nn
 from .. import fp8
 from ..config import Config
 from ..distribution import Categorical, Gaussian
-from ..env import Cart, TensorEnv
+from ..env import TensorEnv
 from ..evaluate import Judge, evaluate
 from ..history import History, RewardScale
 from ..losses import Targets, vtrace
@@ -42,38 +40,35 @@ from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
 from ..rollout import Collector, Rollout, check_finite
 from ..scale import graphs, hardware
+from ..scale.machine import make_task
 from ..scale.storage import StoredRing, ring_bytes
 from ..tasks.by_id import task_of
-from ..train import PATIENCE, Learner, Parts, Run, make_network, reason_of, stuck
+from ..train import PATIENCE, Learner, Parts, Run, make_cart, make_network, reason_of, stuck
 from .formats import format_of
 from .places import PlaceFormat, Places, in_order, noises, places_of
 
 # The fields of Config in which the agents of a population may differ.
 FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "clip", "entropy_coef", "value_coef")
 FREE += ("learning_rate", "max_grad_norm", "formats")
-CHUNK = 16  # agents that compute together: with more, one operation's results leave the cache before the next one reads them
+CHUNK = 16  # agents that compute together on a CPU: results of more would leave its cache before they are read again
 
 
 def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
     """Splits configs into lists that can each be a population, of at most `most` agents, in the order given."""
-    found: dict[Config, list[list[Config]]] = {}
+    found: dict[Config, list[Config]] = {}
     for config in configs:
-        like = found.setdefault(shared(config), [[]])
-        if len(like[-1]) == most:
-            like.append([])
-        like[-1].append(config)
-    return [batch for like in found.values() for batch in like]
+        found.setdefault(shared(config), []).append(config)
+    return [like[i : i + most] for like in found.values() for i in range(0, len(like), most)]
 
 
 def most_together(device) -> int | None:
-    """How many agents compute together at most: on a GPU all, because every call costs a launch."""
+    """How many agents compute together at most; None is all."""
     return CHUNK if torch.device(device).type == "cpu" else None
 
 
 def shared(config: Config) -> Config:
     """A config with the defaults in the fields that are each agent's own."""
-    defaults = {name: Config.__dataclass_fields__[name].default for name in FREE}
-    return Config(**{**vars(config), **defaults})
+    return dataclasses.replace(config, **{name: getattr(Config, name) for name in FREE})
 
 
 def obstacle(config: Config) -> str | None:
@@ -88,19 +83,14 @@ def obstacle(config: Config) -> str | None:
     return None
 
 
-def through(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    """Rounds float32 tensors to the numbers of another type, and back."""
-    return x.to(dtype).float()
-
-
-TO = {dtype: functools.partial(through, dtype) for dtype in (torch.bfloat16, torch.float16)}
-# What fp8.quantize rounds each matrix to, in float32 arithmetic: on a CPU, torch reads e4m3 one number at a time.
+# How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each matrix.
+TO = {dtype: lambda x, to=dtype: x.to(to).float() for dtype in (torch.bfloat16, torch.float16)}
 TO |= {dtype: PlaceFormat(format_of(name)).matrices for name, dtype in (("e4m3", fp8.E4M3), ("e5m2", fp8.E5M2))}
 
 
 class Rounding(NamedTuple):
-    """What a precision does to a layer's matmuls: to inputs, to weights, to the gradient of the output, and to all results. Each
-    maps float32 tensors [S, M, N] to such tensors; None leaves them as they are."""
+    """How a layer's matmuls round inputs, weights, the gradient of the output, and all results: functions of float32 tensors
+    [S, M, N], or None."""
 
     inputs: Callable | None = None
     weights: Callable | None = None
@@ -133,17 +123,14 @@ def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Roundi
     if operands or gradients:
         operands, gradients = operands and operands.matrices, gradients and gradients.matrices
         return [Rounding(operands, operands, gradients)] * len(shapes)
-    found, before = [], None
-    rules = PRECISIONS[precision]
+    found, rules = [], PRECISIONS[precision]
+    to = TO.get(rules.autocast)
     for shape in shapes:
-        rounds = to = TO.get(rules.autocast)
         if rules.forward and not fp8.misfit(*reversed(shape)):
-            rounding = Rounding(TO[rules.forward], TO[rules.forward], TO[rules.backward])
-            rounds = None
+            found.append(Rounding(TO[rules.forward], TO[rules.forward], TO[rules.backward]))
         else:
-            rounding = Rounding(None if to is before else to, to, to, to)  # the inputs may be rounded already
-        found.append(rounding)
-        before = rounds
+            rounded = bool(found) and found[-1].result is to  # the inputs, already
+            found.append(Rounding(None if rounded else to, to, to, to))
     return found
 
 
@@ -154,44 +141,43 @@ def apply(function: Callable | None, x: torch.Tensor) -> torch.Tensor:
 class Workspace(dict):
     """Memory for products that are soon used up: always the same, because new memory would not be in the processor's cache."""
 
-    def product(self, name, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """a @ b + bias of matrices [S, M, K] and [S, K, N], for a name and a shape always in the same memory."""
+    def product(self, name, a: torch.Tensor, b: torch.Tensor, bias=None, by_column: bool = False) -> torch.Tensor:
+        """a @ b + bias of matrices [S, M, K] and [S, K, N], for a name and a shape always in the same memory; with `by_column`
+        column after column there."""
+        if by_column:
+            return self.product(name, b.mT, a.mT, None if bias is None else bias.mT).mT
         key = name, (len(a), a.shape[1], b.shape[2])
         if key not in self:
             with torch.inference_mode(False):  # a tensor made in that mode could not be written to outside it
                 self[key] = a.new_empty(key[1])
         product = torch.bmm(a, b, out=self[key])
-        return product if bias is None else product.add_(bias)  # baddbmm first copies the biases, which is slower
+        return product if bias is None else product.add_(bias)
 
 
 class Agents(nn.Module):
-    """The networks of S agents. `theta` has their parameters, float32 [S, P], and `layers` views of it, weights [S, O, I] and
-    biases [S, 1, O]: the encoder's layers and, as one, the heads of actor and critic. `newest`: the observations of the rollout
-    that has just been collected and the bits of the weights that acted, for who may reuse its forward passes, until the next
-    update.
-
-    Args:
-        models: S networks, whose parameters are copied.
-        learning, acting: the learner's matmuls and the acting policy's of each agent; equal ones follow each other.
-        reusing: of each agent, whether learning takes what acting has computed.
-    """
+    """The networks of S agents of given configs, with the parameters of `models`; agents whose matmuls are rounded alike follow
+    each other. `theta` has the parameters, float32 [S, P], and `layers` views of it, weights [S, O, I] and biases [S, 1, O]: the
+    encoder's layers and, as one, the heads of actor and critic. `newest`: the observations of the rollout that has just been
+    collected and the bits of the weights that acted, for who may reuse its forward passes, until the next update."""
 
     recurrent = False
 
-    def __init__(
-        self, models: list[ActorCritic], learning: list[Matmuls], acting: list[Matmuls], reusing: list[bool], device="cpu"
-    ):
+    def __init__(self, models: list[ActorCritic], configs: list[Config], device="cpu"):
         super().__init__()
         self.num_actions, self.gaussian = models[0].actor.out_features, models[0].spread is not None
-        shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, *models[0].hidden)]
-        shapes.append((self.num_actions + 1, models[0].hidden_size))
-        rows = [torch.cat([p.detach().flatten() for p in in_order(model).values()]) for model in models]
+        self.shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, *models[0].hidden)]
+        self.shapes.append((self.num_actions + 1, models[0].hidden_size))
+        rows = [nn.utils.parameters_to_vector(in_order(model).values()).detach() for model in models]
         self.theta = nn.Parameter(torch.stack(rows).to(device))
-        self.shapes = shapes
         self.sizes = [p.numel() for p in in_order(models[0]).values()]
-        self.parts = parts_of(learning, reusing, shapes, most_together(device))
-        self.acting_parts = {"learner": parts_of(learning, reusing, shapes), "actor": parts_of(acting, reusing, shapes)}
+        self.parts = self.parts_of(configs, device, most=most_together(device))
+        self.acting_parts = {kind: self.parts_of(configs, device, kind == "actor") for kind in ("learner", "actor")}
         self.space, self.passes, self.acted, self.newest = Workspace(), 0, [], None
+
+    def parts_of(self, configs: list[Config], device, acting: bool = False, most: int | None = None) -> list["Part"]:
+        """The agents in parts of at most `most`, for learning or for acting."""
+        kinds = [(matmuls_of(config, acting), reuses_forward(config, device)) for config in configs]
+        return [Part(agents, roundings_of(matmuls, self.shapes), reuses) for agents, (matmuls, reuses) in alike(kinds, most)]
 
     @property
     def bits(self) -> torch.Tensor:
@@ -204,7 +190,7 @@ class Agents(nn.Module):
 
     def results(self, part: "Part", obs: torch.Tensor, layers: list, acted=()) -> list[tuple[torch.Tensor, ...]]:
         """Inputs, weights and outputs of each layer, rounded, for a part's agents and observations [S, R, F]. With `acted` the
-        outputs are those that acting has kept there. The first layer's are computed again, which is faster than keeping them."""
+        outputs are those that acting has kept there, of all layers but the first."""
         x, found = obs[part.agents], []
         for i, ((weight, bias), rounding) in enumerate(zip(layers, part.roundings, strict=True)):
             x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[part.agents])
@@ -213,10 +199,7 @@ class Agents(nn.Module):
             else:
                 name = (i, None if acted else part.agents.start)  # with `acted`, used up before the next part
                 bias = apply(rounding.result, bias[part.agents])
-                if weight.shape[1] < x.shape[2]:  # few outputs are computed as rows, which is faster than as columns
-                    y = self.space.product(name, weight, x.mT, bias.mT).mT
-                else:
-                    y = self.space.product(name, x, weight.mT, bias)
+                y = self.space.product(name, x, weight.mT, bias, by_column=weight.shape[1] < x.shape[2])
                 y = apply(rounding.result, y.relu_() if i + 1 < len(self.shapes) else y)
             found.append((x, weight, y))
             x = y
@@ -243,17 +226,14 @@ class Agents(nn.Module):
             self.passes += 1
             if not self.acted:
                 with torch.inference_mode(False):  # as in Workspace
-                    *hidden, last = (self.theta.new_empty(len(self.theta), size, rows) for size, _ in self.shapes[1:])
-                self.acted = [*(x.view(len(x), rows, -1) for x in hidden), last.mT]
-        kept = self.acted if rows else []
-        return Policy(self.layers, self.spread(self.theta.detach()), self.acting_parts[kind], self.space, kept)
+                    self.acted = [self.theta.new_empty(len(self.theta), rows, size) for size, _ in self.shapes[1:]]
+        return Policy(self, self.acting_parts[kind], self.acted if rows else [])
 
     def network(self, agent: int) -> ActorCritic:
         """One agent's network, a copy on the CPU."""
         (hidden_size, obs_size), kind = self.shapes[0], Gaussian if self.gaussian else Categorical
         model = ActorCritic(obs_size, self.num_actions, hidden_size, len(self.shapes) - 1, distribution=kind)
-        for parameter, own in zip(in_order(model).values(), self.theta[agent].detach().split(self.sizes), strict=True):
-            parameter.data.copy_(own.view_as(parameter))
+        nn.utils.vector_to_parameters(self.theta[agent].detach().to("cpu", copy=True), in_order(model).values())
         return model
 
 
@@ -280,33 +260,27 @@ class Part(NamedTuple):
     reuses: bool
 
 
-def parts_of(matmuls: list[Matmuls], reusing: list[bool], shapes: list[tuple[int, int]], most: int | None = None) -> list[Part]:
-    """Parts of at most `most` agents with equal matmuls that all reuse results, or none."""
-    parts = alike(list(zip(matmuls, reusing, strict=True)), most)
-    return [Part(agents, roundings_of(matmuls[agents.start], shapes), reusing[agents.start]) for agents in parts]
-
-
-def alike(values: list, most: int | None = None) -> list[slice]:
-    """Slices of equal values that follow each other, of at most `most`."""
-    found, begin = [], 0
-    for value, same in itertools.groupby(values):
-        del value
-        count = len(list(same))
-        found += [slice(i, min(i + (most or count), begin + count)) for i in range(begin, begin + count, most or count)]
-        begin += count
+def alike(values: list, most: int | None = None) -> list[tuple[slice, Any]]:
+    """Values, equal ones that follow each other as one, with the slice of their indices, which has at most `most`."""
+    found = []
+    for i, value in enumerate(values):
+        if found and found[-1][1] == value and i - found[-1][0].start != most:
+            found[-1] = slice(found[-1][0].start, i + 1), value
+        else:
+            found.append((slice(i, i + 1), value))
     return found
 
 
 class Policy:
-    """Policies of S agents with fixed weights, rounded once and stored as they multiply fastest with few rows: [S, I, O], but [S,
-    O, I] in the last layer, whose few outputs are computed as rows. What parts reuse goes into `kept`, [S, R, O] for every layer
-    but the first, and their last layer has the critic, too. If `kept` is empty, nothing is kept."""
+    """Policies of S agents with the present weights, rounded once and stored as they are multiplied: [S, I, O], but [S, O, I] in
+    the last layer, whose few outputs are computed by column. What parts reuse goes into `kept`, [S, R, O] for every layer but
+    the first, and their last layer has the critic, too. If `kept` is empty, nothing is kept."""
 
     recurrent = False
 
-    def __init__(self, layers, spread, parts: list[Part], space: Workspace, kept: list[torch.Tensor]):
-        self.spread, self.space, self.kept, self.rows = spread, space, kept, 0
-        (*hidden, (heads, heads_bias)), self.parts = layers, []
+    def __init__(self, net: Agents, parts: list[Part], kept: list[torch.Tensor]):
+        self.spread, self.space, self.kept, self.rows = net.spread(net.theta.detach()), net.space, kept, 0
+        (*hidden, (heads, heads_bias)), self.parts = net.layers, []
         self.agents, self.num_actions = len(heads), heads.shape[1] - 1
         for agents, roundings, reuses in parts:
             keeps, rounded = reuses and bool(kept), []
@@ -332,7 +306,7 @@ class Policy:
                     x = torch.bmm(weight, x.mT).add_(bias.mT).mT
                 x = apply(rounding.result, x)
                 if keeps and i:
-                    self.kept[i - 1][agents, rows] = x  # a product written there would be slower: it is not in the cache
+                    self.kept[i - 1][agents, rows] = x
             outputs.append(x[..., : self.num_actions])
         outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.spread is not None:
@@ -374,11 +348,7 @@ class AgentsFunction(torch.autograd.Function):
                 if i + 1 < len(layers):
                     torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)  # of ReLU, in place
                 exact, g = g, apply(roundings[i].gradient, g)
-                # The first layer has few inputs: there, too, long rows are faster.
-                if x.shape[2] < g.shape[2]:
-                    product = space.product(("weight", i), x.mT, g).mT
-                else:
-                    product = space.product(("weight", i), g.mT, x)
+                product = space.product(("weight", i), g.mT, x, by_column=x.shape[2] < g.shape[2])
                 weight_grad[agents] = apply(roundings[i].result, product)
                 # Autocast's gradients are 16-bit numbers for the bias, too. FP8 rounds only what it multiplies.
                 summed = exact if roundings[i].result is None else g
@@ -390,13 +360,11 @@ class AgentsFunction(torch.autograd.Function):
 
 def environments(config: Config, num_envs: int, start_noise: list[float], seeds: torch.Tensor, purpose="starts") -> TensorEnv:
     """`num_envs` environments for each of S agents, one agent's after the other's, with a start_noise and a seed for each."""
-    task, device, count = task_of(config.env_id) or Cart, seeds.device, len(seeds) * num_envs
-    if task is not Cart:
-        return task(count, device, seeds, purpose)
     noise = start_noise[0]
     if len(set(start_noise)) > 1:
-        noise = torch.tensor(start_noise, dtype=torch.float32, device=device).repeat_interleave(num_envs)
-    return Cart(count, noise, device, seeds, config.extra_features, config.hide_velocity, purpose)
+        noise = torch.tensor(start_noise, dtype=torch.float32, device=seeds.device).repeat_interleave(num_envs)
+    make = make_task if config.env_id else make_cart
+    return make(config, len(seeds) * num_envs, noise, seeds.device, seeds, purpose)
 
 
 class Rings(StoredRing):
@@ -411,26 +379,18 @@ class Rings(StoredRing):
         """Takes what an agent that has stopped may hold, too."""
 
     def outside(self, obs: torch.Tensor) -> torch.Tensor:
-        """Like StoredRing.outside, int64 [S, F]."""
-        return torch.stack([self.codec.outside(own) for own in obs.unflatten(1, (self.agents, -1)).unbind(1)])
+        return torch.vmap(super().outside, in_dims=1)(obs.unflatten(1, (self.agents, -1)))
 
 
 class Adam:
-    """Adam (Kingma & Ba 2015, arXiv:1412.6980) with a learning rate, a step count and skipped steps for each agent.
-
-    Attributes:
-        rate: learning rates, float32 [S, 1]. first, second: the moments, float32 [S, P]. count: steps taken, float32 [S, 1].
-
-    Args:
-        places: of each agent, equal ones following each other; None keeps everything in float32.
-        sizes: of the tensors in a row of theta. seeds: of the agents, int64 [S], for stochastic rounding.
-    """
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980) with a learning rate, a step count and skipped steps for each agent: `rate` and
+    `count` are float32 [S, 1], the moments `first` and `second` [S, P]. `places`: of each agent, equal ones following each other;
+    None keeps everything in float32. `sizes`: of the tensors in a row of theta. `seeds`: int64 [S], for stochastic rounding."""
 
     def __init__(self, theta: nn.Parameter, rate, places: list[Places] | None = None, sizes=(), seeds=None):
         self.theta, self.sizes, self.seeds = theta, list(sizes), seeds
         self.rate = torch.zeros(len(theta), 1, dtype=torch.float32, device=theta.device).add_(rate)
-        places = places or [Places()] * len(theta)
-        self.parts = [(agents, places[agents.start]) for agents in alike(places, most_together(theta.device))]
+        self.parts = alike(places or [Places()] * len(theta), most_together(theta.device))
         for agents, own in self.parts:
             theta.data[agents] = own.weights(theta.data[agents], self.sizes)
         self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
@@ -450,8 +410,7 @@ class Adam:
             g = g if all_take else torch.where(takes[agents], g, 0)  # what is not finite times 0 would be NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
-            seeds = self.seeds[agents] if places.noisy else None
-            noise = noises(places, seeds, begun[agents], grad.shape[1], grad.device)
+            noise = noises(places, self.seeds[agents], begun[agents], grad.shape[1], grad.device) if places else {}
             (first, first_kept), (second, second_kept) = places.moments(first, second, self.sizes, noise)
             theta = self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5))
             if places:
@@ -467,25 +426,18 @@ class Adam:
 
 
 class Scales:
-    """Loss scales and steps of S agents, in place of Precision: float16's loss scale grows and shrinks for each as GradScaler's
-    does (precision.py). Any agent skips a step whose gradient is not finite.
-
-    Attributes:
-        scale: float32 [S, 1]. good: steps since the scale last changed, float32 [S, 1]. stopped: bool [S, 1], agents that take no
-            more steps.
-    """
+    """Loss scales and steps of S agents, in place of Precision: float16's `scale` grows and shrinks for each as GradScaler's does
+    (precision.py). Any agent skips a step whose gradient is not finite. `good`: steps since the scale last changed, float32
+    [S, 1] like it. `stopped`: agents that take no more steps, bool [S, 1]."""
 
     def __init__(self, precisions: list[str], device):
         self.exact, self.device, self.scaler = Precision("fp32", device), torch.device(device), self
+        self.autocast = self.exact.autocast  # whatever surrounds it: the networks round themselves
         rules = [PRECISIONS[name] for name in precisions]
         self.grows = torch.tensor([[rule.scale_grows] for rule in rules], device=device)
         self.scale = torch.tensor([[rule.loss_scale or 1.0] for rule in rules], dtype=torch.float32, device=device)
         self.good = torch.zeros_like(self.scale)
         self.stopped = torch.zeros_like(self.grows)
-
-    def autocast(self):
-        """Runs in float32, whatever surrounds it: the networks round themselves."""
-        return self.exact.autocast()
 
     def step(self, loss: torch.Tensor, optimizer: Adam, max_grad_norm, all_reduce=None) -> StepReport:
         """Like Precision.step, for losses [S]; the report has [S] of each."""
@@ -514,23 +466,17 @@ class Scales:
 
 
 class Histories:
-    """The histories of S agents, written together. Their seconds are those of the whole population.
-
-    Attributes:
-        columns: of History, with float64 [S] in each row. failures: of each agent (History.failure).
-    """
+    """The histories of S agents, written together: the columns of History, with float64 [S] in each row, and the agents'
+    `failures`. Seconds are those of the whole population."""
 
     def __init__(self, agents: int):
         self.columns: dict[str, list[np.ndarray]] = {}
         self.failures: list[str | None] = [None] * agents
 
     def add(self, row: dict) -> None:
-        """Appends a row of numbers, which all agents share, and of arrays [S]."""
-        unknown = np.broadcast_to(math.nan, len(self.failures))
-        self.columns |= {name: [unknown] * len(self) for name in row if name not in self.columns}
-        for name, rows in self.columns.items():
-            numbers = np.asarray(row.get(name, math.nan), dtype=np.float64)
-            rows.append(np.broadcast_to(numbers, len(self.failures)))
+        """Appends a row of numbers, which all agents share, and of arrays [S]; always of the same columns."""
+        for name, x in row.items():
+            self.columns.setdefault(name, []).append(np.broadcast_to(np.asarray(x, np.float64), len(self.failures)))
 
     def __len__(self) -> int:
         return len(self.columns.get("iteration", ()))
@@ -540,16 +486,11 @@ class Histories:
         """The first agent's newest row."""
         return {name: rows[-1][0] for name, rows in self.columns.items()}
 
-    def of(self, agent: int) -> History:
-        """A copy of an agent's history."""
-        history = History({name: array("d", [row[agent] for row in rows]) for name, rows in self.columns.items()})
-        history.failure = self.failures[agent]
-        return history
-
     @property
     def each(self) -> list[History]:
         """Copies of all agents' histories."""
-        return [self.of(agent) for agent in range(len(self.failures))]
+        columns = {name: np.array(rows).T for name, rows in self.columns.items()}  # [S, iterations]
+        return [History({name: array("d", x[k]) for name, x in columns.items()}, why) for k, why in enumerate(self.failures)]
 
     def state_dict(self) -> dict:
         columns = {name: torch.from_numpy(np.array(rows)) for name, rows in self.columns.items()}
@@ -565,11 +506,7 @@ class AgentsCollector(Collector):
 
     reuses = False
 
-    def sync(self, learned: nn.Module) -> None:
-        """Does nothing: `play` rounds the current weights."""
-
     def play(self, noise: torch.Tensor, starts: tuple) -> Rollout:
-        """Like Collector.play."""
         self.model.newest = None
         rows = (self.length + 1) * self.env.num_envs // len(self.seed)
         actor = self.model.policy("actor", rows if self.reuses else 0)
@@ -594,9 +531,8 @@ class AgentsLearner(Learner):
         return learning_rate.squeeze(1).cpu().numpy() if isinstance(learning_rate, torch.Tensor) else learning_rate
 
     def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
-        """Like Learner.update."""
         (obs, bits), self.model.newest = self.model.newest or (None, None), None
-        # Unless somebody has changed the weights; NumPy compares them faster than torch.
+        # Unless somebody has changed the weights.
         acted = batch.obs is obs and np.array_equal(bits.numpy(), self.model.bits.numpy())
         batch = by_agent(batch, len(self.seed))
         if acted:
@@ -608,10 +544,9 @@ class AgentsLearner(Learner):
         """V-trace, its advantages and value targets rounded for the agents that say so."""
         found = vtrace(*args)
         for agents, kept in in_place(self.places, "targets"):
-            noise, own = [None, None], found.value[:, agents].transpose(0, 1).flatten(1)
+            noise, shape = [None, None], (2, found.value[:, 0].numel())
             if "stochastic" in kept.words:
-                numbers = self.seed[agents], "targets", self.optimizer.count[agents], (2, own.shape[1]), self.device
-                noise = uniform(*numbers).unbind(1)
+                noise = uniform(self.seed[agents], "targets", self.optimizer.count[agents], shape, self.device).unbind(1)
             for x, own_noise in zip((found.value, found.advantage), noise, strict=True):
                 x[:, agents] = kept.matrices(x[:, agents].transpose(0, 1), own_noise).transpose(0, 1)
         return found
@@ -620,54 +555,41 @@ class AgentsLearner(Learner):
 class AgentsJudge(Judge):
     """Like Judge, for agents: returns float64 [S]. All agents begin at the same starts."""
 
-    def __init__(self, config: Config, precision: Precision, agents: int):
-        super().__init__(config, precision, environments)
-        self.agents = agents
-
     def evaluate(self, learned: Agents) -> np.ndarray:
-        """Like Judge.evaluate."""
-        episodes, seeds = self.config.eval_episodes, torch.zeros(self.agents, dtype=torch.int64, device=self.precision.device)
-        env = self.make_env(self.config, episodes, [0.05] * self.agents, seeds, "evaluation starts")
+        seeds = torch.zeros(len(learned.theta), dtype=torch.int64, device=self.precision.device)
+        env = self.make_env(self.config, self.config.eval_episodes, [0.05] * len(seeds), seeds, "evaluation starts")
         returns = evaluate(learned.policy("learner"), env, self.precision)
-        return returns.reshape(self.agents, episodes).mean(1).astype(np.float64)
+        return returns.reshape(len(seeds), -1).mean(1).astype(np.float64)
 
 
 class Population(Run):
-    """A run of S agents. Raises ValueError for a config that cannot be in a population, or for two that cannot be in the same
-    one, and MemoryError if they do not fit. `configs`: the agents', ordered by precision.
-
-    Args:
-        configs: of the agents; they may differ in the fields of FREE.
-        device: where everything is. graph: on CUDA, replay collection and updates as graphs, several times as fast.
-    """
+    """A run of S agents on a device, whose configs may differ in the fields of FREE. `graph`: on CUDA, replay collection and
+    updates as graphs. `configs`: the agents', ordered by precision. Raises ValueError for a config that cannot be in a
+    population, or for two that cannot be in the same one, and MemoryError if they do not fit."""
 
     def __init__(self, configs: list[Config], device="cpu", graph: bool = False):
         require_one_population(configs, device)
-        require_room(configs, device)
         self.configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
         self.agents = len(configs)
-        one, shape = one_of(self.configs, device), shared(configs[0])
+        one = one_of(self.configs, device)
         seed = torch.tensor([config.seed for config in self.configs], device=device)
-        env = environments(shape, shape.num_envs, [c.start_noise for c in self.configs], seed)
-        matmuls = [[matmuls_of(config, acting) for config in self.configs] for acting in (False, True)]
-        reusing = [reuses_forward(config, device) for config in self.configs]
-        model = Agents([make_network(config, env) for config in self.configs], *matmuls, reusing, device)
+        env = environments(one, one.num_envs, [c.start_noise for c in self.configs], seed)
+        model = Agents([make_network(config, env) for config in self.configs], self.configs, device)
         places = [places_of(config.formats) for config in self.configs]
         scales = Scales([config.precision for config in self.configs], device)
         optimizer = Adam(model.theta, one.learning_rate, places, model.sizes, seed)
         rewards = RewardScale(env.num_envs, device, self.agents)
         learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
-        collector = AgentsCollector(env, model, scales, shape.rollout_length, seed)
-        collector.reuses = any(reusing)
+        collector = AgentsCollector(env, model, scales, one.rollout_length, seed)
+        collector.reuses = any(part.reuses for part in model.parts)
         if graph and scales.device.type in graphs.GRAPHED:
             collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
         action_size = env.num_actions if model.gaussian else 0
-        ring = Rings(self.agents, shape.rows, env.num_envs, env.bounds, shape.codec, device, action_size=action_size)
-        super().__init__(one, Parts(collector, learner, AgentsJudge(one, scales.exact, self.agents), ring))
+        ring = Rings(self.agents, one.rows, env.num_envs, env.bounds, one.codec, device, action_size=action_size)
+        super().__init__(one, Parts(collector, learner, AgentsJudge(one, scales.exact, environments), ring))
         self.history = Histories(self.agents)
 
     def fields(self) -> list[dict]:
-        """Like Run.fields, of every agent."""
         return [dataclasses.asdict(config) for config in self.configs]
 
     def sample(self, update: int = 0) -> Rollout:
@@ -675,8 +597,7 @@ class Population(Run):
         batch = super().sample(update)
         obs = batch.obs.unflatten(1, (self.agents, -1))
         for agents, kept in in_place(self.learner.places, "observations"):
-            own = obs[:, agents].transpose(0, 1)
-            obs[:, agents] = kept(own.flatten(1)).view_as(own).transpose(0, 1)
+            obs[:, agents] = kept.matrices(obs[:, agents].transpose(0, 1)).transpose(0, 1)
         return batch
 
     def check(self, rollout: Rollout) -> None:
@@ -696,12 +617,10 @@ class Population(Run):
         self.learner.precision.stopped[agent] = True
 
     def totals(self, rollout: Rollout, summary: dict) -> dict:
-        """Like Run.totals, for every agent."""
         envs, finished = self.returns.add(rollout)
-        agent = envs // self.config.num_envs
-        episodes = np.bincount(agent, minlength=self.agents)
+        sums, episodes = (np.bincount(envs // self.config.num_envs, x, self.agents) for x in (finished, None))
         with np.errstate(invalid="ignore"):
-            mean = np.bincount(agent, finished, self.agents) / episodes  # NaN where none ended
+            mean = sums / episodes  # NaN where none ended
         steps = (len(self.history) + 1) * self.config.steps_per_iteration
         row = {"steps": steps, "train_return": mean, "clipped": self.ring.clipped.sum(1).cpu().numpy(), **summary}
         if rollout.action.is_floating_point():
@@ -724,11 +643,12 @@ class Population(Run):
 
     def histories(self, configs: list[Config]) -> list[History]:
         """The agents' histories in the order of `configs`."""
-        return [self.history.of(self.configs.index(config)) for config in configs]
+        each = self.history.each
+        return [each[self.configs.index(config)] for config in configs]
 
 
 def require_one_population(configs: list[Config], device) -> None:
-    """Raises ValueError for configs that cannot be one population on a device."""
+    """Raises, before anything is allocated, what Population raises."""
     if not configs:
         raise ValueError("configs is empty: give at least one")
     one = shared(configs[0])
@@ -740,18 +660,21 @@ def require_one_population(configs: list[Config], device) -> None:
         if shared(config) != one:
             name = next(name for name, value in vars(shared(config)).items() if value != getattr(one, name))
             raise ValueError(f"{name} is {getattr(config, name)} beside {getattr(one, name)}: use another population for it")
+    agents, free = len(configs), hardware.available(device)
+    each = max(bytes_per_agent(config, device) for config in configs)
+    if agents * each > free:
+        need = f"needs about {agents * each / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}"
+        raise MemoryError(f"population of {agents} agents {need}: use at most {free // each} agents")
 
 
 def in_place(places: list[Places], name: str) -> list[tuple[slice, PlaceFormat]]:
     """The agents, of some places, with few bits in the place of this name."""
-    kept = [own.get(name) for own in places]
-    return [(agents, kept[agents.start]) for agents in alike(kept) if kept[agents.start]]
+    return [(agents, kept) for agents, kept in alike([own.get(name) for own in places]) if kept]
 
 
 def bytes_per_agent(config: Config, device="cpu") -> int:
-    """Memory that an agent takes, about: its ring, seven tensors like its parameters, one like the hidden layers
-    of a rollout if they are reused, and four like that of the larger of a rollout and a replayed batch, with a hundred numbers of
-    the loss for each of its rows."""
+    """Memory that an agent takes, about: its ring, seven tensors like its parameters, one like the hidden layers of a rollout if
+    they are reused, and two like those of the larger of a rollout and a replayed batch, with a hundred numbers for each row."""
     task, width, layers = task_of(config.env_id), config.hidden_size, config.layers
     features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
     action_size = task.num_actions if task and task.distribution is Gaussian else 0
@@ -762,19 +685,6 @@ def bytes_per_agent(config: Config, device="cpu") -> int:
     rows = max(fresh_rows, slices)
     ring = ring_bytes(config.rows, config.num_envs, features, codec=config.codec, action_size=action_size)
     return ring + 4 * (7 * parameters + (layers - 1) * width * kept_rows + (2 * layers * width + 100) * rows)
-
-
-def require_room(configs: list[Config], device) -> None:
-    """Checks that a population fits before anything is allocated.
-
-    Raises:
-        MemoryError: it does not; the message has the largest that does.
-    """
-    agents, free = len(configs), hardware.available(device)
-    each = max(bytes_per_agent(config, device) for config in configs)
-    if agents * each > free:
-        need = f"needs about {agents * each / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}"
-        raise MemoryError(f"population of {agents} agents {need}: use at most {free // each} agents")
 
 
 def one_of(configs: list[Config], device) -> Config:

@@ -8,6 +8,7 @@ no loop that multiplies these matrices can be faster. Loop and floor alternate.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import statistics
 import time
@@ -19,29 +20,24 @@ from ..config import Config
 from ..lab.population import Population
 from ..precision import PRECISIONS as RULES
 from ..precision import Precision, available_precisions
-from ..rollout import Around
 from ..scale import ranks
-from ..scale.hardware import is_emulated
+from ..scale.around import Around
+from ..scale.hardware import hardware, is_emulated
 from ..scale.machine import HERE, Machine, build
-from ..train import iterate
+from ..train import iterate, train
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """The loop without replay, with unlimited steps and the smallest ring that takes a rollout."""
 
-    num_envs: int = 4096
-    """Environments, of each agent."""
-    rollout_length: int = 32
-    """Steps collected from each environment per iteration."""
+    num_envs: int = 4096  # Environments, of each agent.
+    rollout_length: int = 32  # Steps collected from each environment per iteration.
+    # None is the fastest on the machine among those that it does not emulate; of a population it is fp32.
     precision: str | None = None
-    """None is the fastest on the machine among those that it does not emulate; of a population it is fp32."""
-    agents: int | None = None
-    """Agents trained as one batch (lab/population.py); None is a single run."""
-    hidden_size: int = 64
-    """Units in each layer of the network."""
-    layers: int = 2
-    """Layers of the network."""
+    agents: int | None = None  # Agents trained as one batch (lab/population.py); None is a single run.
+    hidden_size: tuple[int, ...] = (64,)  # Units in each layer of the network; each of several values is measured.
+    layers: int = 2  # Layers of the network.
 
     def config(self, machine: Machine = HERE) -> Config:
         """The config of the loop on a machine, by default in fp32, in which a compiled loop always acts. Raises ValueError if the
@@ -49,15 +45,14 @@ class Loop:
         if self.agents is not None:
             self._check(machine)
         shape = {"num_envs": self.num_envs, "rollout_length": self.rollout_length, "slice_length": 1}
-        shape |= {"hidden_size": self.hidden_size, "layers": self.layers}
+        shape |= {"hidden_size": self.hidden_size[0], "layers": self.layers}
         shape |= {"capacity": (self.rollout_length + 1) * self.num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
         return Config(precision=self.precision or "fp32", collect_precision="fp32" if machine.compile else None, **shape)
 
     def fastest(self, machine: Machine) -> tuple[Config, Machine]:
         """The config of the loop and the machine, with what is left open as it is fastest here: the precision, if it is None, and
-        whether forward passes are reused, if the machine says so. That pays only with many environments (or in a population,
-        which reuses them where it can), and is not for a CUDA graph, a compiled loop or collection ahead. Raises like
-        `config`."""
+        whether forward passes are reused, if the machine says so and does not exclude it by a CUDA graph, a compiled loop or
+        collection ahead. A population reuses them where it can. Raises like `config`."""
         config = self.config(machine)
         if self.agents:
             return config, machine
@@ -68,15 +63,14 @@ class Loop:
             names = [name for name, no in zip(names, emulated, strict=True) if not no]
         plain = machine.graph or machine.compile or machine.collect_ahead or not machine.reuse_forward
         pairs = list(itertools.product(names, (False,) if plain else (False, True)))
+        speeds = torch.zeros(len(pairs))
         if len(pairs) > 1:
-            speeds = []
-            for name, reuse in pairs:
+            for i, (name, reuse) in enumerate(pairs):
                 eager = dataclasses.replace(machine, reuse_forward=reuse, compile=False)
                 one = dataclasses.replace(config, precision=name, collect_precision=None)
-                speeds.append(bench_loop(one, eager, 0.5, 1)["train_steps_per_second"])
-            (speeds,) = ranks.all_reduce([torch.tensor(speeds)])
-            pairs = [pairs[int(speeds.argmax())]]
-        ((name, reuse),) = pairs
+                speeds[i] = bench_loop(one, eager, 0.5, 1)["train_steps_per_second"]
+            (speeds,) = ranks.all_reduce([speeds])
+        name, reuse = pairs[int(speeds.argmax())]
         return dataclasses.replace(config, precision=name), dataclasses.replace(machine, reuse_forward=reuse)
 
     def _check(self, machine: Machine) -> None:
@@ -89,17 +83,29 @@ class Loop:
             raise ValueError(f"agents is {self.agents} under torchrun: leave one of them out, populations exchange nothing")
 
 
+def fingerprint() -> str:
+    """Hashes of the weights after a few updates of a single run and of a population: equal as long as the package's numbers are,
+    on one machine with one version of torch."""
+    configs = [Config(name, steps=2_048, eval_every=0, eval_episodes=1) for name in ("fp32", "fp8")]
+    found = [train(run, progress=False).model for run in (build(configs[0]), Population(configs))]
+    weights = [torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes() for model in found]
+    return "-".join(hashlib.sha256(each).hexdigest()[:8] for each in weights)
+
+
+def origin() -> str:
+    """What a result was made with, in one line: the machine, versions, and the code's fingerprint."""
+    return f"{hardware()}; code {fingerprint()}"
+
+
 class Timed(Around):
     """A collector or a learner whose calls add up to `spent`, in seconds."""
 
     spent = 0.0
 
     def collect(self, learned: torch.nn.Module):
-        """Like Collector.collect."""
         return self._timed(self.inner.collect, learned)
 
     def update(self, *arguments, **options):
-        """Like Learner.update."""
         return self._timed(self.inner.update, *arguments, **options)
 
     def _timed(self, function, *arguments, **options):
@@ -113,13 +119,9 @@ def bench_loop(
     config: Config, machine: Machine, seconds: float = 5.0, rounds: int = 5, agents: int | None = None
 ) -> dict[str, float | int | str]:
     """Training steps per second of a config's loop, or of all agents of a population with seeds from 0 up: medians of rounds that
-    alternate with its floor.
-
-    Returns:
-        train_steps_per_second, agents (of a population), num_envs, rollout_length, precision, hidden_size, layers, reuse_forward;
-            collect_share and update_share, fractions of an iteration's time (meaningless for a CUDA graph or collection ahead);
-            floor_share, the floor's time as a fraction of an iteration's.
-    """
+    alternate with its floor. Returns train_steps_per_second; agents, of a population; num_envs, rollout_length, precision,
+    hidden_size, layers and reuse_forward; collect_share and update_share, fractions of an iteration's time, meaningless for a
+    CUDA graph or collection ahead; and floor_share, the floor's time as a fraction of an iteration's."""
     if agents is None:
         run, reused = build(config, machine), machine.reuse_forward
     else:
@@ -143,13 +145,11 @@ def bench_loop(
             each = (time.perf_counter() - began) / count
             lowest = seconds_of({"floor": floor}, 1, 0.05, machine.device)["floor"]
             found.append((steps / each, *(part.spent / count / each for part in parts), lowest / each))
-    names = ("train_steps_per_second", "collect_share", "update_share", "floor_share")
-    result = dict(zip(names, map(statistics.median, zip(*found, strict=True)), strict=True))
-    shape = {} if agents is None else {"agents": agents}
-    shape |= {"num_envs": config.num_envs, "rollout_length": config.rollout_length, "precision": config.precision}
-    shape |= {"hidden_size": config.hidden_size, "layers": config.layers}
-    shape["reuse_forward"] = reused
-    return {"train_steps_per_second": result.pop("train_steps_per_second"), **shape, **result}
+    speed, *shares = (statistics.median(values) for values in zip(*found, strict=True))
+    result = {"train_steps_per_second": speed} | ({} if agents is None else {"agents": agents})
+    result |= {name: getattr(config, name) for name in ("num_envs", "rollout_length", "precision", "hidden_size", "layers")}
+    result["reuse_forward"] = reused
+    return result | dict(zip(("collect_share", "update_share", "floor_share"), shares, strict=True))
 
 
 def floor_of(config: Config, machine: Machine, reused: bool, agents: int | None = None) -> Callable[[], None]:
@@ -158,26 +158,25 @@ def floor_of(config: Config, machine: Machine, reused: bool, agents: int | None 
     all rows at once. If forward passes are `reused`: T + 1 forward passes to act, and the backward pass, which a single run does
     one time step at a time. On CUDA with `graph` it is a graph too."""
     device, envs, length = machine.device, config.num_envs // ranks.rank_and_size()[1], config.rollout_length
-    size = config.hidden_size
+    size, mode = config.hidden_size, Precision(config.precision, device).matmul_mode
     sizes = [(2, size), *[(size, size)] * (config.layers - 1), (size, 3)]  # both heads at once
 
-    def products(shapes: list[tuple[int, int, int]], precision: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def forward(rows: int) -> list[tuple[int, int, int]]:
+        return [(rows, i, o) for i, o in sizes]
+
+    def backward(rows: int) -> list[tuple[int, int, int]]:
+        return [(i, rows, o) for i, o in sizes] + [(rows, o, i) for i, o in sizes[1:]]  # of weights, of inputs
+
+    def products(shapes: list[tuple[int, int, int]], precision: str = config.precision) -> list[tuple[torch.Tensor, ...]]:
         dtype = torch.float32 if agents else RULES[precision].autocast or torch.float32
         return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
 
-    def forward(rows: int, precision: str) -> list:
-        return products([(rows, i, o) for i, o in sizes], precision)
-
-    def backward(rows: int) -> list:
-        of_weights, of_inputs = [(i, rows, o) for i, o in sizes], [(rows, o, i) for i, o in sizes[1:]]
-        return products(of_weights + of_inputs, config.precision)
-
-    acting = forward(envs, config.collect_precision or config.precision)
+    acting = products(forward(envs), config.collect_precision or config.precision)
     if reused:
-        all_products = acting * (length + 1) + (backward(length * envs) if agents else backward(envs) * length)
+        learning = acting + (products(backward(length * envs)) if agents else products(backward(envs)) * length)
     else:
-        all_products = acting * length + forward((length + 1) * envs, config.precision) + backward(length * envs)
-    mode = Precision(config.precision, device).matmul_mode
+        learning = products(forward((length + 1) * envs) + backward(length * envs))
+    all_products = acting * length + learning
 
     def multiply():
         with mode():

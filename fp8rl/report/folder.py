@@ -22,32 +22,25 @@ FILES = {
 
 
 def read_mark(path: Path) -> dict:
-    """The mark of a folder: `command` and `options`; empty if there is none, or nothing that the command writes first."""
-    try:
-        found = json.loads((path / MARK).read_text() or "{}")
-    except (OSError, ValueError):
-        return {}
-    good = isinstance(found, dict) and found.get("command") in FILES and isinstance(found.get("options"), dict)
-    return found if good and (path / FILES[found["command"]][0]).exists() else {}
+    """The mark of a folder, `command` and `options`; empty if there is none, or not the file that the command writes first."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no mark, or not one of ours
+        found = json.loads((path / MARK).read_text())
+        if isinstance(found["options"], dict) and (path / FILES[found["command"]][0]).exists():
+            return found
+    return {}
 
 
 def require_free(path: Path, command: str, overwrite: bool = False) -> None:
-    """Refuses an output folder that is in use for something else.
-
-    Raises:
-        FileExistsError: `path` is a file, a folder of somebody else's, or one of a run and `overwrite` is off.
-    """
+    """Raises FileExistsError if `path` is a file, a folder of somebody else's, or one of a run and `overwrite` is off."""
     if path.is_file():
         raise FileExistsError(f"out is {path}, which is a file: use a folder")
-    if path.is_dir() and not read_mark(path):
-        found = {entry.name for entry in path.iterdir()} - {MARK}
-        if found:
-            raise FileExistsError(f"out is {path}, which holds other files ({min(found)}): use a new folder")
+    if path.is_dir() and not read_mark(path) and (found := {entry.name for entry in path.iterdir()} - {MARK}):
+        raise FileExistsError(f"out is {path}, which holds other files ({min(found)}): use a new folder")
     _require_own(path, command, overwrite)
 
 
 def _require_own(path: Path, command: str, overwrite: bool) -> None:
-    """Refuses a folder whose files would be replaced without leave, or that no run wrote."""
+    """Raises FileExistsError if files would be replaced without leave, or that no run wrote."""
     mark = read_mark(path)
     if mark and not overwrite:
         raise FileExistsError(f"out is {path}, which holds another run: use a new folder, or add --overwrite to replace it")
@@ -56,13 +49,9 @@ def _require_own(path: Path, command: str, overwrite: bool) -> None:
         raise FileExistsError(f"out is {path}, whose {foreign[0]} no run wrote: use a new folder")
 
 
-class Folder:
-    """A folder that this process owns until it is closed. Make one by `create` or `reopen`.
-
-    Attributes:
-        path: where.
-        options: what the mark says, to go on with.
-    """
+class Folder(contextlib.AbstractContextManager):
+    """A folder that this process owns until it is closed, made by `create` or `reopen`. Raises OSError if it cannot be used, and
+    FileExistsError if another process is writing there."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -74,38 +63,28 @@ class Folder:
             raise FileExistsError(f"out is {path}, where another process is writing: wait for it or use another") from error
         except OSError as error:
             raise OSError(f"out is {path} and cannot be used ({error.strerror}): use another folder") from error
-        self.options = read_mark(path).get("options", {})
 
     @classmethod
     def create(cls, path: Path, command: str, options: dict, overwrite: bool = False) -> "Folder":
-        """A folder for a new run of a command, without the files of the run that it replaces. Ask `require_free` first.
-
-        Raises:
-            FileExistsError: another process is writing there, or has begun a run since. OSError: it cannot be made.
-        """
+        """A folder for a new run of a command, without the files of the run that it replaces. Ask `require_free` first; raises
+        FileExistsError if another process has begun a run since."""
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(f"out is {path} and cannot be made ({error.strerror}): use another folder") from error
-        folder = cls(path)
-        try:
+        with contextlib.ExitStack() as on_error:
+            folder = on_error.enter_context(cls(path))
             _require_own(path, command, overwrite)  # again, now that nobody else can fill it
             for name in FILES.get(read_mark(path).get("command"), ()):  # a run that fails is not mistaken for the old one
                 for file in (name, f"{name}.tmp"):
                     (path / file).unlink(missing_ok=True)
             folder.remember(command, options)
-        except BaseException:
-            folder.close()
-            raise
+            on_error.pop_all()
         return folder
 
     @classmethod
     def reopen(cls, path: Path, command: str) -> "Folder":
-        """The folder of a run that goes on, or one with nothing but a checkpoint of it.
-
-        Raises:
-            FileNotFoundError: no run of the command stands there. FileExistsError: another process is writing there.
-        """
+        """The folder of a run that goes on, or with nothing but its checkpoint. Raises FileNotFoundError if there is neither."""
         found = read_mark(path).get("command")
         alone = [name for name in FILES[command] if (path / name).exists()] == ["checkpoint.pt"]
         if found != command and (found or not alone):
@@ -114,7 +93,6 @@ class Folder:
 
     def remember(self, command: str, options: dict) -> None:
         """Writes the mark."""
-        self.options = options
         with self.writing():
             self._mark.truncate(0)
             self._mark.write(json.dumps({"command": command, "options": options}) + "\n")
@@ -140,9 +118,6 @@ class Folder:
     def close(self) -> None:
         """Lets others write in the folder."""
         self._mark.close()
-
-    def __enter__(self) -> "Folder":
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()

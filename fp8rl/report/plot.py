@@ -1,8 +1,5 @@
-"""Figures: arrays in, Axes out.
-
-The colours are those of Okabe and Ito, which colour-blind readers can tell apart; lines also differ in dash and marker, for
-print.
-"""
+"""Figures: arrays in, Axes out. The colours are those of Okabe and Ito, which colour-blind readers can tell apart; lines also
+differ in dash and marker, for print."""
 
 import io
 from collections.abc import Sequence
@@ -34,25 +31,18 @@ REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
 def film(
     policy, start_noise: float = 0.5, steps: int = 50, seed: int = 0, fps: int = 12, start: tuple[float, float] | None = None
 ) -> bytes:
-    """An endlessly looping GIF of the first steps of an episode, drawn by the environment's own render.
-
-    Args:
-        policy: maps an observation, float32 tensor [2], to an action.
-        start_noise, seed: for the start.
-        start: position and velocity to start from, instead of drawn ones.
-        steps: maximum number of frames; the end of the episode cuts it short.
-        fps: frames per second.
-    """
+    """An endlessly looping GIF of the first `steps` frames of an episode, or fewer if it ends, drawn by the environment's own
+    render. The policy maps an observation, float32 tensor [2], to an action. `start`: position and velocity to start from,
+    instead of drawn ones."""
     env = CustomEnv(start_noise, render_mode="rgb_array")
     obs, _ = env.reset(seed=seed)
     if start is not None:
         env.state = torch.tensor(start, dtype=torch.float32, device="cpu")
         obs = env.state.numpy()
-    frames, over = [env.render()], False
-    while len(frames) < steps and not over:
-        obs, _, terminated, truncated, _ = env.step(int(policy(torch.from_numpy(obs))))
+    frames, ends = [env.render()], [False]
+    while len(frames) < steps and not any(ends):
+        obs, _, *ends, _ = env.step(int(policy(torch.from_numpy(obs))))
         frames.append(env.render())
-        over = terminated or truncated
     first, *rest = [Image.fromarray(frame).quantize(32) for frame in frames]
     file = io.BytesIO()
     first.save(file, "GIF", save_all=True, append_images=rest, duration=1000 // fps, loop=0)
@@ -71,7 +61,7 @@ def references(ax: Axes, names: bool = True) -> Axes:
 
 
 def steps_axis(ax: Axes, ticks: int = 6) -> Axes:
-    """Labels the horizontal axis as environment steps: whole numbers in full, at most `ticks` of them but for one."""
+    """Labels the horizontal axis as environment steps: whole numbers in full, at most `ticks` + 1 of them."""
     ax.set_xlabel("environment steps")
     ax.xaxis.set_major_locator(MaxNLocator(ticks))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -80,12 +70,7 @@ def steps_axis(ax: Axes, ticks: int = 6) -> Axes:
 
 def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True) -> Axes:
     """Evaluation returns against environment steps, one line per name: the interquartile mean of the seeds, and their full range.
-
-    Args:
-        ax: where to draw.
-        curves: name -> (steps [E], returns [seeds, E]).
-        marks: draw CustomEnv's reference returns; False for other environments.
-    """
+    `curves`: name -> (steps [E], returns [seeds, E]). `marks`: draw the cart's reference returns; False for other tasks."""
     for style, (name, (steps, returns)) in zip(cycle(STYLES), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
         _central(ax, name, steps, returns, style)
@@ -97,14 +82,7 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], 
 
 
 def panels(axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True) -> Sequence[Axes]:
-    """Evaluation returns against environment steps, one panel per name: the seeds' interquartile mean, and each seed as a thin
-    line.
-
-    Args:
-        axes: where to draw, from left to right, with shared axes; one for each name.
-        curves: name -> (steps [E], returns [seeds, E]).
-        marks: draw the cart's reference returns; False for other tasks.
-    """
+    """Like `learning_curves`, with a panel per name, from left to right with shared axes, and each seed as a thin line."""
     for ax, style, (name, (steps, returns)) in zip(axes, cycle(STYLES), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
         ax.plot(steps, returns.T, color=style["color"], linewidth=0.7, alpha=0.35)
@@ -120,14 +98,8 @@ def _central(ax: Axes, name: str, steps: np.ndarray, returns: np.ndarray, style:
 
 
 def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str, window: int = 10) -> Axes:
-    """A training quantity against environment steps, one line per name: the mean of the seeds over a sliding window.
-
-    Args:
-        ax: where to draw.
-        runs: name -> (steps [n], values [seeds, n]).
-        label: the quantity, with its unit.
-        window: iterations averaged; all of them in a shorter run.
-    """
+    """A training quantity, with its unit in the label, against environment steps, one line per name: the mean of the seeds over a
+    sliding window of iterations, or over all of a shorter run. `runs`: name -> (steps [n], values [seeds, n])."""
     for style, (name, (steps, values)) in zip(cycle(STYLES), runs.items(), strict=False):
         width = max(1, min(window, len(steps)))
         smooth = np.convolve(np.mean(values, axis=0), np.ones(width) / width, "valid") if len(steps) else steps
@@ -138,12 +110,7 @@ def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str,
 
 def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
     """One row per name: the seeds' interquartile mean, its 95% bootstrap interval, and below them each seed's score as a tick.
-
-    Args:
-        ax: where to draw.
-        scores: name -> scores [seeds].
-        label: the score axis, with its unit.
-    """
+    `scores`: name -> scores [seeds]; the label has their unit."""
     for row, (style, (_, values)) in enumerate(zip(cycle(STYLES), scores.items(), strict=False)):
         low, high = bootstrap_interval(values)
         ax.plot(values, np.full(len(values), row + 0.25), "|", color=style["color"], markersize=8)
@@ -154,30 +121,8 @@ def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
     return ax
 
 
-def scaler_life(ax: Axes, updates: np.ndarray, scale: np.ndarray, skipped: np.ndarray) -> Axes:
-    """Loss scale against updates. A cross is a step that was skipped, at the scale that was too large for it.
-
-    Args:
-        ax: where to draw.
-        updates: [n] counted from 1.
-        scale: [n] after each update, halved by one that was skipped.
-        skipped: bool [n].
-    """
-    ax.step(updates, scale, where="post", color="#0072B2", label="loss scale")
-    ax.plot(updates[skipped], 2 * scale[skipped], "x", color="#D55E00", markersize=8, label="step skipped")
-    ax.set_yscale("log", base=2)
-    ax.set(xlabel="update", ylabel="loss scale")
-    ax.legend(fontsize=8)
-    return ax
-
-
 def number_line(ax: Axes, formats: dict[str, np.ndarray]) -> Axes:
-    """Every finite number of some formats as a tick on a line that is logarithmic away from zero.
-
-    Args:
-        ax: where to draw.
-        formats: name -> values [any number].
-    """
+    """Every finite number of some formats, name -> values [any number], as a tick on a line that is logarithmic away from 0."""
     for row, (style, (_, values)) in enumerate(zip(cycle(STYLES), formats.items(), strict=False)):
         values = values[np.isfinite(values)]
         ax.plot(values, np.full(len(values), row), "|", color=style["color"], markersize=16, markeredgewidth=0.8)
@@ -188,13 +133,8 @@ def number_line(ax: Axes, formats: dict[str, np.ndarray]) -> Axes:
 
 
 def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.ndarray) -> Axes:
-    """The probability of a push to the right over the state space, with its decision boundary in white and bang-bang's dashed.
-
-    Args:
-        ax: where to draw.
-        position, velocity: the grid's axes, [P] and [V].
-        right: probabilities [V, P].
-    """
+    """The probability of a push to the right, `right` [V, P], over positions [P] and velocities [V], with its decision boundary
+    in white and bang-bang's dashed."""
     mesh = ax.pcolormesh(position, velocity, right, cmap="cividis", vmin=0, vmax=1, rasterized=True)
     ax.figure.colorbar(mesh, ax=ax, label="probability of a push to the right")
     if right.min() < 0.5 < right.max():
@@ -206,12 +146,7 @@ def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.n
 
 
 def byte_bars(ax: Axes, sizes: dict[str, dict[str, float]]) -> Axes:
-    """Bytes per transition as groups of bars.
-
-    Args:
-        ax: where to draw.
-        sizes: group -> series -> bytes.
-    """
+    """Bytes per transition as groups of bars, group -> series -> bytes."""
     series = list(next(iter(sizes.values())))
     width = 0.8 / len(series)
     for i, (style, name) in enumerate(zip(cycle(STYLES[1:]), series, strict=False)):
@@ -223,32 +158,13 @@ def byte_bars(ax: Axes, sizes: dict[str, dict[str, float]]) -> Axes:
     return ax
 
 
-def growth(ax: Axes, steps: np.ndarray, curves: dict[str, np.ndarray]) -> Axes:
-    """Bytes against environment steps, in MiB above the first reading.
-
-    Args:
-        ax: where to draw.
-        steps: [n].
-        curves: name -> bytes [n].
-    """
-    for style, (name, values) in zip(cycle(STYLES), curves.items(), strict=False):
-        ax.plot(steps, (np.asarray(values) - values[0]) / 2**20, label=name, **{**style, "marker": ""})
-    steps_axis(ax).set_ylabel("MiB above the first reading")
-    ax.legend(fontsize=8)
-    return ax
-
-
 def breakage_map(
     ax: Axes, cells: dict[tuple[str, str], dict], places: dict[str, str], formats: dict[str, list[str]], relative: bool = False
 ) -> Axes:
     """What learning loses when one place's numbers are kept in few bits, as a heat map: hatched cells fail, dotted ones lie in
-    between.
-
-    Args:
-        cells: (place, format) -> its `score` against float32, and its `verdict`: fails, equal or between.
-        places: names of the rows. formats: groups of columns by name, formats as in lab/places.py.
-        relative: scores are quotients of costs, 1 and more; otherwise differences of returns, 0 and less.
-    """
+    between. `cells`: (place, format) -> its `score` against float32, and its `verdict`: fails, equal or between. `places`: names
+    of the rows. `formats`: groups of columns by name, formats as in lab/places.py. `relative`: scores are quotients of costs, 1
+    and more; otherwise differences of returns, 0 and less."""
     columns = [form for group in formats.values() for form in group]
     score = np.array([[float(cells[place, form]["score"]) for form in columns] for place in places])
     loss = np.log10(np.clip(score, 1, 100)) / 2 if relative else np.log10(np.clip(1 - score, 1, 200)) / np.log10(200)

@@ -16,11 +16,9 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Container, Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
-from concurrent.futures import wait as wait_for
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from pathlib import Path
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -44,30 +42,26 @@ MARGIN = 2.0
 FIELDS = ["arm", "precision", "collect_precision", "seed", "final_return", "area"]
 FIELDS += ["first_step_at_threshold", "seconds_to_threshold", "train_seconds", "failure"]
 FEWEST = 5  # seeds, for an interval and a verdict
-AGENTS = 64  # in a population, at most: more gain a few percent, but results come later and take more memory
+AGENTS = 64  # in a population, at most: with more, results come later and take more memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """Precisions compared on the same seeds."""
 
-    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8")
-    """What to compare; differences are taken to the first."""
-    seeds: int = 30
-    """Agents of each."""
-    first_seed: int = 0
-    """Seeds run upwards from here."""
-    collect_precision: str | None = None
-    """Train each precision once more, with the acting policy in this one."""
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8")  # What to compare; differences are taken to the first.
+    seeds: int = 30  # Agents of each.
+    first_seed: int = 0  # Seeds run upwards from here.
+    collect_precision: str | None = None  # Train each precision once more, with the acting policy in this one.
+    # Add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8 that leaves
+    # the scales out of its products, which must fail.
     controls: bool = False
-    """Add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8 that leaves
-    the scales out of its products, which must fail."""
+    # The task, as in `train`. The package has some of Gymnasium's as tensors; in any other the agents train one by one.
     env_id: str | None = None
-    """The task, as in `train`. The package has some of Gymnasium's as tensors; in any other the agents train one by one."""
+    # The return that every seed should end at; None is the reward threshold that Gymnasium's registration of the task names.
     threshold: float | None = None
-    """The return that every seed should end at; None is the reward threshold that Gymnasium's registration of the task names."""
+    # An arm passes if its seeds do, and if the interval of its difference to the first arm is within this of 0.
     margin: float = MARGIN
-    """An arm passes if its seeds do, and if the interval of its difference to the first arm is within this of 0."""
 
     def __post_init__(self):
         for name, value in {"seeds": self.seeds, "precisions": len(self.precisions)}.items():
@@ -81,11 +75,8 @@ class Comparison:
             Precision(name)
 
     def arms(self, suffix: str = "", **fields) -> tuple[dict[str, list[Config]], dict[str, list[Config]]]:
-        """The arms, name -> a config for each seed, and apart from them the control for `run_unscaled`, if any.
-
-        Args:
-            suffix: of all names. fields: of all configs.
-        """
+        """The arms, name -> a config for each seed, and apart from them the control for `run_unscaled`, if any; all with this
+        suffix of their names and these fields of their configs."""
 
         def runs(first: int = self.first_seed, **changes) -> list[Config]:
             return [Config(seed=seed, env_id=self.env_id, **fields, **changes) for seed in range(first, first + self.seeds)]
@@ -120,9 +111,8 @@ def run(config: Config) -> History:
     try:
         train(made, progress=False)
     except (ValueError, FloatingPointError, EnvironmentFailed) as error:
-        history, zero = made.history, {"iteration": 0.0, "steps": 0.0, "seconds": 0.0}
-        history.failure = str(error)
-        history.add({**(history.last if len(history) else zero), "eval_return": -math.inf})
+        made.history.failure = str(error)
+        made.history.add({"iteration": 0.0, "steps": 0.0, "seconds": 0.0, **made.history.last, "eval_return": -math.inf})
     return made.history
 
 
@@ -133,11 +123,8 @@ def run_unscaled(config: Config) -> History:
     def without_scales(a, b, emulate=None, matmul=fp8.scaled_matmul):
         return matmul(a._replace(scale=torch.ones_like(a.scale)), b._replace(scale=torch.ones_like(b.scale)), emulate)
 
-    intact, fp8.scaled_matmul = fp8.scaled_matmul, without_scales
-    try:
+    with mock.patch.object(fp8, "scaled_matmul", without_scales):
         return run(config)
-    finally:
-        fp8.scaled_matmul = intact
 
 
 def run_all(
@@ -150,20 +137,14 @@ def run_all(
 ) -> Iterator[tuple[Config, History]]:
     """Trains configs in parallel processes of one thread each, yielding each with its history as they finish (in any order).
 
-    Args:
-        configs: what to train.
-        workers: processes at a time; None is one a core.
-        progress: show a bar.
-        run: what a process does with each config alone; None trains them together, as populations, where that can be.
-        done: configs that need not be trained any more. The others train in the populations that they would have been in without
-            it, so that a study that goes on gives the same numbers bit for bit.
-        threshold: the bar counts agents that have reached this return.
+    `workers`: processes at a time; None is one a core. `run`: what a process does with each config alone; None trains them
+    together, as populations, where that can be. `done`: configs that need not be trained any more. The others train in the
+    populations that they would have been in without it, so that a study that goes on gives the same numbers bit for bit.
+    `threshold`: the bar counts agents that have reached this return.
 
-    Raises:
-        ChildProcessError: a process died. What a run raises is raised here. No worker outlives this process or the last result.
+    Raises what a run raises, and ChildProcessError if a process died. No worker outlives this process or the last result.
     """
-    reasons = {} if run else dict.fromkeys(filter(None, map(obstacle, configs)))
-    for reason in reasons:
+    for reason in {} if run else dict.fromkeys(filter(None, map(obstacle, configs))):
         warnings.warn(reason.replace("train it alone", "trained alone"), stacklevel=2)
     # Forked from a server that has only imported torch, which ends with this process: a fork of a process that has used torch's
     # threads can hang.
@@ -175,22 +156,22 @@ def run_all(
         return
     numbers = context.RawArray("d", 2 * len(tasks))
     pool = ProcessPoolExecutor(min(workers or cores(), len(tasks)), context, _begin_worker, (numbers,))
-    total = sum(config.iterations * config.steps_per_iteration for _, task in tasks for config in task)
-    agents = sum(len(task) for _, task in tasks)
+    agents = [config for _, task in tasks for config in task]
+    total = sum(config.iterations * config.steps_per_iteration for config in agents)
     try:
         with children_ignore_interrupts():
             futures = {pool.submit(_work, each, task, 2 * i, threshold): task for i, (each, task) in enumerate(tasks)}
         waiting = set(futures)
         with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
             while waiting:
-                ended, waiting = wait_for(waiting, 0.5, FIRST_COMPLETED)
-                bar.set_postfix_str(f"{agents} agents, {sum(numbers[1::2]):.0f} at {threshold:g}", refresh=False)
+                ended, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
+                bar.set_postfix_str(f"{len(agents)} agents, {sum(numbers[1::2]):.0f} at {threshold:g}", refresh=False)
                 bar.update(sum(numbers[::2]) - bar.n)
                 for future in ended:
                     for config, history in zip(futures[future], future.result(), strict=True):
                         if config not in done:
                             yield config, history
-    except BrokenProcessPool as error:
+    except BrokenExecutor as error:
         raise ChildProcessError("a process of the study died (killed, or out of memory): run the command again") from error
     except BaseException:
         for child in set(multiprocessing.active_children()) - others:
@@ -225,8 +206,8 @@ def _work(each: Callable | None, configs: list[Config], place: int, threshold: f
         return population.histories(configs)
     (config,) = configs
     history = each(config)
-    _numbers[place] = config.iterations * config.steps_per_iteration
-    _numbers[place + 1] = isinstance(history, History) and history.first_step_at(threshold) > 0
+    reached = isinstance(history, History) and history.first_step_at(threshold) > 0
+    _numbers[place : place + 2] = config.iterations * config.steps_per_iteration, reached
     return [history]
 
 
@@ -236,21 +217,17 @@ def _begin_worker(numbers) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its children
-    parent = multiprocessing.parent_process()
 
-    def follow() -> None:
-        wait([parent.sentinel])
+    def follow_parent() -> None:
+        multiprocessing.parent_process().join()
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=follow_parent, daemon=True).start()
 
 
 class Journal:
     """The finished runs of a study in a file, a JSON object a line: arm, config and the history's rows that hold an evaluation.
-
-    Attributes:
-        histories: of the finished runs, by arm and config, with those rows alone.
-    """
+    `histories` has them by arm and config, with those rows alone."""
 
     def __init__(self, path: Path):
         self.path, self.histories = path, {}
@@ -277,13 +254,10 @@ class Journal:
 
 
 def summarize(config: Config, history: History, arm: str | None = None, threshold: float = THRESHOLD) -> dict[str, float | str]:
-    """One run as a row of results.csv. `arm` names the group it is compared in, the precision if not given.
-
-    final_return: mean of the last evaluation, minus infinity if the run failed. area: mean of all evaluations, the normalized
-    area under the learning curve.
-    first_step_at_threshold and seconds_to_threshold: environment steps and training seconds at the first evaluation that reached
-    the threshold, NaN if none did.
-    """
+    """One run as a row of results.csv. `arm` names the group it is compared in, the precision if not given. `final_return`: mean
+    of the last evaluation, minus infinity if the run failed. `area`: mean of all evaluations, the normalized area under the
+    learning curve. `first_step_at_threshold`, `seconds_to_threshold`: environment steps and training seconds at the first
+    evaluation that reached the threshold, NaN if none did."""
     first = history.first_step_at(threshold)
     reached = history.column("steps") == first
     return {
@@ -330,24 +304,18 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD, ma
     (seed by seed). An arm passes when every seed ends at the threshold or above it and the difference's interval lies within
     +-margin; with fewer than FEWEST seeds there is no interval and no verdict. A seed that failed counts as minus infinity."""
     final, first = scores(results, "final_return"), scores(results, "first_step_at_threshold")
-    baseline = arms[0]
-    lines = [
-        f"| arm | final return, IQM [95%] | lowest seed | seeds at {threshold:g} | minus {baseline}, IQM [95%] | verdict "
-        f"| first at {threshold:g}, median steps |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    heads = f"final return, IQM [95%] | lowest seed | seeds at {threshold:g} | minus {arms[0]}, IQM [95%] | verdict"
+    lines = [f"| arm | {heads} | first at {threshold:g}, median steps |", f"|{' --- |' * 7}"]
     for name in arms:
         values, failed = final[name], sum(bool(row.get("failure")) for row in results if row["arm"] == name)
         with np.errstate(invalid="ignore"):  # of two seeds that failed
-            difference = np.nan_to_num(values - final[baseline], nan=0.0, neginf=-np.inf, posinf=np.inf)
+            difference = np.nan_to_num(values - final[arms[0]], nan=0.0, neginf=-np.inf, posinf=np.inf)
         passes = values.min() >= threshold and np.abs(bootstrap_interval(difference)).max() <= margin
         verdict = f"fewer than {FEWEST} seeds" if len(values) < FEWEST else "pass" if passes else "fail"
         reached = f"{(values >= threshold).sum()} of {len(values)}" + (f", {failed} failed" if failed else "")
-        lines.append(
-            f"| {name} | {with_interval(values)} | {values.min():.2f} | {reached} "
-            f"| {'' if name == baseline else with_interval(difference, signed=True)} | {verdict} "
-            f"| {median_of(first[name], ',.0f')} |"
-        )
+        minus = "" if name == arms[0] else with_interval(difference, signed=True)
+        cells = name, with_interval(values), f"{values.min():.2f}", reached, minus, verdict, median_of(first[name], ",.0f")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -359,8 +327,5 @@ def median_of(values: np.ndarray, form: str) -> str:
 
 def with_interval(values: np.ndarray, signed: bool = False) -> str:
     """An interquartile mean as text, with its 95% bootstrap interval if there are FEWEST seeds or more."""
-    low, high = bootstrap_interval(values)
-    form = "+.2f" if signed else ".2f"
-    if len(values) < FEWEST:
-        return f"{iqm(values):{form}}"
-    return f"{iqm(values):{form}} [{low:{form}}, {high:{form}}]"
+    form, (low, high) = "+.2f" if signed else ".2f", bootstrap_interval(values)
+    return f"{iqm(values):{form}}" + (f" [{low:{form}}, {high:{form}}]" if len(values) >= FEWEST else "")

@@ -1,11 +1,10 @@
-"""Faster forms of the core's plain code: the network for many rows, forward passes reused from acting to learn, and the compiled
+"""Other forms of the core's plain code: the network for many rows, forward passes reused from acting to learn, and the compiled
 collection loop. Each computes the same as the plain form, apart from rounding.
 
-With many rows on a CPU in bfloat16, matmuls take only half of the time; casts, biases, ReLU and copies take the rest. So there
-ReLU works on bits, the bias of the first layer is the weight of an input that is always 1, both heads are one layer, the narrow
-matrices have their rows contiguous in memory, and the backward pass recomputes the narrow first layer, whose output it would
-otherwise store and read. With few rows the calls take the time, and compiling 16 time steps into one C++ function saves most of
-them.
+With many rows on a CPU in bfloat16, casts, biases, ReLU and copies take time, too, not only matmuls. So there ReLU works on bits,
+the bias of the first layer is the weight of an input that is always 1, both heads are one layer, the narrow matrices have their
+rows contiguous in memory, and the backward pass recomputes the narrow first layer, whose output it would otherwise have to store.
+With few rows the calls take the time, so 16 time steps are compiled into one C++ function.
 """
 
 import os
@@ -19,10 +18,11 @@ from torch.nn.functional import linear
 
 from ..model import ActorCritic
 from ..precision import Precision
-from ..rollout import Around, Rollout, unroll
+from ..rollout import Rollout, unroll
 from ..train import Learner
+from .around import Around
 
-MANY = 2**16  # numbers in a hidden layer from which on arithmetic costs more than the calls
+MANY = 2**16  # numbers in a hidden layer from which on the forms for many rows compute it
 CHUNK = 16  # time steps that `compiled` combines: more take longer to compile, fewer leave more calls
 
 
@@ -46,7 +46,6 @@ class ManyRows(ActorCritic):
     for bit."""
 
     def forward(self, obs, state=None, first=None):
-        """Like ActorCritic.forward."""
         return self._in_one(obs) if self._fits(obs) else super().forward(obs, state, first)
 
     def acting(self, rows: int):
@@ -55,15 +54,11 @@ class ManyRows(ActorCritic):
         return FewRows(self) if plain and rows * self.hidden_size < MANY else self
 
     def policy(self, obs, state=None):
-        """Like ActorCritic.policy."""
-        if self._fits(obs):
-            return self._in_one(obs)[0], None
         if obs.numel() // obs.shape[-1] * self.hidden_size < MANY:
             return super().policy(obs, state)
-        return super().step(obs, state)[0], None
+        return ManyRows.step(self, obs, state)[0], None  # self.step may be that of a subclass that changes observations
 
     def step(self, obs, state=None):
-        """Like ActorCritic.step."""
         return (*self._in_one(obs), None) if self._fits(obs) else super().step(obs, state)
 
     def _fits(self, obs: torch.Tensor) -> bool:
@@ -80,10 +75,8 @@ class ManyRows(ActorCritic):
         return logits.t().unflatten(0, shape), values.unflatten(0, shape)
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like ActorCritic.heads."""
         if hidden.numel() < MANY:
             return super().heads(hidden)
-        # One matmul for both: with many rows a single column takes as long as sixty.
         heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
         outputs = linear(hidden, *(torch.cat(pair) for pair in heads)).float()
         return self.outputs(outputs[..., :-1]), outputs[..., -1]
@@ -91,26 +84,25 @@ class ManyRows(ActorCritic):
 
 def relu_(x: torch.Tensor) -> torch.Tensor:
     """ReLU of a bfloat16 tensor, in place, by its bits: a negative number is also negative when read as an integer. Torch's ReLU
-    goes through float32 and takes six times as long. On x86 a NaN becomes 0."""
+    goes through float32. On x86 a NaN becomes 0."""
     x.view(torch.int16).clamp_(min=0)
     return x
 
 
 def relu_backward_(grad: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Overwrites `grad`, the gradient of ReLU's `output`, with that of its input, both bfloat16. By bits again: multiplied by 1
-    where the output is positive, else by 0. The output is overwritten too."""
+    """Overwrites `grad`, the gradient of ReLU's `output`, with that of its input, both bfloat16: times 1 where the output is
+    positive, else 0, by bits again. The output is overwritten, too."""
     grad.view(torch.int16).mul_(output.view(torch.int16).clamp_(max=1))
     return grad
 
 
 class BF16Network(torch.autograd.Function):
-    """The feed-forward network in bfloat16: the computation of autocast and autograd, in the form that the module describes.
-    Gradients of the weights have bfloat16 precision, as under autocast."""
+    """The feed-forward network in bfloat16, in the form that the module describes: maps obs float32 [B, F] and the parameters of
+    inputs, hidden, actor and critic to logits [A, B] and values [B], float32. Gradients of the weights have bfloat16 precision,
+    as under autocast."""
 
     @staticmethod
     def forward(ctx, obs, *parameters):
-        """Maps obs float32 [B, F] and the parameters of inputs, hidden, actor and critic to logits [A, B] and values [B],
-        float32."""
         weight1, bias1, weight2, bias2, actor_weight, actor_bias, critic_weight, critic_bias = parameters
         inputs = obs.new_ones((obs.shape[1] + 1, len(obs)), dtype=torch.bfloat16)
         inputs[:-1] = obs.t()
@@ -140,16 +132,11 @@ class BF16Network(torch.autograd.Function):
 
 
 class Reuse:
-    """`unroll` with gradient, keeping what an update on the new rollout needs.
-
-    Attributes:
-        obs: the last rollout's. computed: its outputs [T+1, N, A or 2 A] and values [T+1, N], with their gradient.
-    """
+    """`unroll` with gradient. Keeps the last rollout's `obs`, and `computed`: its outputs [T+1, N, A or 2 A] and values [T+1, N],
+    with their gradient."""
 
     def __init__(self, model: ActorCritic, precision: Precision):
-        self.model, self.precision = model, precision
-        self.values: list[torch.Tensor] = []
-        self.obs = self.computed = None
+        self.model, self.precision, self.values, self.obs, self.computed = model, precision, [], None, None
 
     def policy(self, obs, state):
         """Like ActorCritic.policy, and keeps the values."""
@@ -165,6 +152,7 @@ class Reuse:
             last_outputs, last_value, _ = self.model.step(env.obs, state)
         with torch.enable_grad():
             self.computed = torch.cat((outputs, last_outputs.unsqueeze(0))), torch.stack((*self.values, last_value))
+        self.values.clear()
         self.obs = rows[0]
         return (*rows, outputs.detach()), None if state is None else state.detach()
 
@@ -177,7 +165,6 @@ class Reusing(Around):
         self.reuse = reuse
 
     def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
-        """Like Learner.update."""
         computed = self.reuse.computed if batch.obs is self.reuse.obs else None
         self.reuse.obs = self.reuse.computed = None  # once: after an update the weights are others
         return self.inner.update(batch, record, computed)

@@ -16,8 +16,9 @@ from collections.abc import Callable
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..rollout import Around, Collector, Rollout
+from ..rollout import Collector, Rollout
 from ..train import Learner
+from .around import Around
 
 # Eager calls before the capture, on the same stream: they initialize libraries and lazily created state (Adam's, the scaler's).
 WARMUP = 3
@@ -25,19 +26,11 @@ GRAPHED = ("cuda",)  # types of devices that have graphs
 
 
 class Graphed:
-    """A function of tensors, in tuples or Rollouts, run eagerly for its first calls, captured at the next and replayed from then
-    on. What it returns is overwritten by the next call.
-
-    Args:
-        function: works on CUDA tensors without reading them on the host. It must update its own state in place.
-        device: of the tensors.
-    """
+    """A function of CUDA tensors, in tuples or Rollouts, that updates its own state in place: run eagerly for its first calls,
+    captured at the next and replayed from then on. What it returns is overwritten by the next call."""
 
     def __init__(self, function: Callable, device: torch.device):
-        self.function = function
-        self.stream = torch.cuda.Stream(device)
-        self.calls = 0
-        self.graph = None
+        self.function, self.stream, self.calls, self.graph = function, torch.cuda.Stream(device), 0, None
 
     def __call__(self, *batches):
         self.calls += 1
@@ -50,12 +43,12 @@ class Graphed:
             outside.wait_stream(self.stream)
             return result
         if self.graph is None:
-            self.inputs = [tree_map(lambda x: x if x is None else x.clone(), batch) for batch in batches]
+            self.inputs = tree_map(lambda x: x if x is None else x.clone(), batches)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.device(self.stream.device), uncollected(), torch.cuda.graph(graph, stream=self.stream):
                 self.result = self.function(*self.inputs)
             self.graph = graph
-        for mine, new in zip(tree_leaves(self.inputs), tree_leaves(list(batches)), strict=True):
+        for mine, new in zip(tree_leaves(self.inputs), tree_leaves(batches), strict=True):
             if mine is not None:
                 mine.copy_(new)
         self.graph.replay()
@@ -79,32 +72,30 @@ class GraphedCollector(Around):
 
     def __init__(self, inner: Collector):
         super().__init__(inner)
-        self.held = inner.env.tensors()
+        env, self.held, self.graph = inner.env, inner.env.tensors(), Graphed(self.play, inner.env.device)
         if inner.model.recurrent:
-            shape = inner.env.num_envs, inner.model.hidden_size
-            inner.state = torch.zeros(shape, dtype=torch.float32, device=inner.env.device)
-        self.graph, self.state = Graphed(self.play, inner.env.device), inner.state
+            inner.state = torch.zeros(env.num_envs, inner.model.hidden_size, dtype=torch.float32, device=env.device)
+        self.state = inner.state
 
     def collect(self, learned: torch.nn.Module) -> Rollout:
-        """Like Collector.collect."""
         self.inner.sync(learned)
         return self.graph(*self.inner.draw())
 
     def play(self, noise: torch.Tensor, starts: tuple) -> Rollout:
-        """Like Collector.play, in place."""
         rollout = self.inner.play(noise, starts)
+        self.put_back()
+        return rollout
+
+    def put_back(self) -> None:
+        """Copies what the next rollout starts from to where the last one found it."""
         for name, now in self.inner.env.tensors().items():
             setattr(self.inner.env, name, self.held[name].copy_(now))
-        if self.state is not None:
+        if self.inner.state is not None:
             self.inner.state = self.state.copy_(self.inner.state)
-        return rollout
 
     def load_state_dict(self, state: dict, rollouts: int) -> None:
         self.inner.load_state_dict(state, rollouts)
-        for name, now in self.inner.env.tensors().items():
-            setattr(self.inner.env, name, self.held[name].copy_(now))
-        if self.state is not None and self.inner.state is not None:
-            self.inner.state = self.state.copy_(self.inner.state)
+        self.put_back()
 
 
 class GraphedLearner(Around):
@@ -115,7 +106,6 @@ class GraphedLearner(Around):
         self.graphs: dict[tuple, Graphed] = {}  # for each form of a batch, and one more that records
 
     def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
-        """Like Learner.update."""
         batch = batch.to(self.inner.device)
         key = record, *(None if x is None else x.shape for x in batch)  # a replayed one may have the same shapes but no state
         if key not in self.graphs:

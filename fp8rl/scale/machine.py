@@ -1,21 +1,20 @@
 """Where and how fast a run computes.
 
-`Machine` describes it, `build` composes it, with parts around parts. A run has four parts, each optionally on its own device:
+Its parts may each be on a device of their own:
 
     learner      the parameters, the optimizer and the loss                      device
     collector    the environments and the acting policy                          collect_device
     store        the replay ring                                                 store_device
     evaluator    its own copy of the weights and its own environments            evaluate_device
 
-Only rollouts, slices and weights pass between them. Weights are copied, never shared. (The scheme is that of rlstructures:
-separate devices for learner, batcher and evaluation.) What is learned is defined in Config; a resumed run may change its Machine
-but not its Config.
+Only rollouts, slices and copies of the weights pass between them. (The scheme is that of rlstructures: separate devices for
+learner, batcher and evaluation.) What is learned is defined in Config; a resumed run may change its Machine but not its Config.
 """
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -41,7 +40,7 @@ from .recurrent import Recurrent
 from .storage import StoredRing
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Machine:
     """Where and how fast a run computes."""
 
@@ -76,36 +75,22 @@ class Machine:
     def __post_init__(self):
         if self.memmap is not None:
             object.__setattr__(self, "memmap", str(self.memmap))  # if it is a Path
-        for name, device in self.devices.items():
-            torch_device(device, name)
+        count = torch.cuda.device_count()
+        here = ["cpu", *(f"cuda:{i}" for i in range(count))]
+        for field, device in self.devices.items():
+            if device not in here and not (device == "cuda" and count):
+                raise ValueError(f"{field} is {device!r} and torch cannot use it here: choose from {', '.join(here)}")
 
     @property
     def devices(self) -> dict[str, str]:
         """The devices that are set, by field."""
-        names = ("device", "collect_device", "store_device", "evaluate_device")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        fields = ("device", "collect_device", "store_device", "evaluate_device")
+        return {field: getattr(self, field) for field in fields if getattr(self, field) is not None}
 
     def on(self, part: str) -> torch.device:
         """The device of a part: learn, collect, store or evaluate."""
-        if part == "store" and self.memmap:
-            return torch.device("cpu")
-        device = torch_device(self.device if part == "learn" else getattr(self, f"{part}_device") or self.device)
+        device = "cpu" if part == "store" and self.memmap else getattr(self, f"{part}_device", None) or self.device
         return torch.empty(0, device=device).device  # with its index, like the device of tensors on it
-
-
-def torch_device(name: str, field: str = "device") -> torch.device:
-    """A CPU or CUDA device that exists; otherwise raises ValueError naming the Machine's `field` and the devices that do."""
-    count = torch.cuda.device_count()
-    try:
-        device = torch.device(name)
-    except RuntimeError:  # not a device known to torch
-        device = torch.device("meta")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type == "cuda" and (device.index or 0) < count:
-        return device
-    devices = ["cpu", *(f"cuda:{i}" for i in range(count))]
-    raise ValueError(f"{field} is {name!r} and torch cannot use it here: choose from {', '.join(devices)}")
 
 
 HERE = Machine()
@@ -116,25 +101,21 @@ NETWORKS |= {("mlp", True): NormalizedRows, ("gru", True): NormalizedRecurrent}
 
 def build(config: Config, machine: Machine = HERE, state: dict | None = None, kind: type[Run] = Run) -> Run:
     """A run of a config on a machine, new or, with a `state` from `checkpoint.resume`, resumed. `kind`: Run, or a subclass with
-    another schedule. Raises ValueError if the machine cannot do what the config asks for or the state does not fit it,
-    MemoryError if the ring does not fit, OSError if its folder cannot be used, and EnvironmentFailed if a Gymnasium environment
-    raises."""
+    another schedule. Raises ValueError if the machine cannot do what the config asks for or the state does not fit it, and what
+    StoredRing and GymEnv raise."""
     group = ranks.Ranks() if ranks.rank_and_size()[1] > 1 else OneProcess()
     check(config, machine, group.size)
-    gymnasium, seed = uses_gymnasium(config, machine), config.seed
-    if group.rank:
-        seed = seed_of(seed, "weights", group.rank)
-    # The environments and the networks
+    seed = seed_of(config.seed, "weights", group.rank) if group.rank else config.seed
     learning = Precision(config.precision, machine.on("learn"))
     acting = Precision(config.collect_precision or config.precision, machine.on("collect"))
-    make_env = maker(config, machine, state, group.rank)
+    iteration = len(state["history"].get("iteration", ())) if state else 0  # Gymnasium starts other episodes then
+    first_seed = seed_of(seed_of(config.seed, "starts", iteration), "starts", group.rank)
+    make_env = maker(config, machine, first_seed)
     env = make_env(config, config.num_envs // group.size, config.start_noise, acting.device, seed)
     model = make_network(config, env, NETWORKS[config.encoder, config.normalize_obs])
     apart = machine.collect_ahead or (acting.name, acting.device) != (learning.name, learning.device)
     actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` swaps the learner's layers
     model = learning.prepare(model)
-    actor = actor if apart else model
-    # Who learns
     graph = machine.graph and learning.device.type in graphs.GRAPHED
     if config.formats:
         formats = dict(entry.split("=", 1) for entry in config.formats.split())
@@ -146,68 +127,59 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     learner = Learner(config, model, learning, optimizer, rewards, group.all_reduce)
     if learning.rules.forward:
         learner = Recorded(learner)
-    # Who collects
-    loop = unroll
-    if machine.compile:
-        loop = fused.compiled()
+    loop = fused.compiled() if machine.compile else unroll
     if machine.reuse_forward:
         loop = fused.Reuse(model, learning)
         learner = fused.Reusing(learner, loop)
-    collector = Collector(env, actor, acting, config.rollout_length, seed, loop)
+    collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
     if graph:
         collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
     if config.normalize_obs:
         collector = Following(collector, group.all_reduce)
-    collector, judge = InTurn(collector), make_judge(config, machine, model)
-    if machine.collect_ahead:
-        collector = Ahead(collector.inner, learning, config.iterations)
+    collector = Ahead(collector, learning, config.iterations) if machine.collect_ahead else InTurn(collector)
     if config.formats:
         collector, judge = Unpacked(collector, optimizer), Unpacked(judge, optimizer)
-    parts = Parts(collector, learner, judge, make_ring(config, machine, env), group)
-    run = kind(config, parts)
-    if state:
-        run.load_state_dict({**state, "waiting": {}} if gymnasium else state)  # Gymnasium's episodes cannot be continued
-    if state and gymnasium:
+    run = kind(config, Parts(collector, learner, judge, make_ring(config, machine, env), group))
+    if state and uses_gymnasium(config, machine):  # its episodes cannot be continued
+        run.load_state_dict({**state, "waiting": {}})
         run.returns, run.ring.new_episodes = EpisodeReturns(env.num_envs), True
         collector.restart()
         rewards.open.zero_()
+    elif state:
+        run.load_state_dict(state)
     return run
 
 
 def check(config: Config, machine: Machine, size: int) -> None:
-    """Rejects combinations of settings that do not work together.
-
-    Raises:
-        ValueError: such a field, with what to use instead.
-    """
+    """Raises ValueError for a combination of settings that do not work together, with what to use instead, in a run that `size`
+    processes share."""
 
     def require(field: str, good: bool, remedy: str, beside: str = "") -> None:
         if not good:
             value = getattr(machine, field) if hasattr(machine, field) else getattr(config, field)
             raise ValueError(f"{field} is {value}{beside}: {remedy}")
 
-    own, one = not uses_gymnasium(config, machine), machine.on("collect") == machine.on("learn") and not machine.collect_ahead
+    one = machine.on("collect") == machine.on("learn") and not machine.collect_ahead
+    acting = config.collect_precision or config.precision
     require("memmap", machine.memmap != "", "choose a folder")
-    both = machine.memmap is not None and machine.store_device is not None
-    require("memmap", not both, "use a folder or store_device, not both")
+    require("memmap", None in (machine.memmap, machine.store_device), "use a folder or store_device, not both")
     require("vectorization", machine.vectorization is None or config.env_id is not None, "leave it out, it needs env_id")
     if machine.reuse_forward:
-        same = one and config.fresh_updates == 1 and config.collect_precision in (None, config.precision)
+        same = one and config.fresh_updates == 1 and acting == config.precision
         require("reuse_forward", same, "leave it out, it needs an actor that is the learner, and fresh_updates")
     if machine.compile:
         plain = config.env_id is None and machine.on("collect").type == "cpu" and not machine.reuse_forward
-        plain = plain and not PRECISIONS[config.collect_precision or config.precision].forward
         remedy = "leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse_forward"
-        require("compile", plain, remedy)
+        require("compile", plain and not PRECISIONS[acting].forward, remedy)
         fused.require_compiler()
     if machine.graph:
         remedy = "leave it out, or learn and collect on one device, in turn, in one of the package's environments"
-        require("graph", own and one, remedy)
+        require("graph", one and not uses_gymnasium(config, machine), remedy)
         # Replays overwrite the observations that a stored forward pass still needs for its gradient.
         require("reuse_forward", not machine.reuse_forward, "leave it out (--no-reuse-forward) with graph")
     if machine.collect_ahead:
-        tf32 = "tf32" in (config.precision, config.collect_precision)
-        require("precision", not tf32, "choose another for collect_ahead, TF32 is a process-wide switch")
+        remedy = "choose another for collect_ahead, TF32 is a process-wide switch"
+        require("precision", "tf32" not in (config.precision, acting), remedy)
     if config.normalize_obs:
         plain = not (machine.graph or machine.compile or machine.collect_ahead)
         require("normalize_obs", plain, "leave it out, or graph, compile and collect_ahead")
@@ -216,21 +188,19 @@ def check(config: Config, machine: Machine, size: int) -> None:
     for place in places:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
     if "weights" in places:
-        same = config.collect_precision in (None, config.precision)
-        require("collect_precision", same, "leave it out, its copy of the weights is float32")
+        require("collect_precision", acting == config.precision, "leave it out, its copy of the weights is float32")
         require("formats", not places["weights"].block, "leave block out, a run keeps one scale for each tensor of weights")
     if places:
         alone = size == 1 and one and not (machine.graph or machine.reuse_forward or machine.compile)
         alone = alone and machine.on("evaluate") == machine.on("learn")
         require("formats", alone, "leave it out, or compute on one device, in one process and without other options")
     if size > 1:
-        for field, good, remedy in (
-            ("num_envs", config.num_envs % size == 0, f"use a multiple of {size}"),
-            ("batch_size", config.batch_size // config.slice_length % size == 0, f"use a multiple of {size} slices"),
-            ("memmap", machine.memmap is None, "leave it out"),
-            ("graph", not machine.graph, "leave it out"),
-        ):
-            require(field, good, remedy, f" and {size} processes share the run")
+        shared = f" and {size} processes share the run"
+        require("num_envs", config.num_envs % size == 0, f"use a multiple of {size}", shared)
+        slices = config.batch_size // config.slice_length
+        require("batch_size", slices % size == 0, f"use a multiple of {size} slices", shared)
+        require("memmap", machine.memmap is None, "leave it out", shared)
+        require("graph", not machine.graph, "leave it out", shared)
 
 
 def uses_gymnasium(config: Config, machine: Machine) -> bool:
@@ -238,25 +208,21 @@ def uses_gymnasium(config: Config, machine: Machine) -> bool:
     return config.env_id is not None and (machine.vectorization is not None or task_of(config.env_id) is None)
 
 
-def maker(config: Config, machine: Machine, state: dict | None = None, rank: int = 0) -> Callable:
-    """What makes the training environments, like `make_cart`. Those of Gymnasium start other episodes in a resumed run."""
+def maker(config: Config, machine: Machine, first_seed: int) -> Callable:
+    """What makes environments, like `make_cart`. Environment i of Gymnasium starts from `first_seed` + i."""
     if config.env_id is None:
         return make_cart
-    if not uses_gymnasium(config, machine):
-        return make_task
-    iteration = len(state["history"].get("iteration", ())) if state else 0
-    first_seed = seed_of(seed_of(config.seed, "starts", iteration), "starts", rank)  # environment i of a run uses this + i
-    return functools.partial(make_gym, machine.vectorization or "sync", first_seed)
+    return functools.partial(make_gym, machine, first_seed) if uses_gymnasium(config, machine) else make_task
 
 
-def make_gym(vectorization: str, first_seed: int, config: Config, num_envs: int, start_noise, device, *_) -> GymEnv:
+def make_gym(machine: Machine, first_seed: int, config: Config, num_envs: int, start_noise, device, *_) -> GymEnv:
     """Gymnasium environments in place of `make_cart`; they have random numbers of their own."""
-    return GymEnv(config.env_id, num_envs, device, first_seed, vectorization)
+    return GymEnv(config.env_id, num_envs, device, first_seed, machine.vectorization or "sync")
 
 
 def make_task(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> TensorEnv:
     """The tensor form of a Gymnasium environment in place of `make_cart`; it has its own starts."""
-    return task_of(config.env_id)(num_envs, device, seed, purpose)
+    return task_of(config.env_id)(num_envs, device=device, seed=seed, purpose=purpose)
 
 
 def make_ring(config: Config, machine: Machine, env) -> StoredRing:
@@ -269,10 +235,8 @@ def make_ring(config: Config, machine: Machine, env) -> StoredRing:
 
 def make_judge(config: Config, machine: Machine, model: ActorCritic) -> Judge:
     """The judge, perhaps on a device of its own, and in Gymnasium environments separate from training."""
-    precision, make_env = Precision(config.precision, machine.on("evaluate")), maker(config, machine)
-    if uses_gymnasium(config, machine):
-        # One process for all episodes: starting one per episode takes longer than it saves.
-        form = "vector_entry_point" if machine.vectorization == "vector_entry_point" else "sync"
-        make_env = functools.partial(make_gym, form, 2**31)
-    elsewhere = precision.device != machine.on("learn")
-    return Judge(config, precision, make_env, copy.deepcopy(model).to(precision.device) if elsewhere else None)
+    precision = Precision(config.precision, machine.on("evaluate"))
+    if machine.vectorization == "async":  # which would start a process for each episode
+        machine = dataclasses.replace(machine, vectorization="sync")
+    own = copy.deepcopy(model).to(precision.device) if precision.device != machine.on("learn") else None
+    return Judge(config, precision, maker(config, machine, first_seed=2**31), own)

@@ -10,7 +10,8 @@ ratios correct as they do for earlier weights.
 
 import torch
 
-from ..rollout import Around, Collector, Rollout
+from ..rollout import Collector, Rollout
+from .around import Around
 from .fused import ManyRows
 from .recurrent import Recurrent
 
@@ -34,15 +35,12 @@ class Normalized:
         return ((obs - self.mean) * scale).clamp(-LIMIT, LIMIT)
 
     def forward(self, obs, state=None, first=None):
-        """Like ActorCritic.forward."""
         return super().forward(self.normalize(obs), state, first)
 
     def policy(self, obs, state=None):
-        """Like ActorCritic.policy."""
         return super().policy(self.normalize(obs), state)
 
     def step(self, obs, state=None):
-        """Like ActorCritic.step."""
         return super().step(self.normalize(obs), state)
 
     def acting(self, rows: int):
@@ -57,7 +55,7 @@ class Normalized:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Adds what was watched last to the statistics (Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
+        """Adds to the statistics what was watched last (Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
         variance")."""
         new, added, squares = self.waiting.split([1, len(self.mean), len(self.mean)])
         count = self.seen + new
@@ -85,7 +83,6 @@ class Following(Around):
         self.all_reduce = all_reduce
 
     def collect(self, learned: Normalized) -> Rollout:
-        """Like Collector.collect."""
         if not learned.seen:
             learned.watch(self.inner.env.obs, self.all_reduce)
         learned.settle()

@@ -7,16 +7,14 @@ import torch
 from torch import nn
 
 from .. import fp8
-from ..rollout import Around, Rollout
+from ..rollout import Rollout
+from .around import Around
 
 
 def measure(x: torch.Tensor, quantized: fp8.Quantized) -> dict[str, torch.Tensor]:
-    """Effects of quantizing a tensor, scalars in float32.
-
-    saturated: fraction of elements beyond the format's largest number. flushed: fraction of nonzero elements that became 0.
-    scale: the largest scale. snr_db: signal-to-noise ratio, 10 log10(sum x^2 / sum error^2). nonfinite: number of elements that
-    were not finite.
-    """
+    """Effects of quantizing a tensor, float32 scalars: the fraction of elements beyond the format's largest number (`saturated`)
+    and of nonzero ones that became 0 (`flushed`), the largest `scale`, the signal-to-noise ratio 10 log10(sum x^2 / sum error^2)
+    (`snr_db`), and the number of elements that were not finite (`nonfinite`)."""
     x = x.float()
     error = x - quantized.dequantize()
     nonzero = (x != 0).sum().clamp(min=1)
@@ -53,9 +51,5 @@ class Recorded(Around):
     """A learner whose updates, where asked to, record what quantization does."""
 
     def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
-        """Like Learner.update."""
-        if not record:
-            return self.inner.update(batch, False, computed)
-        with recorded(self.inner.model) as found:
-            stats = self.inner.update(batch, True, computed)
-        return stats | found
+        with recorded(self.inner.model) if record else contextlib.nullcontext({}) as found:
+            return self.inner.update(batch, record, computed) | found

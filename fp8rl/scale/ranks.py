@@ -11,6 +11,7 @@ torchrun starts the processes and tells each its rank. Without it the functions 
 import atexit
 import os
 import signal
+from collections.abc import Callable
 
 import torch
 
@@ -22,24 +23,19 @@ from ..train import OneProcess
 
 
 def start(devices: dict[str, str] | None = None) -> None:
-    """Joins the processes that torchrun started, if it started this one: over gloo, and also over nccl for a run with a part on
-    CUDA. There "cuda" then means this process's own GPU.
-
-    Args:
-        devices: those of the run's parts, by the Machine's fields.
-
-    Raises:
-        ValueError: a part is on CUDA and the processes of this machine cannot have one GPU each.
-    """
+    """Joins the processes that torchrun started, if it started this one: over gloo, and also over nccl if one of the `devices` of
+    the run's parts, by the Machine's fields, is on CUDA. There "cuda" then means this process's own GPU. Raises ValueError if the
+    processes of this machine cannot have one GPU each."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
         return
     gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     cuda = {field: device for field, device in (devices or {}).items() if device.startswith("cuda")}
     for field, device in cuda.items():
-        if here > gpus or (here > 1 and device != "cuda"):
-            fewer = f"start at most {gpus} (--nproc-per-node) or use the CPU"
-            remedy = fewer if here > gpus else "use 'cuda', which gives each process its own GPU"
-            raise ValueError(f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}: {remedy}")
+        what = f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}"
+        if here > gpus:
+            raise ValueError(f"{what}: start at most {gpus} (--nproc-per-node) or use the CPU")
+        if here > 1 and device != "cuda":
+            raise ValueError(f"{what}: use 'cuda', which gives each process its own GPU")
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGTERM, _end)  # torchrun's way to end the others when one has died
@@ -66,8 +62,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums of tensors over the ranks, without gradient, the same on all ranks. One message, because its latency costs more
-    than its bytes."""
+    """The sums of tensors over the ranks, without gradient. One message, because its latency costs more than its bytes."""
     if rank_and_size()[1] == 1:
         return tensors
     flat = torch.cat([x.detach().flatten() for x in tensors])
@@ -77,11 +72,9 @@ def all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """The ranks' tensors, all of the same shape, concatenated along a dimension."""
-    size = rank_and_size()[1]
-    if size == 1:
+    if (size := rank_and_size()[1]) == 1:
         return x
-    # As bytes, because gloo does not support every dtype.
-    flat = x.contiguous().flatten().view(torch.uint8)
+    flat = x.contiguous().flatten().view(torch.uint8)  # bytes, because gloo does not support every dtype
     parts = [torch.empty_like(flat) for _ in range(size)]
     distributed.all_gather(parts, flat)
     return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
@@ -101,28 +94,21 @@ class Ranks(OneProcess):
 
     def whole(self, state: dict) -> dict:
         """Like OneProcess.whole. All ranks must call it."""
-        return {name: self._joined(part, self.JOINED.get(name)) for name, part in state.items()}
+        return self._changed(state, gather, lambda clipped: all_reduce([clipped])[0])
 
     def part(self, state: dict) -> dict:
-        """Like OneProcess.part, of a state saved with any number of ranks."""
-        return {name: self._parted(part, self.JOINED.get(name)) for name, part in state.items()}
+        """Like OneProcess.part, of a state saved with any number of ranks. Only rank 0 continues the count of clipped values."""
+        return self._changed(state, lambda x, dim: x.chunk(self.size, dim)[self.rank], lambda clipped: clipped * (self.rank == 0))
 
-    def _joined(self, part, dim: int | None):
-        if part is None or dim is None:
-            return part
-        if isinstance(part, torch.Tensor):
-            return gather(part, dim)
-        joined = {name: x if name in self.SAME else gather(x, dim) for name, x in part.items()}
-        return joined | ({"clipped": all_reduce([part["clipped"]])[0]} if "clipped" in part else {})
+    def _changed(self, state: dict, change: Callable, total: Callable) -> dict:
+        """A state with `change` of each joined tensor and its dimension, and `total` of the ring's `clipped`."""
 
-    def _parted(self, part, dim: int | None):
-        if part is None or dim is None or (isinstance(part, dict) and "folder" in part):  # a ring in a folder has only its path
-            return part
-        if isinstance(part, torch.Tensor):
-            return part.chunk(self.size, dim)[self.rank]
-        own = {
-            name: x if name in self.SAME else x.chunk(self.size, dim)[self.rank] for name, x in part.items() if name != "clipped"
-        }
-        return own | (
-            {"clipped": part["clipped"] * (self.rank == 0)} if "clipped" in part else {}
-        )  # only rank 0 continues the count
+        def changed(part, dim: int | None):
+            if isinstance(part, torch.Tensor):
+                return part if dim is None else change(part, dim)
+            if part is None or dim is None or "folder" in part:  # a ring in a folder has only its path
+                return part
+            kept = {name: total(x) if name == "clipped" else x for name, x in part.items() if name in (*self.SAME, "clipped")}
+            return kept | {name: change(x, dim) for name, x in part.items() if name not in kept}
+
+        return {name: changed(part, self.JOINED.get(name)) for name, part in state.items()}

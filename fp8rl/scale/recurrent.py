@@ -15,28 +15,26 @@ from ..model import ActorCritic, linear
 
 
 class Recurrent(ActorCritic):
-    """An ActorCritic with a GRU as its last layer, whose state is float32 [B, hidden_size] (None is 0)."""
+    """An ActorCritic with a GRU as its last layer, whose state is float32 [B, hidden_size] (None is 0). `forward` takes
+    observations [T, B, obs_size] in time order, and `first` as bool [T, B], None if no row starts an episode."""
 
     recurrent = True
 
     def make_hidden(self, count: int, generator: torch.Generator | None) -> None:
-        """Makes the layers before the GRU, and the two linear layers of the GRU."""
         super().make_hidden(count - 1, generator)
         self.hidden.append(linear(self.hidden_size, 3 * self.hidden_size, 1.0, generator))
         self.gates = linear(self.hidden_size, 3 * self.hidden_size, 1.0, generator)
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
-        """x, float32 [..., 3 hidden_size]."""
+        """The GRU's input x, float32 [..., 3 hidden_size]."""
         x = self.inputs(obs).relu()
         for layer in self.hidden[:-1]:
             x = layer(x).relu()
         return self.hidden[-1](x).float()
 
     def forward(self, obs, state=None, first=None):
-        """Like ActorCritic.forward, for observations [T, B, obs_size] in time order; first: bool [T, B], None if no row starts an
-        episode."""
-        inputs, states = self.encode(obs), []
-        for t, row in enumerate(inputs):
+        states = []
+        for t, row in enumerate(self.encode(obs)):
             if first is not None and state is not None:
                 state = torch.where(first[t].unsqueeze(-1), 0, state)
             state = self.gru(row, state)
@@ -44,12 +42,10 @@ class Recurrent(ActorCritic):
         return self.heads(torch.stack(states))
 
     def policy(self, obs, state=None):
-        """Like ActorCritic.policy."""
         state = self.gru(self.encode(obs), state)
         return self.outputs(self.actor(state)), state
 
     def step(self, obs, state=None):
-        """Like ActorCritic.step."""
         state = self.gru(self.encode(obs), state)
         return *self.heads(state), state
 

@@ -7,9 +7,7 @@ How a ring stores next observations (`layout`); the plain ring is `compact`:
     delta     the difference to the next one, in a smaller type      the difference rounded to float16, or to e4m3 if
               (TorchRL's NextObservationDelta)                       observations take less than four bytes themselves
 
-All three give the same slices, except that in `delta` the final observation of a slice is rounded once more. Bytes per
-transition: those of the plain ring, with F b for an observation of F features of b bytes, plus the second observation in `full`
-or the difference in `delta`.
+All three give the same slices, except that in `delta` the final observation of a slice is rounded once more.
 
 A folder of memory-mapped files may be larger than RAM and outlives the process. It holds NAME.bin for each tensor, `ring.json`,
 which describes them, and `lock`. The files are reserved in full, so that a disk that fills up later cannot break a run, and
@@ -25,94 +23,66 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ..checkpoint import write_whole
 from ..config import LAYOUTS
 from ..env import STATE_BOUNDS
 from ..replay import ReplayBuffer, action_spec
 from ..rollout import DUMMY, Rollout
-from .codec import DTYPES, Codec
+from .codec import DTYPES, Codec, type_of_codes
 from .hardware import require_room
 
 FORMAT = "fp8rl-ring-2"
 CACHE = 2**20  # a typical size of a core's own cache, in bytes
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A difference is stored in a smaller type than the observation, if there is one.
-_DELTA = {"fp32": "fp16", "fp16": "fp8", "bf16": "fp8", "int8": "fp8", "fp8": "fp8"}
+_DELTA = {codec: "fp16" if codec == "fp32" else "fp8" for codec in DTYPES}
+Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
 
-def fields_of(layout: str, codec: str, obs_size: int, action_size: int = 0) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The fields of a stored transition: name -> (dtype, shape).
-
-    Raises:
-        ValueError: an unknown layout or codec.
-    """
+def fields_of(layout: str, codec: str, obs_size: int, action_size: int = 0) -> Fields:
+    """The fields of a stored transition. Raises ValueError for an unknown layout or codec."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}: choose from {', '.join(LAYOUTS)}")
-    if codec not in DTYPES:
-        raise ValueError(f"codec is {codec!r}: choose from {', '.join(DTYPES)}")
-
-    def observation(name):
-        return torch.uint8 if name == "fp8" else DTYPES[name], (obs_size,)
-
-    fields = {"obs": observation(codec)}
+    fields = {"obs": (type_of_codes(codec), (obs_size,))}
     if layout == "full":
-        fields["next_obs"] = observation(codec)
+        fields["next_obs"] = fields["obs"]
     elif layout == "delta":
-        fields["delta"] = observation(_DELTA[codec])
-    rest = {"reward": torch.float32, "flags": torch.uint8, "behavior_logp": torch.float32}
-    return fields | {"action": action_spec(action_size)} | {name: (dtype, ()) for name, dtype in rest.items()}
+        fields["delta"] = type_of_codes(_DELTA[codec]), (obs_size,)
+    fields |= {"action": action_spec(action_size), "reward": (torch.float32, ())}
+    return fields | {"flags": (torch.uint8, ()), "behavior_logp": (torch.float32, ())}
+
+
+def sizes_of(fields: Fields) -> dict[str, int]:
+    """Bytes of each field."""
+    return {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in fields.items()}
 
 
 def ring_bytes(
     rows: int, num_envs: int, obs_size: int = 2, layout: str = "compact", codec: str = "fp32", action_size: int = 0
 ) -> int:
     """Bytes that a ring of these settings will occupy, without allocating it. Raises like `fields_of`."""
-    fields = fields_of(layout, codec, obs_size, action_size).values()
-    return rows * num_envs * sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields)
+    return rows * num_envs * sum(sizes_of(fields_of(layout, codec, obs_size, action_size)).values())
 
 
 class StoredRing(ReplayBuffer):
-    """A ReplayBuffer with any codec in any layout, in memory or in a folder of files.
+    """A ReplayBuffer with any codec in any layout, in memory or in a folder of files. `bounds`: lowest and highest value of each
+    feature of an observation, infinite if it has none. `folder`: its path; a ring that is there is continued if its settings are
+    the same. Attribute `new_episodes`: the next rollout does not continue the last one.
 
-    Attributes:
-        codec: encodes observations.
-        new_episodes: the next rollout does not continue the last one.
-
-    Args:
-        bounds: lowest and highest value of each feature of an observation, [F] and [F], infinite if it has none.
-        codec: how observations are stored (codec.py). layout: see the module.
-        folder: stores the ring there. If it already holds a ring of the same settings, that ring is continued.
-        (the others as in ReplayBuffer)
-
-    Raises:
-        ValueError: as ReplayBuffer; an unknown codec or one that does not suit the bounds; an unknown layout, or a folder with a
-            damaged ring or one of other settings.
-        MemoryError: more bytes than the device has free. OSError: a folder without room or permissions, or in use.
-    """
+    Raises ValueError, besides as ReplayBuffer, for an unknown layout, a codec that is unknown or does not suit the bounds, or a
+    folder whose ring is damaged or has other settings; OSError for a folder without room or permissions, or in use."""
 
     writable = True
 
-    @property
-    def lasting(self) -> bool:
-        return self._folder is not None
-
     def __init__(
-        self,
-        rows: int,
-        num_envs: int,
-        bounds: tuple[Sequence[float], Sequence[float]] = STATE_BOUNDS,
-        codec: str = "fp32",
-        device="cpu",
-        layout: str = "compact",
-        folder: str | Path | None = None,
-        action_size: int = 0,
+        self, rows, num_envs, bounds=STATE_BOUNDS, codec="fp32", device="cpu", layout="compact", folder=None, action_size=0
     ):
-        self.layout, self.bounds, self._path, self._folder = layout, bounds, folder, None
+        self.layout, self.bounds, self.lasting, self._path, self._folder = layout, bounds, bool(folder), folder, None
         device = torch.device("cpu" if folder else device)
         self.codec = Codec(codec, *bounds, device)
         super().__init__(rows, num_envs, bounds, device, action_size)
@@ -124,35 +94,32 @@ class StoredRing(ReplayBuffer):
         self.new_episodes = self.count > 0  # a resumed folder does not continue its last episodes
 
     def _allocate(self) -> dict[str, torch.Tensor]:
-        spec = fields_of(self.layout, self.codec.name, self.obs_size, self.action_size)
-        shapes = {name: ((self.num_envs, self.rows, *shape), dtype) for name, (dtype, shape) in spec.items()}
+        row = fields_of(self.layout, self.codec.name, self.obs_size, self.action_size)
+        fields = {name: (dtype, (self.num_envs, self.rows, *shape)) for name, (dtype, shape) in row.items()}
         if not self._path:
-            require_room(
-                ring_bytes(self.rows, self.num_envs, self.obs_size, self.layout, self.codec.name, self.action_size), self.device
-            )
-            return {name: torch.empty(shape, dtype=dtype, device=self.device) for name, (shape, dtype) in shapes.items()}
+            require_room(sum(sizes_of(fields).values()), self.device)
+            return {name: torch.empty(shape, dtype=dtype, device=self.device) for name, (dtype, shape) in fields.items()}
         about = {"format": FORMAT, "rows": self.rows, "num_envs": self.num_envs, "layout": self.layout, "codec": self.codec.name}
-        about["action_size"] = self.action_size
-        about |= {name: [float(x) for x in bound] for name, bound in zip(("low", "high"), self.bounds, strict=True)}
-        self._folder = MappedFolder(self._path, about, shapes | {"clock": ((2,), torch.int64)}, self.writable)
-        fields = dict(self._folder.tensors)
-        self._clock = fields.pop("clock")
+        low, high = ([float(x) for x in bound] for bound in self.bounds)
+        about |= {"action_size": self.action_size, "low": low, "high": high}
+        self._folder = MappedFolder(self._path, about, fields | {"clock": (torch.int64, (2,))}, self.writable)
+        tensors = dict(self._folder.tensors)
+        self._clock = tensors.pop("clock")
         if not 0 <= self.start <= self.count or self.size >= self.rows:
             self._folder.close()
             raise ValueError(f"memmap is {self._path}, whose clock.bin is damaged: delete the folder")
-        return fields
+        return tensors
 
     @classmethod
     def open(cls, folder: str | Path, writable: bool = False) -> "StoredRing":
         """A folder's ring with its stored settings, to sample from or, if `writable`, to continue. Raises like the class."""
-        about = MappedFolder.about(folder, FORMAT)
-        del about["format"]
-        kinds = {"rows": int, "num_envs": int, "layout": str, "codec": str, "action_size": int, "low": list, "high": list}
-        good = about.keys() == kinds.keys() and all(type(about[name]) is kind for name, kind in kinds.items())
+        about = MappedFolder.about(folder)
+        kinds = {"format": str, "rows": int, "num_envs": int, "layout": str, "codec": str, "action_size": int}
+        good = {name: type(value) for name, value in about.items()} == kinds | {"low": list, "high": list}
         if not (good and all(isinstance(bound, float) for bound in about["low"] + about["high"])):
             raise ValueError(f"memmap is {folder}, whose ring.json is damaged: delete the folder")
-        kind = cls if writable else ReadOnly
-        return kind(bounds=(about.pop("low"), about.pop("high")), **about, folder=folder)
+        _, low, high = (about.pop(name) for name in ("format", "low", "high"))
+        return (cls if writable else ReadOnly)(bounds=(low, high), folder=folder, **about)
 
     def close(self) -> None:
         """Releases a folder for others; garbage collection of the ring does the same."""
@@ -165,12 +132,8 @@ class StoredRing(ReplayBuffer):
         return {"folder": str(Path(self._path).absolute())} if self._folder else super().state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        """Like ReplayBuffer.load_state_dict. A ring in a folder stays as it is.
-
-        Raises:
-            ValueError: as there.
-            OSError: the run stored its rows in a folder and this ring has none, or this ring's folder holds those of another run.
-        """
+        """Like ReplayBuffer.load_state_dict; a ring in a folder stays as it is. Raises OSError if the run stored its rows in a
+        folder and this ring has none, or this ring's folder holds those of another run."""
         folder = state.get("folder")
         if folder is None and self._folder and self.count:
             raise FileExistsError(f"memmap is {self._path}, which holds another run's ring: choose a new folder")
@@ -181,21 +144,10 @@ class StoredRing(ReplayBuffer):
         elif not self.count:
             print(f"warning: memmap is {self._path}, a new ring, and the run stored its own in {folder}", file=sys.stderr)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the ring occupies, counted over its tensors' storages or its files."""
-        if self._folder:
-            return sum(self._folder.path_of(name).stat().st_size for name in self.fields)
-        return super().nbytes
-
     def append(self, rollout: Rollout) -> None:
-        """Like ReplayBuffer.append. If `new_episodes` is set, the rollout does not continue the last one, and a dummy row is
-        inserted between them so that no slice joins two episodes.
-
-        Raises:
-            ValueError: as there; the ring is open only for reading; shapes other than the ring's, a NaN, or an action that does
-                not fit a byte. The ring is unchanged then.
-        """
+        """Like ReplayBuffer.append. If `new_episodes` is set, a dummy row parts the rollout from the last one, so that no slice
+        joins two episodes. Raises ValueError, too, if the ring is open only for reading, or for shapes other than the ring's, a
+        NaN, or an action that does not fit a byte; the ring is unchanged then."""
         if not self.writable:
             raise ValueError("the ring is closed or was opened for reading: open it with writable=True to append")
         self._check(rollout)
@@ -208,21 +160,16 @@ class StoredRing(ReplayBuffer):
 
     def _check(self, rollout: Rollout) -> None:
         """Rejects what would be stored as something else."""
-        rows = (len(rollout.action), self.num_envs)
-        for name in ("obs", "action", "reward", "flags", "behavior_logp"):
-            shape = tuple(getattr(rollout, name).shape)
-            wide = {
-                "obs": (rows[0] + 1, self.num_envs, self.obs_size),
-                "action": (*rows, self.action_size) if self.action_size else rows,
-            }
-            expected = wide.get(name, rows)
-            if shape != expected:
-                raise ValueError(f"{name} has shape {list(shape)}: this ring takes {list(expected)}")
-        floats = ("obs", "reward", "behavior_logp", *(["action"] if self.action_size else []))
-        bad = [getattr(rollout, name).isnan().any() for name in floats]
-        for name, found in zip(floats, torch.stack(bad).tolist(), strict=True):
-            if found:
-                raise ValueError(f"{name} is NaN: fix its source or leave out those rows")
+        fields = fields_of("compact", self.codec.name, self.obs_size, self.action_size)
+        for name, (_, shape) in fields.items():
+            found = list(getattr(rollout, name).shape)
+            expected = [len(rollout.action) + (name == "obs"), self.num_envs, *shape]
+            if found != expected:
+                raise ValueError(f"{name} has shape {found}: this ring takes {expected}")
+        floats = [name for name in fields if getattr(rollout, name).is_floating_point()]
+        bad = torch.stack([getattr(rollout, name).isnan().any() for name in floats]).tolist()
+        if any(bad):
+            raise ValueError(f"{floats[bad.index(True)]} is NaN: fix its source or leave out those rows")
         if not self.action_size and (rollout.action != (rollout.action & 255)).any():
             raise ValueError("action is outside 0 to 255: the ring stores actions in a byte")
 
@@ -230,9 +177,8 @@ class StoredRing(ReplayBuffer):
         """One row that leads from the newest observation to that of another episode, next_obs [1, N, F]."""
         env = torch.arange(self.num_envs, device=self.device)
         last = self._read(torch.full_like(env, self.count - 1), env, 1)
-        zero = torch.zeros_like(last.reward)
-        flags = torch.full_like(last.flags, DUMMY)
-        return Rollout(torch.cat((last.obs[1:], next_obs)), torch.zeros_like(last.action), zero, flags, zero)
+        action, reward, flags, logp = (torch.zeros_like(x) for x in last[1:5])
+        return Rollout(torch.cat((last.obs[1:], next_obs)), action, reward, flags + DUMMY, logp)
 
     def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
         field = self.fields[name].flatten(0, 1)
@@ -280,39 +226,25 @@ class ReadOnly(StoredRing):
 
 
 class MappedFolder:
-    """A folder's tensors. Creates the folder if it does not exist; otherwise checks that it matches.
+    """A folder of `tensors`, each mapped to its file; one that is not writable is copied on write, so its file never changes. A
+    writable folder is made if there is none. Raises ValueError if its description is not `about` or a file has another size, and
+    OSError for no folder to read, no room, no permissions, or one in use."""
 
-    Attributes:
-        tensors: name -> tensor mapped to its file. Read-only ones are copied on write, so the file never changes.
-
-    Args:
-        folder: its path.
-        about: what must match the folder's own description, as in JSON.
-        shapes: name -> (shape, dtype).
-        writable: False opens an existing folder for reading.
-
-    Raises:
-        ValueError: the folder holds something else, or a file of the wrong size.
-        OSError: no such folder to read, no room, no permissions, or another process is using it.
-    """
-
-    def __init__(self, folder: str | Path, about: dict, shapes: dict[str, tuple[tuple, torch.dtype]], writable: bool):
-        self.folder = Path(folder)
-        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in shapes.items()}
-        self._lock_file = None
+    def __init__(self, folder: str | Path, about: dict, fields: Fields, writable: bool):
+        self.folder, self.tensors, self._lock_file = Path(folder), {}, None
+        files = {self.folder / f"{name}.bin": size for name, size in sizes_of(fields).items()}
         try:
             new = writable and not (self.folder / "ring.json").exists()
             if new:
-                self._require_room(sum(sizes.values()))
+                self._require_room(sum(files.values()))
                 self.folder.mkdir(parents=True, exist_ok=True)
             self._lock(writable)
             if new:
-                self._make(about, sizes)
-            self._check(about, sizes)
-            self.tensors = {}
-            for name, (shape, dtype) in shapes.items():
-                mapped = np.memmap(self.path_of(name), np.uint8, "r+" if writable else "c")
-                self.tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
+                self._make(about, files)
+            self._check(about, files)
+            for (name, (dtype, shape)), path in zip(fields.items(), files, strict=True):
+                mapped = torch.from_numpy(np.memmap(path, np.uint8, "r+" if writable else "c"))
+                self.tensors[name] = mapped.view(dtype).view(shape)
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError) or error.errno is None:
@@ -324,36 +256,24 @@ class MappedFolder:
         if self._lock_file:
             self._lock_file.close()
 
-    def path_of(self, name: str) -> Path:
-        """The file of a tensor."""
-        return self.folder / f"{name}.bin"
-
     @staticmethod
-    def about(folder: str | Path, form: str) -> dict:
-        """A folder's description of itself.
-
-        Raises:
-            FileNotFoundError: no `ring.json` in it. ValueError: one that is damaged or not of format `form`.
-        """
-        path = Path(folder) / "ring.json"
+    def about(folder: str | Path) -> dict:
+        """A folder's description of itself. Raises FileNotFoundError if there is none, ValueError for one that is damaged."""
         try:
-            about = json.loads(path.read_text())
+            about = json.loads((Path(folder) / "ring.json").read_text())
         except FileNotFoundError as error:
             raise FileNotFoundError(f"memmap is {folder}, which holds no complete ring: choose another, or delete it") from error
         except (ValueError, OSError) as error:
-            raise ValueError(
-                f"memmap is {folder}, whose ring.json cannot be read: fix its permissions or delete the folder"
-            ) from error
-        if not isinstance(about, dict) or about.get("format") != form:
-            raise ValueError(f"memmap is {folder}, whose ring.json is not of format {form}: choose another folder")
+            remedy = "fix its permissions or delete the folder"
+            raise ValueError(f"memmap is {folder}, whose ring.json cannot be read: {remedy}") from error
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            raise ValueError(f"memmap is {folder}, whose ring.json is not of format {FORMAT}: choose another folder")
         return about
 
     def _lock(self, writable: bool) -> None:
+        self._lock_file = (self.folder / "lock").open("ab" if writable else "rb")
         try:
-            self._lock_file = (self.folder / "lock").open("ab" if writable else "rb")
             fcntl.flock(self._lock_file, (fcntl.LOCK_EX if writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"memmap is {self.folder}, which holds no ring: choose the folder of one") from error
         except BlockingIOError as error:
             raise OSError(f"memmap is {self.folder}, which another ring is using: close that one or choose another") from error
 
@@ -362,35 +282,30 @@ class MappedFolder:
         if self.folder.is_dir() and any(path.name != "lock" for path in self.folder.iterdir()):
             raise OSError(f"memmap is {self.folder}, which holds files but no complete ring: choose another, or delete it")
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-        free = shutil.disk_usage(existing).free
-        if needed > free:
+        if needed > (free := shutil.disk_usage(existing).free):
             raise OSError(f"memmap is {self.folder} and needs {needed:,} bytes, the disk has {free:,} free: lower capacity")
 
-    def _make(self, about: dict, sizes: dict[str, int]) -> None:
+    def _make(self, about: dict, files: dict[Path, int]) -> None:
         try:
-            for name, size in sizes.items():
-                with self.path_of(name).open("wb") as file:
+            for path, size in files.items():
+                with path.open("wb") as file:
                     if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at a later write
                         os.posix_fallocate(file.fileno(), 0, size)
                     file.truncate(size)
         except OSError:
-            for name in sizes:
-                self.path_of(name).unlink(missing_ok=True)
+            for path in files:
+                path.unlink(missing_ok=True)
             raise
-        temporary = self.folder / "ring.json.tmp"
-        temporary.write_text(json.dumps(about, indent=1) + "\n")
-        os.replace(temporary, self.folder / "ring.json")
+        write_whole(self.folder / "ring.json", lambda file: file.write(json.dumps(about, indent=1).encode()))
 
-    def _check(self, about: dict, sizes: dict[str, int]) -> None:
-        theirs = self.about(self.folder, about["format"])
+    def _check(self, about: dict, files: dict[Path, int]) -> None:
+        theirs = self.about(self.folder)
         for name, ours in about.items():
             if theirs.get(name) != ours:
                 other = f"has {name} {theirs.get(name)!r} and not {ours!r}"
                 raise ValueError(f"memmap is {self.folder}, whose ring {other}: choose another folder, or delete this one")
-        for name, size in sizes.items():
-            path = self.path_of(name)
+        for path, size in files.items():
             found = path.stat().st_size if path.exists() else 0
             if found != size:
-                raise ValueError(
-                    f"memmap is {self.folder}, where {path.name} has {found:,} bytes of {size:,}: restore it or delete the folder"
-                )
+                wrong = f"{path.name} has {found:,} bytes of {size:,}"
+                raise ValueError(f"memmap is {self.folder}, where {wrong}: restore it or delete the folder")

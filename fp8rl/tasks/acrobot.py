@@ -19,7 +19,7 @@ SPEEDS = 4 * math.pi, 9 * math.pi  # the largest angular velocities
 
 
 def derivative(state: torch.Tensor, torque: torch.Tensor) -> torch.Tensor:
-    """Rates of change of the four numbers of states [4, ...] under torques [...]."""
+    """The rate of change of states [4, ...] under torques [...]."""
     theta1, theta2, speed1, speed2 = state
     cos, sin = theta2.cos(), theta2.sin()
     d1, d2 = 3.5 + cos, 1.25 + 0.5 * cos
@@ -27,18 +27,6 @@ def derivative(state: torch.Tensor, torque: torch.Tensor) -> torch.Tensor:
     phi1 = -0.5 * speed2.square() * sin - speed2 * speed1 * sin + 1.5 * GRAVITY * (theta1 - math.pi / 2).cos() + phi2
     turn2 = (torque + d2 / d1 * phi1 - 0.5 * speed1.square() * sin - phi2) / (1.25 - d2.square() / d1)
     return torch.stack((speed1, speed2, -(d2 * turn2 + phi1) / d1, turn2))
-
-
-def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """The next state [..., 4] from a state and actions [...] (0, 1 or 2, not checked), by one step of Runge-Kutta."""
-    begin, torque = state.movedim(-1, 0), action.to(state.dtype) - 1
-    a = derivative(begin, torque)
-    b = derivative(begin + STEP / 2 * a, torque)
-    c = derivative(begin + STEP / 2 * b, torque)
-    d = derivative(begin + STEP * c, torque)
-    theta1, theta2, *speeds = begin + STEP / 6 * (a + 2 * b + 2 * c + d)
-    speeds = (x.clamp(-bound, bound) for x, bound in zip(speeds, SPEEDS, strict=True))
-    return torch.stack((wrapped(theta1), wrapped(theta2), *speeds)).movedim(0, -1)
 
 
 def wrapped(angle: torch.Tensor) -> torch.Tensor:
@@ -53,16 +41,20 @@ class Acrobot(TensorEnv):
     bounds = (-1.0,) * 4 + (-SPEEDS[0], -SPEEDS[1]), (1.0,) * 4 + SPEEDS
 
     def start(self, numbers):
-        """Like TensorEnv.start."""
         return 0.1 * numbers
 
     def observe(self, state):
-        """Like TensorEnv.observe."""
         theta1, theta2, *speeds = state.unbind(-1)
         return torch.stack((theta1.cos(), theta1.sin(), theta2.cos(), theta2.sin(), *speeds)).movedim(0, -1)
 
     def advance(self, state, action):
-        """Like TensorEnv.advance."""
-        state = dynamics(state, action)
-        up = -state[..., 0].cos() - (state[..., 0] + state[..., 1]).cos() > 1
-        return state, up.float() - 1, up
+        begin, torque = state.movedim(-1, 0), action.to(state.dtype) - 1
+        a = derivative(begin, torque)
+        b = derivative(begin + STEP / 2 * a, torque)
+        c = derivative(begin + STEP / 2 * b, torque)
+        d = derivative(begin + STEP * c, torque)
+        theta1, theta2, *speeds = begin + STEP / 6 * (a + 2 * b + 2 * c + d)
+        theta1, theta2 = wrapped(theta1), wrapped(theta2)
+        speeds = (x.clamp(-bound, bound) for x, bound in zip(speeds, SPEEDS, strict=True))
+        up = -theta1.cos() - (theta1 + theta2).cos() > 1
+        return torch.stack((theta1, theta2, *speeds)).movedim(0, -1), up.float() - 1, up

@@ -1,6 +1,5 @@
-"""Tasks other than the cart, as tensors, by name. A page each: see env.py for what a task is.
-
-A task of your own is a subclass of TensorEnv in a module of your own, and its name is "module:Class"."""
+"""Tasks other than the cart, as tensors, by name. A task of your own is a subclass of TensorEnv (env.py) in a module of your own,
+and its name is "module:Class"."""
 
 import importlib
 

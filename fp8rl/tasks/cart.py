@@ -12,25 +12,12 @@ def bang_bang(state: torch.Tensor) -> torch.Tensor:
     return (state[..., 0] + 3 * state[..., 1] < 0).long()
 
 
-def spaces_of(extra_features: int, hide_velocity: bool) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
-    """The observation space and the action space."""
-    low, high = np.array(obs_bounds(extra_features, hide_velocity), dtype=np.float32)
-    return gymnasium.spaces.Box(low, high, dtype=np.float32), gymnasium.spaces.Discrete(2)
-
-
 class CustomEnv(gymnasium.Env):
-    """One environment with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it.
+    """One environment with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it. `render_mode` is None or
+    "rgb_array"; the other options and their errors are those of Cart, and an action that is not 0 or 1 raises ValueError.
 
-    Observation: float32 [2], position in (-4, 4) and velocity in (-1.9, 1.9). For actions, rewards and termination see the
-    module. An episode lasts at most 200 steps; `max_episode_steps` of gymnasium.make can shorten this but not extend it. A step
-    that leaves the bounds at the time limit is terminated and truncated, as with Gymnasium's TimeLimit; in Cart it is only
-    terminated. Raises ValueError for `start_noise` outside [0, 1], negative `extra_features`, or an action that is not 0 or 1.
-
-    Args:
-        start_noise: position and velocity start uniformly within this distance of 0.
-        render_mode: None or "rgb_array" (a frame drawn by matplotlib, uint8 [240, 480, 3]).
-        extra_features: number of noise channels appended to the observation.
-        hide_velocity: leave the velocity out of the observation.
+    `max_episode_steps` of gymnasium.make can shorten an episode but not extend it. A step that leaves the track at the time limit
+    is terminated and truncated, as with Gymnasium's TimeLimit; in Cart it is only terminated.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
@@ -41,7 +28,8 @@ class CustomEnv(gymnasium.Env):
         Cart(1, start_noise, extra_features=extra_features)  # checks them
         self.start_noise, self.render_mode = start_noise, render_mode
         self.extra_features, self.hide_velocity = extra_features, hide_velocity
-        self.observation_space, self.action_space = spaces_of(extra_features, hide_velocity)
+        self.observation_space = gymnasium.spaces.Box(*np.array(obs_bounds(extra_features, hide_velocity), dtype=np.float32))
+        self.action_space = gymnasium.spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         super().reset(seed=seed)
@@ -63,26 +51,24 @@ class CustomEnv(gymnasium.Env):
         noise = self.np_random.uniform(-1, 1, self.extra_features).astype(np.float32)
         return np.concatenate((seen.numpy(), noise))
 
-    def render(self):
-        return frame(self.state.numpy(), self.elapsed) if self.render_mode == "rgb_array" else None
+    def render(self) -> np.ndarray | None:
+        """A picture, uint8 [240, 480, 3]: a square at the cart's position, above it an arrow of three times its velocity. The
+        track is shaded."""
+        if self.render_mode != "rgb_array":
+            return None
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # only a rendered environment needs matplotlib
+        from matplotlib.figure import Figure
 
-
-def frame(state: np.ndarray, steps: int) -> np.ndarray:
-    """A picture of the cart, uint8 [240, 480, 3]: a square at its position, above it an arrow of three times its velocity. The
-    track is shaded."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # only a rendered environment needs matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.8, 2.4), dpi=100)
-    canvas = FigureCanvasAgg(figure)
-    ax = figure.add_axes((0.05, 0.22, 0.9, 0.64))
-    position, velocity = map(float, state)
-    ax.axvspan(-LIMIT, LIMIT, color="#56B4E9", alpha=0.15)
-    ax.axvline(0, color="#009E73", linestyle=":")
-    arrow = {"arrowstyle": "-|>", "color": "#D55E00", "lw": 3, "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0}
-    ax.annotate("", (position + 3 * velocity, 0.72), (position, 0.72), arrowprops=arrow).arrow_patch.set_clip_box(ax.bbox)
-    ax.plot(position, 0.4, "s", color="#000000", markersize=18)
-    wide = max(1.25 * LIMIT, abs(position) + 0.25)  # the last step of an episode may leave the track by far
-    ax.set(xlim=(-wide, wide), ylim=(0, 1), yticks=[], xlabel="position", title=f"step {steps}")
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+        figure = Figure(figsize=(4.8, 2.4), dpi=100)
+        canvas = FigureCanvasAgg(figure)
+        ax = figure.add_axes((0.05, 0.22, 0.9, 0.64))
+        position, velocity = self.state.tolist()
+        ax.axvspan(-LIMIT, LIMIT, color="#56B4E9", alpha=0.15)
+        ax.axvline(0, color="#009E73", linestyle=":")
+        arrow = {"arrowstyle": "-|>", "color": "#D55E00", "lw": 3, "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0}
+        ax.annotate("", (position + 3 * velocity, 0.72), (position, 0.72), arrowprops=arrow).arrow_patch.set_clip_box(ax.bbox)
+        ax.plot(position, 0.4, "s", color="#000000", markersize=18)
+        wide = max(1.25 * LIMIT, abs(position) + 0.25)  # the last step of an episode may leave the track by far
+        ax.set(xlim=(-wide, wide), ylim=(0, 1), yticks=[], xlabel="position", title=f"step {self.elapsed}")
+        canvas.draw()
+        return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -17,21 +17,6 @@ CART, POLE, LENGTH = 1.0, 0.1, 0.5  # masses in kg; half of the pole's length in
 LIMIT, ANGLE = 2.4, math.radians(12)
 
 
-def dynamics(state: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-    """The next state [..., 4] from a state and actions [...] (0 or 1, not checked)."""
-    x, speed, theta, turn = state.unbind(-1)
-    cos, sin, mass = theta.cos(), theta.sin(), CART + POLE
-    push = (action.to(state.dtype) * (2 * FORCE) - FORCE + POLE * LENGTH * turn.square() * sin) / mass
-    angular = (GRAVITY * sin - cos * push) / (LENGTH * (4 / 3 - POLE * cos.square() / mass))
-    linear = push - POLE * LENGTH * angular * cos / mass
-    return torch.stack((x + STEP * speed, speed + STEP * linear, theta + STEP * turn, turn + STEP * angular)).movedim(0, -1)
-
-
-def is_out(state: torch.Tensor) -> torch.Tensor:
-    """Whether a state [..., 4] ends the episode: bool [...]."""
-    return (state[..., 0].abs() > LIMIT) | (state[..., 2].abs() > ANGLE)
-
-
 class CartPole(TensorEnv):
     """N copies of CartPole-v1. Arguments as in TensorEnv."""
 
@@ -39,10 +24,14 @@ class CartPole(TensorEnv):
     bounds = (-2 * LIMIT, -math.inf, -2 * ANGLE, -math.inf), (2 * LIMIT, math.inf, 2 * ANGLE, math.inf)
 
     def start(self, numbers):
-        """Like TensorEnv.start."""
         return 0.05 * numbers
 
     def advance(self, state, action):
-        """Like TensorEnv.advance."""
-        state = dynamics(state, action)
-        return state, torch.ones_like(state[..., 0]), is_out(state)
+        x, speed, theta, turn = state.unbind(-1)
+        cos, sin, mass = theta.cos(), theta.sin(), CART + POLE
+        push = (action.to(state.dtype) * (2 * FORCE) - FORCE + POLE * LENGTH * turn.square() * sin) / mass
+        angular = (GRAVITY * sin - cos * push) / (LENGTH * (4 / 3 - POLE * cos.square() / mass))
+        linear = push - POLE * LENGTH * angular * cos / mass
+        x, theta = x + STEP * speed, theta + STEP * turn
+        state = torch.stack((x, speed + STEP * linear, theta, turn + STEP * angular)).movedim(0, -1)
+        return state, torch.ones_like(x), (x.abs() > LIMIT) | (theta.abs() > ANGLE)

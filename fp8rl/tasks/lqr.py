@@ -59,12 +59,10 @@ class Lqr(TensorEnv):
     bounds = (-4 * LIMIT, -5.0), (4 * LIMIT, 5.0)  # on the track |v + u| < 4, so the step that leaves it has at most 5
 
     def start(self, numbers):
-        """Like TensorEnv.start."""
         position, velocity = numbers.unbind(-1)
         return torch.stack((position * STARTS[0], velocity * STARTS[1])).movedim(0, -1)
 
     def advance(self, state, action):
-        """Like TensorEnv.advance."""
         (position, velocity), push = state.unbind(-1), action.squeeze(-1).clamp(-1, 1)
         cost = position.square() + PUSH_COST * push.square()
         velocity = velocity + push
@@ -74,9 +72,8 @@ class Lqr(TensorEnv):
 
 
 class LqrEnv(gymnasium.Env):
-    """One of these carts with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/Lqr-v0")` builds it. Observation float32 [2],
-    position and velocity; action float32 [1], the push. Raises ValueError for an action of another shape or that is not a
-    number."""
+    """One of these carts with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/Lqr-v0")` builds it. An action that is NaN or not
+    of shape [1] raises ValueError."""
 
     metadata = {"render_modes": []}
     observation_space = gymnasium.spaces.Box(*np.array(Lqr.bounds, dtype=np.float32))

@@ -29,15 +29,15 @@ class Grid:
 
     def corners(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The four points around states float64 [N, 2], int64 [4, N], and their weights, float64 [4, N], all 0 off the track."""
-        (i, a), (j, b) = (self._between(axis, x.contiguous()) for axis, x in zip(self.axes, state.unbind(-1), strict=True))
+        (i, a), (j, b) = map(between, self.axes, state.unbind(-1))
         first, weights = i * self.height + j, torch.stack(((1 - a) * (1 - b), (1 - a) * b, a * (1 - b), a * b))
         return torch.stack((first, first + 1, first + self.height, first + self.height + 1)), weights * ~outcome(state)[1]
 
-    @staticmethod
-    def _between(axis: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The interval of an axis that each number lies in, and how far along it, 0 to 1."""
-        i = torch.searchsorted(axis, x).clamp(1, len(axis) - 1) - 1
-        return i, ((x - axis[i]) / (axis[i + 1] - axis[i])).clamp(0, 1)
+
+def between(axis: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The interval of an axis that each number lies in, and how far along it, 0 to 1."""
+    i = torch.searchsorted(axis, x.contiguous()).clamp(1, len(axis) - 1) - 1
+    return i, ((x - axis[i]) / (axis[i + 1] - axis[i])).clamp(0, 1)
 
 
 class Moves:

@@ -27,17 +27,14 @@ class Pendulum(TensorEnv):
     bounds = (-1.0, -1.0, -SPEED), (1.0, 1.0, SPEED)
 
     def start(self, numbers):
-        """Like TensorEnv.start."""
         theta, speed = numbers.unbind(-1)
         return torch.stack((theta * math.pi, speed)).movedim(0, -1)
 
     def observe(self, state):
-        """Like TensorEnv.observe."""
         theta, speed = state.unbind(-1)
         return torch.stack((theta.cos(), theta.sin(), speed)).movedim(0, -1)
 
     def advance(self, state, action):
-        """Like TensorEnv.advance."""
         theta, speed = state.unbind(-1)
         torque = TORQUE * action.squeeze(-1).clamp(-1, 1)
         reward = -(wrapped(theta).square() + 0.1 * speed.square() + 0.001 * torque.square())
