@@ -20,8 +20,9 @@ from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.report import plot, study
 from fp8rl.scale.hardware import hardware
+from fp8rl.scale.machine import build
 from fp8rl.scale.storage import StoredRing
-from fp8rl.train import Run, train
+from fp8rl.train import train
 
 SEEDS = range(5000, 5030)
 GROUPS = {
@@ -47,12 +48,10 @@ COARSER = {"int8, 16 times coarser": 16, "control: int8, 128 times coarser": 128
 
 def run_coarser(factor: int, config: Config) -> History:
     """Trains with a codec whose bounds are `factor` times the observation space's."""
-
-    def make_ring(rows, num_envs, bounds, device, action_size):
-        wider = tuple(tuple(factor * x for x in bound) for bound in bounds)
-        return StoredRing(rows, num_envs, wider, config.codec, device)
-
-    return train(Run(config, make_ring=make_ring), progress=False).history
+    run = build(config)
+    wider = tuple(tuple(factor * x for x in bound) for bound in run.env.bounds)
+    run.ring = StoredRing(config.rows, config.num_envs, wider, config.codec)
+    return train(run, progress=False).history
 
 
 def main(out: Path) -> None:

@@ -81,6 +81,8 @@ def of_agent(state, agent: int):
     """A population's state in which all agents are this one: in every tensor, the axis of agents, or of their environments."""
     if isinstance(state, dict):
         return {name: of_agent(part, agent) for name, part in state.items()}
+    if isinstance(state, list):
+        return [state[agent]] * len(SEEDS)
     if isinstance(state, torch.Tensor):
         agents = len(SEEDS)
         for axis, size in enumerate(state.shape):
@@ -92,7 +94,8 @@ def of_agent(state, agent: int):
 
 def excursions(population: Population) -> np.ndarray:
     """How far the cart of each agent gets from the middle in greedy episodes, on average, float32 [S]."""
-    env = environments(population.config, 100, [0.05] * population.agents, torch.zeros_like(population.seed), "evaluation starts")
+    seeds = torch.zeros_like(population.learner.seed)
+    env = environments(population.config, 100, [0.05] * population.agents, seeds, "evaluation starts")
     policy, far, live = population.model.policy("learner"), torch.zeros(env.num_envs), torch.ones(env.num_envs)
 
     def act(obs):
@@ -107,7 +110,7 @@ def excursions(population: Population) -> np.ndarray:
 def line(kind: str, arm: str, state: dict, agent: int) -> str:
     """An arm's line of the table."""
     copies = Population([Config(**BEFORE | ARMS[arm] | {"seed": seed}) for seed in COPIES])
-    own = {"scaler": copy.deepcopy(copies.scaler.state_dict())}  # float16 has a loss scale
+    own = {"scaler": copy.deepcopy(copies.learner.precision.state_dict())}  # float16 has a loss scale
     copies.load_state_dict(of_agent(state, agent) | own)
     begin = len(copies.history)
     for _ in iterate(copies):

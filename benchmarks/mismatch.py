@@ -21,8 +21,8 @@ from tasks import LQR, score
 
 from fp8rl.config import Config
 from fp8rl.distribution import distribution_of
-from fp8rl.lab.population import Population, by_agent
-from fp8rl.rollout import Rollout
+from fp8rl.lab.population import Agents, Population, by_agent
+from fp8rl.rollout import Around, Rollout
 from fp8rl.scale.hardware import hardware
 from fp8rl.train import train
 
@@ -33,27 +33,26 @@ ACTORS = {"float32": "", **{f"{bits} bit{'s' * (bits != 1)} of mantissa": f"acti
 RATIOS = ("right", "wrong", "none")
 
 
-class Mistaken(Population):
-    """A population that takes its learner's probabilities of the actions for those of its acting policy."""
+class Mistaken(Around):
+    """A population's collector that takes the learner's probabilities of the actions for those of the acting policy."""
 
-    def act(self) -> Rollout:
-        rollout = super().act()
-        return rollout._replace(behavior_logp=learner_logp(self, rollout).flatten(1))
+    def collect(self, learned: Agents) -> Rollout:
+        rollout = self.inner.collect(learned)
+        batch = by_agent(rollout, len(self.seed))
+        return rollout._replace(behavior_logp=learner_logp(learned, batch).flatten(1))
 
 
 @torch.no_grad()
-def learner_logp(run: Population, rollout: Rollout) -> torch.Tensor:
-    """Log-probabilities of a rollout's actions under the learner's policies, float32 [T, S, N]."""
-    batch = by_agent(rollout, run.agents)
-    return distribution_of(batch.action)(run.model(batch.obs)[0][:-1]).log_prob(batch.action)
+def learner_logp(learned: Agents, batch: Rollout) -> torch.Tensor:
+    """Log-probabilities of actions, [T, S, N], under the learner's policies, float32."""
+    return distribution_of(batch.action)(learned(batch.obs)[0][:-1]).log_prob(batch.action)
 
 
 def mismatch(run: Population) -> tuple[float, float]:
     """Divergence KL(acting policy || learner) in nats, by the mean of rho - 1 - log rho, which is never negative, and the
     effective sample size of the ratios rho, on a new rollout: medians over the agents."""
-    rollout = run.collect()
-    batch, valid = by_agent(rollout, run.agents), by_agent(rollout, run.agents).valid.float()
-    log_ratio = learner_logp(run, rollout) - batch.behavior_logp
+    batch = by_agent(run.collect(), run.agents)
+    valid, log_ratio = batch.valid, (learner_logp(run.model, batch) - batch.behavior_logp).double()
     ratio, rows = log_ratio.exp() * valid, valid.sum((0, 2))
     divergence = (valid * (log_ratio.exp() - 1 - log_ratio)).sum((0, 2)) / rows
     return divergence.median().item(), (ratio.sum((0, 2)).square() / (rows * ratio.square().sum((0, 2)))).median().item()
@@ -64,8 +63,10 @@ def trained(task: str, formats: str, ratios: str) -> tuple[np.ndarray, float, fl
     torch.set_num_threads(1)
     corrects = ratios != "none"
     shape = {"env_id": task, "eval_every": 0, "formats": formats, "importance_correction": corrects, **TASKS[task]}
-    kind = Mistaken if ratios == "wrong" else Population
-    run = train(kind([Config(seed=1000 + seed, **shape) for seed in range(SEEDS)]), progress=False)
+    run = Population([Config(seed=1000 + seed, **shape) for seed in range(SEEDS)])
+    if ratios == "wrong":
+        run.collector = Mistaken(run.collector)
+    train(run, progress=False)
     histories = run.history.each
     replayed = np.median([np.mean(history.columns["ess"][-len(history) // 4 :]) for history in histories])
     return np.array([score(task, history.final_return) for history in histories]), *mismatch(run), float(replayed)

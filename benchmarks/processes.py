@@ -12,7 +12,7 @@ transitions) and a ring of 100 N; the first fifth of a run's iterations is left 
     python benchmarks/processes.py benchmarks/results/processes.md
 """
 
-import itertools
+import functools
 import multiprocessing
 import os
 import socket
@@ -31,7 +31,7 @@ from fp8rl.history import History
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.report import bench
-from fp8rl.rollout import collect
+from fp8rl.rollout import Collector
 from fp8rl.scale import ranks
 from fp8rl.scale.gym import GymEnv
 from fp8rl.scale.hardware import hardware
@@ -147,18 +147,19 @@ def training_tables() -> list[str]:
 
 
 def collecting_table() -> list[str]:
-    """Rates of `collect` alone in Gymnasium environments."""
+    """Rates of collecting alone in Gymnasium environments."""
     for name, env in {"Busy": Busy, "Waiting": Waiting}.items():
         gymnasium.register(f"{name}CartPole-v1", env, max_episode_steps=500)
     kinds = {"CartPole-v1": ("sync", "async", "vector_entry_point")}
     kinds |= {f"{name}CartPole-v1": ("sync", "async") for name in ("Busy", "Waiting")}
     lines = ["Collecting alone, steps per second, and how many times sync's:", ""]
     lines += ["| environment | copies | sync | async | vector_entry_point |", "| --- " * 5 + "|"]
-    model, precision, count = ActorCritic(4), Precision("fp32"), itertools.count()
+    model, precision = ActorCritic(4), Precision("fp32")
     for env_id, vectorizations in kinds.items():
         for n in (4, 16):
             envs = {name: GymEnv(env_id, n, vectorization=name) for name in vectorizations}
-            steps = {name: lambda e=env: collect(model, e, 32, precision, iteration=next(count)) for name, env in envs.items()}
+            collectors = {name: Collector(env, model, precision, length=32) for name, env in envs.items()}
+            steps = {name: functools.partial(each.collect, model) for name, each in collectors.items()}
             seconds = bench.seconds_of(steps, ROUNDS, 0.6, device="cpu")
             for env in envs.values():
                 env.close()

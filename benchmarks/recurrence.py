@@ -38,7 +38,7 @@ def run(config: Config) -> list[float]:
     trained, returns = train(build(config), progress=False), []
     for start in STARTS:
         env = Cart(100, start, hide_velocity=config.hide_velocity, purpose="evaluation starts")
-        returns.append(float(evaluate(trained.model, env, trained.precision).mean()))
+        returns.append(float(evaluate(trained.model, env, trained.learner.precision).mean()))
     return returns
 
 

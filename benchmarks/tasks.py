@@ -35,6 +35,7 @@ import zoo
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
+from fp8rl.evaluate import Judge
 from fp8rl.history import History
 from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.report import plot, study
@@ -106,7 +107,7 @@ def through_gymnasium(config: Config) -> History:
     """Trains a config in Gymnasium's own environments."""
     run = build(config, Machine(vectorization="sync"))
     make_env = make_cart if config.env_id == WIDE else make_task
-    run.evaluate = lambda: run.judge(run.model, run.precision, make_env)
+    run.judge = Judge(config, run.learner.precision, make_env)
     return train(run, progress=False).history
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fp8rl.config import Config
-from fp8rl.env import BatchedEnv
+from fp8rl.env import Cart
 
 
 class Agent(nn.Module):
@@ -70,7 +70,7 @@ def loss_of(agent, obs, actions, rewards, terminated, valid):
 
 def train(options, tick):
     shape = options.rollout_length, options.num_envs
-    envs = BatchedEnv(shape[1], Config.start_noise, generator=torch.Generator().manual_seed(options.seed))
+    envs = Cart(shape[1], Config.start_noise, seed=options.seed)
     agent = Agent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=options.learning_rate, eps=1e-5, fused=True)
     act, loss_function = agent.act, loss_of
@@ -84,12 +84,12 @@ def train(options, tick):
     steps = 0
     while steps < options.steps:
         optimizer.param_groups[0]["lr"] = options.learning_rate * (1 - steps / options.steps)
-        with torch.no_grad(), autocast:
-            noise = torch.rand(shape)
+        with torch.inference_mode(), autocast:
+            noise, starts = torch.rand(shape), envs.draw(shape[0])
             for t in range(shape[0]):
                 valid[t] = ~envs.done
                 actions[t] = act(obs[t], noise[t])
-                obs[t + 1], rewards[t], terminated[t], _ = envs.step(actions[t])
+                obs[t + 1], rewards[t], terminated[t], _ = envs.step(actions[t], starts[t])
         with autocast:
             loss = loss_function(agent, obs, actions, rewards, terminated, valid)
         optimizer.zero_grad()

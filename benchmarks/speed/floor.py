@@ -16,7 +16,7 @@ import time
 import common
 import torch
 
-from fp8rl.precision import AUTOCAST
+from fp8rl.precision import PRECISIONS
 from fp8rl.report import bench
 from fp8rl.scale.machine import Machine
 
@@ -35,7 +35,7 @@ def best_seconds(function, seconds: float) -> float:
 
 
 def floor_of(num_envs: int, length: int, precision: str, seconds: float) -> dict:
-    dtype, rows = AUTOCAST.get(precision, torch.float32), (length + 1) * num_envs
+    dtype, rows = PRECISIONS[precision].autocast or torch.float32, (length + 1) * num_envs
     matmuls = bench.floor_of(bench.Loop(num_envs, length, precision).config(), Machine(), reused=True)
     source = torch.randn(rows, WIDTHS).to(dtype)
     target = torch.empty_like(source)

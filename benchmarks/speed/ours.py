@@ -38,9 +38,9 @@ def train(options, tick):
         try:
             tick(int(run.history.last["steps"]), lambda obs, model=run.model: model(obs)[0].argmax(-1))
         except common.Stop:
-            stop = run.rank == 0
+            stop = run.group.rank == 0
         # All processes stop at once, or one would wait for ever; when, says the one that speaks.
-        if ranks.total([torch.tensor(int(stop))])[0]:
+        if ranks.all_reduce([torch.tensor(int(stop))])[0]:
             raise common.Stop
 
 
