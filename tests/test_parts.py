@@ -274,9 +274,9 @@ def test_an_evaluation_that_is_not_a_number_is_a_failure():
     together = Population([Config(seed=seed, **SHORT) for seed in range(3)])
     together.judge = SomeAreNotNumbers(together.config, None, None)
     train(together, progress=False)
-    failures = [history.failure for history in together.history.each]
-    assert failures[1].startswith("evaluation is not a number") and failures[::2] == [None, None]
-    assert together.history.of(1).final_return == -math.inf and together.history.of(2).final_return == 2.0
+    _, failed, fine = together.history.each
+    assert failed.failure.startswith("evaluation is not a number") and failed.final_return == -math.inf
+    assert fine.failure is None and fine.final_return == 2.0
 
 
 def test_a_seed_that_diverges_is_recorded():
@@ -297,6 +297,6 @@ def test_no_verdict_from_four_seeds():
 def test_an_overflow_builds_no_histories():
     run = Population([Config("fp16", seed=seed, **SHORT) for seed in range(4)])
     run.learner.precision.scale.fill_(2.0**40)
-    with mock.patch.object(type(run.history), "of", side_effect=AssertionError):
+    with mock.patch.object(type(run.history), "each", side_effect=AssertionError):
         train(run, progress=False)
     assert run.history.columns["skipped"][0].sum() > 0
