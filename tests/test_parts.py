@@ -297,6 +297,6 @@ def test_no_verdict_from_four_seeds():
 def test_an_overflow_builds_no_histories():
     run = Population([Config("fp16", seed=seed, **SHORT) for seed in range(4)])
     run.learner.precision.scale.fill_(2.0**40)
-    with mock.patch.object(type(run.history), "each", side_effect=AssertionError):
+    with mock.patch.object(type(run.history), "each", mock.PropertyMock(side_effect=AssertionError)):
         train(run, progress=False)
     assert run.history.columns["skipped"][0].sum() > 0
