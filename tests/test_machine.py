@@ -70,12 +70,6 @@ def test_in_fp8_it_records_besides_what_quantization_does():
     assert all(name.startswith("fp8.") and len(numbers(built)[name]) == 4 for name in more)
 
 
-def test_named_devices_train_the_same_agent():
-    named = Machine(device="cpu", collect_device="cpu", store_device="cpu", evaluate_device="cpu")
-    plain, other = (trained(build(Config(**SHORT), machine)) for machine in (HERE, named))
-    assert_same(plain, other)
-
-
 FIELDS = ("device", "collect_device", "store_device", "evaluate_device")
 NOT_REUSED = "reuse_forward is True: leave it out, it needs an actor that is the learner, and fresh_updates$"
 NOT_COMPILED = "compile is True: leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse"

@@ -17,12 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8rl import checkpoint, fp8
 from fp8rl.config import Config
 from fp8rl.env import Cart
-from fp8rl.evaluate import evaluate
 from fp8rl.lab import population
 from fp8rl.lab.places import in_order
 from fp8rl.lab.population import Matmuls, Population, batches, environments, roundings_of
 from fp8rl.losses import actor_critic_loss
-from fp8rl.precision import Precision
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import Rollout, noise_of
 from fp8rl.scale.hardware import keep_freed_memory
@@ -386,17 +384,6 @@ def test_clipped_values_are_counted_for_each_agent():
     assert torch.equal(together.clipped, torch.stack([ring.clipped for ring in alone])) and together.clipped.all()
 
 
-def test_greedy_evaluations_are_those_of_each_network():
-    configs = thirty()[:6]
-    run = after(2, Population(configs))
-    returns = run.evaluate()
-    for config in configs[:5]:
-        k, precision = place(run, config), Precision(config.precision)
-        env = Cart(5, purpose="evaluation starts")
-        alone = evaluate(precision.prepare(run.model.network(k)), env, precision).mean()
-        assert returns[k] == pytest.approx(alone, abs=0.02)
-
-
 def test_a_population_continues_from_its_checkpoint(tmp_path):
     configs = thirty()
     checkpoint.save(tmp_path / "checkpoint.pt", after(2, Population(configs)))
@@ -433,14 +420,6 @@ def test_more_agents_take_no_more_calls(formats):
                 run.learner.update(run.sample(1))
         found.append(counted.calls)
     assert found[0] == found[1] and agents <= population.CHUNK
-
-
-def test_a_caller_s_autocast_changes_nothing():
-    one, other = (Population([Config(seed=s, **SHORT) for s in range(2)]) for _ in range(2))
-    trained(one)
-    with torch.autocast("cpu", torch.bfloat16):
-        trained(other)
-    assert torch.equal(one.model.theta, other.model.theta)
 
 
 def test_configs_are_split_where_shapes_differ():

@@ -191,10 +191,6 @@ def test_what_a_run_cannot_be_made_of_is_refused():
     refused("replay cannot be allocated on cpu: lower capacity", Run, much, error=MemoryError)
 
 
-def test_without_replay_the_ring_stays_empty():
-    assert trained(Config(**SHORT, replay_updates=0)).ring.size == 0
-
-
 @pytest.mark.parametrize(
     "fields",
     [
