@@ -84,13 +84,6 @@ def test_intervals_have_a_row_a_name(ax):
     assert low < 0 and high > 10  # every seed is in sight
 
 
-def test_scaler_life_marks_the_skipped_steps(ax):
-    skipped = np.array([False, True, False, False])
-    assert plot.scaler_life(ax, np.arange(1, 5), np.array([4.0, 2, 2, 4]), skipped) is ax
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("update", "loss scale")
-    assert ax.lines[1].get_xdata().tolist() == [2] and ax.get_yscale() == "log" and "step skipped" in legend(ax)
-
-
 def test_number_line_leaves_out_what_is_not_finite(ax):
     assert plot.number_line(ax, {"a": np.array([-1, 0, 1, np.inf, np.nan])}) is ax
     assert ax.get_xlabel() == "value" and [label.get_text() for label in ax.get_yticklabels()] == ["a"]
@@ -121,11 +114,6 @@ def test_byte_bars_stand_for_their_bytes(ax):
     assert sorted(bar.get_height() for bar in ax.patches) == [12, 14, 18, 26]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["fp32", "int8"] and "bytes" in ax.get_ylabel()
     assert sorted(text.get_text() for text in ax.texts) == ["12", "14", "18", "26"]
-
-
-def test_growth_starts_at_the_first_reading(ax):
-    ax = plot.growth(ax, np.array([1, 2]), {"resident set": np.array([5, 7]) * 2**20, "ring": np.array([0, 1]) * 2**20})
-    assert [line.get_ydata().tolist() for line in ax.lines] == [[0, 2], [0, 1]] and "MiB" in ax.get_ylabel()
 
 
 def test_breakage_map_shades_by_loss_and_hatches_what_fails(ax):
