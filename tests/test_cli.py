@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from helpers import run_cli
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.config import Config
+from fp8rl.report import bench
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.storage import StoredRing
 from fp8rl.tasks.cartpole import CartPole
@@ -341,13 +343,20 @@ def test_memory_predicts_and_measures(capsys):
     assert "bytes_per_transition                 42.0" in capsys.readouterr().out
 
 
-def test_bench_prints_one_json_object(capsys):
-    run_cli("bench", "--num-envs", 16, "--seconds", 0.1, "--precision", "fp32", "--json")
-    result = json.loads(capsys.readouterr().out)
+def test_bench_prints_json_a_width(capsys):
+    options = ["--precision", "fp32", "--no-reuse-forward", "--seconds", 0.1, "--json"]
+    run_cli("bench", "--num-envs", 16, "--hidden-size", 16, 32, *options)
+    result, wider = json.loads(capsys.readouterr().out)
     names = {"train_steps_per_second", "num_envs", "rollout_length", "precision", "hidden_size", "layers", "reuse_forward"}
     names |= {"collect_share", "update_share", "floor_share"}
     assert result.keys() == names and result["num_envs"] == 16 and result["train_steps_per_second"] > 0
+    assert (result["hidden_size"], wider["hidden_size"]) == (16, 32)
     for options, reused in (((), True), (("--no-reuse-forward",), False)):
         run_cli("bench", "--agents", 2, "--num-envs", 4, "--seconds", 0.1, "--json", *options)
         result = json.loads(capsys.readouterr().out)
         assert result.keys() == names | {"agents"} and result["agents"] == 2 and result["reuse_forward"] == reused
+
+
+def test_a_fingerprint_is_that_of_the_numbers(capsys):
+    run_cli("bench", "--fingerprint")
+    assert re.fullmatch(r"[\da-f]{8}-[\da-f]{8}\n", said := capsys.readouterr().out) and said.strip() == bench.fingerprint()
