@@ -21,6 +21,7 @@ from fp8rl.distribution import Gaussian
 from fp8rl.env import TensorEnv
 from fp8rl.evaluate import Judge
 from fp8rl.lab.population import Population
+from fp8rl.losses import Coefficients
 from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.report import study
 from fp8rl.scale.around import Around
@@ -42,6 +43,10 @@ def test_parts_stand_alone():
     script = f"import sys, torch; before = set(sys.modules); import {names}; print(*sys.modules.keys() - before)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"gymnasium", "tqdm", "fp8rl.config", "fp8rl.train"} & set(loaded)
+
+
+def test_the_loss_alone_has_the_defaults_of_a_config():
+    assert all(getattr(Config(), name) == value for name, value in Coefficients()._asdict().items())
 
 
 class Epochs(Run):
@@ -149,6 +154,11 @@ def test_a_shape_that_fp8_cannot_take_and_a_gru_without_a_layer_before_it_are_re
     ):
         with pytest.raises(ValueError, match=words):
             build(Config(**fields))
+
+
+def test_a_compiled_loop_does_not_hide_an_unknown_precision():
+    with pytest.raises(ValueError, match=r"^precision is 'fp4' and it is unknown"):
+        build(Config("fp4"), Machine(compile=True))
 
 
 def test_gru_policies_of_three_layers_learn():

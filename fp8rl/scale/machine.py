@@ -169,7 +169,8 @@ def check(config: Config, machine: Machine, size: int) -> None:
     if machine.compile:
         plain = config.env_id is None and machine.on("collect").type == "cpu" and not machine.reuse_forward
         remedy = "leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse_forward"
-        require("compile", plain and not PRECISIONS[acting].forward, remedy)
+        rules = PRECISIONS.get(acting)  # an unknown one is refused by Precision
+        require("compile", plain and not (rules and rules.forward), remedy)
         fused.require_compiler()
     if machine.graph:
         remedy = "leave it out, or learn and collect on one device, in turn, in one of the package's environments"
