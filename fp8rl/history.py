@@ -125,18 +125,20 @@ class RewardScale(Saved):
 
 
 class EpisodeReturns(Saved):
-    """Undiscounted returns of whole episodes, which may span several rollouts. `open` is the running sums, float64 tensor [N]."""
+    """Undiscounted returns of whole episodes, which may span several rollouts, of S agents with equal shares of N environments.
+    `open` is the running sums, float64 tensor [N]."""
 
     NAMES = ("open",)
 
-    def __init__(self, num_envs: int):
-        self.open = torch.zeros(num_envs, dtype=torch.float64, device="cpu")
+    def __init__(self, num_envs: int, agents: int = 1):
+        self.open, self.agents = torch.zeros(num_envs, dtype=torch.float64, device="cpu"), agents
 
     def add(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-        """Takes the next rollout. Returns the environments, int64 [E], and returns, float64 [E], of episodes that ended in it."""
+        """Takes the next rollout. Returns each agent's sum of the returns of episodes that ended in it, and how many, [S]."""
         sums, left, ended = running_returns(rollout, self.open.numpy())
         self.open = torch.from_numpy(left)
-        return ended.nonzero()[1], sums[ended]
+        agent = ended.nonzero()[1] // (len(left) // self.agents)
+        return np.bincount(agent, sums[ended], self.agents), np.bincount(agent, minlength=self.agents)
 
 
 def summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float | np.ndarray]:

@@ -171,8 +171,8 @@ class Run:
 
     def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
         """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
-        _, finished = self.returns.add(rollout)
-        sums = [finished.sum(), len(finished), self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
+        (returns,), (episodes,) = self.returns.add(rollout)
+        sums = [returns, episodes, self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
         (sums,) = self.group.all_reduce([torch.tensor(sums, dtype=torch.float64, device="cpu")])
         returns, episodes, clipped, *terms = sums.tolist()
         row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration}

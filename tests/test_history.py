@@ -44,21 +44,21 @@ def test_evaluations_are_the_rows_that_have_one():
 def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
     rng = np.random.default_rng(seed)
     reward, flags = rng.normal(size=(sum(parts), 2)), rng.choice([0, 0, TERMINATED, TRUNCATED], size=(sum(parts), 2))
-    expected, totals = [], [0.0, 0.0]
+    expected, totals = np.zeros((2, 2)), [0.0, 0.0]
     for t, b in np.ndindex(*reward.shape):
         totals[b] += reward[t, b]
         if flags[t, b]:
-            expected.append((b, totals[b]))
+            expected[b] += totals[b], 1
             totals[b] = 0.0
-    ours, returns, start = [], EpisodeReturns(2), 0
+    ours, returns, start = np.zeros((2, 2)), EpisodeReturns(2, agents=2), 0
     for length in parts:
         rows = slice(start, start := start + length)
         rollout = Rollout(None, None, torch.from_numpy(reward[rows]), torch.from_numpy(flags[rows]), None)
-        restored = EpisodeReturns(2)
+        restored = EpisodeReturns(2, agents=2)
         restored.load_state_dict(returns.state_dict())
         returns = restored
-        ours.extend(zip(*returns.add(rollout), strict=True))
-    np.testing.assert_allclose(np.reshape(ours, (-1, 2)), np.reshape(expected, (-1, 2)))
+        ours += np.transpose(returns.add(rollout))
+    np.testing.assert_allclose(ours, expected)
     np.testing.assert_allclose(returns.open, totals)
 
 

@@ -33,7 +33,7 @@ from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..env import TensorEnv
 from ..evaluate import Judge, evaluate
-from ..history import History, RewardScale
+from ..history import EpisodeReturns, History, RewardScale
 from ..losses import Targets, vtrace
 from ..model import ActorCritic
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
@@ -587,7 +587,7 @@ class Population(Run):
         action_size = env.num_actions if model.gaussian else 0
         ring = Rings(self.agents, one.rows, env.num_envs, env.bounds, one.codec, device, action_size=action_size)
         super().__init__(one, Parts(collector, learner, AgentsJudge(one, scales.exact, environments), ring))
-        self.history = Histories(self.agents)
+        self.history, self.returns = Histories(self.agents), EpisodeReturns(env.num_envs, self.agents)
 
     def fields(self) -> list[dict]:
         return [dataclasses.asdict(config) for config in self.configs]
@@ -617,8 +617,7 @@ class Population(Run):
         self.learner.precision.stopped[agent] = True
 
     def totals(self, rollout: Rollout, summary: dict) -> dict:
-        envs, finished = self.returns.add(rollout)
-        sums, episodes = (np.bincount(envs // self.config.num_envs, x, self.agents) for x in (finished, None))
+        sums, episodes = self.returns.add(rollout)
         with np.errstate(invalid="ignore"):
             mean = sums / episodes  # NaN where none ended
         steps = (len(self.history) + 1) * self.config.steps_per_iteration
