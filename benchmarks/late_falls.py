@@ -24,7 +24,7 @@ import torch
 
 from fp8rl.config import Config
 from fp8rl.evaluate import play
-from fp8rl.lab.population import Population, environments
+from fp8rl.scale.population import Population, environments
 from fp8rl.report.bench import origin
 from fp8rl.train import iterate
 

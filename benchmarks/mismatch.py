@@ -21,7 +21,7 @@ from tasks import LQR, score
 
 from fp8rl.config import Config
 from fp8rl.distribution import distribution_of
-from fp8rl.lab.population import Agents, Population, by_agent
+from fp8rl.scale.population import Agents, Population
 from fp8rl.report.bench import origin
 from fp8rl.rollout import Rollout
 from fp8rl.scale.around import Around
@@ -39,7 +39,7 @@ class Mistaken(Around):
 
     def collect(self, learned: Agents) -> Rollout:
         rollout = self.inner.collect(learned)
-        batch = by_agent(rollout, len(self.seed))
+        batch = rollout.by_agent(len(self.seed))
         return rollout._replace(behavior_logp=learner_logp(learned, batch).flatten(1))
 
 
@@ -52,7 +52,7 @@ def learner_logp(learned: Agents, batch: Rollout) -> torch.Tensor:
 def mismatch(run: Population) -> tuple[float, float]:
     """Divergence KL(acting policy || learner) in nats, by the mean of rho - 1 - log rho, which is never negative, and the
     effective sample size of the ratios rho, on a new rollout: medians over the agents."""
-    batch = by_agent(run.collect(), run.agents)
+    batch = run.collect().by_agent(run.agents)
     valid, log_ratio = batch.valid, (learner_logp(run.model, batch) - batch.behavior_logp).double()
     ratio, rows = log_ratio.exp() * valid, valid.sum((0, 2))
     divergence = (valid * (log_ratio.exp() - 1 - log_ratio)).sum((0, 2)) / rows

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from fp8rl.config import Config
-from fp8rl.lab.population import Population, bytes_per_agent
+from fp8rl.scale.population import Population, bytes_per_agent
 from fp8rl.report import study
 from fp8rl.report.bench import origin
 from fp8rl.scale.hardware import cores, keep_freed_memory

@@ -35,7 +35,6 @@ from .evaluate import evaluate
 from .history import History
 from .lab.lowbit import LowBitAdam
 from .lab.places import EIGHT_BIT
-from .lab.population import shared
 from .precision import Precision
 from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
@@ -43,6 +42,7 @@ from .report.statistics import iqm
 from .scale import hardware, ranks
 from .scale.gym import EnvironmentFailed
 from .scale.machine import HERE, NETWORKS, Machine, build, maker
+from .scale.population import shared
 from .scale.storage import ring_bytes
 from .train import Run, iterate
 

@@ -1,9 +1,7 @@
 """History: one row of numbers per iteration of a run, and the returns of the episodes that ended in it."""
 
 import math
-from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,9 +11,8 @@ from .rollout import TERMINATED, TRUNCATED, Rollout
 TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several processes, each has a part of these
 
 
-@dataclass(eq=False, repr=False)
 class History:
-    """One row of numbers per iteration, kept as columns of doubles:
+    """One row of numbers per iteration, kept as `columns`, or of S `agents` together, float64 [S] for each number:
 
     iteration, steps (environment steps so far), seconds (of training, without evaluations), learning_rate, loss_scale
     train_return: mean return of the episodes that ended; eval_return: mean greedy return; NaN where there are none
@@ -23,23 +20,43 @@ class History:
     loss, policy_loss, value_loss, entropy, ess: means over the iteration's updates; min_logp: the smallest
     grad_norm: the largest finite one, or 0; nonfinite: number of updates without one; skipped: by the scaler
     with FP8 also "fp8." and a name (scale/quantization.py)
+
+    `failures` has for each agent why it takes no more steps, or None.
     """
 
-    columns: dict[str, array] = field(default_factory=dict)
-    failure: str | None = None  # why an agent that trains beside others takes no more steps (lab/population.py)
+    def __init__(self, agents: int | None = None):
+        self.columns: dict[str, list] = {}
+        self.agents, self.failures = agents, [None] * (agents or 1)
 
-    def add(self, row: dict[str, float]) -> None:
+    def add(self, row: dict) -> None:
         """Appends an iteration's numbers. A column that `row` lacks gets NaN, and a new column NaN for earlier iterations."""
-        self.columns |= {name: array("d", [math.nan] * len(self)) for name in row if name not in self.columns}
+        self.columns |= {name: [self._of_all(math.nan)] * len(self) for name in row if name not in self.columns}
         for name, values in self.columns.items():
-            values.append(row.get(name, math.nan))
+            values.append(self._of_all(row.get(name, math.nan)))
+
+    def _of_all(self, number):
+        return np.broadcast_to(np.asarray(number, np.float64), self.agents) if self.agents else float(number)
 
     def __len__(self) -> int:
         return len(self.columns.get("iteration", ()))
 
     @property
     def last(self) -> dict[str, float]:
-        return {name: values[-1] for name, values in self.columns.items()}
+        """The newest row, of agents the first one's."""
+        return {name: values[-1][0] if self.agents else values[-1] for name, values in self.columns.items()}
+
+    @property
+    def failure(self) -> str | None:
+        return self.failures[0]
+
+    @property
+    def each(self) -> list["History"]:
+        """Copies of the agents' histories."""
+        found, columns = [], {name: np.array(rows).T.tolist() for name, rows in self.columns.items()}
+        for agent, reason in enumerate(self.failures):
+            found.append(own := History())
+            own.columns, own.failures = {name: each[agent] for name, each in columns.items()}, [reason]
+        return found
 
     @property
     def rows(self) -> list[dict[str, float]]:
@@ -64,11 +81,13 @@ class History:
         steps, returns = self.evaluations()
         return next(iter(steps[returns >= threshold].tolist()), math.nan)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: torch.tensor(values, dtype=torch.float64, device="cpu") for name, values in self.columns.items()}
+    def state_dict(self) -> dict:
+        return {name: torch.from_numpy(self.column(name)) for name in self.columns} | {"failures": [*self.failures]}
 
-    def load_state_dict(self, columns: dict[str, torch.Tensor]) -> None:
-        self.columns = {name: array("d", values.tolist()) for name, values in columns.items()}
+    def load_state_dict(self, state: dict) -> None:
+        columns = {name: x.numpy() for name, x in state.items() if name != "failures"}
+        self.columns = {name: [*x] if self.agents else x.tolist() for name, x in columns.items()}
+        self.failures = [*state.get("failures", self.failures)]
 
 
 @np.errstate(invalid="ignore", over="ignore")  # an agent that has stopped may hold infinities

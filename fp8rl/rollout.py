@@ -41,6 +41,10 @@ class Rollout(NamedTuple):
         begins = (self.flags & DUMMY) != 0
         return torch.cat((torch.zeros_like(begins[:1]), begins))
 
+    def by_agent(self, agents: int) -> "Rollout":
+        """The rollout [T, S B] of S agents as [T, S, B]."""
+        return Rollout(*(x if x is None else x.unflatten(1, (agents, -1)) for x in self))
+
     def to(self, device) -> "Rollout":
         """The rollout on a device: itself if it is there."""
         return self if self.obs.device == torch.device(device) else Rollout(*(x if x is None else x.to(device) for x in self))

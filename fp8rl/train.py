@@ -25,7 +25,7 @@ from .evaluate import Judge
 from .history import TERMS, EpisodeReturns, History, RewardScale, summarize
 from .losses import actor_critic_loss, only_here, vtrace
 from .model import ActorCritic
-from .precision import Precision
+from .precision import PRECISIONS, Precision
 from .replay import ReplayBuffer
 from .rng import seed_of
 from .rollout import Collector, Rollout, check_finite
@@ -68,6 +68,10 @@ class Learner:
         loss, stats = actor_critic_loss(*computed, batch, self.config, self.all_reduce, self.targets_of)
         report = self.precision.step(loss, self.optimizer, self.config.max_grad_norm, self.all_reduce)
         return {"loss": loss.detach(), **stats, **report._asdict()}
+
+    def stop(self, agent: int, reason: Exception) -> None:
+        """Ends learning. Agents that learn together need not raise: one of them then takes no more steps."""
+        raise reason
 
     def state_dict(self) -> dict:
         parts = {"optimizer": self.optimizer, "scaler": self.precision.scaler, "rewards": self.rewards}
@@ -131,12 +135,13 @@ def plain(config: Config) -> Parts:
 class Run:
     """A config, its Parts, a `history` with a row for each iteration, and `returns` of the running episodes. `Run(config)` has
     the parts of the core; raises ValueError for a precision that is not available here and for a field that needs
-    `scale.machine.build`, and MemoryError if the ring cannot be allocated."""
+    `scale.machine.build`, and MemoryError if the ring cannot be allocated. `agents`: their configs, of several that share the
+    parts (scale/population.py); `config` is then what they have in common."""
 
-    def __init__(self, config: Config, parts: Parts | None = None):
-        self.config, self.history = config, History()
+    def __init__(self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None):
+        self.config, self.configs, self.history = config, agents or [config], History(agents and len(agents))
         self.collector, self.learner, self.judge, self.ring, self.group = parts or plain(config)
-        self.returns = EpisodeReturns(self.collector.env.num_envs)
+        self.returns = EpisodeReturns(self.collector.env.num_envs, len(self.configs))
         self.stores = config.replay_updates > 0 or self.ring.lasting  # otherwise nothing reads the ring
 
     @property
@@ -166,37 +171,56 @@ class Run:
         return self.ring.sample(self.config.batch_size // length // self.group.size, length, self.collector.seed, number)
 
     def check(self, rollout: Rollout) -> None:
-        """Refuses a rollout that nothing can be learned from."""
-        check_finite(rollout)
+        """Stops whoever returned a rollout that nothing can be learned from."""
+        with contextlib.suppress(ValueError):
+            return check_finite(rollout)
+        apart = rollout.by_agent(len(self.configs))
+        for agent in range(len(self.configs)):
+            try:
+                check_finite(Rollout(*(x if x is None else x[:, agent] for x in apart)))
+            except ValueError as error:
+                self.stop(agent, error)
 
-    def totals(self, rollout: Rollout, summary: dict[str, float]) -> dict[str, float]:
+    def totals(self, rollout: Rollout, summary: dict) -> dict:
         """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
-        (returns,), (episodes,) = self.returns.add(rollout)
-        sums = [returns, episodes, self.ring.clipped.sum(), *(summary[name] for name in TERMS)]
-        (sums,) = self.group.all_reduce([torch.tensor(sums, dtype=torch.float64, device="cpu")])
-        returns, episodes, clipped, *terms = sums.tolist()
+        sums = [*self.returns.add(rollout), self.ring.clipped.sum(-1).cpu(), *(summary[name] for name in TERMS)]
+        sums = torch.stack([torch.as_tensor(x, dtype=torch.float64).view(-1) for x in sums])
+        ((returns, episodes, *sums),) = self.group.all_reduce([sums])  # [S] each
+        train_return, clipped, *terms = torch.stack((returns / episodes, *sums)).squeeze(-1).numpy()  # NaN if none ended
         row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration}
-        row |= {"train_return": returns / episodes if episodes else math.nan, "clipped": int(clipped)}
+        row |= {"train_return": train_return, "clipped": clipped}
         if rollout.action.is_floating_point():
-            row["outside"] = float((rollout.action.abs() > 1).float().mean())
+            outside = (rollout.by_agent(len(self.configs)).action.abs() > 1).float()
+            row["outside"] = outside.mean((0, 2, 3)).squeeze().cpu().numpy()
         return {**row, **summary, **dict(zip(TERMS, terms, strict=True))}
 
     def check_learning(self, updates: int) -> None:
-        """Raises FloatingPointError if the newest row, of so many updates, shows that nothing is learned any more."""
-        bad, scaled = np.array(self.history.columns["nonfinite"][-PATIENCE:]), self.learner.precision.scaler.is_enabled()
-        if stuck(bad, updates, scaled):
-            raise FloatingPointError(reason_of(self.history.last["steps"], self.config.precision))
+        """Stops whoever learns nothing any more, by the newest rows, of so many updates each."""
+        bad = np.array(self.history.columns["nonfinite"][-PATIENCE:])
+        scaled = [PRECISIONS[config.precision].loss_scale is not None for config in self.configs]
+        for agent in np.flatnonzero(np.where(scaled, (len(bad) == PATIENCE) & (bad.min(0) == updates), bad[-1] > 0)):
+            where = f"at step {self.history.last['steps']:.0f} in {self.configs[agent].precision}"
+            self.stop(agent, FloatingPointError(f"gradient not finite {where}: lower learning_rate"))
 
-    def evaluate(self) -> float:
-        """Mean greedy return (evaluate.Judge); NaN in a process that is not the first. Raises FloatingPointError for a NaN."""
+    def evaluate(self) -> float | np.ndarray:
+        """Mean greedy return (evaluate.Judge), of agents float64 [S]; NaN in a process that is not the first. Whoever's is not a
+        number has failed, with minus infinity."""
         found = math.nan if self.group.rank else self.judge.evaluate(self.model)
-        if math.isnan(found) and not self.group.rank:
-            raise FloatingPointError(f"evaluation is not a number in {self.config.precision}: fix the environment's rewards")
+        for agent in () if self.group.rank else np.flatnonzero(np.isnan(found)):
+            reason = f"evaluation is not a number in {self.configs[agent].precision}: fix the environment's rewards"
+            self.stop(agent, FloatingPointError(reason))
+            found[agent] = -math.inf
         return found
 
+    def stop(self, agent: int, reason: Exception) -> None:
+        """Raises the reason; agents that learn together go on without this one, which is evaluated as it is."""
+        self.learner.stop(agent, reason)
+        self.history.failures[agent] = self.history.failures[agent] or str(reason)
+
     def fields(self) -> dict | list[dict]:
-        """The config as plain data."""
-        return dataclasses.asdict(self.config)
+        """The config, or those of agents, as plain data."""
+        each = [dataclasses.asdict(config) for config in self.configs]
+        return each if self.history.agents else each[0]
 
     def state_dict(self, ring: bool = True) -> dict:
         """All that the run needs to continue as if it had never stopped, perhaps without the ring's rows. As in torch, the
@@ -259,17 +283,6 @@ def train(run: Run | Config, progress: bool = True) -> Run:
     for _ in iterate(run, progress):
         pass
     return run
-
-
-def stuck(bad: np.ndarray, updates: int, scaled) -> np.ndarray:
-    """Whether nothing is learned any more (see `iterate`), bool [...], from the number of updates without a finite gradient in
-    each of the last PATIENCE iterations, [PATIENCE or fewer, ...]. `scaled`: a loss scaler skips bad steps, bool [...]."""
-    return np.where(scaled, (len(bad) == PATIENCE) & (bad.min(0) == updates), bad[-1] > 0)
-
-
-def reason_of(steps: float, precision: str) -> str:
-    """What to tell of a run that is `stuck`."""
-    return f"gradient not finite at step {steps:.0f} in {precision}: lower learning_rate"
 
 
 def shown(row: dict[str, float]) -> str:

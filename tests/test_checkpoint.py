@@ -12,7 +12,7 @@ from helpers import SHORT, after, assert_same, refused, resumed, trained
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
-from fp8rl.lab.population import Population
+from fp8rl.scale.population import Population
 from fp8rl.model import ActorCritic
 from fp8rl.scale.machine import NETWORKS, build
 

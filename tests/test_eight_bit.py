@@ -15,7 +15,7 @@ from fp8rl.config import Config
 from fp8rl.evaluate import evaluate
 from fp8rl.lab.lowbit import unpack
 from fp8rl.lab.places import EIGHT_BIT
-from fp8rl.lab.population import Population
+from fp8rl.scale.population import Population
 from fp8rl.precision import Precision
 from fp8rl.scale.machine import NETWORKS, build
 from fp8rl.train import Run, iterate, make_cart

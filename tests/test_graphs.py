@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
-from fp8rl.lab.population import Population
+from fp8rl.scale.population import Population
 from fp8rl.precision import available_precisions
 from fp8rl.rollout import check_finite
 from fp8rl.scale import graphs

@@ -18,7 +18,7 @@ def test_history_keeps_columns_and_gives_rows():
     assert history.column("steps").tolist() == [512, 1024, 1536, 2048]
     assert len(History()) == 0 and History().rows == []
     copied = pickle.loads(pickle.dumps(history))
-    assert [column.tobytes() for column in copied.columns.values()] == [column.tobytes() for column in history.columns.values()]
+    assert repr(copied.columns) == repr(history.columns)  # NaN included
 
 
 def test_a_history_is_saved_and_restored():

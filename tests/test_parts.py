@@ -20,7 +20,7 @@ from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.env import TensorEnv
 from fp8rl.evaluate import Judge
-from fp8rl.lab.population import Population
+from fp8rl.scale.population import Population
 from fp8rl.losses import Coefficients
 from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.report import study
@@ -236,12 +236,12 @@ def test_a_gpu_without_memory_is_not_another_config():
 def test_a_population_is_saved_and_read_again(tmp_path):
     configs = [Config(precision, seed=seed, **SHORT) for precision in ("fp32", "fp8") for seed in range(2)]
     run = Population(configs)
-    run.stop(1, "a reason")
+    run.stop(1, ValueError("a reason"))
     checkpoint.save(tmp_path / "a.pt", after(2, run))
     found, state = checkpoint.resume(tmp_path / "a.pt")
     again, whole = Population(found), Population(configs)
     again.load_state_dict(state)
-    whole.stop(1, "a reason")
+    whole.stop(1, ValueError("a reason"))
     train(again, progress=False), train(whole, progress=False)
     assert torch.equal(again.model.theta, whole.model.theta) and again.history.failures == [None, "a reason", None, None]
     with pytest.raises(ValueError, match=r"is of a population: read it with resume"):

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8rl import checkpoint, fp8
 from fp8rl.config import Config
 from fp8rl.env import Cart
-from fp8rl.lab import population
+from fp8rl.scale import population
 from fp8rl.lab.places import in_order
-from fp8rl.lab.population import Matmuls, Population, batches, environments, roundings_of
+from fp8rl.scale.population import Matmuls, Population, batches, environments, roundings_of
 from fp8rl.losses import actor_critic_loss
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import Rollout, noise_of
@@ -317,7 +317,7 @@ def test_gradients_are_those_of_autograd():
     agents = population.CHUNK + 2
     configs = [Config(seed=seed, **SHORT) for seed in range(agents)]
     run = Population(configs)
-    rollout = population.by_agent(run.collect(), agents)
+    rollout = run.collect().by_agent(agents)
     loss, _ = actor_critic_loss(*run.model(rollout.obs), rollout, run.config)
     loss.sum().backward()
     for k in range(agents):
@@ -365,10 +365,10 @@ def test_every_agent_replays_its_own():
     for _ in range(3):
         rollout = run.collect()
         run.ring.append(rollout)
-        own = population.by_agent(rollout, 3)
+        own = rollout.by_agent(3)
         for k, ring in enumerate(rings):
             ring.append(Rollout(*(x[:, k] for x in own[:5])))
-    batch = population.by_agent(run.sample(2), 3)
+    batch = run.sample(2).by_agent(3)
     for k, ring in enumerate(rings):
         expected = ring.sample(16, 32, seed=k, iteration=2)
         assert all(torch.equal(x[:, k], y) for x, y in zip(batch[:5], expected[:5], strict=True))
@@ -376,11 +376,11 @@ def test_every_agent_replays_its_own():
 
 def test_clipped_values_are_counted_for_each_agent():
     narrow, rollout = ((-0.1, -0.1), (0.1, 0.1)), Population([Config(seed=s, **SHORT) for s in range(3)]).collect
-    together, alone = population.Rings(3, 40, 48, narrow, "int8"), [StoredRing(40, 16, narrow, "int8") for _ in range(3)]
+    together, alone = population.Rings([{}] * 3, 40, 48, narrow, "int8"), [StoredRing(40, 16, narrow, "int8") for _ in range(3)]
     for batch in (rollout(), rollout()):
         together.append(batch)
         for k, ring in enumerate(alone):
-            ring.append(Rollout(*(x[:, k] for x in population.by_agent(batch, 3)[:5])))
+            ring.append(Rollout(*(x[:, k] for x in batch.by_agent(3)[:5])))
     assert torch.equal(together.clipped, torch.stack([ring.clipped for ring in alone])) and together.clipped.all()
 
 

@@ -19,7 +19,7 @@ TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2}
 
 def history_of(returns, failure=None) -> History:
     history = History()
-    history.failure = failure
+    history.failures[0] = failure
     for i, value in enumerate(returns):
         history.add({"iteration": i, "steps": 512 * (i + 1), "eval_return": value, "seconds": 0.5 * (i + 1)})
     return history

@@ -11,7 +11,7 @@ from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
 from fp8rl.history import RewardScale
-from fp8rl.lab.population import Population
+from fp8rl.scale.population import Population
 from fp8rl.rollout import TERMINATED, Rollout, noise_of
 from fp8rl.scale.gym import GymEnv
 from fp8rl.scale.machine import Machine, build

@@ -1,1 +1,1 @@
-"""Populations: many agents as one batch; number formats, and state that is kept in few bits."""
+"""Number formats, and state that is kept in few bits. Builds on the core alone."""

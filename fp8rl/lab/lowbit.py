@@ -25,8 +25,6 @@ import torch
 from torch import nn
 
 from ..fp8 import power_of_two_scale
-from ..rollout import Rollout
-from ..scale.around import Around
 from .formats import DTYPES, blocks, unblocked
 from .places import BLOCK, NONE, STATE, PlaceFormat, noises, places_of
 
@@ -268,19 +266,3 @@ class LowBitAdam(torch.optim.Optimizer):
             lines.append(f"{label}: {len(codes)} tensors, {kind}, {size:,} bytes and {of_scales:,} of scales")
         counted /= sum(x.numel() for x in codes)
         return "\n".join([*lines, f"stored: {counted:.2f} bytes a parameter, {predicted:.2f} without scales"])
-
-
-class Unpacked(Around):
-    """A collector or a judge that uses a network whose weights an optimizer keeps packed."""
-
-    def __init__(self, inner, optimizer: LowBitAdam):
-        super().__init__(inner)
-        self.optimizer = optimizer
-
-    def collect(self, learned: nn.Module) -> Rollout:
-        with self.optimizer.unpacked():
-            return self.inner.collect(learned)
-
-    def evaluate(self, learned: nn.Module) -> float:
-        with self.optimizer.unpacked():
-            return self.inner.evaluate(learned)

@@ -17,13 +17,13 @@ from collections.abc import Callable
 import torch
 
 from ..config import Config
-from ..lab.population import Population
 from ..precision import PRECISIONS as RULES
 from ..precision import Precision, available_precisions
 from ..scale import ranks
 from ..scale.around import Around
 from ..scale.hardware import hardware, is_emulated
 from ..scale.machine import HERE, Machine, build
+from ..scale.population import Population
 from ..train import iterate, train
 
 
@@ -35,7 +35,7 @@ class Loop:
     rollout_length: int = 32  # Steps collected from each environment per iteration.
     # None is the fastest on the machine among those that it does not emulate; of a population it is fp32.
     precision: str | None = None
-    agents: int | None = None  # Agents trained as one batch (lab/population.py); None is a single run.
+    agents: int | None = None  # Agents trained as one batch (scale/population.py); None is a single run.
     hidden_size: tuple[int, ...] = (64,)  # Units in each layer of the network; each of several values is measured.
     layers: int = 2  # Layers of the network.
 

@@ -1,6 +1,6 @@
 """Studies: many configs over the machine's cores, and the table that compares them.
 
-Configs train together as populations (lab/population.py), one on each core, in single-threaded processes that exchange nothing.
+Configs train together as populations (scale/population.py), one on each core, in single-threaded processes that exchange nothing.
 Those that cannot be in a population train alone. What has finished is written down at once (`Journal`), so that a study that was
 stopped goes on with the rest.
 """
@@ -28,11 +28,11 @@ from tqdm.auto import tqdm
 from .. import fp8
 from ..config import Config
 from ..history import History
-from ..lab.population import Population, batches, obstacle
 from ..precision import Precision
 from ..scale.gym import EnvironmentFailed, children_ignore_interrupts, interface_of
 from ..scale.hardware import cores, keep_freed_memory
 from ..scale.machine import build
+from ..scale.population import Population, batches, obstacle
 from ..tasks.by_id import task_of
 from ..train import iterate, train
 from .statistics import bootstrap_interval, iqm
@@ -114,7 +114,7 @@ def run(config: Config) -> History:
     try:
         train(made, progress=False)
     except (ValueError, FloatingPointError, EnvironmentFailed) as error:
-        made.history.failure = str(error)
+        made.history.failures[0] = str(error)
         made.history.add({"iteration": 0.0, "steps": 0.0, "seconds": 0.0, **made.history.last, "eval_return": -math.inf})
     return made.history
 
@@ -251,7 +251,7 @@ class Journal:
 
     def _keep(self, arm: str, config: dict, rows: list[dict[str, float]], failure: str | None = None) -> None:
         self.histories[arm, Config.of(config)] = history = History()
-        history.failure = failure
+        history.failures[0] = failure
         for row in rows:
             history.add(row)
 

@@ -1,1 +1,1 @@
-"""Where and how fast a run computes. Builds on the core, which imports nothing from here."""
+"""Where and how fast a run computes. Builds on the core, tasks/ and lab/, which import nothing from here."""

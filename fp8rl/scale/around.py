@@ -1,5 +1,10 @@
 """What goes around a part of a run."""
 
+from torch import nn
+
+from ..lab.lowbit import LowBitAdam
+from ..rollout import Rollout
+
 
 class Around:
     """A part that holds another one, `inner`, and does some of its work in another place or faster. What a subclass does not
@@ -12,3 +17,19 @@ class Around:
         if name == "inner":  # not there yet, in a copy that is being made
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+class Unpacked(Around):
+    """A collector or a judge that uses a network whose weights an optimizer keeps packed."""
+
+    def __init__(self, inner, optimizer: LowBitAdam):
+        super().__init__(inner)
+        self.optimizer = optimizer
+
+    def collect(self, learned: nn.Module) -> Rollout:
+        with self.optimizer.unpacked():
+            return self.inner.collect(learned)
+
+    def evaluate(self, learned: nn.Module) -> float:
+        with self.optimizer.unpacked():
+            return self.inner.evaluate(learned)

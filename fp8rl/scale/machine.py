@@ -23,7 +23,7 @@ from ..distribution import Gaussian
 from ..env import TensorEnv
 from ..evaluate import Judge
 from ..history import EpisodeReturns, RewardScale
-from ..lab.lowbit import LowBitAdam, Unpacked
+from ..lab.lowbit import LowBitAdam
 from ..lab.places import STATE, in_order, places_of
 from ..model import ActorCritic
 from ..precision import PRECISIONS, Precision
@@ -33,6 +33,7 @@ from ..tasks.by_id import task_of
 from ..train import Learner, OneProcess, Parts, Run, adam, make_cart, make_network
 from . import fused, graphs, ranks
 from .ahead import Ahead, InTurn
+from .around import Unpacked
 from .gym import GymEnv
 from .normalized import Following, NormalizedRecurrent, NormalizedRows
 from .quantization import Recorded

@@ -19,8 +19,6 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 
 import copy
 import dataclasses
-import math
-from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -33,19 +31,19 @@ from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..env import TensorEnv
 from ..evaluate import Judge, evaluate
-from ..history import EpisodeReturns, History, RewardScale
+from ..history import History, RewardScale
+from ..lab.formats import format_of
+from ..lab.places import PlaceFormat, Places, in_order, noises, places_of
 from ..losses import Targets, vtrace
 from ..model import ActorCritic
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
-from ..rollout import Collector, Rollout, check_finite
-from ..scale import graphs, hardware
-from ..scale.machine import make_task
-from ..scale.storage import StoredRing, ring_bytes
+from ..rollout import Collector, Rollout
 from ..tasks.by_id import task_of
-from ..train import PATIENCE, Learner, Parts, Run, make_cart, make_network, reason_of, stuck
-from .formats import format_of
-from .places import PlaceFormat, Places, in_order, noises, places_of
+from ..train import Learner, Parts, Run, make_cart, make_network
+from . import graphs, hardware
+from .machine import make_task
+from .storage import StoredRing, ring_bytes
 
 # The fields of Config in which the agents of a population may differ.
 FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "clip", "entropy_coef", "value_coef")
@@ -368,12 +366,20 @@ def environments(config: Config, num_envs: int, start_noise: list[float], seeds:
 
 
 class Rings(StoredRing):
-    """The replay of S agents: a ring in which each samples only from its own environments. `clipped` is int64 [S, F]."""
+    """The replay of S agents of given places: a ring in which each samples only from its own environments, with observations as
+    the agents keep them. `clipped` is int64 [S, F]."""
 
-    def __init__(self, agents: int, *args, **options):
+    def __init__(self, places: list[Places], *args, **options):
         super().__init__(*args, **options)
-        self.agents = agents
-        self.clipped = self.clipped.repeat(agents, 1)
+        self.places, self.agents = places, len(places)
+        self.clipped = self.clipped.repeat(self.agents, 1)
+
+    def sample(self, slices: int, length: int, seed=0, iteration: int = 0) -> Rollout:
+        batch = super().sample(slices, length, seed, iteration)
+        obs = batch.obs.unflatten(1, (self.agents, -1))
+        for agents, kept in in_place(self.places, "observations"):
+            obs[:, agents] = kept.matrices(obs[:, agents].transpose(0, 1)).transpose(0, 1)
+        return batch
 
     def _check(self, rollout: Rollout) -> None:
         """Takes what an agent that has stopped may hold, too."""
@@ -465,42 +471,6 @@ class Scales:
             x.copy_(state[name])
 
 
-class Histories:
-    """The histories of S agents, written together: the columns of History, with float64 [S] in each row, and the agents'
-    `failures`. Seconds are those of the whole population."""
-
-    def __init__(self, agents: int):
-        self.columns: dict[str, list[np.ndarray]] = {}
-        self.failures: list[str | None] = [None] * agents
-
-    def add(self, row: dict) -> None:
-        """Appends a row of numbers, which all agents share, and of arrays [S]; always of the same columns."""
-        for name, x in row.items():
-            self.columns.setdefault(name, []).append(np.broadcast_to(np.asarray(x, np.float64), len(self.failures)))
-
-    def __len__(self) -> int:
-        return len(self.columns.get("iteration", ()))
-
-    @property
-    def last(self) -> dict[str, float]:
-        """The first agent's newest row."""
-        return {name: rows[-1][0] for name, rows in self.columns.items()}
-
-    @property
-    def each(self) -> list[History]:
-        """Copies of all agents' histories."""
-        columns = {name: np.array(rows).T for name, rows in self.columns.items()}  # [S, iterations]
-        return [History({name: array("d", x[k]) for name, x in columns.items()}, why) for k, why in enumerate(self.failures)]
-
-    def state_dict(self) -> dict:
-        columns = {name: torch.from_numpy(np.array(rows)) for name, rows in self.columns.items()}
-        return {"columns": columns, "failures": list(self.failures)}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.columns = {name: list(rows.numpy()) for name, rows in state["columns"].items()}
-        self.failures = list(state["failures"])
-
-
 class AgentsCollector(Collector):
     """Like Collector, for agents, with rollouts [T, S N]. `reuses`: acting keeps forward passes for the update that follows."""
 
@@ -534,11 +504,14 @@ class AgentsLearner(Learner):
         (obs, bits), self.model.newest = self.model.newest or (None, None), None
         # Unless somebody has changed the weights.
         acted = batch.obs is obs and np.array_equal(bits.numpy(), self.model.bits.numpy())
-        batch = by_agent(batch, len(self.seed))
+        batch = batch.by_agent(len(self.seed))
         if acted:
             with self.precision.autocast():
                 computed = self.model(batch.obs, reuse=True)
         return super().update(batch, record, computed)
+
+    def stop(self, agent: int, reason: Exception) -> None:
+        self.precision.stopped[agent] = True
 
     def targets_of(self, *args) -> Targets:
         """V-trace, its advantages and value targets rounded for the agents that say so."""
@@ -569,14 +542,13 @@ class Population(Run):
 
     def __init__(self, configs: list[Config], device="cpu", graph: bool = False):
         require_one_population(configs, device)
-        self.configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
-        self.agents = len(configs)
-        one = one_of(self.configs, device)
-        seed = torch.tensor([config.seed for config in self.configs], device=device)
-        env = environments(one, one.num_envs, [c.start_noise for c in self.configs], seed)
-        model = Agents([make_network(config, env) for config in self.configs], self.configs, device)
-        places = [places_of(config.formats) for config in self.configs]
-        scales = Scales([config.precision for config in self.configs], device)
+        configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
+        self.agents, one = len(configs), one_of(configs, device)
+        seed = torch.tensor([config.seed for config in configs], device=device)
+        env = environments(one, one.num_envs, [config.start_noise for config in configs], seed)
+        model = Agents([make_network(config, env) for config in configs], configs, device)
+        places = [places_of(config.formats) for config in configs]
+        scales = Scales([config.precision for config in configs], device)
         optimizer = Adam(model.theta, one.learning_rate, places, model.sizes, seed)
         rewards = RewardScale(env.num_envs, device, self.agents)
         learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
@@ -585,60 +557,8 @@ class Population(Run):
         if graph and scales.device.type in graphs.GRAPHED:
             collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
         action_size = env.num_actions if model.gaussian else 0
-        ring = Rings(self.agents, one.rows, env.num_envs, env.bounds, one.codec, device, action_size=action_size)
-        super().__init__(one, Parts(collector, learner, AgentsJudge(one, scales.exact, environments), ring))
-        self.history, self.returns = Histories(self.agents), EpisodeReturns(env.num_envs, self.agents)
-
-    def fields(self) -> list[dict]:
-        return [dataclasses.asdict(config) for config in self.configs]
-
-    def sample(self, update: int = 0) -> Rollout:
-        """Like Run.sample, with observations as the agents keep them."""
-        batch = super().sample(update)
-        obs = batch.obs.unflatten(1, (self.agents, -1))
-        for agents, kept in in_place(self.learner.places, "observations"):
-            obs[:, agents] = kept.matrices(obs[:, agents].transpose(0, 1)).transpose(0, 1)
-        return batch
-
-    def check(self, rollout: Rollout) -> None:
-        """Stops the agents whose environments returned a number that is not finite or too large."""
-        try:
-            check_finite(rollout)
-        except ValueError:
-            for agent in range(self.agents):
-                try:
-                    check_finite(Rollout(*(x if x is None else x[:, agent] for x in by_agent(rollout, self.agents))))
-                except ValueError as error:
-                    self.stop(agent, str(error))
-
-    def stop(self, agent: int, reason: str) -> None:
-        """Lets an agent take no more steps; it is evaluated as it is."""
-        self.history.failures[agent] = self.history.failures[agent] or reason
-        self.learner.precision.stopped[agent] = True
-
-    def totals(self, rollout: Rollout, summary: dict) -> dict:
-        sums, episodes = self.returns.add(rollout)
-        with np.errstate(invalid="ignore"):
-            mean = sums / episodes  # NaN where none ended
-        steps = (len(self.history) + 1) * self.config.steps_per_iteration
-        row = {"steps": steps, "train_return": mean, "clipped": self.ring.clipped.sum(1).cpu().numpy(), **summary}
-        if rollout.action.is_floating_point():
-            row["outside"] = (by_agent(rollout, self.agents).action.abs() > 1).float().mean((0, 2, 3)).cpu().numpy()
-        return row
-
-    def check_learning(self, updates: int) -> None:
-        """Stops the agents that would end a run of their own (`iterate`)."""
-        bad = np.array(self.history.columns["nonfinite"][-PATIENCE:])
-        scaled = [PRECISIONS[config.precision].loss_scale is not None for config in self.configs]
-        for agent in np.flatnonzero(stuck(bad, updates, scaled)):
-            self.stop(agent, reason_of(self.history.last["steps"], self.configs[agent].precision))
-
-    def evaluate(self) -> np.ndarray:
-        """Like Run.evaluate, float64 [S]. An agent whose return is not a number has failed: minus infinity."""
-        returns = self.judge.evaluate(self.model)
-        for agent in np.flatnonzero(np.isnan(returns)):
-            self.stop(agent, f"evaluation is not a number in {self.configs[agent].precision}: fix the environment's rewards")
-        return np.nan_to_num(returns, nan=-math.inf, neginf=-math.inf, posinf=math.inf)
+        ring = Rings(places, one.rows, env.num_envs, env.bounds, one.codec, device, action_size=action_size)
+        super().__init__(one, Parts(collector, learner, AgentsJudge(one, scales.exact, environments), ring), configs)
 
     def histories(self, configs: list[Config]) -> list[History]:
         """The agents' histories in the order of `configs`."""
@@ -694,8 +614,3 @@ def one_of(configs: list[Config], device) -> Config:
         if len(set(values)) > 1 and not isinstance(values[0], str | None):
             object.__setattr__(one, name, torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1))
     return one
-
-
-def by_agent(rollout: Rollout, agents: int) -> Rollout:
-    """A rollout [T, S B] as [T, S, B]."""
-    return Rollout(*(x if x is None else x.unflatten(1, (agents, -1)) for x in rollout))
