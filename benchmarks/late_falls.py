@@ -24,8 +24,8 @@ import torch
 
 from fp8rl.config import Config
 from fp8rl.evaluate import play
-from fp8rl.scale.population import Population, environments
 from fp8rl.report.bench import origin
+from fp8rl.scale.population import Population, environments
 from fp8rl.train import iterate
 
 SEEDS = range(3021, 3085, 2)  # one process's share of seeds 3000 up when two trained them: the same bits on the same processor

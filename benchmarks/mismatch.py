@@ -21,10 +21,10 @@ from tasks import LQR, score
 
 from fp8rl.config import Config
 from fp8rl.distribution import distribution_of
-from fp8rl.scale.population import Agents, Population
 from fp8rl.report.bench import origin
 from fp8rl.rollout import Rollout
 from fp8rl.scale.around import Around
+from fp8rl.scale.population import Agents, Population
 from fp8rl.train import train
 
 SEEDS = 32

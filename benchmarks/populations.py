@@ -25,10 +25,10 @@ from pathlib import Path
 import psutil
 
 from fp8rl.config import Config
-from fp8rl.scale.population import Population, bytes_per_agent
 from fp8rl.report import study
 from fp8rl.report.bench import origin
 from fp8rl.scale.hardware import cores, keep_freed_memory
+from fp8rl.scale.population import Population, bytes_per_agent
 from fp8rl.train import iterate
 
 HERE, CORES = Path(__file__).parent, cores()

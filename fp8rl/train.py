@@ -300,13 +300,10 @@ def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> 
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Loads an optimizer's state but keeps this one's flags and learning rate; moves step counts where the flags need them."""
+    """Loads an optimizer's state but keeps this one's flags and learning rate."""
     if not isinstance(optimizer, torch.optim.Optimizer):  # a population's
         return optimizer.load_state_dict(state)
     own = ("fused", "capturable", "foreach", "differentiable", "lr")
     mine = [{name: group[name] for name in own if name in group} for group in optimizer.param_groups]
     groups = [group | flags for group, flags in zip(state["param_groups"], mine, strict=True)]
     optimizer.load_state_dict({**state, "state": copy.deepcopy(state["state"]), "param_groups": groups})  # or tensors were shared
-    for values in optimizer.state.values():
-        if not (mine[0].get("capturable") or mine[0].get("fused")):
-            values["step"] = values["step"].cpu()

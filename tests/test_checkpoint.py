@@ -12,9 +12,9 @@ from helpers import SHORT, after, assert_same, refused, resumed, trained
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
-from fp8rl.scale.population import Population
 from fp8rl.model import ActorCritic
 from fp8rl.scale.machine import NETWORKS, build
+from fp8rl.scale.population import Population
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from fp8rl.config import Config
 from fp8rl.evaluate import evaluate
 from fp8rl.lab.lowbit import unpack
 from fp8rl.lab.places import EIGHT_BIT
-from fp8rl.scale.population import Population
 from fp8rl.precision import Precision
 from fp8rl.scale.machine import NETWORKS, build
+from fp8rl.scale.population import Population
 from fp8rl.train import Run, iterate, make_cart
 
 SMALL = {"steps": 1024, "num_envs": 4, "rollout_length": 16, "slice_length": 16, "batch_size": 64, "eval_every": 0}

@@ -8,12 +8,12 @@ from torch.utils._pytree import tree_leaves
 
 from fp8rl import checkpoint
 from fp8rl.config import Config
-from fp8rl.scale.population import Population
 from fp8rl.precision import available_precisions
 from fp8rl.rollout import check_finite
 from fp8rl.scale import graphs
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.machine import HERE, Machine, build
+from fp8rl.scale.population import Population
 from fp8rl.train import adam
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

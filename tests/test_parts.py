@@ -20,12 +20,12 @@ from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.env import TensorEnv
 from fp8rl.evaluate import Judge
-from fp8rl.scale.population import Population
 from fp8rl.losses import Coefficients
 from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.report import study
 from fp8rl.scale.around import Around
 from fp8rl.scale.machine import HERE, Machine, build
+from fp8rl.scale.population import Population
 from fp8rl.tasks.by_id import task_of
 from fp8rl.train import Run, train
 

@@ -8,9 +8,9 @@ from helpers import after, refused, trained
 from torch import nn
 
 from fp8rl.config import Config
-from fp8rl.scale import population
 from fp8rl.lab.formats import format_of, rounded, scaled
 from fp8rl.lab.places import PlaceFormat, Places, places_of
+from fp8rl.scale import population
 from fp8rl.scale.population import Matmuls, Population, roundings_of
 
 SMALL = {"steps": 1024, "num_envs": 4, "rollout_length": 16, "slice_length": 16, "batch_size": 64, "eval_every": 0}

@@ -11,10 +11,10 @@ from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
 from fp8rl.history import RewardScale
-from fp8rl.scale.population import Population
 from fp8rl.rollout import TERMINATED, Rollout, noise_of
 from fp8rl.scale.gym import GymEnv
 from fp8rl.scale.machine import Machine, build
+from fp8rl.scale.population import Population
 from fp8rl.tasks import acrobot, lqr
 from fp8rl.tasks.by_id import TASKS, task_of
 from fp8rl.train import Run
