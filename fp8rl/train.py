@@ -184,7 +184,7 @@ class Run:
     def totals(self, rollout: Rollout, summary: dict) -> dict:
         """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
         sums = [*self.returns.add(rollout), self.ring.clipped.sum(-1).cpu(), *(summary[name] for name in TERMS)]
-        sums = torch.stack([torch.as_tensor(x, dtype=torch.float64).view(-1) for x in sums])
+        sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device="cpu").view(-1) for x in sums])
         ((returns, episodes, *sums),) = self.group.all_reduce([sums])  # [S] each
         train_return, clipped, *terms = torch.stack((returns / episodes, *sums)).squeeze(-1).numpy()  # NaN if none ended
         row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration}
