@@ -54,12 +54,15 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
-    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own. Raises TypeError if `x` is not
-    float32 or bfloat16: float16 may already have lost what FP8 would have scaled."""
+    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own. Raises ValueError for another shape
+    or `dtype`, and TypeError if `x` is not float32 or bfloat16: float16 may already have lost what FP8 would have scaled."""
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
+    if x.dim() < 2 or dtype not in LARGEST:
+        raise ValueError(f"x has shape {list(x.shape)} and dtype is {dtype}: use matrices [..., M, N], and E4M3 or E5M2")
     x = x.float().contiguous()  # row-major, whatever the input's strides
-    scale = power_of_two_scale(x.abs().amax((-2, -1)), LARGEST[dtype])
+    largest = x.abs().amax((-2, -1)) if x.numel() else x.new_zeros(x.shape[:-2])
+    scale = power_of_two_scale(largest, LARGEST[dtype])
     return Quantized(cast(x / scale[..., None, None], dtype), scale)
 
 
@@ -69,21 +72,21 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
-    """The smallest power of two s, from 2^-126 up, with largest / s <= limit (for 0 the same as for 0.5); NaN if `largest`
-    is not finite."""
+    """The smallest power of two s, from 2^-126 up, with largest / s <= limit (for 0 the same as for 0.5), but none with which
+    limit * s would not be finite: float32's very largest numbers saturate. NaN if `largest` is not finite."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
     limit_mantissa, limit_exponent = math.frexp(limit)
-    exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(min=-126)
+    exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(-126, 128 - limit_exponent)
     return torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
 
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
     """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N]. `emulate` works in float32, exactly
     but for the order of the sum; None uses torch's kernel where there is one. Raises ValueError for what a GPU's cannot take."""
-    (rows, inner), (inner_b, columns) = a.data.shape, b.data.shape
-    if inner != inner_b:
-        raise ValueError(f"shapes are [{rows}, {inner}] and [{inner_b}, {columns}]: the inner dimensions must agree")
-    for name, size in {"inner dimension": inner, "column count": columns}.items():
+    left, right = a.data.shape, b.data.shape
+    if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
+        raise ValueError(f"shapes are {list(left)} and {list(right)}: use matrices [M, K] and [K, N] of one inner dimension K")
+    for name, size in {"inner dimension": right[0], "column count": right[1]}.items():
         if size % MULTIPLE:
             raise ValueError(f"{name} is {size}: FP8 kernels need a multiple of {MULTIPLE}, pad it or stay in float32")
     if a.data.dtype == b.data.dtype == E5M2:
@@ -156,30 +159,29 @@ class Float8Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)
         rows = len(flat)
-        if rows % MULTIPLE:  # the inner dimension of the weight gradient
-            flat = F.pad(flat, (0, 0, 0, -rows % MULTIPLE))
+        if rows % MULTIPLE or not rows:  # the weight gradient contracts them, and kernels need some
+            flat = F.pad(flat, (0, 0, 0, MULTIPLE - rows % MULTIPLE))
         y = _Float8Matmuls.apply(flat, self.weight, self)[:rows]
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features)
 
 
 def convert_linears(model: nn.Module, forward: torch.dtype = E4M3, backward: torch.dtype = E5M2) -> dict[str, str | None]:
-    """Swaps linear layers for Float8Linear, in place and with the same parameters. Returns for each, by name, None if it was
-    swapped, else the reason why not."""
+    """Makes linear layers Float8Linear, in place: parameters, hooks and all else stay. Returns for each, by name, None if it was
+    converted, else the reason why not."""
     modules = model.named_modules(remove_duplicate=False)  # a tied layer appears under each of its names
-    linears = {name: layer for name, layer in modules if type(layer) is nn.Linear}
+    linears = {name: layer for name, layer in modules if isinstance(layer, nn.Linear)}
     reasons = {name: misfit(layer.in_features, layer.out_features) for name, layer in linears.items()}
-    for name, linear in linears.items():
-        if not name:
-            reasons[name] = "it is the whole model and cannot be swapped in place, wrap it in nn.Sequential"
-        elif linear.weight.dtype != torch.float32:
-            reasons[name] = f"its weights are {linear.weight.dtype}"
+    for name, layer in linears.items():
+        if type(layer) not in (nn.Linear, Float8Linear):
+            reasons[name] = f"it is a {type(layer).__name__}, not a plain nn.Linear"
+        elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerEncoderLayer):
+            reasons[name] = "a TransformerEncoderLayer in eval mode reads its weights and does not call it"
+        elif layer.weight.dtype != torch.float32:
+            reasons[name] = f"its weights are {layer.weight.dtype}"
         elif not reasons[name]:
-            layer = Float8Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-            layer.weight, layer.bias = linear.weight, linear.bias
+            layer.__class__ = Float8Linear
             layer.forward_type, layer.backward_type = forward, backward
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer)
     return reasons
 
 

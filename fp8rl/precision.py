@@ -86,12 +86,12 @@ class Precision:
         self.scaler = torch.amp.GradScaler(self.device.type, growth_interval=growth, **scale)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Moves the model to the device and, for FP8, swaps its eligible linear layers in place; ValueError if there are none."""
+        """Moves the model to the device and, for FP8, converts its eligible linear layers; ValueError if there are none."""
         model = model.to(self.device)
         if self.rules.forward:
             reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)
             if all(reasons.values()):
-                why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+                why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in reasons.items())
                 raise ValueError(f"precision is {self.name!r} and no layer can run in FP8 ({why}): widen one or choose bf16")
         return model
 

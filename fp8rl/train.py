@@ -125,7 +125,7 @@ def plain(config: Config) -> Parts:
     precision, acting = Precision(config.precision), Precision(config.collect_precision or config.precision)
     env = make_cart(config, config.num_envs, config.start_noise, "cpu", config.seed)
     model = make_network(config, env)
-    actor = model if acting.name == precision.name else acting.prepare(copy.deepcopy(model))  # before `prepare` swaps layers
+    actor = model if acting.name == precision.name else acting.prepare(copy.deepcopy(model))  # before `prepare` converts layers
     model = precision.prepare(model)
     collector = Collector(env, actor, acting, config.rollout_length, config.seed)
     learner = Learner(config, model, precision, adam(model, config.learning_rate), RewardScale(env.num_envs))

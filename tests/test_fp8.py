@@ -1,10 +1,12 @@
+import copy
+
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import refused
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -122,6 +124,19 @@ def test_quantize_is_idempotent_and_never_saturates(dtype, seed):
 
 
 @FORMATS
+@given(x=numbers)
+@example(x=torch.finfo(torch.float32).max)
+def test_any_finite_number_stays_finite_and_near(dtype, x):
+    near = quantize(torch.tensor([[x]]), dtype).dequantize().item()
+    assert abs(near - x) <= max(2 * ROUNDOFF[dtype][0] * abs(x), 2**-126 * ROUNDOFF[dtype][1])
+
+
+def test_no_rows_are_quantized_to_no_rows():
+    for shape in ((0, 16), (16, 0), (2, 0, 16), (0, 4, 16)):
+        assert quantize(torch.zeros(shape)).dequantize().shape == shape
+
+
+@FORMATS
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 def test_one_bad_number_makes_the_whole_tensor_nan(dtype, bad):
     x = torch.ones(16, 16)
@@ -133,6 +148,8 @@ def test_quantize_refuses_other_types():
     for dtype in (torch.float16, torch.int32, torch.float64):
         message = rf"x is {dtype}: quantize takes float32 or bfloat16"
         refused(message, quantize, torch.ones(2, 2, dtype=dtype), error=TypeError)
+    refused(r"x has shape \[2, 2\] and dtype is torch.float16: use .* E4M3 or E5M2", quantize, torch.ones(2, 2), torch.float16)
+    refused(r"x has shape \[2\] and dtype is .*: use matrices", quantize, torch.ones(2))
 
 
 @pytest.mark.parametrize("dtype, least", [(E4M3, 25), (E5M2, 20)])
@@ -207,7 +224,8 @@ def test_gpu_rules_hold_on_every_device():
     for a, b, message in (
         (of_shape(4, 24), of_shape(16, 24).t(), "inner dimension is 24.*multiple of 16"),
         (of_shape(4, 32), of_shape(8, 32).t(), "column count is 8.*multiple of 16"),
-        (of_shape(4, 32), of_shape(16, 48).t(), ".*inner dimensions must agree"),
+        (of_shape(4, 32), of_shape(16, 48).t(), r"shapes are \[4, 32\] and \[48, 16\]: use matrices"),
+        (quantize(torch.ones(2, 4, 16)), of_shape(16, 16).t(), r"shapes are \[2, 4, 16\] and \[16, 16\]: use matrices"),
         (of_shape(4, 16, E5M2), of_shape(16, 16, E5M2).t(), "both matrices are e5m2"),
         (of_shape(16, 16), of_shape(16, 32), ".*row-major times column-major"),
         (of_shape(16, 16).column_major(), of_shape(16, 16).t(), ".*row-major times column-major"),
@@ -220,15 +238,15 @@ def test_gpu_rules_hold_on_every_device():
 
 
 def twin_of(linear: nn.Linear) -> Float8Linear:
-    """The FP8 layer on the same parameters."""
-    model = nn.Sequential(linear)
-    convert_linears(model)
-    return model[0]
+    """An FP8 layer with the same numbers."""
+    twin = copy.deepcopy(linear)
+    convert_linears(twin)
+    return twin
 
 
 @pytest.fixture
 def pair():
-    """A linear layer, its FP8 twin on the same parameters, an input and an output gradient."""
+    """A linear layer, its FP8 twin, an input and an output gradient."""
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(64, 64)
     x = torch.randn(512, 64, generator=generator).relu()
@@ -272,6 +290,13 @@ def test_layer_takes_any_shape_and_strides(pair):
     y = layer(x)
     assert torch.equal(y, layer(x.contiguous()))
     (y.t().contiguous() @ torch.ones(32, 1)).sum().backward()  # the gradient arrives with strides of its own
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
+def test_an_empty_batch_is_as_in_any_linear_layer(pair, shape):
+    for layer in pair[:2]:
+        y, grad_x, *others = gradients(layer, torch.zeros(shape), torch.zeros(shape))
+        assert y.shape == grad_x.shape == shape and not any(grad.any() for grad in others)
 
 
 def test_layer_takes_bfloat16_and_gives_float32(pair):
@@ -328,8 +353,39 @@ def test_fp8_without_a_layer_that_qualifies_is_refused():
     refused(message, Precision("fp8").prepare, ActorCritic(hidden_size=30))
 
 
-def test_conversion_leaves_what_it_cannot_swap_and_finds_tied_layers():
-    assert "wrap it" in convert_linears(nn.Linear(16, 16))[""]
+def test_a_model_that_is_one_linear_layer_is_converted():
+    model = nn.Linear(16, 16)
+    assert convert_linears(model) == convert_linears(model) == {"": None} and type(model) is Float8Linear
+    refused(r".*no layer can run in FP8 \(the model: its 2 inputs", Precision("fp8").prepare, nn.Linear(2, 16))
+
+
+def test_conversion_keeps_hooks_and_the_mode():
+    model, seen = nn.Sequential(nn.Linear(16, 16)).eval(), []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[0].weight.register_hook(lambda _: seen.append("backward"))
+    convert_linears(model)
+    model(torch.ones(16, 16)).sum().backward()
+    assert seen == ["forward", "backward"] and not model[0].training
+
+
+def test_a_spectral_norm_stays_in_the_layer_or_the_layer_out():
+    by_hook = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)))
+    assert convert_linears(by_hook) == {"0": None}
+    by_hook(torch.ones(16, 16)).sum().backward()
+    assert by_hook[0].weight.grad_fn and by_hook[0].weight_orig.grad.any()  # the hook computes the weight anew
+    parametrized = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)))
+    assert convert_linears(parametrized) == {"0": "it is a ParametrizedLinear, not a plain nn.Linear"}
+
+
+def test_a_transformer_layer_that_reads_its_weights_itself_is_left_as_it_is():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    reasons = convert_linears(layer)
+    assert reasons["self_attn.out_proj"] == "it is a NonDynamicallyQuantizableLinear, not a plain nn.Linear"
+    assert all("TransformerEncoderLayer in eval mode reads its weights" in reasons[name] for name in ("linear1", "linear2"))
+    assert len(reasons) == 3 and type(layer.linear1) is nn.Linear
+
+
+def test_conversion_leaves_what_it_cannot_convert_and_finds_tied_layers():
     assert convert_linears(nn.Sequential(nn.Linear(16, 16, dtype=torch.float64))) == {"0": "its weights are torch.float64"}
     tied = nn.Linear(16, 16)
     model = nn.Sequential(tied, tied)

@@ -115,7 +115,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     env = make_env(config, config.num_envs // group.size, config.start_noise, acting.device, seed)
     model = make_network(config, env, NETWORKS[config.encoder, config.normalize_obs])
     apart = machine.collect_ahead or (acting.name, acting.device) != (learning.name, learning.device)
-    actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` swaps the learner's layers
+    actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` converts the learner's
     model = learning.prepare(model)
     graph = machine.graph and learning.device.type in graphs.GRAPHED
     if config.formats:
