@@ -51,7 +51,10 @@ class Learner:
         return learning_rate
 
     def watch(self, rollout: Rollout) -> None:
-        """Lets the scale of rewards follow a new rollout."""
+        """Lets the scale of rewards follow a new rollout. Raises ValueError if the model has other parameters than at first."""
+        learns = {id(p) for p in self.model.parameters() if p.requires_grad}
+        if learns - {id(p) for group in self.optimizer.param_groups for p in group["params"]}:
+            raise ValueError("optimizer does not have all of the model's parameters: build the run again")
         if self.config.scale_rewards:
             self.rewards.add(rollout, self.config.gamma, self.all_reduce)
 

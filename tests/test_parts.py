@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, forked, weights
+from helpers import SHORT, after, assert_same, forked, refused, weights
 from torch import nn
 
 from fp8rl import checkpoint, fp8
@@ -197,6 +197,20 @@ def test_layers_that_are_replaced_are_those_that_act():
     obs = run.env.obs
     run.model.hidden[0] = nn.Linear(64, 64)
     torch.testing.assert_close(run.model.acting(16).policy(obs)[0], run.model(obs)[0])
+
+
+def test_layers_that_the_optimizer_does_not_have_are_refused():
+    fp8_too = build(Config("fp8", **SHORT), Machine(reuse_forward=True))
+    in_few_bits = build(Config(formats="weights=e4m3:stochastic", **SHORT))
+    for run in (Run(Config(**SHORT)), build(Config(**SHORT)), fp8_too, in_few_bits):
+        run.model.hidden[0] = nn.Linear(64, 64)
+        refused("optimizer does not have all of the model's parameters: build the run again", train, run, progress=False)
+    agents = Population([Config(**SHORT)])
+    agents.model.theta = nn.Parameter(agents.model.theta.detach().clone())
+    refused("optimizer does not have all of the model's parameters", train, agents, progress=False)
+    frozen = build(Config(**SHORT))
+    frozen.model.hidden[0] = nn.Linear(64, 64).requires_grad_(False)
+    train(frozen, progress=False)
 
 
 def test_a_run_takes_the_rows_that_it_can_fill():

@@ -394,7 +394,7 @@ class Adam:
     None keeps everything in float32. `sizes`: of the tensors in a row of theta. `seeds`: int64 [S], for stochastic rounding."""
 
     def __init__(self, theta: nn.Parameter, rate, places: list[Places] | None = None, sizes=(), seeds=None):
-        self.theta, self.sizes, self.seeds = theta, list(sizes), seeds
+        self.theta, self.sizes, self.seeds, self.param_groups = theta, list(sizes), seeds, [{"params": [theta]}]
         self.rate = torch.zeros(len(theta), 1, dtype=torch.float32, device=theta.device).add_(rate)
         self.parts = alike(places or [Places()] * len(theta), most_together(theta.device))
         for agents, own in self.parts:
