@@ -17,14 +17,14 @@ def play(policy, env) -> np.ndarray:
     """Returns float32 [N] of one episode in each of N newly created environments. The policy maps observations float32 [N, F], in
     inference mode, to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
-    live = torch.ones_like(total)  # 1 until the episode ends, then 0
+    ended = torch.zeros_like(total, dtype=torch.bool)
     with inference(env):
         for begin in range(0, env.max_steps, 16):
             for step, start in zip(range(begin, env.max_steps), env.draw(16), strict=False):
                 _, reward, _, _ = env.step(policy(env.obs), start)
-                total += env.discount**step * reward * live
-                live.masked_fill_(env.done, 0)
-            if not live.any():  # not asked at every step, because it waits for a GPU
+                total += (env.discount**step * reward).masked_fill_(ended, 0)
+                ended |= env.done
+            if ended.all():  # not asked at every step, because it waits for a GPU
                 break
     return total.cpu().numpy()
 

@@ -20,6 +20,20 @@ def test_an_episode_counts_nothing_after_its_end():
     assert returns.shape == (50,) and (returns > 4).all() and (returns < 8).all()
 
 
+def test_what_follows_an_episode_cannot_spoil_its_return():
+    class Spoiled(Cart):
+        later = torch.zeros(50, dtype=torch.bool)
+
+        def step(self, action, start=None):
+            self.later = self.later | self.done
+            obs, reward, *flags = super().step(action, start)
+            return obs, reward.masked_fill(self.later, math.nan), *flags
+
+    assert np.array_equal(play(right, Spoiled(50)), play(right, Cart(50)))
+    Spoiled.later = torch.arange(50) == 7  # within the episode
+    assert np.flatnonzero(np.isnan(play(right, Spoiled(50)))).tolist() == [7]
+
+
 def test_same_seed_same_starts():
     first, again, other = (play(lambda obs: (obs[:, 0] < 0).long(), Cart(20, seed=seed)) for seed in (3, 3, 4))
     assert np.array_equal(first, again) and not np.array_equal(first, other)

@@ -131,8 +131,9 @@ KINDS = {
     "Blind": ({"observation_space": Box(0, 1, (0,))}, r"whose observations are Box\[0\], without features: choose another"),
     "Unbounded": (
         {"action_space": Box(-np.inf, np.inf, (2,))},
-        r"whose actions are Box\[2\] of float32 without finite bounds: reg",
+        r"whose actions are Box\[2\] of float32 without a finite high - low: register it wrapped .* with finite bounds",
     ),
+    "Huge": ({"action_space": Box(-3e38, 3e38, (2,))}, r"whose actions are Box\[2\] of float32 without a finite high - low: reg"),
     "Grid": (
         {"action_space": Box(-1, 1, (2, 3))},
         r"whose actions are Box\[2, 3\] of float32: register it wrapped .* a flat Box",
@@ -175,6 +176,9 @@ for name, (kwargs, _) in {**KINDS, **FAILING}.items():
     register(name, kwargs=kwargs)
 for name, (change, _) in VECTORS.items():
     register(f"OddVector-{name}", vector_entry_point=functools.partial(OddVector, change=change))
+register(
+    "OddVector-nan", vector_entry_point=functools.partial(OddVector, change=lambda o, r, t, *rest: (o, r + np.nan, ~t, *rest))
+)
 register("Limited", max_episode_steps=7)
 register("Poisoned", kwargs={"sixth": lambda obs, *rest: (obs * np.nan, *rest)})
 register("Interrupted", kwargs={"sixth": interrupts})
@@ -398,3 +402,22 @@ def test_actions_are_scaled_to_the_bounds_and_clipped_to_them():
     np.testing.assert_allclose(obs[:, 1:], [[-1, 20], [-3, 25], [-3, 30]])
     with pytest.raises(FloatingPointError, match="action is not a number, because the policy's weights are not"):
         env.step(torch.full((3, 2), math.nan))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_actions_are_in_their_space_whatever_its_type(dtype):
+    space = Box(np.array([-0.1, 0.1, -1e3], dtype), np.array([0.3, 0.7, 1e-3], dtype), dtype=dtype)
+    register(f"Exact-{space.dtype}", kwargs={"action_space": space, "step": lambda action: exact(space, action)})
+    env = GymEnv(f"fp8rl-tests/Exact-{space.dtype}-v0", 5)
+    env.step(torch.tensor([-2.0, -1, 0, 1, 2]).unsqueeze(1).expand(-1, 3))
+
+
+def exact(space: Box, action: np.ndarray):
+    assert space.contains(action), action
+    return np.zeros(2), 0.0, False, False, {}
+
+
+def test_a_step_that_resets_has_no_reward_whatever_the_environment_says():
+    env = GymEnv("fp8rl-tests/OddVector-nan-v0", 3, vectorization="vector_entry_point")
+    rewards = [env.step(torch.zeros(3, dtype=torch.long))[1] for _ in range(2)]
+    assert rewards[0].isnan().all() and (rewards[1] == 0).all()

@@ -77,7 +77,7 @@ def children_ignore_interrupts():
 
 class Interface(NamedTuple):
     """What training needs to know of a Gymnasium environment. `actions` is the first of its discrete actions, or the lowest and
-    highest values of continuous ones, float32 [A] each."""
+    highest values of continuous ones, [A] each in the space's type."""
 
     bounds: tuple[tuple[float, ...], tuple[float, ...]]
     num_actions: int
@@ -128,10 +128,11 @@ def actions_of(env_id: str, space: gymnasium.Space) -> tuple[int, int | tuple[np
         remedy = "choose one with 2 to 256 actions, the ring stores them in a byte"
     elif isinstance(space, gymnasium.spaces.Box):
         kind, remedy = f"Box{list(space.shape)} of {space.dtype}", f"{wrap} flat Box of floats with finite bounds"
-        if len(space.shape) == 1 and space.shape[0] and space.dtype.kind == "f" and space.is_bounded():
-            return space.shape[0], (space.low.astype(np.float32), space.high.astype(np.float32))
-        if len(space.shape) == 1 and not space.is_bounded():
-            kind += " without finite bounds"
+        if len(space.shape) == 1 and space.shape[0] and space.dtype.kind == "f":
+            with np.errstate(all="ignore"):
+                if np.isfinite(space.high - space.low).all():
+                    return space.shape[0], (space.low, space.high)
+            kind += " without a finite high - low"
     raise ValueError(f"env_id is {env_id!r}, whose actions are {kind}: {remedy}")
 
 
@@ -174,8 +175,8 @@ class GymEnv:
         return [None] * length
 
     def step(self, action: torch.Tensor, start: None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Like TensorEnv.step, with actions [N], from 0, or [N, A], clipped to [-1, 1] and scaled to the bounds. Raises
-        FloatingPointError for an action that is not a number."""
+        """Like TensorEnv.step, with actions [N], from 0, or [N, A], clipped to [-1, 1] and scaled to the bounds, in their type.
+        Raises FloatingPointError for an action that is not a number."""
         actions = action.cpu().numpy()
         if isinstance(self.actions, int):
             actions = actions + self.actions
@@ -183,7 +184,7 @@ class GymEnv:
             raise FloatingPointError("action is not a number, because the policy's weights are not: lower learning_rate")
         else:
             low, high = self.actions
-            actions = low + (actions.clip(-1, 1) + 1) / 2 * (high - low)
+            actions = (low + (actions.clip(-1, 1) + 1) / 2 * (high - low)).astype(low.dtype).clip(low, high)
         with self._guarded():
             obs, reward, terminated, truncated, _ = self.envs.step(actions)
             require("obs", obs, (self.num_envs, len(self.bounds[0])))
@@ -194,7 +195,7 @@ class GymEnv:
         terminated, truncated = (self._tensor(flag, torch.bool) & live for flag in (terminated, truncated))
         truncated &= ~terminated  # Gymnasium's time limit can set both
         self.done = terminated | truncated
-        return self.obs, self._tensor(reward, torch.float32) * live, terminated, truncated
+        return self.obs, self._tensor(reward, torch.float32).masked_fill_(~live, 0), terminated, truncated
 
     def close(self) -> None:
         """Closes the environments and their processes."""
