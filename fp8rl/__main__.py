@@ -260,13 +260,14 @@ def evaluate_run(
         raise ValueError(f"episodes is {episodes}: use a number from 1 to a million")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}: use a number from 0 to 2**32 - 1")
-    model, config = checkpoint.load(run / "checkpoint.pt", NETWORKS, trust, **({"precision": precision} if precision else {}))
-    if config.env_id and start_noise != 0.05:
-        raise ValueError(f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it")
-    make_env = maker(config, HERE, seed + 2**31)  # other starts than in training
-    computes = Precision(config.precision)
-    with contextlib.closing(make_env(config, episodes, start_noise, "cpu", seed, "evaluation starts")) as env:
-        returns = evaluate(computes.prepare(model), env, computes, greedy, seed)
+    with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
+        model, config = checkpoint.load(run / "checkpoint.pt", NETWORKS, trust, **({"precision": precision} if precision else {}))
+        if config.env_id and start_noise != 0.05:
+            raise ValueError(f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it")
+        make_env = maker(config, HERE, seed + 2**31)  # other starts than in training
+        computes = Precision(config.precision)
+        with contextlib.closing(make_env(config, episodes, start_noise, "cpu", seed, "evaluation starts")) as env:
+            returns = evaluate(computes.prepare(model), env, computes, greedy, seed)
     result = {"mean_return": float(returns.mean()), "std_return": float(returns.std()), "episodes": episodes, "greedy": greedy}
     words = f"mean return {result['mean_return']:.2f}, standard deviation {result['std_return']:.2f}, {episodes} episodes"
     print(json.dumps(result) if json_output else words)
@@ -412,7 +413,9 @@ def predict_and_measure(
         machine: where.
     """
     before = hardware.available(machine.on("store"))
-    run = build(config, machine)
+    with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
+        run = build(config, machine)
+        run.close()
     predicted = ring_bytes(config.rows, config.num_envs, run.ring.obs_size, config.layout, config.codec, run.ring.action_size)
     result = {
         "predicted_bytes": predicted,
@@ -421,8 +424,24 @@ def predict_and_measure(
         "transitions": config.rows * config.num_envs,
         "available_bytes": before,
     }
-    run.close()
     print(json.dumps(result) if json_output else "\n".join(f"{name:20} {value:>20,}" for name, value in result.items()))
+
+
+WHOLE = tyro.constructors.ConstructorRegistry()
+
+
+@WHOLE.primitive_rule
+def whole_numbers(kind: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """Reads 1e6 as an int, as Config does."""
+
+    def read(words: list[str]) -> int:
+        with contextlib.suppress(ValueError):
+            if float(words[0]) % 1 == 0:
+                return int(float(words[0]))
+        raise ValueError(f"use a whole number, not {words[0]!r}")
+
+    spec = tyro.constructors.PrimitiveConstructorSpec(1, "INT", read, lambda x: isinstance(x, int), lambda x: [str(x)])
+    return spec if kind.type is int else None
 
 
 def parse(commands: dict[str, Callable]) -> Callable[[], None]:
@@ -435,7 +454,7 @@ def parse(commands: dict[str, Callable]) -> Callable[[], None]:
     jobs, box = {name: deferred(command) for name, command in commands.items()}, io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.extras.subcommand_cli_from_dict(jobs, prog="python -m fp8rl", description=__doc__)
+            return tyro.extras.subcommand_cli_from_dict(jobs, prog="python -m fp8rl", description=__doc__, registry=WHOLE)
     except SystemExit as stop:
         if not stop.code:
             raise  # --help

@@ -5,8 +5,10 @@ import re
 import sys
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
+from gymnasium.envs.classic_control import CartPoleEnv
 from helpers import run_cli
 
 from fp8rl import __main__ as cli
@@ -14,6 +16,7 @@ from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.report import bench
 from fp8rl.scale import machine as machine_module
+from fp8rl.scale.machine import build
 from fp8rl.scale.storage import StoredRing
 from fp8rl.tasks.cartpole import CartPole
 from fp8rl.train import Run, iterate
@@ -341,6 +344,43 @@ def test_memory_predicts_and_measures(capsys):
     assert result["predicted_bytes"] == result["measured_bytes"] == 1_200_000 and result["bytes_per_transition"] == 12
     run_cli("memory", "--env-id", "CartPole-v1", "--layout", "full", "--steps", 5_000)
     assert "bytes_per_transition                 42.0" in capsys.readouterr().out
+
+
+class Talks(CartPoleEnv):
+    """Prints whatever is done with it."""
+
+    def __init__(self):
+        print("made")
+        super().__init__()
+
+    def reset(self, **kwargs):
+        print("reset")
+        return super().reset(**kwargs)
+
+    def close(self):
+        print("closed")
+
+
+def test_what_an_environment_prints_is_no_result(tmp_path, capsys):
+    gymnasium.register("fp8rl-tests/Talks-v0", Talks, max_episode_steps=20)
+    checkpoint.save(tmp_path / "checkpoint.pt", build(Config(env_id="fp8rl-tests/Talks-v0")))
+    capsys.readouterr()
+    for command in (["eval", tmp_path, "--episodes", 2], ["memory", "--env-id", "fp8rl-tests/Talks-v0"]):
+        run_cli(*command, "--json")
+        out, error = capsys.readouterr()
+        assert json.loads(out) and {"made", "reset", "closed"} <= set(error.split())
+
+
+def test_whole_numbers_are_read_as_in_a_config(refused, capsys):
+    run_cli("memory", "--capacity", "1e6", "--steps", "2e6", "--json")
+    assert json.loads(capsys.readouterr().out)["transitions"] == 10**6
+    for value in ("1.5", "many", "inf", "nan", "1e-3"):
+        assert (
+            refused("memory", "--capacity", value)
+            == f"Error parsing --capacity: use a whole number, not {value!r} (see --help)\n"
+        )
+    assert refused("study", "--hidden-size", "64", "1.5", "--out", "a").startswith("Error parsing --hidden-size: ")
+    assert refused("study", "--hidden-size", "6.4e1", "--seeds", "1e0", "--steps", "1", "--out", "a").startswith("steps is 1: ")
 
 
 def test_bench_prints_json_a_width(capsys):
