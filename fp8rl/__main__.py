@@ -173,6 +173,7 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
+        stack.enter_context(keeping(run, out, checkpoint_ring))
         for _ in stack.enter_context(contextlib.closing(iterate(run, progress=run.group.rank == 0))):
             if folder:
                 header = write_metrics(folder, run.history, header)
@@ -194,6 +195,17 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
         most = "" if run.config.env_id else " of 200"
         print(f"final greedy return {run.history.final_return:.2f}{most}")  # known even if it cannot be written
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+
+
+@contextlib.contextmanager
+def keeping(run: Run, out: Path, ring: bool):
+    """Saves the last whole iteration if the environment fails, with what was learned until then."""
+    try:
+        yield
+    except (EnvironmentFailed, ValueError):
+        if len(run.history) and run.group.size == 1:
+            checkpoint.save(out / "checkpoint.pt", run, ring)
+        raise
 
 
 def write_metrics(folder: Folder, history: History, header: list[str]) -> list[str]:
@@ -477,15 +489,16 @@ def main() -> None:
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         said = str(error)
-    except torch.OutOfMemoryError as error:
-        said = f"{str(error).split('. ')[0]}: use fewer environments or agents, or a lower capacity"
     except KeyboardInterrupt:
         said, code = "interrupted", 130
     except RuntimeError as error:
         rank, size = ranks.rank_and_size()
-        if size == 1:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            said = f"{str(error).splitlines()[0].split('. ')[0]}: use fewer environments or agents, or a lower capacity"
+        elif size == 1:
             raise
-        said = f"rank {rank} of {size} lost the others ({str(error).splitlines()[0]}): resume from the last checkpoint"
+        else:
+            said = f"rank {rank} of {size} lost the others ({str(error).splitlines()[0]}): resume from the last checkpoint"
     print(f"fp8rl: {said}", file=sys.stderr)
     sys.exit(code)
 

@@ -273,8 +273,10 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
             stats = run.improve(rollout)
             row = {"iteration": iteration, **run.totals(rollout, summarize(stats)), "learning_rate": learning_rate}
             row["seconds"] = time.perf_counter() - began + (history.last["seconds"] if iteration else 0)
-            row["eval_return"] = run.evaluate() if config.evaluates_at(iteration) else math.nan
-            history.add(row)
+            row["eval_return"] = math.nan
+            history.add(row)  # before an evaluation, which may fail: the iteration is whole
+            if config.evaluates_at(iteration):
+                row["eval_return"] = history.columns["eval_return"][-1] = run.evaluate()
             run.check_learning(len(stats))
             bar.set_postfix_str(shown(row), refresh=False)
             yield run

@@ -261,10 +261,12 @@ def test_overwrite_replaces_a_run_and_leaves_nothing_of_it(tmp_path, capsys):
 
 
 def test_what_ends_a_command_is_one_line(monkeypatch, capsys):
+    host = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000000000000 bytes"
     full = "CUDA out of memory. Tried to allocate 8.00 GiB.\nGPU 0 has a total capacity of 6.00 GiB."
     for error, code, line in (
         (torch.OutOfMemoryError(full), 2, "CUDA out of memory: use fewer environments or agents, or a lower capacity"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (RuntimeError(host), 2, f"{host}: use fewer environments or agents, or a lower capacity"),
     ):
         monkeypatch.setattr(cli, "parse", lambda _, error=error: lambda: (_ for _ in ()).throw(error))
         with pytest.raises(SystemExit) as caught:

@@ -11,6 +11,7 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from helpers import SHORT, after, refused, resumed, run_cli, trained
 
+from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
@@ -350,28 +351,29 @@ FAILURES = {name: f"environment fp8rl-tests/{name}-v0 failed" for name in ("Rais
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_the_last_checkpoint_stands_when_the_environment_fails(name, tmp_path, monkeypatch, capsys):
-    out, saved = tmp_path / "a", []
+@pytest.mark.parametrize("ahead", [(), ("--collect-ahead",)])
+def test_the_last_whole_iteration_is_saved_when_the_environment_fails(name, ahead, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "a"
 
-    def save(path, run, ring, keep=checkpoint.save):
-        keep(path, run, ring)
-        saved.append(path.read_bytes())
-        if len(saved) == 3:
+    def write(folder, history, header, keep=cli.write_metrics):
+        if len(history) == 3:
             monkeypatch.undo()  # from now on it fails
+        return keep(folder, history, header)
 
     monkeypatch.setattr(Counter, "healthy", True)
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(cli, "write_metrics", write)
     fields = ["--env-id", f"fp8rl-tests/{name}-v0", "--steps", "4096", "--eval-episodes", "1", "--out", out]
     with pytest.raises(SystemExit, match="2"):
-        run_cli("train", *fields, "--checkpoint-every", "1")
+        run_cli("train", *fields, "--checkpoint-every", "0", *ahead)
     (error,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("fp8rl: ")]
-    assert error.startswith(f"fp8rl: {FAILURES[name]}") and (out / "checkpoint.pt").read_bytes() == saved[2]
-    assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["iteration"]) == 3
+    assert error.startswith(f"fp8rl: {FAILURES[name]}")
+    saved = len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["iteration"])
+    assert saved == 3 or (ahead and saved == 4)  # the next rollout may be there already
     # A Gymnasium environment begins new episodes, behind a dummy row that parts them from the old ones.
     monkeypatch.setattr(Counter, "healthy", True)
     run = after(1, resumed(out / "checkpoint.pt"))
-    assert len(run.history) == 4 and run.ring.size == 4 * 32 + 1
-    assert ((run.ring.fields["flags"][:, 96] & DUMMY) != 0).all()
+    assert len(run.history) == saved + 1 and run.ring.size == 32 * len(run.history) + 1
+    assert ((run.ring.fields["flags"][:, 32 * saved] & DUMMY) != 0).all()
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -73,9 +73,9 @@ def test_description_says_what_computes_where():
 
 def test_room():
     assert 0 < hardware.available() < 2**50
-    hardware.require_room(hardware.available() // 2)
-    message = r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity, .*memmap"
-    refused(message, hardware.require_room, 2**60, error=MemoryError)
+    hardware.require_room("replay", hardware.available() // 2, "lower capacity")
+    message = r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity"
+    refused(message, hardware.require_room, "replay", 2**60, "lower capacity", error=MemoryError)
 
 
 def test_a_container_s_limit_is_room_too(tmp_path, monkeypatch):

@@ -129,9 +129,13 @@ def test_what_cannot_be_had_is_refused(monkeypatch):
     refused("compile is True: leave it out, or install no-such-compiler", check, Config(), Machine(compile=True), 1)
 
 
-def test_a_ring_that_does_not_fit_is_refused():
+def test_what_does_not_fit_into_memory_is_refused():
     much = Config(capacity=10**12, steps=10**12)
     refused(r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity", build, much, error=MemoryError)
+    many = Config(num_envs=10**8, capacity=33 * 10**8, steps=10**11)
+    for config in (Config(batch_size=1_600_000_000), many):
+        message = r"a rollout or batch needs [\d,]+ bytes and cpu has [\d,]+ free: lower num_envs, rollout_length or batch_size"
+        refused(message, build, config, error=MemoryError)
 
 
 @pytest.mark.parametrize("task", ["Broken", "Infinite"])

@@ -50,7 +50,8 @@ class Ahead(InTurn):
         if self.pool is None:
             self.stack.enter_context(self.learning.matmul_mode())  # once for both threads: a process-wide switch
             self.pool = self.stack.enter_context(ThreadPoolExecutor(1))
-        rollout = (self.waiting or self.start(learned))()
+        waiting, self.waiting = self.waiting or self.start(learned), None  # if it fails, a checkpoint does not wait for it
+        rollout = waiting()
         self.waiting = self.start(learned) if self.inner.rollouts < self.most else None
         return rollout
 

@@ -91,13 +91,12 @@ def available(device="cpu") -> int:
     return max(0, min(left))
 
 
-def require_room(needed: int, device="cpu") -> None:
+def require_room(what: str, needed: int, remedy: str, device="cpu") -> None:
     """Checks that an allocation fits before it is made: RAM is handed out lazily, so too large a buffer would fail half-way.
     Raises MemoryError for more than `available`."""
     free = available(device)
     if needed > free:
-        remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
-        raise MemoryError(f"replay needs {needed:,} bytes and {device} has {free:,} free: {remedy}")
+        raise MemoryError(f"{what} needs {needed:,} bytes and {device} has {free:,} free: {remedy}")
 
 
 def describe(precision: Precision, model: nn.Module) -> str:

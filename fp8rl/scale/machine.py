@@ -31,7 +31,7 @@ from ..rng import seed_of
 from ..rollout import Collector, unroll
 from ..tasks.by_id import task_of
 from ..train import Learner, OneProcess, Parts, Run, adam, make_cart, make_network
-from . import fused, graphs, ranks
+from . import fused, graphs, hardware, ranks
 from .ahead import Ahead, InTurn
 from .around import Unpacked
 from .gym import GymEnv
@@ -106,6 +106,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     StoredRing and GymEnv raise."""
     group = ranks.Ranks() if ranks.rank_and_size()[1] > 1 else OneProcess()
     check(config, machine, group.size)
+    remedy = "lower num_envs, rollout_length or batch_size"
+    hardware.require_room("a rollout or batch", bytes_at_work(config) // group.size, remedy, machine.on("learn"))
     seed = seed_of(config.seed, "weights", group.rank) if group.rank else config.seed
     learning = Precision(config.precision, machine.on("learn"))
     acting = Precision(config.collect_precision or config.precision, machine.on("collect"))
@@ -202,6 +204,14 @@ def check(config: Config, machine: Machine, size: int) -> None:
         require("batch_size", slices % size == 0, f"use a multiple of {size} slices", shared)
         require("memmap", machine.memmap is None, "leave it out", shared)
         require("graph", not machine.graph, "leave it out", shared)
+
+
+def bytes_at_work(config: Config) -> int:
+    """Memory that the larger of a rollout and a replayed batch takes, about: outputs of all layers and their gradients, and a
+    hundred numbers for each row."""
+    replayed = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
+    rows = max((config.rollout_length + 1) * config.num_envs, replayed)
+    return 4 * (2 * config.layers * config.hidden_size + 100) * rows
 
 
 def uses_gymnasium(config: Config, machine: Machine) -> bool:

@@ -42,7 +42,7 @@ from ..rollout import Collector, Rollout
 from ..tasks.by_id import task_of
 from ..train import Learner, Parts, Run, make_cart, make_network
 from . import graphs, hardware
-from .machine import make_task
+from .machine import bytes_at_work, make_task
 from .storage import StoredRing, ring_bytes
 
 # The fields of Config in which the agents of a population may differ.
@@ -593,17 +593,14 @@ def in_place(places: list[Places], name: str) -> list[tuple[slice, PlaceFormat]]
 
 def bytes_per_agent(config: Config, device="cpu") -> int:
     """Memory that an agent takes, about: its ring, seven tensors like its parameters, one like the hidden layers of a rollout if
-    they are reused, and two like those of the larger of a rollout and a replayed batch, with a hundred numbers for each row."""
+    they are reused, and what a rollout or batch takes."""
     task, width, layers = task_of(config.env_id), config.hidden_size, config.layers
     features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
     action_size = task.num_actions if task and task.distribution is Gaussian else 0
     parameters = width * (features + 1) + (layers - 1) * width * (width + 1) + 3 * (width + 1)
-    slices = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
-    fresh_rows = (config.rollout_length + 1) * config.num_envs
-    kept_rows = fresh_rows if reuses_forward(config, device) else 0
-    rows = max(fresh_rows, slices)
+    kept_rows = (config.rollout_length + 1) * config.num_envs if reuses_forward(config, device) else 0
     ring = ring_bytes(config.rows, config.num_envs, features, codec=config.codec, action_size=action_size)
-    return ring + 4 * (7 * parameters + (layers - 1) * width * kept_rows + (2 * layers * width + 100) * rows)
+    return ring + 4 * (7 * parameters + (layers - 1) * width * kept_rows) + bytes_at_work(config)
 
 
 def one_of(configs: list[Config], device) -> Config:

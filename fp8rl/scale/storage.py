@@ -97,7 +97,8 @@ class StoredRing(ReplayBuffer):
         row = fields_of(self.layout, self.codec.name, self.obs_size, self.action_size)
         fields = {name: (dtype, (self.num_envs, self.rows, *shape)) for name, (dtype, shape) in row.items()}
         if not self._path:
-            require_room(sum(sizes_of(fields).values()), self.device)
+            remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
+            require_room("replay", sum(sizes_of(fields).values()), remedy, self.device)
             return {name: torch.empty(shape, dtype=dtype, device=self.device) for name, (dtype, shape) in fields.items()}
         about = {"format": FORMAT, "rows": self.rows, "num_envs": self.num_envs, "layout": self.layout, "codec": self.codec.name}
         low, high = ([float(x) for x in bound] for bound in self.bounds)
