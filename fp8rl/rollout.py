@@ -158,9 +158,5 @@ class Collector:
         self.state = None if state["state"] is None else state["state"].to(self.env.device, copy=True)
         self.rollouts, self.env.draws = rollouts, rollouts + 1  # one for the first reset
 
-    def restart(self) -> None:
-        """Forgets a recurrent policy's state: the environments have begun new episodes."""
-        self.state = None
-
     def close(self) -> None:
         self.env.close()

@@ -31,7 +31,7 @@ from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..env import TensorEnv
 from ..evaluate import Judge, evaluate
-from ..history import History, RewardScale
+from ..history import History, RewardScale, Saved
 from ..lab.formats import format_of
 from ..lab.places import PlaceFormat, Places, in_order, noises, places_of
 from ..losses import Targets, vtrace
@@ -388,10 +388,12 @@ class Rings(StoredRing):
         return torch.vmap(super().outside, in_dims=1)(obs.unflatten(1, (self.agents, -1)))
 
 
-class Adam:
+class Adam(Saved):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) with a learning rate, a step count and skipped steps for each agent: `rate` and
     `count` are float32 [S, 1], the moments `first` and `second` [S, P]. `places`: of each agent, equal ones following each other;
     None keeps everything in float32. `sizes`: of the tensors in a row of theta. `seeds`: int64 [S], for stochastic rounding."""
+
+    NAMES = ("first", "second", "count")
 
     def __init__(self, theta: nn.Parameter, rate, places: list[Places] | None = None, sizes=(), seeds=None):
         self.theta, self.sizes, self.seeds, self.param_groups = theta, list(sizes), seeds, [{"params": [theta]}]
@@ -423,18 +425,13 @@ class Adam:
                 theta.copy_(places.weights(theta, self.sizes, noise))
                 self.first[agents], self.second[agents] = first_kept, second_kept
 
-    def state_dict(self) -> dict:
-        return {"first": self.first, "second": self.second, "count": self.count}
 
-    def load_state_dict(self, state: dict) -> None:
-        for name, x in self.state_dict().items():
-            x.copy_(state[name])
-
-
-class Scales:
+class Scales(Saved):
     """Loss scales and steps of S agents, in place of Precision: float16's `scale` grows and shrinks for each as GradScaler's does
     (precision.py). Any agent skips a step whose gradient is not finite. `good`: steps since the scale last changed, float32
     [S, 1] like it. `stopped`: agents that take no more steps, bool [S, 1]."""
+
+    NAMES = ("scale", "good", "stopped")
 
     def __init__(self, precisions: list[str], device):
         self.exact, self.device, self.scaler = Precision("fp32", device), torch.device(device), self
@@ -462,13 +459,6 @@ class Scales:
         self.good.copy_(torch.where(good == SCALE_GROWTH_INTERVAL, 0, good))
         self.scale.copy_(torch.where(self.grows, torch.where(finite, grown, self.scale / 2), self.scale))
         return StepReport(norm.squeeze(1), self.scale.squeeze(1).clone(), ~finite.squeeze(1))
-
-    def state_dict(self) -> dict:
-        return {"scale": self.scale, "good": self.good, "stopped": self.stopped}
-
-    def load_state_dict(self, state: dict) -> None:
-        for name, x in self.state_dict().items():
-            x.copy_(state[name])
 
 
 class AgentsCollector(Collector):
