@@ -219,6 +219,7 @@ def _begin_worker(numbers) -> None:
     _numbers = numbers  # shared memory goes only to a process that begins
     torch.set_num_threads(1)
     keep_freed_memory()
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore of the system, which a worker that is killed would leave there
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its children
 
     def follow_parent() -> None:
