@@ -1,6 +1,7 @@
 """Config: what a run learns. Types and ranges are checked when a Config is made, whether from Python, JSON or the command line;
 names of precisions, codecs and formats when a run is built. Devices and speed are in scale/machine.py."""
 
+import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass, fields
@@ -107,7 +108,8 @@ class Config:
         value = getattr(self, name)
         number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's numbers are Real too, its bool is not
         if (kind is int and number and value % 1 == 0) or (kind is float and number):
-            return kind(value)
+            with contextlib.suppress(OverflowError):  # of a whole number with hundreds of digits
+                return kind(value)
         if kind is bool and isinstance(value, bool | np.bool_):
             return bool(value)
         if kind not in (int, float, bool) and (isinstance(value, str) or (value is None and kind is not str)):

@@ -24,9 +24,9 @@ def test_history_keeps_columns_and_gives_rows():
 def test_a_history_is_saved_and_restored():
     history, again = History(), History()
     for i in range(3):
-        history.add({"iteration": i, "eval_return": 1 / 3 if i else math.nan})
+        history.add({"iteration": i, "steps": 512 * i, "seconds": i, "eval_return": 1 / 3 if i else math.nan})
     again.load_state_dict(history.state_dict())
-    assert len(again) == 3 and again.last == {"iteration": 2, "eval_return": 1 / 3}
+    assert len(again) == 3 and again.last == {"iteration": 2, "steps": 1024, "seconds": 2, "eval_return": 1 / 3}
     again.add({"iteration": 3, "eval_return": 0.5})
     assert len(again) == 4 and len(history) == 3
 
