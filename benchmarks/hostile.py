@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -316,50 +317,47 @@ def originals(root: Path) -> dict[str, dict[str, bytes]]:
     return {name: found["study" if name == "study" else "ring" if "ring" in name else "run"] for name in COMMANDS}
 
 
-def plant(path: Path, outside: Path, rng: np.random.Generator) -> None:
-    """Puts something else under a name in a folder."""
-    kind = rng.integers(12)
-    whole = path.read_bytes() if path.is_file() and not path.is_symlink() else b"x\ny"
-    if path.is_dir() and not path.is_symlink():
-        return
-    path.unlink(missing_ok=True)
-    if kind < 5:
-        path.symlink_to((outside / "file", outside / "absent", outside, path, Path("/dev/zero"))[kind])
-    elif kind == 5:
-        path.hardlink_to(outside / "file")
-    elif kind == 6:
-        os.mkfifo(path)
-    elif kind == 7:
-        path.mkdir()
-    elif kind == 8:
-        try:
-            os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # as root: /dev/zero
-        except PermissionError:
-            path.symlink_to("/dev/full")
-    elif kind == 9:
+def device(path: Path, outside: Path) -> None:
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # as root: /dev/zero
+    except PermissionError:
+        path.symlink_to("/dev/zero")
+
+
+# What a stranger can put under a name that is no file of the folder's own.
+PLANTS = {
+    "link": lambda path, outside: path.symlink_to(outside / "file"),
+    "link to nothing": lambda path, outside: path.symlink_to(outside / "absent"),
+    "link to a folder": lambda path, outside: path.symlink_to(outside),
+    "link to itself": lambda path, outside: path.symlink_to(path),
+    "second name": lambda path, outside: path.hardlink_to(outside / "file"),
+    "pipe": lambda path, outside: os.mkfifo(path),
+    "folder": lambda path, outside: path.mkdir(),
+    "device": device,
+}
+
+
+def spoil(path: Path, rng: np.random.Generator) -> None:
+    """Writes garbage or a forgery in place of a file."""
+    whole, kind = path.read_bytes() if path.exists() else b"x\ny", rng.integers(3)
+    if kind == 0:
         path.write_bytes((b"", b"[" * 10**5, b"null", b"\xff\x00", b"1" * 5000, rng.bytes(100))[rng.integers(6)])
-    elif kind == 10:
-        damaged = bytearray(whole)
-        damaged[rng.integers(len(whole) or 1) :] = rng.bytes(8)
-        path.write_bytes(damaged)
+    elif kind == 1:
+        path.write_bytes(whole[: rng.integers(len(whole) or 1)] + rng.bytes(8))
     else:
         forge_file(path, whole, rng)
 
 
 def forge_file(path: Path, whole: bytes, rng: np.random.Generator) -> None:
-    """Writes a file with one of its strings or numbers forged."""
+    """Writes a file with one of its strings or numbers forged; one that is damaged already, backwards."""
     value = FORGED[rng.integers(len(FORGED))]
-    if path.name == "checkpoint.pt" and whole.startswith(b"PK"):
-        content = torch.load(io.BytesIO(whole), weights_only=True)
-        places = leaves(content)
-        content = forged(content, places[rng.integers(len(places))], None if value == 10**400 else value)
-        torch.save(content, path)
-        return
     try:
-        content = json.loads(whole)
+        archive = path.name == "checkpoint.pt"
+        content = torch.load(io.BytesIO(whole), weights_only=True) if archive else json.loads(whole)
         places = leaves(content)
-        path.write_text(json.dumps(forged(content, places[rng.integers(len(places))], value)) + "\n")
-    except (ValueError, IndexError):  # no JSON
+        content = forged(content, places[rng.integers(len(places))], value)
+        torch.save(content, path) if archive else path.write_text(json.dumps(content) + "\n")
+    except Exception:  # torch's for what it cannot read are of a dozen types
         path.write_bytes(whole[::-1])
 
 
@@ -372,37 +370,60 @@ def snapshot(root: Path) -> dict:
     }
 
 
-def strangers(root: Path, count: int) -> collections.Counter:
-    """Outcomes of commands in folders that a stranger has filled: (command, outcome) -> how many."""
-    rng, outcomes, outside, out = np.random.default_rng(2), collections.Counter(), root / "outside", root / "evil"
-    files = originals(root / "originals")
-    (outside / "folder").mkdir(parents=True)
-    for name in ("file", "folder/file"):
-        (outside / name).write_text("precious")
-    before = snapshot(outside)
+class Strangers:
+    """Folders in `root` that a stranger fills, beside one whose files must stay as they are."""
 
-    def hangs(*_):
-        raise RuntimeError("it hangs")
+    def __init__(self, root: Path):
+        self.files = originals(root / "originals")
+        self.out, self.outside = root / "evil", root / "outside"
+        (self.outside / "folder").mkdir(parents=True)
+        for name in ("file", "folder/file"):
+            (self.outside / name).write_text("precious")
+        self.before = snapshot(root)
 
-    signal.signal(signal.SIGALRM, hangs)
-    for i in range(count):
-        name = list(COMMANDS)[i % len(COMMANDS)]
-        out.mkdir()
-        for file, whole in files[name].items():
-            (out / file).write_bytes(whole)
-        if rng.random() < 0.1:
-            (out / "a\nb").touch()
-        known = sorted({MARK, *sum(FILES.values(), ()), *files[name]})
-        for _ in range(rng.integers(1, 4)):
-            file = sorted(files[name])[rng.integers(len(files[name]))] if rng.random() < 0.7 else known[rng.integers(len(known))]
-            plant(out / (file + ".tmp" * int(rng.random() < 0.2)), outside, rng)
+    def fate(self, command: str, fill: Callable[[Path], object]) -> str:
+        """What becomes of a command in the folder that it made, which `fill` has changed since."""
+
+        def hangs(*_):
+            raise RuntimeError("it hangs")
+
+        self.out.mkdir()
+        for name, whole in self.files[command].items():
+            (self.out / name).write_bytes(whole)
+        fill(self.out)
+        old = signal.signal(signal.SIGALRM, hangs)
         signal.alarm(20)
-        fate = fate_of(COMMANDS[name], out)
+        fate = fate_of(COMMANDS[command], self.out)
         signal.alarm(0)
-        outcomes[name, fate if snapshot(outside) == before else "CHANGED WHAT IS OUTSIDE"] += 1
-        shutil.rmtree(out)
-    assert {path.name for path in root.iterdir()} == {"outside"}
-    return outcomes
+        signal.signal(signal.SIGALRM, old)
+        shutil.rmtree(self.out)
+        os.utime(self.out.parent, ns=(0, self.before[self.out.parent][2]))  # of which this has changed the time
+        return fate if snapshot(self.out.parent) == self.before else "CHANGED WHAT IS OUTSIDE"
+
+    def fates(self, count: int) -> collections.Counter:
+        """Outcomes of commands in generated folders: (command, outcome) -> how many."""
+        rng, outcomes = np.random.default_rng(2), collections.Counter()
+
+        def fill(out: Path) -> None:
+            own = sorted(self.files[command])
+            known = sorted({MARK, *sum(FILES.values(), ()), *own})
+            if rng.random() < 0.1:
+                (out / "a\nb").touch()
+            for _ in range(rng.integers(1, 4)):
+                names = own if rng.random() < 0.7 else known
+                path = out / (names[rng.integers(len(names))] + ".tmp" * int(rng.random() < 0.2))
+                if path.is_dir() or (path.exists() and not path.is_file()):
+                    continue  # planted already
+                if rng.random() < 0.4 and not path.is_symlink() and (not path.exists() or path.stat().st_nlink == 1):
+                    spoil(path, rng)
+                else:
+                    path.unlink(missing_ok=True)
+                    list(PLANTS.values())[rng.integers(len(PLANTS))](path, self.outside)
+
+        for i in range(count):
+            command = list(COMMANDS)[i % len(COMMANDS)]
+            outcomes[command, self.fate(command, fill)] += 1
+        return outcomes
 
 
 def table(head: str, outcomes: collections.Counter) -> list[str]:
@@ -444,7 +465,7 @@ def main() -> None:
         checkpoint.save("checkpoint.pt", next(iterate(build(Config(steps=512, capacity=600, eval_episodes=1)))))
         lines += table("checkpoint damaged", damage(Path("checkpoint.pt"), count(DAMAGES)))
         lines += table("checkpoint forged", forge(Path("checkpoint.pt"), count(FORGERIES)))
-        lines += table("folder of a stranger", strangers(folder / "strangers", count(STRANGERS)))
+        lines += table("folder of a stranger", Strangers(folder / "strangers").fates(count(STRANGERS)))
         assert not os.path.exists("hostile-code-ran")
         os.chdir(Path(__file__).parent.parent)
     command = f"python benchmarks/hostile.py {options.out}" + (f" --share {options.share:g}" if options.share != 1 else "")

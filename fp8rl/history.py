@@ -96,7 +96,7 @@ class History:
             raise ValueError(f"history lacks one of the columns {', '.join(ALWAYS)}: restore the original")
         shape = (*columns["iteration"].shape[:1], *([self.agents] if self.agents else [])) if columns else ()
         for name, values in columns.items():
-            if name not in COLUMNS and not re.fullmatch(r"fp8(\.\w+)+", name, re.ASCII):
+            if name not in COLUMNS and not re.fullmatch(r"fp8(\.\w+)+", str(name), re.ASCII):
                 raise ValueError(f"history has the column {name!r}, which does not exist: leave it out")
             if values.dtype != np.float64 or values.shape != shape:
                 raise ValueError(f"history has the column {name!r} in another type or shape than {shape}: restore the original")

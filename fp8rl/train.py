@@ -246,7 +246,7 @@ class Run:
             self.returns.load_state_dict(state["returns"])
             if state["ring"] is not None:
                 self.ring.load_state_dict(state["ring"])
-        except (OSError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
             self.close()
             if isinstance(error, OSError | torch.OutOfMemoryError):
                 raise
