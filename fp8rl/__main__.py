@@ -32,6 +32,7 @@ from matplotlib.figure import Figure
 from . import checkpoint
 from .config import Config
 from .evaluate import evaluate
+from .files import opened, read_json
 from .history import History
 from .lab.lowbit import LowBitAdam
 from .lab.places import EIGHT_BIT
@@ -59,8 +60,10 @@ class Saving:
     checkpoint_ring: bool = True
 
     def __post_init__(self):
-        if self.checkpoint_every is not None and self.checkpoint_every < 0:
-            raise ValueError(f"checkpoint_every is {self.checkpoint_every}: use 0 or more")
+        if self.checkpoint_every is not None and (type(self.checkpoint_every) is not int or self.checkpoint_every < 0):
+            raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}: use 0 or more")
+        if type(self.checkpoint_ring) is not bool:
+            raise ValueError(f"checkpoint_ring is {self.checkpoint_ring!r}: use True or False")
 
 
 def train(
@@ -102,6 +105,7 @@ def train(
             config, state = stopped_run(out, trust)
             kept = read_mark(out).get("options", {})
             options |= {name: kept[name] for name in options if name in kept and name not in given()}
+            Saving(**options)  # the mark may hold anything
             ranks.all_reduce([torch.zeros(1)])  # all have read the mark before rank 0 writes it again
         elif first:
             require_free(out, "train", overwrite)
@@ -153,7 +157,7 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
             raise ValueError(f"checkpoint {out / 'checkpoint.pt'} is of a population: train goes on with single runs alone")
         return config, state
     try:
-        return Config.of((out / "config.json").read_text()), None
+        return Config.of(read_json(out / "config.json")), None
     except ValueError as error:
         raise ValueError(f"{out / 'config.json'}: {error}") from error
 
@@ -219,7 +223,7 @@ def write_metrics(folder: Folder, history: History, header: list[str]) -> list[s
     if new:
         folder.write("metrics.csv", text.getvalue())
     else:
-        with folder.writing(), (folder.path / "metrics.csv").open("a", newline="") as file:
+        with folder.writing(), opened(folder.path / "metrics.csv", "a", newline="") as file:
             file.write(text.getvalue())
     return columns
 
@@ -499,6 +503,7 @@ def main() -> None:
             raise
         else:
             said = f"rank {rank} of {size} lost the others ({str(error).splitlines()[0]}): resume from the last checkpoint"
+    said = "".join(x if x.isprintable() else repr(x)[1:-1] for x in said)  # names in a folder may have any characters
     print(f"fp8rl: {said}", file=sys.stderr)
     sys.exit(code)
 

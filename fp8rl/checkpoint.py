@@ -6,17 +6,16 @@ for an entry marked as a folder. So checksums and marks are checked first. torch
 """
 
 import functools
-import os
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
 from .config import Config
 from .distribution import Categorical, Gaussian
+from .files import write_whole
+from .history import History
 from .model import ActorCritic
 from .train import Run
 
@@ -60,33 +59,22 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
     """Reads a run's config, or a population's list of configs, and the state for `load_state_dict`. Otherwise like `load`."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"checkpoint {path} does not exist: choose the folder of a run")
+        what = "is no file" if path.exists() else "does not exist"  # a pipe would be waited for
+        raise FileNotFoundError(f"checkpoint {path} {what}: choose the folder of a run")
     content = _read(path)
     try:
         found, state = content["config"], content["run"]
         configs = [Config.of({**each, **changes}) for each in (found if isinstance(found, list) else [found])]
+        History(len(configs) if isinstance(found, list) else None).load_state_dict(state["history"])  # which `build` asks first
+        env_id = configs[0].env_id
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's config: train again") from error
-    env_id = configs[0].env_id
     module, _, _ = (env_id or "").rpartition(":")  # which would be imported
     if module and module not in sys.modules and not trust:
         raise ValueError(f"checkpoint {path} has env_id {env_id!r}: import {module} first, or add --trust if you trust it")
     return configs if isinstance(found, list) else configs[0], state
-
-
-def write_whole(path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], object] = Path.stat) -> None:
-    """Writes a file whole or not at all: to a temporary file beside it, which is renamed unless `check` raises."""
-    try:
-        with (temporary := path.with_name(path.name + ".tmp")).open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        check(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path, mmap: bool = False) -> dict:

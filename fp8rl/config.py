@@ -1,6 +1,7 @@
 """Config: what a run learns. Types and ranges are checked when a Config is made, whether from Python, JSON or the command line;
 names of precisions, codecs and formats when a run is built. Devices and speed are in scale/machine.py."""
 
+import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass, fields
@@ -14,6 +15,7 @@ RANGES = (  # fields, the test of their values, and the remedy
     ("steps num_envs rollout_length capacity slice_length batch_size", lambda x: x >= 1, "use at least 1"),
     ("eval_episodes hidden_size layers", lambda x: x >= 1, "use at least 1"),
     ("extra_features eval_episodes", lambda x: x <= 10**6, "use at most a million"),
+    ("hidden_size layers", lambda x: x <= 10**4, "use at most ten thousand"),
     ("replay_updates eval_every halved_after extra_features entropy_coef value_coef seed", lambda x: x >= 0, "use 0 or more"),
     ("seed", lambda x: x < 2**32, "use a number less than 2**32"),
     ("entropy_coef value_coef", lambda x: x < math.inf, "use a finite number"),
@@ -100,14 +102,15 @@ class Config:
 
     def _require(self, name: str, good: bool, remedy: str) -> None:
         if not good:
-            raise ValueError(f"{name} is {getattr(self, name)}: {remedy}")
+            raise ValueError(f"{name} is {getattr(self, name)!r}: {remedy}")
 
     def _converted(self, name: str, kind: type):
         """A field's value as a plain Python type, for JSON and checkpoints; takes NumPy numbers, and 1e4 for an int."""
         value = getattr(self, name)
         number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's numbers are Real too, its bool is not
         if (kind is int and number and value % 1 == 0) or (kind is float and number):
-            return kind(value)
+            with contextlib.suppress(OverflowError):  # of a whole number with hundreds of digits
+                return kind(value)
         if kind is bool and isinstance(value, bool | np.bool_):
             return bool(value)
         if kind not in (int, float, bool) and (isinstance(value, str) or (value is None and kind is not str)):

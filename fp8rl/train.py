@@ -85,7 +85,12 @@ class Learner:
         if not self.packed:
             self.model.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
-        self.precision.scaler.load_state_dict(state["scaler"])
+        scaler, saved = self.precision.scaler, state["scaler"]
+        if isinstance(scaler, torch.amp.GradScaler):  # once it has tensors, they take only numbers; its settings are its own
+            scaler.scale(torch.ones((), device=self.device))
+            own = scaler.state_dict()
+            saved = own | {name: saved[name] for name in ("scale", "_growth_tracker") if own}
+        scaler.load_state_dict(saved)
         self.rewards.load_state_dict(state["rewards"])
 
 
@@ -244,7 +249,7 @@ class Run:
             self.returns.load_state_dict(state["returns"])
             if state["ring"] is not None:
                 self.ring.load_state_dict(state["ring"])
-        except (OSError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
             self.close()
             if isinstance(error, OSError | torch.OutOfMemoryError):
                 raise
@@ -305,10 +310,14 @@ def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> 
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Loads an optimizer's state but keeps this one's flags and learning rate."""
+    """Loads an optimizer's state but keeps this one's settings and learning rate. Raises ValueError for moments of other shapes,
+    which Adam's fused step would read and write beyond their ends."""
     if not isinstance(optimizer, torch.optim.Optimizer):  # a population's
         return optimizer.load_state_dict(state)
-    own = ("fused", "capturable", "foreach", "differentiable", "lr")
-    mine = [{name: group[name] for name in own if name in group} for group in optimizer.param_groups]
-    groups = [group | flags for group, flags in zip(state["param_groups"], mine, strict=True)]
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    groups = [{**own, "params": saved["params"]} for own, saved in pairs]
     optimizer.load_state_dict({**state, "state": copy.deepcopy(state["state"]), "param_groups": groups})  # or tensors were shared
+    for p, moments in optimizer.state.items() if isinstance(optimizer, torch.optim.Adam) else ():
+        shapes = {"step": torch.Size(()), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+        if {name: x.shape for name, x in moments.items()} != shapes:
+            raise ValueError("the optimizer's state is not one of these parameters: resume with the run's own config")

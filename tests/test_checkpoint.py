@@ -170,6 +170,14 @@ def test_what_does_not_fit_is_named(path):
     assert checkpoint.load(path, gamma=0.5, precision="fp32")[1].precision == "fp32"
 
 
+def test_moments_of_other_shapes_are_refused(path):
+    config, state = checkpoint.resume(path)
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        forged = copy.deepcopy(state)
+        forged["optimizer"]["state"][2][name] = torch.zeros(3)  # torch's fused step would write beyond its end
+        refused("the state does not fit the config", build, config, state=forged)
+
+
 def outcome(path, damaged: bytes, original) -> bool | None:
     """Whether what is read of damaged bytes is the original; None if they are refused in one line."""
     path.write_bytes(damaged)

@@ -244,7 +244,7 @@ def test_a_missing_or_foreign_checkpoint_is_refused(tmp_path, refused):
 @pytest.mark.parametrize("command", [["train", *TINY], ["study", "--seeds", "1", "--steps", "512"]])
 def test_a_folder_in_use_is_refused_and_untouched(command, tmp_path, refused):
     (tmp_path / "config.json").write_text("precious")
-    assert "holds other files (config.json): use a new folder" in refused(*command, "--out", tmp_path)
+    assert "holds other files ('config.json'): use a new folder" in refused(*command, "--out", tmp_path)
     refused(*command, "--out", tmp_path, "--overwrite")  # which is for runs
     assert "which is a file" in refused(*command, "--out", tmp_path / "config.json")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]

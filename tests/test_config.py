@@ -15,6 +15,7 @@ RANGES = {  # remedy -> what it is for
     "use a number from 0 to 1": "gamma lam start_noise",
 }
 OTHERS = [
+    ("hidden_size", 10_001, "use at most ten thousand"),
     ("seed", 2**32, "use a number less than 2"),
     ("steps", 511, "use at least one iteration, 512 steps"),
     ("slice_length", 64, "use at most rollout_length, 32"),
@@ -45,7 +46,7 @@ def test_values_out_of_range_or_of_another_type_are_named_with_the_remedy():
                 f"{name} is {float(value) if type(getattr(Config, name)) is float else value}: {remedy}", Config, **{name: value}
             )
     for name, value, remedy in OTHERS:
-        refused(f"{name} is {value}: {remedy}", Config, **{name: value})
+        refused(f"{name} is {value!r}: {remedy}", Config, **{name: value})
     for kind, (name, values) in TYPES.items():
         for value in values:
             refused(f"{name} is {value!r}: use {kind}$", Config, **{name: value})

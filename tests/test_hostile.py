@@ -2,14 +2,19 @@
 
 import contextlib
 import csv
+import importlib
+import io
+import json
 import os
 import random
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -20,6 +25,7 @@ from helpers import cli_into, forked, refused, run_cli, weights
 from fp8rl import __main__ as cli
 from fp8rl import checkpoint
 from fp8rl.config import Config
+from fp8rl.history import History
 from fp8rl.report.folder import FILES, MARK, Folder, require_free
 from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
@@ -273,11 +279,99 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
 
 def test_a_worker_that_dies_is_one_line(tmp_path):
     process = start(*STUDY, "--out", tmp_path / "a")
-    until(lambda: workers_of(process), lambda: process.poll() is None, process.communicate)
+    until(lambda: rows_of(tmp_path / "a" / "runs.jsonl"), lambda: process.poll() is None, process.communicate)
     workers_of(process)[0].kill()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "Traceback" not in err
-    assert "fp8rl: a process of the study died (killed, or out of memory): run the command again\n" in err
+    assert err.endswith("\nfp8rl: a process of the study died (killed, or out of memory): run the command again\n")  # the last
+
+
+@pytest.fixture
+def hostile(monkeypatch):
+    """The benchmark, which has the stranger."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    return importlib.import_module("hostile")
+
+
+@pytest.fixture
+def strangers(hostile, tmp_path):
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else tmp_path) as name:  # thousands of files
+        yield hostile.Strangers(Path(name) / "all")
+
+
+IN_PLACE = {"ring, to write": {"lock", "ring.json", "obs.bin", "clock.bin"}, "ring, to read": {"lock", "ring.json", "obs.bin"}}
+IN_PLACE |= {"study": {MARK, "runs.jsonl"}, "train --resume": {MARK}, "train --overwrite": {MARK}, "eval": set()}
+
+
+def test_what_is_no_plain_file_of_the_folder_s_own_is_not_opened(hostile, strangers):
+    for command, files in strangers.files.items():
+        for name in files:
+            for kind in ("link", "second name", "pipe", "device"):
+                for place in (name, f"{name}.tmp"):
+
+                    def fill(out, kind=kind, place=place):
+                        (out / place).unlink(missing_ok=True)
+                        hostile.PLANTS[kind](out / place, strangers.outside)
+
+                    fate = strangers.fate(command, fill)
+                    must = ("refused",) if place in IN_PLACE[command] else ("refused", "used")
+                    assert fate in must, (command, kind, place, fate)
+
+
+def test_a_thousand_generated_folders_change_nothing_outside_them(strangers):
+    fates = strangers.fates(1000)
+    assert {fate for _, fate in fates} == {"used", "refused"}, fates
+    assert all(fates[command, fate] > 10 for command in strangers.files for fate in ("used", "refused")), fates
+
+
+def test_every_string_and_number_of_a_file_may_be_forged(hostile, strangers):
+    content = torch.load(io.BytesIO(strangers.files["train --resume"]["checkpoint.pt"]), weights_only=True)
+    journal = json.loads(strangers.files["study"]["runs.jsonl"])
+    places = hostile.leaves(content)
+    assert len(places) > 50
+    for i, place in enumerate(places):
+        for value in hostile.FORGED[i % 3 :: 3]:
+            forged = hostile.forged(content, place, value)
+            fate = strangers.fate("train --resume", lambda out, forged=forged: torch.save(forged, out / "checkpoint.pt"))
+            assert fate in ("refused", "used"), (place, value, fate)
+    for place in hostile.leaves(journal):
+        for value in hostile.FORGED:
+            text = json.dumps(hostile.forged(journal, place, value)) + "\n"
+            fate = strangers.fate("study", lambda out, text=text: (out / "runs.jsonl").write_text(text))
+            assert fate in ("refused", "used"), (place, value, fate)
+
+
+def test_metrics_are_not_appended_through_a_link(tmp_path):
+    (tmp_path / "precious").write_text("")
+    history = History()
+    history.add({"iteration": 0.0, "steps": 32.0, "seconds": 0.1, "eval_return": 7.0})
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/metrics.csv").symlink_to(tmp_path / "precious")
+    with Folder(tmp_path / "a") as folder:
+        refused(".*metrics.csv is a link", cli.write_metrics, folder, history, list(history.last), error=OSError)
+    assert not (tmp_path / "precious").read_text()
+
+
+def test_a_forged_mark_is_refused(tmp_path, capsys):
+    for options in ({"checkpoint_every": "x"}, {"checkpoint_every": True}, {"checkpoint_ring": 1}):
+        with Folder(tmp_path) as folder:
+            folder.remember("train", options)
+            folder.write("config.json", Config(**SHORT).to_json())
+        with pytest.raises(SystemExit):
+            run_cli("train", "--resume", tmp_path)
+        ((name, value),) = options.items()
+        assert capsys.readouterr().err.startswith(f"fp8rl: {name} is {value!r}: use ")
+
+
+def test_a_name_with_a_newline_is_one_line(tmp_path, capsys):
+    out = tmp_path / "a\n\x1b[2J"
+    out.mkdir()
+    (out / "checkpoint.pt").touch()
+    for arguments in (["eval", out], ["train", "--resume", out], ["train", "--out", out], ["study", out, "--out", out]):
+        with pytest.raises(SystemExit):
+            run_cli(*arguments)
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and said.startswith("fp8rl: ") and "\x1b" not in said
 
 
 def test_a_checkpoint_imports_nothing_that_it_names(tmp_path, monkeypatch, capsys):

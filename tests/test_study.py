@@ -1,6 +1,7 @@
 import csv
 import io
 import itertools
+import json
 from collections import Counter
 
 import numpy as np
@@ -148,6 +149,28 @@ def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
         found = again.histories["a", config]
         assert (found.rows, found.failure) == (history.rows[1:], history.failure)
     assert len(journal.path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "change", [None, {"rows": []}, {"arm": []}, {"failure": 1}, {"eval_return": np.nan}, {"x": 1}, {"steps": "a"}]
+)
+def test_a_line_of_a_journal_that_is_no_run_is_named_and_the_rest_stays(change, tmp_path):
+    journal = study.Journal(tmp_path / "runs.jsonl")
+    for seed in range(3):
+        journal.add("a", Config(seed=seed), history_of([100]))
+    lines = journal.path.read_text().splitlines(keepends=True)
+    found = json.loads(lines[1])
+    if change and change.keys() <= {"rows", "arm", "failure"}:
+        found |= change
+    elif change:
+        found["rows"][0] |= change
+    lines[1] = json.dumps(found if change else change) + "\n"
+    journal.path.write_text("".join(lines) + "half a li")
+    message = r".*runs\.jsonl, line 2 is no run of a study: delete that line"
+    refused(message, study.Journal, journal.path)
+    assert journal.path.read_text() == "".join(lines) + "half a li"
+    journal.path.write_text("".join(lines[::2]))
+    assert len(study.Journal(journal.path).histories) == 2
 
 
 def test_a_run_that_fails_is_recorded_and_ends_with_minus_infinity():

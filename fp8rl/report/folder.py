@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..checkpoint import write_whole
+from ..files import opened, read_json, write_whole
 
 MARK = ".fp8rl"
 FILES = {
@@ -24,7 +24,7 @@ FILES = {
 def read_mark(path: Path) -> dict:
     """The mark of a folder, `command` and `options`; empty if there is none, or not the file that the command writes first."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no mark, or not one of ours
-        found = json.loads((path / MARK).read_text())
+        found = read_json(path / MARK)
         if isinstance(found["options"], dict) and (path / FILES[found["command"]][0]).exists():
             return found
     return {}
@@ -35,7 +35,7 @@ def require_free(path: Path, command: str, overwrite: bool = False) -> None:
     if path.is_file():
         raise FileExistsError(f"out is {path}, which is a file: use a folder")
     if path.is_dir() and not read_mark(path) and (found := {entry.name for entry in path.iterdir()} - {MARK}):
-        raise FileExistsError(f"out is {path}, which holds other files ({min(found)}): use a new folder")
+        raise FileExistsError(f"out is {path}, which holds other files ({min(found)!r}): use a new folder")
     _require_own(path, command, overwrite)
 
 
@@ -56,12 +56,14 @@ class Folder(contextlib.AbstractContextManager):
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._mark = (path / MARK).open("a+")
+            self._mark = opened(path / MARK, "a+")
             fcntl.flock(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._mark.close()
             raise FileExistsError(f"out is {path}, where another process is writing: wait for it or use another") from error
         except OSError as error:
+            if error.errno is None:
+                raise  # one of our own lines
             raise OSError(f"out is {path} and cannot be used ({error.strerror}): use another folder") from error
 
     @classmethod

@@ -5,6 +5,7 @@ Those that cannot be in a population train alone. What has finished is written d
 stopped goes on with the rest.
 """
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -27,7 +28,8 @@ from tqdm.auto import tqdm
 
 from .. import fp8
 from ..config import Config
-from ..history import History
+from ..files import opened, parsed
+from ..history import ALWAYS, History
 from ..precision import Precision
 from ..scale.gym import EnvironmentFailed, children_ignore_interrupts, interface_of
 from ..scale.hardware import cores, keep_freed_memory
@@ -219,6 +221,7 @@ def _begin_worker(numbers) -> None:
     _numbers = numbers  # shared memory goes only to a process that begins
     torch.set_num_threads(1)
     keep_freed_memory()
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore of the system, which a worker that is killed would leave there
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its children
 
     def follow_parent() -> None:
@@ -234,26 +237,32 @@ class Journal:
 
     def __init__(self, path: Path):
         self.path, self.histories = path, {}
-        text = path.read_text() if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]  # a line that was being written when the study was killed is no run
-        for line in whole.splitlines():
-            self._keep(**json.loads(line))
-        if whole != text:
-            path.write_text(whole)
+        with contextlib.suppress(FileNotFoundError), opened(path, "r+b") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):  # it was being written when the study was killed, and is no run
+                    file.truncate(file.tell() - len(line))
+                    break
+                try:
+                    self._keep(**parsed(line))
+                except (ValueError, TypeError, AttributeError, OverflowError) as error:
+                    raise ValueError(f"{path}, line {number} is no run of a study: delete that line") from error
 
     def add(self, arm: str, config: Config, history: History) -> None:
         """Writes a finished run down."""
         rows = [row for row in history.rows if not math.isnan(row["eval_return"])]
         line = {"arm": arm, "config": dataclasses.asdict(config), "rows": rows, "failure": history.failure}
-        with self.path.open("a") as file:
+        with opened(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
         self._keep(**line)
 
     def _keep(self, arm: str, config: dict, rows: list[dict[str, float]], failure: str | None = None) -> None:
-        self.histories[arm, Config.of(config)] = history = History()
-        history.failures[0] = failure
+        history = History()
         for row in rows:
             history.add(row)
+        history.load_state_dict(history.state_dict() | {"failures": [failure]})  # which refuses what cannot be
+        if not rows or not isinstance(arm, str) or np.isnan([history.columns[name] for name in ALWAYS]).any():
+            raise ValueError("it has no name, or no evaluation")
+        self.histories[arm, Config.of(config)] = history
 
 
 def summarize(config: Config, history: History, arm: str | None = None, threshold: float = THRESHOLD) -> dict[str, float | str]:

@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..checkpoint import write_whole
 from ..config import LAYOUTS
 from ..env import STATE_BOUNDS
+from ..files import opened, read_json, write_whole
 from ..replay import ReplayBuffer, action_spec
 from ..rollout import DUMMY, Rollout
 from .codec import DTYPES, Codec, type_of_codes
@@ -244,7 +244,8 @@ class MappedFolder:
                 self._make(about, files)
             self._check(about, files)
             for (name, (dtype, shape)), path in zip(fields.items(), files, strict=True):
-                mapped = torch.from_numpy(np.memmap(path, np.uint8, "r+" if writable else "c"))
+                with opened(path, "r+b" if writable else "rb") as file:
+                    mapped = torch.from_numpy(np.memmap(file, np.uint8, "r+" if writable else "c"))
                 self.tensors[name] = mapped.view(dtype).view(shape)
         except BaseException as error:
             self.close()
@@ -261,7 +262,7 @@ class MappedFolder:
     def about(folder: str | Path) -> dict:
         """A folder's description of itself. Raises FileNotFoundError if there is none, ValueError for one that is damaged."""
         try:
-            about = json.loads((Path(folder) / "ring.json").read_text())
+            about = read_json(Path(folder) / "ring.json")
         except FileNotFoundError as error:
             raise FileNotFoundError(f"memmap is {folder}, which holds no complete ring: choose another, or delete it") from error
         except (ValueError, OSError) as error:
@@ -272,7 +273,7 @@ class MappedFolder:
         return about
 
     def _lock(self, writable: bool) -> None:
-        self._lock_file = (self.folder / "lock").open("ab" if writable else "rb")
+        self._lock_file = opened(self.folder / "lock", "ab" if writable else "rb")
         try:
             fcntl.flock(self._lock_file, (fcntl.LOCK_EX if writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -287,15 +288,17 @@ class MappedFolder:
             raise OSError(f"memmap is {self.folder} and needs {needed:,} bytes, the disk has {free:,} free: lower capacity")
 
     def _make(self, about: dict, files: dict[Path, int]) -> None:
+        made = []
         try:
             for path, size in files.items():
-                with path.open("wb") as file:
+                with opened(path, "xb") as file:
+                    made.append(path)
                     if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at a later write
                         os.posix_fallocate(file.fileno(), 0, size)
                     file.truncate(size)
         except OSError:
-            for path in files:
-                path.unlink(missing_ok=True)
+            for path in made:
+                path.unlink()
             raise
         write_whole(self.folder / "ring.json", lambda file: file.write(json.dumps(about, indent=1).encode()))
 
