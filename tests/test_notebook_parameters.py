@@ -4,6 +4,7 @@ kernels (--nbmake)."""
 
 import resource
 import sys
+import time
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -40,8 +41,17 @@ def with_parameters(name: str, **values):
     return notebook, at
 
 
+def run_cell(shell: InteractiveShell, source: str) -> list[str]:
+    """What the cell shows."""
+    with capture_output() as captured:
+        result = shell.run_cell(source)
+    result.raise_error()
+    return [captured.stdout, captured.stderr, *(str(output.data) for output in captured.outputs)]
+
+
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore:.*non-interactive, and thus cannot be shown")
+@pytest.mark.filterwarnings("ignore:.*Overriding environment Breaks-v0")  # when its cell runs again
 def test_runs_with_other_parameters_in_another_folder(name, tmp_path_factory, tmp_path, monkeypatch, one_process):
     notebook, _ = with_parameters(name, **SMALL[name])
     plt.switch_backend("Agg")  # or a desktop's would open windows
@@ -53,10 +63,10 @@ def test_runs_with_other_parameters_in_another_folder(name, tmp_path_factory, tm
     try:
         for cell in notebook.cells:
             if cell.cell_type == "code":
-                with capture_output() as captured:
-                    result = shell.run_cell(cell.source)
-                result.raise_error()
-                shown += captured.stdout, captured.stderr, *(str(output.data) for output in captured.outputs)
+                began = time.process_time()
+                shown += run_cell(shell, cell.source)
+                if time.process_time() - began < 0.5:  # again, as a reader may, unless that takes long
+                    shown += run_cell(shell, cell.source)
     finally:
         shell.reset(new_session=False)
         InteractiveShell.clear_instance()
