@@ -483,6 +483,7 @@ def parse(commands: dict[str, Callable]) -> Callable[[], None]:
 def main() -> None:
     """Runs the command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a study ends its workers first
     warnings.formatwarning = lambda text, *_, **__: f"fp8rl: warning: {text}\n"
     hardware.keep_freed_memory()
     torch.set_num_threads(1)  # the network is too small for more, and so a run's numbers do not depend on the cores

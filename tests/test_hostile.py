@@ -277,13 +277,16 @@ def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
     return [worker for child in children if "forkserver" in " ".join(child.cmdline()) for worker in child.children()]
 
 
-def test_a_worker_that_dies_is_one_line(tmp_path):
-    process = start(*STUDY, "--out", tmp_path / "a")
-    until(lambda: rows_of(tmp_path / "a" / "runs.jsonl"), lambda: process.poll() is None, process.communicate)
-    workers_of(process)[0].kill()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2 and "Traceback" not in err
+def test_a_study_that_ends_early_says_one_line_or_none(tmp_path):
+    both = [start(*STUDY, "--out", tmp_path / name) for name in ("killed worker", "terminated")]
+    for process, name in zip(both, ("killed worker", "terminated"), strict=True):
+        until(lambda out=tmp_path / name: rows_of(out / "runs.jsonl"), lambda p=process: p.poll() is None, process.communicate)
+        process.terminate() if name == "terminated" else workers_of(process)[0].kill()
+    (_, err), (_, terminated) = (process.communicate(timeout=60) for process in both)
+    assert [process.returncode for process in both] == [2, 128 + signal.SIGTERM]
     assert err.endswith("\nfp8rl: a process of the study died (killed, or out of memory): run the command again\n")  # the last
+    for said in (err, terminated):
+        assert "Traceback" not in said and "leaked" not in said
 
 
 @pytest.fixture
