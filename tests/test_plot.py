@@ -90,6 +90,14 @@ def test_number_line_leaves_out_what_is_not_finite(ax):
     assert ax.lines[0].get_xdata().tolist() == [-1, 0, 1]
 
 
+def test_policy_map_has_a_labelled_scale(ax):
+    right = np.linspace(0, 1, 15).reshape(3, 5)
+    assert plot.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), right) is ax
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("position", "velocity")
+    assert ax.figure.axes[1].get_ylabel() == "probability of a push to the right"
+    plot.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.ones((3, 5)))  # which never doubts: it has no boundary
+
+
 def test_film_starts_where_it_is_told():
     first = [Image.open(io.BytesIO(plot.film(bang_bang, steps=1, start=(p, 0.0)))).convert("RGB") for p in (0.0, 1.0, 1.0)]
     assert first[0].tobytes() != first[1].tobytes() == first[2].tobytes()
@@ -99,6 +107,13 @@ def test_film_starts_where_it_is_told():
 def test_film_ends_with_the_episode(policy, frames):
     film = Image.open(io.BytesIO(plot.film(policy, start_noise=0.0, steps=12)))
     assert film.format == "GIF" and film.n_frames == frames and film.size == (480, 240)
+
+
+def test_byte_bars_stand_for_their_bytes(ax):
+    ax = plot.byte_bars(ax, {"fp32": {"compact": 18, "full": 26}, "int8": {"compact": 12, "full": 14}})
+    assert sorted(bar.get_height() for bar in ax.patches) == [12, 14, 18, 26]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["fp32", "int8"] and "bytes" in ax.get_ylabel()
+    assert sorted(text.get_text() for text in ax.texts) == ["12", "14", "18", "26"]
 
 
 def test_breakage_map_shades_by_loss_and_hatches_what_fails(ax):

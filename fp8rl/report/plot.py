@@ -132,6 +132,32 @@ def number_line(ax: Axes, formats: dict[str, np.ndarray]) -> Axes:
     return ax
 
 
+def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.ndarray) -> Axes:
+    """The probability of a push to the right, `right` [V, P], over positions [P] and velocities [V], with its decision boundary
+    in white and bang-bang's dashed."""
+    mesh = ax.pcolormesh(position, velocity, right, cmap="cividis", vmin=0, vmax=1, rasterized=True)
+    ax.figure.colorbar(mesh, ax=ax, label="probability of a push to the right")
+    if right.min() < 0.5 < right.max():
+        ax.contour(position, velocity, right, levels=[0.5], colors="white", linewidths=1.5)
+    ax.plot(position, -position / 3, "--", color="#D55E00", label="bang-bang: p + 3v = 0")
+    ax.set(xlabel="position", ylabel="velocity", ylim=(velocity[0], velocity[-1]))
+    ax.legend(fontsize=8)
+    return ax
+
+
+def byte_bars(ax: Axes, sizes: dict[str, dict[str, float]]) -> Axes:
+    """Bytes per transition as groups of bars, group -> series -> bytes."""
+    series = list(next(iter(sizes.values())))
+    width = 0.8 / len(series)
+    for i, (style, name) in enumerate(zip(cycle(STYLES[1:]), series, strict=False)):
+        at = np.arange(len(sizes)) + (i - (len(series) - 1) / 2) * width
+        bars = ax.bar(at, [group[name] for group in sizes.values()], width, label=name, color=style["color"], edgecolor="black")
+        ax.bar_label(bars, fmt="%g", fontsize=7)
+    ax.set(xticks=range(len(sizes)), xticklabels=list(sizes), xlabel="codec", ylabel="bytes of a transition")
+    ax.legend(fontsize=8)
+    return ax
+
+
 def breakage_map(
     ax: Axes, cells: dict[tuple[str, str], dict], places: dict[str, str], formats: dict[str, list[str]], relative: bool = False
 ) -> Axes:
