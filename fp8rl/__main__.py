@@ -172,12 +172,16 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
             raise KeyboardInterrupt
         signals.append(number)
 
+    def keep(kind: type | None, *_) -> None:  # if the environment fails, what was learned until then
+        if kind in (EnvironmentFailed, ValueError) and len(run.history) and run.group.size == 1:
+            checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+
     header = write_metrics(folder, run.history, []) if folder and len(run.history) else []  # the rows from before a resumption
     saved = time.monotonic()
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
-        stack.enter_context(keeping(run, out, checkpoint_ring))
+        stack.push(keep)
         for _ in stack.enter_context(contextlib.closing(iterate(run, progress=run.group.rank == 0))):
             if folder:
                 header = write_metrics(folder, run.history, header)
@@ -199,17 +203,6 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
         most = "" if run.config.env_id else " of 200"
         print(f"final greedy return {run.history.final_return:.2f}{most}")  # known even if it cannot be written
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
-
-
-@contextlib.contextmanager
-def keeping(run: Run, out: Path, ring: bool):
-    """Saves the last whole iteration if the environment fails, with what was learned until then."""
-    try:
-        yield
-    except (EnvironmentFailed, ValueError):
-        if len(run.history) and run.group.size == 1:
-            checkpoint.save(out / "checkpoint.pt", run, ring)
-        raise
 
 
 def write_metrics(folder: Folder, history: History, header: list[str]) -> list[str]:
@@ -339,8 +332,8 @@ def compare(
             for config, history in study.run_all(list(arm_of), run=run, done=done, threshold=comparison.threshold):
                 with folder.writing():
                     journal.add(arm_of[config], config, history)
-                if history.failure:
-                    print(f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}", file=sys.stderr)
+                if history.failures[0]:
+                    print(f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failures[0]}", file=sys.stderr)
         write_study(folder, journal.histories, arms | unscaled, comparison)
 
 

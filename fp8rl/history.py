@@ -50,10 +50,6 @@ class History:
         return {name: values[-1][0] if self.agents else values[-1] for name, values in self.columns.items()}
 
     @property
-    def failure(self) -> str | None:
-        return self.failures[0]
-
-    @property
     def each(self) -> list["History"]:
         """Copies of the agents' histories."""
         found, columns = [], {name: np.array(rows).T.tolist() for name, rows in self.columns.items()}

@@ -299,13 +299,13 @@ def test_an_evaluation_that_is_not_a_number_is_a_failure():
     together.judge = SomeAreNotNumbers(together.config, None, None)
     train(together, progress=False)
     _, failed, fine = together.history.each
-    assert failed.failure.startswith("evaluation is not a number") and failed.final_return == -math.inf
-    assert fine.failure is None and fine.final_return == 2.0
+    assert failed.failures[0].startswith("evaluation is not a number") and failed.final_return == -math.inf
+    assert fine.failures[0] is None and fine.final_return == 2.0
 
 
 def test_a_seed_that_diverges_is_recorded():
     history = study.run(Config(learning_rate=1e30, **SHORT))
-    assert "lower learning_rate" in history.failure and history.final_return == -math.inf
+    assert "lower learning_rate" in history.failures[0] and history.final_return == -math.inf
     fine = study.run(Config(**SHORT))
     results = [study.summarize(Config(seed=seed), h) for seed, h in enumerate([history, fine, fine, fine, fine])]
     (line,) = study.table(results, ["fp32"], threshold=0.0).splitlines()[2:]

@@ -155,7 +155,7 @@ def test_settings_mean_the_same_as_in_a_run_of_its_own(fields):
 def assert_same_agents(one: Population, other: Population, configs: list[Config]) -> None:
     """Weights and histories of these agents bit for bit."""
     for config, ours, theirs in zip(configs, one.histories(configs), other.histories(configs), strict=True):
-        assert torch.equal(theta(one, config), theta(other, config)) and not ours.failure and not theirs.failure
+        assert torch.equal(theta(one, config), theta(other, config)) and not ours.failures[0] and not theirs.failures[0]
         for name in ours.columns.keys() - {"seconds"}:
             np.testing.assert_array_equal(ours.column(name), theirs.column(name), name)
 
@@ -188,7 +188,7 @@ def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
     before = theta(run, one)
     list(iterations)
     assert torch.equal(theta(run, one), before) or not before.isfinite().all()
-    assert run.histories([one])[0].failure
+    assert run.histories([one])[0].failures[0]
     assert_same_agents(whole(*configs), run, [config for config in configs if config != one])
 
 

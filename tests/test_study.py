@@ -147,7 +147,7 @@ def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
     assert again.histories.keys() == {("a", config) for config in histories}
     for config, history in histories.items():
         found = again.histories["a", config]
-        assert (found.rows, found.failure) == (history.rows[1:], history.failure)
+        assert (found.rows, found.failures[0]) == (history.rows[1:], history.failures[0])
     assert len(journal.path.read_text().splitlines()) == 2
 
 
@@ -175,7 +175,7 @@ def test_a_line_of_a_journal_that_is_no_run_is_named_and_the_rest_stays(change, 
 
 def test_a_run_that_fails_is_recorded_and_ends_with_minus_infinity():
     history = study.run(Config(**TINY, value_coef=1e38))
-    assert history.failure.startswith("gradient not finite at step 512") and history.final_return == -np.inf
+    assert history.failures[0].startswith("gradient not finite at step 512") and history.final_return == -np.inf
 
 
 def test_the_control_without_scales_is_not_the_real_thing():

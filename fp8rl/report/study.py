@@ -250,7 +250,7 @@ class Journal:
     def add(self, arm: str, config: Config, history: History) -> None:
         """Writes a finished run down."""
         rows = [row for row in history.rows if not math.isnan(row["eval_return"])]
-        line = {"arm": arm, "config": dataclasses.asdict(config), "rows": rows, "failure": history.failure}
+        line = {"arm": arm, "config": dataclasses.asdict(config), "rows": rows, "failure": history.failures[0]}
         with opened(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
         self._keep(**line)
@@ -277,12 +277,12 @@ def summarize(config: Config, history: History, arm: str | None = None, threshol
         "precision": config.precision,
         "collect_precision": config.collect_precision or config.precision,
         "seed": config.seed,
-        "final_return": -math.inf if history.failure else history.final_return,
+        "final_return": -math.inf if history.failures[0] else history.final_return,
         "area": float(history.evaluations()[1].mean()),
         "first_step_at_threshold": first,
         "seconds_to_threshold": float(history.column("seconds")[reached][0]) if reached.any() else math.nan,
         "train_seconds": history.last["seconds"],
-        "failure": history.failure or "",
+        "failure": history.failures[0] or "",
     }
 
 
