@@ -35,7 +35,6 @@ import psutil
 import torch
 
 from fp8rl import __main__ as cli
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.history import History
@@ -45,8 +44,9 @@ from fp8rl.report.bench import origin
 from fp8rl.report.folder import FILES, MARK, Folder, require_free
 from fp8rl.report.study import Journal
 from fp8rl.rollout import Collector
+from fp8rl.scale import checkpoint
 from fp8rl.scale.hardware import cores
-from fp8rl.scale.machine import NETWORKS, Machine, build
+from fp8rl.scale.machine import Machine, build
 from fp8rl.scale.storage import StoredRing
 from fp8rl.train import iterate, train
 
@@ -283,7 +283,7 @@ COMMANDS = {
     "train --resume": resume,
     "train --overwrite": replace,
     "study": study,
-    "eval": lambda out: checkpoint.load(out / "checkpoint.pt", NETWORKS),
+    "eval": lambda out: checkpoint.load(out / "checkpoint.pt"),
     "ring, to read": lambda out: StoredRing.open(out).close(),
     "ring, to write": store,
 }

@@ -29,10 +29,8 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
-from . import checkpoint
 from .config import Config
 from .evaluate import evaluate
-from .files import opened, read_json
 from .history import History
 from .lab.lowbit import LowBitAdam
 from .lab.places import EIGHT_BIT
@@ -40,9 +38,10 @@ from .precision import Precision
 from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
 from .report.statistics import iqm
-from .scale import hardware, ranks
+from .scale import checkpoint, hardware, ranks
+from .scale.files import opened, read_json
 from .scale.gym import EnvironmentFailed
-from .scale.machine import HERE, NETWORKS, Machine, build, maker
+from .scale.machine import HERE, Machine, build, maker
 from .scale.population import shared
 from .scale.storage import ring_bytes
 from .train import Run, iterate
@@ -270,7 +269,7 @@ def evaluate_run(
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}: use a number from 0 to 2**32 - 1")
     with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
-        model, config = checkpoint.load(run / "checkpoint.pt", NETWORKS, trust, **({"precision": precision} if precision else {}))
+        model, config = checkpoint.load(run / "checkpoint.pt", trust, **({"precision": precision} if precision else {}))
         if config.env_id and start_noise != 0.05:
             raise ValueError(f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it")
         make_env = maker(config, HERE, seed + 2**31)  # other starts than in training

@@ -8,7 +8,6 @@ history remembers. What changes where or how fast is a part around one of these;
 
 import contextlib
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -224,11 +223,6 @@ class Run:
         """Raises the reason; agents that learn together go on without this one, which is evaluated as it is."""
         self.learner.stop(agent, reason)
         self.history.failures[agent] = self.history.failures[agent] or str(reason)
-
-    def fields(self) -> dict | list[dict]:
-        """The config, or those of agents, as plain data."""
-        each = [dataclasses.asdict(config) for config in self.configs]
-        return each if self.history.agents else each[0]
 
     def state_dict(self, ring: bool = True) -> dict:
         """All that the run needs to continue as if it had never stopped, perhaps without the ring's rows. As in torch, the

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fp8rl import __main__ as cli
-from fp8rl import checkpoint
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
+from fp8rl.scale import checkpoint
 from fp8rl.scale.around import Around
 from fp8rl.scale.machine import HERE, build
 from fp8rl.train import Run, iterate, train

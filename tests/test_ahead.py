@@ -2,9 +2,9 @@ import pytest
 import torch
 from helpers import SHORT, after, assert_same, resumed, trained, weights
 
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.env import dynamics
+from fp8rl.scale import checkpoint
 from fp8rl.scale.machine import HERE, Machine, build
 
 AHEAD = Machine(collect_ahead=True)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from helpers import SHORT, after, assert_same, refused, resumed, trained
 
-from fp8rl import checkpoint
 from fp8rl.config import Config
+from fp8rl.history import History
 from fp8rl.model import ActorCritic
-from fp8rl.scale.machine import NETWORKS, build
+from fp8rl.scale import checkpoint
+from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
 
 
@@ -75,13 +76,26 @@ FIELDS += [{"formats": "weights=e4m3"}]
 def test_a_network_of_another_kind_is_read_without_its_environment(fields, tmp_path):
     run = after(1, build(Config(steps=512, eval_episodes=1, **fields)))
     checkpoint.save(tmp_path / "checkpoint.pt", run)
-    model, config = checkpoint.load(tmp_path / "checkpoint.pt", NETWORKS)
+    model, config = checkpoint.load(tmp_path / "checkpoint.pt")
     assert config == run.config and model.recurrent == run.model.recurrent
     obs = torch.rand(3, 5, len(run.env.bounds[0]))
     for x, y in zip(model(obs), run.model(obs), strict=True):
         torch.testing.assert_close(x, y)
-    if model.recurrent:
-        refused(r"checkpoint .*pass networks=scale\.machine\.NETWORKS$", checkpoint.load, tmp_path / "checkpoint.pt")
+
+
+def test_a_forged_history_is_refused():
+    history = History()
+    history.add(dict.fromkeys(checkpoint.ALWAYS, 1.0) | {"fp8.hidden.0.input.scale": 1.0})
+    state = history.state_dict()
+    checkpoint.check_history(state)
+    for name in ("$(touch PWNED)", "fp8.a b", "fp8.", "fp8.a\n", "x", 1):
+        refused("history has the column .*, which does not exist", checkpoint.check_history, state | {name: state["steps"]})
+    for values in (torch.zeros(2).double(), torch.zeros(1), torch.zeros(1, 1).double(), torch.zeros(1, dtype=torch.int64)):
+        refused("history has the column 'loss' in another", checkpoint.check_history, state | {"loss": values})
+        refused("history has the column", checkpoint.check_history, state | {"loss": values}, 1)
+    refused("history lacks one of", checkpoint.check_history, {"steps": state["steps"]})
+    for failures in ([], [1], [None, None]):
+        refused("history has failures", checkpoint.check_history, state | {"failures": failures})
 
 
 def test_a_checkpoint_of_a_population_is_resumed_and_not_loaded(tmp_path):

@@ -12,9 +12,9 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from helpers import run_cli
 
 from fp8rl import __main__ as cli
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.report import bench
+from fp8rl.scale import checkpoint
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.machine import build
 from fp8rl.scale.storage import StoredRing

@@ -6,11 +6,10 @@ from helpers import after, assert_same, resumed, trained, weights
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.precision import available_precisions
 from fp8rl.rollout import check_finite
-from fp8rl.scale import graphs
+from fp8rl.scale import checkpoint, graphs
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.machine import HERE, Machine, build
 from fp8rl.scale.population import Population

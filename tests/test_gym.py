@@ -12,13 +12,13 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
 from helpers import SHORT, after, refused, resumed, run_cli, trained
 
 from fp8rl import __main__ as cli
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, Collector
+from fp8rl.scale import checkpoint
 from fp8rl.scale.gym import EnvironmentFailed, GymEnv, interface_of
 from fp8rl.scale.machine import Machine, build
 

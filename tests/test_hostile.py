@@ -23,10 +23,10 @@ import torch
 from helpers import cli_into, forked, refused, run_cli, weights
 
 from fp8rl import __main__ as cli
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.report.folder import FILES, MARK, Folder, require_free
+from fp8rl.scale import checkpoint
 from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
 from fp8rl.train import train

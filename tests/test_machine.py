@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import SHORT, after, assert_same, numbers, refused, resumed, trained, weights
 
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.env import Cart
+from fp8rl.scale import checkpoint
 from fp8rl.scale.machine import HERE, Machine, build, check
 from fp8rl.train import Run, iterate
 

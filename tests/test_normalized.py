@@ -11,10 +11,10 @@ from helpers import after, resumed, trained
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.evaluate import evaluate
 from fp8rl.losses import only_here
+from fp8rl.scale import checkpoint
 from fp8rl.scale.machine import NETWORKS, build
 from fp8rl.train import iterate
 
@@ -131,7 +131,7 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path, encoder):
 def test_a_checkpoint_has_the_statistics(tmp_path):
     run = trained(build(SHORT))
     checkpoint.save(tmp_path / "checkpoint.pt", run)
-    model, config = checkpoint.load(tmp_path / "checkpoint.pt", NETWORKS)
+    model, config = checkpoint.load(tmp_path / "checkpoint.pt")
     assert config == SHORT and all(map(torch.equal, statistics(model), statistics(run.model)))
     returns = []
     for network in (model, run.model):

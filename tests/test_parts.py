@@ -15,7 +15,7 @@ import torch
 from helpers import SHORT, after, assert_same, forked, refused, weights
 from torch import nn
 
-from fp8rl import checkpoint, fp8
+from fp8rl import fp8
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.env import TensorEnv
@@ -23,6 +23,7 @@ from fp8rl.evaluate import Judge
 from fp8rl.losses import Coefficients
 from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.report import study
+from fp8rl.scale import checkpoint
 from fp8rl.scale.around import Around
 from fp8rl.scale.machine import HERE, Machine, build
 from fp8rl.scale.population import Population

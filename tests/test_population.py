@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8rl import checkpoint, fp8
+from fp8rl import fp8
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.lab.places import in_order
 from fp8rl.losses import actor_critic_loss
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import Rollout, noise_of
-from fp8rl.scale import population
+from fp8rl.scale import checkpoint, population
 from fp8rl.scale.hardware import keep_freed_memory
 from fp8rl.scale.machine import build
 from fp8rl.scale.population import Matmuls, Population, batches, environments, roundings_of

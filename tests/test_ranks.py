@@ -21,14 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.losses import actor_critic_loss, only_here
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.report.folder import FILES, MARK, Folder
 from fp8rl.rollout import DUMMY, Rollout
-from fp8rl.scale import ranks
+from fp8rl.scale import checkpoint, ranks
 from fp8rl.scale.machine import HERE, NETWORKS, Machine, build
 from fp8rl.train import Learner, OneProcess, Run, iterate
 

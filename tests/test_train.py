@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers import SHORT, Changed, after, assert_same, log_probabilities, refused, trained, weights
 
-from fp8rl import checkpoint
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import Judge
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import Collector
+from fp8rl.scale import checkpoint
 from fp8rl.scale.around import Around
 from fp8rl.train import Learner, Run, iterate, make_cart, train
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..files import opened, read_json, write_whole
+from ..scale.files import opened, read_json, write_whole
 
 MARK = ".fp8rl"
 FILES = {

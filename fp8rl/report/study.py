@@ -28,9 +28,10 @@ from tqdm.auto import tqdm
 
 from .. import fp8
 from ..config import Config
-from ..files import opened, parsed
-from ..history import ALWAYS, History
+from ..history import History
 from ..precision import Precision
+from ..scale.checkpoint import ALWAYS, check_history
+from ..scale.files import opened, parsed
 from ..scale.gym import EnvironmentFailed, children_ignore_interrupts, interface_of
 from ..scale.hardware import cores, keep_freed_memory
 from ..scale.machine import build
@@ -259,7 +260,8 @@ class Journal:
         history = History()
         for row in rows:
             history.add(row)
-        history.load_state_dict(history.state_dict() | {"failures": [failure]})  # which refuses what cannot be
+        history.failures = [failure]
+        check_history(history.state_dict())
         if not rows or not isinstance(arm, str) or np.isnan([history.columns[name] for name in ALWAYS]).any():
             raise ValueError("it has no name, or no evaluation")
         self.histories[arm, Config.of(config)] = history

@@ -30,10 +30,10 @@ import torch
 
 from ..config import LAYOUTS
 from ..env import STATE_BOUNDS
-from ..files import opened, read_json, write_whole
 from ..replay import ReplayBuffer, action_spec
 from ..rollout import DUMMY, Rollout
 from .codec import DTYPES, Codec, type_of_codes
+from .files import opened, read_json, write_whole
 from .hardware import require_room
 
 FORMAT = "fp8rl-ring-2"

@@ -5,28 +5,35 @@ writes it as an uncompressed zip archive, but reads a flipped bit in a tensor wi
 for an entry marked as a folder. So checksums and marks are checked first. torch's `weights_only` reader makes plain data only.
 """
 
+import dataclasses
 import functools
+import re
 import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from .config import Config
-from .distribution import Categorical, Gaussian
+from ..config import Config
+from ..distribution import Categorical, Gaussian
+from ..history import TERMS
+from ..model import ActorCritic
+from ..train import Run
 from .files import write_whole
-from .history import History
-from .model import ActorCritic
-from .train import Run
+from .machine import NETWORKS
 
 FORMAT = "fp8rl-8"
-PLAIN = {("mlp", False): ActorCritic}  # the model class by encoder and normalize_obs
+ALWAYS = ("iteration", "steps", "seconds", "eval_return")  # columns of a history
+COLUMNS = (*ALWAYS, *TERMS, "learning_rate", "loss_scale", "train_return", "clipped", "outside")
+COLUMNS += ("ess", "min_logp", "grad_norm", "nonfinite", "skipped")
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
     """Writes a run's state to `path`, with or without the ring's rows. After a crash, or an OSError because it cannot be written,
     the old file is there. All ranks must call it; rank 0 writes."""
-    content = {"format": FORMAT, "config": run.fields(), "run": run.state_dict(ring)}
+    fields = [dataclasses.asdict(config) for config in run.configs]
+    content = {"format": FORMAT, "config": fields if run.history.agents else fields[0], "run": run.state_dict(ring)}
     if run.group.rank:
         return
     try:  # straight to the file, because the ring may be most of what is in memory
@@ -36,10 +43,10 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
         raise OSError(f"checkpoint {path} cannot be written ({reason}): make room or choose another folder") from error
 
 
-def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
+def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
     """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a precision available here.
-    `networks`: model class by encoder and normalize_obs (scale.machine.NETWORKS has all). `trust` lets an env_id like
-    "module:Name-v0" import a module. Raises FileNotFoundError, and ValueError for a file that is damaged or does not fit."""
+    `trust` lets an env_id like "module:Name-v0" import a module. Raises FileNotFoundError, and ValueError for a file that is
+    damaged or does not fit."""
     config, state = resume(path, trust, **changes)
     if isinstance(config, list):
         raise ValueError(f"checkpoint {path} is of a population: read it with resume")
@@ -47,11 +54,10 @@ def load(path: str | Path, networks: dict[tuple, type] = PLAIN, trust: bool = Fa
         weights = state["model"] or _unpacked(state["optimizer"])
         sizes = weights["inputs.weight"].shape[1], len(weights["actor.weight"]), config.hidden_size, config.layers
         distribution = Gaussian if "spread" in weights else Categorical
-        model = networks[config.encoder, config.normalize_obs](*sizes, distribution=distribution)
+        model = NETWORKS[config.encoder, config.normalize_obs](*sizes, distribution=distribution)
         model.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        remedy = "train again" if (config.encoder, config.normalize_obs) in networks else "pass networks=scale.machine.NETWORKS"
-        raise ValueError(f"checkpoint {path} does not fit this version's network: {remedy}") from error
+        raise ValueError(f"checkpoint {path} does not fit this version's network: train again") from error
     return model, config
 
 
@@ -65,7 +71,7 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
     try:
         found, state = content["config"], content["run"]
         configs = [Config.of({**each, **changes}) for each in (found if isinstance(found, list) else [found])]
-        History(len(configs) if isinstance(found, list) else None).load_state_dict(state["history"])  # which `build` asks first
+        check_history(state["history"], len(configs) if isinstance(found, list) else None)
         env_id = configs[0].env_id
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
@@ -75,6 +81,22 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
     if module and module not in sys.modules and not trust:
         raise ValueError(f"checkpoint {path} has env_id {env_id!r}: import {module} first, or add --trust if you trust it")
     return configs if isinstance(found, list) else configs[0], state
+
+
+def check_history(state: dict, agents: int | None = None) -> None:
+    """Raises ValueError for what History.state_dict cannot have given: its names and numbers go on into files."""
+    columns = {name: x.numpy() for name, x in state.items() if name != "failures"}
+    failures = [*state.get("failures", [None] * (agents or 1))]
+    if columns and not columns.keys() >= {*ALWAYS}:
+        raise ValueError(f"history lacks one of the columns {', '.join(ALWAYS)}: restore the original")
+    shape = (*columns["iteration"].shape[:1], *([agents] if agents else [])) if columns else ()
+    for name, values in columns.items():
+        if name not in COLUMNS and not re.fullmatch(r"fp8(\.\w+)+", str(name), re.ASCII):
+            raise ValueError(f"history has the column {name!r}, which does not exist: leave it out")
+        if values.dtype != np.float64 or values.shape != shape:
+            raise ValueError(f"history has the column {name!r} in another type or shape than {shape}: restore the original")
+    if len(failures) != (agents or 1) or not all(isinstance(reason, str | None) for reason in failures):
+        raise ValueError(f"history has failures {failures!r}: restore the original")
 
 
 def _read(path: Path, mmap: bool = False) -> dict:
