@@ -27,6 +27,7 @@ COMMANDS = {
     "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
+    "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
     "late_falls": "python benchmarks/late_falls.py benchmarks/results/late_falls.md",
     "twins": "python benchmarks/twins.py benchmarks/results/twins.md",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
@@ -37,7 +38,13 @@ COMMANDS = {
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
 }
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl", "stable_baselines3", "jax")}
-PEERS |= {"tasks": ("stable_baselines3",), "populations": ("jax",), "populations_avx2": ("jax",), "populations_cuda": ("jax",)}
+PEERS |= {
+    "ladder": ("Box2D",),
+    "tasks": ("stable_baselines3",),
+    "populations": ("jax",),
+    "populations_avx2": ("jax",),
+    "populations_cuda": ("jax",),
+}
 ON_CUDA = ("placements", "populations_cuda")
 
 

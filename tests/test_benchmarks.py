@@ -76,3 +76,14 @@ def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
         pytest.skip("this GPU has no FP8")
     (path,) = tmp_path.iterdir()
     assert torch.cuda.get_device_name().replace(" ", "_") in path.name and "break_even_width" in path.read_text()
+
+
+def test_rungs_change_one_thing_at_a_time():
+    import ladder
+    import tasks
+
+    rungs = [ladder.configs_of(rung, ladder.LANDER)[0] for rung in ladder.RUNGS]
+    assert rungs[0].halved_after == 40_000 and rungs[1].halved_after == 200_000 and rungs[2].gamma == 0.998
+    found = {("the defaults", task, seed): [100.0, 480.0] for task, (seeds, *_) in ladder.TASKS.items() for seed in seeds}
+    assert "| 480.00 (480.00) |" in ladder.line("the defaults", found) and "| 16 of 16 |" in ladder.line("the defaults", found)
+    assert ladder.configs_of("+ discount 1 - 2 / time limit", tasks.CART)[0].gamma == 0.99
