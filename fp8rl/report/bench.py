@@ -17,8 +17,7 @@ from collections.abc import Callable
 import torch
 
 from ..config import Config
-from ..precision import PRECISIONS as RULES
-from ..precision import Precision, available_precisions
+from ..precision import PRECISIONS, Precision, available_precisions
 from ..scale import ranks
 from ..scale.around import Around
 from ..scale.hardware import hardware, is_emulated
@@ -168,7 +167,7 @@ def floor_of(config: Config, machine: Machine, reused: bool, agents: int | None 
         return [(i, rows, o) for i, o in sizes] + [(rows, o, i) for i, o in sizes[1:]]  # of weights, of inputs
 
     def products(shapes: list[tuple[int, int, int]], precision: str = config.precision) -> list[tuple[torch.Tensor, ...]]:
-        dtype = torch.float32 if agents else RULES[precision].autocast or torch.float32
+        dtype = torch.float32 if agents else PRECISIONS[precision].autocast or torch.float32
         return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
 
     acting = products(forward(envs), config.collect_precision or config.precision)

@@ -59,11 +59,6 @@ def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
     return [like[i : i + most] for like in found.values() for i in range(0, len(like), most)]
 
 
-def most_together(device) -> int | None:
-    """How many agents compute together at most; None is all."""
-    return CHUNK if torch.device(device).type == "cpu" else None
-
-
 def shared(config: Config) -> Config:
     """A config with the defaults in the fields that are each agent's own."""
     return dataclasses.replace(config, **{name: getattr(Config, name) for name in FREE})
@@ -168,7 +163,7 @@ class Agents(nn.Module):
         rows = [nn.utils.parameters_to_vector(in_order(model).values()).detach() for model in models]
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.sizes = [p.numel() for p in in_order(models[0]).values()]
-        self.parts = self.parts_of(configs, device, most=most_together(device))
+        self.parts = self.parts_of(configs, device, most=CHUNK if self.theta.device.type == "cpu" else None)
         self.acting_parts = {kind: self.parts_of(configs, device, kind == "actor") for kind in ("learner", "actor")}
         self.space, self.passes, self.acted, self.newest = Workspace(), 0, [], None
 
@@ -398,7 +393,7 @@ class Adam(Saved):
     def __init__(self, theta: nn.Parameter, rate, places: list[Places] | None = None, sizes=(), seeds=None):
         self.theta, self.sizes, self.seeds, self.param_groups = theta, list(sizes), seeds, [{"params": [theta]}]
         self.rate = torch.zeros(len(theta), 1, dtype=torch.float32, device=theta.device).add_(rate)
-        self.parts = alike(places or [Places()] * len(theta), most_together(theta.device))
+        self.parts = alike(places or [Places()] * len(theta), CHUNK if theta.device.type == "cpu" else None)
         for agents, own in self.parts:
             theta.data[agents] = own.weights(theta.data[agents], self.sizes)
         self.first, self.second = torch.zeros_like(theta), torch.zeros_like(theta)
