@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import tasks
+import torch
 
 from fp8rl.config import Config
 from fp8rl.report import study
@@ -76,6 +77,7 @@ def line(rung: str, found: dict) -> str:
 
 
 def main(out: Path) -> None:
+    torch.set_num_threads(1)  # as the processes have, for the line under the table
     kept, found, places = out.with_suffix(".csv"), {}, {}
     for rung in RUNGS:
         for task in TASKS:
