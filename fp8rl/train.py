@@ -190,12 +190,12 @@ class Run:
 
     def totals(self, rollout: Rollout, summary: dict) -> dict:
         """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
-        sums = [*self.returns.add(rollout), self.ring.clipped.sum(-1).cpu(), *(summary[name] for name in TERMS)]
-        sums = torch.stack([torch.as_tensor(x, dtype=torch.float64, device="cpu").view(-1) for x in sums])
-        ((returns, episodes, *sums),) = self.group.all_reduce([sums])  # [S] each
-        train_return, clipped, *terms = torch.stack((returns / episodes, *sums)).squeeze(-1).numpy()  # NaN if none ended
-        row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration}
-        row |= {"train_return": train_return, "clipped": clipped}
+        sums = [*self.returns.add(rollout), self.ring.clipped.sum(-1).cpu().numpy(), *(summary[name] for name in TERMS)]
+        (sums,) = self.group.all_reduce([torch.from_numpy(np.array([np.ravel(x) for x in sums], np.float64))])  # [7, S]
+        returns, episodes, clipped, *terms = sums.squeeze(-1).numpy()
+        row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration, "clipped": clipped}
+        with np.errstate(invalid="ignore"):
+            row["train_return"] = returns / episodes  # NaN where none ended
         if rollout.action.is_floating_point():
             outside = (rollout.by_agent(len(self.configs)).action.abs() > 1).float()
             row["outside"] = outside.mean((0, 2, 3)).squeeze().cpu().numpy()
