@@ -444,8 +444,8 @@ def whole_numbers(kind: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructor
 
     def read(words: list[str]) -> int:
         with contextlib.suppress(ValueError):
-            if float(words[0]) % 1 == 0:
-                return int(float(words[0]))
+            if float(words[0]) % 1 == 0:  # a float would round one of many digits
+                return int(words[0]) if words[0].lstrip("+-").isdecimal() else int(float(words[0]))
         raise ValueError(f"use a whole number, not {words[0]!r}")
 
     spec = tyro.constructors.PrimitiveConstructorSpec(1, "INT", read, lambda x: isinstance(x, int), lambda x: [str(x)])

@@ -376,6 +376,7 @@ def test_what_an_environment_prints_is_no_result(tmp_path, capsys):
 def test_whole_numbers_are_read_as_in_a_config(refused, capsys):
     run_cli("memory", "--capacity", "1e6", "--steps", "2e6", "--json")
     assert json.loads(capsys.readouterr().out)["transitions"] == 10**6
+    assert refused("memory", "--seed", str(2**53 + 1)).startswith("seed is 9007199254740993: ")  # all of its digits
     for value in ("1.5", "many", "inf", "nan", "1e-3"):
         assert (
             refused("memory", "--capacity", value)
