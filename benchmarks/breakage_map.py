@@ -24,6 +24,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import torch
+from ladder import EARLIER
 from tasks import CART, LQR, above_optimum
 
 from fp8rl.config import Config
@@ -33,7 +34,7 @@ from fp8rl.report import plot, study
 from fp8rl.report.bench import origin
 
 STEPS, SEEDS = 51_200, 32
-SETTINGS = {"gamma": 0.985, "lam": 0.95, "capacity": 100_000, "halved_after": 0}  # whatever the defaults are
+SETTINGS = EARLIER | {"gamma": 0.985, "lam": 0.95, "capacity": 100_000, "halved_after": 0}
 RATES = {CART: (5e-4, 2e-3), LQR: (2e-3, 5e-3)}
 PLACES = {
     "forward": "forward operands",

@@ -219,7 +219,8 @@ def forge(path: Path, count: int) -> collections.Counter:
     return outcomes
 
 
-TINY = Config(precision="fp16", steps=64, num_envs=2, capacity=100, batch_size=32, eval_episodes=1, hidden_size=8)
+SIZES = {"rollout_length": 32, "slice_length": 32, "batch_size": 32, "replay_updates": 2}
+TINY = Config(precision="fp16", steps=64, num_envs=2, capacity=100, eval_episodes=1, hidden_size=8, **SIZES)
 HISTORY = History()
 HISTORY.add({"iteration": 0, "steps": 32, "seconds": 0.1, "eval_return": 7.0})
 # What stands in the place of a string or number of a file.
@@ -457,12 +458,12 @@ def main() -> None:
         study, seconds = results(folder / "study"), time.monotonic() - begun
         fates = [killed_study(i, folder, seconds, study) for i in range(count(STUDY_KILLS))]
         lines += table("study ended by", collections.Counter(fates))
-        short = list(train(build(Config(steps=10_240, eval_episodes=2)), progress=False).model.state_dict().values())
+        short = list(train(build(Config(steps=10_240, eval_episodes=2, **SIZES)), progress=False).model.state_dict().values())
         fates = pool.map(lambda i: together(i, folder, short), range(3 * count(TOGETHER)))
         lines += table("started together in one folder", collections.Counter(fates))
         (folder / "inside").mkdir()
         os.chdir(folder / "inside")
-        checkpoint.save("checkpoint.pt", next(iterate(build(Config(steps=512, capacity=600, eval_episodes=1)))))
+        checkpoint.save("checkpoint.pt", next(iterate(build(Config(steps=512, capacity=600, eval_episodes=1, **SIZES)))))
         lines += table("checkpoint damaged", damage(Path("checkpoint.pt"), count(DAMAGES)))
         lines += table("checkpoint forged", forge(Path("checkpoint.pt"), count(FORGERIES)))
         lines += table("folder of a stranger", Strangers(folder / "strangers").fates(count(STRANGERS)))

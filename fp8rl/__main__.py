@@ -287,7 +287,7 @@ def swept(field: dataclasses.Field) -> tuple:
     return field.name, Annotated[tuple[field.type, ...], shown], dataclasses.field(default=(field.default,))
 
 
-NUMBERS = [field for field in dataclasses.fields(Config) if field.type in (int, float) and field.name != "seed"]
+NUMBERS = [field for field in dataclasses.fields(Config) if field.type in (int, float, float | None) and field.name != "seed"]
 Sweep = dataclasses.make_dataclass("Sweep", map(swept, NUMBERS), frozen=True)
 
 

@@ -4,8 +4,10 @@ names of precisions, codecs and formats when a run is built. Devices and speed a
 import contextlib
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
+from types import NoneType
+from typing import get_args
 
 import numpy as np
 
@@ -47,21 +49,24 @@ class Config:
     hide_velocity: bool = False  # Leave the velocity out of the observation, so that the policy needs memory.
     # mlp, or gru, which has memory (scale/recurrent.py). Its replayed slices start from a zero state; a small ring suits it.
     encoder: str = "mlp"
-    normalize_obs: bool = False  # Standardize each feature by its running mean and deviation (scale/normalized.py).
+    # Standardize each feature by its running mean and deviation (scale/normalized.py). None: where Gymnasium steps the only form
+    # of the environment; the features of the package's own tasks are of order 1 as they are.
+    normalize_obs: bool | None = None
     hidden_size: int = 64  # Units in each layer of the network.
     layers: int = 2  # Layers between the observation and the heads; of a gru the last one is the GRU.
-    rollout_length: int = 32  # Steps collected from each environment per iteration, T.
-    # Transitions in the replay ring (rows times environments). Many, because old ones show states that a good policy avoids.
-    capacity: int = 500_000
+    rollout_length: int = 128  # Steps collected from each environment per iteration, T.
+    # Transitions in the replay ring (rows times environments). These are ten rollouts: older ones teach the policy nothing.
+    capacity: int = 20_000
     codec: str = "fp32"  # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py).
     layout: str = "compact"  # How the ring stores next observations: compact, full or delta (scale/storage.py).
-    slice_length: int = 32  # Consecutive steps in a replayed slice; 1 replays single transitions.
-    batch_size: int = 512  # Transitions in a replayed batch, a multiple of slice_length.
+    slice_length: int = 128  # Consecutive steps in a replayed slice; 1 replays single transitions.
+    batch_size: int = 1_024  # Transitions in a replayed batch, a multiple of slice_length.
     fresh_updates: int = 1  # Updates on each new rollout: 1, or 0 to learn from replay only.
     # Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless a Machine stores it in a folder.
-    replay_updates: int = 2
+    replay_updates: int = 16
 
-    gamma: float = 0.99  # Discount per step; 0.99 looks about 100 steps ahead.
+    # Discount per step; 0.99 looks about 100 steps ahead. None: 1 - 4 / time limit, from 0.98 to 0.995.
+    gamma: float | None = None
     lam: float = 0.98  # Lambda of V-trace: 0 bootstraps after one step, 1 only at the end of the slice or at a truncation.
     importance_correction: bool = True  # Weight replayed steps by importance ratios. False is a common bug, kept to show it.
     bootstrap_truncation: bool = True  # Bootstrap from the final state of a truncated episode. False is another common bug.
@@ -69,12 +74,14 @@ class Config:
     # PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or below 1 - clip (negative).
     clip: float = 0.2
     scale_rewards: bool = True  # Divide rewards by the root mean square of their discounted sums: targets are of order 1.
-    entropy_coef: float = 0.01  # Weight of the entropy bonus, which keeps the policy from becoming deterministic too early.
+    # Weight of the entropy bonus, which keeps the policy from becoming deterministic too early. None: 0.01 for discrete actions,
+    # 0 for continuous ones, whose deviation has a floor (distribution.py).
+    entropy_coef: float | None = None
     value_coef: float = 0.5  # Weight of the value loss.
-    learning_rate: float = 2e-3  # Adam's, at first. It falls, because a high one loses a policy that has just become good.
-    # Divide the learning rate by 1 + steps / halved_after: half after so many steps, apart from `anneal`. 0 turns this off.
-    halved_after: int = 40_000
-    anneal: bool = True  # Also multiply the learning rate by the share of training left, so that the last policy settles.
+    learning_rate: float = 1e-3  # Adam's, at first.
+    anneal: bool = True  # Multiply the learning rate by the share of training left, so that the last policy settles.
+    # Also divide it by 1 + steps / halved_after: half after so many steps. 0 turns this off.
+    halved_after: int = 0
     max_grad_norm: float = 0.5  # Gradients are clipped to this L2 norm.
 
     eval_every: int = 5_000  # Environment steps between greedy evaluations; 0 evaluates only at the end.
@@ -85,7 +92,7 @@ class Config:
             object.__setattr__(self, field.name, self._converted(field.name, field.type))
         for names, good, remedy in RANGES:
             for name in names.split():
-                self._require(name, good(getattr(self, name)), remedy)
+                self._require(name, getattr(self, name) is None or good(getattr(self, name)), remedy)
         self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
         divides = self.batch_size % self.slice_length == 0
         self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
@@ -106,17 +113,19 @@ class Config:
 
     def _converted(self, name: str, kind: type):
         """A field's value as a plain Python type, for JSON and checkpoints; takes NumPy numbers, and 1e4 for an int."""
-        value = getattr(self, name)
+        value, kinds = getattr(self, name), get_args(kind) or (kind,)  # of `float | None` both
         number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's numbers are Real too, its bool is not
-        if (kind is int and number and value % 1 == 0) or (kind is float and number):
+        if number and ((int in kinds and value % 1 == 0) or float in kinds):
             with contextlib.suppress(OverflowError):  # of a whole number with hundreds of digits
-                return kind(value)
-        if kind is bool and isinstance(value, bool | np.bool_):
+                return kinds[0](value)
+        if bool in kinds and isinstance(value, bool | np.bool_):
             return bool(value)
-        if kind not in (int, float, bool) and (isinstance(value, str) or (value is None and kind is not str)):
-            return value and str(value).strip()
-        wanted = {bool: "True or False", int: "a whole number", float: "a number"}.get(kind, "a string")
-        raise ValueError(f"{name} is {value!r}: use {wanted}")
+        if str in kinds and isinstance(value, str):
+            return value.strip()
+        if value is None and NoneType in kinds:
+            return None
+        wanted = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
+        raise ValueError(f"{name} is {value!r}: use {wanted[kinds[0]]}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -149,6 +158,12 @@ class Config:
         """Time steps in the replay ring: as many as `capacity` has room for, or as a run can fill."""
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
+    def settled(self, env) -> "Config":
+        """The config with what None leaves to the task: `gamma` and `entropy_coef`, by the time limit and the kind of actions of
+        a TensorEnv or of what has its attributes."""
+        found = {"gamma": min(max(1 - 4 / env.max_steps, 0.98), 0.995), "entropy_coef": env.distribution.ENTROPY_COEF}
+        return replace(self, **{name: value for name, value in found.items() if getattr(self, name) is None})
+
     def learning_rate_at(self, iteration: int) -> float:
         rate = self.learning_rate * (1 - iteration / self.iterations if self.anneal else 1)
         return rate / (1 + iteration * self.steps_per_iteration / self.halved_after) if self.halved_after else rate
@@ -165,4 +180,4 @@ class Config:
         loop = {"num_envs": 1, "start_noise": 0.0, "rollout_length": 128, "slice_length": 1, "batch_size": 64, "fresh_updates": 0}
         loop |= {"replay_updates": 1, "capacity": 10_000, "gamma": 0.99, "entropy_coef": 0, "learning_rate": 1e-3}
         off = ("scale_rewards", "importance_correction", "bootstrap_truncation", "normalize_advantage", "anneal")
-        return cls(**loop | {"halved_after": 0} | dict.fromkeys(off, False) | changes)
+        return cls(**loop | dict.fromkeys(off, False) | changes)

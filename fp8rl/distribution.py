@@ -21,6 +21,8 @@ LOG_STD = -2.5, 2.0
 class Categorical:
     """Distribution of actions int64 [..., B] from logits float32 [..., B, A]. `log_policy` has their log-probabilities."""
 
+    ENTROPY_COEF = 0.01  # of the loss, unless a config has one
+
     def __init__(self, logits: torch.Tensor):
         # Actions first in memory, because torch's kernel over the last dimension works row by row.
         self.log_policy = logits.movedim(-1, 0).contiguous().log_softmax(0).movedim(0, -1)
@@ -55,6 +57,8 @@ class Categorical:
 
 class Gaussian:
     """Distribution of actions float32 [..., B, A] from means and logarithms of standard deviations, together [..., B, 2 A]."""
+
+    ENTROPY_COEF = 0.0  # with a bonus the deviation grows beyond the range of actions, where it costs nothing more
 
     def __init__(self, outputs: torch.Tensor):
         self.mean, self.log_std = outputs.chunk(2, dim=-1)

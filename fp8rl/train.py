@@ -39,6 +39,8 @@ class Learner:
     targets_of = staticmethod(vtrace)
 
     def __init__(self, config: Config, model: nn.Module, precision: Precision, optimizer, rewards=None, all_reduce=only_here):
+        if None in (config.gamma, config.entropy_coef):
+            raise ValueError("gamma or entropy_coef is None, which leaves it to the task: use config.settled(env)")
         self.config, self.model, self.precision, self.optimizer = config, model, precision, optimizer
         self.rewards, self.all_reduce, self.device = rewards or RewardScale(1), all_reduce, precision.device
         self.packed = "weights" in getattr(optimizer, "places", ())  # the optimizer keeps them, in few bits (lab/lowbit.py)
@@ -77,12 +79,13 @@ class Learner:
 
     def state_dict(self) -> dict:
         parts = {"optimizer": self.optimizer, "scaler": self.precision.scaler, "rewards": self.rewards}
-        model = {} if self.packed else self.model.state_dict()
+        model = dict(self.model.named_buffers()) if self.packed else self.model.state_dict()
         return {"model": model} | {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: dict) -> None:
-        if not self.packed:
-            self.model.load_state_dict(state["model"])
+        if self.packed and state["model"].keys() != dict(self.model.named_buffers()).keys():
+            raise ValueError("the network has other buffers: resume with the run's own config")
+        self.model.load_state_dict(state["model"], strict=not self.packed)
         load_optimizer(self.optimizer, state["optimizer"])
         scaler, saved = self.precision.scaler, state["scaler"]
         if isinstance(scaler, torch.amp.GradScaler):  # once it has tensors, they take only numbers; its settings are its own
@@ -127,7 +130,7 @@ def make_network(config: Config, env, network: type = ActorCritic) -> ActorCriti
 def plain(config: Config) -> Parts:
     """The parts of a run of the core alone, on the CPU. Raises ValueError for a field that needs more."""
     for field in ("env_id", "encoder", "normalize_obs", "codec", "layout", "formats"):
-        if getattr(config, field) != getattr(Config, field):
+        if getattr(config, field) not in (getattr(Config, field), False):
             raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.scale.machine.build")
     precision, acting = Precision(config.precision), Precision(config.collect_precision or config.precision)
     env = make_cart(config, config.num_envs, config.start_noise, "cpu", config.seed)
@@ -135,7 +138,8 @@ def plain(config: Config) -> Parts:
     actor = model if acting.name == precision.name else acting.prepare(copy.deepcopy(model))  # before `prepare` converts layers
     model = precision.prepare(model)
     collector = Collector(env, actor, acting, config.rollout_length, config.seed)
-    learner = Learner(config, model, precision, adam(model, config.learning_rate), RewardScale(env.num_envs))
+    optimizer, rewards = adam(model, config.learning_rate), RewardScale(env.num_envs)
+    learner = Learner(config.settled(env), model, precision, optimizer, rewards)
     return Parts(collector, learner, Judge(config, precision, make_cart), ReplayBuffer(config.rows, env.num_envs, env.bounds))
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fp8rl import __main__ as cli
+from fp8rl.config import Config
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 from fp8rl.scale import checkpoint
@@ -20,9 +21,13 @@ from fp8rl.scale.around import Around
 from fp8rl.scale.machine import HERE, build
 from fp8rl.train import Run, iterate, train
 
-SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5}
+# Iterations of 512 steps and three updates, for tests to which the size does not matter.
+SMALL = {"rollout_length": 32, "slice_length": 32, "batch_size": 512, "replay_updates": 2}
+SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5} | SMALL
 WIDE = (-1000.0, -10.0), (1000.0, 10.0)  # bounds that the times and environments of `coded` stay in
 
+SIZED = [word for name, size in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(size))]  # the same as options
+small = functools.partial(Config, **SMALL)
 trained = functools.partial(train, progress=False)
 
 

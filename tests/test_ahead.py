@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, resumed, trained, weights
+from helpers import SHORT, after, assert_same, resumed, small, trained, weights
 
 from fp8rl.config import Config
 from fp8rl.env import dynamics
@@ -12,7 +12,7 @@ AHEAD = Machine(collect_ahead=True)
 
 @pytest.mark.parametrize("fields", [{}, {"encoder": "gru", "hide_velocity": True}], ids=str)
 def test_collecting_ahead_is_stale_by_one_update_and_repeats_bit_for_bit(fields):
-    config = Config(steps=4_096, eval_every=0, eval_episodes=1, learning_rate=3e-3, replay_updates=0, **fields)
+    config = small(steps=4_096, eval_every=0, eval_episodes=1, learning_rate=3e-3, replay_updates=0, **fields)
     turns, first, again = (trained(build(config, machine)) for machine in (HERE, AHEAD, AHEAD))
     assert_same(first, again)
     assert not torch.equal(weights(first), weights(turns))
@@ -28,7 +28,7 @@ def test_a_run_that_collects_ahead_resumes_bit_for_bit(stop, tmp_path):
 
 
 def test_collecting_ahead_learns():
-    assert trained(build(Config(steps=20_480), AHEAD)).history.final_return >= 195
+    assert trained(build(small(steps=20_480), AHEAD)).history.final_return >= 195
 
 
 @pytest.mark.parametrize("before, later", [(AHEAD, AHEAD), (AHEAD, HERE), (HERE, AHEAD)], ids=str)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8rl.config import Config
 from fp8rl.report.bench import seconds_of
 
 
@@ -17,7 +18,7 @@ def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
     import breakage_map
     import tasks
 
-    monkeypatch.setattr(breakage_map, "STEPS", 512)
+    monkeypatch.setattr(breakage_map, "STEPS", 512)  # an iteration
     plain, coarse = breakage_map.run(tasks.LQR, 2e-3, {("weights", "e8m0"): {"formats": "weights=e8m0"}}, seeds=2)
     assert float(plain["median"]) > 1 and float(plain["score"]) == 1
     assert float(coarse["low"]) <= float(coarse["score"]) <= float(coarse["high"])
@@ -28,7 +29,7 @@ def test_mismatch_scores_as_the_tasks_do(monkeypatch):
     import tasks
 
     monkeypatch.setattr(mismatch, "SEEDS", 2)
-    monkeypatch.setitem(mismatch.TASKS, tasks.LQR, {"steps": 512})
+    monkeypatch.setitem(mismatch.TASKS, tasks.LQR, {**mismatch.SETTINGS, "steps": 512})
     scores, divergence, new, replayed = mismatch.trained(tasks.LQR, "acting=e8m0", "right")
     assert (scores < 0).all() and divergence > 0 and 0 < new < 1 and 0 < replayed <= 1
     assert tasks.score(tasks.LQR, 1.05 * tasks.best_of(tasks.LQR)) == pytest.approx(-5)
@@ -84,6 +85,9 @@ def test_rungs_change_one_thing_at_a_time():
 
     rungs = [ladder.configs_of(rung, ladder.LANDER)[0] for rung in ladder.RUNGS]
     assert rungs[0].halved_after == 40_000 and rungs[1].halved_after == 200_000 and rungs[2].gamma == 0.998
-    found = {("the defaults", task, seed): [100.0, 480.0] for task, (seeds, *_) in ladder.TASKS.items() for seed in seeds}
-    assert "| 480.00 (480.00) |" in ladder.line("the defaults", found) and "| 16 of 16 |" in ladder.line("the defaults", found)
+    assert rungs[-1] == Config(env_id=ladder.LANDER, steps=500_000, eval_every=25_000)
+    found = {("the earlier defaults", task, seed): [100.0, 480.0] for task, (seeds, *_) in ladder.TASKS.items() for seed in seeds}
+    assert "| 480.00 (480.00) |" in ladder.line("the earlier defaults", found) and "| 16 of 16 |" in ladder.line(
+        "the earlier defaults", found
+    )
     assert ladder.configs_of("+ discount 1 - 2 / time limit", tasks.CART)[0].gamma == 0.99

@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, refused, resumed, trained
+from helpers import SHORT, after, assert_same, refused, resumed, small, trained
 
 from fp8rl.config import Config
 from fp8rl.history import History
@@ -74,7 +74,7 @@ FIELDS += [{"formats": "weights=e4m3"}]
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_a_network_of_another_kind_is_read_without_its_environment(fields, tmp_path):
-    run = after(1, build(Config(steps=512, eval_episodes=1, **fields)))
+    run = after(1, build(small(steps=512, eval_episodes=1, **fields)))
     checkpoint.save(tmp_path / "checkpoint.pt", run)
     model, config = checkpoint.load(tmp_path / "checkpoint.pt")
     assert config == run.config and model.recurrent == run.model.recurrent

@@ -9,7 +9,7 @@ import gymnasium
 import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
-from helpers import run_cli
+from helpers import SIZED, run_cli, small
 
 from fp8rl import __main__ as cli
 from fp8rl.config import Config
@@ -21,7 +21,7 @@ from fp8rl.scale.storage import StoredRing
 from fp8rl.tasks.cartpole import CartPole
 from fp8rl.train import Run, iterate
 
-TINY = ["--steps", "1024", "--eval-episodes", "2"]
+TINY = ["--steps", "1024", "--eval-episodes", "2", *SIZED]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def metrics_of(folder: Path) -> list[dict[str, str]]:
 
 def test_train_writes_its_four_files(trained):
     assert files_of(trained) == [".fp8rl", "checkpoint.pt", "config.json", "metrics.csv", "reward_curve.png"]
-    assert Config.of((trained / "config.json").read_text()) == Config(precision="bf16", seed=1, steps=1024, eval_episodes=2)
+    assert Config.of((trained / "config.json").read_text()) == small(precision="bf16", seed=1, steps=1024, eval_episodes=2)
     rows = metrics_of(trained)
     assert [row["steps"] for row in rows] == ["512", "1024"] and float(rows[-1]["eval_return"]) > 0
     assert checkpoint.load(trained / "checkpoint.pt")[1].precision == "bf16"
@@ -84,7 +84,7 @@ def test_a_run_with_a_memory_and_a_wide_view_is_evaluated_alike(tmp_path, capsys
 
 
 def test_a_run_of_the_plain_loop_resumes_from_the_command_line(tmp_path, capsys):
-    plain = Run(Config(steps=2048, eval_episodes=2, precision="fp8"))
+    plain = Run(small(steps=2048, eval_episodes=2, precision="fp8"))
     next(iterate(plain))
     checkpoint.save(tmp_path / "checkpoint.pt", plain)
     for _ in range(2):
@@ -105,7 +105,7 @@ def study(out, *options) -> list[dict[str, str]]:
 
 def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "fp8", "--collect-precision", "fp8", "--controls", "--seeds", 1, "--first-seed", 5]
-    rows = study(tmp_path / "study", *options, "--steps", 512)
+    rows = study(tmp_path / "study", *options, "--steps", 512, *SIZED)
     assert [tuple(row[name] for name in ("arm", "precision", "collect_precision", "seed")) for row in rows] == [
         ("control: fp32, other seeds", "fp32", "fp32", "6"),
         ("control: fp8, products not scaled back", "fp8", "fp8", "5"),
@@ -116,12 +116,27 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process)
     text = (tmp_path / "study/table.md").read_text()
     assert text in capsys.readouterr().out and "`python -m fp8rl study --precisions fp32 fp8 " in text
     assert (tmp_path / "study/curves.png").read_bytes().startswith(b"\x89PNG")
-    study(tmp_path / "plain", "--precisions", "fp32", "--seeds", 1, "--steps", 512)
+    study(tmp_path / "plain", "--precisions", "fp32", "--seeds", 1, "--steps", 512, *SIZED)
     assert files_of(tmp_path / "plain") == [".fp8rl", "curves.png", "results.csv", "runs.jsonl", "table.md"]
 
 
 def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_process):
-    options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 512, "--num-envs", 16, 8, "--gamma", 0.5, 0.9]
+    options = [
+        "--precisions",
+        "fp32",
+        "fp8",
+        "--seeds",
+        2,
+        "--steps",
+        512,
+        *SIZED,
+        "--num-envs",
+        16,
+        8,
+        "--gamma",
+        0.5,
+        0.9,
+    ]
     study(tmp_path / "study", *options, "--eval-episodes", 2)
     out = capsys.readouterr().out
     assert "16 agents of 2 shapes, a batch for each" in out
@@ -130,7 +145,7 @@ def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_p
 
 
 def test_study_takes_other_tasks_and_their_thresholds(tmp_path, capsys, one_process, refused):
-    options = ["--precisions", "fp32", "--seeds", 2, "--steps", 512, "--eval-episodes", 2]
+    options = ["--precisions", "fp32", "--seeds", 2, "--steps", 512, *SIZED, "--eval-episodes", 2]
     study(tmp_path / "study", "--env-id", "CartPole-v1", *options)
     assert "| seeds at 475 |" in capsys.readouterr().out
     another = ["study", "--env-id", "CartPole-v1", *options, "--threshold", 200, "--out", tmp_path / "study"]
@@ -140,7 +155,7 @@ def test_study_takes_other_tasks_and_their_thresholds(tmp_path, capsys, one_proc
 
 
 def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
-    options = ["--precisions", "fp32", "fp8", "--seeds", 1, "--steps", 2_560, "--eval-episodes", 5]
+    options = ["--precisions", "fp32", "fp8", "--seeds", 1, "--steps", 2_560, *SIZED, "--eval-episodes", 5]
     together, alone = study(tmp_path / "together", *options), study(tmp_path / "alone", *options, "--one-by-one")
     for one, other in zip(together, alone, strict=True):
         assert one["arm"] == other["arm"] and float(one["final_return"]) == pytest.approx(float(other["final_return"]), abs=0.3)
@@ -148,7 +163,20 @@ def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
 
 @pytest.mark.parametrize("how", [[], ["--one-by-one"]])
 def test_an_agent_that_diverges_is_named_and_the_study_goes_on(how, tmp_path, capsys, one_process):
-    options = ["--precisions", "fp32", "--seeds", 2, "--steps", 1_024, "--eval-episodes", 2, "--value-coef", 0.5, 1e38]
+    options = [
+        "--precisions",
+        "fp32",
+        "--seeds",
+        2,
+        "--steps",
+        1_024,
+        *SIZED,
+        "--eval-episodes",
+        2,
+        "--value-coef",
+        0.5,
+        1e38,
+    ]
     rows = study(tmp_path / "study", *options, *how)
     said, failure = capsys.readouterr(), "gradient not finite at step 512 in fp32"
     assert f"fp8rl: warning: fp32, value_coef 1e+38, seed 0: {failure}" in said.err and "value_coef 0.5, seed" not in said.err
@@ -241,7 +269,7 @@ def test_a_missing_or_foreign_checkpoint_is_refused(tmp_path, refused):
         assert refused("eval", tmp_path).startswith("checkpoint ")
 
 
-@pytest.mark.parametrize("command", [["train", *TINY], ["study", "--seeds", "1", "--steps", "512"]])
+@pytest.mark.parametrize("command", [["train", *TINY], ["study", "--seeds", "1", "--steps", "512", *SIZED]])
 def test_a_folder_in_use_is_refused_and_untouched(command, tmp_path, refused):
     (tmp_path / "config.json").write_text("precious")
     assert "holds other files ('config.json'): use a new folder" in refused(*command, "--out", tmp_path)
@@ -365,7 +393,7 @@ class Talks(CartPoleEnv):
 
 def test_what_an_environment_prints_is_no_result(tmp_path, capsys):
     gymnasium.register("fp8rl-tests/Talks-v0", Talks, max_episode_steps=20)
-    checkpoint.save(tmp_path / "checkpoint.pt", build(Config(env_id="fp8rl-tests/Talks-v0")))
+    checkpoint.save(tmp_path / "checkpoint.pt", build(small(env_id="fp8rl-tests/Talks-v0")))
     capsys.readouterr()
     for command in (["eval", tmp_path, "--episodes", 2], ["memory", "--env-id", "fp8rl-tests/Talks-v0"]):
         run_cli(*command, "--json")

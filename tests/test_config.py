@@ -1,12 +1,18 @@
 import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers import refused, trained
 
 from fp8rl.config import Config
+from fp8rl.distribution import Gaussian
+from fp8rl.env import Cart
+from fp8rl.tasks.cartpole import CartPole
+from fp8rl.tasks.lqr import Lqr
+from fp8rl.tasks.pendulum import Pendulum
 
 RANGES = {  # remedy -> what it is for
     "use at least 1": "steps num_envs rollout_length capacity slice_length batch_size eval_episodes hidden_size layers",
@@ -17,10 +23,10 @@ RANGES = {  # remedy -> what it is for
 OTHERS = [
     ("hidden_size", 10_001, "use at most ten thousand"),
     ("seed", 2**32, "use a number less than 2"),
-    ("steps", 511, "use at least one iteration, 512 steps"),
-    ("slice_length", 64, "use at most rollout_length, 32"),
-    ("capacity", 500, "use at least 528, 33 rows of 16"),
-    ("batch_size", 500, "use a multiple of slice_length, 32"),
+    ("steps", 2_047, "use at least one iteration, 2048 steps"),
+    ("slice_length", 256, "use at most rollout_length, 128"),
+    ("capacity", 2_000, "use at least 2064, 129 rows of 16"),
+    ("batch_size", 500, "use a multiple of slice_length, 128"),
     ("fresh_updates", 2, "use 0 or 1"),
     ("encoder", "lstm", "choose from mlp, gru"),
     ("layout", "loose", "choose from compact, full, delta"),
@@ -32,7 +38,7 @@ OTHERS = [
 ]
 TYPES = {
     "a whole number": ("num_envs", (16.5, "16", True, math.inf, math.nan, None)),
-    "a number": ("gamma", ("0.9", False, None)),
+    "a number": ("lam", ("0.9", False, None)),
     "True or False": ("anneal", (1, "yes", None)),
     "a string": ("precision", (8, None)),
 }
@@ -42,15 +48,15 @@ def test_values_out_of_range_or_of_another_type_are_named_with_the_remedy():
     for remedy, names in RANGES.items():
         for name in names.split():
             value = 1.1 if "to 1" in remedy else 0 if "positive" in remedy else -1
-            refused(
-                f"{name} is {float(value) if type(getattr(Config, name)) is float else value}: {remedy}", Config, **{name: value}
-            )
+            refused(rf"{name} is {value}(\.0)?: {remedy}", Config, **{name: value})
     for name, value, remedy in OTHERS:
         refused(f"{name} is {value!r}: {remedy}", Config, **{name: value})
     for kind, (name, values) in TYPES.items():
         for value in values:
             refused(f"{name} is {value!r}: use {kind}$", Config, **{name: value})
     refused("env_id is 4: use a string", Config, env_id=4)
+    refused("gamma is 'high': use a number", Config, gamma="high")
+    refused("normalize_obs is 1: use True or False", Config, normalize_obs=1)
 
 
 def test_fields_that_fit_only_together():
@@ -80,16 +86,25 @@ def test_json_gives_the_config_back():
 
 
 def test_the_ring_is_no_larger_than_what_a_run_can_fill():
-    assert Config(steps=1_100).rows == 2 * 32 + 1 and Config(steps=10**6, capacity=1_000).rows == 1_000 // 16
+    assert Config(steps=5_000).rows == 2 * 128 + 1 and Config(steps=10**6, capacity=3_000).rows == 3_000 // 16
+
+
+def test_discount_and_entropy_bonus_follow_from_the_task():
+    for task, gamma, entropy_coef in ((Cart, 0.98, 0.01), (CartPole, 0.992, 0.01), (Pendulum, 0.98, 0.0), (Lqr, 0.98, 0.0)):
+        config = Config().settled(task)
+        assert (config.gamma, config.entropy_coef) == (gamma, entropy_coef)
+    assert Config().settled(SimpleNamespace(max_steps=1_000, distribution=Gaussian)).gamma == 0.995
+    chosen = Config(gamma=0.5, entropy_coef=0.3)
+    assert chosen.settled(Cart) == chosen
 
 
 def test_evaluations_come_when_asked():
     for fields, steps in (
-        ({"eval_every": 1_500, "steps": 4_096}, [1_536, 3_072, 4_096]),
-        ({"eval_every": 0, "steps": 1_024}, [1_024]),
+        ({"eval_every": 6_000, "steps": 16_384}, [6_144, 12_288, 16_384]),
+        ({"eval_every": 0, "steps": 4_096}, [4_096]),
     ):
         config = Config(**fields)
-        assert [512 * (i + 1) for i in range(config.iterations) if config.evaluates_at(i)] == steps
+        assert [2_048 * (i + 1) for i in range(config.iterations) if config.evaluates_at(i)] == steps
 
 
 def test_published_is_the_published_loop():

@@ -8,9 +8,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import Changed, after, refused, resumed, run_cli, trained
+from helpers import SIZED, Changed, after, refused, resumed, run_cli, small, trained
 
-from fp8rl.config import Config
 from fp8rl.evaluate import evaluate
 from fp8rl.lab.lowbit import unpack
 from fp8rl.lab.places import EIGHT_BIT
@@ -38,7 +37,7 @@ def kept(run: Run) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
 @pytest.mark.parametrize("formats", ["weights=e4m3:stochastic m=e4m3 root=e4m3", "v=e5m2:stored", "weights=bf16"])
 def test_the_first_updates_are_those_of_a_population_of_one(formats, env_id):
-    config = Config(formats=formats, env_id=env_id, **{**SMALL, "steps": 64})
+    config = small(formats=formats, env_id=env_id, **{**SMALL, "steps": 64})
     ours, theirs = kept(trained(build(config)))["weights"], trained(Population([config])).model.theta.detach()[0]
     torch.testing.assert_close(ours, theirs, rtol=0.14, atol=1e-4)  # a number beside the other's, at most
     differ = ~torch.isclose(ours, theirs, rtol=1e-4, atol=1e-6)
@@ -48,7 +47,7 @@ def test_the_first_updates_are_those_of_a_population_of_one(formats, env_id):
 @pytest.mark.parametrize("formats", [EIGHT_BIT["formats"], "m=bf16 v=e4m3:block", "weights=fp16"])
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path, formats, encoder):
-    config = Config(**{**SMALL, **EIGHT_BIT, "formats": formats, "encoder": encoder, "steps": 512, "capacity": 300})
+    config = small(**{**SMALL, **EIGHT_BIT, "formats": formats, "encoder": encoder, "steps": 512, "capacity": 300})
     whole = trained(build(config))
     checkpoint.save(tmp_path / "a.pt", after(4, build(config)))
     again = trained(resumed(tmp_path / "a.pt"))
@@ -57,7 +56,7 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, formats, encoder):
 
 
 def test_nothing_but_bytes_lasts(tmp_path):
-    config, sizes, whole = Config(**SMALL, **EIGHT_BIT), [], sum(p.numel() for p in Run(Config()).model.parameters())
+    config, sizes, whole = small(**SMALL, **EIGHT_BIT), [], sum(p.numel() for p in Run(small()).model.parameters())
     run = build(config)
 
     def note(rollout):
@@ -82,7 +81,7 @@ def test_nothing_but_bytes_lasts(tmp_path):
 
 @pytest.mark.parametrize("fields", [{}, {"encoder": "gru"}, {"env_id": "Pendulum-v1"}], ids=str)
 def test_a_trained_run_acts_and_its_checkpoint_loads_as_float32(fields, tmp_path):
-    run = trained(build(Config(**SMALL, **EIGHT_BIT, **fields)))
+    run = trained(build(small(**SMALL, **EIGHT_BIT, **fields)))
     checkpoint.save(tmp_path / "a.pt", run)
     model, config = checkpoint.load(tmp_path / "a.pt")
     assert config == run.config
@@ -99,7 +98,7 @@ def test_a_trained_run_acts_and_its_checkpoint_loads_as_float32(fields, tmp_path
 
 
 def test_a_state_that_misses_a_part_or_has_another_format_is_refused(tmp_path):
-    config = Config(**SMALL, formats="weights=e4m3")
+    config = small(**SMALL, formats="weights=e4m3")
     run, misfit = build(config), "the state does not fit the config: resume with the run's own config"
     for part in ("model", "optimizer"):
         state = build(dataclasses.replace(config, formats="m=e4m3")).state_dict()
@@ -118,7 +117,7 @@ def test_a_state_that_misses_a_part_or_has_another_format_is_refused(tmp_path):
 
 
 def test_a_saved_state_is_not_changed_by_the_run_that_goes_on():
-    run = build(Config(**SMALL, **EIGHT_BIT))
+    run = build(small(**SMALL, **EIGHT_BIT))
     steps = iterate(run)
     next(steps)
     state = run.state_dict()["optimizer"]["state"]
@@ -133,7 +132,7 @@ def test_a_saved_state_is_not_changed_by_the_run_that_goes_on():
 
 
 def test_eight_bits_learn():
-    history = trained(build(Config(steps=20_480, eval_every=0, **EIGHT_BIT))).history
+    history = trained(build(small(steps=20_480, eval_every=0, **EIGHT_BIT))).history
     assert history.final_return >= 190 and np.isfinite(history.column("loss")).all()
 
 
@@ -145,7 +144,7 @@ def test_the_command_line(tmp_path, capsys):
             return capsys.readouterr().err
         return capsys.readouterr().out
 
-    options = ["--steps", "1024", "--eval-episodes", "2", "--out", tmp_path / "a"]
+    options = ["--steps", "1024", *SIZED, "--eval-episodes", "2", "--out", tmp_path / "a"]
     beside = "precision is bf16 beside eight_bit, which makes it 'fp8': leave one out"
     assert beside in said("train", "--eight-bit", "--precision", "bf16", *options) and not (tmp_path / "a").exists()
     trained_so = said("train", "--eight-bit", "--codec", "fp8", *options)

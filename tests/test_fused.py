@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import same, trained
+from helpers import same, small, trained
 
 from fp8rl.config import Config
 from fp8rl.env import MAX_STEPS
@@ -130,7 +130,7 @@ def collected(config: Config, machine: Machine, rollouts: int = 3):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_the_forward_passes_that_acted_give_the_update_of_a_new_one(encoder, precision):
-    config, found = Config(precision=precision, encoder=encoder, max_grad_norm=1e9), []
+    config, found = small(precision=precision, encoder=encoder, max_grad_norm=1e9), []
     for machine in (Machine(reuse_forward=True), HERE):
         run, rollout = collected(config, machine)
         run.learner.update(rollout)
@@ -142,7 +142,7 @@ def test_the_forward_passes_that_acted_give_the_update_of_a_new_one(encoder, pre
 
 
 def test_only_the_newest_rollout_is_learned_from_by_the_forward_passes_that_acted():
-    run, rollout = collected(Config(), Machine(reuse_forward=True))
+    run, rollout = collected(small(), Machine(reuse_forward=True))
     calls = []
     run.model.register_forward_pre_hook(lambda *call: calls.append(call))
     run.ring.append(rollout)
@@ -153,7 +153,7 @@ def test_only_the_newest_rollout_is_learned_from_by_the_forward_passes_that_acte
 
 @pytest.mark.parametrize("fields", [{"precision": "fp8"}, {"encoder": "gru", "steps": 40_960}], ids=str)
 def test_learns_from_the_forward_passes_that_acted(fields):
-    config = Config(**{"steps": 20_480, "eval_every": 0, "eval_episodes": 50, **fields})
+    config = small(**{"steps": 20_480, "eval_every": 0, "eval_episodes": 50, **fields})
     assert trained(build(config, Machine(reuse_forward=True))).history.final_return >= 190
 
 
@@ -176,7 +176,7 @@ def rollouts_of(config: Config, machine: Machine, state: torch.Tensor | None = N
 def test_a_rollout_in_chunks_is_the_whole_one(length, fields, monkeypatch):
     monkeypatch.setattr(fused, "CHUNK", 2)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    config = Config(rollout_length=length, slice_length=1, **fields)
+    config = small(rollout_length=length, slice_length=1, **fields)
     results = [rollouts_of(config, machine)[1] for machine in (HERE, Machine(compile=True))]
     for ours, plain in zip(*results, strict=True):
         assert all(mine is expected is None or torch.equal(mine, expected) for mine, expected in zip(ours, plain, strict=True))
@@ -185,7 +185,7 @@ def test_a_rollout_in_chunks_is_the_whole_one(length, fields, monkeypatch):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_the_compiled_loop_collects_and_trains_as_the_plain_one_does(monkeypatch):
     monkeypatch.setattr(fused, "CHUNK", 2)
-    config = Config(precision="bf16", collect_precision="fp32", rollout_length=4, slice_length=4, steps=320, **WIDE_MEMORY)
+    config = small(precision="bf16", collect_precision="fp32", rollout_length=4, slice_length=4, steps=320, **WIDE_MEMORY)
     config = dataclasses.replace(config, eval_every=0, eval_episodes=2)
     zero = torch.zeros(16, 64)  # or without a state it would first be compiled once more
     (plain, theirs), (run, ours) = (rollouts_of(config, machine, zero) for machine in (HERE, Machine(compile=True)))

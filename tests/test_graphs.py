@@ -2,7 +2,7 @@ import gc
 
 import pytest
 import torch
-from helpers import after, assert_same, resumed, trained, weights
+from helpers import after, assert_same, resumed, small, trained, weights
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -52,13 +52,13 @@ FIELDS = [*({"precision": name} for name in available_precisions()), {"encoder":
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_nothing_in_a_graph_asks_the_host(fields, graphed, monkeypatch):
     graphed(lambda function, device: function)
-    assert captured(Config(**fields), monkeypatch)["loss"].shape == ()
+    assert captured(small(**fields), monkeypatch)["loss"].shape == ()
 
 
 def test_a_question_to_the_host_would_be_noticed(graphed, monkeypatch):
     graphed(lambda function, device: function)
     with pytest.raises(DataDependentOutputException):
-        captured(Config(), monkeypatch, between=check_finite)
+        captured(small(), monkeypatch, between=check_finite)
 
 
 class Replayed:
@@ -87,7 +87,7 @@ class Replayed:
 
 @pytest.mark.parametrize("fields", [{"replay_updates": 2}, {"encoder": "gru", "precision": "fp8"}], ids=str)
 def test_results_that_the_next_replay_overwrites_are_used_before(fields, graphed, tmp_path):
-    config, path = Config(steps=2_048, eval_every=0, eval_episodes=5, **fields), tmp_path / "checkpoint.pt"
+    config, path = small(steps=2_048, eval_every=0, eval_episodes=5, **fields), tmp_path / "checkpoint.pt"
     plain = trained(build(config))
     graphed(Replayed)
     replayed = build(config, Machine(graph=True))
@@ -99,7 +99,7 @@ def test_results_that_the_next_replay_overwrites_are_used_before(fields, graphed
 
 def test_so_are_a_population_s(graphed):
     graphed(Replayed)
-    configs = [Config(name, seed=seed, steps=2_048, eval_episodes=5) for seed, name in enumerate(("fp32", "bf16", "fp16", "fp8"))]
+    configs = [small(name, seed=seed, steps=2_048, eval_episodes=5) for seed, name in enumerate(("fp32", "bf16", "fp16", "fp8"))]
     plain, replayed = Population(configs), Population(configs, graph=True)
     plain.collector.reuses = replayed.collector.inner.reuses = False  # as on a GPU
     assert torch.equal(trained(plain).model.theta, trained(replayed).model.theta)
@@ -112,7 +112,7 @@ def test_so_are_a_population_s(graphed):
 @pytest.mark.parametrize("fields", [{}, {"replay_updates": 0}, {"replay_updates": 2}, {"encoder": "gru"}], ids=str)
 @ON_CUDA
 def test_a_graph_trains_as_eager_launches_do(precision, fields):
-    config = Config(steps=20_480, eval_every=0, eval_episodes=50, precision=precision, **fields)
+    config = small(steps=20_480, eval_every=0, eval_episodes=50, precision=precision, **fields)
     machines = (Machine(device="cuda", graph=graph) for graph in (False, True))
     eager, graph = (trained(build(config, machine)) for machine in machines)
     torch.testing.assert_close(weights(graph), weights(eager))
@@ -128,7 +128,7 @@ def test_a_run_that_is_garbage_does_not_spoil_the_next_one_s_capture():
     gc.set_threshold(1)  # collects all the time
     try:
         for _ in range(3):
-            run = build(Config(steps=5_120, eval_every=0, eval_episodes=1), Machine(device="cuda", graph=True))
+            run = build(small(steps=5_120, eval_every=0, eval_episodes=1), Machine(device="cuda", graph=True))
             run.itself = run  # never freed but by the collector
             assert trained(run).history.last["nonfinite"] == 0
             del run
@@ -143,7 +143,7 @@ def test_a_run_that_is_garbage_does_not_spoil_the_next_one_s_capture():
 def test_a_population_s_graphs_train_as_eager_launches_do(fields):
     names = ["fp32"] if "formats" in fields else ["fp32", "bf16", "fp16", "fp8"]
     shape = {"steps": 10_240, "eval_every": 0, "eval_episodes": 20, **fields}
-    configs = [Config(seed=seed, precision=name, **shape) for seed, name in enumerate(2 * names)]
+    configs = [small(seed=seed, precision=name, **shape) for seed, name in enumerate(2 * names)]
     eager, graph = (trained(Population(configs, "cuda", graph=graph)) for graph in (False, True))
     torch.testing.assert_close(graph.model.theta, eager.model.theta)
     for ours, theirs in zip(graph.histories(configs), eager.histories(configs), strict=True):
@@ -155,7 +155,7 @@ def test_a_population_s_graphs_train_as_eager_launches_do(fields):
 @CUDA
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
 def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
-    configs = [Config(seed=seed, precision=precision, steps=1_024, eval_every=0, eval_episodes=1) for seed in range(30)]
+    configs = [small(seed=seed, precision=precision, steps=1_024, eval_every=0, eval_episodes=1) for seed in range(30)]
     together, alone = Population(configs, "cuda"), build(configs[7], Machine(device="cuda"))
     ours = trained(together).histories(configs)[7]
     trained(alone)
@@ -166,7 +166,7 @@ def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
 @pytest.mark.cuda
 @CUDA
 def test_the_scaler_works_inside_the_graph():
-    config = Config(steps=102_400, eval_every=0, precision="fp16")
+    config = small(steps=102_400, eval_every=0, precision="fp16")
     history = trained(build(config, Machine(device="cuda", graph=True))).history
     assert history.column("loss_scale").max() > 2.0**16 and history.final_return >= 195  # it has grown
 
@@ -177,7 +177,7 @@ def test_the_scaler_works_inside_the_graph():
 def test_a_checkpoint_goes_from_cpu_to_cuda_and_back(precision, tmp_path):
     if precision not in available_precisions():
         pytest.skip("the CPU cannot run it")
-    path, run = tmp_path / "checkpoint.pt", build(Config(steps=20_480, eval_every=0, precision=precision))
+    path, run = tmp_path / "checkpoint.pt", build(small(steps=20_480, eval_every=0, precision=precision))
     for machine in (Machine(device="cuda", graph=True), HERE, Machine(device="cuda")):
         checkpoint.save(path, after(10, run))
         run = resumed(path, machine)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
-from helpers import SHORT, after, refused, resumed, run_cli, trained
+from helpers import SHORT, SIZED, after, refused, resumed, run_cli, small, trained
 
 from fp8rl import __main__ as cli
 from fp8rl.config import Config
@@ -216,10 +216,10 @@ def test_a_name_that_is_registered_again_has_another_interface():
 def test_what_cannot_be_stepped_is_refused():
     unknown = dict.fromkeys(("Nothing-v0", "no_such_package:Nothing-v0"), "which Gymnasium cannot make")
     for env_id, reason in {**unknown, **{f"fp8rl-tests/{name}-v0": why for name, (_, why) in KINDS.items()}}.items():
-        refused(f"env_id is '{env_id}',? {reason}", build, Config(env_id=env_id))
+        refused(f"env_id is '{env_id}',? {reason}", build, small(env_id=env_id))
     counter = "fp8rl-tests/Counter-v0"
     bounds = r"codec is 'int8' and feature 0 has bounds \[-inf, inf\]: use finite"
-    refused(bounds, build, Config(env_id=counter, codec="int8"))
+    refused(bounds, build, small(env_id=counter, codec="int8"))
     batched = "vectorization is 'vector_entry_point', which fp8rl-tests/Counter-v0 does not support"
     refused(batched, GymEnv, counter, 2, vectorization="vector_entry_point")
     refused(
@@ -265,7 +265,7 @@ def test_actions_that_do_not_start_at_zero():
 
 def evaluated(seed: int, vectorization: str) -> tuple[torch.Tensor, float]:
     """The starts and the result of a new run's evaluation."""
-    run, starts = build(Config(env_id="CartPole-v1", eval_episodes=4, seed=seed), Machine(vectorization=vectorization)), []
+    run, starts = build(small(env_id="CartPole-v1", eval_episodes=4, seed=seed), Machine(vectorization=vectorization)), []
     make_env = run.judge.make_env
 
     def noted(*settings):
@@ -286,7 +286,7 @@ def test_evaluation_starts_unlike_training_and_always_the_same():
 
 
 def test_learns_to_hold_the_pole():
-    config = Config(steps=30_720, eval_every=0, eval_episodes=20, precision="fp8", env_id="CartPole-v1")
+    config = small(steps=30_720, eval_every=0, eval_episodes=20, precision="fp8", env_id="CartPole-v1", learning_rate=2e-3)
     run = trained(build(config, Machine(vectorization="vector_entry_point")))
     assert run.history.final_return >= 150  # actions at random hold it for 22 steps
 
@@ -362,7 +362,7 @@ def test_the_last_whole_iteration_is_saved_when_the_environment_fails(name, ahea
 
     monkeypatch.setattr(Counter, "healthy", True)
     monkeypatch.setattr(cli, "write_metrics", write)
-    fields = ["--env-id", f"fp8rl-tests/{name}-v0", "--steps", "4096", "--eval-episodes", "1", "--out", out]
+    fields = ["--env-id", f"fp8rl-tests/{name}-v0", "--steps", "4096", *SIZED, "--eval-episodes", "1", "--out", out]
     with pytest.raises(SystemExit, match="2"):
         run_cli("train", *fields, "--checkpoint-every", "0", *ahead)
     (error,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("fp8rl: ")]
@@ -379,7 +379,7 @@ def test_the_last_whole_iteration_is_saved_when_the_environment_fails(name, ahea
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_resumed_run_s_ring_parts_its_new_episodes_from_the_old_ones(ahead, tmp_path):
     machine, path = Machine(collect_ahead=ahead), tmp_path / "checkpoint.pt"
-    config = Config(env_id="fp8rl-tests/Counter-v0", steps=4_096, eval_every=0, rollout_length=10, slice_length=5, batch_size=50)
+    config = small(env_id="fp8rl-tests/Counter-v0", steps=4_096, eval_every=0, rollout_length=10, slice_length=5, batch_size=50)
     checkpoint.save(path, after(2, build(config, machine)))
     run = after(3, resumed(path, machine))
     batch = run.ring.sample(100, run.ring.size)
@@ -389,7 +389,7 @@ def test_a_resumed_run_s_ring_parts_its_new_episodes_from_the_old_ones(ahead, tm
 
 
 def test_seeds_fit_old_generators():
-    run = build(Config(env_id="fp8rl-tests/OldSeeds-v0", eval_episodes=2))
+    run = build(small(env_id="fp8rl-tests/OldSeeds-v0", eval_episodes=2))
     assert 35 <= run.evaluate() <= 49
 
 

@@ -8,9 +8,8 @@ import sys
 import psutil
 import pytest
 import torch
-from helpers import forked, refused, trained
+from helpers import forked, refused, small, trained
 
-from fp8rl.config import Config
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.scale import hardware
@@ -95,7 +94,7 @@ def train_below_a_limit(folder) -> None:
     torch.set_num_threads(1)
     limit = psutil.Process().memory_info().data + 256 * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    config = Config(capacity=25_000_000, steps=30_000_000, eval_episodes=1)  # 450 MB
+    config = small(capacity=25_000_000, steps=30_000_000, eval_episodes=1)  # 450 MB
     refused(r"replay needs 450,000,000 bytes and cpu has ", build, config, error=MemoryError)
     run = trained(build(dataclasses.replace(config, steps=1024), Machine(memmap=folder)))
     assert (run.ring.nbytes, run.ring.size) == (450_000_000, 64)

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import cli_into, forked, refused, run_cli, weights
+from helpers import SIZED, SMALL, cli_into, forked, refused, run_cli, weights
 
 from fp8rl import __main__ as cli
 from fp8rl.config import Config
@@ -31,7 +31,7 @@ from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
 from fp8rl.train import train
 
-SHORT = {"steps": 2 * 512, "eval_every": 0, "eval_episodes": 2}
+SHORT = {"steps": 2 * 512, "eval_every": 0, "eval_episodes": 2} | SMALL
 RUNS = {
     "fp32": Config(**SHORT),
     "bf16": Config(**SHORT, precision="bf16"),
@@ -99,7 +99,7 @@ def test_threads_beside_each_other_train_as_alone_and_leave_the_caller_as_it_was
     assert not torch.is_autocast_enabled("cpu") and torch.backends.cuda.matmul.fp32_precision == "none"
 
 
-TRAIN = ["train", "--steps", "20480", "--eval-episodes", "2"]
+TRAIN = ["train", "--steps", "20480", *SIZED, "--eval-episodes", "2"]
 
 
 def start(*arguments, **kwargs) -> subprocess.Popen:
@@ -190,7 +190,7 @@ def test_ctrl_c_during_the_imports_is_no_traceback(module):
 
 def test_one_of_two_writers_wins_and_the_other_says_so(tmp_path):
     out, said = tmp_path / "a", [tmp_path / name for name in ("0", "1")]
-    both = [forked(cli_into, path, *TRAIN[:1], "--steps", 5120, "--out", out) for path in said]
+    both = [forked(cli_into, path, *TRAIN[:1], "--steps", 5120, *SIZED, "--out", out) for path in said]
     for process in both:
         process.join(120)
     assert sorted(process.exitcode for process in both) == [0, 2], [path.read_text() for path in said]
@@ -201,7 +201,7 @@ def test_one_of_two_writers_wins_and_the_other_says_so(tmp_path):
 
 def test_a_run_that_still_runs_is_not_resumed(tmp_path, capsys):
     out = tmp_path / "a"
-    process = begun(tmp_path / "said", out, 3, "train", "--steps", "2048000", "--out", out)
+    process = begun(tmp_path / "said", out, 3, "train", "--steps", "2048000", *SIZED, "--out", out)
     with pytest.raises(SystemExit, match="2"):
         run_cli("train", "--resume", out)
     said = capsys.readouterr().err
@@ -239,7 +239,20 @@ def test_a_full_disk_is_named_with_its_path(tmp_path):
 
 
 # The shorter runs end long before the longer ones.
-STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "2", "--steps", "1024", "20480", "--eval-episodes", "2"]
+STUDY = [
+    "study",
+    "--precisions",
+    "fp32",
+    "bf16",
+    "--seeds",
+    "2",
+    "--steps",
+    "1024",
+    "20480",
+    *SIZED,
+    "--eval-episodes",
+    "2",
+]
 
 
 def gone(process: psutil.Process) -> bool:

@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, numbers, refused, resumed, trained, weights
+from helpers import SHORT, after, assert_same, numbers, refused, resumed, small, trained, weights
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
@@ -74,7 +74,7 @@ FIELDS = ("device", "collect_device", "store_device", "evaluate_device")
 NOT_REUSED = "reuse_forward is True: leave it out, it needs an actor that is the learner, and fresh_updates$"
 NOT_COMPILED = "compile is True: leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse"
 NOT_PACKED = "formats is m=e4m3: leave it out, or compute on one device, in one process and without other options"
-NOT_NORMALIZED = "normalize_obs is True: leave it out, or graph, compile and collect_ahead"
+NOT_NORMALIZED = "normalize_obs is True: leave it out, or graph and compile"
 NO_TF32 = "precision is .*: choose another for collect_ahead, TF32 is a process-wide switch"
 REFUSED = [  # fields of a config, of a machine, the number of processes, and what is said
     ({}, {"memmap": ""}, 1, "memmap is : choose a folder"),
@@ -91,9 +91,8 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and wh
     ({}, {"compile": True, "reuse_forward": True}, 1, NOT_COMPILED),
     ({"precision": "tf32"}, {"collect_ahead": True}, 1, NO_TF32),
     ({"collect_precision": "tf32"}, {"collect_ahead": True}, 1, NO_TF32),
-    ({"normalize_obs": True}, {"collect_ahead": True}, 1, NOT_NORMALIZED),
+    ({"normalize_obs": True}, {"compile": True}, 1, NOT_NORMALIZED),
     ({"normalize_obs": True}, {"graph": True}, 1, NOT_NORMALIZED),
-    ({"normalize_obs": True, "formats": "m=e4m3"}, {}, 1, r"normalize_obs is True: leave it out, or formats \(--eight-bit\)"),
     ({"formats": "m=e9m3"}, {}, 1, "formats has 'm=e9m3': format is 'e9m3'"),
     ({"formats": "forward=e4m3"}, {}, 1, "formats is forward=e4m3: leave out forward, which only populations round"),
     ({"formats": "weights=e4m3", "collect_precision": "bf16"}, {}, 1, "collect_precision is bf16: leave it out"),
@@ -114,9 +113,9 @@ def test_what_cannot_be_had_is_refused(monkeypatch):
     for field, device in itertools.product(FIELDS, ("cuda:99", "gpu", "meta")):
         refused(f"{field} is '{device}' and torch cannot use it here: choose from cpu", Machine, **{field: device})
     for fields, machine, size, message in REFUSED:
-        refused(message, check, Config(**fields), Machine(**machine), size)
+        refused(message, check, small(**fields), Machine(**machine), size)
         if size > 1 and "formats" not in fields:
-            check(Config(**fields), Machine(**machine), 1)
+            check(small(**fields), Machine(**machine), 1)
     for fields, machine, message in (
         ({"precision": "fp7"}, {}, "precision is 'fp7' and it is unknown: choose from fp32"),
         ({"precision": "tf32"}, {}, "precision is 'tf32' and .*choose from fp32"),
@@ -124,16 +123,16 @@ def test_what_cannot_be_had_is_refused(monkeypatch):
         ({"codec": "fp4"}, {}, "codec is 'fp4': choose from fp32"),
         ({"env_id": "CartPole-v1"}, {"vectorization": "threads"}, "vectorization is 'threads': choose from sync, async"),
     ):
-        refused(message, build, Config(**fields), Machine(**machine))
+        refused(message, build, small(**fields), Machine(**machine))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    refused("compile is True: leave it out, or install no-such-compiler", check, Config(), Machine(compile=True), 1)
+    refused("compile is True: leave it out, or install no-such-compiler", check, small(), Machine(compile=True), 1)
 
 
 def test_what_does_not_fit_into_memory_is_refused():
-    much = Config(capacity=10**12, steps=10**12)
+    much = small(capacity=10**12, steps=10**12)
     refused(r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity", build, much, error=MemoryError)
-    many = Config(num_envs=10**8, capacity=33 * 10**8, steps=10**11)
-    for config in (Config(batch_size=1_600_000_000), many):
+    many = small(num_envs=10**8, capacity=33 * 10**8, steps=10**11)
+    for config in (small(batch_size=1_600_000_000), many):
         message = r"a rollout or batch needs [\d,]+ bytes and cpu has [\d,]+ free: lower num_envs, rollout_length or batch_size"
         refused(message, build, config, error=MemoryError)
 
@@ -156,7 +155,7 @@ def test_exact_storage_trains_the_same_agent(kind, tmp_path):
 
 
 def test_rounded_storage_trains_another_agent_as_well():
-    config = Config(steps=20_480, eval_every=0, eval_episodes=50)
+    config = small(steps=20_480, eval_every=0, eval_episodes=50)
     plain = trained(build(config))
     for fields in ({"codec": "int8"}, {"codec": "fp8"}, {"codec": "bf16", "layout": "delta"}):
         other = trained(build(dataclasses.replace(config, **fields)))
@@ -165,7 +164,7 @@ def test_rounded_storage_trains_another_agent_as_well():
 
 
 def test_without_replay_the_ring_stays_empty_but_in_a_folder(tmp_path):
-    config = Config(**SHORT, replay_updates=0)
+    config = Config(**SHORT | {"replay_updates": 0})
     assert trained(build(config)).ring.size == 0
     kept = trained(build(config, Machine(memmap=tmp_path / "ring"))).ring
     assert kept.size == 2048 // config.num_envs
@@ -289,6 +288,6 @@ def test_a_run_that_has_not_begun_can_be_saved(tmp_path):
 def test_every_placement_trains(places):
     for ahead in (False, True):
         machine = Machine(*places, collect_ahead=ahead)
-        run = trained(build(Config(steps=20_480), machine))
+        run = trained(build(small(steps=20_480), machine))
         assert run.history.final_return >= 195
         assert next(run.model.parameters()).device.type == places[0] and run.ring.device.type == places[2]

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
-from helpers import after, resumed, trained
+from helpers import after, resumed, small, trained
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.config import Config
 from fp8rl.evaluate import evaluate
 from fp8rl.losses import only_here
 from fp8rl.scale import checkpoint
@@ -30,7 +29,7 @@ def uneven(**kwargs) -> gymnasium.Env:
 
 
 gymnasium.register("fp8rl-tests/Uneven-v0", uneven, max_episode_steps=500)
-SHORT = Config(env_id="fp8rl-tests/Uneven-v0", steps=2_560, eval_every=0, eval_episodes=4, normalize_obs=True)
+SHORT = small(env_id="fp8rl-tests/Uneven-v0", steps=2_560, eval_every=0, eval_episodes=4, normalize_obs=True)
 
 
 def statistics(model) -> list[torch.Tensor]:
@@ -98,7 +97,7 @@ def test_a_feature_that_has_not_varied_is_0_and_a_far_one_is_clipped():
 
 def test_a_single_environment_begins_with_zeros():
     """One start has no variance; whatever follows must not be taken for a far one."""
-    run = build(Config(**vars(SHORT) | {"num_envs": 1}))
+    run = build(small(**vars(SHORT) | {"num_envs": 1}))
     rollout = run.collect()
     assert not run.model.normalize(rollout.obs).any()
     run.model.settle()
@@ -108,13 +107,13 @@ def test_a_single_environment_begins_with_zeros():
 def test_it_learns_where_the_plain_network_cannot():
     """The plain one earns what it earned at first; 100 is far above that."""
     longer = {**vars(SHORT), "steps": 25_600, "eval_episodes": 20, "learning_rate": 2e-3}
-    found = {on: trained(build(Config(**longer | {"normalize_obs": on}))).history for on in (False, True)}
+    found = {on: trained(build(small(**longer | {"normalize_obs": on}))).history for on in (False, True)}
     assert found[False].final_return < 50 and found[True].final_return > 100
 
 
 def test_each_rollout_counts_once_and_before_the_next():
     """So new data are on-policy: without replay every importance ratio is 1."""
-    run = build(Config(**vars(SHORT) | {"replay_updates": 0}))
+    run = build(small(**vars(SHORT) | {"replay_updates": 0}))
     for k, _ in enumerate(iterate(run)):
         assert run.model.seen.item() == 16 + 512 * k  # the starts, then a rollout at a time
     np.testing.assert_allclose(run.history.column("ess"), 1, atol=1e-6)
@@ -122,7 +121,7 @@ def test_each_rollout_counts_once_and_before_the_next():
 
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path, encoder):
-    config = Config(encoder=encoder, steps=3_072, eval_every=0, eval_episodes=4, normalize_obs=True)
+    config = small(encoder=encoder, steps=3_072, eval_every=0, eval_episodes=4, normalize_obs=True)
     checkpoint.save(tmp_path / "checkpoint.pt", after(3, build(config)))
     ends = [trained(run).model.state_dict() for run in (build(config), resumed(tmp_path / "checkpoint.pt"))]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -141,7 +140,7 @@ def test_a_checkpoint_has_the_statistics(tmp_path):
 
 
 def test_an_acting_copy_has_the_learners_statistics():
-    run = build(Config(**vars(SHORT) | {"collect_precision": "bf16", "eval_every": 512}))
+    run = build(small(**vars(SHORT) | {"collect_precision": "bf16", "eval_every": 512}))
     for _ in iterate(run):
         actor = run.collector.model
         assert actor is not run.model and all(map(torch.equal, statistics(actor), statistics(run.model)))

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from helpers import after, refused, trained
+from helpers import after, refused, small, trained
 from torch import nn
 
-from fp8rl.config import Config
 from fp8rl.lab.formats import format_of, rounded, scaled
 from fp8rl.lab.places import PlaceFormat, Places, places_of
 from fp8rl.scale import population
@@ -113,7 +112,7 @@ def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
 
 
 def test_matmuls_are_rounded_by_places_or_by_a_precision():
-    config = Config(formats="forward=e4m3 backward=e5m2 acting=e2m1")
+    config = small(formats="forward=e4m3 backward=e5m2 acting=e2m1")
     learner, actor = population.matmuls_of(config), population.matmuls_of(config, acting=True)
     assert learner == Matmuls("fp32", PlaceFormat(format_of("e4m3")), PlaceFormat(format_of("e5m2")))
     assert actor == Matmuls("fp32", PlaceFormat(format_of("e2m1")))
@@ -130,7 +129,7 @@ ARMS += ["targets=e4m3", "targets=e4m3:stochastic", "acting=e2m1"]
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
 def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
     """For the three updates of an iteration, but for sums in another order, which now and then cross a rounding boundary."""
-    configs = [Config(seed=seed, formats=formats, env_id=env_id, **{**SMALL, "steps": 64}) for formats in ARMS for seed in (3, 4)]
+    configs = [small(seed=seed, formats=formats, env_id=env_id, **{**SMALL, "steps": 64}) for formats in ARMS for seed in (3, 4)]
     together = trained(Population(configs[::-1]))
     found = set()
     for k, formats in enumerate(ARMS):
@@ -144,7 +143,7 @@ def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
 
 @pytest.mark.parametrize("kept", ["e4m3", "e2m1:block"])
 def test_the_acting_policy_multiplies_the_weights_of_the_learner(kept):
-    run = Population([Config(formats=f"forward={kept}", **SMALL)])
+    run = Population([small(formats=f"forward={kept}", **SMALL)])
     ((_, layers, _),) = run.model.policy("actor").parts
     for i, ((weight, _), (held, _, rounding)) in enumerate(zip(run.model.layers, layers, strict=True)):
         heads = i + 1 == len(layers)
@@ -153,7 +152,7 @@ def test_the_acting_policy_multiplies_the_weights_of_the_learner(kept):
 
 
 def test_what_is_kept_is_in_its_format():
-    config = Config(formats="weights=e4m3:stochastic m=e5m2 root=e3m3", **SMALL)
+    config = small(formats="weights=e4m3:stochastic m=e5m2 root=e3m3", **SMALL)
     run = trained(Population([config]))
     places, sizes, adam = run.learner.places[0], run.model.sizes, run.learner.optimizer
     assert torch.equal(places["weights"].each(run.model.theta.data, sizes), run.model.theta.data)
@@ -162,7 +161,7 @@ def test_what_is_kept_is_in_its_format():
 
 
 def test_a_stopped_population_continues_bit_for_bit():
-    configs = [Config(seed=1, formats=formats, **SMALL) for formats in ARMS[:4]]
+    configs = [small(seed=1, formats=formats, **SMALL) for formats in ARMS[:4]]
     whole, again = trained(Population(configs)), Population(configs)
     again.load_state_dict(after(5, Population(configs)).state_dict())
     trained(again)

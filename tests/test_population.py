@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import SHORT, Changed, after, forked, refused, trained
+from helpers import SHORT, Changed, after, forked, refused, small, trained
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,7 +98,7 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     the difference of large sums, so a small bias may be off by a hundredth of a step of Adam."""
     fields = {"steps": 5_120, "eval_every": 2_560, "eval_episodes": 5, "replay_updates": 1}
     fields |= {"lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
-    configs = [Config(precision, seed=seed, **fields) for seed in (1, 3, 5)]
+    configs = [small(precision, seed=seed, **fields) for seed in (1, 3, 5)]
     alone, among = Run(configs[1]), Population(configs)
     far, near_zero = {"fp32": 1e-5, "fp16": 2e-3}.get(precision, 5e-2), 0.01 * configs[1].learning_rate
     for _ in zip(iterate(alone), iterate(among), strict=True):
@@ -117,7 +117,7 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
 def test_the_first_gradient_is_a_run_s_own(precision):
     """Adam's first moment after one update, tensor by tensor: only sums in another order may differ."""
     fields = {"num_envs": 4, "rollout_length": 16, "steps": 64, "slice_length": 16, "batch_size": 64, "replay_updates": 0}
-    config = Config(precision, **fields)
+    config = small(precision, **fields)
     alone, together = trained(build(config)), trained(Population([config]))
     first, state = together.learner.optimizer.first[0].split(together.model.sizes), alone.learner.optimizer.state
     for parameter, theirs in zip(in_order(alone.model).values(), first, strict=True):
@@ -246,7 +246,7 @@ def write_memory(path, configs: list[Config]) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])  # the first keeps the forward passes that acted
 def test_memory_is_foreseen(precision, tmp_path):
-    configs = [Config(precision, seed=seed, steps=1_536, eval_every=0, eval_episodes=1) for seed in range(80)]
+    configs = [small(precision, seed=seed, steps=1_536, eval_every=0, eval_episodes=1) for seed in range(80)]
     processes = [forked(write_memory, tmp_path / str(agents), configs[:agents]) for agents in (16, 80)]
     for process in processes:
         process.join(60)
@@ -256,7 +256,7 @@ def test_memory_is_foreseen(precision, tmp_path):
 
 def test_an_agent_s_ring_is_foreseen_by_its_task():
     for env_id in (None, *TASKS):
-        configs = [Config(env_id=env_id, steps=steps) for steps in (5_120, 51_200)]
+        configs = [small(env_id=env_id, steps=steps) for steps in (5_120, 51_200)]
         (short, few), (long, many) = ((Population([c]).ring.nbytes, population.bytes_per_agent(c)) for c in configs)
         assert long - short == many - few > 0, env_id
 
@@ -327,7 +327,7 @@ def test_gradients_are_those_of_autograd():
     for k in range(agents):
         model = run.model.network(k)
         own = Rollout(*(x if x is None else x[:, k] for x in rollout))
-        loss, _ = actor_critic_loss(*model(own.obs), own, configs[k])
+        loss, _ = actor_critic_loss(*model(own.obs), own, run.config)
         loss.backward()
         grads = torch.cat([p.grad.flatten() for p in in_order(model).values()])
         torch.testing.assert_close(run.model.theta.grad[k], grads, rtol=1e-4, atol=1e-7)
@@ -339,7 +339,7 @@ def test_gradients_are_those_of_autograd():
 
 @given(envs=st.integers(1, 3), features=st.integers(0, 2), length=st.integers(1, 5))
 def test_environments_draw_what_each_would_alone(envs, features, length):
-    config = Config(num_envs=envs, extra_features=features, slice_length=1, batch_size=1)
+    config = small(num_envs=envs, extra_features=features, slice_length=1, batch_size=1)
     noises, seeds = [0.1, 0.5, 1.0], (3, 4, 5)
     together = environments(config, envs, noises, torch.tensor(seeds))
     alone = [Cart(envs, n, seed=s, extra_features=features) for n, s in zip(noises, seeds, strict=True)]
@@ -427,7 +427,7 @@ def test_more_agents_take_no_more_calls(formats):
 
 
 def test_configs_are_split_where_shapes_differ():
-    configs = [Config(seed=s, num_envs=n, precision=p) for n in (16, 8) for p in ("fp32", "fp8") for s in range(3)]
+    configs = [small(seed=s, num_envs=n, precision=p) for n in (16, 8) for p in ("fp32", "fp8") for s in range(3)]
     found = batches(configs, 4)
     assert [len(batch) for batch in found] == [4, 2, 4, 2] and sorted(map(str, itertools.chain(*found))) == sorted(
         map(str, configs)
@@ -439,9 +439,9 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
     refused("configs is empty: give at least one", Population, [])
     for fields, message in (
         ({"env_id": "MountainCar-v0", "start_noise": 0.5}, "env_id is MountainCar-v0: train it alone, .* tasks as tensors"),
-        ({"encoder": "gru"}, "encoder is gru: train it alone, a population takes only mlp"),
-        ({"layout": "full"}, "layout is full: train it alone, a population takes only compact"),
-        ({"normalize_obs": True}, "normalize_obs is True: train it alone, a population takes only False"),
+        ({"encoder": "gru"}, "encoder is gru: train it alone, a population does not have it"),
+        ({"layout": "full"}, "layout is full: train it alone, a population does not have it"),
+        ({"normalize_obs": True}, "normalize_obs is True: train it alone, a population does not have it"),
         ({"precision": "tf32"}, "precision is tf32: train it alone"),
         ({"precision": "fp4"}, "precision is 'fp4' and it is unknown"),
         ({"env_id": "CartPole-v1", "start_noise": 0.5}, "env_id is CartPole-v1 beside None: use another population for it"),

@@ -1,8 +1,8 @@
 import pytest
 import torch
+from helpers import small
 from torch import nn
 
-from fp8rl.config import Config
 from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized, cast, quantize
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
@@ -44,7 +44,7 @@ def test_without_a_layer_in_fp8_nothing_is_recorded():
 
 
 def test_a_learner_records_only_where_it_is_asked_to():
-    run = build(Config("fp8"))
+    run = build(small("fp8"))
     rollout = run.collect()
     plain, found = run.learner.update(rollout), run.learner.update(rollout, record=True)
     more = found.keys() - plain.keys()

@@ -16,13 +16,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import after, forked, numbers, refused, resumed, run_cli, trained, weights
+from helpers import SIZED, after, forked, numbers, refused, resumed, run_cli, small, trained, weights
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 
-from fp8rl.config import Config
-from fp8rl.losses import actor_critic_loss, only_here
+from fp8rl.env import Cart
+from fp8rl.losses import Coefficients, actor_critic_loss, only_here
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.report.folder import FILES, MARK, Folder
@@ -34,23 +34,23 @@ from fp8rl.train import Learner, OneProcess, Run, iterate
 AHEAD = Machine(collect_ahead=True)
 QUICK = {"steps": 4 * 512, "eval_every": 0, "eval_episodes": 1, "seed": 1}
 RUNS = {
-    "replay": (Config(steps=20_480, eval_every=0, eval_episodes=50), HERE),
-    "on-policy": (Config(**QUICK, replay_updates=0), HERE),
-    "gru": (Config(**QUICK, encoder="gru", hide_velocity=True), HERE),
-    "ahead": (Config(**QUICK), AHEAD),
-    "few slices": (Config(**QUICK, batch_size=64, fresh_updates=0), HERE),
-    "fp8": (Config(**QUICK, precision="fp8"), HERE),
-    "fp16, reused": (Config(**QUICK, precision="fp16"), Machine(reuse_forward=True)),
-    "gym": (Config(**QUICK, env_id="CartPole-v1"), HERE),
+    "replay": (small(steps=20_480, eval_every=0, eval_episodes=50), HERE),
+    "on-policy": (small(**QUICK, replay_updates=0), HERE),
+    "gru": (small(**QUICK, encoder="gru", hide_velocity=True), HERE),
+    "ahead": (small(**QUICK), AHEAD),
+    "few slices": (small(**QUICK, batch_size=64, fresh_updates=0), HERE),
+    "fp8": (small(**QUICK, precision="fp8"), HERE),
+    "fp16, reused": (small(**QUICK, precision="fp16"), Machine(reuse_forward=True)),
+    "gym": (small(**QUICK, env_id="CartPole-v1"), HERE),
 }
-STOPPED, MORE = 2, Config(**QUICK, codec="int8", encoder="gru")
+STOPPED, MORE = 2, small(**QUICK, codec="int8", encoder="gru")
 # Updates on given rollouts. Sums in another order move the weights by 1e-7; where a ReLU stands within that of its kink, by
 # somewhat more. Advantages normalized by each rank's own mean and deviation, the mistake that is easily made, move them by 1e-3.
 TOLERANCE = 1e-4
 GIVEN = {
-    "plain": Config(normalize_advantage=False),
-    "normalized": Config(),
-    "gru": Config(encoder="gru"),
+    "plain": small(normalize_advantage=False),
+    "normalized": small(),
+    "gru": small(encoder="gru"),
 }
 
 
@@ -63,7 +63,7 @@ def learned(name: str, rollouts: list[Rollout], all_reduce=only_here) -> tuple[t
     torch.manual_seed(0)
     model = NETWORKS[GIVEN[name].encoder, False]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    learner = Learner(GIVEN[name], model, Precision("fp32"), optimizer, all_reduce=all_reduce)
+    learner = Learner(GIVEN[name].settled(Cart), model, Precision("fp32"), optimizer, all_reduce=all_reduce)
     losses = [float(learner.update(rollout)["loss"]) for rollout in rollouts]
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), losses
 
@@ -129,7 +129,7 @@ def work(rank: int, size: int, port: int, folder) -> None:
     found["gathered"] = ranks.gather(torch.tensor([[rank, 2]], dtype=torch.bfloat16), dim=1)
     found["sums"] = ranks.all_reduce([torch.tensor(rank + 1), torch.full((2, 2), rank)])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        run_cli("train", "--steps", 1024, "--eval-episodes", 2, "--out", folder / "command")  # joined already; it leaves
+        run_cli("train", "--steps", 1024, *SIZED, "--eval-episodes", 2, "--out", folder / "command")  # joined already; it leaves
     found["said"], found["left"] = said.getvalue(), group() is None
     torch.save(found, folder / f"rank-{rank}.pt")
 
@@ -137,7 +137,7 @@ def work(rank: int, size: int, port: int, folder) -> None:
 @pytest.fixture(scope="module")
 def rollouts():
     """What twenty-odd rollouts of a run that learns were."""
-    run, found = Run(Config()), []
+    run, found = Run(small()), []
     for _ in range(25):
         found.append(run.collect())
         run.learner.update(found[-1])
@@ -226,7 +226,7 @@ def test_ranks_and_seeds_draw_numbers_of_their_own(monkeypatch):
     for seed in (0, 1):
         for rank in range(3):
             monkeypatch.setattr(ranks, "rank_and_size", lambda rank=rank: (rank, 3))
-            run = build(Config(num_envs=15, batch_size=96, seed=seed))
+            run = build(small(num_envs=15, batch_size=96, seed=seed))
             found += [run.collector.seed, *run.env.state.flatten().tolist()]
             assert run.collector.seed == seed or rank
     assert len(set(found)) == len(found)
@@ -276,7 +276,7 @@ def test_a_checkpoint_continues_with_another_number_of_ranks(two, folder):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_parts_of_a_state_make_up_the_whole(size):
-    config = Config(num_envs=12, rollout_length=16, slice_length=16, steps=4 * 192, eval_every=0, eval_episodes=1)
+    config = small(num_envs=12, rollout_length=16, slice_length=16, steps=4 * 192, eval_every=0, eval_episodes=1)
     whole, parts, group = after(2, build(config, AHEAD)).state_dict(), [], ranks.Ranks()
     group.size = size
     for group.rank in range(size):
@@ -330,7 +330,7 @@ def answering(sums: list, asks: list):
 
 def loss_of(model, batch: Rollout, normalized: bool = True, all_reduce=only_here):
     logits, values = model(batch.obs)
-    loss, stats = actor_critic_loss(logits, values, batch, Config(normalize_advantage=normalized), all_reduce)
+    loss, stats = actor_critic_loss(logits, values, batch, Coefficients(normalize_advantage=normalized), all_reduce)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
     return loss.detach(), torch.cat([x.flatten() for x in gradient]), stats
 
@@ -387,7 +387,18 @@ def test_processes_without_a_gpu_each_are_refused(monkeypatch):
 def two_processes(out, until, *options):
     """The command in two processes, once a condition holds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fp8rl", "train"]
-    command += ["--steps", str(2000 * 512), "--eval-every", "0", "--eval-episodes", "1", "--out", str(out), *options]
+    command += [
+        "--steps",
+        str(2000 * 512),
+        *SIZED,
+        "--eval-every",
+        "0",
+        "--eval-episodes",
+        "1",
+        "--out",
+        str(out),
+        *options,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         began = time.monotonic()
         while not until():

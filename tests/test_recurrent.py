@@ -1,8 +1,7 @@
 import pytest
 import torch
-from helpers import log_probabilities, trained
+from helpers import log_probabilities, small, trained
 
-from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, Collector
@@ -96,5 +95,5 @@ def test_a_memory_s_rollout_can_be_gone_through_again_as_it_was_acted(name):
 
 
 def test_a_memory_needs_no_velocity():
-    config = Config(encoder="gru", hide_velocity=True, steps=40_960, eval_every=0)
+    config = small(encoder="gru", hide_velocity=True, steps=40_960, eval_every=0)
     assert trained(build(config)).history.final_return >= 190

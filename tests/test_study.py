@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from helpers import refused
+from helpers import SMALL, refused, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from fp8rl.history import History
 from fp8rl.report import study
 from fp8rl.train import train
 
-TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2}
+TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
 
 
 def history_of(returns, failure=None) -> History:
@@ -36,7 +36,7 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 def test_summary_by_hand():
-    config = Config(seed=4, collect_precision="fp8")
+    config = small(seed=4, collect_precision="fp8")
     row = study.summarize(config, history_of([np.nan, 100, np.nan, 196, 190]))
     assert row == {
         "arm": "fp32",
@@ -97,7 +97,7 @@ def test_a_seed_that_never_got_there_counts_as_the_latest(values, text):
 
 
 def test_results_are_ordered_and_complete():
-    configs = [Config(seed=seed, precision=name) for seed in (1, 0) for name in ("fp32", "bf16")]
+    configs = [small(seed=seed, precision=name) for seed in (1, 0) for name in ("fp32", "bf16")]
     rows = [study.summarize(config, history_of([100])) for config in configs]
     read = list(csv.DictReader(io.StringIO(study.results_csv(rows))))
     assert [(row["precision"], row["seed"]) for row in read] == [("bf16", "0"), ("bf16", "1"), ("fp32", "0"), ("fp32", "1")]
@@ -117,7 +117,7 @@ def test_processes_give_the_numbers_of_this_one():
 
 def test_what_cannot_be_in_a_population_trains_alone_and_says_so(one_process):
     configs = [Config(seed=1, **TINY), Config(seed=2, encoder="gru", **TINY)]
-    with pytest.warns(UserWarning, match="encoder is gru: trained alone, a population takes only mlp"):
+    with pytest.warns(UserWarning, match="encoder is gru: trained alone, a population does not have it"):
         assert dict(study.run_all(configs, progress=False)).keys() == set(configs)
 
 
@@ -138,7 +138,7 @@ def test_progress_shows_agents_and_how_many_are_at_195(capsys, one_process):
 
 def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
     journal = study.Journal(tmp_path / "runs.jsonl")
-    histories = {Config(seed=seed): history_of([np.nan, 100 + seed], "diverged" if seed else None) for seed in range(2)}
+    histories = {small(seed=seed): history_of([np.nan, 100 + seed], "diverged" if seed else None) for seed in range(2)}
     for config, history in histories.items():
         journal.add("a", config, history)
     with journal.path.open("a") as file:
@@ -157,7 +157,7 @@ def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
 def test_a_line_of_a_journal_that_is_no_run_is_named_and_the_rest_stays(change, tmp_path):
     journal = study.Journal(tmp_path / "runs.jsonl")
     for seed in range(3):
-        journal.add("a", Config(seed=seed), history_of([100]))
+        journal.add("a", small(seed=seed), history_of([100]))
     lines = journal.path.read_text().splitlines(keepends=True)
     found = json.loads(lines[1])
     if change and change.keys() <= {"rows", "arm", "failure"}:
@@ -194,7 +194,7 @@ def test_a_task_counts_as_solved_where_gymnasium_says_or_needs_a_threshold():
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.integers(1, 4))
 def test_populations_are_dealt_out_whole_or_in_equal_parts(sizes, workers):
-    configs = [Config(seed=seed, capacity=16 * 500 * n) for n, size in enumerate(sizes, 1) for seed in range(size)]
+    configs = [small(seed=seed, capacity=16 * 500 * n) for n, size in enumerate(sizes, 1) for seed in range(size)]
     tasks = [task for _, task in study.tasks_of(configs, workers, None)]
     assert Counter(itertools.chain(*tasks)) == Counter(configs) and max(map(len, tasks)) <= study.AGENTS
     whole = Counter()
@@ -208,5 +208,5 @@ def test_populations_are_dealt_out_whole_or_in_equal_parts(sizes, workers):
 
 
 def test_a_longer_population_is_split():
-    configs = [Config(seed=seed, steps=steps) for steps in (51_200, 512_000) for seed in range(30)]
+    configs = [small(seed=seed, steps=steps) for steps in (51_200, 512_000) for seed in range(30)]
     assert [len(task) for _, task in study.tasks_of(configs, 2, None)] == [15, 15, 15, 15]

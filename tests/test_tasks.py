@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
-from helpers import SHORT, Changed, after, assert_same, refused, trained, weights
+from helpers import SHORT, Changed, after, assert_same, refused, small, trained, weights
 
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
@@ -129,7 +129,7 @@ def test_a_task_of_one_s_own_is_found_by_its_module():
 @pytest.mark.parametrize("env_id", TASKS)
 def test_an_agent_of_a_population_is_a_run_of_its_own(env_id):
     fields = {**SHORT, "steps": 2_560, "eval_every": 0, "learning_rate": 5e-4}  # low, so that differences in rounding do not grow
-    configs = [Config(seed=seed, env_id=env_id, **fields) for seed in (1, 2)]
+    configs = [small(seed=seed, env_id=env_id, **fields) for seed in (1, 2)]
     alone, among = trained(build(configs[1])), trained(Population(configs))
     ours, theirs = among.histories(configs)[1], alone.history
     assert ours.columns.keys() == theirs.columns.keys()
@@ -142,7 +142,7 @@ def test_an_agent_of_a_population_is_a_run_of_its_own(env_id):
 
 @pytest.mark.parametrize("env_id", TASKS)
 def test_a_run_in_tensors_resumes_bit_for_bit(env_id):
-    config = Config(env_id=env_id, steps=3 * 512, eval_every=0, eval_episodes=2)
+    config = small(env_id=env_id, steps=3 * 512, eval_every=0, eval_episodes=2)
     part = after(2, build(config))
     assert_same(trained(build(config, state=part.state_dict())), trained(build(config)))
 

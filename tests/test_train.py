@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, Changed, after, assert_same, log_probabilities, refused, trained, weights
+from helpers import SHORT, Changed, after, assert_same, log_probabilities, refused, small, trained, weights
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
@@ -32,20 +32,20 @@ def test_same_config_same_numbers_bit_for_bit(precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_learns_to_stay_at_the_origin(precision):
-    history = trained(Config(steps=20_480, precision=precision)).history
+    history = trained(small(steps=20_480, precision=precision)).history
     assert history.final_return >= 195
     assert history.first_step_at(195) <= 20_480 and math.isnan(history.first_step_at(201))
 
 
 def test_fp8_takes_any_number_of_environments_and_rows():
-    config = Config(precision="fp8", num_envs=5, rollout_length=31, slice_length=7, batch_size=119, steps=20 * 155)
+    config = small(precision="fp8", num_envs=5, rollout_length=31, slice_length=7, batch_size=119, steps=20 * 155)
     run = trained(dataclasses.replace(config, eval_every=0, eval_episodes=3))
     assert np.isfinite(run.history.column("loss")).all() and run.history.column("nonfinite").sum() == 0
     assert not torch.equal(weights(run), weights(Run(config)))
 
 
 def test_a_wide_observation_is_learned_from():
-    assert trained(Config(extra_features=6, steps=51_200, eval_every=0, eval_episodes=50)).history.final_return >= 190
+    assert trained(small(extra_features=6, steps=51_200, eval_every=0, eval_episodes=50)).history.final_return >= 190
 
 
 def test_iterate_yields_the_run_after_every_iteration():
@@ -103,7 +103,7 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(which, bad):
 def learner(precision: str = "fp32", rate=1e-3) -> Learner:
     model = ActorCritic(generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.Adam(model.parameters(), rate, capturable=isinstance(rate, torch.Tensor))
-    return Learner(Config(), model, Precision(precision), optimizer)
+    return Learner(small().settled(Cart), model, Precision(precision), optimizer)
 
 
 def test_repeated_updates_lower_the_loss_of_a_batch():
@@ -134,7 +134,7 @@ def test_the_learning_rate_is_set_where_the_optimizer_keeps_it():
 
 @pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("fp8", "fp32"), ("bf16", "fp16")])
 def test_a_policy_may_act_in_another_precision_with_the_learner_s_weights(learner, actor):
-    run = Run(Config(precision=learner, collect_precision=actor))
+    run = Run(small(precision=learner, collect_precision=actor))
     acting = run.collector.model
     for _ in range(2):
         run.learner.update(run.collect())
@@ -143,7 +143,7 @@ def test_a_policy_may_act_in_another_precision_with_the_learner_s_weights(learne
     assert not any(torch.equal(a, b) for a, b in pairs)  # one update behind
     rollout = run.collect()
     assert all(torch.equal(a, b) for a, b in pairs)
-    twin = Run(Config(precision=actor))
+    twin = Run(small(precision=actor))
     twin.model.load_state_dict(run.model.state_dict())
     expected = log_probabilities(twin.model, twin.learner.precision, rollout)
     torch.testing.assert_close(expected, rollout.behavior_logp, atol=1e-7, rtol=1e-6)
@@ -168,7 +168,7 @@ def test_the_learning_rate_falls_with_the_steps_to_the_last_one_or_stays():
 
 @pytest.mark.parametrize("precision, step", [("fp32", 512), ("bf16", 512), ("fp16", 10_240), ("fp8", 10_240)])
 def test_gradients_that_are_not_finite_stop_a_run_at_once_or_after_many_skipped_steps(precision, step):
-    config = Config(precision=precision, value_coef=1e38, eval_every=0)
+    config = small(precision=precision, value_coef=1e38, eval_every=0)
     message = f"gradient not finite at step {step} in {precision}: lower learning_rate"
     refused(message, trained, config, error=FloatingPointError)
 
@@ -186,8 +186,8 @@ def test_what_a_run_cannot_be_made_of_is_refused():
         ({"layout": "full"}, "layout" + elsewhere),
         ({"formats": "m=e4m3"}, "formats" + elsewhere),
     ):
-        refused(message, Run, Config(**fields))
-    much = Config(capacity=10**16, steps=10**16)
+        refused(message, Run, small(**fields))
+    much = small(capacity=10**16, steps=10**16)
     refused("replay cannot be allocated on cpu: lower capacity", Run, much, error=MemoryError)
 
 
@@ -201,7 +201,7 @@ def test_what_a_run_cannot_be_made_of_is_refused():
     ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields):
-    config, states = Config(**SHORT, **fields), []
+    config, states = Config(**SHORT | fields), []
     run = Run(config)
     for _ in iterate(run):
         states.append(copy.deepcopy(run.state_dict()))
@@ -249,10 +249,10 @@ def test_a_state_of_another_config_is_refused():
 
 
 def test_the_bar_shows_how_far_it_is(capsys):
-    train(Config(steps=1_024, eval_episodes=2))
+    train(small(steps=1_024, eval_episodes=2))
     said = capsys.readouterr().err
     assert "2/2" in said and "steps/s" in said and "eval_return" in said
-    list(iterate(Run(Config(steps=1_024, eval_episodes=2))))
+    list(iterate(Run(small(steps=1_024, eval_episodes=2))))
     assert capsys.readouterr().err == ""
 
 
@@ -265,7 +265,7 @@ def test_training_starts_tell_nothing_of_those_of_evaluations(seed):
         starts.append(env.state.flatten())
         return env
 
-    run = Run(Config(seed=seed, num_envs=64, eval_episodes=64))
+    run = Run(small(seed=seed, num_envs=64, eval_episodes=64))
     run.judge = Judge(run.config, run.learner.precision, make_env)
     run.evaluate()
     assert abs(np.corrcoef(run.env.state.flatten(), *starts)[0, 1]) < 0.4  # of 128 independent numbers: a deviation of 0.09

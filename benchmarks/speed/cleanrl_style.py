@@ -45,7 +45,7 @@ def layer(inputs: int, outputs: int, gain: float) -> nn.Linear:
 def gae(values, rewards, terminated, valid):
     """Advantages [T, N]; rows that only reset (valid is 0) have none and pass none on."""
     with torch.no_grad():
-        going = Config.gamma * (1 - terminated)
+        going = common.GAMMA * (1 - terminated)
         deltas = (common.REWARD_SCALE * rewards + going * values[1:] - values[:-1]) * valid
         decay = going * Config.lam * valid
         advantage, advantages = torch.zeros_like(deltas[0]), []
@@ -65,7 +65,7 @@ def loss_of(agent, obs, actions, rewards, terminated, valid):
     policy_loss = -(chosen * advantages / scale).sum() / count
     value_loss = 0.5 * ((values[:-1] - (values.detach()[:-1] + advantages)) * valid).square().sum() / count
     entropy = -(valid * (log_policy.exp() * log_policy).sum(-1)).sum() / count
-    return policy_loss + Config.value_coef * value_loss - Config.entropy_coef * entropy
+    return policy_loss + Config.value_coef * value_loss - common.ENTROPY_COEF * entropy
 
 
 def train(options, tick):

@@ -30,7 +30,8 @@ from fp8rl.env import Cart
 from fp8rl.evaluate import play
 from fp8rl.scale.hardware import cores
 
-REWARD_SCALE = 1 - Config.gamma  # keeps the critic's targets of order 1; fp8rl measures their size instead
+GAMMA, ENTROPY_COEF = 0.99, 0.01
+REWARD_SCALE = 1 - GAMMA  # keeps the critic's targets of order 1; fp8rl measures their size instead
 
 THRESHOLD = 195.0
 ENDLESS = 10**12  # steps of a throughput run: the learning rate then stays at its start

@@ -82,7 +82,7 @@ def matmul(x, weight, dtype):
 
 def gae(values, rewards, terminated, valid):
     """Advantages [T, N]; rows that only reset have none and pass none on."""
-    going = Config.gamma * ~terminated
+    going = common.GAMMA * ~terminated
     deltas = (common.REWARD_SCALE * rewards + going * values[1:] - values[:-1]) * valid
 
     def back(advantage, row):
@@ -105,7 +105,7 @@ def loss_of(parameters, rollout, dtype):
     policy_loss = -(chosen * advantages / scale).sum() / count
     value_loss = 0.5 * (((values - fixed)[:-1] - advantages) ** 2 * valid).sum() / count
     entropy = -(valid * (jnp.exp(log_policy) * log_policy).sum(-1)).sum() / count
-    return policy_loss + Config.value_coef * value_loss - Config.entropy_coef * entropy
+    return policy_loss + Config.value_coef * value_loss - common.ENTROPY_COEF * entropy
 
 
 def adam(learner: Learner, gradients: list, rate) -> Learner:

@@ -30,8 +30,7 @@ MACHINES = {
 
 def train(options, tick):
     machine = MACHINES[options.variant]
-    fields = {"seed": options.seed, "steps": options.steps, "learning_rate": options.learning_rate}
-    fields["halved_after"] = 0  # as in the other loops
+    fields = {"seed": options.seed, "steps": options.steps, "learning_rate": options.learning_rate, "gamma": common.GAMMA}
     config = Loop(options.num_envs, options.rollout_length, options.precision).config(machine)
     for run in iterate(build(dataclasses.replace(config, **fields), machine)):
         stop = False

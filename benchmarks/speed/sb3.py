@@ -120,9 +120,9 @@ def train(options, tick):
         envs,
         learning_rate=lambda left: options.learning_rate * left,
         n_steps=options.rollout_length,
-        gamma=Config.gamma,
+        gamma=common.GAMMA,
         gae_lambda=Config.lam,
-        ent_coef=Config.entropy_coef,
+        ent_coef=common.ENTROPY_COEF,
         vf_coef=Config.value_coef / 2,  # its value loss is not halved
         max_grad_norm=Config.max_grad_norm,
         normalize_advantage=True,

@@ -104,9 +104,9 @@ def train(options, tick):
         compile_policy={"dynamic": False} if compiled else None,
     )
     vectorized = options.variant == "eager"
-    advantage = GAE(gamma=Config.gamma, lmbda=Config.lam, value_network=critic, average_gae=True, vectorized=vectorized)
+    advantage = GAE(gamma=common.GAMMA, lmbda=Config.lam, value_network=critic, average_gae=True, vectorized=vectorized)
     # Its critic's loss is not halved.
-    weights = {"entropy_coeff": Config.entropy_coef, "critic_coeff": Config.value_coef / 2}
+    weights = {"entropy_coeff": common.ENTROPY_COEF, "critic_coeff": Config.value_coef / 2}
     loss_module = A2CLoss(policy, critic, loss_critic_type="l2", **weights)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate, eps=1e-5, fused=True)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16")

@@ -51,10 +51,12 @@ def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic,
     if isinstance(config, list):
         raise ValueError(f"checkpoint {path} is of a population: read it with resume")
     try:
-        weights = state["model"] or _unpacked(state["optimizer"])
+        weights = state["model"]
+        if "inputs.weight" not in weights:  # the optimizer has them
+            weights = weights | _unpacked(state["optimizer"])
         sizes = weights["inputs.weight"].shape[1], len(weights["actor.weight"]), config.hidden_size, config.layers
         distribution = Gaussian if "spread" in weights else Categorical
-        model = NETWORKS[config.encoder, config.normalize_obs](*sizes, distribution=distribution)
+        model = NETWORKS[config.encoder, "seen" in weights](*sizes, distribution=distribution)
         model.load_state_dict(weights)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's network: train again") from error

@@ -95,7 +95,7 @@ class Machine:
 
 
 HERE = Machine()
-# By encoder and normalize_obs.
+# By encoder and whether they normalize.
 NETWORKS = {("mlp", False): fused.ManyRows, ("gru", False): Recurrent}
 NETWORKS |= {("mlp", True): NormalizedRows, ("gru", True): NormalizedRecurrent}
 
@@ -115,7 +115,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     first_seed = seed_of(seed_of(config.seed, "starts", iteration), "starts", group.rank)
     make_env = maker(config, machine, first_seed)
     env = make_env(config, config.num_envs // group.size, config.start_noise, acting.device, seed)
-    model = make_network(config, env, NETWORKS[config.encoder, config.normalize_obs])
+    model = make_network(config, env, NETWORKS[config.encoder, normalizes(config)])
     apart = machine.collect_ahead or (acting.name, acting.device) != (learning.name, learning.device)
     actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` converts the learner's
     model = learning.prepare(model)
@@ -126,7 +126,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
         optimizer.attach(model)
     else:
         optimizer = adam(model, config.learning_rate, capturable=graph)
-    learner = Learner(config, model, learning, optimizer, RewardScale(env.num_envs, env.device), group.all_reduce)
+    rewards = RewardScale(env.num_envs, env.device)
+    learner = Learner(config.settled(env), model, learning, optimizer, rewards, group.all_reduce)
     if learning.rules.forward:
         learner = Recorded(learner)
     loop = fused.compiled() if machine.compile else unroll
@@ -136,9 +137,9 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
     if graph:
         collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
-    if config.normalize_obs:
-        collector = Following(collector, group.all_reduce)
     collector = Ahead(collector, learning, config.iterations) if machine.collect_ahead else InTurn(collector)
+    if normalizes(config):
+        collector = Following(collector, group.all_reduce)
     if config.formats:
         collector, judge = Unpacked(collector, optimizer), Unpacked(judge, optimizer)
     run = kind(config, Parts(collector, learner, judge, make_ring(config, machine, env), group))
@@ -182,10 +183,8 @@ def check(config: Config, machine: Machine, size: int) -> None:
     if machine.collect_ahead:
         remedy = "choose another for collect_ahead, TF32 is a process-wide switch"
         require("precision", "tf32" not in (config.precision, acting), remedy)
-    if config.normalize_obs:
-        plain = not (machine.graph or machine.compile or machine.collect_ahead)
-        require("normalize_obs", plain, "leave it out, or graph, compile and collect_ahead")
-        require("normalize_obs", not config.formats, "leave it out, or formats (--eight-bit)")
+    if normalizes(config):
+        require("normalize_obs", not (machine.graph or machine.compile), "leave it out, or graph and compile")
     places = places_of(config.formats)
     for place in places:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
@@ -203,6 +202,13 @@ def check(config: Config, machine: Machine, size: int) -> None:
         require("batch_size", slices % size == 0, f"use a multiple of {size} slices", shared)
         require("memmap", machine.memmap is None, "leave it out", shared)
         require("graph", not machine.graph, "leave it out", shared)
+
+
+def normalizes(config: Config) -> bool:
+    """Whether the network standardizes observations: unless the config says so, where the task has no tensor form."""
+    if config.normalize_obs is None:
+        return config.env_id is not None and task_of(config.env_id) is None
+    return config.normalize_obs
 
 
 def bytes_at_work(config: Config) -> int:

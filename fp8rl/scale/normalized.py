@@ -4,13 +4,13 @@ feature dominates the first layer.
 The network subtracts each feature's running mean, divides by its running standard deviation, and clips the result to 10 on either
 side (as Stable-Baselines3's VecNormalize). These statistics are part of the network. So a checkpoint's network takes observations
 as the environment gives them, and the ring stores those. They are updated just before a rollout is collected and stay fixed until
-its updates are done, so new data are on-policy. Replayed data were collected with earlier statistics, for which the importance
-ratios correct as they do for earlier weights.
+its updates are done, so new data are on-policy. Replayed data, or a rollout collected ahead, saw earlier ones, for
+which the importance ratios correct as they do for earlier weights.
 """
 
 import torch
 
-from ..rollout import Collector, Rollout
+from ..rollout import Collector, Rollout, check_finite
 from .around import Around
 from .fused import ManyRows
 from .recurrent import Recurrent
@@ -87,5 +87,6 @@ class Following(Around):
             learned.watch(self.inner.env.obs, self.all_reduce)
         learned.settle()
         rollout = self.inner.collect(learned)
+        check_finite(rollout)  # or the statistics would be spoilt, also those of a checkpoint
         learned.watch(rollout.obs[:-1], self.all_reduce)
         return rollout

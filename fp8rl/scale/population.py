@@ -29,7 +29,7 @@ from torch import nn
 from .. import fp8
 from ..config import Config
 from ..distribution import Categorical, Gaussian
-from ..env import TensorEnv
+from ..env import Cart, TensorEnv
 from ..evaluate import Judge, evaluate
 from ..history import History, RewardScale, Saved
 from ..lab.formats import format_of
@@ -69,8 +69,8 @@ def obstacle(config: Config) -> str | None:
     if config.env_id and not task_of(config.env_id):
         return f"env_id is {config.env_id}: train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
     for name in ("encoder", "layout", "normalize_obs"):
-        if getattr(config, name) != getattr(Config, name):
-            return f"{name} is {getattr(config, name)}: train it alone, a population takes only {getattr(Config, name)}"
+        if getattr(config, name) not in (getattr(Config, name), False):
+            return f"{name} is {getattr(config, name)}: train it alone, a population does not have it"
     if "tf32" in (config.precision, config.collect_precision):
         return "precision is tf32: train it alone, TF32 is a switch of the whole process"
     return None
@@ -528,7 +528,8 @@ class Population(Run):
     def __init__(self, configs: list[Config], device="cpu", graph: bool = False):
         require_one_population(configs, device)
         configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
-        self.agents, one = len(configs), one_of(configs, device)
+        task = task_of(configs[0].env_id) or Cart
+        self.agents, one = len(configs), one_of([config.settled(task) for config in configs], device)
         seed = torch.tensor([config.seed for config in configs], device=device)
         env = environments(one, one.num_envs, [config.start_noise for config in configs], seed)
         model = Agents([make_network(config, env) for config in configs], configs, device)
