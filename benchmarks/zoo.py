@@ -6,6 +6,7 @@ for PPO on CartPole five times the zoo's, for PPO on Pendulum ten times, for A2C
 nor the linear-quadratic one; they take CartPole's and Pendulum's settings.
 """
 
+import contextlib
 import time
 
 import numpy as np
@@ -15,7 +16,8 @@ from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import play
 from fp8rl.history import History
-from fp8rl.tasks.by_id import TASKS
+from fp8rl.scale.gym import GymEnv
+from fp8rl.tasks.by_id import task_of
 
 CART, LQR = None, "fp8rl/Lqr-v0"
 SETTINGS = {
@@ -51,6 +53,44 @@ SETTINGS = {
         "use_sde": True,
         "sde_sample_freq": 4,
     },
+}
+SETTINGS["PPO", "LunarLander-v3"] = {
+    "n_envs": 16,
+    "n_steps": 1024,
+    "gae_lambda": 0.98,
+    "gamma": 0.999,
+    "n_epochs": 4,
+    "ent_coef": 0.01,
+}
+WIDE = {"log_std_init": -2, "ortho_init": False, "activation_fn": "ReLU", "net_arch": {"pi": [256, 256], "vf": [256, 256]}}
+SETTINGS["PPO", "Hopper-v5"] = {
+    "normalize": True,
+    "n_envs": 1,
+    "n_steps": 512,
+    "batch_size": 32,
+    "gamma": 0.999,
+    "learning_rate": 9.80828e-05,
+    "ent_coef": 0.00229519,
+    "n_epochs": 5,
+    "gae_lambda": 0.99,
+    "max_grad_norm": 0.7,
+    "vf_coef": 0.835671,
+    "policy_kwargs": WIDE,
+}
+SETTINGS["PPO", "HalfCheetah-v5"] = {
+    "normalize": True,
+    "n_envs": 1,
+    "n_steps": 512,
+    "batch_size": 64,
+    "gamma": 0.98,
+    "learning_rate": 2.0633e-05,
+    "ent_coef": 0.000401762,
+    "clip_range": 0.1,
+    "n_epochs": 20,
+    "gae_lambda": 0.92,
+    "max_grad_norm": 0.8,
+    "vf_coef": 0.58096,
+    "policy_kwargs": WIDE,
 }
 for algorithm in ("A2C", "PPO"):
     SETTINGS[algorithm, CART] = SETTINGS[algorithm, "CartPole-v1"]
@@ -89,7 +129,10 @@ class Judge:
         """Adds a row of steps, seconds and mean return of the greedy policy."""
         self.seconds += time.process_time() - self.resumed
         normalizer = self.model.get_vec_normalize_env()
-        env = TASKS.get(self.config.env_id, Cart)(self.config.eval_episodes, purpose="evaluation starts")
+        if self.config.env_id is None or task_of(self.config.env_id):
+            env = (task_of(self.config.env_id) or Cart)(self.config.eval_episodes, purpose="evaluation starts")
+        else:
+            env = GymEnv(self.config.env_id, self.config.eval_episodes, seed=2**31)  # as machine.make_judge
         largest = getattr(self.model.action_space, "high", None)  # of a push; there is none of a choice
 
         def policy(obs: torch.Tensor) -> torch.Tensor:
@@ -98,7 +141,8 @@ class Judge:
             return torch.as_tensor(action if largest is None else action / largest)  # tensor tasks take [-1, 1]
 
         row = {"iteration": len(self.history), "steps": self.model.num_timesteps, "seconds": self.seconds}
-        self.history.add(row | {"eval_return": float(np.mean(play(policy, env)))})
+        with contextlib.closing(env):
+            self.history.add(row | {"eval_return": float(np.mean(play(policy, env)))})
         self.resumed = time.process_time()
 
 
@@ -114,7 +158,10 @@ def train(algorithm: str, config: Config) -> History:
     if settings.pop("normalize", False):
         env = sb3.common.vec_env.VecNormalize(env, gamma=settings.get("gamma", 0.99))
     judge = Judge(config)
-    model = getattr(sb3, algorithm)("MlpPolicy", env, seed=config.seed, device="cpu", ent_coef=0.0, **settings)
+    if "activation_fn" in settings.get("policy_kwargs", {}):
+        policy = settings["policy_kwargs"]
+        settings["policy_kwargs"] = policy | {"activation_fn": getattr(torch.nn, policy["activation_fn"])}
+    model = getattr(sb3, algorithm)("MlpPolicy", env, seed=config.seed, device="cpu", **{"ent_coef": 0.0, **settings})
     model.learn(config.steps, callback=judge)
     env.close()
     return judge.end()

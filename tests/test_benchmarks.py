@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import small
 
 from fp8rl.config import Config
 from fp8rl.report.bench import seconds_of
@@ -77,6 +78,24 @@ def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
         pytest.skip("this GPU has no FP8")
     (path,) = tmp_path.iterdir()
     assert torch.cuda.get_device_name().replace(" ", "_") in path.name and "break_even_width" in path.read_text()
+
+
+def test_tasks_of_gymnasium_alone_have_arms_of_their_own():
+    import tasks
+
+    arms = {task: tasks.arms_of(task) for task in tasks.TASKS}
+    assert arms[tasks.CART] == arms["Acrobot-v1"] == list(tasks.ARMS)
+    assert arms["LunarLander-v3"] == ["fp32", "fp8", "SB3 PPO"] and arms["InvertedPendulum-v5"] == ["fp32", "fp8"]
+    assert [len(tasks.configs_of(task, "fp8")) for task in (tasks.CART, "LunarLander-v3")] == [100, 10]
+
+
+@pytest.mark.parametrize(("task", "package"), [("LunarLander-v3", "Box2D"), ("Hopper-v5", "mujoco")])
+def test_such_tasks_train(task, package):
+    pytest.importorskip(package, reason=f"{task} needs benchmarks/requirements.txt")
+    import tasks
+
+    config = small(env_id=task, steps=512, eval_every=0, eval_episodes=1, precision="fp8")
+    assert tasks.through_gymnasium(config).last["eval_return"] > -10_000
 
 
 def test_rungs_change_one_thing_at_a_time():

@@ -1,20 +1,22 @@
 """Normalized observations: the running statistics against NumPy's, the network against its twin, and what they are for."""
 
 import contextlib
+import dataclasses
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
-from helpers import after, resumed, small, trained
+from helpers import Changed, after, resumed, small, trained
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.evaluate import evaluate
+from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.losses import only_here
 from fp8rl.scale import checkpoint
-from fp8rl.scale.machine import NETWORKS, build
+from fp8rl.scale.machine import NETWORKS, Machine, build, normalizes
 from fp8rl.train import iterate
 
 SIZES = np.array([1e3, 1.0, 1e-3, 1e-3])
@@ -127,11 +129,38 @@ def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path, encoder):
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_a_checkpoint_has_the_statistics(tmp_path):
-    run = trained(build(SHORT))
+def test_it_normalizes_where_only_gymnasium_has_the_task():
+    for env_id, expected in ((None, False), ("CartPole-v1", False), ("fp8rl-tests/Uneven-v0", True)):
+        assert normalizes(small(env_id=env_id)) == expected
+        assert normalizes(small(env_id=env_id, normalize_obs=True)) > normalizes(small(env_id=env_id, normalize_obs=False))
+
+
+def test_a_rollout_collected_ahead_counts_when_it_is_received():
+    run = build(SHORT, Machine(collect_ahead=True))
+    for k, _ in enumerate(iterate(run)):
+        assert run.model.seen.item() == 16 + 512 * k
+    twin = trained(build(SHORT, Machine(collect_ahead=True)))
+    assert all(map(torch.equal, statistics(run.model), statistics(twin.model)))
+
+
+def test_an_observation_that_is_not_finite_does_not_reach_the_statistics():
+    run = after(2, build(SHORT))
+    collect = Changed(run.collector.inner, lambda rollout: rollout._replace(obs=rollout.obs * torch.nan))
+    run.collector.inner = collect
+    with pytest.raises(ValueError, match="obs from the environment is not finite"):
+        run.collect()
+    run.model.settle()
+    assert all(x.isfinite().all() for x in statistics(run.model))
+
+
+@pytest.mark.parametrize("formats", ["", EIGHT_BIT["formats"]], ids=["float32", "eight-bit"])
+def test_a_checkpoint_has_the_statistics(formats, tmp_path):
+    run = trained(build(dataclasses.replace(SHORT, formats=formats)))
     checkpoint.save(tmp_path / "checkpoint.pt", run)
     model, config = checkpoint.load(tmp_path / "checkpoint.pt")
-    assert config == SHORT and all(map(torch.equal, statistics(model), statistics(run.model)))
+    assert config == run.config and all(map(torch.equal, statistics(model), statistics(run.model)))
+    again = build(config, state=checkpoint.resume(tmp_path / "checkpoint.pt")[1])
+    assert all(map(torch.equal, statistics(again.model), statistics(run.model)))
     returns = []
     for network in (model, run.model):
         with contextlib.closing(run.judge.make_env(config, 4, 0.05, "cpu", 0)) as env:
