@@ -162,16 +162,15 @@ def train_missing(task: str, arms: list[str], journal: Path) -> None:
             file.write(",".join(map(str, [*row, " ".join(f"{x:.6g}" for x in returns)])) + "\n")
 
 
-def read(journal: Path, earlier: bool = False) -> Found:
-    """The finished seeds and, with `earlier`, those of earlier settings of arms that have no others."""
+def read(journal: Path) -> Found:
+    """The finished seeds."""
     head = "task,arm,seed,settings,seconds,returns\n"
     text = journal.read_text() if journal.exists() else head
     journal.write_text(text[: text.rfind("\n") + 1])  # a line that was being written when the benchmark was killed is no seed
-    found, rows = {}, list(csv.DictReader(journal.read_text().splitlines()))
-    begun = {(row["task"], row["arm"]) for row in rows if row["settings"] == mark_of(row["task"], row["arm"])}
-    for row in rows:
+    found = {}
+    for row in csv.DictReader(journal.read_text().splitlines()):
         task, arm = row["task"], row["arm"]
-        if row["settings"] == mark_of(task, arm) or (earlier and (task, arm) not in begun):
+        if row["settings"] == mark_of(task, arm):
             returns = np.array([float(x) for x in row["returns"].split()])
             found[task, arm, int(row["seed"])] = Seed(returns, float(row["seconds"]))
     return found
@@ -266,7 +265,7 @@ def main(out: Path, only: list[str], arms: list[str], again: bool) -> None:
             finally:
                 found = read(journal)
                 write(out, found)
-                draw(out.with_suffix(".png"), read(journal, earlier=True))
+                draw(out.with_suffix(".png"), found)
 
 
 if __name__ == "__main__":
