@@ -102,7 +102,7 @@ def verdict(task: str, scores: np.ndarray, difference: np.ndarray, low: float, h
 
 def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dict]:
     """Trains arms (name -> fields of Config) and returns a row of COLUMNS for each. `controls`: names of arms on other seeds."""
-    shape = {"env_id": None if task == CART else task, "steps": STEPS, "eval_every": 0, "learning_rate": rate, **SETTINGS}
+    shape = SETTINGS | {"env_id": None if task == CART else task, "steps": STEPS, "eval_every": 0, "learning_rate": rate}
     configs = {
         name: [Config(seed=1000 + seed + seeds * (name in controls), **shape, **fields) for seed in range(seeds)]
         for name, fields in {BASELINE: {}, **arms}.items()

@@ -86,7 +86,11 @@ def killed(i: int, folder: Path, seconds: float, whole: list[torch.Tensor]) -> t
     stage = "after it began" if begun else "before it began"
     again = start("train", *(("--resume", out) if begun else ("--out", out)))
     err = again.communicate()[1]
-    good = again.returncode == 0 and same(weights(out), whole) and len((out / "metrics.csv").read_text().splitlines()) == 196
+    good = (
+        again.returncode == 0
+        and same(weights(out), whole)
+        and len((out / "metrics.csv").read_text().splitlines()) == 1 + Config().iterations
+    )
     shutil.rmtree(out)
     return f"{number.name}, {stage}", "equal, bit for bit" if good else f"NOT EQUAL: {err[-200:]}"
 
@@ -458,7 +462,7 @@ def main() -> None:
         study, seconds = results(folder / "study"), time.monotonic() - begun
         fates = [killed_study(i, folder, seconds, study) for i in range(count(STUDY_KILLS))]
         lines += table("study ended by", collections.Counter(fates))
-        short = list(train(build(Config(steps=10_240, eval_episodes=2, **SIZES)), progress=False).model.state_dict().values())
+        short = list(train(build(Config(steps=10_240, eval_episodes=2)), progress=False).model.state_dict().values())
         fates = pool.map(lambda i: together(i, folder, short), range(3 * count(TOGETHER)))
         lines += table("started together in one folder", collections.Counter(fates))
         (folder / "inside").mkdir()

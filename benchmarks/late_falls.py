@@ -56,7 +56,7 @@ LADDER = {
     "+ discount 0.99, learning rate half after 40,000 steps": {"gamma": 0.99, "halved_after": 40_000},
     "+ a ring of 30,000": {"capacity": 30_000},
     "+ a ring of 500,000 instead": {"capacity": 500_000},
-    "+ lambda 0.98, which makes them the defaults of later": {"lam": 0.98},
+    "+ lambda 0.98, which makes them the defaults that followed": {"lam": 0.98},
     "the same in float32": {"precision": "fp32"},
 }
 LADDER_COLUMNS = ("settings", "held", "evaluations below 475 after 200,000 steps", "training return after that")

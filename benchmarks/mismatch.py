@@ -28,8 +28,8 @@ from fp8rl.scale.population import Agents, Population
 from fp8rl.train import train
 
 SEEDS = 32
-TASKS = {LQR: {"steps": 51_200, "learning_rate": 2e-3, **SETTINGS}}
-TASKS |= {"CartPole-v1": {"steps": 102_400, "learning_rate": 1e-3, **SETTINGS}}
+TASKS = {LQR: {**SETTINGS, "steps": 51_200, "learning_rate": 2e-3}}
+TASKS |= {"CartPole-v1": {**SETTINGS, "steps": 102_400, "learning_rate": 1e-3}}
 ACTORS = {"float32": "", **{f"{bits} bit{'s' * (bits != 1)} of mantissa": f"acting=e8m{bits}" for bits in (7, 3, 2, 1, 0)}}
 RATIOS = ("right", "wrong", "none")
 

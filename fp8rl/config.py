@@ -55,7 +55,7 @@ class Config:
     hidden_size: int = 64  # Units in each layer of the network.
     layers: int = 2  # Layers between the observation and the heads; of a gru the last one is the GRU.
     rollout_length: int = 128  # Steps collected from each environment per iteration, T.
-    # Transitions in the replay ring (rows times environments). These are ten rollouts: older ones teach the policy nothing.
+    # Transitions in the replay ring (rows times environments), of about ten rollouts: from much older ones it learns more slowly.
     capacity: int = 20_000
     codec: str = "fp32"  # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py).
     layout: str = "compact"  # How the ring stores next observations: compact, full or delta (scale/storage.py).

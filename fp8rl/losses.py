@@ -34,8 +34,8 @@ _sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over time and 
 
 
 class Coefficients(NamedTuple):
-    """What the loss depends on; the fields of the same names in Config explain them. What follows from
-    the task there has a value of its own here."""
+    """What the loss depends on; the fields of the same names in Config explain them. What
+    a Config leaves to the task has a value of its own here."""
 
     gamma: float = 0.99
     lam: float = 0.98

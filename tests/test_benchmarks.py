@@ -22,6 +22,8 @@ def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
     monkeypatch.setattr(breakage_map, "STEPS", 512)  # an iteration
     plain, coarse = breakage_map.run(tasks.LQR, 2e-3, {("weights", "e8m0"): {"formats": "weights=e8m0"}}, seeds=2)
     assert float(plain["median"]) > 1 and float(plain["score"]) == 1
+    (fast,) = breakage_map.run(tasks.LQR, 5e-3, {}, seeds=2)
+    assert fast["median"] != plain["median"]
     assert float(coarse["low"]) <= float(coarse["score"]) <= float(coarse["high"])
 
 
@@ -29,6 +31,7 @@ def test_mismatch_scores_as_the_tasks_do(monkeypatch):
     import mismatch
     import tasks
 
+    assert [fields["learning_rate"] for fields in mismatch.TASKS.values()] == [2e-3, 1e-3]
     monkeypatch.setattr(mismatch, "SEEDS", 2)
     monkeypatch.setitem(mismatch.TASKS, tasks.LQR, {**mismatch.SETTINGS, "steps": 512})
     scores, divergence, new, replayed = mismatch.trained(tasks.LQR, "acting=e8m0", "right")
@@ -106,7 +109,6 @@ def test_rungs_change_one_thing_at_a_time():
     assert rungs[0].halved_after == 40_000 and rungs[1].halved_after == 200_000 and rungs[2].gamma == 0.998
     assert rungs[-1] == Config(env_id=ladder.LANDER, steps=500_000, eval_every=25_000)
     found = {("the earlier defaults", task, seed): [100.0, 480.0] for task, (seeds, *_) in ladder.TASKS.items() for seed in seeds}
-    assert "| 480.00 (480.00) |" in ladder.line("the earlier defaults", found) and "| 16 of 16 |" in ladder.line(
-        "the earlier defaults", found
-    )
+    line = ladder.line("the earlier defaults", found)
+    assert "| 480.00 (480.00) |" in line and "| 16 of 16 |" in line
     assert ladder.configs_of("+ discount 1 - 2 / time limit", tasks.CART)[0].gamma == 0.99

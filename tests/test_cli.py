@@ -121,22 +121,8 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process)
 
 
 def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_process):
-    options = [
-        "--precisions",
-        "fp32",
-        "fp8",
-        "--seeds",
-        2,
-        "--steps",
-        512,
-        *SIZED,
-        "--num-envs",
-        16,
-        8,
-        "--gamma",
-        0.5,
-        0.9,
-    ]
+    options = ["--precisions", "fp32", "fp8", "--seeds", 2, "--steps", 512, *SIZED]
+    options += ["--num-envs", 16, 8, "--gamma", 0.5, 0.9]
     study(tmp_path / "study", *options, "--eval-episodes", 2)
     out = capsys.readouterr().out
     assert "16 agents of 2 shapes, a batch for each" in out
@@ -163,20 +149,8 @@ def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
 
 @pytest.mark.parametrize("how", [[], ["--one-by-one"]])
 def test_an_agent_that_diverges_is_named_and_the_study_goes_on(how, tmp_path, capsys, one_process):
-    options = [
-        "--precisions",
-        "fp32",
-        "--seeds",
-        2,
-        "--steps",
-        1_024,
-        *SIZED,
-        "--eval-episodes",
-        2,
-        "--value-coef",
-        0.5,
-        1e38,
-    ]
+    options = ["--precisions", "fp32", "--seeds", 2, "--steps", 1_024, *SIZED]
+    options += ["--eval-episodes", 2, "--value-coef", 0.5, 1e38]
     rows = study(tmp_path / "study", *options, *how)
     said, failure = capsys.readouterr(), "gradient not finite at step 512 in fp32"
     assert f"fp8rl: warning: fp32, value_coef 1e+38, seed 0: {failure}" in said.err and "value_coef 0.5, seed" not in said.err

@@ -239,20 +239,8 @@ def test_a_full_disk_is_named_with_its_path(tmp_path):
 
 
 # The shorter runs end long before the longer ones.
-STUDY = [
-    "study",
-    "--precisions",
-    "fp32",
-    "bf16",
-    "--seeds",
-    "2",
-    "--steps",
-    "1024",
-    "20480",
-    *SIZED,
-    "--eval-episodes",
-    "2",
-]
+STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "2", "--steps", "1024", "20480", *SIZED]
+STUDY += ["--eval-episodes", "2"]
 
 
 def gone(process: psutil.Process) -> bool:

@@ -387,18 +387,8 @@ def test_processes_without_a_gpu_each_are_refused(monkeypatch):
 def two_processes(out, until, *options):
     """The command in two processes, once a condition holds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fp8rl", "train"]
-    command += [
-        "--steps",
-        str(2000 * 512),
-        *SIZED,
-        "--eval-every",
-        "0",
-        "--eval-episodes",
-        "1",
-        "--out",
-        str(out),
-        *options,
-    ]
+    command += ["--steps", str(2000 * 512), *SIZED]
+    command += ["--eval-every", "0", "--eval-episodes", "1", "--out", str(out), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         began = time.monotonic()
         while not until():
