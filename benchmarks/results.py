@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 STUDY = "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 100 --first-seed 5000 --steps 100000"
 COMMANDS = {
     "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
+    "film": "python benchmarks/film.py benchmarks/results",
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
     "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
     "recurrence": "python benchmarks/recurrence.py benchmarks/results/recurrence.md",

@@ -1,10 +1,13 @@
 """The benchmarks that score agents, on runs of one iteration; and the one of a layer in FP8."""
 
+import functools
+import io
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import small
+from PIL import Image
 
 from fp8rl.config import Config
 from fp8rl.report.bench import seconds_of
@@ -37,6 +40,14 @@ def test_mismatch_scores_as_the_tasks_do(monkeypatch):
     scores, divergence, new, replayed = mismatch.trained(tasks.LQR, "acting=e8m0", "right")
     assert (scores < 0).all() and divergence > 0 and 0 < new < 1 and 0 < replayed <= 1
     assert tasks.score(tasks.LQR, 1.05 * tasks.best_of(tasks.LQR)) == pytest.approx(-5)
+
+
+def test_the_film_compares_the_agent_before_and_after_training(monkeypatch):
+    import film
+
+    monkeypatch.setattr(film, "Config", functools.partial(small, steps=512))
+    found = Image.open(io.BytesIO(film.film()))
+    assert found.format == "GIF" and found.size == (480, 480) and found.n_frames > 1
 
 
 def test_break_even_is_the_width_from_which_fp8_stays_faster():

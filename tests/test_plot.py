@@ -41,6 +41,8 @@ def test_learning_curves_show_the_iqm_and_the_references(ax, seeds):
     returns = np.random.default_rng(0).uniform(0, 200, (seeds, 30))
     plot.learning_curves(ax, {"a": (STEPS, returns if seeds > 1 else returns[0]), "b": (STEPS, returns)})
     np.testing.assert_allclose(ax.lines[0].get_ydata(), np.sort(returns, 0)[seeds // 4 : seeds - seeds // 4].mean(0))
+    band = ax.collections[0].get_paths()[0].get_extents()
+    assert (band.y0, band.y1) == pytest.approx((np.percentile(returns, 10, 0).min(), np.percentile(returns, 90, 0).max()))
     assert legend(ax) == ["a", "b"] and ax.get_xlabel() == "environment steps" and "return" in ax.get_ylabel()
     assert [text.get_text() for text in ax.texts] == list(plot.REFERENCES)
     assert all(text.xyann[0] > 1 and text.get_ha() == "left" for text in ax.texts)  # outside the axes
@@ -107,6 +109,35 @@ def test_film_starts_where_it_is_told():
 def test_film_ends_with_the_episode(policy, frames):
     film = Image.open(io.BytesIO(plot.film(policy, start_noise=0.0, steps=12)))
     assert film.format == "GIF" and film.n_frames == frames and film.size == (480, 240)
+
+
+def test_several_films_run_side_by_side_with_captions():
+    alone, both = (
+        Image.open(io.BytesIO(plot.film(policy, start_noise=0.0, steps=12)))
+        for policy in (bang_bang, {"good": bang_bang, "bad": lambda obs: 1})
+    )
+    assert both.n_frames == 12 and both.size == (480, 480)  # one of them ends earlier
+    frames = []
+    for k in (0, 7, 8, 11):
+        both.seek(k)
+        frames.append(np.asarray(both.convert("RGB")))
+    assert not np.array_equal(frames[0][:240], np.asarray(alone.convert("RGB")))  # the caption
+    assert not np.array_equal(frames[1][240:], frames[2][240:])  # now it says that the cart is off the track
+    end = np.abs(frames[2].astype(int) - frames[3]).mean((1, 2))  # but for its palette a picture that is kept stays the same
+    assert end[240:].mean() < 0.5 < end[:240].mean()
+
+
+def test_a_precision_has_its_style_whatever_is_beside_it():
+    fp32, fp8 = plot.STYLES[0], plot.STYLES[3]
+    assert plot.styles(["fp8", "SB3 A2C", "fp32", "SB3 PPO"]) == [fp8, plot.STYLES[4], fp32, plot.STYLES[5]]
+    assert plot.styles("abcdefgh") == [*plot.STYLES, fp32]
+
+
+def test_labels_at_the_ends_of_lines_do_not_overlap(ax):
+    plot.end_labels(plot.series(ax, {"a": (STEPS, np.full((1, 30), 2.0)), "b": (STEPS, np.full((1, 30), 1.99))}, "nats"), size=10)
+    assert [text.get_text() for text in ax.texts] == ["a", "b"]
+    heights = [ax.transAxes.transform(text.xyann)[1] for text in ax.texts]
+    assert heights[0] - heights[1] > 10 * ax.figure.dpi / 72  # points
 
 
 def test_byte_bars_stand_for_their_bytes(ax):

@@ -2,15 +2,16 @@
 differ in dash and marker, for print."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 
 import numpy as np
 import torch
+from matplotlib import font_manager
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from ..tasks.cart import CustomEnv
 from .statistics import bootstrap_interval, iqm
@@ -25,15 +26,42 @@ STYLES = [
         strict=True,
     )
 ]
+PRECISIONS = dict(zip(("fp32", "bf16", "fp16", "fp8"), STYLES, strict=False))  # each has its own style, in every figure
 REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
 
 
+def styles(names: Iterable[str]) -> list[dict]:
+    """A style for each name: a precision's own, and for other names those that are left."""
+    own = [PRECISIONS.get(name) for name in names]
+    rest = cycle(STYLES[len(PRECISIONS) :] if any(own) else STYLES)
+    return [style or next(rest) for style in own]
+
+
 def film(
-    policy, start_noise: float = 0.5, steps: int = 50, seed: int = 0, fps: int = 12, start: tuple[float, float] | None = None
+    policy: Callable | dict[str, Callable],
+    start_noise: float = 0.5,
+    steps: int = 50,
+    seed: int = 0,
+    fps: int = 12,
+    start: tuple[float, float] | None = None,
 ) -> bytes:
     """An endlessly looping GIF of the first `steps` frames of an episode, or fewer if it ends, drawn by the environment's own
-    render. The policy maps an observation, float32 tensor [2], to an action. `start`: position and velocity to start from,
-    instead of drawn ones."""
+    render. A policy maps an observation, float32 tensor [2], to an action. Several, by their captions, are shown one below the
+    other; then one that has left the track keeps its last picture. `start`: position and velocity to start from, instead of drawn
+    ones."""
+    policies = policy if isinstance(policy, dict) else {"": policy}
+    episodes = {caption: _episode(each, start_noise, steps, seed, start) for caption, each in policies.items()}
+    longest, rows = max(map(len, episodes.values())), []
+    for caption, frames in episodes.items():
+        ended = [_captioned(frames[-1], f"{caption}: off the track")] * (longest - len(frames))
+        rows.append([_captioned(frame, caption) for frame in frames] + ended)
+    first, *rest = [Image.fromarray(np.vstack(frames)).quantize(32) for frames in zip(*rows, strict=True)]
+    file = io.BytesIO()
+    first.save(file, "GIF", save_all=True, append_images=rest, duration=1000 // fps, loop=0)
+    return file.getvalue()
+
+
+def _episode(policy, start_noise: float, steps: int, seed: int, start: tuple[float, float] | None) -> list[np.ndarray]:
     env = CustomEnv(start_noise, render_mode="rgb_array")
     obs, _ = env.reset(seed=seed)
     if start is not None:
@@ -43,10 +71,14 @@ def film(
     while len(frames) < steps and not any(ends):
         obs, _, *ends, _ = env.step(int(policy(torch.from_numpy(obs))))
         frames.append(env.render())
-    first, *rest = [Image.fromarray(frame).quantize(32) for frame in frames]
-    file = io.BytesIO()
-    first.save(file, "GIF", save_all=True, append_images=rest, duration=1000 // fps, loop=0)
-    return file.getvalue()
+    return frames
+
+
+def _captioned(frame: np.ndarray, caption: str) -> np.ndarray:
+    """The frame with a caption in its upper left corner."""
+    image = Image.fromarray(frame)
+    ImageDraw.Draw(image).text((76, 40), caption, "black", ImageFont.truetype(font_manager.findfont("DejaVu Sans"), 18))
+    return np.asarray(image)
 
 
 def references(ax: Axes, names: bool = True) -> Axes:
@@ -69,12 +101,13 @@ def steps_axis(ax: Axes, ticks: int = 6) -> Axes:
 
 
 def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True) -> Axes:
-    """Evaluation returns against environment steps, one line per name: the interquartile mean of the seeds, and their full range.
-    `curves`: name -> (steps [E], returns [seeds, E]). `marks`: draw the cart's reference returns; False for other tasks."""
-    for style, (name, (steps, returns)) in zip(cycle(STYLES), curves.items(), strict=False):
+    """Evaluation returns against environment steps, one line per name: the interquartile mean of the seeds, and a band from their
+    10th to their 90th percentile. `curves`: name -> (steps [E], returns [seeds, E]). `marks`: draw the cart's reference returns;
+    False for other tasks."""
+    for style, (name, (steps, returns)) in zip(styles(curves), curves.items(), strict=True):
         returns = np.atleast_2d(returns)
         _central(ax, name, steps, returns, style)
-        ax.fill_between(steps, returns.min(0), returns.max(0), color=style["color"], alpha=0.15, linewidth=0)
+        ax.fill_between(steps, *np.percentile(returns, [10, 90], axis=0), color=style["color"], alpha=0.15, linewidth=0)
     steps_axis(ax).set_xlim(left=0)
     ax.set_ylabel("return of an episode")
     ax.legend(loc="center right", fontsize=8)
@@ -83,7 +116,7 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], 
 
 def panels(axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True) -> Sequence[Axes]:
     """Like `learning_curves`, with a panel per name, from left to right with shared axes, and each seed as a thin line."""
-    for ax, style, (name, (steps, returns)) in zip(axes, cycle(STYLES), curves.items(), strict=False):
+    for ax, style, (name, (steps, returns)) in zip(axes, styles(curves), curves.items(), strict=False):
         returns = np.atleast_2d(returns)
         ax.plot(steps, returns.T, color=style["color"], linewidth=0.7, alpha=0.35)
         _central(ax, name, steps, returns, {**style, "linestyle": "-"})
@@ -100,7 +133,7 @@ def _central(ax: Axes, name: str, steps: np.ndarray, returns: np.ndarray, style:
 def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str, window: int = 10) -> Axes:
     """A training quantity, with its unit in the label, against environment steps, one line per name: the mean of the seeds over a
     sliding window of iterations, or over all of a shorter run. `runs`: name -> (steps [n], values [seeds, n])."""
-    for style, (name, (steps, values)) in zip(cycle(STYLES), runs.items(), strict=False):
+    for style, (name, (steps, values)) in zip(styles(runs), runs.items(), strict=True):
         width = max(1, min(window, len(steps)))
         smooth = np.convolve(np.mean(values, axis=0), np.ones(width) / width, "valid") if len(steps) else steps
         ax.plot(steps[width - 1 :], smooth, label=name, **{**style, "marker": ""})
@@ -108,10 +141,25 @@ def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str,
     return ax
 
 
+def end_labels(ax: Axes, size: float = 9) -> Axes:
+    """Names the lines at their right ends, instead of in a legend: beside the axes, in a line's colour, one below the other where
+    they would overlap. Call it last, because it needs the limits of the axes."""
+    lines = [line for line in ax.lines if not line.get_label().startswith("_") and len(line.get_xdata())]
+    ends = {line: ax.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1])) for line in lines}
+    least, top = 1.4 * size * ax.figure.dpi / 72, ax.bbox.y1 + size
+    for line in sorted(lines, key=lambda line: -ends[line][1]):
+        top = min(top - least, ends[line][1])
+        height = ax.transAxes.inverted().transform((0, top))[1]
+        arrow = {"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2}
+        at = {"textcoords": "axes fraction", "va": "center", "annotation_clip": False, "arrowprops": arrow}
+        ax.annotate(line.get_label(), line.get_xydata()[-1], (1.04, height), color=line.get_color(), fontsize=size, **at)
+    return ax
+
+
 def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
     """One row per name: the seeds' interquartile mean, its 95% bootstrap interval, and below them each seed's score as a tick.
     `scores`: name -> scores [seeds]; the label has their unit."""
-    for row, (style, (_, values)) in enumerate(zip(cycle(STYLES), scores.items(), strict=False)):
+    for row, (style, (_, values)) in enumerate(zip(styles(scores), scores.items(), strict=True)):
         low, high = bootstrap_interval(values)
         ax.plot(values, np.full(len(values), row + 0.25), "|", color=style["color"], markersize=8)
         ax.plot([low, high], [row - 0.1, row - 0.1], "-", color=style["color"], linewidth=4, alpha=0.6)
