@@ -70,7 +70,7 @@ def main(out: Path) -> None:
         results += found
         text += f"{group}:\n\n{study.table(found, list(arms))}\n"
         plot.learning_curves(row[0], curves)
-        row[0].set_title(f"{group.lower()}: interquartile mean and range of {len(SEEDS)} seeds", fontsize=9)
+        row[0].set_title(f"{group.lower()}: interquartile mean, 10th to 90th percentile of {len(SEEDS)} seeds", fontsize=9)
         plot.intervals(row[1], study.scores(found, "final_return"), "final greedy return")
         row[1].set_title("each seed, interquartile mean, 95% interval", fontsize=9)
     figure.savefig(out / "curves.png", dpi=120)

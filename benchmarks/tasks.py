@@ -225,26 +225,44 @@ def short(line: str) -> str:
 
 
 def draw(path: Path, found: Found) -> None:
-    """Learning curves of some arms, a panel for each task that has any."""
-    figure, axes = plt.subplots(2, 5, figsize=(16, 6), layout="constrained")
-    for ax, (task, (_, steps, every, _)) in zip(axes.flat, TASKS.items(), strict=False):
+    """Learning curves of some arms, a panel for each task that has any, with its goal. In each of them up is better."""
+    shown = [task for task in TASKS if any((task, arm) == each[:2] for each in found for arm in DRAWN)]
+    rows = -(-len(shown) // 3)
+    figure, axes = plt.subplots(rows, 3, figsize=(9, 2.6 * rows + 0.5), layout="constrained", squeeze=False)
+    for ax, task in zip(axes.flat, shown, strict=False):
+        _, steps, every, goal = TASKS[task]
         curves, count = {}, steps // every
         for arm in DRAWN:
             seeds = [each.returns[:count] for (name, of, _), each in found.items() if (name, of) == (task, arm)]
             returns = np.array(seeds or [np.full(count, np.nan)])  # so that the other arms keep their colours
             lost = {CART: best_of(CART) - returns, LQR: above_optimum(returns)}
             curves[arm] = every * np.arange(1, count + 1), lost.get(task, returns)
-        if all(np.isnan(values).all() for _, values in curves.values()):
-            ax.axis("off")
-            continue
         plot.learning_curves(ax, curves, marks=False).get_legend().remove()
-        plot.steps_axis(ax, ticks=3).set_title("the linear-quadratic cart" if task == LQR else task, fontsize=10)
+        for line in ax.lines:
+            line.set_markersize(3)
+        at, label = goal, "return"
         if task in (CART, LQR):
-            best = f"return below the best, {best_of(CART):.2f}"
-            ax.set(yscale="log", ylabel=best if task == CART else "cost above the optimum (%)")
-    axes[-1, -1].axis("off")
-    axes[-1, -1].legend(*axes[0, 0].get_legend_handles_labels(), loc="center")
-    figure.savefig(path, dpi=110)
+            at = best_of(CART) - goal if task == CART else -goal
+            label = f"return below {best_of(CART):.2f}" if task == CART else "cost above optimum (%)"
+            ax.set_yscale("log")
+            ax.invert_yaxis()
+        ax.axhline(at, color="#888888", linewidth=1, zorder=0)
+        box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "top", "bbox": box}
+        ax.annotate(f"goal {abs(goal) if task == LQR else goal:,}{unit_of(task)}", (0.98, at), (0, -3), color="#444444", **place)
+        plot.steps_axis(ax, ticks=3).set(title="linear-quadratic cart" if task == LQR else task, ylabel=label)
+    for ax in axes.flat[: max(0, len(shown) - 3)]:  # another is below
+        ax.set_xlabel("")
+    handles, free = axes[0, 0].get_legend_handles_labels(), axes.flat[len(shown) :]
+    for ax in free:
+        ax.axis("off")
+    if len(free):
+        note = "Up is better in every panel.\nLines: interquartile mean of the seeds.\nBands: 10th to 90th percentile."
+        legend = free[0].legend(*handles, loc="upper left", fontsize=11, title=note, alignment="left", frameon=False)
+        legend.set_in_layout(False)  # it may be wider than a panel
+    else:
+        figure.legend(*handles, loc="outside upper center", ncols=len(handles[0]), fontsize=11, frameon=False)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 

@@ -363,7 +363,7 @@ def write_study(
     left, right = figure.subplots(1, 2)
     curves = {arm: study.stack(each, "eval_return") for arm, each in runs.items() if not arm.startswith("control")}
     plot.learning_curves(left, curves, marks=comparison.env_id is None)
-    left.set_title(f"interquartile mean and range of {comparison.seeds} seeds", fontsize=9)
+    left.set_title(f"interquartile mean, 10th to 90th percentile of {comparison.seeds} seeds", fontsize=9)
     plot.intervals(right, final := study.scores(results, "final_return"), "final greedy return")
     right.set_title("each seed, interquartile mean, 95% interval", fontsize=9)
     best = max(values.max() for values in final.values())

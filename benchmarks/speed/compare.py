@@ -28,7 +28,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from fp8rl.report.bench import origin
-from fp8rl.report.plot import STYLES
+from fp8rl.report.plot import STYLES, end_labels
 from fp8rl.scale.hardware import cores
 
 HERE = Path(__file__).parent
@@ -224,19 +224,33 @@ def learning_table(learned: dict[str, list[dict]]) -> list[str]:
     return lines
 
 
+def family(name: str) -> str:
+    """Whose line in the figure a contestant is part of."""
+    library = name.partition(",")[0]
+    return f"{library}, {'a process a core' if name == OURS else 'one process'}" if library == "fp8rl" else library
+
+
 def plot(swept: dict[str, list[dict]], path: Path) -> None:
-    """Training steps per second against the number of environments."""
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    """Training steps per second against the number of environments: of each library the fastest of its settings there."""
+    fastest: dict[str, dict[int, float]] = {}
+    for name, rows in swept.items():
+        best = fastest.setdefault(family(name), {})
+        for row in rows:
+            best[row["num_envs"]] = max(best.get(row["num_envs"], 0), speed_of(row))
+    figure = Figure(figsize=(9, 5), layout="constrained")
     ax = figure.add_subplot()
-    for i, (name, rows) in enumerate(swept.items()):
-        style = STYLES[i % len(STYLES)] | {"fillstyle": ("full", "none", "left")[i // len(STYLES)]}
-        ax.plot([row["num_envs"] for row in rows], [row["train_steps_per_second"] for row in rows], label=name, **style)
-    ax.set(xscale="log", yscale="log", xlabel="environments stepped together", ylabel="training steps per second (1/s)")
+    for style, (name, best) in zip(STYLES, fastest.items(), strict=True):
+        points = sorted(best.items())
+        ax.plot(*zip(*points, strict=True), label=name if len(points) > 1 else None, **style)
+        if len(points) == 1:
+            ax.annotate(name, points[0], (8, 0), textcoords="offset points", va="center", color=style["color"], fontsize=11)
+    ax.set(xscale="log", yscale="log", xlabel="environments stepped together", ylabel="training steps per second")
     ax.set_xticks([4**k for k in range(math.ceil(math.log(max(MANY), 4)))])
-    ax.xaxis.set_major_formatter("{x:,.0f}")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
     ax.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=120)
+    end_labels(ax, size=11)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
