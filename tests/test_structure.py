@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,14 @@ def test_nothing_imports_in_a_circle():
         for name in ready:
             del left[name]
     assert not left
+
+
+def test_the_citation_names_this_version():
+    version, cited = (
+        re.search(pattern, (Path(__file__).parent.parent / name).read_text(), re.M)[1]
+        for name, pattern in (("pyproject.toml", '^version = "(.*)"$'), ("CITATION.cff", "^version: (.*)$"))
+    )
+    assert version == cited
 
 
 def python(*arguments, **kwargs) -> str:
