@@ -3,15 +3,18 @@
 # make lab      opens the notebooks in JupyterLab
 # make lint     checks package, tests and notebooks
 # make results  makes every table in benchmarks/README.md again (hours); ONLY="study codecs" makes these alone
-# Every target sets up .venv first; a second run finds it ready and starts at once.
+# make address  writes REPOSITORY into the README's Colab badge and into the first cell of each notebook, which installs from there
+# Every other target sets up .venv first; a second run finds it ready and starts at once.
 PYTHON ?= python3
 # How packages are installed. With uv on a machine without a GPU: make test INSTALL="uv pip install --torch-backend=cpu"
 INSTALL ?= python -m pip install --quiet --disable-pip-version-check
 READY := .venv/.ready
 RUN := . .venv/bin/activate &&
 NOTEBOOK := fp8_actor_critic
+# The project's public address on GitHub, as owner/name. It has none yet, so until then notebooks install from the clone they are in.
+REPOSITORY ?=
 
-.PHONY: demo test lab lint results clean
+.PHONY: demo test lab lint results address clean
 
 demo: $(READY)
 	@mkdir -p build
@@ -31,6 +34,11 @@ lint: $(READY)
 
 results: $(READY)
 	$(RUN) python benchmarks/results.py $(ONLY)
+
+address:
+	@test -n "$(REPOSITORY)" || { echo "REPOSITORY is empty: name it, as in make address REPOSITORY=owner/name" >&2; exit 2; }
+	perl -pi -e 's{(%pip install --quiet )[^"\\]+}{$$1git+https://github.com/$(REPOSITORY)}' notebooks/*.ipynb
+	perl -pi -e 's{(colab\.research\.google\.com/github/)[^/]+/[^/]+}{$$1$(REPOSITORY)}' README.md
 
 clean:
 	rm -rf .venv build

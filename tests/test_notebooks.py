@@ -4,7 +4,9 @@ import ast
 import importlib.util
 import json
 import re
+import shutil
 import statistics
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,7 +80,22 @@ def test_first_code_cell_installs_the_package_only_where_it_is_missing(code, mis
     if missing:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     exec(TransformerManager().transform_cell(source(code[0])), {"get_ipython": lambda: shell})
-    assert calls == [("pip", "install --quiet ..")] * missing
+    assert [magic for magic, _ in calls] == ["pip"] * missing
+    assert all(re.fullmatch(r"install --quiet (\.\.|git\+https://github\.com/[\w.-]+/[\w.-]+)", line) for _, line in calls)
+
+
+def test_an_address_goes_into_the_badge_and_into_every_first_code_cell(tmp_path):
+    for name in ("Makefile", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    for address in ("someone/some.thing", "someone-else/fp8rl"):  # a second time, too
+        subprocess.run(["make", "address", f"REPOSITORY={address}"], cwd=tmp_path, check=True)
+        badge = f"https://colab.research.google.com/github/{address}/blob/main/notebooks/{MAIN}.ipynb\n"
+        assert badge in (tmp_path / "README.md").read_text()
+        for path in NOTEBOOKS:
+            cells = json.loads((tmp_path / "notebooks" / path.name).read_text())["cells"]
+            first = next(source(cell) for cell in cells if cell["cell_type"] == "code")
+            assert first.endswith(f"%pip install --quiet git+https://github.com/{address}")
 
 
 def test_outputs_are_those_of_one_full_run(path, code):
