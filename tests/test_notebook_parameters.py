@@ -51,7 +51,6 @@ def run_cell(shell: InteractiveShell, source: str) -> list[str]:
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore:.*non-interactive, and thus cannot be shown")
-@pytest.mark.filterwarnings("ignore:.*Overriding environment Breaks-v0")  # when its cell runs again
 def test_runs_with_other_parameters_in_another_folder(name, tmp_path_factory, tmp_path, monkeypatch, one_process):
     notebook, _ = with_parameters(name, **SMALL[name])
     plt.switch_backend("Agg")  # or a desktop's would open windows
