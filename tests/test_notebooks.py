@@ -26,6 +26,10 @@ def lines(cell) -> int:
     return sum(bool(line.strip()) for line in source(cell).splitlines())
 
 
+def tags(cell) -> list[str]:
+    return cell["metadata"].get("tags", [])
+
+
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def path(request):
     return request.param
@@ -55,7 +59,7 @@ def test_kernel_is_python3(notebook):
 
 
 def test_cells_are_many_and_short(path, code):
-    assert (15 if path.stem == MAIN else 10) <= len(code) <= 30
+    assert (30 if path.stem == MAIN else 10) <= len(code) <= (50 if path.stem == MAIN else 30)
     lengths = [lines(cell) for cell in code]
     assert statistics.median(lengths) <= 6 and max(lengths) <= 25
 
@@ -66,7 +70,7 @@ def test_prose_comes_at_least_every_third_cell(notebook):
 
 
 def test_parameters_are_literals_near_the_top(notebook):
-    tagged = [i for i, cell in enumerate(notebook["cells"]) if "parameters" in cell["metadata"].get("tags", [])]
+    tagged = [i for i, cell in enumerate(notebook["cells"]) if "parameters" in tags(cell)]
     assert len(tagged) == 1 and tagged[0] < 5
     for statement in ast.parse(source(notebook["cells"][tagged[0]])).body:
         assert isinstance(statement, ast.Assign)
@@ -100,10 +104,26 @@ def test_an_address_goes_into_the_badge_and_into_every_first_code_cell(tmp_path)
 
 def test_outputs_are_those_of_one_full_run(path, code):
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
-    outputs = [output for cell in code for output in cell["outputs"]]
+    outputs = [output for cell in code if "raises-exception" not in tags(cell) for output in cell["outputs"]]
     assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert path.stat().st_size < 1_000_000
+
+
+def test_exercises_fail_in_one_line_and_their_solutions_are_hidden():
+    """tests/test_notebook_parameters.py runs both."""
+    cells = json.loads((ROOT / "notebooks" / f"{MAIN}.ipynb").read_text())["cells"]
+    exercises = [i for i, cell in enumerate(cells) if "raises-exception" in tags(cell)]
+    assert len(exercises) == 3
+    for at in exercises:
+        *_, error = cells[at]["outputs"]
+        assert error["ename"] == "AssertionError" and error["evalue"] and "\n" not in error["evalue"]
+        assert tags(cells[at + 1]) == ["solution"] and cells[at + 1]["metadata"]["jupyter"] == {"source_hidden": True}
+
+
+def test_the_main_notebook_has_at_most_2000_words_of_prose():
+    cells = json.loads((ROOT / "notebooks" / f"{MAIN}.ipynb").read_text())["cells"]
+    assert sum(len(source(cell).split()) for cell in cells if cell["cell_type"] == "markdown") <= 2000
 
 
 def test_outputs_name_no_private_folder(code):
