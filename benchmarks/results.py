@@ -29,6 +29,7 @@ COMMANDS = {
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
     "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
+    "published": "python benchmarks/published.py benchmarks/results/published.md",
     "late_falls": "python benchmarks/late_falls.py benchmarks/results/late_falls.md",
     "twins": "python benchmarks/twins.py benchmarks/results/twins.md",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",

@@ -4,6 +4,7 @@ import functools
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import small
@@ -123,3 +124,16 @@ def test_rungs_change_one_thing_at_a_time():
     line = ladder.line("the earlier defaults", found)
     assert "| 480.00 (480.00) |" in line and "| 16 of 16 |" in line
     assert ladder.configs_of("+ discount 1 - 2 / time limit", tasks.CART)[0].gamma == 0.99
+
+
+def test_the_ladder_from_the_published_loop_ends_at_ours_on_one_budget():
+    import published
+
+    alone, ladder, back = published.arms().values()
+    first, last = (list(ladder.values())[i][0] for i in (0, -1))
+    assert first == alone["the published loop"][0] == Config.published(seed=9000, **published.BUDGET)
+    assert last == back["our loop"][0] == Config(seed=9000, replay_updates=15, **published.BUDGET)
+    configs = [configs[0] for lines in (alone, ladder, back) for configs in lines.values()]
+    assert {config.steps_per_iteration / config.updates for config in configs} == {128}
+    line = published.line("an arm", np.array([[50.0, 150.0, 99.0], [120.0, 130.0, 140.0], [1.0, 2.0, 3.0]]))
+    assert line == "| an arm | 2 of 3 | 1 of 3 | 2 of 3 | 99.0 | 3.0 |"
