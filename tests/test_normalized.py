@@ -102,6 +102,7 @@ def test_a_single_environment_begins_with_zeros():
     run = build(small(**vars(SHORT) | {"num_envs": 1}))
     rollout = run.collect()
     assert not run.model.normalize(rollout.obs).any()
+    run.learner.watch(rollout)
     run.model.settle()
     assert 0.3 < run.model.normalize(rollout.obs).square().mean() < 3
 
@@ -144,11 +145,10 @@ def test_a_rollout_collected_ahead_counts_when_it_is_received():
 
 
 def test_an_observation_that_is_not_finite_does_not_reach_the_statistics():
-    run = after(2, build(SHORT))
-    collect = Changed(run.collector.inner, lambda rollout: rollout._replace(obs=rollout.obs * torch.nan))
-    run.collector.inner = collect
+    run = build(SHORT)
+    run.collector.inner = Changed(run.collector.inner, lambda rollout: rollout._replace(obs=rollout.obs * torch.nan))
     with pytest.raises(ValueError, match="obs from the environment is not finite"):
-        run.collect()
+        trained(run)
     run.model.settle()
     assert all(x.isfinite().all() for x in statistics(run.model))
 

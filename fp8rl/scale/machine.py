@@ -139,7 +139,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
         collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
     collector = Ahead(collector, learning, config.iterations) if machine.collect_ahead else InTurn(collector)
     if normalizes(config):
-        collector = Following(collector, group.all_reduce)
+        model.watch(env.obs, group.all_reduce)  # the starts; those of a resumed run's state replace them
+        collector, learner = Following(collector), Following(learner)
     if config.formats:
         collector, judge = Unpacked(collector, optimizer), Unpacked(judge, optimizer)
     run = kind(config, Parts(collector, learner, judge, make_ring(config, machine, env), group))

@@ -10,7 +10,7 @@ earlier ones, for which the importance ratios correct as they do for earlier wei
 
 import torch
 
-from ..rollout import Collector, Rollout, check_finite
+from ..rollout import Rollout
 from .around import Around
 from .fused import ManyRows
 from .recurrent import Recurrent
@@ -75,18 +75,12 @@ class NormalizedRecurrent(Normalized, Recurrent):
 
 
 class Following(Around):
-    """A collector that lets the statistics of a network follow the observations: first the starts, then every rollout.
-    `all_reduce` sums over processes."""
-
-    def __init__(self, inner: Collector, all_reduce):
-        super().__init__(inner)
-        self.all_reduce = all_reduce
+    """A collector or a learner that lets the statistics of a network follow the observations."""
 
     def collect(self, learned: Normalized) -> Rollout:
-        if not learned.seen:
-            learned.watch(self.inner.env.obs, self.all_reduce)
         learned.settle()
-        rollout = self.inner.collect(learned)
-        check_finite(rollout)  # or the statistics would be spoilt, also those of a checkpoint
-        learned.watch(rollout.obs[:-1], self.all_reduce)
-        return rollout
+        return self.inner.collect(learned)
+
+    def watch(self, rollout: Rollout) -> None:
+        self.inner.watch(rollout)
+        self.model.watch(rollout.obs[:-1], self.all_reduce)
