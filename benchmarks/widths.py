@@ -1,0 +1,144 @@
+"""Do the defaults learn with networks of any width and depth, and what does a width cost in memory and time?
+
+The cart and CartPole-v1 with the steps and goals of tasks.py, at four widths and, at a width of 64, with one to three layers, on
+seeds on which nothing was chosen. The agents of a line train as populations of up to 30, each population in a process of its own
+with one thread. "Held" is that of tasks.py. The memory of an agent is the growth of its process until its peak, shared by the
+population, beside what `bytes_per_agent` predicts. Steps a second are those of the whole population while it trains.
+
+With --speed it times single runs of the cart instead, replay included, by precision: from which width does bfloat16 pay here?
+
+    python benchmarks/widths.py benchmarks/results/widths.md [--only CartPole-v1] [--widths 16 64] [--arms fp32] [--seeds 10]
+    python benchmarks/widths.py benchmarks/results/widths_speed.md --speed
+
+Finished seeds go to a .csv beside the table, so it can be stopped at any time and goes on with those that are missing.
+"""
+
+import argparse
+import csv
+import itertools
+import multiprocessing
+import re
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import tasks
+import torch
+
+from fp8rl.config import Config
+from fp8rl.report.bench import bench_loop, origin
+from fp8rl.scale.hardware import keep_freed_memory
+from fp8rl.scale.machine import HERE
+from fp8rl.scale.population import Population, bytes_per_agent
+from fp8rl.train import iterate
+
+FIRST, WIDTHS, ARMS = 8200, (16, 64, 256, 1024), ("fp32", "bf16", "fp8", "eight-bit state")
+SHAPES = {(16, 2): 30, (64, 1): 10, (64, 2): 30, (64, 3): 10, (256, 2): 30, (1024, 2): 30}  # width and layers: seeds
+SPEEDS = ("fp32", "bf16", "fp8")
+COLUMNS = ("task", "width", "layers", "arm", "median score", "lowest", "seeds that reach the goal", "held", "MB an agent")
+COLUMNS += ("predicted", "steps/s")
+FIELDS = ("task", "width", "layers", "arm", "seed", "settings", "seconds", "bytes", "returns")
+
+
+def configs_of(task: str, width: int, layers: int, arm: str) -> list[Config]:
+    """A config for each seed of a line."""
+    _, steps, every, _ = tasks.TASKS[task]
+    env_id = None if task == tasks.CART else task
+    shape = {"env_id": env_id, "steps": steps, "eval_every": every, "hidden_size": width, "layers": layers}
+    return [Config(seed=FIRST + k, **shape | tasks.PRECISIONS[arm]) for k in range(SHAPES[width, layers])]
+
+
+def mark_of(config: Config) -> str:
+    """Eight digits that change with any setting."""
+    return f"{zlib.crc32(config.to_json().encode()):08x}"
+
+
+def trained(configs: list[Config]) -> tuple[Population, int]:
+    """A trained population, and the bytes by which it made this process grow."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    for _ in iterate(Population([replace(configs[0], hidden_size=16, steps=configs[0].steps_per_iteration)])):
+        before = psutil.Process().memory_info().rss  # with what any training loads
+    population = Population(configs)
+    for _ in iterate(population):
+        pass
+    return population, 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) - before
+
+
+def rows_of(configs: list[Config]) -> list[dict]:
+    """What the journal keeps of each seed, from a process of their own: a peak of memory is that of a process."""
+    population, grown = trained(configs)
+    found, share = population.histories(configs), {"bytes": grown // len(configs)}
+    share["seconds"] = f"{found[0].last['seconds'] / len(configs):.4f}"
+    pairs = zip(configs, found, strict=True)
+    return [share | {"settings": mark_of(c), "returns": " ".join(f"{x:.6g}" for x in h.evaluations()[1])} for c, h in pairs]
+
+
+def read(journal: Path) -> dict[str, dict]:
+    """The finished seeds, by their settings."""
+    if not journal.exists():
+        journal.write_text(",".join(FIELDS) + "\n")
+    return {row["settings"]: row for row in csv.DictReader(journal.read_text().splitlines())}
+
+
+def line(task: str, width: int, layers: int, arm: str, found: dict[str, dict]) -> str:
+    """A line of the table, of the seeds that are found, or nothing."""
+    configs = configs_of(task, width, layers, arm)
+    rows = [found[mark] for mark in map(mark_of, configs) if mark in found]
+    if not rows:
+        return ""
+    seeds = [tasks.Seed(np.array([float(x) for x in row["returns"].split()]), float(row["seconds"])) for row in rows]
+    scores, count = np.array([seed.returns[-1] for seed in seeds]), len(rows)
+    cells = [task, f"{width:,}", layers, arm, f"{np.median(scores):.2f}", f"{scores.min():.2f}"]
+    cells.append(f"{(scores >= tasks.TASKS[task][3]).sum()} of {count}")
+    cells.append(f"{sum(map(tasks.held, seeds))} of {count}" if task == tasks.CARTPOLE else "-")
+    cells += [f"{np.median([int(row['bytes']) for row in rows]) / 1e6:.2f}", f"{bytes_per_agent(configs[0]) / 1e6:.2f}"]
+    cells.append(f"{configs[0].steps / np.mean([seed.seconds for seed in seeds]):,.0f}")
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def speeds() -> str:
+    """The table of single runs."""
+    lines = []
+    for width in WIDTHS:
+        configs = [Config(name, hidden_size=width, steps=10**12, eval_every=0) for name in SPEEDS]
+        found = [bench_loop(config, HERE, 6, 3)["train_steps_per_second"] for config in configs]
+        lines.append(f"| {' | '.join([f'{width:,}', *(f'{x:,.0f}' for x in found), f'{found[1] / found[0]:.2f}'])} |")
+        print(lines[-1], flush=True)
+    return tasks.table(("width", *(f"{name}, steps/s" for name in SPEEDS), "bf16 / fp32"), lines)
+
+
+def learning(journal: Path, only: list[str], widths: list[int], arms: list[str], seeds: int) -> str:
+    """The table of what is learned, after the training of what the journal does not have."""
+    found, wanted = read(journal), (tasks.CART, tasks.CARTPOLE)
+    for (width, layers), task, arm in itertools.product(SHAPES, wanted, ARMS):
+        names, most = (task, width, layers, arm), min(30, 2560 // width)  # wider ones in smaller steps
+        configs = configs_of(*names)[:seeds] if task in only and width in widths and arm in arms else []
+        for group in (configs[i : i + most] for i in range(0, len(configs), most)):
+            if all(mark_of(config) in found for config in group):
+                continue
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool, journal.open("a", newline="") as file:
+                for config, row in zip(group, pool.submit(rows_of, group).result(), strict=True):
+                    row |= dict(zip(FIELDS, (*names, config.seed), strict=False))
+                    found[row["settings"]] = row
+                    csv.DictWriter(file, FIELDS).writerow(row)
+            print(line(*names, found), flush=True)
+    lines = [line(task, *shape, arm, found) for task, shape, arm in itertools.product(wanted, SHAPES, ARMS)]
+    return tasks.table(COLUMNS, list(filter(None, lines)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="*", default=[tasks.CART, tasks.CARTPOLE])
+    parser.add_argument("--widths", nargs="*", type=int, default=WIDTHS)
+    parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
+    parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--speed", action="store_true")
+    out, *chosen, speed = vars(parser.parse_args()).values()
+    torch.set_num_threads(1)  # as the processes have
+    made = f"`python benchmarks/widths.py {out}{' --speed' * speed}` on {origin()}.\n"
+    out.write_text((speeds() if speed else learning(out.with_suffix(".csv"), *chosen)) + "\n" + made)
