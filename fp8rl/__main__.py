@@ -322,6 +322,8 @@ def compare(
     shapes = len({shared(config) for configs in arms.values() for config in configs})
     if shapes > 1 and not one_by_one:
         print(f"{sum(map(len, arms.values()))} agents of {shapes} shapes, a batch for each")
+    if not one_by_one:  # what cannot be is refused before anything is written
+        study.require_populations([config for configs in arms.values() for config in configs])
     options = json.loads(json.dumps(dataclasses.asdict(comparison) | numbers))  # as they are read back
     with folder_of(out, options, overwrite) as folder:
         journal = study.Journal(out / "runs.jsonl")

@@ -68,6 +68,10 @@ class StepReport(NamedTuple):
     skipped: torch.Tensor  # bool, whether the scaler skipped the step
 
 
+# Where FP8 can take no layer.
+REMEDY = f"use a hidden_size that is a multiple of {fp8.MULTIPLE} and two layers or more, or choose bf16"
+
+
 class Precision:
     """One row of the module's table, its `rules`, for a model on a device. Raises ValueError for a name that is unknown or that
     the device cannot run, and names those it can. There is no fallback."""
@@ -92,7 +96,7 @@ class Precision:
             reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)
             if all(reasons.values()):
                 why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in reasons.items())
-                raise ValueError(f"precision is {self.name!r} and no layer can run in FP8 ({why}): widen one or choose bf16")
+                raise ValueError(f"precision is {self.name!r} and no layer can run in FP8 ({why}): {REMEDY}")
         return model
 
     @contextlib.contextmanager

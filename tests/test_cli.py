@@ -14,7 +14,7 @@ from helpers import SIZED, run_cli, small
 from fp8rl import __main__ as cli
 from fp8rl.config import Config
 from fp8rl.report import bench
-from fp8rl.scale import checkpoint
+from fp8rl.scale import checkpoint, hardware
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.machine import build
 from fp8rl.scale.storage import StoredRing
@@ -192,6 +192,26 @@ def test_bad_values_are_named_and_nothing_is_written(tmp_path, trained, refused)
             assert refused(*command, "--out", tmp_path / "a").startswith(f"{field} is "), command
     for field, value in (("episodes", 0), ("start_noise", 2), ("seed", -1)):
         assert refused("eval", trained, f"--{field.replace('_', '-')}", value).startswith(f"{field} is ")
+    assert not (tmp_path / "a").exists()
+
+
+def needs_a_package():
+    raise gymnasium.error.DependencyNotInstalled("physics is not installed, run `pip install physics`")
+
+
+def test_what_cannot_be_trained_is_refused_with_a_remedy_before_anything_is_written(tmp_path, refused, monkeypatch):
+    monkeypatch.setattr(hardware, "available", lambda device="cpu": 10**9)
+    gymnasium.register("fp8rl-tests/Physics-v0", needs_a_package)
+    for message, *command in (
+        (r"layers is 0: use at least 1\n", "train", "--layers", 0),
+        (r"precision is 'fp8' and .*hidden_size that is a multiple of 16", "train", "--precision", "fp8", "--hidden-size", 24),
+        (r"precision is 'fp8' and .*hidden_size that is a multiple of 16", "study", "--precisions", "fp8", "--hidden-size", 24),
+        (r"a network .*: lower hidden_size, layers", "train", "--hidden-size", 10_000),
+        (r"population of \d+ agents .*: lower hidden_size", "study", "--hidden-size", 10_000, "--seeds", 500),
+        (r"population of \d+ agents .*: use at most \d+ agents, or lower", "study", "--hidden-size", 256),
+        (r"env_id is 'fp8rl-tests/Physics-v0', .*pip install physics", "train", "--env-id", "fp8rl-tests/Physics-v0"),
+    ):
+        assert re.match(message, said := refused(*command, "--out", tmp_path / "a")), said
     assert not (tmp_path / "a").exists()
 
 

@@ -349,7 +349,7 @@ def test_conversion_keeps_parameters_and_names():
 
 
 def test_fp8_without_a_layer_that_qualifies_is_refused():
-    message = r".*no layer can run in FP8 \(inputs: its 2 inputs .*choose bf16"
+    message = r".*no layer can run in FP8 \(inputs: its 2 inputs .*hidden_size that is a multiple of 16 .*choose bf16"
     refused(message, Precision("fp8").prepare, ActorCritic(hidden_size=30))
 
 

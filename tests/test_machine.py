@@ -132,8 +132,8 @@ def test_what_does_not_fit_into_memory_is_refused():
     much = small(capacity=10**12, steps=10**12)
     refused(r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity", build, much, error=MemoryError)
     many = small(num_envs=10**8, capacity=33 * 10**8, steps=10**11)
-    for config in (small(batch_size=1_600_000_000), many):
-        message = r"a rollout or batch needs [\d,]+ bytes and cpu has [\d,]+ free: lower num_envs, rollout_length or batch_size"
+    for config in (small(batch_size=1_600_000_000), many, small(hidden_size=10_000, layers=10_000)):
+        message = r"a network with a rollout or batch needs [\d,]+ bytes and cpu has [\d,]+ free: lower hidden_size, layers, num_"
         refused(message, build, config, error=MemoryError)
 
 

@@ -35,7 +35,7 @@ from ..scale.files import opened, parsed
 from ..scale.gym import EnvironmentFailed, children_ignore_interrupts, interface_of
 from ..scale.hardware import cores, keep_freed_memory
 from ..scale.machine import build
-from ..scale.population import Population, batches, obstacle
+from ..scale.population import Population, batches, obstacle, require_one_population
 from ..tasks.by_id import task_of
 from ..train import iterate, train
 from .statistics import bootstrap_interval, iqm
@@ -185,6 +185,13 @@ def run_all(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def require_populations(configs: list[Config]) -> None:
+    """Raises, before any begins, what the populations of `run_all` raise."""
+    populations = [task for each, task in tasks_of(configs, cores(), None) if each is None]
+    for task in populations:
+        require_one_population(task, "cpu", min(cores(), len(populations)))
 
 
 def tasks_of(configs: list[Config], workers: int, each: Callable | None) -> list[tuple[Callable | None, list[Config]]]:

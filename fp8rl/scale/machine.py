@@ -106,8 +106,9 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     StoredRing and GymEnv raise."""
     group = ranks.Ranks() if ranks.rank_and_size()[1] > 1 else OneProcess()
     check(config, machine, group.size)
-    remedy = "lower num_envs, rollout_length or batch_size"
-    hardware.require_room("a rollout or batch", bytes_at_work(config) // group.size, remedy, machine.on("learn"))
+    remedy = "lower hidden_size, layers, num_envs, rollout_length or batch_size"
+    needed = bytes_of_network(config) + bytes_at_work(config) // group.size
+    hardware.require_room("a network with a rollout or batch", needed, remedy, machine.on("learn"))
     seed = seed_of(config.seed, "weights", group.rank) if group.rank else config.seed
     learning = Precision(config.precision, machine.on("learn"))
     acting = Precision(config.collect_precision or config.precision, machine.on("collect"))
@@ -210,6 +211,12 @@ def normalizes(config: Config) -> bool:
     if config.normalize_obs is None:
         return config.env_id is not None and task_of(config.env_id) is None
     return config.normalize_obs
+
+
+def bytes_of_network(config: Config) -> int:
+    """Memory that the square matrices of a run's network take, with gradients and, unless they have a format, moments."""
+    matrices = config.layers - 1 + 5 * (config.encoder == "gru")
+    return 4 * (2 if config.formats else 4) * matrices * config.hidden_size**2
 
 
 def bytes_at_work(config: Config) -> int:

@@ -36,7 +36,7 @@ from ..lab.formats import format_of
 from ..lab.places import PlaceFormat, Places, in_order, noises, places_of
 from ..losses import Targets, vtrace
 from ..model import ActorCritic
-from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
+from ..precision import PRECISIONS, REMEDY, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
 from ..rollout import Collector, Rollout
 from ..tasks.by_id import task_of
@@ -111,7 +111,7 @@ def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
 
 
 def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:
-    """Rounding of linear layers with weights of given shapes, one after the other."""
+    """Rounding of linear layers with weights of given shapes, one after the other. Raises ValueError if FP8 takes none."""
     precision, operands, gradients = matmuls
     if operands or gradients:
         operands, gradients = operands and operands.matrices, gradients and gradients.matrices
@@ -124,6 +124,8 @@ def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Roundi
         else:
             rounded = bool(found) and found[-1].result is to  # the inputs, already
             found.append(Rounding(None if rounded else to, to, to, to))
+    if rules.forward and all(fp8.misfit(*reversed(shape)) for shape in shapes):
+        raise ValueError(f"precision is {precision!r} and no layer can run in FP8: {REMEDY}")
     return found
 
 
@@ -552,8 +554,8 @@ class Population(Run):
         return [each[self.configs.index(config)] for config in configs]
 
 
-def require_one_population(configs: list[Config], device) -> None:
-    """Raises, before anything is allocated, what Population raises."""
+def require_one_population(configs: list[Config], device, at_once: int = 1) -> None:
+    """Raises, before anything is allocated, what Population raises. `at_once`: so many share the memory."""
     if not configs:
         raise ValueError("configs is empty: give at least one")
     one = shared(configs[0])
@@ -565,11 +567,14 @@ def require_one_population(configs: list[Config], device) -> None:
         if shared(config) != one:
             name = next(name for name, value in vars(shared(config)).items() if value != getattr(one, name))
             raise ValueError(f"{name} is {getattr(config, name)} beside {getattr(one, name)}: use another population for it")
-    agents, free = len(configs), hardware.available(device)
+        for acting in (False, True):
+            roundings_of(matmuls_of(config, acting), shapes_of(config))
+    agents, free = len(configs), hardware.available(device) // at_once
     each = max(bytes_per_agent(config, device) for config in configs)
     if agents * each > free:
-        need = f"needs about {agents * each / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}"
-        raise MemoryError(f"population of {agents} agents {need}: use at most {free // each} agents")
+        need = f"needs about {agents * each / 1e9:.1f} GB and {free / 1e9:.1f} GB are free for it on {device}"
+        fewer = f"use at most {free // each} agents, or " if free > each else ""
+        raise MemoryError(f"population of {agents} agents {need}: {fewer}lower hidden_size, layers, capacity or num_envs")
 
 
 def in_place(places: list[Places], name: str) -> list[tuple[slice, PlaceFormat]]:
@@ -577,16 +582,22 @@ def in_place(places: list[Places], name: str) -> list[tuple[slice, PlaceFormat]]
     return [(agents, kept) for agents, kept in alike([own.get(name) for own in places]) if kept]
 
 
+def shapes_of(config: Config) -> list[tuple[int, int]]:
+    """Shapes of an agent's weights, as in Agents."""
+    task, width = task_of(config.env_id), config.hidden_size
+    features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
+    return [(width, features), *[(width, width)] * (config.layers - 1), ((task or Cart).num_actions + 1, width)]
+
+
 def bytes_per_agent(config: Config, device="cpu") -> int:
     """Memory that an agent takes, about: its ring, seven tensors like its parameters, one like the hidden layers of a rollout if
     they are reused, and what a rollout or batch takes."""
-    task, width, layers = task_of(config.env_id), config.hidden_size, config.layers
-    features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
-    action_size = task.num_actions if task and task.distribution is Gaussian else 0
-    parameters = width * (features + 1) + (layers - 1) * width * (width + 1) + 3 * (width + 1)
+    task, shapes = task_of(config.env_id) or Cart, shapes_of(config)
+    action_size = task.num_actions if task.distribution is Gaussian else 0
+    parameters = sum(rows * (columns + 1) for rows, columns in shapes)
     kept_rows = (config.rollout_length + 1) * config.num_envs if reuses_forward(config, device) else 0
-    ring = ring_bytes(config.rows, config.num_envs, features, codec=config.codec, action_size=action_size)
-    return ring + 4 * (7 * parameters + (layers - 1) * width * kept_rows) + bytes_at_work(config)
+    ring = ring_bytes(config.rows, config.num_envs, shapes[0][1], codec=config.codec, action_size=action_size)
+    return ring + 4 * (7 * parameters + (config.layers - 1) * config.hidden_size * kept_rows) + bytes_at_work(config)
 
 
 def one_of(configs: list[Config], device) -> Config:
