@@ -453,4 +453,4 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
     for fields in ({"precision": "fp8", "hidden_size": 24}, {"collect_precision": "fp8", "layers": 1}):
         refused("precision is 'fp8' and no layer can run in FP8: use a hidden_size", Population, [Config(**SHORT, **fields)])
     with unittest.mock.patch.object(population.hardware, "available", return_value=10**7):
-        refused(r"population of 30 agents needs .* use at most 9 agents, or lower", Population, thirty(), error=MemoryError)
+        refused(r"population of 30 agents needs .* use at most 5 agents, or lower", Population, thirty(), error=MemoryError)

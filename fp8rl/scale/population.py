@@ -591,13 +591,14 @@ def shapes_of(config: Config) -> list[tuple[int, int]]:
 
 def bytes_per_agent(config: Config, device="cpu") -> int:
     """Memory that an agent takes, about: its ring, seven tensors like its parameters, one like the hidden layers of a rollout if
-    they are reused, and what a rollout or batch takes."""
+    they are reused, and what a rollout or batch takes, in FP8 twice."""
     task, shapes = task_of(config.env_id) or Cart, shapes_of(config)
     action_size = task.num_actions if task.distribution is Gaussian else 0
     parameters = sum(rows * (columns + 1) for rows, columns in shapes)
     kept_rows = (config.rollout_length + 1) * config.num_envs if reuses_forward(config, device) else 0
     ring = ring_bytes(config.rows, config.num_envs, shapes[0][1], codec=config.codec, action_size=action_size)
-    return ring + 4 * (7 * parameters + (config.layers - 1) * config.hidden_size * kept_rows) + bytes_at_work(config)
+    work = bytes_at_work(config) * (2 if PRECISIONS[config.precision].forward else 1)  # FP8 rounds copies of what it multiplies
+    return ring + 4 * (7 * parameters + (config.layers - 1) * config.hidden_size * kept_rows) + work
 
 
 def one_of(configs: list[Config], device) -> Config:
