@@ -3,9 +3,10 @@
 The cart and CartPole-v1 with the steps and goals of tasks.py, at four widths and, at a width of 64, with one to three layers, on
 seeds on which nothing was chosen. The agents of a line train as populations of up to 30, each population in a process of its own
 with one thread. "Held" is that of tasks.py. The memory of an agent is the growth of its process until its peak, shared by the
-population, beside what `bytes_per_agent` predicts. Steps a second are those of the whole population while it trains.
+population, beside what `bytes_per_agent` predicts. In one layer there is nothing that FP8 can multiply.
 
-With --speed it times single runs of the cart instead, replay included, by precision: from which width does bfloat16 pay here?
+With --speed it times single runs and populations of the cart instead, replay included: from which width does bfloat16 pay here?
+Steps a second are of the processor's time, of one core, so that programs beside this one count little.
 
     python benchmarks/widths.py benchmarks/results/widths.md [--only CartPole-v1] [--widths 16 64] [--arms fp32] [--seeds 10]
     python benchmarks/widths.py benchmarks/results/widths_speed.md --speed
@@ -14,10 +15,12 @@ Finished seeds go to a .csv beside the table, so it can be stopped at any time a
 """
 
 import argparse
+import contextlib
 import csv
 import itertools
 import multiprocessing
 import re
+import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -29,18 +32,18 @@ import tasks
 import torch
 
 from fp8rl.config import Config
-from fp8rl.report.bench import bench_loop, origin
+from fp8rl.report.bench import origin
 from fp8rl.scale.hardware import keep_freed_memory
-from fp8rl.scale.machine import HERE
+from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population, bytes_per_agent
-from fp8rl.train import iterate
+from fp8rl.train import Run, iterate
 
 FIRST, WIDTHS, ARMS = 8200, (16, 64, 256, 1024), ("fp32", "bf16", "fp8", "eight-bit state")
 SHAPES = {(16, 2): 30, (64, 1): 10, (64, 2): 30, (64, 3): 10, (256, 2): 30, (1024, 2): 30}  # width and layers: seeds
-SPEEDS = ("fp32", "bf16", "fp8")
+ALONE, TOGETHER, AGENTS = ("fp32", "bf16", "fp8"), ("fp32", "fp8"), 8  # what --speed times, and how many agents are together
 COLUMNS = ("task", "width", "layers", "arm", "median score", "lowest", "seeds that reach the goal", "held", "MB an agent")
-COLUMNS += ("predicted", "steps/s")
-FIELDS = ("task", "width", "layers", "arm", "seed", "settings", "seconds", "bytes", "returns")
+COLUMNS += ("predicted",)
+FIELDS = ("task", "width", "layers", "arm", "seed", "settings", "bytes", "returns")
 
 
 def configs_of(task: str, width: int, layers: int, arm: str) -> list[Config]:
@@ -48,7 +51,8 @@ def configs_of(task: str, width: int, layers: int, arm: str) -> list[Config]:
     _, steps, every, _ = tasks.TASKS[task]
     env_id = None if task == tasks.CART else task
     shape = {"env_id": env_id, "steps": steps, "eval_every": every, "hidden_size": width, "layers": layers}
-    return [Config(seed=FIRST + k, **shape | tasks.PRECISIONS[arm]) for k in range(SHAPES[width, layers])]
+    count = 0 if layers == 1 and "fp8" in tasks.PRECISIONS[arm].values() else SHAPES[width, layers]
+    return [Config(seed=FIRST + k, **shape | tasks.PRECISIONS[arm]) for k in range(count)]
 
 
 def mark_of(config: Config) -> str:
@@ -71,10 +75,9 @@ def trained(configs: list[Config]) -> tuple[Population, int]:
 def rows_of(configs: list[Config]) -> list[dict]:
     """What the journal keeps of each seed, from a process of their own: a peak of memory is that of a process."""
     population, grown = trained(configs)
-    found, share = population.histories(configs), {"bytes": grown // len(configs)}
-    share["seconds"] = f"{found[0].last['seconds'] / len(configs):.4f}"
-    pairs = zip(configs, found, strict=True)
-    return [share | {"settings": mark_of(c), "returns": " ".join(f"{x:.6g}" for x in h.evaluations()[1])} for c, h in pairs]
+    returns = [" ".join(f"{x:.6g}" for x in history.evaluations()[1]) for history in population.histories(configs)]
+    settings = {"bytes": grown // len(configs)}
+    return [settings | {"settings": mark_of(c), "returns": each} for c, each in zip(configs, returns, strict=True)]
 
 
 def read(journal: Path) -> dict[str, dict]:
@@ -90,25 +93,38 @@ def line(task: str, width: int, layers: int, arm: str, found: dict[str, dict]) -
     rows = [found[mark] for mark in map(mark_of, configs) if mark in found]
     if not rows:
         return ""
-    seeds = [tasks.Seed(np.array([float(x) for x in row["returns"].split()]), float(row["seconds"])) for row in rows]
+    seeds = [tasks.Seed(np.array([float(x) for x in row["returns"].split()]), 0.0) for row in rows]
     scores, count = np.array([seed.returns[-1] for seed in seeds]), len(rows)
     cells = [task, f"{width:,}", layers, arm, f"{np.median(scores):.2f}", f"{scores.min():.2f}"]
     cells.append(f"{(scores >= tasks.TASKS[task][3]).sum()} of {count}")
     cells.append(f"{sum(map(tasks.held, seeds))} of {count}" if task == tasks.CARTPOLE else "-")
     cells += [f"{np.median([int(row['bytes']) for row in rows]) / 1e6:.2f}", f"{bytes_per_agent(configs[0]) / 1e6:.2f}"]
-    cells.append(f"{configs[0].steps / np.mean([seed.seconds for seed in seeds]):,.0f}")
     return f"| {' | '.join(map(str, cells))} |"
 
 
+def speed(run: Run) -> float:
+    """Steps of all agents of a run in a second of the processor's time."""
+    with contextlib.closing(iterate(run)) as iterations:
+        next(iterations)  # loads what training needs
+        began, count = time.process_time(), 0
+        while count < 3 or time.process_time() - began < 5:
+            next(iterations)
+            count += 1
+    return count * len(run.configs) * run.config.steps_per_iteration / (time.process_time() - began)
+
+
 def speeds() -> str:
-    """The table of single runs."""
+    """The table of speeds."""
     lines = []
     for width in WIDTHS:
-        configs = [Config(name, hidden_size=width, steps=10**12, eval_every=0) for name in SPEEDS]
-        found = [bench_loop(config, HERE, 6, 3)["train_steps_per_second"] for config in configs]
-        lines.append(f"| {' | '.join([f'{width:,}', *(f'{x:,.0f}' for x in found), f'{found[1] / found[0]:.2f}'])} |")
+        shape = {"hidden_size": width, "steps": 10**9, "eval_every": 0}
+        found = [speed(build(Config(name, **shape))) for name in ALONE]
+        together = [speed(Population([Config(name, seed=k, **shape) for k in range(AGENTS)])) for name in TOGETHER]
+        cells = [f"{width:,}", *(f"{x:,.0f}" for x in found), f"{found[1] / found[0]:.2f}", *(f"{x:,.0f}" for x in together)]
+        lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    return tasks.table(("width", *(f"{name}, steps/s" for name in SPEEDS), "bf16 / fp32"), lines)
+    names = ("width", *(f"{name} alone" for name in ALONE), "bf16 / fp32", *(f"{AGENTS} agents in {name}" for name in TOGETHER))
+    return tasks.table(names, lines)
 
 
 def learning(journal: Path, only: list[str], widths: list[int], arms: list[str], seeds: int) -> str:
@@ -138,7 +154,7 @@ if __name__ == "__main__":
     parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--speed", action="store_true")
-    out, *chosen, speed = vars(parser.parse_args()).values()
+    out, *chosen, times = vars(parser.parse_args()).values()
     torch.set_num_threads(1)  # as the processes have
-    made = f"`python benchmarks/widths.py {out}{' --speed' * speed}` on {origin()}.\n"
-    out.write_text((speeds() if speed else learning(out.with_suffix(".csv"), *chosen)) + "\n" + made)
+    made = f"`python benchmarks/widths.py {out}{' --speed' * times}` on {origin()}.\n"
+    out.write_text((speeds() if times else learning(out.with_suffix(".csv"), *chosen)) + "\n" + made)

@@ -137,3 +137,17 @@ def test_the_ladder_from_the_published_loop_ends_at_ours_on_one_budget():
     assert {config.steps_per_iteration / config.updates for config in configs} == {128}
     line = published.line("an arm", np.array([[50.0, 150.0, 99.0], [120.0, 130.0, 140.0], [1.0, 2.0, 3.0]]))
     assert line == "| an arm | 2 of 3 | 1 of 3 | 2 of 3 | 99.0 | 3.0 |"
+
+
+def test_a_width_s_agents_train_in_a_process_of_their_own_and_are_kept(monkeypatch, tmp_path):
+    import tasks
+    import widths
+
+    monkeypatch.setitem(tasks.TASKS, tasks.CART, (0, 2048, 2048, -1000))
+    monkeypatch.setattr(widths, "SHAPES", {(16, 1): 3})
+    assert not widths.configs_of(tasks.CART, 16, 1, "fp8")  # which has nothing to multiply there
+    chosen = [tasks.CART], [16], ["fp32"]
+    line = widths.learning(tmp_path / "a.csv", *chosen, 2).splitlines()[-1]
+    assert line.startswith("| the cart | 16 | 1 | fp32 | ") and " | 2 of 2 | - | " in line
+    monkeypatch.setattr(widths, "rows_of", None)  # nothing is trained again
+    assert widths.learning(tmp_path / "a.csv", *chosen, 2).splitlines()[-1] == line
