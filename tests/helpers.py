@@ -42,6 +42,11 @@ class Changed(Around):
         return self.change(self.inner.collect(learned))
 
 
+def bang_bang(state: torch.Tensor) -> torch.Tensor:
+    """The reference controller: push against p + 3 v. Takes states [..., 2], returns actions [...] (int64)."""
+    return (state[..., 0] + 3 * state[..., 1] < 0).long()
+
+
 def refused(message: str, call, *arguments, error: type[Exception] = ValueError, **options) -> None:
     """The call raises this error, in one line that begins with a pattern."""
     with pytest.raises(error) as caught:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
-from helpers import refused
+from helpers import bang_bang, refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from fp8rl import env as cart
 from fp8rl.env import LIMIT, MAX_STEPS, PUSH, Cart, dynamics, obs_bounds, outcome
 from fp8rl.evaluate import play
 from fp8rl.scale.gym import interface_of
-from fp8rl.tasks.cart import CustomEnv, bang_bang
+from fp8rl.tasks.cart import CustomEnv
 
 NUMBERS = "push", "damping", "limit"
 NAME = "fp8rl:fp8rl/CustomEnv-v0"

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
+from helpers import bang_bang
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8rl.env import Cart, dynamics, outcome
 from fp8rl.evaluate import play
 from fp8rl.tasks import optimum
-from fp8rl.tasks.cart import bang_bang
 from fp8rl.tasks.optimum import Grid, optimal_returns
 
 STARTS = Cart(50, seed=1).state

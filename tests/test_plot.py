@@ -2,11 +2,11 @@ import io
 
 import numpy as np
 import pytest
+from helpers import bang_bang
 from matplotlib.figure import Figure
 from PIL import Image
 
 from fp8rl.report import plot
-from fp8rl.tasks.cart import bang_bang
 
 STEPS = np.arange(1, 31) * 512
 

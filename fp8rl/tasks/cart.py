@@ -7,11 +7,6 @@ import torch
 from ..env import LIMIT, MAX_STEPS, Cart, dynamics, obs_bounds, outcome
 
 
-def bang_bang(state: torch.Tensor) -> torch.Tensor:
-    """The reference controller: push against p + 3 v. Takes states [..., 2], returns actions [...] (int64)."""
-    return (state[..., 0] + 3 * state[..., 1] < 0).long()
-
-
 class CustomEnv(gymnasium.Env):
     """One environment with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it. `render_mode` is None or
     "rgb_array"; the other options and their errors are those of Cart, and an action that is not 0 or 1 raises ValueError.
