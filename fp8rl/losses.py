@@ -33,20 +33,6 @@ LOWEST = torch.finfo(torch.float32).min
 _sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over time and batch: [1, 1], or [1, S, 1] of S agents
 
 
-class Coefficients(NamedTuple):
-    """What the loss depends on; the fields of the same names in Config explain them. What
-    a Config leaves to the task has a value of its own here."""
-
-    gamma: float = 0.99
-    lam: float = 0.98
-    clip: float = 0.2
-    value_coef: float = 0.5
-    entropy_coef: float = 0.01
-    normalize_advantage: bool = True
-    importance_correction: bool = True
-    bootstrap_truncation: bool = True
-
-
 class Targets(NamedTuple):
     """Results of V-trace, float32 [T, B] each."""
 
@@ -87,7 +73,7 @@ def only_here(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors
 
 
-def actor_critic_loss(outputs, values, rollout: Rollout, coefficients=None, all_reduce=only_here, targets_of=vtrace):
+def actor_critic_loss(outputs, values, rollout: Rollout, config, all_reduce=only_here, targets_of=vtrace):
     """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy, means over
     valid rows. The policy term is -log pi(a|x) times the V-trace advantage, divided by its standard deviation + FLOOR after its
     mean is subtracted (`normalize_advantage`), and 0 where PPO's rule says so (`clip`); the value loss is half the squared
@@ -98,17 +84,17 @@ def actor_critic_loss(outputs, values, rollout: Rollout, coefficients=None, all_
     (sum rho)^2 / (n sum rho^2); 1 on-policy).
 
         >>> import torch
+        >>> from fp8rl.config import Config
         >>> flags, logp = torch.zeros(3, 4, dtype=torch.uint8), torch.full((3, 4), -0.69)
         >>> rollout = Rollout(torch.zeros(4, 4, 2), torch.ones(3, 4).long(), torch.ones(3, 4), flags, logp)
         >>> outputs, values = torch.zeros(4, 4, 2, requires_grad=True), torch.zeros(4, 4, requires_grad=True)
-        >>> actor_critic_loss(outputs, values, rollout, Coefficients(gamma=0.9))[0].backward()
+        >>> actor_critic_loss(outputs, values, rollout, Config(gamma=0.9, entropy_coef=0.01))[0].backward()
 
     `outputs` and `values` are the model's, float32 [T+1, B, A] (2 A for continuous actions) and [T+1, B], with gradient. With an
-    axis of S agents before B in all arguments, every agent has its own means, loss and statistics, [S] each. `coefficients` has
-    the fields of Coefficients, as a Config does: numbers, or tensors [S, 1]. `all_reduce` sums tensors over the processes that
+    axis of S agents before B in all arguments, every agent has its own means, loss and statistics, [S] each. `config` has
+    the fields of a settled Config: numbers, or tensors [S, 1]. `all_reduce` sums tensors over the processes that
     hold the other parts of the batch, whose losses and entropies add up to those of the whole. `targets_of`: as `vtrace`.
     """
-    config = coefficients or Coefficients()
     valid = rollout.valid
     mask = valid.float()
     rows = _sum(mask)

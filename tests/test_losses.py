@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -5,14 +7,15 @@ from helpers import random_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.losses import FLOOR, Coefficients, actor_critic_loss, discounts_of, vtrace
+from fp8rl.config import Config
+from fp8rl.losses import FLOOR, actor_critic_loss, discounts_of, vtrace
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 GAMMA = 0.9
 seeds = st.integers(0, 2**32 - 1)
 lengths = st.integers(1, 12)
 lambdas = st.sampled_from([0.0, 0.5, 0.95, 1.0])
-SETTINGS = Coefficients(gamma=GAMMA, lam=0.95)
+SETTINGS = Config(gamma=GAMMA, lam=0.95, entropy_coef=0.01)
 
 
 def targets_of(values, log_ratios, rollout, lam):
@@ -122,7 +125,7 @@ def test_one_row_is_td_0_with_the_ratio_clipped_at_1(seed, lam):
 
 
 def loss_of(logits, values, rollout, **changes):
-    return actor_critic_loss(logits, values, rollout, SETTINGS._replace(**changes))
+    return actor_critic_loss(logits, values, rollout, dataclasses.replace(SETTINGS, **changes))
 
 
 @given(seeds, lengths, st.booleans(), st.booleans(), st.sampled_from([0.2, 2.0, 1e9]))

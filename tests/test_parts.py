@@ -20,7 +20,6 @@ from fp8rl.config import Config
 from fp8rl.distribution import LOG_STD, Gaussian
 from fp8rl.env import TensorEnv
 from fp8rl.evaluate import Judge
-from fp8rl.losses import Coefficients
 from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.report import study
 from fp8rl.scale import checkpoint
@@ -44,11 +43,6 @@ def test_parts_stand_alone():
     script = f"import sys, torch; before = set(sys.modules); import {names}; print(*sys.modules.keys() - before)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"gymnasium", "tqdm", "fp8rl.config", "fp8rl.train"} & set(loaded)
-
-
-def test_the_loss_alone_has_the_defaults_of_a_config():
-    own = Coefficients()._asdict() | {"gamma": None, "entropy_coef": None}  # a config's follow from the task
-    assert all(getattr(Config(), name) == value for name, value in own.items())
 
 
 class Epochs(Run):

@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 
+from fp8rl.config import Config
 from fp8rl.env import Cart
-from fp8rl.losses import Coefficients, actor_critic_loss, only_here
+from fp8rl.losses import actor_critic_loss, only_here
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.report.folder import FILES, MARK, Folder
@@ -330,7 +331,8 @@ def answering(sums: list, asks: list):
 
 def loss_of(model, batch: Rollout, normalized: bool = True, all_reduce=only_here):
     logits, values = model(batch.obs)
-    loss, stats = actor_critic_loss(logits, values, batch, Coefficients(normalize_advantage=normalized), all_reduce)
+    config = Config(gamma=0.99, entropy_coef=0.01, normalize_advantage=normalized)
+    loss, stats = actor_critic_loss(logits, values, batch, config, all_reduce)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
     return loss.detach(), torch.cat([x.flatten() for x in gradient]), stats
 
