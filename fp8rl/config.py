@@ -78,7 +78,8 @@ class Config:
     # 0 for continuous ones, whose deviation has a floor (distribution.py).
     entropy_coef: float | None = None
     value_coef: float = 0.5  # Weight of the value loss.
-    learning_rate: float = 1e-3  # Adam's, at first.
+    # Adam's, at first. None: 0.001 for 64 units, and in proportion to 1 / sqrt(hidden_size), 0.002 for 16 and 0.0005 for 256.
+    learning_rate: float | None = None
     anneal: bool = True  # Multiply the learning rate by the share of training left, so that the last policy settles.
     # Also divide it by 1 + steps / halved_after: half after so many steps. 0 turns this off.
     halved_after: int = 0
@@ -103,6 +104,8 @@ class Config:
         self._require("capacity", self.capacity // self.num_envs >= rows, enough)
         self._require("steps", self.iterations >= 1, f"use at least one iteration, {self.steps_per_iteration} steps")
         self._require("layers", self.encoder != "gru" or self.layers > 1, "use at least 2 with gru, which is the last one")
+        if self.learning_rate is None:
+            object.__setattr__(self, "learning_rate", 1e-3 * math.sqrt(64 / self.hidden_size))
         if self.env_id is not None:
             for name in ("extra_features", "hide_velocity", "start_noise"):
                 self._require(name, getattr(self, name) == getattr(Config, name), f"leave it out, {self.env_id} does not have it")

@@ -98,6 +98,11 @@ def test_discount_and_entropy_bonus_follow_from_the_task():
     assert chosen.settled(Cart) == chosen
 
 
+def test_the_learning_rate_follows_from_the_width():
+    assert [Config(hidden_size=size).learning_rate for size in (16, 64, 256, 1024)] == [2e-3, 1e-3, 5e-4, 2.5e-4]
+    assert Config(hidden_size=16, learning_rate=0.5).learning_rate == 0.5
+
+
 def test_evaluations_come_when_asked():
     for fields, steps in (
         ({"eval_every": 6_000, "steps": 16_384}, [6_144, 12_288, 16_384]),
