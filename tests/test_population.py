@@ -95,8 +95,8 @@ def test_so_it_is_in_every_precision(k):
 def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     """The same actions and returns, as long as rounding does not change an action; the weights differ by the order of sums, which
     in a rounded product is the last bit of a few numbers. At a low learning rate that has no time to grow. A gradient near 0 is
-    the difference of large sums, so single weights may be off by a few hundredths of a step of Adam, on one processor more than on
-    another, and all of a small bias by one."""
+    the difference of large sums, so single weights may be off by some hundredths of a step of Adam (more on one processor than on
+    another), and all of a small bias by one."""
     fields = {"steps": 5_120, "eval_every": 2_560, "eval_episodes": 5, "replay_updates": 1}
     fields |= {"lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
     configs = [small(precision, seed=seed, **fields) for seed in (1, 3, 5)]
