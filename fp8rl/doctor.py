@@ -1,0 +1,323 @@
+"""Which formats would break this training? A doctor that watches an optimizer train in float32.
+
+Keep the numbers of one place in few bits and let everything else be as it is. Over a window of updates let d be how far the
+weights move in float32, and d' how far they would move then. Their quotient and their distance are
+
+    progress  p = <d', d> / <d, d>        noise  q = |d' - d| / |d|
+
+Learning breaks where p is far from 1, a quarter or four times of float32's. Noise as large as the step itself hardly matters,
+because it averages out over updates. So few bits break learning where they bias a sum that goes on, as weights and moments are,
+not where they are inaccurate (benchmarks/law.py measures this).
+
+Both numbers come from the updates that the training makes anyway, on a sample of each tensor's numbers:
+
+    weights       begin each window rounded, follow the updates of float32, and are rounded after each: w' <- round(w' + update)
+    m, v, root    are kept in few bits from the first update on, v' <- round(beta2 v' + (1 - beta2) g^2), with the gradients of
+                  float32; their update is Adam's (Kingma and Ba 2015) with what is kept
+
+A place and its format are written as in Config's field `formats` (lab/places.py): "weights=bf16", "v=e4m3:unscaled",
+"root=e4m3:stochastic". All of them are followed at once, as the rows of one tensor.
+"""
+
+import json
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .lab.places import STATE, PlaceFormat, places_of
+
+FORMATS = ("weights=bf16", "weights=bf16:stochastic", "weights=fp16", "weights=e4m3", "weights=e4m3:stochastic")
+FORMATS += ("m=bf16", "m=e4m3", "m=e4m3:unscaled", "v=bf16", "v=bf16:stochastic", "v=fp16:unscaled", "v=e5m2", "v=e4m3")
+FORMATS += ("v=e4m3:unscaled", "v=e4m3:stochastic", "root=e4m3", "root=e4m3:unscaled", "root=e4m3:stochastic")
+BREAKS, UNSURE, NOISY = 4.0, 3.0, 2.5  # factors of progress, and noise, chosen on two tasks (benchmarks/law.py)
+
+
+class Finding(NamedTuple):
+    """What the doctor found of one place and format in one optimizer."""
+
+    optimizer: str
+    place: str  # weights, m, v or root
+    format: str  # with the words after it
+    progress: float  # p, mean of the windows; NaN if there is none
+    noise: float  # q, their median
+    lost: float  # share of the numbers that stay the same over a window (weights) or are kept as 0 (moments), their median
+    verdict: str  # fine, breaks or unknown
+    why: str
+    cure: str  # a format of the same place, or the root of v, that the doctor has watched and found fine
+
+
+class Report(list[Finding]):
+    """The findings, in the order of the doctor's formats."""
+
+    def to_markdown(self) -> str:
+        rows = [[f"{x:.2f}" if isinstance(x, float) else x for x in finding] for finding in self]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (Finding._fields, ["---"] * len(Finding._fields), *rows))
+
+    __str__ = to_markdown
+
+    def to_json(self) -> str:
+        """A list of objects; NaN is null."""
+        return json.dumps([{name: None if x != x else x for name, x in finding._asdict().items()} for finding in self], indent=2)
+
+    def require(self, *formats: str) -> None:
+        """Raises ValueError unless each of these, such as "weights=bf16", is fine in every optimizer."""
+        for name in formats:
+            found = [finding for finding in self if f"{finding.place}={finding.format}" == name]
+            if not found:
+                raise ValueError(f"{name} was not watched: name it in the doctor's formats, and use Adam for m, v and root")
+            for finding in found:
+                if finding.verdict != "fine":
+                    raise ValueError(
+                        f"{name} is not fine in {finding.optimizer} ({finding.verdict}: {finding.why}): {finding.cure}"
+                    )
+
+
+class Rows:
+    """Samples [C, T, P] of T tensors, each row kept in a format of its own: all of them are rounded at once, to the same numbers
+    as by a `PlaceFormat`, one after the other. In NumPy, whose calls cost least. `forms`: formats without blocks, with those that
+    round stochastically last."""
+
+    def __init__(self, forms: list[PlaceFormat], seed: int):
+        def column(values):
+            return np.array(list(values), np.float32).reshape(-1, 1, 1)
+
+        self.normal = column(2.0**form.format.normal for form in forms)
+        self.ulp = column(2.0**-form.format.mantissa for form in forms)
+        self.largest = column(form.format.largest for form in forms)
+        self.limit, self.exponent = np.frexp(self.largest)
+        self.plain = column(form.scaled for form in forms) == 0
+        self.nearest, self.random = sum("stochastic" not in form.words for form in forms), np.random.default_rng(seed)
+
+    def round(self, x: np.ndarray, least: np.ndarray) -> np.ndarray:
+        """The rows, float32, rounded. `least` [C, T, 1]: the largest magnitude of each whole tensor, of which `x` is a sample."""
+        mantissa, exponent = np.frexp(np.maximum(np.abs(x).max(-1, keepdims=True), least))
+        exponent = np.clip(exponent - self.exponent + (mantissa > self.limit), -126, 128 - self.exponent)
+        exponent[self.plain[:, 0, 0]] = 0
+        scale = np.ldexp(np.float32(1), exponent)  # fp8.power_of_two_scale
+        x = x / scale
+        step = (x.view(np.int32) & 0x7F800000).view(np.float32)
+        np.maximum(step, self.normal, out=step)
+        step *= self.ulp
+        x /= step
+        whole = np.rint(x)
+        if self.nearest < len(x):
+            down = np.floor(rest := x[self.nearest :])
+            whole[self.nearest :] = down + (self.random.random(down.shape, np.float32) < rest - down)
+        whole *= step
+        np.clip(whole, -self.largest, self.largest, out=whole)
+        whole *= scale
+        return whole
+
+
+class Watched:
+    """One optimizer, seen through its hooks. They read weights, gradients and settings, and change nothing.
+
+    A row follows each format: `rows` [C, T, P] are P weights, moments or roots of each of T tensors as they would be kept, and
+    `kind` [C] says which, by its index in STATE. `m` and `v` [T, P] are float32's."""
+
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, formats: tuple[str, ...], length: int, sample: int, seed: int
+    ):
+        self.name, self.optimizer, self.length = name, optimizer, length
+        pairs = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self.parameters, self.groups = [p for p, _ in pairs], [group for _, group in pairs]
+        device, generator = self.parameters[0].device, torch.Generator().manual_seed(seed)
+        self.adam = isinstance(optimizer, torch.optim.Adam) and not any(group["amsgrad"] for group in self.groups)  # AdamW is one
+        kept = [(*next(iter(places_of(text, STATE).items())), text) for text in formats]
+        kept = [(place, form, text) for place, form, text in kept if place == "weights" or self.adam]
+        kept.sort(key=lambda entry: "stochastic" in entry[1].words)
+        if any(form.block for _, form, _ in kept):
+            raise ValueError("formats has block: leave it out, the doctor follows a sample of each tensor")
+        self.kind = np.array([STATE.index(place) for place, *_ in kept])
+        self.weights, self.first, self.root = ((self.kind == i).reshape(-1, 1, 1) for i in (0, 1, 3))
+        each = torch.arange(max(1, sample // len(self.parameters)))  # a smaller tensor has its numbers several times
+        self.index = [torch.randperm(p.numel(), generator=generator)[each % p.numel()].to(device) for p in self.parameters]
+        sizes = [p.numel() for p in self.parameters]
+        self.joined = sum(sizes) <= 2**18  # then one look at the joined tensors is faster than one at each
+        self.whole = torch.stack(self.index) + torch.tensor([0, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)
+        self.format = Rows([form for _, form, _ in kept], seed)
+        self.share = np.minimum(np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1)  # of each of the numbers, in sums
+        self.found: dict[str, list] = {text: [] for *_, text in kept}  # p, q and the share lost, of each window
+        self.rows = None
+        self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
+
+    def take(self, tensors: list[torch.Tensor]) -> np.ndarray:
+        """The sampled numbers of tensors like the parameters, float32 [T, P]. Waits for a GPU."""
+        flat = [x.detach().reshape(-1) for x in tensors]
+        if self.joined:
+            return torch.cat(flat)[self.whole].float().cpu().numpy()
+        return torch.stack([x[index].float() for x, index in zip(flat, self.index, strict=True)]).cpu().numpy()
+
+    def of(self, name: str, part: int | None = None) -> np.ndarray:
+        """A setting of the optimizer for each parameter, float32 [T, 1]."""
+        values = [float(group[name] if part is None else group[name][part]) for group in self.groups]
+        return np.array(values, np.float32).reshape(-1, 1)
+
+    def moment(self, name: str) -> list[torch.Tensor]:
+        """A tensor of the optimizer's state for each parameter; zeros before the first step."""
+        return [self.optimizer.state.get(p, {}).get(name, torch.zeros_like(p)) for p in self.parameters]
+
+    @torch.no_grad()
+    def before(self, optimizer, args, kwargs) -> None:
+        self.weight = self.take(self.parameters)
+        if self.rows is None:
+            self.steps = max(int(self.optimizer.state.get(p, {}).get("step", 0)) for p in self.parameters)
+            self.m, self.v = (self.take(self.moment(name)) for name in ("exp_avg", "exp_avg_sq"))
+            self.rows = np.stack((self.weight, self.m, self.v, np.sqrt(self.v)))[self.kind]
+            self.begin()
+            self.rows = self.format.round(self.rows, self.least)
+
+    def begin(self) -> None:
+        """Begins a window, in which weights are those of float32 at first."""
+        tops = [self.parameters, *(self.moment(name) for name in ("exp_avg", "exp_avg_sq"))]
+        tops = torch.stack([torch.stack([x.detach().abs().max().float() for x in tensors]) for tensors in tops])
+        weights, moments, squares = tops.unsqueeze(-1).cpu().numpy()
+        self.least = np.stack((weights, moments, squares, np.sqrt(squares)))[self.kind]
+        fresh = self.format.round(np.broadcast_to(self.take(self.parameters), self.rows.shape), self.least)
+        self.rows = self.start = np.where(self.weights, fresh, self.rows)
+        self.moved, self.true, self.count = np.zeros_like(self.rows), np.zeros((2, *self.m.shape), np.float32), 0
+
+    @torch.no_grad()
+    def after(self, optimizer, args, kwargs) -> None:
+        gradients = [p.grad for p in self.parameters]
+        missing = [gradient is None for gradient in gradients]
+        if any(missing):
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        g = self.take(gradients)
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a GradScaler leaves it to a fused optimizer
+            g = g / float(scale)
+        if not np.isfinite(g).all():
+            return  # and a fused optimizer then skips the step
+        update = self.take(self.parameters) - self.weight
+        self.true[0] += update
+        if self.adam:
+            self.follow(g, update, missing)
+        else:
+            self.rows = self.format.round(self.rows + update, self.least)
+        self.count += 1
+        if self.count == self.length:
+            self.judge()
+            self.begin()
+
+    def follow(self, g: np.ndarray, update: np.ndarray, missing: list[bool]) -> None:
+        """Takes Adam's step with each row in place of what float32 keeps."""
+        g = -g if self.groups[0]["maximize"] else g
+        if not isinstance(self.optimizer, torch.optim.AdamW):
+            g = g + self.of("weight_decay") * self.weight  # Adam's decay is part of the gradient
+        beta1, beta2 = self.of("betas", 0), self.of("betas", 1)
+        squares = (1 - beta2) * g * g
+        added = np.stack((update, (1 - beta1) * g, squares, squares))
+        keeps = np.stack((np.ones_like(beta1), beta1, beta2, beta2))
+        rows = np.where(self.root, self.rows * self.rows, self.rows) * keeps[self.kind] + added[self.kind]
+        rows = np.sqrt(rows, out=rows, where=np.broadcast_to(self.root, rows.shape))
+        rows = self.format.round(rows, self.least)
+        m, v = self.m * beta1 + added[1], self.v * beta2 + added[2]
+        if any(missing):  # the optimizer leaves their moments alone
+            live = ~np.array(missing).reshape(-1, 1)
+            rows, m, v = (np.where(live, new, old) for new, old in ((rows, self.rows), (m, self.m), (v, self.v)))
+        self.rows, self.m, self.v = rows, m, v
+        self.steps += 1
+        size, correction = self.of("lr") / (1 - beta1**self.steps), np.sqrt(1 - beta2**self.steps)
+        true, eps = np.sqrt(v), self.of("eps")
+        divisor = np.where(self.first, true, np.where(self.root, rows, np.sqrt(np.abs(rows))))
+        self.moved += size * np.where(self.first, rows, m) / (divisor / correction + eps)
+        self.true[1] += size * m / (true / correction + eps)
+
+    def judge(self) -> None:
+        """Ends a window with its p, q and share of lost numbers."""
+        moved, true = np.where(self.weights, self.rows - self.start, self.moved), self.true[np.minimum(self.kind, 1)]
+        kept, exact = np.where(self.weights, moved, self.rows), np.stack((self.true[0], self.m, self.v, self.v))[self.kind]
+        lost, whole = (kept == 0) & (exact != 0), self.share.sum() * kept.shape[-1]
+        sums = [(self.share * x).sum((1, 2), dtype=np.float64) for x in (true * true, moved * true, (moved - true) ** 2, lost)]
+        with np.errstate(invalid="ignore", divide="ignore"):  # where nothing moves
+            numbers = np.stack((sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3] / whole), axis=1)
+        for windows, own in zip(self.found.values(), numbers.tolist(), strict=True):
+            windows.append(own)
+
+
+class Doctor:
+    """Watches one or more optimizers from now on. Raises ValueError for a format as `places_of` does, and for one in blocks.
+
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        >>> doctor = Doctor(optimizer)
+        >>> for _ in range(64):
+        ...     model(torch.ones(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        >>> doctor.report().require("weights=bf16:stochastic")
+
+    `formats`: the places and formats to judge. An optimizer that is not Adam or AdamW, or that uses amsgrad, is judged by its
+    weights alone. `length`: updates in a window. `sample`: numbers followed in each optimizer, as many of each tensor. `names`:
+    what reports call the optimizers."""
+
+    def __init__(
+        self, *optimizers: torch.optim.Optimizer, formats=FORMATS, length: int = 32, sample: int = 512, seed=0, names=()
+    ):
+        names = names or [f"optimizer {i}" for i in range(len(optimizers))]
+        self.formats = tuple(formats)
+        self.watched = [Watched(n, o, self.formats, length, sample, seed) for n, o in zip(names, optimizers, strict=True)]
+
+    @classmethod
+    def of(cls, model, **options) -> "Doctor":
+        """A doctor of all the optimizers that a model of Stable-Baselines3, or another object, holds in itself or in its
+        attributes. Raises ValueError if there is none."""
+        found = {}
+        for name, part in {"": model, **vars(model)}.items():
+            for own, value in vars(part).items() if hasattr(part, "__dict__") else ():
+                if isinstance(value, torch.optim.Optimizer):
+                    found.setdefault(id(value), (f"{name}.{own}".lstrip("."), value))
+        if not found:
+            raise ValueError(f"model is a {type(model).__name__} without optimizers: give them to Doctor itself")
+        names, optimizers = zip(*found.values(), strict=True)
+        return cls(*optimizers, names=names, **options)
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        for watched in self.watched:
+            for hook in watched.hooks:
+                hook.remove()
+
+    def report(self) -> Report:
+        """What was found so far."""
+        report = Report()
+        for watched in self.watched:
+            report += [finding(watched, text) for text in self.formats if text in watched.found]
+        return report
+
+
+def finding(watched: Watched, text: str) -> Finding:
+    """The verdict on a format, and its cure."""
+    place, form = text.split("=", 1)
+    bare = form.split(":")[0]
+    cures = (f"{place}={bare}", f"{place}={form}:stochastic", f"root={form}", f"root={bare}", f"{place}={bare}:stochastic")
+    cures = [cure for cure in (*cures, f"root={bare}:stochastic") if cure in watched.found]
+    found = verdict(place, watched.found[text])
+    good = [cure for cure in cures if verdict(place, watched.found[cure])[3] == "fine"]
+    cure = "" if found[3] == "fine" else f"use {good[0]}" if good else "keep it in float32"
+    return Finding(watched.name, place, form, *found, cure)
+
+
+def verdict(place: str, windows: list[list[float]]) -> tuple[float, float, float, str, str]:
+    """Progress, noise, the share lost, the verdict and why, from those of each window."""
+    if np.isnan(found := np.array(windows, dtype=float).reshape(-1, 3)).all():
+        return math.nan, math.nan, math.nan, "unknown", "the training ended before a window was full, or moved nothing"
+    progress = float(np.nanmean(found[:, 0]))
+    noise, lost = (float(x) for x in np.nanmedian(found[:, 1:], axis=0))
+    factor = max(progress, 1 / progress) if progress > 0 else math.inf
+    if factor <= UNSURE and noise <= NOISY:
+        return progress, noise, lost, "fine", ""
+    if place == "weights":
+        why = f"{lost:.0%} of the weights stay the same, because steps are below half the distance of the format's numbers"
+    elif progress < 1 and place == "m":
+        why = f"{lost:.0%} of m are 0 or behind: gradients are too small for the format"
+    elif progress < 1:
+        why = "v stays too large, because it cannot fall to the format's next number"
+    elif lost > 0.01:
+        why = f"{lost:.0%} of v are 0, and Adam then divides by eps alone" if place != "m" else f"{lost:.0%} of m are 0"
+    else:
+        why = f"{place} stays behind the true one, because its steps are below half the distance of the format's numbers"
+    if factor <= BREAKS:
+        return progress, noise, lost, "unknown", f"noise is {noise:.1f} times the step" if factor <= UNSURE else why
+    return progress, noise, lost, "breaks", f"progress is {progress:.2g} times float32's: {why}"
