@@ -1,4 +1,4 @@
-"""The command line: python -m fp8rl train | eval | study | memory | bench. Each takes --help.
+"""The command line: python -m fp8rl train | eval | study | doctor | memory | bench. Each takes --help.
 
 Invalid input (a bad value, a folder in use, a missing file) is reported in one line on stderr, with exit code 2.
 """
@@ -29,6 +29,7 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
+from . import doctor
 from .config import Config
 from .evaluate import evaluate
 from .history import History
@@ -413,6 +414,30 @@ def measure(
         print("\n".join(f"{name:24} {x:>16}" for name, x in shown.items()), end="\n\n" if len(results) > 1 else "\n")
 
 
+def examine(
+    config: tyro.conf.OmitArgPrefixes[Config],
+    judge: tuple[str, ...] = doctor.FORMATS,
+    require: tuple[str, ...] = (),
+    json_output: Json = False,
+) -> None:
+    """Train one agent in float32, and print which formats of its weights and of Adam's moments would break its training.
+
+    Args:
+        config: what is learned.
+        judge: places and formats (v=e4m3:unscaled).
+        require: those that must be fine, or else the exit code is 2.
+    """
+    if config.formats:
+        raise ValueError(f"formats is {config.formats!r}: leave it out, the doctor watches a training in float32")
+    run = build(config)
+    watching = doctor.Doctor(run.learner.optimizer, formats=judge, names=("adam",))
+    for _ in iterate(run, progress=True):
+        pass
+    report = watching.report()
+    print(report.to_json() if json_output else report)
+    report.require(*require)
+
+
 def predict_and_measure(
     config: tyro.conf.OmitArgPrefixes[Config], machine: tyro.conf.OmitArgPrefixes[Machine], json_output: Json = False
 ) -> None:
@@ -481,7 +506,8 @@ def main() -> None:
     warnings.formatwarning = lambda text, *_, **__: f"fp8rl: warning: {text}\n"
     hardware.keep_freed_memory()
     torch.set_num_threads(1)  # the network is too small for more, and so a run's numbers do not depend on the cores
-    commands = {"train": train, "eval": evaluate_run, "study": compare, "memory": predict_and_measure, "bench": measure}
+    commands = {"train": train, "eval": evaluate_run, "study": compare, "doctor": examine, "memory": predict_and_measure}
+    commands["bench"] = measure
     code = 2
     try:
         parse(commands)()

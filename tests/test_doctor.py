@@ -1,0 +1,215 @@
+"""The doctor: it sees what it should, and leaves the training as it is."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from helpers import small
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fp8rl import doctor
+from fp8rl.doctor import Doctor, Rows, Watched
+from fp8rl.lab.formats import Format
+from fp8rl.lab.places import PlaceFormat
+from fp8rl.scale.machine import build
+from fp8rl.train import train
+
+EXACT = ("weights=fp32", "m=fp32", "v=fp32", "root=fp32")
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def fit(model, optimizer, updates: int = 100, loss_scale: float = 1.0, scaler=None) -> None:
+    """Regression on the same batches whatever happened before."""
+    draw = torch.Generator().manual_seed(1)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(updates):
+        x = torch.randn(32, 4, generator=draw)
+        optimizer.zero_grad()
+        scaler.scale(loss_scale * (model(x) - x[:, :2].sin()).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def watched(optimizer, model, formats=doctor.FORMATS, updates: int = 100, **options) -> doctor.Report:
+    found = Doctor(optimizer, formats=formats, **{"sample": 10_000, **options})
+    fit(model, optimizer, updates)
+    return found.report()
+
+
+FORMS = st.builds(
+    lambda exponent, mantissa, plain: PlaceFormat(Format(exponent, mantissa), ("unscaled",) * plain),
+    *(st.integers(low, high) for low, high in ((2, 8), (0, 10))),
+    st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(FORMS, min_size=1, max_size=5), st.integers(0, 2**20))
+def test_rows_are_rounded_as_one_format_after_the_other(forms, seed):
+    draw = np.random.default_rng(seed)
+    x = (draw.normal(size=(len(forms), 3, 20)) * np.exp2(draw.integers(-30, 10, (len(forms), 3, 1)))).astype(np.float32)
+    found = Rows(forms, 0).round(x.copy(), np.zeros((len(forms), 3, 1), np.float32))
+    for form, rows, own in zip(forms, torch.from_numpy(x), found, strict=True):
+        torch.testing.assert_close(form(rows), torch.from_numpy(own), rtol=0, atol=0)
+
+
+def test_stochastic_rows_have_the_right_mean_and_only_numbers_of_the_format():
+    form = PlaceFormat(Format(4, 3), ("stochastic",))
+    x = np.full((1, 1, 20_000), 1.03, np.float32)
+    found = Rows([form], 0).round(x, np.full((1, 1, 1), 448, np.float32))
+    assert set(found.flatten().tolist()) == {1.0, 1.125} and found.mean() == pytest.approx(1.03, abs=2e-3)
+
+
+KINDS = [{}, {"weight_decay": 0.1}, {"fused": True}, {"foreach": True}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"maximize": True}]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_float32_makes_all_the_progress_and_no_noise(kind, options):
+    model = network()
+    for finding in watched(kind(model.parameters(), lr=1e-3, **options), model, EXACT):
+        assert finding.progress == pytest.approx(1, abs=1e-3) and finding.noise < 1e-2
+        assert (finding.verdict, finding.why, finding.cure) == ("fine", "", "")
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_it_follows_the_optimizer_s_own_moments(options):
+    """From the beginning, or from the middle of a training; groups with other settings, a parameter without gradient."""
+    model = network()
+    model.register_parameter("idle", nn.Parameter(torch.ones(3)))
+    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters(), "weight_decay": 0.01}]
+    groups.append({"params": [model.idle]})
+    optimizer = torch.optim.Adam(groups, lr=1e-3, **options)
+    fit(model, optimizer, 10)
+    (own,) = Doctor(optimizer, formats=EXACT, sample=10_000).watched
+    fit(model, optimizer, 50)
+    for name, ours in (("exp_avg", own.m), ("exp_avg_sq", own.v)):
+        np.testing.assert_allclose(ours, own.take(own.moment(name)), rtol=1e-4, atol=1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaled_loss_makes_no_difference_and_a_skipped_step_none_either(fused):
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
+    watching, scaler = Doctor(optimizer, formats=EXACT), torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=10)
+    fit(model, optimizer, 40, scaler=scaler)
+    fit(model, optimizer, 1, loss_scale=1e38, scaler=scaler)
+    fit(model, optimizer, 40, scaler=scaler)
+    assert watching.watched[0].steps == 80
+    assert all(finding.progress == pytest.approx(1, abs=1e-3) for finding in watching.report())
+
+
+def test_training_is_the_same_bit_for_bit_and_draws_the_same_random_numbers():
+    alone, among = network(), network()
+    fit(alone, torch.optim.Adam(alone.parameters()))
+    optimizer = torch.optim.Adam(among.parameters())
+    watching = Doctor(optimizer)
+    torch.manual_seed(5)
+    np.random.seed(5)
+    fit(among, optimizer)
+    drawn = torch.rand(1), np.random.rand()
+    torch.manual_seed(5)
+    np.random.seed(5)
+    assert drawn == (torch.rand(1), np.random.rand())
+    assert all(map(torch.equal, alone.parameters(), among.parameters()))
+    state = copy.deepcopy(optimizer.state_dict())
+    watching.stop()
+    before = watching.report()
+    fit(among, optimizer, 40)
+    assert watching.report() == before and state.keys() == optimizer.state_dict().keys()
+
+
+def test_the_order_of_parameters_does_not_matter():
+    nearest = [text for text in doctor.FORMATS if "stochastic" not in text]
+    model, other = network(), network()
+    found = watched(torch.optim.Adam(model.parameters()), model, nearest)
+    again = watched(torch.optim.Adam(reversed([*other.parameters()])), other, nearest)
+    for one, two in zip(found, again, strict=True):
+        assert one[:3] == two[:3] and one[3:6] == pytest.approx(two[3:6], rel=0.02, abs=0.01) and one.verdict == two.verdict
+
+
+class Temperature(nn.Module):
+    """The logarithm of a temperature, as in SAC: one number, pushed down a little in every update."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = nn.Parameter(torch.tensor([-0.5]))
+
+    def forward(self, x):
+        return self.log * torch.ones_like(x[:, :2])
+
+
+def test_planted_failures_are_found_with_their_mechanism_and_a_cure_that_is_fine():
+    model = Temperature()
+    report = {f"{f.place}={f.format}": f for f in watched(torch.optim.Adam(model.parameters(), lr=3e-5), model, updates=200)}
+    assert report["weights=bf16"].verdict == "breaks" and "stay the same" in report["weights=bf16"].why
+    assert report["weights=bf16"].progress < 0.25 and report["weights=bf16"].lost == pytest.approx(1)
+    model = network()
+    report = {f"{f.place}={f.format}": f for f in watched(torch.optim.Adam(model.parameters(), lr=1e-5), model)}
+    assert report["weights=bf16"].verdict == "breaks"  # a master copy thrown away at a low learning rate
+    assert report["weights=bf16"].cure == "use weights=bf16:stochastic"
+    for place, cure in (("v=e4m3:unscaled", "use v=e4m3"), ("v=fp16:unscaled", "use root=fp16")):
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        report = Doctor(optimizer, formats=(place, "v=e4m3", "root=fp16"), sample=10_000)
+        fit(model, optimizer, loss_scale=1e-3)
+        (finding,) = [f for f in report.report() if f"{f.place}={f.format}" == place]
+        assert (finding.verdict, finding.cure) == ("breaks", cure) and "divides by eps alone" in finding.why
+
+
+def test_healthy_ways_to_keep_state_are_fine():
+    healthy = ("weights=bf16:stochastic", "m=bf16", "m=e4m3", "v=bf16:stochastic", "v=e5m2:stochastic", "root=e4m3:stochastic")
+    model = network()
+    watched(torch.optim.AdamW(model.parameters(), lr=1e-3), model, healthy).require(*healthy)
+
+
+def test_other_optimizers_are_judged_by_their_weights_alone():
+    for make in (lambda p: torch.optim.SGD(p, lr=1e-4), lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True)):
+        model = network()
+        report = watched(make(model.parameters()), model)
+        assert {finding.place for finding in report} == {"weights"}
+        with pytest.raises(ValueError, match=r"^m=bf16 was not watched: name it in the doctor's formats, and use Adam"):
+            report.require("m=bf16")
+
+
+def test_what_cannot_be_judged_is_said_in_one_line():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match=r"^formats has block: leave it out"):
+        Doctor(optimizer, formats=("weights=e4m3:block",))
+    with pytest.raises(ValueError, match=r"^formats has the place 'targets': choose from weights, m, v, root$"):
+        Doctor(optimizer, formats=("targets=bf16",))
+    with pytest.raises(ValueError, match=r"^model is a Linear without optimizers: give them to Doctor itself$"):
+        Doctor.of(nn.Linear(2, 2))
+    report = watched(optimizer, model, updates=31)
+    assert {(f.verdict, f.why) for f in report} == {("unknown", "the training ended before a window was full, or moved nothing")}
+    assert '"progress": null' in report.to_json()
+    with pytest.raises(ValueError, match=r"^weights=bf16 is not fine in optimizer 0 \(unknown: the training ended"):
+        report.require("weights=bf16")
+
+
+def test_all_optimizers_of_a_model_are_found_once():
+    class Model:
+        def __init__(self):
+            self.policy, self.net = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.policy.optimizer = torch.optim.Adam(self.policy.parameters())
+            self.entropy = torch.optim.Adam(self.net.parameters())
+
+    assert [own.name for own in Doctor.of(Model()).watched] == ["entropy", "policy.optimizer"]
+
+
+def test_a_run_of_this_package_is_not_changed():
+    config = small(seed=3, steps=2_048)
+    alone, among = build(config), build(config)
+    train(alone, progress=False)
+    report = Doctor(among.learner.optimizer)
+    train(among, progress=False)
+    assert all(map(torch.equal, alone.model.parameters(), among.model.parameters()))
+    assert len(report.report()) == len(doctor.FORMATS) and isinstance(report.watched[0], Watched)
