@@ -33,6 +33,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import zoo
+from optimum import optimal_returns
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
@@ -45,7 +46,6 @@ from fp8rl.scale.hardware import cores
 from fp8rl.scale.machine import Machine, build, make_task
 from fp8rl.tasks import lqr
 from fp8rl.tasks.by_id import task_of
-from fp8rl.tasks.optimum import optimal_returns
 from fp8rl.train import make_cart, train
 
 CART, CARTPOLE, LQR, WIDE = "the cart", "CartPole-v1", "fp8rl/Lqr-v0", "fp8rl/WideStarts-v0"

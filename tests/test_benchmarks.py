@@ -2,7 +2,6 @@
 
 import functools
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +11,6 @@ from PIL import Image
 
 from fp8rl.config import Config
 from fp8rl.report.bench import seconds_of
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
 
 
 def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):

@@ -291,9 +291,8 @@ def test_a_study_that_ends_early_says_one_line_or_none(tmp_path):
 
 
 @pytest.fixture
-def hostile(monkeypatch):
+def hostile():
     """The benchmark, which has the stranger."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     return importlib.import_module("hostile")
 
 

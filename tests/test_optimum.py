@@ -1,17 +1,17 @@
-"""The cart's best returns, against every sequence of pushes and against finer grids."""
+"""The best returns of the cart, against every sequence of pushes and against finer grids."""
 
 import itertools
 
+import optimum
 import pytest
 import torch
 from helpers import bang_bang
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimum import Grid, optimal_returns
 
 from fp8rl.env import Cart, dynamics, outcome
 from fp8rl.evaluate import play
-from fp8rl.tasks import optimum
-from fp8rl.tasks.optimum import Grid, optimal_returns
 
 STARTS = Cart(50, seed=1).state
 

@@ -13,7 +13,7 @@ all.
 
 import torch
 
-from ..env import MAX_STEPS, STATE_BOUNDS, dynamics, outcome
+from fp8rl.env import MAX_STEPS, STATE_BOUNDS, dynamics, outcome
 
 AHEAD = 64
 
