@@ -311,32 +311,30 @@ def compare(
     """
     if comparison.threshold is None:
         comparison = dataclasses.replace(comparison, threshold=study.threshold_of(comparison.env_id))
-    numbers, arms, unscaled = dataclasses.asdict(sweep), {}, {}
+    numbers, arms = dataclasses.asdict(sweep), {}
     for name, values in numbers.items():
         if not values:
             raise ValueError(f"{name} is empty: give at least one value")
     for values in itertools.product(*numbers.values()):
         fields = dict(zip(numbers, values, strict=True))
         suffix = "".join(f", {name} {value:g}" for name, value in fields.items() if len(numbers[name]) > 1)
-        for group, added in zip((arms, unscaled), comparison.arms(suffix, **fields), strict=True):
-            group |= added
-    shapes = len({shared(config) for configs in arms.values() for config in configs})
-    if shapes > 1 and not one_by_one:
-        print(f"{sum(map(len, arms.values()))} agents of {shapes} shapes, a batch for each")
-    if not one_by_one:  # what cannot be is refused before anything is written
-        study.require_populations([config for configs in arms.values() for config in configs])
+        arms |= comparison.arms(suffix, **fields)
+    arm_of = {config: arm for arm, configs in arms.items() for config in configs}
+    if not one_by_one:
+        if (shapes := len(set(map(shared, arm_of)))) > 1:
+            print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
+        study.require_populations(list(arm_of))  # what cannot be is refused before anything is written
     options = json.loads(json.dumps(dataclasses.asdict(comparison) | numbers))  # as they are read back
     with folder_of(out, options, overwrite) as folder:
         journal = study.Journal(out / "runs.jsonl")
-        for group, run in ((arms, study.run if one_by_one else None), (unscaled, study.run_unscaled)):
-            arm_of = {config: arm for arm, configs in group.items() for config in configs}
-            done = {config for config, arm in arm_of.items() if (arm, config) in journal.histories}
-            for config, history in study.run_all(list(arm_of), run=run, done=done, threshold=comparison.threshold):
-                with folder.writing():
-                    journal.add(arm_of[config], config, history)
-                if history.failures[0]:
-                    print(f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failures[0]}", file=sys.stderr)
-        write_study(folder, journal.histories, arms | unscaled, comparison)
+        done = {config for config, arm in arm_of.items() if (arm, config) in journal.histories}
+        each = study.run if one_by_one else None
+        for config, history in study.run_all(list(arm_of), run=each, done=done, threshold=comparison.threshold):
+            with folder.writing():
+                journal.add(arm_of[config], config, history)
+            if history.failures[0]:
+                print(f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failures[0]}", file=sys.stderr)
+        write_study(folder, journal.histories, arms, comparison)
 
 
 def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:

@@ -108,7 +108,7 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process)
     rows = study(tmp_path / "study", *options, "--steps", 512, *SIZED)
     assert [tuple(row[name] for name in ("arm", "precision", "collect_precision", "seed")) for row in rows] == [
         ("control: fp32, other seeds", "fp32", "fp32", "6"),
-        ("control: fp8, products not scaled back", "fp8", "fp8", "5"),
+        ("control: v in e4m3, unscaled", "fp32", "fp32", "5"),
         ("fp32", "fp32", "fp32", "5"),
         ("fp32 acting in fp8", "fp32", "fp8", "5"),
         ("fp8", "fp8", "fp8", "5"),

@@ -178,12 +178,6 @@ def test_a_run_that_fails_is_recorded_and_ends_with_minus_infinity():
     assert history.failures[0].startswith("gradient not finite at step 512") and history.final_return == -np.inf
 
 
-def test_the_control_without_scales_is_not_the_real_thing():
-    config = Config(precision="fp8", **TINY)
-    broken, real = study.run_unscaled(config).column("loss"), study.run(config).column("loss")
-    assert broken[0] != real[0] and np.array_equal(study.run(config).column("loss"), real)  # and it leaves no trace
-
-
 def test_a_task_counts_as_solved_where_gymnasium_says_or_needs_a_threshold():
     found = {None: 195, "CartPole-v1": 475, "Acrobot-v1": -100, "fp8rl:fp8rl/CustomEnv-v0": 195}
     assert {env_id: study.threshold_of(env_id) for env_id in found} == found

@@ -19,14 +19,12 @@ import warnings
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from pathlib import Path
-from unittest import mock
 
 import gymnasium
 import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from .. import fp8
 from ..config import Config
 from ..history import History
 from ..precision import Precision
@@ -56,8 +54,8 @@ class Comparison:
     seeds: int = 30  # Agents of each.
     first_seed: int = 0  # Seeds run upwards from here.
     collect_precision: str | None = None  # Train each precision once more, with the acting policy in this one.
-    # Add two arms that test the comparison itself: the first precision on other seeds, which must pass, and an FP8 that leaves
-    # the scales out of its products, which must fail.
+    # Add two arms that test the comparison itself: the first precision on other seeds, which must pass, and float32 whose second
+    # moments are kept in e4m3 without a scale, which must fail.
     controls: bool = False
     # The task, as in `train`. The package has some of Gymnasium's as tensors; in any other the agents train one by one.
     env_id: str | None = None
@@ -77,9 +75,8 @@ class Comparison:
         for name in (*self.precisions, self.collect_precision or self.precisions[0]):
             Precision(name)
 
-    def arms(self, suffix: str = "", **fields) -> tuple[dict[str, list[Config]], dict[str, list[Config]]]:
-        """The arms, name -> a config for each seed, and apart from them the control for `run_unscaled`, if any; all with this
-        suffix of their names and these fields of their configs."""
+    def arms(self, suffix: str = "", **fields) -> dict[str, list[Config]]:
+        """The arms, name -> a config for each seed, with this suffix of their names and these fields of their configs."""
 
         def runs(first: int = self.first_seed, **changes) -> list[Config]:
             return [Config(seed=seed, env_id=self.env_id, **fields, **changes) for seed in range(first, first + self.seeds)]
@@ -91,8 +88,8 @@ class Comparison:
         if self.controls:
             first = self.precisions[0]
             arms[f"control: {first}, other seeds"] = runs(self.first_seed + self.seeds, precision=first)
-        unscaled = {"control: fp8, products not scaled back": runs(precision="fp8")} if self.controls else {}
-        return tuple({name + suffix: configs for name, configs in group.items()} for group in (arms, unscaled))
+            arms["control: v in e4m3, unscaled"] = runs(formats="v=e4m3:unscaled:stored")
+        return {name + suffix: configs for name, configs in arms.items()}
 
 
 def threshold_of(env_id: str | None) -> float:
@@ -120,17 +117,6 @@ def run(config: Config) -> History:
         made.history.failures[0] = str(error)
         made.history.add({"iteration": 0.0, "steps": 0.0, "seconds": 0.0, **made.history.last, "eval_return": -math.inf})
     return made.history
-
-
-def run_unscaled(config: Config) -> History:
-    """The control that must fail: `run` with an FP8 that divides tensors by their scales and leaves the scales out of the
-    products. (Casting with all scales at 1 is no such control: this task's tensors survive it.)"""
-
-    def without_scales(a, b, emulate=None, matmul=fp8.scaled_matmul):
-        return matmul(a._replace(scale=torch.ones_like(a.scale)), b._replace(scale=torch.ones_like(b.scale)), emulate)
-
-    with mock.patch.object(fp8, "scaled_matmul", without_scales):
-        return run(config)
 
 
 def run_all(
