@@ -9,16 +9,21 @@ begin up to 0.5 from the origin and sample their actions, so their returns are b
 """
 
 import copy
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+from matplotlib import font_manager
 from matplotlib.figure import Figure
+from PIL import Image, ImageDraw, ImageFont
 from torch import nn
 
 from fp8rl.config import Config
 from fp8rl.report import plot, study
+from fp8rl.tasks.cart import CustomEnv
 from fp8rl.train import Run, train
 
 SEEDS = range(5000, 5010)
@@ -36,12 +41,56 @@ def sampled(model: nn.Module) -> Callable:
     return policy
 
 
-def film() -> bytes:
+def film(
+    policy: Callable | dict[str, Callable],
+    start_noise: float = 0.5,
+    steps: int = 50,
+    seed: int = 0,
+    fps: int = 12,
+    start: tuple[float, float] | None = None,
+) -> bytes:
+    """An endlessly looping GIF of the first `steps` frames of an episode, or fewer if it ends, drawn by the environment's own
+    render. A policy maps an observation, float32 tensor [2], to an action. Several, by their captions, are shown one below the
+    other; then one that has left the track keeps its last picture. `start`: position and velocity to start from, instead of drawn
+    ones."""
+    policies = policy if isinstance(policy, dict) else {"": policy}
+    episodes = {caption: _episode(each, start_noise, steps, seed, start) for caption, each in policies.items()}
+    longest, rows = max(map(len, episodes.values())), []
+    for caption, frames in episodes.items():
+        ended = [_captioned(frames[-1], f"{caption}: off the track")] * (longest - len(frames))
+        rows.append([_captioned(frame, caption) for frame in frames] + ended)
+    first, *rest = [Image.fromarray(np.vstack(frames)).quantize(32) for frames in zip(*rows, strict=True)]
+    file = io.BytesIO()
+    first.save(file, "GIF", save_all=True, append_images=rest, duration=1000 // fps, loop=0)
+    return file.getvalue()
+
+
+def _episode(policy, start_noise: float, steps: int, seed: int, start: tuple[float, float] | None) -> list[np.ndarray]:
+    env = CustomEnv(start_noise, render_mode="rgb_array")
+    obs, _ = env.reset(seed=seed)
+    if start is not None:
+        env.state = torch.tensor(start, dtype=torch.float32, device="cpu")
+        obs = env.state.numpy()
+    frames, ends = [env.render()], [False]
+    while len(frames) < steps and not any(ends):
+        obs, _, *ends, _ = env.step(int(policy(torch.from_numpy(obs))))
+        frames.append(env.render())
+    return frames
+
+
+def _captioned(frame: np.ndarray, caption: str) -> np.ndarray:
+    """The frame with a caption in its upper left corner."""
+    image = Image.fromarray(frame)
+    ImageDraw.Draw(image).text((76, 40), caption, "black", ImageFont.truetype(font_manager.findfont("DejaVu Sans"), 18))
+    return np.asarray(image)
+
+
+def before_and_after() -> bytes:
     run = Run(Config("fp8"))
     policies = {"before training": sampled(copy.deepcopy(run.model))}
     train(run, progress=False)
     policies[f"after {run.config.steps:,} steps"] = sampled(run.model)
-    return plot.film(policies, start=(1.0, 0.0))
+    return film(policies, start=(1.0, 0.0))
 
 
 def draw(curves: dict, path: Path) -> None:
@@ -55,7 +104,7 @@ def draw(curves: dict, path: Path) -> None:
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)  # as every run has
-    (out / "film.gif").write_bytes(film())
+    (out / "film.gif").write_bytes(before_and_after())
     configs = {name: [Config(name, seed=seed, eval_every=0) for seed in SEEDS] for name in plot.PRECISIONS}
     found = dict(study.run_all([config for arm in configs.values() for config in arm]))
     curves = {name: study.stack([found[config] for config in arm], "train_return") for name, arm in configs.items()}

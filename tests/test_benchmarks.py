@@ -3,10 +3,13 @@
 import functools
 import io
 
+import breakage_map
+import film
 import numpy as np
 import pytest
 import torch
-from helpers import small
+from helpers import bang_bang, small
+from matplotlib.figure import Figure
 from PIL import Image
 
 from fp8rl.config import Config
@@ -14,7 +17,6 @@ from fp8rl.report.bench import seconds_of
 
 
 def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
-    import breakage_map
     import tasks
 
     monkeypatch.setattr(breakage_map, "STEPS", 512)  # an iteration
@@ -38,10 +40,8 @@ def test_mismatch_scores_as_the_tasks_do(monkeypatch):
 
 
 def test_the_film_compares_the_agent_before_and_after_training(monkeypatch):
-    import film
-
     monkeypatch.setattr(film, "Config", functools.partial(small, steps=512))
-    found = Image.open(io.BytesIO(film.film()))
+    found = Image.open(io.BytesIO(film.before_and_after()))
     assert found.format == "GIF" and found.size == (480, 480) and found.n_frames > 1
 
 
@@ -145,3 +145,54 @@ def test_a_width_s_agents_train_in_a_process_of_their_own_and_are_kept(monkeypat
     assert line.startswith("| the cart | 16 | 1 | fp32 | ") and " | 2 of 2 | - | " in line
     monkeypatch.setattr(widths, "rows_of", None)  # nothing is trained again
     assert widths.learning(tmp_path / "a.csv", *chosen, 2).splitlines()[-1] == line
+
+
+def test_film_starts_where_it_is_told():
+    first = [Image.open(io.BytesIO(film.film(bang_bang, steps=1, start=(p, 0.0)))).convert("RGB") for p in (0.0, 1.0, 1.0)]
+    assert first[0].tobytes() != first[1].tobytes() == first[2].tobytes()
+
+
+@pytest.mark.parametrize("policy, frames", [(bang_bang, 12), (lambda obs: 1, 8)])
+def test_film_ends_with_the_episode(policy, frames):
+    found = Image.open(io.BytesIO(film.film(policy, start_noise=0.0, steps=12)))
+    assert found.format == "GIF" and found.n_frames == frames and found.size == (480, 240)
+
+
+def test_several_films_run_side_by_side_with_captions():
+    alone, both = (
+        Image.open(io.BytesIO(film.film(policy, start_noise=0.0, steps=12)))
+        for policy in (bang_bang, {"good": bang_bang, "bad": lambda obs: 1})
+    )
+    assert both.n_frames == 12 and both.size == (480, 480)  # one of them ends earlier
+    frames = []
+    for k in (0, 7, 8, 11):
+        both.seek(k)
+        frames.append(np.asarray(both.convert("RGB")))
+    assert not np.array_equal(frames[0][:240], np.asarray(alone.convert("RGB")))  # the caption
+    assert not np.array_equal(frames[1][240:], frames[2][240:])  # now it says that the cart is off the track
+    end = np.abs(frames[2].astype(int) - frames[3]).mean((1, 2))  # but for its palette a picture that is kept stays the same
+    assert end[240:].mean() < 0.5 < end[:240].mean()
+
+
+def test_breakage_map_shades_by_loss_and_hatches_what_fails():
+    ax = Figure().add_subplot()
+    places, formats = {"m": "Adam's m", "v": "Adam's v"}, {"mantissa": ["e8m7", "e8m0"], "unscaled": ["e4m3:unscaled"]}
+    scores = {"m": (0.0, -0.04, -1.0), "v": (0.2, -5.0, -190.0)}
+    verdicts = {0.0: "equal", -0.04: "equal", 0.2: "equal", -1.0: "between", -5.0: "between", -190.0: "fails"}
+    columns = [form for group in formats.values() for form in group]
+    cells = {(p, f): {"score": x, "verdict": verdicts[x]} for p in places for f, x in zip(columns, scores[p], strict=True)}
+    breakage_map.breakage_map(ax, cells, places, formats)
+    shade = ax.images[0].get_array()
+    assert shade[0, 0] == 0 and np.all(np.diff(shade[1, :]) > 0) and shade.max() < 1
+    assert [text.get_text() for text in ax.texts][:6] == ["0.0", "0.0", "-1.0", "0.2", "-5.0", "-190.0"]
+    assert sorted(box.get_hatch() for box in ax.patches) == ["...", "...", "///"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(places.values())
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["7\nbf16", "0\ne8m0", "4\ne4m3"]
+
+
+def test_breakage_map_of_quotients_shades_by_their_logarithm():
+    ax = Figure().add_subplot()
+    cells = {("v", form): {"score": x, "verdict": "equal"} for form, x in (("e8m7", 0.9), ("e8m1", 10.0), ("e8m0", 1e4))}
+    breakage_map.breakage_map(ax, cells, {"v": "v"}, {"mantissa": ["e8m7", "e8m1", "e8m0"]}, relative=True)
+    assert ax.images[0].get_array().tolist() == [[0, 0.5, 1]]
+    assert [text.get_text() for text in ax.texts][:3] == ["0.9", "10", "99+"]

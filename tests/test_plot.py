@@ -1,10 +1,6 @@
-import io
-
 import numpy as np
 import pytest
-from helpers import bang_bang
 from matplotlib.figure import Figure
-from PIL import Image
 
 from fp8rl.report import plot
 
@@ -86,45 +82,12 @@ def test_intervals_have_a_row_a_name(ax):
     assert low < 0 and high > 10  # every seed is in sight
 
 
-def test_number_line_leaves_out_what_is_not_finite(ax):
-    assert plot.number_line(ax, {"a": np.array([-1, 0, 1, np.inf, np.nan])}) is ax
-    assert ax.get_xlabel() == "value" and [label.get_text() for label in ax.get_yticklabels()] == ["a"]
-    assert ax.lines[0].get_xdata().tolist() == [-1, 0, 1]
-
-
 def test_policy_map_has_a_labelled_scale(ax):
     right = np.linspace(0, 1, 15).reshape(3, 5)
     assert plot.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), right) is ax
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("position", "velocity")
     assert ax.figure.axes[1].get_ylabel() == "probability of a push to the right"
     plot.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.ones((3, 5)))  # which never doubts: it has no boundary
-
-
-def test_film_starts_where_it_is_told():
-    first = [Image.open(io.BytesIO(plot.film(bang_bang, steps=1, start=(p, 0.0)))).convert("RGB") for p in (0.0, 1.0, 1.0)]
-    assert first[0].tobytes() != first[1].tobytes() == first[2].tobytes()
-
-
-@pytest.mark.parametrize("policy, frames", [(bang_bang, 12), (lambda obs: 1, 8)])
-def test_film_ends_with_the_episode(policy, frames):
-    film = Image.open(io.BytesIO(plot.film(policy, start_noise=0.0, steps=12)))
-    assert film.format == "GIF" and film.n_frames == frames and film.size == (480, 240)
-
-
-def test_several_films_run_side_by_side_with_captions():
-    alone, both = (
-        Image.open(io.BytesIO(plot.film(policy, start_noise=0.0, steps=12)))
-        for policy in (bang_bang, {"good": bang_bang, "bad": lambda obs: 1})
-    )
-    assert both.n_frames == 12 and both.size == (480, 480)  # one of them ends earlier
-    frames = []
-    for k in (0, 7, 8, 11):
-        both.seek(k)
-        frames.append(np.asarray(both.convert("RGB")))
-    assert not np.array_equal(frames[0][:240], np.asarray(alone.convert("RGB")))  # the caption
-    assert not np.array_equal(frames[1][240:], frames[2][240:])  # now it says that the cart is off the track
-    end = np.abs(frames[2].astype(int) - frames[3]).mean((1, 2))  # but for its palette a picture that is kept stays the same
-    assert end[240:].mean() < 0.5 < end[:240].mean()
 
 
 def test_a_precision_has_its_style_whatever_is_beside_it():
@@ -138,32 +101,3 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(ax):
     assert [text.get_text() for text in ax.texts] == ["a", "b"]
     heights = [ax.transAxes.transform(text.xyann)[1] for text in ax.texts]
     assert heights[0] - heights[1] > 10 * ax.figure.dpi / 72  # points
-
-
-def test_byte_bars_stand_for_their_bytes(ax):
-    ax = plot.byte_bars(ax, {"fp32": {"compact": 18, "full": 26}, "int8": {"compact": 12, "full": 14}})
-    assert sorted(bar.get_height() for bar in ax.patches) == [12, 14, 18, 26]
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["fp32", "int8"] and "bytes" in ax.get_ylabel()
-    assert sorted(text.get_text() for text in ax.texts) == ["12", "14", "18", "26"]
-
-
-def test_breakage_map_shades_by_loss_and_hatches_what_fails(ax):
-    places, formats = {"m": "Adam's m", "v": "Adam's v"}, {"mantissa": ["e8m7", "e8m0"], "unscaled": ["e4m3:unscaled"]}
-    scores = {"m": (0.0, -0.04, -1.0), "v": (0.2, -5.0, -190.0)}
-    verdicts = {0.0: "equal", -0.04: "equal", 0.2: "equal", -1.0: "between", -5.0: "between", -190.0: "fails"}
-    columns = [form for group in formats.values() for form in group]
-    cells = {(p, f): {"score": x, "verdict": verdicts[x]} for p in places for f, x in zip(columns, scores[p], strict=True)}
-    plot.breakage_map(ax, cells, places, formats)
-    shade = ax.images[0].get_array()
-    assert shade[0, 0] == 0 and np.all(np.diff(shade[1, :]) > 0) and shade.max() < 1
-    assert [text.get_text() for text in ax.texts][:6] == ["0.0", "0.0", "-1.0", "0.2", "-5.0", "-190.0"]
-    assert sorted(box.get_hatch() for box in ax.patches) == ["...", "...", "///"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == list(places.values())
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["7\nbf16", "0\ne8m0", "4\ne4m3"]
-
-
-def test_breakage_map_of_quotients_shades_by_their_logarithm(ax):
-    cells = {("v", form): {"score": x, "verdict": "equal"} for form, x in (("e8m7", 0.9), ("e8m1", 10.0), ("e8m0", 1e4))}
-    plot.breakage_map(ax, cells, {"v": "v"}, {"mantissa": ["e8m7", "e8m1", "e8m0"]}, relative=True)
-    assert ax.images[0].get_array().tolist() == [[0, 0.5, 1]]
-    assert [text.get_text() for text in ax.texts][:3] == ["0.9", "10", "99+"]

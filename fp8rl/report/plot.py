@@ -1,19 +1,13 @@
 """Figures: arrays in, Axes out. The colours are those of Okabe and Ito, which colour-blind readers can tell apart; lines also
 differ in dash and marker, for print."""
 
-import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 
 import numpy as np
-import torch
-from matplotlib import font_manager
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-from PIL import Image, ImageDraw, ImageFont
 
-from ..tasks.cart import CustomEnv
 from .statistics import bootstrap_interval, iqm
 
 # Black, orange, sky blue, green, vermillion, blue, purple, each with a dash pattern and a marker.
@@ -35,50 +29,6 @@ def styles(names: Iterable[str]) -> list[dict]:
     own = [PRECISIONS.get(name) for name in names]
     rest = cycle(STYLES[len(PRECISIONS) :] if any(own) else STYLES)
     return [style or next(rest) for style in own]
-
-
-def film(
-    policy: Callable | dict[str, Callable],
-    start_noise: float = 0.5,
-    steps: int = 50,
-    seed: int = 0,
-    fps: int = 12,
-    start: tuple[float, float] | None = None,
-) -> bytes:
-    """An endlessly looping GIF of the first `steps` frames of an episode, or fewer if it ends, drawn by the environment's own
-    render. A policy maps an observation, float32 tensor [2], to an action. Several, by their captions, are shown one below the
-    other; then one that has left the track keeps its last picture. `start`: position and velocity to start from, instead of drawn
-    ones."""
-    policies = policy if isinstance(policy, dict) else {"": policy}
-    episodes = {caption: _episode(each, start_noise, steps, seed, start) for caption, each in policies.items()}
-    longest, rows = max(map(len, episodes.values())), []
-    for caption, frames in episodes.items():
-        ended = [_captioned(frames[-1], f"{caption}: off the track")] * (longest - len(frames))
-        rows.append([_captioned(frame, caption) for frame in frames] + ended)
-    first, *rest = [Image.fromarray(np.vstack(frames)).quantize(32) for frames in zip(*rows, strict=True)]
-    file = io.BytesIO()
-    first.save(file, "GIF", save_all=True, append_images=rest, duration=1000 // fps, loop=0)
-    return file.getvalue()
-
-
-def _episode(policy, start_noise: float, steps: int, seed: int, start: tuple[float, float] | None) -> list[np.ndarray]:
-    env = CustomEnv(start_noise, render_mode="rgb_array")
-    obs, _ = env.reset(seed=seed)
-    if start is not None:
-        env.state = torch.tensor(start, dtype=torch.float32, device="cpu")
-        obs = env.state.numpy()
-    frames, ends = [env.render()], [False]
-    while len(frames) < steps and not any(ends):
-        obs, _, *ends, _ = env.step(int(policy(torch.from_numpy(obs))))
-        frames.append(env.render())
-    return frames
-
-
-def _captioned(frame: np.ndarray, caption: str) -> np.ndarray:
-    """The frame with a caption in its upper left corner."""
-    image = Image.fromarray(frame)
-    ImageDraw.Draw(image).text((76, 40), caption, "black", ImageFont.truetype(font_manager.findfont("DejaVu Sans"), 18))
-    return np.asarray(image)
 
 
 def references(ax: Axes, names: bool = True) -> Axes:
@@ -169,17 +119,6 @@ def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
     return ax
 
 
-def number_line(ax: Axes, formats: dict[str, np.ndarray]) -> Axes:
-    """Every finite number of some formats, name -> values [any number], as a tick on a line that is logarithmic away from 0."""
-    for row, (style, (_, values)) in enumerate(zip(cycle(STYLES), formats.items(), strict=False)):
-        values = values[np.isfinite(values)]
-        ax.plot(values, np.full(len(values), row), "|", color=style["color"], markersize=16, markeredgewidth=0.8)
-    ax.set_xscale("symlog", linthresh=2**-9, base=2)
-    ax.set(xticks=[sign * 2.0**e for sign in (-1, 1) for e in (-8, -4, 0, 4, 8, 12, 16)] + [0.0], xlabel="value")
-    ax.set(yticks=range(len(formats)), yticklabels=list(formats), ylim=(len(formats) - 0.5, -0.5))
-    return ax
-
-
 def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.ndarray) -> Axes:
     """The probability of a push to the right, `right` [V, P], over positions [P] and velocities [V], with its decision boundary
     in white and bang-bang's dashed."""
@@ -191,60 +130,3 @@ def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.n
     ax.set(xlabel="position", ylabel="velocity", ylim=(velocity[0], velocity[-1]))
     ax.legend(fontsize=8)
     return ax
-
-
-def byte_bars(ax: Axes, sizes: dict[str, dict[str, float]]) -> Axes:
-    """Bytes per transition as groups of bars, group -> series -> bytes."""
-    series = list(next(iter(sizes.values())))
-    width = 0.8 / len(series)
-    for i, (style, name) in enumerate(zip(cycle(STYLES[1:]), series, strict=False)):
-        at = np.arange(len(sizes)) + (i - (len(series) - 1) / 2) * width
-        bars = ax.bar(at, [group[name] for group in sizes.values()], width, label=name, color=style["color"], edgecolor="black")
-        ax.bar_label(bars, fmt="%g", fontsize=7)
-    ax.set(xticks=range(len(sizes)), xticklabels=list(sizes), xlabel="codec", ylabel="bytes of a transition")
-    ax.legend(fontsize=8)
-    return ax
-
-
-def breakage_map(
-    ax: Axes, cells: dict[tuple[str, str], dict], places: dict[str, str], formats: dict[str, list[str]], relative: bool = False
-) -> Axes:
-    """What learning loses when one place's numbers are kept in few bits, as a heat map: hatched cells fail, dotted ones lie in
-    between. `cells`: (place, format) -> its `score` against float32, and its `verdict`: fails, equal or between. `places`: names
-    of the rows. `formats`: groups of columns by name, formats as in lab/places.py. `relative`: scores are quotients of costs, 1
-    and more; otherwise differences of returns, 0 and less."""
-    columns = [form for group in formats.values() for form in group]
-    score = np.array([[float(cells[place, form]["score"]) for form in columns] for place in places])
-    loss = np.log10(np.clip(score, 1, 100)) / 2 if relative else np.log10(np.clip(1 - score, 1, 200)) / np.log10(200)
-    image = ax.imshow(loss, cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
-    for row, place in enumerate(places):
-        for column, form in enumerate(columns):
-            value, verdict = score[row, column], cells[place, form]["verdict"]
-            text = (f"{value:.2g}" if value < 99.5 else "99+") if relative else f"{round(value, 1) + 0.0:.1f}"  # not -0.0
-            color = "white" if loss[row, column] > 0.5 else "black"
-            plain = {"facecolor": image.to_rgba(loss[row, column]), "edgecolor": "none", "pad": 0.5}  # above the hatches
-            ax.text(column, row, text, ha="center", va="center", fontsize=8, color=color, bbox=plain)
-            if verdict != "equal":
-                hatch = "///" if verdict == "fails" else "..."
-                box = {"fill": False, "hatch": hatch, "edgecolor": color, "linewidth": 0, "alpha": 0.35}
-                ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **box))
-    ax.set_yticks(range(len(places)), places.values())
-    ax.set_xticks(range(len(columns)), [_field_name(form) for form in columns], fontsize=8)
-    begin = 0
-    for name, group in formats.items():
-        ax.text(begin + len(group) / 2 - 0.5, -0.65, name, ha="center", va="bottom", fontsize=9)
-        begin += len(group)
-        if begin < len(columns):
-            ax.axvline(begin - 0.5, color="white", linewidth=4)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    return ax
-
-
-def _field_name(form: str) -> str:
-    """A format as the label of a column: its bits, and the name by which the field knows it."""
-    form = form.partition(":")[0]
-    exponent, mantissa = form[1:].split("m")
-    names = {"e8m10": "tf32", "e8m7": "bf16", "e4m3": "e4m3", "e8m0": "e8m0"}
-    bits = mantissa if exponent == "8" else exponent
-    return f"{bits}\n{names.get(form, '')}"
