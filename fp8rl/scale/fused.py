@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -26,21 +27,6 @@ MANY = 2**16  # numbers in a hidden layer from which on the forms for many rows 
 CHUNK = 16  # time steps that `compiled` combines: more take longer to compile, fewer leave more calls
 
 
-class FewRows:
-    """The policy of a network with the layers that it has now. Calling its modules would take as long as their
-    arithmetic."""
-
-    def __init__(self, model: ActorCritic):
-        self.outputs = model.outputs
-        *self.hidden, self.last = [(layer.weight, layer.bias) for layer in (model.inputs, *model.hidden, model.actor)]
-
-    def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
-        """Like ActorCritic.policy."""
-        for weight, bias in self.hidden:
-            obs = linear(obs, weight, bias).relu_()
-        return self.outputs(linear(obs, *self.last)), None
-
-
 class ManyRows(ActorCritic):
     """An ActorCritic that computes many rows with fewer passes over memory. Few rows give the same numbers as the plain one, bit
     for bit."""
@@ -49,9 +35,18 @@ class ManyRows(ActorCritic):
         return self._in_one(obs) if self._fits(obs) else super().forward(obs, state, first)
 
     def acting(self, rows: int):
-        """Like ActorCritic.acting."""
-        plain = all(type(layer) is nn.Linear for layer in (self.inputs, *self.hidden, self.actor))
-        return FewRows(self) if plain and rows * self.hidden_size < MANY else self
+        """Like ActorCritic.acting. With few rows, calling the modules would take as long as their arithmetic."""
+        layers = self.inputs, *self.hidden, self.actor
+        if rows * self.hidden_size >= MANY or any(type(layer) is not nn.Linear for layer in layers):
+            return self
+        *hidden, last = [(layer.weight, layer.bias) for layer in layers]
+
+        def policy(obs, state=None):
+            for weight, bias in hidden:
+                obs = linear(obs, weight, bias).relu_()
+            return self.outputs(linear(obs, *last)), None
+
+        return SimpleNamespace(policy=policy)
 
     def policy(self, obs, state=None):
         if obs.numel() // obs.shape[-1] * self.hidden_size < MANY:

@@ -35,7 +35,7 @@ from . import fused, graphs, hardware, ranks
 from .ahead import Ahead, InTurn
 from .around import Unpacked
 from .gym import GymEnv
-from .normalized import Following, NormalizedRecurrent, NormalizedRows
+from .normalized import Following, Normalized
 from .quantization import Recorded
 from .recurrent import Recurrent
 from .storage import StoredRing
@@ -45,33 +45,28 @@ from .storage import StoredRing
 class Machine:
     """Where and how fast a run computes."""
 
-    device: str = "cpu"
-    """Device of everything that has no device of its own: cpu, cuda or cuda:1."""
-    collect_device: str | None = None
-    """Device of the environments and the acting policy."""
-    store_device: str | None = None
-    """Device of the replay ring; cpu keeps it in RAM."""
-    evaluate_device: str | None = None
-    """Device of evaluations."""
+    device: str = "cpu"  # Device of everything that has no device of its own: cpu, cuda or cuda:1.
+    collect_device: str | None = None  # Device of the environments and the acting policy.
+    store_device: str | None = None  # Device of the replay ring; cpu keeps it in RAM.
+    evaluate_device: str | None = None  # Device of evaluations.
+    # Folder to store the replay ring in, instead of memory. If it already holds a ring of the same settings, that ring is
+    # continued.
     memmap: str | None = None
-    """Folder to store the replay ring in, instead of memory. If it already holds a ring of the same settings, that ring is
-    continued."""
+    # How copies of a Gymnasium environment are stepped: sync, one after the other; async, each in its own process, for slow
+    # ones; or vector_entry_point, the environment's own batched form, if it has one. None steps this package's own tensor form
+    # (tasks/), or sync if it has none.
     vectorization: str | None = None
-    """How copies of a Gymnasium environment are stepped: sync, one after the other; async, each in its own process, for slow
-    ones; or vector_entry_point, the environment's own batched form, if it has one. None steps this package's own tensor form
-    (tasks/), or sync if it has none."""
+    # Collect in a separate thread, one iteration ahead of the learner, with weights one update older. The importance ratios
+    # correct for this as for any other staleness.
     collect_ahead: bool = False
-    """Collect in a separate thread, one iteration ahead of the learner, with weights one update older. The importance ratios
-    correct for this as for any other staleness."""
+    # Learn from the new rollout with the forward passes that acted, instead of repeating them for all rows at once. Faster with
+    # thousands of environments, where the rows of one step then stay in the processor's cache; slower with few, because the
+    # backward pass then goes step by step, too.
     reuse_forward: bool = False
-    """Learn from the new rollout with the forward passes that acted, instead of repeating them for all rows at once. Faster with
-    thousands of environments, where the rows of one step then stay in the processor's cache; slower with few, because the
-    backward pass then goes step by step, too."""
-    graph: bool = False
-    """On CUDA, replay collection and update as CUDA graphs (graphs.py). No effect on the CPU."""
+    graph: bool = False  # On CUDA, replay collection and update as CUDA graphs (graphs.py). No effect on the CPU.
+    # Compile the collection loop to C++, which needs a C++ compiler: faster with few environments, after about twenty seconds at
+    # the start.
     compile: bool = False
-    """Compile the collection loop to C++, which needs a C++ compiler: faster with few environments, after about twenty seconds at
-    the start."""
 
     def __post_init__(self):
         if self.memmap is not None:
@@ -97,7 +92,7 @@ class Machine:
 HERE = Machine()
 # By encoder and whether they normalize.
 NETWORKS = {("mlp", False): fused.ManyRows, ("gru", False): Recurrent}
-NETWORKS |= {("mlp", True): NormalizedRows, ("gru", True): NormalizedRecurrent}
+NETWORKS |= {(name, True): type("Normalized", (Normalized, plain), {}) for (name, _), plain in NETWORKS.items()}
 
 
 def build(config: Config, machine: Machine = HERE, state: dict | None = None, kind: type[Run] = Run) -> Run:

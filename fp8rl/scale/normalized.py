@@ -12,8 +12,6 @@ import torch
 
 from ..rollout import Rollout
 from .around import Around
-from .fused import ManyRows
-from .recurrent import Recurrent
 
 LIMIT = 10.0
 
@@ -64,14 +62,6 @@ class Normalized:
         self.mean.add_(shift)
         self.seen.copy_(count)
         self.waiting.zero_()
-
-
-class NormalizedRows(Normalized, ManyRows):
-    """ManyRows on normalized observations."""
-
-
-class NormalizedRecurrent(Normalized, Recurrent):
-    """Recurrent on normalized observations."""
 
 
 class Following(Around):
