@@ -89,16 +89,14 @@ def train(
         trust: a checkpoint may name a module to import (env_id module:Name-v0).
         eight_bit: keep weights, Adam's moments and replayed observations in one byte a number, and multiply in FP8.
     """
-    if eight_bit:
-        config = in_eight_bits(config)
     if (out is None) == (resume is None):
         raise ValueError(f"out is {out} and resume {resume}: use one of them")
+    config = chosen(config, bool(resume), eight_bit)
     ranks.start(machine.devices)
     first, state = ranks.rank_and_size()[0] == 0, None
     options = dataclasses.asdict(saving)
     with contextlib.ExitStack() as owned:
         if resume:
-            require_default(overwrite)
             out = resume
             if first:
                 folder = owned.enter_context(Folder.reopen(out, "train"))
@@ -124,29 +122,21 @@ def train(
             report(run, clipped, folder)
 
 
-def in_eight_bits(config: Config) -> Config:
-    """A config with the fields of EIGHT_BIT. Raises ValueError if one of them is given with another value, or beside resume."""
-    for name, value in EIGHT_BIT.items():
+def chosen(config: Config, resume: bool, eight_bit: bool) -> Config:
+    """The config, in eight bits if wanted. Raises ValueError for an option that is given beside one which decides it."""
+    for name in (*Config.__dataclass_fields__, "overwrite", "eight_bit") if resume else ():
+        if name in given():
+            raise ValueError(f"{name} is given beside resume, which takes the run's own: leave it out")
+    for name, value in EIGHT_BIT.items() if eight_bit else ():
         if name in given() and getattr(config, name) != value:
             raise ValueError(f"{name} is {getattr(config, name)} beside eight_bit, which makes it {value!r}: leave one out")
-    if "resume" in given():
-        raise ValueError("eight_bit is given beside resume, which takes the run's own config: leave it out")
-    return dataclasses.replace(config, **EIGHT_BIT)
+    return dataclasses.replace(config, **EIGHT_BIT) if eight_bit else config
 
 
 def given() -> set[str]:
     """Names of the options on the command line, those with their default value too."""
     words = [word.split("=")[0].removeprefix("--").removeprefix("no-") for word in sys.argv if word.startswith("--")]
     return {word.replace("-", "_") for word in words}
-
-
-def require_default(overwrite: bool) -> None:
-    """Raises ValueError if something is given beside `resume` that a resumed run cannot change."""
-    for field in dataclasses.fields(Config):
-        if field.name in given():
-            raise ValueError(f"{field.name} is given beside resume, which takes the run's own: leave it out")
-    if overwrite:
-        raise ValueError("overwrite is True beside resume, which continues in the folder: leave it out")
 
 
 def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:

@@ -235,7 +235,7 @@ def test_resuming_takes_the_run_s_own_config_and_a_refused_run_changes_nothing(t
         ("steps is given beside resume, which takes the run's own", "--resume", trained, "--steps", "2048"),
         ("steps is given beside resume", "--resume", trained, "--steps", "100000"),  # the default, but not the run's own
         ("precision is given beside resume", "--resume", trained, "--precision=bf16"),  # though it is
-        ("overwrite is True beside resume", "--resume", trained, "--overwrite"),
+        ("overwrite is given beside resume", "--resume", trained, "--overwrite"),
         ("out is ", "--resume", trained, "--out", tmp_path / "b"),
         ("out is None and resume None: use one of them",),
         (f"{tmp_path / 'nothing'} holds no run of train to continue", "--resume", tmp_path / "nothing"),

@@ -66,20 +66,20 @@ def test_table_holds_all_codes_of_one_sign(name):
     codes = np.arange(2 ** (to.exponent + to.mantissa), dtype=f"uint{8 * dtype.itemsize}").view(dtype).astype(np.float32)
     codes = torch.from_numpy(codes[np.isfinite(codes)])
     assert_same_bits(to.numbers(), codes)
-    assert to.smallest == codes[1] and to.largest == codes[-1]
+    assert to.largest == codes[-1]
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_limits_are_those_of_torch(name):
     to, limits = format_of(name), torch.finfo(DTYPES[name])
     assert to.largest == limits.max and 2.0**to.normal == limits.smallest_normal
-    assert to.smallest == limits.smallest_normal * limits.eps
+    assert to.numbers()[1] == limits.smallest_normal * limits.eps
 
 
 @pytest.mark.parametrize("to", [*SMALL, *map(format_of, DTYPES)], ids=lambda to: to.name)
 def test_every_number_rounds_to_itself(to):
     table = to.numbers()
-    assert (table.diff() > 0).all() and table[0] == 0 and table[1] == to.smallest and table[-1] == to.largest
+    assert (table.diff() > 0).all() and table[0] == 0 and table[-1] == to.largest
     assert_same_bits(rounded(table, to), table)
     assert_same_bits(rounded(-table, to), -table)
 

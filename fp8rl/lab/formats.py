@@ -50,11 +50,6 @@ class Format(NamedTuple):
         return 2 - 2 ** (self.exponent - 1)
 
     @property
-    def smallest(self) -> float:
-        """The smallest positive number, a subnormal one if there are mantissa bits."""
-        return 2.0 ** (self.normal - self.mantissa)
-
-    @property
     def largest(self) -> float:
         """The largest number."""
         codes = 2 ** (self.exponent + self.mantissa)  # of one sign, in order of their values
