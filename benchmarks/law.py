@@ -1,4 +1,4 @@
-"""Does the doctor (fp8rl/doctor.py) foresee which formats break learning?
+"""Does the doctor (fp8rl/lab/doctor.py) foresee which formats break learning?
 
 It watches one float32 agent, on a seed that no cell trains, and predicts for each place and format whether learning breaks. The
 places are the weights, to the nearest and stochastically, and Adam's m, v and the root of v; the formats are those of the
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from breakage_map import CART, LQR, RATES
 
-from fp8rl import doctor
 from fp8rl.config import Config
+from fp8rl.lab import doctor
 from fp8rl.lab.places import STATE
 from fp8rl.report import study
 from fp8rl.report.bench import origin

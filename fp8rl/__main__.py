@@ -29,10 +29,10 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
-from . import doctor
 from .config import Config
 from .evaluate import evaluate
 from .history import History
+from .lab import doctor
 from .lab.lowbit import LowBitAdam
 from .lab.places import EIGHT_BIT
 from .precision import Precision

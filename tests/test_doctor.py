@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl import doctor
-from fp8rl.doctor import Doctor, Rows, Watched
+from fp8rl.lab import doctor
+from fp8rl.lab.doctor import Doctor, Rows, Watched
 from fp8rl.lab.formats import Format
 from fp8rl.lab.places import PlaceFormat
 from fp8rl.scale.machine import build

@@ -29,7 +29,7 @@ from fp8rl.scale.population import Population
 from fp8rl.tasks.by_id import task_of
 from fp8rl.train import Run, train
 
-EXAMPLES = ("rng", "fp8", "losses", "rollout", "replay", "lab.lowbit", "doctor")
+EXAMPLES = ("rng", "fp8", "losses", "rollout", "replay", "lab.lowbit", "lab.doctor")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

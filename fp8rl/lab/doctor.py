@@ -15,7 +15,7 @@ Both numbers come from the updates that the training makes anyway, on a sample o
     m, v, root    are kept in few bits from the first update on, v' <- round(beta2 v' + (1 - beta2) g^2), with the gradients of
                   float32; their update is Adam's (Kingma and Ba 2015) with what is kept
 
-A place and its format are written as in Config's field `formats` (lab/places.py): "weights=bf16", "v=e4m3:unscaled",
+A place and its format are written as in Config's field `formats` (places.py): "weights=bf16", "v=e4m3:unscaled",
 "root=e4m3:stochastic". All of them are followed at once, as the rows of one tensor.
 """
 
@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .lab.places import STATE, PlaceFormat, places_of
+from .places import STATE, PlaceFormat, places_of
 
 FORMATS = ("weights=bf16", "weights=bf16:stochastic", "weights=fp16", "weights=e4m3", "weights=e4m3:stochastic")
 FORMATS += ("m=bf16", "m=e4m3", "m=e4m3:unscaled", "v=bf16", "v=bf16:stochastic", "v=fp16:unscaled", "v=e5m2", "v=e4m3")
