@@ -138,9 +138,9 @@ def test_the_order_of_parameters_does_not_matter():
 class Temperature(nn.Module):
     """The logarithm of a temperature, as in SAC: one number, pushed down a little in every update."""
 
-    def __init__(self):
+    def __init__(self, start: float = -0.5):
         super().__init__()
-        self.log = nn.Parameter(torch.tensor([-0.5]))
+        self.log = nn.Parameter(torch.tensor([start]))
 
     def forward(self, x):
         return self.log * torch.ones_like(x[:, :2])
@@ -151,6 +151,9 @@ def test_planted_failures_are_found_with_their_mechanism_and_a_cure_that_is_fine
     report = {f"{f.place}={f.format}": f for f in watched(torch.optim.Adam(model.parameters(), lr=3e-5), model, updates=200)}
     assert report["weights=bf16"].verdict == "breaks" and "stay the same" in report["weights=bf16"].why
     assert report["weights=bf16"].progress < 0.25 and report["weights=bf16"].lost == pytest.approx(1)
+    model = Temperature(start=1.0)  # bfloat16 follows it at first, and stops halfway
+    (late,) = watched(torch.optim.Adam(model.parameters(), lr=4e-3), model, ["weights=e8m5"], updates=640)
+    assert late.verdict == "breaks" and late.progress < 0.25
     model = network()
     report = {f"{f.place}={f.format}": f for f in watched(torch.optim.Adam(model.parameters(), lr=1e-5), model)}
     assert report["weights=bf16"].verdict == "breaks"  # a master copy thrown away at a low learning rate

@@ -40,7 +40,7 @@ class Finding(NamedTuple):
     optimizer: str
     place: str  # weights, m, v or root
     format: str  # with the words after it
-    progress: float  # p, mean of the windows; NaN if there is none
+    progress: float  # p, mean of the windows, or of the last ones (`verdict`); NaN if there is none
     noise: float  # q, their median
     lost: float  # share of the numbers that stay the same over a window (weights) or are kept as 0 (moments), their median
     verdict: str  # fine, breaks or unknown
@@ -139,7 +139,7 @@ class Watched:
         self.whole = torch.stack(self.index) + torch.tensor([0, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)
         self.format = Rows([form for _, form, _ in kept], seed)
         self.share = np.minimum(np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1)  # of each of the numbers, in sums
-        self.found: dict[str, list] = {text: [] for *_, text in kept}  # p, q and the share lost, of each window
+        self.found: dict[str, list] = {text: [] for *_, text in kept}  # p, q, the share lost and the learning rate of each window
         self.rows = None
         self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
 
@@ -226,14 +226,14 @@ class Watched:
         self.true[1] += size * m / (true / correction + eps)
 
     def judge(self) -> None:
-        """Ends a window with its p, q and share of lost numbers."""
+        """Ends a window with its p, q, share of lost numbers and learning rate."""
         moved, true = np.where(self.weights, self.rows - self.start, self.moved), self.true[np.minimum(self.kind, 1)]
         kept, exact = np.where(self.weights, moved, self.rows), np.stack((self.true[0], self.m, self.v, self.v))[self.kind]
         lost, whole = (kept == 0) & (exact != 0), self.share.sum() * kept.shape[-1]
         sums = [(self.share * x).sum((1, 2), dtype=np.float64) for x in (true * true, moved * true, (moved - true) ** 2, lost)]
         with np.errstate(invalid="ignore", divide="ignore"):  # where nothing moves
-            numbers = np.stack((sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3] / whole), axis=1)
-        for windows, own in zip(self.found.values(), numbers.tolist(), strict=True):
+            numbers = sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3] / whole, np.full(len(moved), self.of("lr").max())
+        for windows, own in zip(self.found.values(), np.stack(numbers, axis=1).tolist(), strict=True):
             windows.append(own)
 
 
@@ -291,8 +291,9 @@ def finding(watched: Watched, text: str) -> Finding:
     """The verdict on a format, and its cure."""
     place, form = text.split("=", 1)
     bare = form.split(":")[0]
-    cures = (f"{place}={bare}", f"{place}={form}:stochastic", f"root={form}", f"root={bare}", f"{place}={bare}:stochastic")
-    cures = [cure for cure in (*cures, f"root={bare}:stochastic") if cure in watched.found]
+    cures = [f"{place}={bare}", f"{place}={form}:stochastic", f"{place}={bare}:stochastic"]
+    cures += [f"root={form}", f"root={bare}", f"root={bare}:stochastic"] * (place == "v")
+    cures = [cure for cure in cures if cure in watched.found]
     found = verdict(place, watched.found[text])
     good = [cure for cure in cures if verdict(place, watched.found[cure])[3] == "fine"]
     cure = "" if found[3] == "fine" else f"use {good[0]}" if good else "keep it in float32"
@@ -300,12 +301,16 @@ def finding(watched: Watched, text: str) -> Finding:
 
 
 def verdict(place: str, windows: list[list[float]]) -> tuple[float, float, float, str, str]:
-    """Progress, noise, the share lost, the verdict and why, from those of each window."""
-    if np.isnan(found := np.array(windows, dtype=float).reshape(-1, 3)).all():
+    """Progress, noise, the share lost, the verdict and why, from the numbers of each window. Where the last quarter of them
+    is worse although the learning rate has not fallen to half, it counts: what has come to a stop then stays there."""
+    found = np.array(windows, dtype=float).reshape(-1, 4)
+    if np.isnan(found[:, 0]).all():
         return math.nan, math.nan, math.nan, "unknown", "the training ended before a window was full, or moved nothing"
-    progress = float(np.nanmean(found[:, 0]))
-    noise, lost = (float(x) for x in np.nanmedian(found[:, 1:], axis=0))
-    factor = max(progress, 1 / progress) if progress > 0 else math.inf
+    late = found[-max(1, len(found) // 4) :]
+    parts = [found, late] if late[:, 3].mean() > found[:, 3].max() / 2 and not np.isnan(late[:, 0]).all() else [found]
+    progress = max((float(np.nanmean(part[:, 0])) for part in parts), key=away)
+    noise, lost = (float(x) for x in np.nanmedian(found[:, 1:3], axis=0))
+    factor = away(progress)
     if factor <= UNSURE and noise <= NOISY:
         return progress, noise, lost, "fine", ""
     if place == "weights":
@@ -321,3 +326,8 @@ def verdict(place: str, windows: list[list[float]]) -> tuple[float, float, float
     if factor <= BREAKS:
         return progress, noise, lost, "unknown", f"noise is {noise:.1f} times the step" if factor <= UNSURE else why
     return progress, noise, lost, "breaks", f"progress is {progress:.2g} times float32's: {why}"
+
+
+def away(progress: float) -> float:
+    """The factor by which progress is away from 1."""
+    return max(progress, 1 / progress) if progress > 0 else math.inf
