@@ -135,7 +135,7 @@ class ReplayBuffer:
         return self.fields[name].flatten(0, 1)[index]
 
     def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Stored form of observations [T+1, N, F]: field -> codes [T+1, N, F], or [T, N, F] in another layout."""
+        """Stored form of observations [T+1, N, F]: `obs`, codes of that shape, and what another layout adds, [T, N, F]."""
         return {"obs": obs}
 
     def _write(self, rollout: Rollout) -> None:

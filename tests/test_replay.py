@@ -5,6 +5,7 @@ from helpers import WIDE, coded, noise, number_of, refused, same
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8rl.config import LAYOUTS
 from fp8rl.replay import ReplayBuffer
 from fp8rl.scale.storage import StoredRing
 
@@ -106,13 +107,14 @@ def test_values_out_of_range_are_counted_and_clipped(codec):
     assert obs[1] == pytest.approx(largest, rel=1e-6) and obs[2] == pytest.approx(-largest, rel=1e-6)
 
 
-def test_a_state_holds_nothing_that_was_never_written(monkeypatch):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_state_holds_nothing_that_was_never_written(monkeypatch, layout):
     """Memory starts with anything in it, also NaN; a checkpoint of it would differ from one of the same numbers."""
     monkeypatch.setattr(torch, "empty", lambda *args, empty=torch.empty, **kwargs: empty(*args, **kwargs).fill_(77))
-    ring = ReplayBuffer(12, 2, WIDE)
+    ring = StoredRing(12, 2, WIDE, layout=layout)
     for clock in (0, 5, 10, 15):  # the last two wrap around
         ring.append(coded(clock, 5, 2))
         state = ring.state_dict()
-        for name in ("action", "reward", "flags", "behavior_logp"):
+        for name in ring.fields.keys() - {"obs"}:
             assert not state[name][:, ring.count % ring.rows].any(), name
         assert state["obs"][0, ring.count % ring.rows].tolist() == [clock + 5, 0]

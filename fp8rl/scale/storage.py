@@ -213,11 +213,11 @@ class StoredRing(ReplayBuffer):
 
     def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
         codes = self.codec.encode(obs)
-        if self.layout == "compact":
-            return {"obs": codes}
         if self.layout == "full":
-            return {"obs": codes[:-1], "next_obs": codes[1:]}
-        return {"obs": codes[:-1], "delta": self.delta_codec.encode(obs[1:] - self.codec.decode(codes[:-1]))}
+            return {"obs": codes, "next_obs": codes[1:]}
+        if self.layout == "delta":
+            return {"obs": codes, "delta": self.delta_codec.encode(obs[1:] - self.codec.decode(codes[:-1]))}
+        return {"obs": codes}
 
 
 class ReadOnly(StoredRing):
