@@ -16,9 +16,11 @@ from .rng import below, words
 from .rollout import Rollout
 
 
-def action_spec(action_size: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Type and shape of a stored action: float32 [action_size], or one byte if `action_size` is 0."""
-    return (torch.float32, (action_size,)) if action_size else (torch.uint8, ())
+def row_of(obs_size: int, action_size: int = 0, obs: torch.dtype = torch.float32) -> dict[str, tuple[torch.dtype, tuple]]:
+    """Type and shape of each number of a stored transition. An action is float32 [action_size], or one byte if that is 0."""
+    action = (torch.float32, (action_size,)) if action_size else (torch.uint8, ())
+    row = {"obs": (obs, (obs_size,)), "action": action, "reward": (torch.float32, ())}
+    return row | {"flags": (torch.uint8, ()), "behavior_logp": (torch.float32, ())}
 
 
 class ReplayBuffer:
@@ -47,11 +49,9 @@ class ReplayBuffer:
         self.fields = self._allocate()
 
     def _allocate(self) -> dict[str, torch.Tensor]:
-        spec = {"obs": (torch.float32, (self.obs_size,)), "action": action_spec(self.action_size)}
-        spec |= {"reward": (torch.float32, ()), "flags": (torch.uint8, ()), "behavior_logp": (torch.float32, ())}
-        shape = (self.num_envs, self.rows)
+        row, shape = row_of(self.obs_size, self.action_size), (self.num_envs, self.rows)
         try:
-            return {name: torch.empty((*shape, *last), dtype=dtype, device=self.device) for name, (dtype, last) in spec.items()}
+            return {name: torch.empty((*shape, *last), dtype=dtype, device=self.device) for name, (dtype, last) in row.items()}
         except RuntimeError as error:  # torch's own message has many lines
             raise MemoryError(f"replay cannot be allocated on {self.device}: lower capacity") from error
 

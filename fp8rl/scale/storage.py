@@ -30,7 +30,7 @@ import torch
 
 from ..config import LAYOUTS
 from ..env import STATE_BOUNDS
-from ..replay import ReplayBuffer, action_spec
+from ..replay import ReplayBuffer, row_of
 from ..rollout import DUMMY, Rollout
 from .codec import DTYPES, Codec, type_of_codes
 from .files import opened, read_json, write_whole
@@ -48,13 +48,9 @@ def fields_of(layout: str, codec: str, obs_size: int, action_size: int = 0) -> F
     """The fields of a stored transition. Raises ValueError for an unknown layout or codec."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}: choose from {', '.join(LAYOUTS)}")
-    fields = {"obs": (type_of_codes(codec), (obs_size,))}
-    if layout == "full":
-        fields["next_obs"] = fields["obs"]
-    elif layout == "delta":
-        fields["delta"] = type_of_codes(_DELTA[codec]), (obs_size,)
-    fields |= {"action": action_spec(action_size), "reward": (torch.float32, ())}
-    return fields | {"flags": (torch.uint8, ()), "behavior_logp": (torch.float32, ())}
+    fields = row_of(obs_size, action_size, type_of_codes(codec))
+    added = {"full": {"next_obs": fields["obs"]}, "delta": {"delta": (type_of_codes(_DELTA[codec]), (obs_size,))}}
+    return fields | added.get(layout, {})
 
 
 def sizes_of(fields: Fields) -> dict[str, int]:
