@@ -15,7 +15,8 @@ breakage map. Beside a prediction stands what was measured:
     python benchmarks/law.py table benchmarks/results/law.md
 
 The predictions are committed before anything is measured. `measure` goes on where it was stopped, cell by cell. AUC is the area
-under the curve of found against false alarms, of |log2 p| or, as the control, of the noise q.
+under the curve of found against false alarms, of |log2 p| or, as the control, of the noise q. The figure beside the table shows
+what is lost against p and against q.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import csv
 from pathlib import Path
 
 import breakage_map
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from breakage_map import CART, LQR, RATES
@@ -30,7 +32,7 @@ from breakage_map import CART, LQR, RATES
 from fp8rl.config import Config
 from fp8rl.lab import doctor
 from fp8rl.lab.places import STATE
-from fp8rl.report import study
+from fp8rl.report import plot, study
 from fp8rl.report.bench import origin
 from fp8rl.scale.machine import build
 from fp8rl.train import iterate
@@ -99,21 +101,49 @@ def auc(scores: np.ndarray, bad: np.ndarray) -> float:
     return float(above + equal / 2)
 
 
-def bad_cells() -> dict[tuple[str, float, str], bool]:
-    """What was measured: by task, learning rate and cell whether it is bad."""
-    found, names = {}, {key: text.replace(":stored", "") for key, text in breakage_map.cells().items()}
-    for row in csv.DictReader((RESULTS / "breakage_map.csv").open()):
-        if (row["place"], row["format"]) in names:
-            key = row["task"], float(row["learning_rate"]), names[row["place"], row["format"]]
-            found[key] = row["verdict"] != "equal"
-    path, returns = RESULTS / "law_measured.csv", {}
+def losses() -> dict[tuple[str, float, str], float]:
+    """Held-out cells: what the median agent loses, as a share of what float32 gains over an untrained agent."""
+    found, returns, path = {}, {}, RESULTS / "law_measured.csv"
     for row in csv.DictReader(path.open()) if path.exists() else ():
         returns[row["task"], float(row["learning_rate"]), row["cell"]] = np.array([float(x) for x in row["returns"].split()])
     for (task, rate, cell), own in returns.items():
         if cell in cells() and (task, rate, UNTRAINED) in returns:
             exact, before = returns[task, rate, "float32"], returns[task, rate, UNTRAINED]
-            found[task, rate, cell] = bool(np.median(exact - own) > 0.1 * np.median(exact - before))
+            found[task, rate, cell] = float(np.median(exact - own) / np.median(exact - before))
     return found
+
+
+def bad_cells() -> dict[tuple[str, float, str], bool]:
+    """What was measured: by task, learning rate and cell whether it is bad."""
+    names = {key: text.replace(":stored", "") for key, text in breakage_map.cells().items()}
+    found = {key: loss > 0.1 for key, loss in losses().items()}
+    for row in csv.DictReader((RESULTS / "breakage_map.csv").open()):
+        if (row["place"], row["format"]) in names:
+            key = row["task"], float(row["learning_rate"]), names[row["place"], row["format"]]
+            found[key] = row["verdict"] != "equal"
+    return found
+
+
+def draw(out: Path, rows: list[dict]) -> None:
+    """Held-out cells: what is lost against progress and, as the control, against noise."""
+    lost, names = losses(), dict(zip(STATE, ("weights", "Adam's m", "Adam's v", "root of v"), strict=True))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for ax, number in zip(axes, ("progress", "noise"), strict=True):
+        for (place, name), style in zip(names.items(), plot.STYLES[1:], strict=False):
+            own = [row for row in rows if row["cell"].split("=")[0] == place]
+            own = {(row["task"], float(row["learning_rate"]), row["cell"]): float(row[number]) for row in own}
+            x, y = np.array([(x, 100 * lost[key]) for key, x in own.items() if key in lost]).T
+            ax.plot(x.clip(2.0**-8, 2.0**10), y.clip(max=110), label=name, **{**style, "linestyle": ""}, alpha=0.7)
+        ax.set_xscale("log", base=2)
+        ax.axhline(10, color="#888888", linewidth=0.8)
+    axes[0].axvspan(1 / doctor.BREAKS, doctor.BREAKS, color="#DDDDDD", zorder=0)
+    axes[0].set(xlabel="progress p", ylabel="return lost (% of what float32 gains)")
+    axes[0].set_title("progress tells what breaks (grey: within a factor of 4)", fontsize=11)
+    axes[1].set_xlabel("noise q")
+    axes[1].set_title("noise does not", fontsize=11)
+    axes[1].legend()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
 
 
 def line(name: str, rows: list[dict], bad: dict) -> str:
@@ -148,9 +178,9 @@ def table(out: Path) -> None:
             lines.append(line(f"held out: {task}, learning rate {rate:g}", own, bad))
     for place in STATE if len(measured) > 4 else ():
         lines.append(line(f"held out: {place}", [row for row in tested if row["cell"].split("=")[0] == place], bad))
-    note = (
-        "Breaks: progress below a quarter of float32's or above four times. Unknown: beyond a third or three times, or a noise "
-    )
+    if losses():
+        draw(out.with_suffix(".png"), tested)
+    note = "Breaks: progress below a quarter of float32's, or above four times. Unknown: beyond a third or three times, or noise "
     note += "above 2.5."
     out.write_text("\n".join(lines) + f"\n\n{note} `python benchmarks/law.py table {out}` on {origin()}.\n")
 
