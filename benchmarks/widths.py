@@ -142,7 +142,7 @@ def learning(journal: Path, only: list[str], widths: list[int], arms: list[str],
                 for config, row in zip(group, pool.submit(rows_of, group).result(), strict=True):
                     row |= dict(zip(FIELDS, (*names, config.seed), strict=False))
                     found[row["settings"]] = row
-                    csv.DictWriter(file, FIELDS).writerow(row)
+                    csv.DictWriter(file, FIELDS, lineterminator="\n").writerow(row)
             print(line(*names, found), flush=True)
     lines = [line(task, *shape, arm, found) for task, shape, arm in itertools.product(wanted, SHAPES, ARMS)]
     return tasks.table(COLUMNS, list(filter(None, lines)))

@@ -307,7 +307,8 @@ def compare(
             raise ValueError(f"{name} is empty: give at least one value")
     for values in itertools.product(*numbers.values()):
         fields = dict(zip(numbers, values, strict=True))
-        suffix = "".join(f", {name} {value:g}" for name, value in fields.items() if len(numbers[name]) > 1)
+        several = {name: value for name, value in fields.items() if len(numbers[name]) > 1}
+        suffix = "".join(f", {name} {value if value is None else f'{value:g}'}" for name, value in several.items())
         arms |= comparison.arms(suffix, **fields)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
     if not one_by_one:
@@ -412,13 +413,14 @@ def examine(
 
     Args:
         config: what is learned.
-        judge: places and formats (v=e4m3:unscaled).
+        judge: places and formats (v=e4m3:unscaled); Adam takes its step from moments as they are kept.
         require: those that must be fine, or else the exit code is 2.
     """
-    if config.formats:
-        raise ValueError(f"formats is {config.formats!r}: leave it out, the doctor watches a training in float32")
+    for field in ("precision", "formats"):
+        if getattr(config, field) != getattr(Config, field):
+            raise ValueError(f"{field} is {getattr(config, field)!r}: leave it out, the doctor watches a training in float32")
     run = build(config)
-    watching = doctor.Doctor(run.learner.optimizer, formats=judge, names=("adam",))
+    watching = doctor.Doctor(run.learner.optimizer, formats=tuple(dict.fromkeys((*judge, *require))), names=("adam",))
     for _ in iterate(run, progress=True):
         pass
     report = watching.report()

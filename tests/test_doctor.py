@@ -1,7 +1,5 @@
 """The doctor: it sees what it should, and leaves the training as it is."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8rl.lab import doctor
-from fp8rl.lab.doctor import Doctor, Rows, Watched
+from fp8rl.lab.doctor import Doctor, Rows
 from fp8rl.lab.formats import Format
 from fp8rl.lab.places import PlaceFormat
 from fp8rl.scale.machine import build
@@ -79,7 +77,7 @@ def test_float32_makes_all_the_progress_and_no_noise(kind, options):
         assert (finding.verdict, finding.why, finding.cure) == ("fine", "", "")
 
 
-@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("options", [*KINDS, {"weight_decay": 0.1, "decoupled_weight_decay": True}], ids=str)
 def test_it_follows_the_optimizer_s_own_moments(options):
     """From the beginning, or from the middle of a training; groups with other settings, a parameter without gradient."""
     model = network()
@@ -102,8 +100,24 @@ def test_a_scaled_loss_makes_no_difference_and_a_skipped_step_none_either(fused)
     fit(model, optimizer, 40, scaler=scaler)
     fit(model, optimizer, 1, loss_scale=1e38, scaler=scaler)
     fit(model, optimizer, 40, scaler=scaler)
-    assert watching.watched[0].steps == 80
-    assert all(finding.progress == pytest.approx(1, abs=1e-3) for finding in watching.report())
+    (own,) = watching.watched
+    assert own.steps == 80
+    for name, ours in (("exp_avg", own.m), ("exp_avg_sq", own.v)):
+        np.testing.assert_allclose(ours, own.take(own.moment(name)), rtol=1e-4, atol=1e-12)
+
+
+def test_a_step_is_skipped_for_a_gradient_that_is_not_in_the_sample():
+    weight = nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.Adam([weight], fused=True)
+    (own,) = Doctor(optimizer, sample=2).watched
+    scaler, outside = torch.amp.GradScaler("cpu"), min({*range(1000)} - {*own.index[0].tolist()})
+    for bad in (False, True, True, False):
+        loss = (weight * torch.where(torch.arange(1000) == outside, torch.inf if bad else 1.0, 1.0)).sum()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert own.steps == 2 == optimizer.state[weight]["step"]
 
 
 def test_training_is_the_same_bit_for_bit_and_draws_the_same_random_numbers():
@@ -119,11 +133,10 @@ def test_training_is_the_same_bit_for_bit_and_draws_the_same_random_numbers():
     np.random.seed(5)
     assert drawn == (torch.rand(1), np.random.rand())
     assert all(map(torch.equal, alone.parameters(), among.parameters()))
-    state = copy.deepcopy(optimizer.state_dict())
     watching.stop()
     before = watching.report()
     fit(among, optimizer, 40)
-    assert watching.report() == before and state.keys() == optimizer.state_dict().keys()
+    assert watching.report() == before
 
 
 def test_the_order_of_parameters_does_not_matter():
@@ -152,7 +165,7 @@ def test_planted_failures_are_found_with_their_mechanism_and_a_cure_that_is_fine
     assert report["weights=bf16"].verdict == "breaks" and "stay the same" in report["weights=bf16"].why
     assert report["weights=bf16"].progress < 0.25 and report["weights=bf16"].lost == pytest.approx(1)
     model = Temperature(start=1.0)  # bfloat16 follows it at first, and stops halfway
-    (late,) = watched(torch.optim.Adam(model.parameters(), lr=4e-3), model, ["weights=e8m5"], updates=640)
+    (late,) = watched(torch.optim.Adam(model.parameters(), lr=4e-3), model, ["weights=e8m4"], updates=640)
     assert late.verdict == "breaks" and late.progress < 0.25
     model = network()
     report = {f"{f.place}={f.format}": f for f in watched(torch.optim.Adam(model.parameters(), lr=1e-5), model)}
@@ -189,6 +202,12 @@ def test_what_cannot_be_judged_is_said_in_one_line():
         Doctor(optimizer, formats=("weights=e4m3:block",))
     with pytest.raises(ValueError, match=r"^formats has the place 'targets': choose from weights, m, v, root$"):
         Doctor(optimizer, formats=("targets=bf16",))
+    for formats in (("weights=bf16 m=e4m3",), ("m=bf16", "m=bf16"), ("",)):
+        with pytest.raises(ValueError, match=r"^formats is '.*': give each place and format once, as a string of its own$"):
+            Doctor(optimizer, formats=formats)
+    with pytest.raises(ValueError, match=r"^parameters are torch.bfloat16: let the doctor watch a training in float32$"):
+        Doctor(torch.optim.Adam(network().bfloat16().parameters()))
+    assert not Doctor(torch.optim.SGD(model.parameters()), formats=("v=bf16",)).report()
     with pytest.raises(ValueError, match=r"^model is a Linear without optimizers: give them to Doctor itself$"):
         Doctor.of(nn.Linear(2, 2))
     report = watched(optimizer, model, updates=31)
@@ -215,4 +234,4 @@ def test_a_run_of_this_package_is_not_changed():
     report = Doctor(among.learner.optimizer)
     train(among, progress=False)
     assert all(map(torch.equal, alone.model.parameters(), among.model.parameters()))
-    assert len(report.report()) == len(doctor.FORMATS) and isinstance(report.watched[0], Watched)
+    assert len(report.report()) == len(doctor.FORMATS)

@@ -88,6 +88,7 @@ def test_first_code_cell_installs_the_package_only_where_it_is_missing(code, mis
     assert all(re.fullmatch(r"install --quiet (\.\.|git\+https://github\.com/[\w.-]+/[\w.-]+)", line) for _, line in calls)
 
 
+@pytest.mark.skipif(not (shutil.which("make") and shutil.which("perl")), reason="make address needs make and perl")
 def test_an_address_goes_into_the_badge_and_into_every_first_code_cell(tmp_path):
     for name in ("Makefile", "README.md"):
         shutil.copy(ROOT / name, tmp_path)

@@ -239,7 +239,7 @@ def plot(swept: dict[str, list[dict]], path: Path) -> None:
             best[row["num_envs"]] = max(best.get(row["num_envs"], 0), speed_of(row))
     figure = Figure(figsize=(9, 5), layout="constrained")
     ax = figure.add_subplot()
-    for style, (name, best) in zip(STYLES, fastest.items(), strict=True):
+    for style, (name, best) in zip(itertools.cycle(STYLES), fastest.items(), strict=False):
         points = sorted(best.items())
         ax.plot(*zip(*points, strict=True), label=name if len(points) > 1 else None, **style)
         if len(points) == 1:

@@ -5,9 +5,9 @@ weights move in float32, and d' how far they would move then. Their quotient and
 
     progress  p = <d', d> / <d, d>        noise  q = |d' - d| / |d|
 
-Learning breaks where p is far from 1, a quarter or four times of float32's. Noise as large as the step itself hardly matters,
-because it averages out over updates. So few bits break learning where they bias a sum that goes on, as weights and moments are,
-not where they are inaccurate (benchmarks/law.py measures this).
+Learning breaks where p is below a quarter of float32's, or above four times it. Noise up to about 2.5 times the step hardly
+matters, because it averages out over updates. So few bits break learning where they bias a sum that goes on, as weights and
+moments are, not where they are inaccurate (benchmarks/law.py measures this).
 
 Both numbers come from the updates that the training makes anyway, on a sample of each tensor's numbers:
 
@@ -16,7 +16,8 @@ Both numbers come from the updates that the training makes anyway, on a sample o
                   float32; their update is Adam's (Kingma and Ba 2015) with what is kept
 
 A place and its format are written as in Config's field `formats` (places.py): "weights=bf16", "v=e4m3:unscaled",
-"root=e4m3:stochastic". All of them are followed at once, as the rows of one tensor.
+"root=e4m3:stochastic". Adam takes its step from moments as they are kept, whether the word `stored` is there or not. All formats
+are followed at once, as the rows of one array. In p and q every tensor counts with as many numbers, or all that it has.
 """
 
 import json
@@ -123,14 +124,18 @@ class Watched:
         self.name, self.optimizer, self.length = name, optimizer, length
         pairs = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self.parameters, self.groups = [p for p, _ in pairs], [group for _, group in pairs]
+        if found := {p.dtype for p in self.parameters} - {torch.float32}:
+            raise ValueError(f"parameters are {found.pop()}: let the doctor watch a training in float32")
         device, generator = self.parameters[0].device, torch.Generator().manual_seed(seed)
         self.adam = isinstance(optimizer, torch.optim.Adam) and not any(group["amsgrad"] for group in self.groups)  # AdamW is one
-        kept = [(*next(iter(places_of(text, STATE).items())), text) for text in formats]
+        kept = [(*entry, text) for text in formats for entry in places_of(text, STATE).items()]
+        if len(kept) != len({*formats}) or len(kept) != len(formats):
+            raise ValueError(f"formats is {' '.join(formats)!r}: give each place and format once, as a string of its own")
         kept = [(place, form, text) for place, form, text in kept if place == "weights" or self.adam]
         kept.sort(key=lambda entry: "stochastic" in entry[1].words)
         if any(form.block for _, form, _ in kept):
             raise ValueError("formats has block: leave it out, the doctor follows a sample of each tensor")
-        self.kind = np.array([STATE.index(place) for place, *_ in kept])
+        self.kind = np.array([STATE.index(place) for place, *_ in kept], int)
         self.weights, self.first, self.root = ((self.kind == i).reshape(-1, 1, 1) for i in (0, 1, 3))
         each = torch.arange(max(1, sample // len(self.parameters)))  # a smaller tensor has its numbers several times
         self.index = [torch.randperm(p.numel(), generator=generator)[each % p.numel()].to(device) for p in self.parameters]
@@ -140,8 +145,9 @@ class Watched:
         self.format = Rows([form for _, form, _ in kept], seed)
         self.share = np.minimum(np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1)  # of each of the numbers, in sums
         self.found: dict[str, list] = {text: [] for *_, text in kept}  # p, q, the share lost and the learning rate of each window
-        self.rows = None
-        self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
+        self.rows, self.hooks = None, []
+        if kept:
+            self.hooks += optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
 
     def take(self, tensors: list[torch.Tensor]) -> np.ndarray:
         """The sampled numbers of tensors like the parameters, float32 [T, P]. Waits for a GPU."""
@@ -157,7 +163,8 @@ class Watched:
 
     def moment(self, name: str) -> list[torch.Tensor]:
         """A tensor of the optimizer's state for each parameter; zeros before the first step."""
-        return [self.optimizer.state.get(p, {}).get(name, torch.zeros_like(p)) for p in self.parameters]
+        found = [self.optimizer.state.get(p, {}).get(name) for p in self.parameters]
+        return [torch.zeros_like(p) if x is None else x for p, x in zip(self.parameters, found, strict=True)]
 
     @torch.no_grad()
     def before(self, optimizer, args, kwargs) -> None:
@@ -186,10 +193,8 @@ class Watched:
         if any(missing):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         g = self.take(gradients)
-        if (scale := getattr(optimizer, "grad_scale", None)) is not None:  # a GradScaler leaves it to a fused optimizer
-            g = g / float(scale)
-        if not np.isfinite(g).all():
-            return  # and a fused optimizer then skips the step
+        if getattr(optimizer, "found_inf", None) or not np.isfinite(g).all():
+            return  # a GradScaler lets a fused optimizer skip the step; it also unscales the gradients in place
         update = self.take(self.parameters) - self.weight
         self.true[0] += update
         if self.adam:
@@ -203,9 +208,10 @@ class Watched:
 
     def follow(self, g: np.ndarray, update: np.ndarray, missing: list[bool]) -> None:
         """Takes Adam's step with each row in place of what float32 keeps."""
-        g = -g if self.groups[0]["maximize"] else g
+        g = g * (1 - 2 * self.of("maximize"))
         if not isinstance(self.optimizer, torch.optim.AdamW):
-            g = g + self.of("weight_decay") * self.weight  # Adam's decay is part of the gradient
+            decoupled = np.array([group.get("decoupled_weight_decay", False) for group in self.groups]).reshape(-1, 1)
+            g = g + self.of("weight_decay") * ~decoupled * self.weight  # Adam's decay is part of the gradient
         beta1, beta2 = self.of("betas", 0), self.of("betas", 1)
         squares = (1 - beta2) * g * g
         added = np.stack((update, (1 - beta1) * g, squares, squares))
@@ -313,18 +319,17 @@ def verdict(place: str, windows: list[list[float]]) -> tuple[float, float, float
     factor = away(progress)
     if factor <= UNSURE and noise <= NOISY:
         return progress, noise, lost, "fine", ""
-    if place == "weights":
-        why = f"{lost:.0%} of the weights stay the same, because steps are below half the distance of the format's numbers"
-    elif progress < 1 and place == "m":
-        why = f"{lost:.0%} of m are 0 or behind: gradients are too small for the format"
-    elif progress < 1:
-        why = "v stays too large, because it cannot fall to the format's next number"
+    kept = {"weights": "weights", "m": "m", "v": "v", "root": "roots of v"}[place]
+    if noise > NOISY and factor <= UNSURE:
+        why = f"noise is {noise:.1f} times the step"
+    elif place == "weights":
+        why = f"{lost:.0%} of the weights stay the same in a window: most steps are too small for the format"
     elif lost > 0.01:
-        why = f"{lost:.0%} of v are 0, and Adam then divides by eps alone" if place != "m" else f"{lost:.0%} of m are 0"
+        why = f"{lost:.0%} of the {kept} are kept as 0" + ", and Adam then divides by eps alone" * (place != "m")
     else:
-        why = f"{place} stays behind the true one, because its steps are below half the distance of the format's numbers"
+        why = f"{kept} do not follow float32's, because their changes are too small for the format"
     if factor <= BREAKS:
-        return progress, noise, lost, "unknown", f"noise is {noise:.1f} times the step" if factor <= UNSURE else why
+        return progress, noise, lost, "unknown", why
     return progress, noise, lost, "breaks", f"progress is {progress:.2g} times float32's: {why}"
 
 
