@@ -133,7 +133,7 @@ def draw(out: Path, rows: list[dict]) -> None:
             own = [row for row in rows if row["cell"].split("=")[0] == place]
             own = {(row["task"], float(row["learning_rate"]), row["cell"]): float(row[number]) for row in own}
             x, y = np.array([(x, 100 * lost[key]) for key, x in own.items() if key in lost]).T
-            ax.plot(x.clip(2.0**-8, 2.0**10), y.clip(max=110), label=name, **{**style, "linestyle": ""}, alpha=0.7)
+            ax.plot(x.clip(2.0**-8, 2.0**10), y.clip(-10, 110), label=name, **{**style, "linestyle": ""}, alpha=0.7)
         ax.set_xscale("log", base=2)
         ax.axhline(10, color="#888888", linewidth=0.8)
     axes[0].axvspan(1 / doctor.BREAKS, doctor.BREAKS, color="#DDDDDD", zorder=0)
