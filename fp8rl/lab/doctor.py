@@ -244,7 +244,8 @@ class Watched:
 
 
 class Doctor:
-    """Watches one or more optimizers from now on. Raises ValueError for a format as `places_of` does, and for one in blocks.
+    """Watches one or more optimizers from now on. Raises ValueError for a format as `places_of` does, for one in blocks or given
+    twice, and for parameters that are not float32.
 
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
