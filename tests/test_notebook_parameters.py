@@ -2,6 +2,7 @@
 in this process, because starting kernels and workers takes longer than what these do; with their own parameters they run in
 kernels (--nbmake)."""
 
+import re
 import resource
 import sys
 import time
@@ -42,11 +43,11 @@ def with_parameters(name: str, **values):
 
 
 def run_cell(shell: InteractiveShell, cell) -> list[str]:
-    """What the cell shows. An exercise must fail, in an assertion, until it is solved."""
+    """What the cell shows. An exercise must fail, in an assertion of one line, until it is solved."""
     with capture_output() as captured:
         result = shell.run_cell(cell.source)
     if "raises-exception" in cell.metadata.get("tags", []):
-        assert isinstance(result.error_in_exec, AssertionError)
+        assert isinstance(result.error_in_exec, AssertionError) and re.fullmatch("[^\n]+", str(result.error_in_exec))
         return []
     result.raise_error()
     return [captured.stdout, captured.stderr, *(str(output.data) for output in captured.outputs)]
