@@ -24,6 +24,7 @@ import functools
 import importlib.util
 import json
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,7 @@ import numpy as np
 import torch
 import zoo
 from optimum import optimal_returns
+from torch import nn
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
@@ -110,12 +112,28 @@ def held(seed: Seed) -> bool:
     return bool(reached[-1]) and not (reached & (seed.returns < 400)).any()
 
 
+class Timed(NamedTuple):
+    """A judge whose seconds of the processor are added up in `seconds`."""
+
+    judge: Judge
+    seconds: list[float]
+
+    def evaluate(self, learned: nn.Module) -> float:
+        began = time.process_time()
+        found = self.judge.evaluate(learned)
+        self.seconds.append(time.process_time() - began)
+        return found
+
+
 def through_gymnasium(config: Config) -> History:
-    """Trains a config in Gymnasium's own environments."""
+    """Trains a config in Gymnasium's own environments. Seconds are the processor's, without evaluations, as zoo.Judge's are."""
     run = build(config, Machine(vectorization="sync"))
     if make_env := make_cart if config.env_id == WIDE else task_of(config.env_id) and make_task:
         run.judge = Judge(config, run.learner.precision, make_env)
-    return train(run, progress=False).history
+    run.judge, began = Timed(run.judge, []), time.process_time()
+    history = train(run, progress=False).history
+    history.columns["seconds"][-1] = time.process_time() - began - sum(run.judge.seconds)
+    return history
 
 
 def arms_of(task: str) -> list[str]:
@@ -202,7 +220,7 @@ def write(out: Path, found: Found) -> None:
     goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
     note = f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best return is {best_of(CART):.2f}. "
     note += "Seconds are of training, on one core while the other trains, too: as tensors a seed's share of its population's, "
-    note += f"SB3's the processor's alone. {made}"
+    note += f"one at a time the processor's alone (LunarLander and InvertedPendulum: by the clock). {made}"
     out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
 
     measured, rows = [arm for arm in ARMS if any((task, arm) in lines for task in TASKS)], []
