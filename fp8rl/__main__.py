@@ -40,6 +40,7 @@ from .report import bench, plot, study
 from .report.folder import Folder, read_mark, require_free
 from .report.statistics import iqm
 from .scale import checkpoint, hardware, ranks
+from .scale.around import SHOWN, watched
 from .scale.files import opened, read_json
 from .scale.gym import EnvironmentFailed
 from .scale.machine import HERE, Machine, build, maker
@@ -405,11 +406,11 @@ def measure(
 
 def examine(
     config: tyro.conf.OmitArgPrefixes[Config],
-    judge: tuple[str, ...] = doctor.FORMATS,
+    judge: tuple[str, ...] = (*doctor.FORMATS, *(f"{place}=e4m3" for place in SHOWN)),
     require: tuple[str, ...] = (),
     json_output: Json = False,
 ) -> None:
-    """Train one agent in float32, and print which formats of its weights and of Adam's moments would break its training.
+    """Train one agent in float32, and print which formats of its places would break its training.
 
     Args:
         config: what is learned.
@@ -420,7 +421,7 @@ def examine(
         if getattr(config, field) != getattr(Config, field):
             raise ValueError(f"{field} is {getattr(config, field)!r}: leave it out, the doctor watches a training in float32")
     run = build(config)
-    watching = doctor.Doctor(run.learner.optimizer, formats=tuple(dict.fromkeys((*judge, *require))), names=("adam",))
+    watching = watched(run, tuple(dict.fromkeys((*judge, *require))))
     for _ in iterate(run, progress=True):
         pass
     report = watching.report()

@@ -62,16 +62,21 @@ class Learner:
     def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
         """One gradient step on a batch from any device. Returns the statistics of the loss and of the step, scalars; with several
         processes those of the loss are this part's. `record` asks for what costs more, which some parts around this one have.
-        `computed`: the batch's outputs and values with gradient, if the forward pass is done already."""
+        `computed`: as in `loss`."""
+        loss, stats = self.loss(batch, computed)
+        report = self.precision.step(loss, self.optimizer, self.config.max_grad_norm, self.all_reduce)
+        return {"loss": loss.detach(), **stats, **report._asdict()}
+
+    def loss(self, batch: Rollout, computed=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a batch from any device, and its statistics. `computed`: the batch's outputs and values with gradient, if
+        the forward pass is done already."""
         batch = batch.to(self.device)
         batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
         if computed is None:
             memory = (None if batch.state is None else batch.state[0], batch.first) if self.model.recurrent else ()
             with self.precision.autocast():
                 computed = self.model(batch.obs, *memory)
-        loss, stats = actor_critic_loss(*computed, batch, self.config, self.all_reduce, self.targets_of)
-        report = self.precision.step(loss, self.optimizer, self.config.max_grad_norm, self.all_reduce)
-        return {"loss": loss.detach(), **stats, **report._asdict()}
+        return actor_critic_loss(*computed, batch, self.config, self.all_reduce, self.targets_of)
 
     def stop(self, agent: int, reason: Exception) -> None:
         """Ends learning. Agents that learn together need not raise: one of them then takes no more steps."""

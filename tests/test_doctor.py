@@ -12,6 +12,7 @@ from fp8rl.lab import doctor
 from fp8rl.lab.doctor import Doctor, Rows
 from fp8rl.lab.formats import Format
 from fp8rl.lab.places import PlaceFormat
+from fp8rl.scale.around import watched as watch
 from fp8rl.scale.machine import build
 from fp8rl.train import train
 
@@ -89,7 +90,7 @@ def test_it_follows_the_optimizer_s_own_moments(options):
     (own,) = Doctor(optimizer, formats=EXACT, sample=10_000).watched
     fit(model, optimizer, 50)
     for name, ours in (("exp_avg", own.m), ("exp_avg_sq", own.v)):
-        np.testing.assert_allclose(ours, own.take(own.moment(name)), rtol=1e-4, atol=1e-12)
+        np.testing.assert_allclose(ours, own.sample.take(own.moment(name)), rtol=1e-4, atol=1e-12)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -103,14 +104,14 @@ def test_a_scaled_loss_makes_no_difference_and_a_skipped_step_none_either(fused)
     (own,) = watching.watched
     assert own.steps == 80
     for name, ours in (("exp_avg", own.m), ("exp_avg_sq", own.v)):
-        np.testing.assert_allclose(ours, own.take(own.moment(name)), rtol=1e-4, atol=1e-12)
+        np.testing.assert_allclose(ours, own.sample.take(own.moment(name)), rtol=1e-4, atol=1e-12)
 
 
 def test_a_step_is_skipped_for_a_gradient_that_is_not_in_the_sample():
     weight = nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.Adam([weight], fused=True)
     (own,) = Doctor(optimizer, sample=2).watched
-    scaler, outside = torch.amp.GradScaler("cpu"), min({*range(1000)} - {*own.index[0].tolist()})
+    scaler, outside = torch.amp.GradScaler("cpu"), min({*range(1000)} - {*own.sample.index[0].tolist()})
     for bad in (False, True, True, False):
         loss = (weight * torch.where(torch.arange(1000) == outside, torch.inf if bad else 1.0, 1.0)).sum()
         optimizer.zero_grad()
@@ -200,10 +201,12 @@ def test_what_cannot_be_judged_is_said_in_one_line():
     optimizer = torch.optim.Adam(model.parameters())
     with pytest.raises(ValueError, match=r"^formats has block: leave it out"):
         Doctor(optimizer, formats=("weights=e4m3:block",))
-    with pytest.raises(ValueError, match=r"^formats has the place 'targets': choose from weights, m, v, root$"):
+    with pytest.raises(
+        ValueError, match=r"^formats has the place 'targets': choose from weights, m, v, root, forward, backward$"
+    ):
         Doctor(optimizer, formats=("targets=bf16",))
     for formats in (("weights=bf16 m=e4m3",), ("m=bf16", "m=bf16"), ("",)):
-        with pytest.raises(ValueError, match=r"^formats is '.*': give each place and format once, as a string of its own$"):
+        with pytest.raises(ValueError, match=r"^formats (is|has) '.*': give each place and format once, as a string of its own$"):
             Doctor(optimizer, formats=formats)
     with pytest.raises(ValueError, match=r"^parameters are torch.bfloat16: let the doctor watch a training in float32$"):
         Doctor(torch.optim.Adam(network().bfloat16().parameters()))
@@ -227,11 +230,114 @@ def test_all_optimizers_of_a_model_are_found_once():
     assert [own.name for own in Doctor.of(Model()).watched] == ["entropy", "policy.optimizer"]
 
 
+def looked_at(model, optimizer, updates: int = 80, loss_scale: float = 1.0, clip: float | None = None, **options) -> Doctor:
+    """Regression whose loss a doctor looks at, and gradients clipped to a norm."""
+    watching, draw = Doctor(optimizer, **{"sample": 10_000, **options}), torch.Generator().manual_seed(1)
+    for _ in range(updates):
+        x = torch.randn(32, 4, generator=draw)
+
+        def loss(x=x):
+            return loss_scale * (nn.functional.dropout(model(x), 0.1) - x[:, :2].sin()).square().mean()
+
+        watching.look(loss)
+        optimizer.zero_grad()
+        loss().backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return watching
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_looks_at_the_loss_find_all_the_progress_in_float32_and_leave_the_training_alone(clip):
+    alone, among = network(), network()
+    for model in (alone, among):
+        torch.manual_seed(3)
+        optimizer = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+        formats = ("forward=fp32", "backward=fp32") if model is among else ()
+        report = looked_at(model, optimizer, clip=clip, formats=formats).report()
+        drawn = torch.rand(1)
+        if model is alone:
+            first = drawn
+    assert [(f.progress, f.noise) for f in report] == [pytest.approx((1, 0), abs=1e-5)] * 2
+    assert all(map(torch.equal, alone.parameters(), among.parameters())) and drawn == first
+
+
+@settings(max_examples=20, deadline=None)
+@given(FORMS, FORMS, st.integers(0, 2**20))
+def test_operands_are_rounded_as_by_hand(forward, backward, seed):
+    torch.manual_seed(seed)
+    layer, x = nn.Linear(5, 3), torch.randn(7, 5, requires_grad=True)
+    with doctor.Operands(forward, backward):
+        out = layer(x)
+    grad = torch.randn(7, 3)
+    out.backward(grad)
+    there, weight = (forward(y.detach().reshape(1, -1)).reshape(y.shape) for y in (x, layer.weight))
+    back = backward(grad.reshape(1, -1)).reshape(grad.shape)
+    torch.testing.assert_close(out, there @ weight.T + layer.bias)
+    torch.testing.assert_close(x.grad, back @ weight)
+    torch.testing.assert_close(layer.weight.grad, back.T @ there)
+    torch.testing.assert_close(layer.bias.grad, back.sum(0))
+
+
+def test_gradients_that_become_0_are_found_and_a_scale_is_the_cure():
+    model = network()
+    report = looked_at(model, torch.optim.Adam(model.parameters()), loss_scale=1e-3).report()
+    found = {f"{f.place}={f.format}": f for f in report}
+    bad = found["backward=e4m3:unscaled"]
+    assert bad.verdict == "breaks" and "of the gradients become 0" in bad.why and bad.cure == "use backward=e4m3"
+    report.require("backward=e4m3", "backward=e5m2", "forward=e4m3")
+
+
+def test_a_look_at_another_loss_is_refused():
+    model = network()
+    optimizer, x = torch.optim.Adam(model.parameters()), torch.randn(8, 4)
+    watching = Doctor(optimizer)
+    with pytest.raises(ValueError, match=r"^loss has another gradient than the training: let it return the loss of the update"):
+        for _ in range(40):
+            watching.look(lambda: model(torch.randn(8, 4)).square().mean())
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    two = Doctor(optimizer, torch.optim.Adam(network().parameters()), names=("actor", "critic"))
+    for name in (None, "alpha"):
+        with pytest.raises(ValueError, match=r"^optimizer is .*: choose from actor, critic$"):
+            two.look(lambda: model(x).mean(), name)
+    assert [f for f in watched(optimizer, model) if f.place in doctor.OPERANDS] == []  # nothing was looked at
+
+
+def test_averages_are_followed_as_if_they_were_kept_in_few_bits():
+    """A target network in bfloat16 with tau = 0.005, the plain way; and as the doctor sees it from float32's."""
+    model, target, low = network(), network(), network().bfloat16()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
+    watching = Doctor(optimizer, formats=(), sample=10_000)
+    watching.follow("target", target.parameters(), 0.005, ("fp32", "bf16", "bf16:stochastic"), sample=10_000)
+    (average,) = watching.averages
+    for _ in range(300):
+        with torch.no_grad():
+            for new, x, y in zip(model.parameters(), target.parameters(), low.parameters(), strict=True):
+                x.mul_(0.995).add_(0.005 * new)
+                y.copy_((0.995 * y.float() + 0.005 * new).bfloat16())
+        fit(model, optimizer, 1)
+        index = [text for text in average.found].index("target=bf16")
+        near = np.isclose(average.rows[index], average.sample.take(list(low.parameters())), rtol=2e-2, atol=1e-6)
+        assert near.mean() > 0.95  # one is rounded from a number that is a little different
+    exact, bad, good = (f for f in watching.report())
+    assert exact.format == "fp32" and (exact.progress, exact.noise) == pytest.approx((1, 0), abs=1e-2)
+    assert bad.verdict == "breaks" and "stay the same" in bad.why and bad.cure == "use target=bf16:stochastic"
+    assert good.progress == pytest.approx(1, abs=0.3)
+
+
 def test_a_run_of_this_package_is_not_changed():
-    config = small(seed=3, steps=2_048)
+    config = small(seed=3, steps=8_192)
     alone, among = build(config), build(config)
     train(alone, progress=False)
-    report = Doctor(among.learner.optimizer)
+    formats = (*doctor.FORMATS, "observations=fp32", "targets=fp32", "observations=e2m1", "targets=e8m0")
+    watching = watch(among, formats)
     train(among, progress=False)
     assert all(map(torch.equal, alone.model.parameters(), among.model.parameters()))
-    assert len(report.report()) == len(doctor.FORMATS)
+    found = {f"{f.place}={f.format}": f for f in watching.report()}
+    assert {*found} == {*formats}
+    for place in ("observations", "targets"):
+        assert (found[f"{place}=fp32"].progress, found[f"{place}=fp32"].noise) == pytest.approx((1, 0), abs=1e-6)
+    assert found["observations=e2m1"].noise > 0.01 < found["targets=e8m0"].noise

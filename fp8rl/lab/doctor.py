@@ -15,6 +15,15 @@ Both numbers come from the updates that the training makes anyway, on a sample o
     m, v, root    are kept in few bits from the first update on, v' <- round(beta2 v' + (1 - beta2) g^2), with the gradients of
                   float32; their update is Adam's (Kingma and Ba 2015) with what is kept
 
+What only the loss can show needs the loss (`Doctor.look`). In windows of 8 updates its gradients are taken once more in each of
+
+    forward       inputs and weights of matmuls and convolutions, rounded
+    backward      the gradients of their results, rounded
+    others        whatever a caller computes in few bits: targets, observations
+
+from float32's weights, and Adam takes its first steps with them. Averages that follow others, such as target
+networks and running means, are shadows of the whole run, too (`Doctor.follow`): x' <- round((1 - rate) x' + rate new).
+
 A place and its format are written as in Config's field `formats` (places.py): "weights=bf16", "v=e4m3:unscaled",
 "root=e4m3:stochastic". Adam takes its step from moments as they are kept, whether the word `stored` is there or not. All formats
 are followed at once, as the rows of one array. In p and q every tensor counts with as many numbers, or all that it has.
@@ -22,16 +31,26 @@ are followed at once, as the rows of one array. In p and q every tensor counts w
 
 import json
 import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from .places import STATE, PlaceFormat, places_of
 
 FORMATS = ("weights=bf16", "weights=bf16:stochastic", "weights=fp16", "weights=e4m3", "weights=e4m3:stochastic")
 FORMATS += ("m=bf16", "m=e4m3", "m=e4m3:unscaled", "v=bf16", "v=bf16:stochastic", "v=fp16:unscaled", "v=e5m2", "v=e4m3")
 FORMATS += ("v=e4m3:unscaled", "v=e4m3:stochastic", "root=e4m3", "root=e4m3:unscaled", "root=e4m3:stochastic")
+FORMATS += ("forward=bf16", "forward=e4m3", "forward=e4m3:unscaled", "backward=bf16", "backward=fp16:unscaled")
+FORMATS += ("backward=e5m2", "backward=e5m2:unscaled", "backward=e4m3", "backward=e4m3:unscaled")
+AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
+OPERANDS = ("forward", "backward")
+PRODUCTS = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.mm, torch.bmm}
+PRODUCTS |= {torch.Tensor.matmul, torch.Tensor.__matmul__}
+FIRST, LOOKED = 32, 8  # a window of eight looks begins at update 32, 64, 128, ...
 BREAKS, UNSURE, NOISY = 4.0, 3.0, 2.5  # factors of progress, and noise, chosen on two tasks (benchmarks/law.py)
 
 
@@ -112,6 +131,115 @@ class Rows:
         return whole
 
 
+class Sample:
+    """The numbers of T tensors that are followed, float32 [T, P]: as many of each, so a small one has its own several times."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], size: int, seed: int):
+        self.tensors = list(tensors)
+        device, generator = self.tensors[0].device, torch.Generator().manual_seed(seed)
+        each, sizes = torch.arange(max(1, size // len(self.tensors))), [x.numel() for x in self.tensors]
+        self.index = [torch.randperm(size, generator=generator)[each % size].to(device) for size in sizes]
+        self.joined = sum(sizes) <= 2**18  # then one look at the joined tensors is faster than one at each
+        self.whole = torch.stack(self.index) + torch.tensor([0, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)
+        self.share = np.minimum(np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1)  # of each of the numbers, in sums
+
+    def take(self, tensors: Iterable[torch.Tensor] = ()) -> np.ndarray:
+        """Those of the tensors as they are now, or of others like them. Waits for a GPU."""
+        flat = [x.detach().reshape(-1) for x in tensors or self.tensors]
+        if self.joined:
+            return torch.cat(flat)[self.whole].float().cpu().numpy()
+        return torch.stack([x[index].float() for x, index in zip(flat, self.index, strict=True)]).cpu().numpy()
+
+    def compare(self, moved: np.ndarray, true: np.ndarray, lost: np.ndarray, rate: float) -> list[list[float]]:
+        """Progress, noise, the share lost and the learning rate of each of C rows [C, T, P] of a window."""
+        true = np.broadcast_to(true, moved.shape)
+        sums = [(self.share * x).sum((1, 2), dtype=np.float64) for x in (true * true, moved * true, (moved - true) ** 2, lost)]
+        whole = self.share.sum() * moved.shape[-1]
+        with np.errstate(invalid="ignore", divide="ignore"):  # where nothing moves
+            numbers = sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3] / whole, np.full(len(moved), rate)
+        return np.stack(numbers, axis=1).tolist()
+
+
+def largest_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude of each, float32 [T, 1]."""
+    return torch.stack([x.detach().abs().max().float() for x in tensors]).unsqueeze(1)
+
+
+def read(text: str, names: tuple[str, ...]) -> list[tuple[str, PlaceFormat, str]]:
+    """The place, format and text of each entry in a text, which must be one."""
+    found = [(*entry, text) for entry in places_of(text, names).items()]
+    if len(found) != 1:
+        raise ValueError(f"formats has {text!r}: give each place and format once, as a string of its own")
+    return found
+
+
+class Average:
+    """An average that follows others, seen before every step, and as it would be in few bits from the beginning."""
+
+    def __init__(self, name: str, rate: float | Callable[[], float], formats: Iterable[str], length: int, sample: Sample):
+        self.name, self.rate, self.length, self.sample = name, rate, length, sample
+        kept = [(f"{name}={form}", read(f"weights={form}", STATE)[0][1]) for form in formats]
+        kept.sort(key=lambda entry: "stochastic" in entry[1].words)
+        self.found: dict[str, list] = {text: [] for text, _ in kept}
+        self.format, self.x = Rows([form for _, form in kept], 0), None
+
+    @torch.no_grad()
+    def look(self, *_) -> None:
+        x, before = self.sample.take(), self.x
+        self.x = x
+        if before is None:
+            self.rows = np.broadcast_to(x, (len(self.found), *x.shape))
+            self.begin()
+            self.rows = self.start = self.format.round(self.rows, self.least)
+        elif not np.array_equal(x, before):
+            rate = self.rate() if callable(self.rate) else self.rate
+            self.rows = self.format.round((1 - rate) * self.rows + (x - (1 - rate) * before), self.least)
+            self.count += 1
+            if self.count == self.length:
+                moved, true = self.rows - self.start, x - self.true
+                numbers = self.sample.compare(moved, true, (moved == 0) & (true != 0), 1.0)
+                for windows, own in zip(self.found.values(), numbers, strict=True):
+                    windows.append(own)
+                self.begin()
+
+    def begin(self) -> None:
+        self.start, self.true, self.count = self.rows, self.x, 0
+        self.least = largest_of(self.sample.tensors).cpu().numpy()
+
+
+class Through(torch.autograd.Function):
+    """The same numbers, rounded, and their gradient, rounded."""
+
+    @staticmethod
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return Through.rounded(x, there)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Through.rounded(grad, ctx.back), None, None
+
+    @staticmethod
+    def rounded(x: torch.Tensor, form: PlaceFormat | None) -> torch.Tensor:
+        return x.view_as(x) if form is None else form(x.reshape(1, -1)).reshape(x.shape)
+
+
+class Operands(TorchFunctionMode):
+    """Where it is entered, matmuls and convolutions round inputs and weights, and the gradients of their results. The kernels of
+    recurrent layers and of attention are left as they are."""
+
+    def __init__(self, forward: PlaceFormat | None = None, backward: PlaceFormat | None = None):
+        super().__init__()
+        self.there, self.back = forward, backward
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in PRODUCTS and len(args) > 1:
+            left, right, *rest = args
+            left, right = (Through.apply(x, self.there, None) for x in (left, right))
+            return Through.apply(func(left, right, *rest, **(kwargs or {})), None, self.back)
+        return func(*args, **(kwargs or {}))
+
+
 class Watched:
     """One optimizer, seen through its hooks. They read weights, gradients and settings, and change nothing.
 
@@ -126,35 +254,17 @@ class Watched:
         self.parameters, self.groups = [p for p, _ in pairs], [group for _, group in pairs]
         if found := {p.dtype for p in self.parameters} - {torch.float32}:
             raise ValueError(f"parameters are {found.pop()}: let the doctor watch a training in float32")
-        device, generator = self.parameters[0].device, torch.Generator().manual_seed(seed)
         self.adam = isinstance(optimizer, torch.optim.Adam) and not any(group["amsgrad"] for group in self.groups)  # AdamW is one
-        kept = [(*entry, text) for text in formats for entry in places_of(text, STATE).items()]
-        if len(kept) != len({*formats}) or len(kept) != len(formats):
-            raise ValueError(f"formats is {' '.join(formats)!r}: give each place and format once, as a string of its own")
-        kept = [(place, form, text) for place, form, text in kept if place == "weights" or self.adam]
+        kept = [entry for text in formats for entry in read(text, STATE) if self.adam or entry[0] == "weights"]
         kept.sort(key=lambda entry: "stochastic" in entry[1].words)
         if any(form.block for _, form, _ in kept):
             raise ValueError("formats has block: leave it out, the doctor follows a sample of each tensor")
         self.kind = np.array([STATE.index(place) for place, *_ in kept], int)
         self.weights, self.first, self.root = ((self.kind == i).reshape(-1, 1, 1) for i in (0, 1, 3))
-        each = torch.arange(max(1, sample // len(self.parameters)))  # a smaller tensor has its numbers several times
-        self.index = [torch.randperm(p.numel(), generator=generator)[each % p.numel()].to(device) for p in self.parameters]
-        sizes = [p.numel() for p in self.parameters]
-        self.joined = sum(sizes) <= 2**18  # then one look at the joined tensors is faster than one at each
-        self.whole = torch.stack(self.index) + torch.tensor([0, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)
-        self.format = Rows([form for _, form, _ in kept], seed)
-        self.share = np.minimum(np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1)  # of each of the numbers, in sums
-        self.found: dict[str, list] = {text: [] for *_, text in kept}  # p, q, the share lost and the learning rate of each window
-        self.rows, self.hooks = None, []
-        if kept:
-            self.hooks += optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)
-
-    def take(self, tensors: list[torch.Tensor]) -> np.ndarray:
-        """The sampled numbers of tensors like the parameters, float32 [T, P]. Waits for a GPU."""
-        flat = [x.detach().reshape(-1) for x in tensors]
-        if self.joined:
-            return torch.cat(flat)[self.whole].float().cpu().numpy()
-        return torch.stack([x[index].float() for x, index in zip(flat, self.index, strict=True)]).cpu().numpy()
+        self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
+        self.found: dict[str, list] = {text: [] for *_, text in kept}  # `Sample.compare` of each window
+        self.rows, self.updates, self.looks = None, 0, Looks(self)
+        self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
 
     def of(self, name: str, part: int | None = None) -> np.ndarray:
         """A setting of the optimizer for each parameter, float32 [T, 1]."""
@@ -168,10 +278,10 @@ class Watched:
 
     @torch.no_grad()
     def before(self, optimizer, args, kwargs) -> None:
-        self.weight = self.take(self.parameters)
+        self.weight = self.sample.take()
         if self.rows is None:
             self.steps = max(int(self.optimizer.state.get(p, {}).get("step", 0)) for p in self.parameters)
-            self.m, self.v = (self.take(self.moment(name)) for name in ("exp_avg", "exp_avg_sq"))
+            self.m, self.v = (self.sample.take(self.moment(name)) for name in ("exp_avg", "exp_avg_sq"))
             self.rows = np.stack((self.weight, self.m, self.v, np.sqrt(self.v)))[self.kind]
             self.begin()
             self.rows = self.format.round(self.rows, self.least)
@@ -179,10 +289,9 @@ class Watched:
     def begin(self) -> None:
         """Begins a window, in which weights are those of float32 at first."""
         tops = [self.parameters, *(self.moment(name) for name in ("exp_avg", "exp_avg_sq"))]
-        tops = torch.stack([torch.stack([x.detach().abs().max().float() for x in tensors]) for tensors in tops])
-        weights, moments, squares = tops.unsqueeze(-1).cpu().numpy()
+        weights, moments, squares = torch.stack([largest_of(tensors) for tensors in tops]).cpu().numpy()
         self.least = np.stack((weights, moments, squares, np.sqrt(squares)))[self.kind]
-        fresh = self.format.round(np.broadcast_to(self.take(self.parameters), self.rows.shape), self.least)
+        fresh = self.format.round(np.broadcast_to(self.sample.take(), self.rows.shape), self.least)
         self.rows = self.start = np.where(self.weights, fresh, self.rows)
         self.moved, self.true, self.count = np.zeros_like(self.rows), np.zeros((2, *self.m.shape), np.float32), 0
 
@@ -192,13 +301,17 @@ class Watched:
         missing = [gradient is None for gradient in gradients]
         if any(missing):
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        g = self.take(gradients)
+        g = self.sample.take(gradients)
         if getattr(optimizer, "found_inf", None) or not np.isfinite(g).all():
+            self.looks.new = None
             return  # a GradScaler lets a fused optimizer skip the step; it also unscales the gradients in place
-        update = self.take(self.parameters) - self.weight
+        update = self.sample.take() - self.weight
+        self.updates += 1
         self.true[0] += update
         if self.adam:
-            self.follow(g, update, missing)
+            self.steps += 1
+            self.looks.after(g)
+            self.follow(self.whole(g), update, missing)
         else:
             self.rows = self.format.round(self.rows + update, self.least)
         self.count += 1
@@ -206,12 +319,21 @@ class Watched:
             self.judge()
             self.begin()
 
+    def whole(self, g: np.ndarray) -> np.ndarray:
+        """Gradients as Adam takes them, with its decay of weights in them."""
+        g = g * (1 - 2 * self.of("maximize"))
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            return g
+        decoupled = np.array([group.get("decoupled_weight_decay", False) for group in self.groups]).reshape(-1, 1)
+        return g + self.of("weight_decay") * ~decoupled * self.weight
+
+    def step(self, m: np.ndarray, divisor: np.ndarray, steps: int) -> np.ndarray:
+        """Adam's step from m and the root of v after some steps, without its sign."""
+        size, correction = self.of("lr") / (1 - self.of("betas", 0) ** steps), np.sqrt(1 - self.of("betas", 1) ** steps)
+        return size * m / (divisor / correction + self.of("eps"))
+
     def follow(self, g: np.ndarray, update: np.ndarray, missing: list[bool]) -> None:
         """Takes Adam's step with each row in place of what float32 keeps."""
-        g = g * (1 - 2 * self.of("maximize"))
-        if not isinstance(self.optimizer, torch.optim.AdamW):
-            decoupled = np.array([group.get("decoupled_weight_decay", False) for group in self.groups]).reshape(-1, 1)
-            g = g + self.of("weight_decay") * ~decoupled * self.weight  # Adam's decay is part of the gradient
         beta1, beta2 = self.of("betas", 0), self.of("betas", 1)
         squares = (1 - beta2) * g * g
         added = np.stack((update, (1 - beta1) * g, squares, squares))
@@ -224,23 +346,66 @@ class Watched:
             live = ~np.array(missing).reshape(-1, 1)
             rows, m, v = (np.where(live, new, old) for new, old in ((rows, self.rows), (m, self.m), (v, self.v)))
         self.rows, self.m, self.v = rows, m, v
-        self.steps += 1
-        size, correction = self.of("lr") / (1 - beta1**self.steps), np.sqrt(1 - beta2**self.steps)
-        true, eps = np.sqrt(v), self.of("eps")
+        true = np.sqrt(v)
         divisor = np.where(self.first, true, np.where(self.root, rows, np.sqrt(np.abs(rows))))
-        self.moved += size * np.where(self.first, rows, m) / (divisor / correction + eps)
-        self.true[1] += size * m / (true / correction + eps)
+        self.moved += self.step(np.where(self.first, rows, m), divisor, self.steps)
+        self.true[1] += self.step(m, true, self.steps)
 
     def judge(self) -> None:
-        """Ends a window with its p, q, share of lost numbers and learning rate."""
+        """Ends a window with its numbers."""
         moved, true = np.where(self.weights, self.rows - self.start, self.moved), self.true[np.minimum(self.kind, 1)]
         kept, exact = np.where(self.weights, moved, self.rows), np.stack((self.true[0], self.m, self.v, self.v))[self.kind]
-        lost, whole = (kept == 0) & (exact != 0), self.share.sum() * kept.shape[-1]
-        sums = [(self.share * x).sum((1, 2), dtype=np.float64) for x in (true * true, moved * true, (moved - true) ** 2, lost)]
-        with np.errstate(invalid="ignore", divide="ignore"):  # where nothing moves
-            numbers = sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3] / whole, np.full(len(moved), self.of("lr").max())
-        for windows, own in zip(self.found.values(), np.stack(numbers, axis=1).tolist(), strict=True):
+        numbers = self.sample.compare(moved, true, (kept == 0) & (exact != 0), self.of("lr").max())
+        for windows, own in zip(self.found.values(), numbers, strict=True):
             windows.append(own)
+
+
+class Looks:
+    """Windows of updates in which Adam's steps are taken with other gradients in place of the training's. `rows` [2, C, T, P] are
+    the moments of each, the training's own first. They begin at 0, because Adam's own would carry on the training's direction."""
+
+    def __init__(self, watched: Watched):
+        self.watched, self.next, self.new, self.count = watched, FIRST, None, 0
+        self.found: dict[str, list] = {}
+
+    def look(self, losses: dict[str, Callable[[], torch.Tensor]]) -> None:
+        """Takes the gradients of losses at the weights as they are, of which the first is the training's."""
+        if self.watched.adam and self.watched.updates >= self.next:
+            self.names, self.new = [*losses][1:], [self.gradient(loss) for loss in losses.values()]
+
+    def gradient(self, loss: Callable[[], torch.Tensor]) -> tuple[np.ndarray, float]:
+        """The sample of a loss's gradient and its whole L2 norm. Every loss draws the same random numbers."""
+        parameters = self.watched.parameters
+        with torch.enable_grad(), torch.random.fork_rng([p.device for p in parameters[:1] if p.is_cuda]):
+            found = torch.autograd.grad(loss(), parameters, allow_unused=True)
+        found = [torch.zeros_like(p) if x is None else x for p, x in zip(parameters, found, strict=True)]
+        return self.watched.sample.take(found), float(torch.stack([x.norm() for x in found]).norm())
+
+    def after(self, g: np.ndarray) -> None:
+        """Takes the steps of an update from the gradients g of the training, if it was looked at."""
+        new, self.new, watched = self.new, None, self.watched
+        if new is None:  # of a window every update is looked at, or it is given up
+            self.count = 0
+            return
+        (own, norm), *others = new
+        factor = float((g * own).sum(dtype=np.float64) / max((own * own).sum(dtype=np.float64), 1e-38))
+        if np.abs(g - factor * own).max() > 1e-2 * np.abs(g).max():
+            raise ValueError("loss has another gradient than the training: let it return the loss of the update that follows")
+        # A factor below 1 is taken for a clipped norm, to which the others are clipped, too.
+        rest = [x * (min(1, factor * norm / max(size, 1e-38)) if factor < 1 else factor) for x, size in others]
+        gradients = watched.whole(np.stack([g, *rest]))
+        if not self.count:
+            self.rows, self.moved = np.zeros((2, *gradients.shape), np.float32), np.zeros_like(gradients)
+        betas = np.stack((watched.of("betas", 0), watched.of("betas", 1)))[:, None]
+        self.rows = betas * self.rows + (1 - betas) * np.stack((gradients, gradients * gradients))
+        self.count += 1
+        self.moved += watched.step(self.rows[0], np.sqrt(self.rows[1]), self.count)
+        if self.count == LOOKED:
+            lost = (gradients[1:] == 0) & (gradients[0] != 0)
+            numbers = watched.sample.compare(self.moved[1:], self.moved[0], lost, watched.of("lr").max())
+            for name, own in zip(self.names, numbers, strict=True):
+                self.found.setdefault(name, []).append(own)
+            self.count, self.next = 0, 2 * self.next
 
 
 class Doctor:
@@ -255,16 +420,21 @@ class Doctor:
         ...     optimizer.step()
         >>> doctor.report().require("weights=bf16:stochastic")
 
-    `formats`: the places and formats to judge. An optimizer that is not Adam or AdamW, or that uses amsgrad, is judged by its
-    weights alone. `length`: updates in a window. `sample`: numbers followed in each optimizer, as many of each tensor. `names`:
-    what reports call the optimizers."""
+    `formats`: the places and formats to judge; those of operands are judged where `look` is called. An optimizer that is not Adam
+    or AdamW, or that uses amsgrad, is judged by its weights alone. `length`: updates in a window. `sample`: numbers followed in
+    each optimizer, as many of each tensor. `names`: what reports call the optimizers."""
 
     def __init__(
         self, *optimizers: torch.optim.Optimizer, formats=FORMATS, length: int = 32, sample: int = 512, seed=0, names=()
     ):
-        names = names or [f"optimizer {i}" for i in range(len(optimizers))]
-        self.formats = tuple(formats)
-        self.watched = [Watched(n, o, self.formats, length, sample, seed) for n, o in zip(names, optimizers, strict=True)]
+        names, self.formats = names or [f"optimizer {i}" for i in range(len(optimizers))], tuple(formats)
+        if len(self.formats) != len({*self.formats}):
+            raise ValueError(f"formats is {' '.join(self.formats)!r}: give each place and format once, as a string of its own")
+        entries = [entry for text in self.formats for entry in read(text, (*STATE, *OPERANDS))]
+        self.operands = {text: Operands(**{place: form}) for place, form, text in entries if place in OPERANDS}
+        state = [text for text in self.formats if text not in self.operands]
+        self.watched = [Watched(n, o, state, length, sample, seed) for n, o in zip(names, optimizers, strict=True)]
+        self.averages: list[Average] = []
 
     @classmethod
     def of(cls, model, **options) -> "Doctor":
@@ -280,6 +450,44 @@ class Doctor:
         names, optimizers = zip(*found.values(), strict=True)
         return cls(*optimizers, names=names, **options)
 
+    def look(self, loss: Callable[[], torch.Tensor], optimizer: str | None = None, others=()) -> None:
+        """Judges what only the loss can show. Call it before every update, where its loss is computed: `loss` returns that loss,
+        a scalar with gradient, and leaves nothing changed behind. `optimizer`: the name of the one that steps on it, if there are
+        several. `others`: losses with something in few bits, by place and format, {"targets=e4m3": function}.
+
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+            >>> doctor, x = Doctor(optimizer), torch.randn(8, 4)
+            >>> for _ in range(80):
+            ...     doctor.look(lambda: model(x).square().mean())
+            ...     optimizer.zero_grad()
+            ...     model(x).square().mean().backward()
+            ...     optimizer.step()
+            >>> doctor.report().require("forward=bf16", "backward=e5m2")
+
+        It looks at 8 updates in a row from update 32, 64, 128, ... on, and otherwise returns at once. Raises ValueError, at the
+        step, if the gradient is not the training's but for a factor, such as a scaled loss or a clipped norm."""
+        found = [watched for watched in self.watched if optimizer in (None, watched.name)]
+        if len(found) != 1:
+            raise ValueError(f"optimizer is {optimizer!r}: choose from {', '.join(watched.name for watched in self.watched)}")
+
+        def within(mode: Operands) -> Callable[[], torch.Tensor]:
+            def rounded():
+                with mode:
+                    return loss()
+
+            return rounded
+
+        found[0].looks.look({"": loss} | {text: within(mode) for text, mode in self.operands.items()} | dict(others))
+
+    def follow(self, name: str, tensors: Iterable[torch.Tensor], rate, formats: Iterable[str] = AVERAGES, sample=512) -> None:
+        """Judges an average that something else updates, x <- (1 - rate) x + rate new, float32: a target network's parameters, a
+        running mean. `rate`: a number, or a function of nothing that returns it. It is looked at before each step of the first
+        optimizer."""
+        first = self.watched[0]
+        self.averages.append(Average(name, rate, formats, first.length, Sample(tensors, sample, 0)))
+        first.hooks.append(first.optimizer.register_step_pre_hook(self.averages[-1].look))
+
     def stop(self) -> None:
         """Watches no longer."""
         for watched in self.watched:
@@ -290,24 +498,28 @@ class Doctor:
         """What was found so far."""
         report = Report()
         for watched in self.watched:
-            report += [finding(watched, text) for text in self.formats if text in watched.found]
+            looked = watched.looks.found
+            both = watched.found | looked
+            order = [text for text in dict.fromkeys((*self.formats, *both)) if text in both]
+            report += [finding(watched.name, both, text, text in looked) for text in order]
+        for average in self.averages:
+            report += [finding("average", average.found, text) for text in average.found]
         return report
 
 
-def finding(watched: Watched, text: str) -> Finding:
-    """The verdict on a format, and its cure."""
+def finding(optimizer: str, windows: dict[str, list], text: str, looked: bool = False) -> Finding:
+    """The verdict on a format, and its cure. `looked`: whether it is one of `Looks`."""
     place, form = text.split("=", 1)
     bare = form.split(":")[0]
     cures = [f"{place}={bare}", f"{place}={form}:stochastic", f"{place}={bare}:stochastic"]
     cures += [f"root={form}", f"root={bare}", f"root={bare}:stochastic"] * (place == "v")
-    cures = [cure for cure in cures if cure in watched.found]
-    found = verdict(place, watched.found[text])
-    good = [cure for cure in cures if verdict(place, watched.found[cure])[3] == "fine"]
+    found = verdict(place, windows[text], looked)
+    good = [cure for cure in cures if cure in windows and verdict(place, windows[cure])[3] == "fine"]
     cure = "" if found[3] == "fine" else f"use {good[0]}" if good else "keep it in float32"
-    return Finding(watched.name, place, form, *found, cure)
+    return Finding(optimizer, place, form, *found, cure)
 
 
-def verdict(place: str, windows: list[list[float]]) -> tuple[float, float, float, str, str]:
+def verdict(place: str, windows: list[list[float]], looked: bool = False) -> tuple[float, float, float, str, str]:
     """Progress, noise, the share lost, the verdict and why, from the numbers of each window. Where the last quarter of them
     is worse although the learning rate has not fallen to half, it counts: what has come to a stop then stays there."""
     found = np.array(windows, dtype=float).reshape(-1, 4)
@@ -320,15 +532,17 @@ def verdict(place: str, windows: list[list[float]]) -> tuple[float, float, float
     factor = away(progress)
     if factor <= UNSURE and noise <= NOISY:
         return progress, noise, lost, "fine", ""
-    kept = {"weights": "weights", "m": "m", "v": "v", "root": "roots of v"}[place]
     if noise > NOISY and factor <= UNSURE:
         why = f"noise is {noise:.1f} times the step"
-    elif place == "weights":
-        why = f"{lost:.0%} of the weights stay the same in a window: most steps are too small for the format"
-    elif lost > 0.01:
-        why = f"{lost:.0%} of the {kept} are kept as 0" + ", and Adam then divides by eps alone" * (place != "m")
-    else:
+    elif place in STATE[1:]:
+        kept = "roots of v" if place == "root" else place
         why = f"{kept} do not follow float32's, because their changes are too small for the format"
+        if lost > 0.01:
+            why = f"{lost:.0%} of the {kept} are kept as 0" + ", and Adam then divides by eps alone" * (place != "m")
+    elif looked:
+        why = f"{lost:.0%} of the gradients become 0" if lost > 0.01 else "the gradients do not follow float32's"
+    else:
+        why = f"{lost:.0%} of the numbers stay the same in a window: most steps are too small for the format"
     if factor <= BREAKS:
         return progress, noise, lost, "unknown", why
     return progress, noise, lost, "breaks", f"progress is {progress:.2g} times float32's: {why}"
