@@ -1,99 +1,133 @@
 """Does the doctor (fp8rl/lab/doctor.py) foresee which formats break learning?
 
 It watches one float32 agent, on a seed that no cell trains, and predicts for each place and format whether learning breaks. The
-places are the weights, to the nearest and stochastically, and Adam's m, v and the root of v; the formats are those of the
-breakage map. Beside a prediction stands what was measured:
+places are those of the breakage map but the acting policy's: what the optimizer keeps (the weights, to the nearest and
+stochastically, Adam's m, v and the root of v) and what only the loss shows (operands of the matmuls, gradients, replayed
+observations, advantages and value targets); the formats are the map's. Beside a prediction stands what was measured:
 
     chosen      the two carts at two learning rates each, from breakage_map.csv: on these cells the doctor's line was chosen. A
                 cell is bad if the map does not call it equal to float32
-    held out    CartPole-v1, Pendulum-v1 and Acrobot-v1 at two learning rates, on which nothing was chosen: four agents for each
-                cell. A cell is bad if the median agent loses more than a tenth of what float32 gains over an untrained agent, on
-                the same seeds
+    held out    CartPole-v1, Pendulum-v1 and Acrobot-v1 at up to three learning rates, and networks of 16 and 256 units, on which
+                nothing was chosen: four agents for each cell. A cell is bad if the median agent loses more than a tenth of what
+                float32 gains over an untrained agent, on the same seeds
 
     python benchmarks/law.py predict benchmarks/results/law_predicted.csv
     python benchmarks/law.py measure benchmarks/results/law_measured.csv [--only CartPole-v1]
     python benchmarks/law.py table benchmarks/results/law.md
 
-The predictions are committed before anything is measured. `measure` goes on where it was stopped, cell by cell. AUC is the area
+The predictions are committed before anything is measured. `predict` and `measure` go on where they were stopped. AUC is the area
 under the curve of found against false alarms, of |log2 p| or, as the control, of the noise q. The figure beside the table shows
 what is lost against p and against q.
 """
 
 import argparse
 import csv
+import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 import breakage_map
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from breakage_map import CART, LQR, RATES
+from breakage_map import CART, RATES
 
 from fp8rl.config import Config
 from fp8rl.lab import doctor
 from fp8rl.lab.places import STATE
 from fp8rl.report import plot, study
 from fp8rl.report.bench import origin
+from fp8rl.scale.around import SHOWN, watched
 from fp8rl.scale.machine import build
 from fp8rl.train import iterate
 
 RESULTS = Path(__file__).parent / "results"
-WATCHED, SEEDS = 900, range(7000, 7004)
+WATCHED, SEEDS, UNTRAINED = 900, range(7000, 7004), "untrained"
 STEPS = {"CartPole-v1": 61_440, "Pendulum-v1": 122_880, "Acrobot-v1": 245_760}
-HELD_OUT = [(task, rate) for task in STEPS for rate in (2e-3, 5e-3)]
-PREDICTED = ("task", "learning_rate", "cell", "progress", "noise", "lost", "verdict")
-MEASURED = ("task", "learning_rate", "cell", "returns")
-UNTRAINED = "untrained"
+LOOKED = (*doctor.OPERANDS, *SHOWN)  # places that are seen through the loss
 
 
-def cells() -> dict[str, str]:
-    """Cells of the map that an optimizer keeps: name in the doctor's language -> value of Config's field `formats`."""
+class Setting(NamedTuple):
+    """What an agent learns with."""
+
+    task: str
+    learning_rate: float
+    hidden_size: int = 64
+
+    def __str__(self) -> str:
+        return f"{self.task}, rate {self.learning_rate:g}, {self.hidden_size} units"
+
+    @staticmethod
+    def of(row: dict[str, str]) -> "Setting":
+        """That of a line of one of the files."""
+        return Setting(row["task"], float(row["learning_rate"]), int(row.get("hidden_size", 64)))
+
+
+CHOSEN = [Setting(task, rate) for task, rates in RATES.items() for rate in rates]
+HELD_OUT = [Setting(task, rate) for task in STEPS for rate in (2e-3, 5e-3)]
+HELD_OUT += [Setting("CartPole-v1", 5e-4), Setting("Pendulum-v1", 5e-4)]
+HELD_OUT += [Setting("CartPole-v1", 2e-3, 16), Setting("CartPole-v1", 1e-3, 256)]
+THROUGH_LOSS = [*CHOSEN, *(Setting(task, 2e-3) for task in STEPS)]  # where those places are judged, too
+PREDICTED = (*Setting._fields, "cell", "progress", "noise", "lost", "verdict")
+MEASURED = (*Setting._fields, "cell", "returns")
+
+
+def cells(setting: Setting) -> dict[str, str]:
+    """The cells judged in a setting: name in the doctor's language -> value of Config's field `formats`."""
     found = {}
     for (place, _), text in breakage_map.cells().items():
-        if place.split()[0] in STATE:
+        place = place.split()[0]
+        if place in STATE or (place in LOOKED and setting in THROUGH_LOSS):
             found[text.replace(":stored", "")] = text
     return found
 
 
-def config_of(task: str, rate: float, seed: int, formats: str = "") -> Config:
-    if (task, rate) in HELD_OUT:
-        return Config(seed=seed, env_id=task, steps=STEPS[task], learning_rate=rate, eval_every=0, formats=formats)
-    shape = breakage_map.SETTINGS | {"env_id": None if task == CART else task, "steps": breakage_map.STEPS, "eval_every": 0}
-    return Config(seed=seed, formats=formats, **shape | {"learning_rate": rate})
+def config_of(setting: Setting, seed: int, formats: str = "") -> Config:
+    task, rate, width = setting
+    if task in STEPS:
+        shape = {"env_id": task, "steps": STEPS[task], "hidden_size": width}
+    else:
+        shape = breakage_map.SETTINGS | {"env_id": None if task == CART else task, "steps": breakage_map.STEPS}
+    return Config(seed=seed, formats=formats, **shape | {"learning_rate": rate, "eval_every": 0})
 
 
 def predict(out: Path) -> None:
-    rows = []
-    for task, rate in [*((task, rate) for task, rates in RATES.items() for rate in rates), *HELD_OUT]:
-        run = build(config_of(task, rate, WATCHED))
-        watching = doctor.Doctor(run.learner.optimizer, formats=cells())
+    """Adds the predictions of the settings that the file does not have."""
+    if not out.exists():
+        out.write_text(",".join(PREDICTED) + "\n")
+    done = {(Setting.of(row), row["cell"]) for row in csv.DictReader(out.open())}
+    for setting in (*CHOSEN, *HELD_OUT):
+        wanted = cells(setting)
+        if all((setting, cell) in done for cell in wanted):
+            continue
+        run = build(config_of(setting, WATCHED))
+        watching = watched(run, tuple(wanted))
         for _ in iterate(run):
             pass
-        for found in watching.report():
-            numbers = (f"{x:.4g}" for x in (found.progress, found.noise, found.lost))
-            rows.append((task, rate, f"{found.place}={found.format}", *numbers, found.verdict))
-    with out.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([PREDICTED, *rows])
+        with out.open("a", newline="") as file:
+            for found in watching.report():
+                cell, numbers = f"{found.place}={found.format}", (f"{x:.4g}" for x in (found.progress, found.noise, found.lost))
+                if (setting, cell) not in done:
+                    csv.writer(file, lineterminator="\n").writerow((*setting, cell, *numbers, found.verdict))
 
 
 def measure(out: Path, only: list[str]) -> None:
     if not out.exists():
         out.write_text(",".join(MEASURED) + "\n")
-    done = {(row["task"], float(row["learning_rate"]), row["cell"]) for row in csv.DictReader(out.open())}
-    for task, rate in HELD_OUT:
-        arms = {"float32": "", UNTRAINED: "", **cells()}
-        missing = [name for name in arms if (task, rate, name) not in done and task in (only or STEPS)]
+    done = {(Setting.of(row), row["cell"]) for row in csv.DictReader(out.open())}
+    for setting in HELD_OUT:
+        arms = {"float32": "", UNTRAINED: "", **cells(setting)}
+        missing = [name for name in arms if (setting, name) not in done and setting.task in (only or STEPS)]
         for names in (missing[i : i + 24] for i in range(0, len(missing), 24)):
-            configs = {name: [config_of(task, rate, seed, arms[name]) for seed in SEEDS] for name in names}
+            configs = {name: [config_of(setting, seed, arms[name]) for seed in SEEDS] for name in names}
             if UNTRAINED in names:  # learns nothing
-                configs[UNTRAINED] = [
-                    Config(seed=seed, env_id=task, steps=2_048, learning_rate=1e-12, eval_every=0) for seed in SEEDS
-                ]
+                changes = {"steps": 2_048, "learning_rate": 1e-12}
+                configs[UNTRAINED] = [dataclasses.replace(config, **changes) for config in configs[UNTRAINED]]
             found = dict(study.run_all([config for arm in configs.values() for config in arm]))
             with out.open("a") as file:
                 for name, own in configs.items():
                     returns = " ".join(f"{found[config].final_return:.6g}" for config in own)
-                    file.write(f"{task},{rate},{name},{returns}\n")
+                    file.write(",".join(map(str, (*setting, name, returns))) + "\n")
 
 
 def auc(scores: np.ndarray, bad: np.ndarray) -> float:
@@ -101,26 +135,25 @@ def auc(scores: np.ndarray, bad: np.ndarray) -> float:
     return float(above + equal / 2)
 
 
-def losses() -> dict[tuple[str, float, str], float]:
+def losses() -> dict[tuple[Setting, str], float]:
     """Held-out cells: what the median agent loses, as a share of what float32 gains over an untrained agent."""
     found, returns, path = {}, {}, RESULTS / "law_measured.csv"
     for row in csv.DictReader(path.open()) if path.exists() else ():
-        returns[row["task"], float(row["learning_rate"]), row["cell"]] = np.array([float(x) for x in row["returns"].split()])
-    for (task, rate, cell), own in returns.items():
-        if cell in cells() and (task, rate, UNTRAINED) in returns:
-            exact, before = returns[task, rate, "float32"], returns[task, rate, UNTRAINED]
-            found[task, rate, cell] = float(np.median(exact - own) / np.median(exact - before))
+        returns[Setting.of(row), row["cell"]] = np.array([float(x) for x in row["returns"].split()])
+    for (setting, cell), own in returns.items():
+        if cell in cells(setting) and (setting, UNTRAINED) in returns:
+            exact, before = returns[setting, "float32"], returns[setting, UNTRAINED]
+            found[setting, cell] = float(np.median(exact - own) / np.median(exact - before))
     return found
 
 
-def bad_cells() -> dict[tuple[str, float, str], bool]:
-    """What was measured: by task, learning rate and cell whether it is bad."""
+def bad_cells() -> dict[tuple[Setting, str], bool]:
+    """What was measured: by setting and cell whether it is bad."""
     names = {key: text.replace(":stored", "") for key, text in breakage_map.cells().items()}
     found = {key: loss > 0.1 for key, loss in losses().items()}
     for row in csv.DictReader((RESULTS / "breakage_map.csv").open()):
         if (row["place"], row["format"]) in names:
-            key = row["task"], float(row["learning_rate"]), names[row["place"], row["format"]]
-            found[key] = row["verdict"] != "equal"
+            found[Setting.of(row), names[row["place"], row["format"]]] = row["verdict"] != "equal"
     return found
 
 
@@ -130,8 +163,7 @@ def draw(out: Path, rows: list[dict]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for ax, number in zip(axes, ("progress", "noise"), strict=True):
         for (place, name), style in zip(names.items(), plot.STYLES[1:], strict=False):
-            own = [row for row in rows if row["cell"].split("=")[0] == place]
-            own = {(row["task"], float(row["learning_rate"]), row["cell"]): float(row[number]) for row in own}
+            own = {(Setting.of(row), row["cell"]): float(row[number]) for row in rows if place_of(row) == place}
             x, y = np.array([(x, 100 * lost[key]) for key, x in own.items() if key in lost]).T
             ax.plot(x.clip(2.0**-8, 2.0**10), y.clip(-10, 110), label=name, **{**style, "linestyle": ""}, alpha=0.7)
         ax.set_xscale("log", base=2)
@@ -146,10 +178,14 @@ def draw(out: Path, rows: list[dict]) -> None:
     plt.close(figure)
 
 
+def place_of(row: dict[str, str]) -> str:
+    return row["cell"].split("=")[0]
+
+
 def line(name: str, rows: list[dict], bad: dict) -> str:
     """A line of the table, of the predictions that were measured."""
-    rows = [row for row in rows if (row["task"], float(row["learning_rate"]), row["cell"]) in bad]
-    truth = np.array([bad[row["task"], float(row["learning_rate"]), row["cell"]] for row in rows])
+    rows = [row for row in rows if (Setting.of(row), row["cell"]) in bad]
+    truth = np.array([bad[Setting.of(row), row["cell"]] for row in rows])
     p, q = (np.array([float(row[column]) for row in rows]) for column in ("progress", "noise"))
     away = np.abs(np.log2(np.clip(p, 2.0**-20, 2.0**20)))
     verdicts = np.array([row["verdict"] for row in rows])
@@ -166,18 +202,20 @@ def table(out: Path) -> None:
     rows, bad = list(csv.DictReader((RESULTS / "law_predicted.csv").open())), bad_cells()
     columns = ("cells", "number", "AUC of p", "AUC of q", "bad cells said to break", "false alarms", "unknown")
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-    chosen = [row for row in rows if row["task"] in (CART, LQR)]
-    tested = [row for row in rows if row["task"] not in (CART, LQR)]
-    lines.append(line("chosen on: both carts", chosen, bad))
-    measured = {(task, rate) for task, rate, _ in bad}
-    if any(key in measured for key in HELD_OUT):
-        lines.append(line("held out, all", tested, bad))
-    for task, rate in HELD_OUT:
-        if (task, rate) in measured:
-            own = [row for row in tested if (row["task"], float(row["learning_rate"])) == (task, rate)]
-            lines.append(line(f"held out: {task}, learning rate {rate:g}", own, bad))
-    for place in STATE if len(measured) > 4 else ():
-        lines.append(line(f"held out: {place}", [row for row in tested if row["cell"].split("=")[0] == place], bad))
+    tested = [row for row in rows if Setting.of(row) in HELD_OUT and (Setting.of(row), row["cell"]) in bad]
+    groups = {"what the optimizer keeps": STATE, "what only the loss shows": LOOKED}
+    for name, places in groups.items():
+        own = [row for row in rows if Setting.of(row) in CHOSEN and place_of(row) in places]
+        lines.append(line(f"chosen on, both carts: {name}", own, bad))
+    for name, places in groups.items():
+        own = [row for row in tested if place_of(row) in places]
+        lines += [line(f"held out: {name}", own, bad)] * bool(own)
+        for setting in HELD_OUT:
+            part = [row for row in own if Setting.of(row) == setting]
+            lines += [line(str(setting), part, bad)] * bool(part)
+        for place in places:
+            part = [row for row in own if place_of(row) == place]
+            lines += [line(f"all of them: {place}", part, bad)] * bool(part)
     if losses():
         draw(out.with_suffix(".png"), tested)
     note = "Breaks: progress below a quarter of float32's, or above four times. Unknown: beyond a third or three times, or noise "
