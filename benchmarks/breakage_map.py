@@ -13,7 +13,7 @@ learning rates each, which fall linearly to 0, and settings that stay the same w
     python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md
 
 The second command repeats some cells, and the agent with eight bits in every place, with seeds 1000 to 1099. Both write after
-each task and learning rate. `--only` makes some places or claims again and keeps the others.
+each task and learning rate. law.py draws the map. `--only` makes some places or claims again and keeps the others.
 """
 
 import argparse
@@ -21,12 +21,9 @@ import csv
 import time
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 from ladder import EARLIER
-from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from tasks import CART, LQR, above_optimum
 
 from fp8rl.config import Config
@@ -127,7 +124,7 @@ def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dic
 
 
 def map_of(out: Path, only: list[str]) -> None:
-    """Trains the cells, and writes their table, how long they took, and the map. `only` some places, if any are named; the
+    """Trains the cells, and writes their table and how long they took. `only` some places, if any are named; the
     others, and how long it all took, are kept."""
     table, kept = out.with_suffix(".csv"), []
     if only:
@@ -147,65 +144,6 @@ def map_of(out: Path, only: list[str]) -> None:
             if not only:
                 note = f"`python benchmarks/breakage_map.py map {out}` on {origin()}."
                 out.with_suffix(".md").write_text("\n".join(lines) + f"\n\n{note}\n")
-    draw(kept + rows, out.with_suffix(".png"))
-
-
-def breakage_map(
-    ax: Axes, cells: dict[tuple[str, str], dict], places: dict[str, str], formats: dict[str, list[str]], relative: bool = False
-) -> Axes:
-    """What learning loses when one place's numbers are kept in few bits, as a heat map: hatched cells fail, dotted ones lie in
-    between. `cells`: (place, format) -> its `score` against float32, and its `verdict`: fails, equal or between. `places`: names
-    of the rows. `formats`: groups of columns by name, formats as in lab/places.py. `relative`: scores are quotients of costs, 1
-    and more; otherwise differences of returns, 0 and less."""
-    columns = [form for group in formats.values() for form in group]
-    score = np.array([[float(cells[place, form]["score"]) for form in columns] for place in places])
-    loss = np.log10(np.clip(score, 1, 100)) / 2 if relative else np.log10(np.clip(1 - score, 1, 200)) / np.log10(200)
-    image = ax.imshow(loss, cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
-    for row, place in enumerate(places):
-        for column, form in enumerate(columns):
-            value, verdict = score[row, column], cells[place, form]["verdict"]
-            text = (f"{value:.2g}" if value < 99.5 else "99+") if relative else f"{round(value, 1) + 0.0:.1f}"  # not -0.0
-            color = "white" if loss[row, column] > 0.5 else "black"
-            plain = {"facecolor": image.to_rgba(loss[row, column]), "edgecolor": "none", "pad": 0.5}  # above the hatches
-            ax.text(column, row, text, ha="center", va="center", fontsize=8, color=color, bbox=plain)
-            if verdict != "equal":
-                hatch = "///" if verdict == "fails" else "..."
-                box = {"fill": False, "hatch": hatch, "edgecolor": color, "linewidth": 0, "alpha": 0.35}
-                ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **box))
-    ax.set_yticks(range(len(places)), places.values())
-    ax.set_xticks(range(len(columns)), [_field_name(form) for form in columns], fontsize=8)
-    begin = 0
-    for name, group in formats.items():
-        ax.text(begin + len(group) / 2 - 0.5, -0.65, name, ha="center", va="bottom", fontsize=9)
-        begin += len(group)
-        if begin < len(columns):
-            ax.axvline(begin - 0.5, color="white", linewidth=4)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
-    return ax
-
-
-def _field_name(form: str) -> str:
-    """A format as the label of a column: its bits, and the name by which the field knows it."""
-    form = form.partition(":")[0]
-    exponent, mantissa = form[1:].split("m")
-    names = {"e8m10": "tf32", "e8m7": "bf16", "e4m3": "e4m3", "e8m0": "e8m0"}
-    bits = mantissa if exponent == "8" else exponent
-    return f"{bits}\n{names.get(form, '')}"
-
-
-def draw(rows: list[dict], path: Path) -> None:
-    """The map as a figure: both tasks at their first learning rate."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(15, 5.8), layout="constrained", sharey=True)
-    for ax, task in zip(axes, RATES, strict=True):
-        mine = {(r["place"], r["format"]): r for r in rows if r["task"] == task and r["learning_rate"] == f"{RATES[task][0]:g}"}
-        breakage_map(ax, mine, PLACES, FORMATS, relative=task == LQR)
-        title = "linear-quadratic cart: cost divided by float32's" if task == LQR else "the cart: return minus float32's"
-        ax.set_title(title, pad=40, fontsize=12)
-    fig.savefig(path, dpi=110)
 
 
 def claims(out: Path, only: list[str]) -> None:

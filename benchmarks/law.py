@@ -17,12 +17,13 @@ observations, advantages and value targets); the formats are the map's. Beside a
 
 The predictions are committed before anything is measured. `predict` and `measure` go on where they were stopped. AUC is the area
 under the curve of found against false alarms, of |log2 p| or, as the control, of the noise q. The figure beside the table shows
-what is lost against p and against q.
+what is lost against p and against q, another one the breakage map as measured and as predicted.
 """
 
 import argparse
 import csv
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from breakage_map import CART, RATES
+from matplotlib.collections import PolyCollection
+from matplotlib.patches import Rectangle
 
 from fp8rl.config import Config
 from fp8rl.lab import doctor
@@ -147,11 +150,16 @@ def losses() -> dict[tuple[Setting, str], float]:
     return found
 
 
+def map_rows() -> list[dict[str, str]]:
+    """The cells of the breakage map, as measured."""
+    return list(csv.DictReader((RESULTS / "breakage_map.csv").open()))
+
+
 def bad_cells() -> dict[tuple[Setting, str], bool]:
     """What was measured: by setting and cell whether it is bad."""
     names = {key: text.replace(":stored", "") for key, text in breakage_map.cells().items()}
     found = {key: loss > 0.1 for key, loss in losses().items()}
-    for row in csv.DictReader((RESULTS / "breakage_map.csv").open()):
+    for row in map_rows():
         if (row["place"], row["format"]) in names:
             found[Setting.of(row), names[row["place"], row["format"]]] = row["verdict"] != "equal"
     return found
@@ -174,6 +182,52 @@ def draw(out: Path, rows: list[dict]) -> None:
     axes[1].set_xlabel("noise q")
     axes[1].set_title("noise does not", fontsize=11)
     axes[1].legend()
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def draw_map(out: Path, rows: list[dict]) -> None:
+    """The breakage map as measured and as predicted, on both carts. Each cell is cut in two: below its diagonal the lower
+    learning rate, above it the higher one."""
+    shade = dict.fromkeys(("equal", "fine"), "#F3E9C6") | dict.fromkeys(("between", "unknown"), "#E69F00")
+    shade |= dict.fromkeys(("fails", "breaks"), "#1B2A5C")
+    cells, places = breakage_map.cells(), list(breakage_map.PLACES)
+    groups = list(breakage_map.FORMATS.values())
+    columns = {form: 0.4 * i + sum(map(len, groups[:i])) + k for i, group in enumerate(groups) for k, form in enumerate(group)}
+    measured = {(Setting.of(row), cells.get((row["place"], row["format"]))): row["verdict"] for row in map_rows()}
+    predicted = {(Setting.of(row), row["cell"]): row["verdict"] for row in rows}
+    figure, axes = plt.subplots(2, 2, figsize=(13, 8), sharex=True, sharey=True, layout="constrained")
+    for pair, (task, rates) in zip(axes, RATES.items(), strict=True):
+        for ax, found, how in zip(
+            pair, (measured, predicted), ("measured, 32 seeds a cell", "predicted from one agent"), strict=True
+        ):
+            corners, colors = [], []
+            for (place, form), text in cells.items():
+                x, y = columns[form], places.index(place)
+                for rate, corner in zip(rates, ((x, y + 1), (x + 1, y)), strict=True):
+                    cell = text if found is measured else text.replace(":stored", "")
+                    corners.append([(x, y), corner, (x + 1, y + 1)])
+                    colors.append(shade.get(found.get((Setting(task, rate), cell)), "white"))
+            ax.add_collection(PolyCollection(corners, facecolors=colors, edgecolors=colors, linewidths=0.2))
+            for x, y in itertools.product(columns.values(), range(len(places))):
+                ax.add_patch(Rectangle((x, y), 1, 1, fill=False, edgecolor="white", linewidth=2))
+            name = "the cart" if task == CART else "linear-quadratic cart"
+            ax.set_title(f"{name} at {rates[0]:g} and {rates[1]:g}: {how}", fontsize=11)
+            ax.set(xlim=(0, max(columns.values()) + 1), ylim=(len(places), 0))
+            ax.set_yticks(np.arange(len(places)) + 0.5, breakage_map.PLACES.values())
+            ax.set_xticks([x + 0.5 for x in columns.values()], [form.split(":")[0] for form in columns], fontsize=7)
+            ax.tick_params(length=0)
+            ax.spines[:].set_visible(False)
+    for ax in axes[1]:
+        for form, group in (("e8m3", "no scale needed"), ("e4m3", "a scale for each tensor"), ("e4m3:unscaled", "no scale")):
+            ax.text(columns[form] + 0.5, len(places) + 0.9, group, ha="center", va="center", fontsize=8)
+    for ax in axes[:, 1]:
+        ax.text(max(columns.values()) / 2, places.index("acting") + 0.5, "not judged", ha="center", va="center", fontsize=9)
+    names = {"equal": "equals float32, or fine", "between": "in between, or unknown", "fails": "fails, or breaks"}
+    handles = [Rectangle((0, 0), 1, 1, facecolor=shade[verdict], label=name) for verdict, name in names.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=11, frameon=False)
+    note = "Cut cells: the lower learning rate below the diagonal, the higher one above."
+    figure.supxlabel(f"Format: bits of exponent and mantissa. {note}", fontsize=10)
     figure.savefig(out, dpi=110)
     plt.close(figure)
 
@@ -209,15 +263,16 @@ def table(out: Path) -> None:
         lines.append(line(f"chosen on, both carts: {name}", own, bad))
     for name, places in groups.items():
         own = [row for row in tested if place_of(row) in places]
-        lines += [line(f"held out: {name}", own, bad)] * bool(own)
+        lines += [line(f"held out: {name}", own, bad)] if own else []
         for setting in HELD_OUT:
             part = [row for row in own if Setting.of(row) == setting]
-            lines += [line(str(setting), part, bad)] * bool(part)
+            lines += [line(str(setting), part, bad)] if part else []
         for place in places:
             part = [row for row in own if place_of(row) == place]
-            lines += [line(f"all of them: {place}", part, bad)] * bool(part)
+            lines += [line(f"all of them: {place}", part, bad)] if part else []
     if losses():
         draw(out.with_suffix(".png"), tested)
+    draw_map(out.with_stem(out.stem + "_map").with_suffix(".png"), rows)
     note = "Breaks: progress below a quarter of float32's, or above four times. Unknown: beyond a third or three times, or noise "
     note += "above 2.5."
     out.write_text("\n".join(lines) + f"\n\n{note} `python benchmarks/law.py table {out}` on {origin()}.\n")

@@ -6,11 +6,11 @@ import sys
 
 import breakage_map
 import film
+import law
 import numpy as np
 import pytest
 import torch
 from helpers import bang_bang, small
-from matplotlib.figure import Figure
 from PIL import Image
 
 from fp8rl.config import Config
@@ -176,25 +176,15 @@ def test_several_films_run_side_by_side_with_captions():
     assert end[240:].mean() < 0.5 < end[:240].mean()
 
 
-def test_breakage_map_shades_by_loss_and_hatches_what_fails():
-    ax = Figure().add_subplot()
-    places, formats = {"m": "Adam's m", "v": "Adam's v"}, {"mantissa": ["e8m7", "e8m0"], "unscaled": ["e4m3:unscaled"]}
-    scores = {"m": (0.0, -0.04, -1.0), "v": (0.2, -5.0, -190.0)}
-    verdicts = {0.0: "equal", -0.04: "equal", 0.2: "equal", -1.0: "between", -5.0: "between", -190.0: "fails"}
-    columns = [form for group in formats.values() for form in group]
-    cells = {(p, f): {"score": x, "verdict": verdicts[x]} for p in places for f, x in zip(columns, scores[p], strict=True)}
-    breakage_map.breakage_map(ax, cells, places, formats)
-    shade = ax.images[0].get_array()
-    assert shade[0, 0] == 0 and np.all(np.diff(shade[1, :]) > 0) and shade.max() < 1
-    assert [text.get_text() for text in ax.texts][:6] == ["0.0", "0.0", "-1.0", "0.2", "-5.0", "-190.0"]
-    assert sorted(box.get_hatch() for box in ax.patches) == ["...", "...", "///"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == list(places.values())
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["7\nbf16", "0\ne8m0", "4\ne4m3"]
-
-
-def test_breakage_map_of_quotients_shades_by_their_logarithm():
-    ax = Figure().add_subplot()
-    cells = {("v", form): {"score": x, "verdict": "equal"} for form, x in (("e8m7", 0.9), ("e8m1", 10.0), ("e8m0", 1e4))}
-    breakage_map.breakage_map(ax, cells, {"v": "v"}, {"mantissa": ["e8m7", "e8m1", "e8m0"]}, relative=True)
-    assert ax.images[0].get_array().tolist() == [[0, 0.5, 1]]
-    assert [text.get_text() for text in ax.texts][:3] == ["0.9", "10", "99+"]
+def test_the_map_is_drawn_beside_its_prediction(tmp_path, monkeypatch):
+    cells = breakage_map.cells()
+    verdicts = iter(["equal", "fails"] * 2 * len(cells))
+    rows = [
+        {"task": task, "learning_rate": f"{rate:g}", "place": place, "format": form, "verdict": next(verdicts), "cell": text}
+        for task, rates in breakage_map.RATES.items()
+        for rate in rates
+        for (place, form), text in cells.items()
+    ]
+    monkeypatch.setattr(law, "map_rows", lambda: rows)
+    law.draw_map(tmp_path / "map.png", [row | {"verdict": "breaks"} for row in rows[:100]])
+    assert (tmp_path / "map.png").stat().st_size > 10_000

@@ -56,6 +56,19 @@ def metrics_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_doctor_writes_its_report_and_ends_with_an_error_if_a_required_format_is_not_fine(tmp_path, refused, capsys):
+    arguments = ["doctor", *TINY, "--steps", "8192", "--out", tmp_path / "a"]
+    run_cli(*arguments, "--judge", "m=bf16", "targets=e4m3", "--require", "weights=bf16:stochastic")
+    assert files_of(tmp_path / "a") == [".fp8rl", "report.json", "report.md", "report.png"]
+    found = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert [(each["place"], each["verdict"]) for each in found] == [("m", "fine"), ("weights", "fine"), ("targets", "fine")]
+    assert (tmp_path / "a" / "report.md").read_text().strip() in capsys.readouterr().out
+    assert refused(*arguments).startswith(f"out is {tmp_path / 'a'}, which holds another run: use a new folder")
+    with pytest.raises(SystemExit):
+        run_cli(*arguments[:-2], "--judge", "m=bf16", "--require", "v=e3m0:unscaled")
+    assert "v=e3m0:unscaled is not fine in adam (breaks: " in capsys.readouterr().err
+
+
 def test_train_writes_its_four_files(trained):
     assert files_of(trained) == [".fp8rl", "checkpoint.pt", "config.json", "metrics.csv", "reward_curve.png"]
     assert Config.of((trained / "config.json").read_text()) == small(precision="bf16", seed=1, steps=1024, eval_episodes=2)

@@ -18,6 +18,7 @@ MARK = ".fp8rl"
 FILES = {
     "train": ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png"),
     "study": ("runs.jsonl", "results.csv", "table.md", "curves.png"),
+    "doctor": ("report.json", "report.md", "report.png"),
 }
 
 

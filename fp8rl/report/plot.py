@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from ..lab.doctor import BREAKS
 from .statistics import bootstrap_interval, iqm
 
 # Black, orange, sky blue, green, vermillion, blue, purple, each with a dash pattern and a marker.
@@ -116,6 +117,22 @@ def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
         ax.plot(iqm(values), row - 0.1, style["marker"], color=style["color"], markersize=7)
     ax.ticklabel_format(axis="x", useOffset=False)
     ax.set(yticks=range(len(scores)), yticklabels=list(scores), ylim=(len(scores) - 0.5, -0.5), xlabel=label)
+    return ax
+
+
+def findings(ax: Axes, report) -> Axes:
+    """One row per finding of a doctor (lab/doctor.py): its progress, with the range in which learning survives in grey. A number
+    at the edge is beyond it."""
+    names = [f"{f.place}={f.format}" + f" ({f.optimizer})" * (len({each.optimizer for each in report}) > 1) for f in report]
+    looks = dict(zip(("fine", "unknown", "breaks"), (STYLES[3], STYLES[1], STYLES[4]), strict=True))
+    for verdict, look in looks.items():
+        rows = [row for row, f in enumerate(report) if f.verdict == verdict]
+        ax.plot(np.clip([report[row].progress for row in rows], 2**-6, 2**10), rows, label=verdict, **{**look, "linestyle": ""})
+    ax.axvspan(1 / BREAKS, BREAKS, color="#DDDDDD", zorder=0)
+    ax.set_xscale("log", base=2)
+    ax.set(yticks=range(len(report)), ylim=(len(report) - 0.5, -0.5), xlabel="progress: the way covered, in units of float32's")
+    ax.set_yticklabels(names, fontsize=8)
+    ax.legend(fontsize=8)
     return ax
 
 
