@@ -27,7 +27,6 @@ from ladder import EARLIER
 from tasks import CART, LQR, above_optimum
 
 from fp8rl.config import Config
-from fp8rl.history import History
 from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.report import study
 from fp8rl.report.bench import origin
@@ -87,9 +86,9 @@ def cells() -> dict[tuple[str, str], str]:
     return found
 
 
-def measure(task: str, history: History) -> float:
+def measure(task: str, final_return: float) -> float:
     """The cart's return; the logarithm of the other's cost relative to the optimum."""
-    return float(np.log1p(above_optimum(history.final_return) / 100)) if task == LQR else history.final_return
+    return float(np.log1p(above_optimum(final_return) / 100)) if task == LQR else final_return
 
 
 def verdict(task: str, scores: np.ndarray, difference: np.ndarray, low: float, high: float) -> str:
@@ -109,7 +108,7 @@ def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dic
     found = dict(study.run_all([config for arm in configs.values() for config in arm]))
     plain, rows = None, []
     for name, arm in configs.items():
-        scores = np.array([measure(task, found[config]) for config in arm])
+        scores = np.array([measure(task, found[config].final_return) for config in arm])
         plain = scores if plain is None else plain
         difference = scores - plain
         low, high = study.bootstrap_interval(difference)

@@ -1,0 +1,211 @@
+"""Do the sums break that the breakage map leaves out? And did the doctor (fp8rl/lab/doctor.py) foresee it?
+
+Each cell keeps one of these in few bits and everything else in float32, on the two carts with the map's settings, one agent at a
+time. The map's verdict is used (breakage_map.py), with eight seeds instead of 32, against float32 on the same seeds.
+
+    values           the critic's values, as V-trace takes them
+    recursion        V-trace's sum over time, after each step back
+    advantages       when the sum is done
+    value targets    when the sum is done
+    log-probabilities  of the actions, the behaviour policy's as they are kept and the learner's, whose difference is the ratio
+    reward scale     the running mean of squared returns, by whose root rewards are divided
+    normalizer       the running mean and variance of the observations
+
+    python benchmarks/sums.py predict benchmarks/results/sums_predicted.csv
+    python benchmarks/sums.py measure benchmarks/results/sums.csv
+    python benchmarks/sums.py table benchmarks/results/sums.md
+
+The predictions come from one float32 agent of another seed, and are committed before anything is measured. `measure` goes on
+where it was stopped, cell by cell.
+"""
+
+import argparse
+import csv
+import dataclasses
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+from breakage_map import LQR, measure, verdict
+from law import CHOSEN, RESULTS, WATCHED, Setting, config_of
+
+from fp8rl.config import Config
+from fp8rl.history import History
+from fp8rl.lab.doctor import Doctor, Through
+from fp8rl.lab.places import PlaceFormat, places_of
+from fp8rl.losses import Targets, vtrace
+from fp8rl.report import study
+from fp8rl.report.bench import origin
+from fp8rl.rollout import Rollout
+from fp8rl.scale.around import Around
+from fp8rl.scale.machine import build
+from fp8rl.train import Learner, Run, iterate, train
+
+SUMS = ("values", "recursion", "advantages", "value targets", "log-probabilities")  # seen through the loss
+MEANS = ("reward scale", "normalizer")  # that follow others
+FORMATS = ("bf16", "fp16:unscaled", "e8m3", "e8m1", "e8m0", "e5m2", "e4m3", "e4m3:unscaled")
+SETTINGS = [setting for setting in CHOSEN if setting.learning_rate == 2e-3]
+SEEDS = range(9200, 9208)
+
+
+def form_of(text: str) -> PlaceFormat:
+    return places_of(f"targets={text}")["targets"]
+
+
+class Summed(Learner):
+    """A learner with one of SUMS in few bits."""
+
+    def __init__(self, place: str, form: PlaceFormat, like: Learner):
+        super().__init__(like.config, like.model, like.precision, like.optimizer, like.rewards, like.all_reduce)
+        self.place, self.form = place, form
+
+    def low(self, place: str, x: torch.Tensor) -> torch.Tensor:
+        return Through.rounded(x, self.form) if place == self.place else x
+
+    def loss(self, batch: Rollout, computed=None):
+        self.kept = self.low("log-probabilities", batch.behavior_logp)
+        return super().loss(batch._replace(behavior_logp=self.kept), computed)
+
+    def targets_of(self, values, rewards, discounts, log_ratios, valid, lam) -> Targets:
+        if self.place == "log-probabilities":  # the learner's, too
+            log_ratios = self.form(log_ratios.add(self.kept).flatten(1)).view_as(log_ratios) - self.kept
+        values = self.low("values", values)
+        if self.place != "recursion":
+            found = vtrace(values, rewards, discounts, log_ratios, valid, lam)
+            return found._replace(value=self.low("value targets", found.value), advantage=self.low("advantages", found.advantage))
+        ratio = log_ratios.exp()
+        weight = ratio.clamp(max=1) * valid
+        delta = weight * (rewards + discounts * values[1:] - values[:-1])
+        advantage = torch.zeros_like(delta)
+        for t in reversed(range(len(delta))):
+            later = advantage[t + 1] if t + 1 < len(delta) else 0
+            advantage[t] = self.low("recursion", delta[t] + discounts[t] * lam * weight[t] * later)
+        return Targets(values[:-1] + advantage, advantage, ratio)
+
+
+def means_of(place: str, learner: Learner) -> list[torch.Tensor]:
+    """The running means that a place has."""
+    return [learner.rewards.square] if place == "reward scale" else [learner.model.mean, learner.model.variance]
+
+
+class Kept(Around):
+    """A learner with one of MEANS in few bits."""
+
+    def __init__(self, place: str, form: PlaceFormat, inner: Learner):
+        super().__init__(inner)
+        self.place, self.form = place, form
+
+    def watch(self, rollout: Rollout) -> None:
+        self.inner.watch(rollout)
+        for x in means_of(self.place, self.inner):
+            x.copy_(Through.rounded(x, self.form))
+
+
+def config_in(setting: Setting, place: str, seed: int) -> Config:
+    """The map's config; with normalization where it is judged."""
+    return dataclasses.replace(config_of(setting, seed), normalize_obs=place == "normalizer")
+
+
+def run_of(config: Config, place: str = "", form: str = "") -> Run:
+    run = build(config)
+    if place:
+        run.learner = (Kept if place in MEANS else Summed)(place, form_of(form), run.learner)
+    return run
+
+
+def finished(place: str, form: str, config: Config) -> History:
+    torch.set_num_threads(1)
+    return train(run_of(config, place, form), progress=False).history
+
+
+class Looked(Around):
+    """A learner whose losses a doctor sees."""
+
+    def __init__(self, inner: Learner, doctor: Doctor):
+        super().__init__(inner)
+        self.doctor = doctor
+        self.low = {f"{place}={form}": Summed(place, form_of(form), inner) for place in SUMS for form in FORMATS}
+
+    def update(self, batch: Rollout, *args, **options):
+        def loss(learner):
+            return learner.loss(batch)[0]
+
+        others = {name: functools.partial(loss, learner) for name, learner in self.low.items()}
+        self.doctor.look(functools.partial(loss, self.inner), others=others)
+        return self.inner.update(batch, *args, **options)
+
+
+def predict(out: Path) -> None:
+    lines = ["task,cell,progress,noise,lost,verdict"]
+    for setting in SETTINGS:
+        for mean in MEANS:
+            run = run_of(config_in(setting, mean, WATCHED))
+            config, learner, watching = run.config, run.learner, Doctor(run.learner.optimizer, formats=())
+            rate = 1 - learner.rewards.KEEPS**config.rollout_length
+            if mean == "normalizer":
+
+                def rate(seen=learner.model.seen, new=config.num_envs * config.rollout_length) -> float:
+                    return min(1.0, new / max(seen.item(), 1))
+
+            else:
+                run.learner = Looked(learner, watching)
+            watching.follow(mean, means_of(mean, learner), rate, FORMATS)
+            for _ in iterate(run, progress=False):
+                pass
+            for f in watching.report():
+                lines.append(f"{setting.task},{f.place}={f.format},{f.progress:.4g},{f.noise:.4g},{f.lost:.4g},{f.verdict}")
+    out.write_text("\n".join(lines) + "\n")
+
+
+def measure_missing(out: Path) -> None:
+    if not out.exists():
+        out.write_text("task,cell,returns\n")
+    done = {(row["task"], row["cell"]) for row in csv.DictReader(out.open())}
+    cells = [(place, form) for place in (*SUMS, *MEANS) for form in FORMATS]
+    for setting in SETTINGS:
+        for place, form in [("", "float32"), ("", "float32 normalized"), *cells]:
+            name = f"{place}={form}" if place else form
+            if (setting.task, name) not in done:
+                configs = [config_in(setting, "normalizer" if form == "float32 normalized" else place, seed) for seed in SEEDS]
+                found = dict(study.run_all(configs, run=functools.partial(finished, place, form)))
+                with out.open("a") as file:
+                    file.write(f"{setting.task},{name},{' '.join(f'{found[c].final_return:.6g}' for c in configs)}\n")
+
+
+def table(out: Path) -> None:
+    returns = {}
+    for row in csv.DictReader((RESULTS / "sums.csv").open()):
+        returns[row["task"], row["cell"]] = [measure(row["task"], float(x)) for x in row["returns"].split()]
+    foreseen = {(row["task"], row["cell"]): row for row in csv.DictReader((RESULTS / "sums_predicted.csv").open())}
+    columns = ("sum", "task", *FORMATS)
+    lines, counts = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"], dict.fromkeys(("breaks", "unknown", "fine"), 0)
+    bad_said = dict(counts)
+    for place in (*SUMS, *MEANS):
+        for task in [setting.task for setting in SETTINGS]:
+            cells = []
+            for form in FORMATS:
+                plain = np.array(returns[task, "float32 normalized" if place == "normalizer" else "float32"])
+                scores, said = np.array(returns[task, f"{place}={form}"]), foreseen[task, f"{place}={form}"]
+                difference = scores - plain
+                found = verdict(task, scores, difference, *study.bootstrap_interval(difference))
+                score = f"{np.exp(np.median(difference)):.2f}" if task == LQR else f"{np.median(difference):.1f}"
+                cells.append(f"{score} {found}; p {float(said['progress']):.2g} {said['verdict']}")
+                counts[said["verdict"]] += 1
+                bad_said[said["verdict"]] += found != "equal"
+            lines.append(f"| {' | '.join([place, task, *cells])} |")
+    words = "; ".join(f"of {counts[name]} cells said to be {name} {bad_said[name]} are not equal to float32" for name in counts)
+    note = (
+        "A cell: the median of the returns minus float32's, on the linear-quadratic cart the cost divided by float32's, and the "
+    )
+    note += f"verdict; then progress and what the doctor said. In all, {words}."
+    out.write_text("\n".join(lines) + f"\n\n{note} `python benchmarks/sums.py table {out}` on {origin()}.\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("predict", "measure", "table"))
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)  # as every run has
+    {"predict": predict, "measure": measure_missing, "table": table}[given.what](given.out)
