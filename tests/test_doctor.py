@@ -299,6 +299,13 @@ def test_a_look_at_another_loss_is_refused():
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
+    watching = Doctor(optimizer, formats=("forward=bf16",))
+    with pytest.raises(ValueError, match=r"^loss has no matmul that can be rounded: give formats without forward and backward$"):
+        for _ in range(40):
+            watching.look(lambda: model[0].weight.sum())
+            optimizer.step()
+    with pytest.raises(ValueError, match=r"^formats has block: leave it out"):
+        watching.follow("target", model.parameters(), 0.01, ["e4m3:block"])
     two = Doctor(optimizer, torch.optim.Adam(network().parameters()), names=("actor", "critic"))
     for name in (None, "alpha"):
         with pytest.raises(ValueError, match=r"^optimizer is .*: choose from actor, critic$"):

@@ -100,6 +100,9 @@ class Rows:
     round stochastically last."""
 
     def __init__(self, forms: list[PlaceFormat], seed: int):
+        if any(form.block for form in forms):
+            raise ValueError("formats has block: leave it out, the doctor follows a sample of each tensor")
+
         def column(values):
             return np.array(list(values), np.float32).reshape(-1, 1, 1)
 
@@ -150,14 +153,15 @@ class Sample:
             return torch.cat(flat)[self.whole].float().cpu().numpy()
         return torch.stack([x[index].float() for x, index in zip(flat, self.index, strict=True)]).cpu().numpy()
 
-    def compare(self, moved: np.ndarray, true: np.ndarray, lost: np.ndarray, rate: float) -> list[list[float]]:
-        """Progress, noise, the share lost and the learning rate of each of C rows [C, T, P] of a window."""
+    def compare(self, found: dict[str, list], moved: np.ndarray, true: np.ndarray, lost: np.ndarray, rate: float) -> None:
+        """Adds a window to what was found of each of C rows [C, T, P]: progress, noise, the share lost and the learning rate."""
         true = np.broadcast_to(true, moved.shape)
         sums = [(self.share * x).sum((1, 2), dtype=np.float64) for x in (true * true, moved * true, (moved - true) ** 2, lost)]
         whole = self.share.sum() * moved.shape[-1]
         with np.errstate(invalid="ignore", divide="ignore"):  # where nothing moves
             numbers = sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3] / whole, np.full(len(moved), rate)
-        return np.stack(numbers, axis=1).tolist()
+        for windows, own in zip(found.values(), np.stack(numbers, axis=1).tolist(), strict=True):
+            windows.append(own)
 
 
 def largest_of(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -197,9 +201,7 @@ class Average:
             self.count += 1
             if self.count == self.length:
                 moved, true = self.rows - self.start, x - self.true
-                numbers = self.sample.compare(moved, true, (moved == 0) & (true != 0), 1.0)
-                for windows, own in zip(self.found.values(), numbers, strict=True):
-                    windows.append(own)
+                self.sample.compare(self.found, moved, true, (moved == 0) & (true != 0), 1.0)
                 self.begin()
 
     def begin(self) -> None:
@@ -230,11 +232,12 @@ class Operands(TorchFunctionMode):
 
     def __init__(self, forward: PlaceFormat | None = None, backward: PlaceFormat | None = None):
         super().__init__()
-        self.there, self.back = forward, backward
+        self.there, self.back, self.seen = forward, backward, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in PRODUCTS and len(args) > 1:
             left, right, *rest = args
+            self.seen += 1
             left, right = (Through.apply(x, self.there, None) for x in (left, right))
             return Through.apply(func(left, right, *rest, **(kwargs or {})), None, self.back)
         return func(*args, **(kwargs or {}))
@@ -257,8 +260,6 @@ class Watched:
         self.adam = isinstance(optimizer, torch.optim.Adam) and not any(group["amsgrad"] for group in self.groups)  # AdamW is one
         kept = [entry for text in formats for entry in read(text, STATE) if self.adam or entry[0] == "weights"]
         kept.sort(key=lambda entry: "stochastic" in entry[1].words)
-        if any(form.block for _, form, _ in kept):
-            raise ValueError("formats has block: leave it out, the doctor follows a sample of each tensor")
         self.kind = np.array([STATE.index(place) for place, *_ in kept], int)
         self.weights, self.first, self.root = ((self.kind == i).reshape(-1, 1, 1) for i in (0, 1, 3))
         self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
@@ -355,9 +356,7 @@ class Watched:
         """Ends a window with its numbers."""
         moved, true = np.where(self.weights, self.rows - self.start, self.moved), self.true[np.minimum(self.kind, 1)]
         kept, exact = np.where(self.weights, moved, self.rows), np.stack((self.true[0], self.m, self.v, self.v))[self.kind]
-        numbers = self.sample.compare(moved, true, (kept == 0) & (exact != 0), self.of("lr").max())
-        for windows, own in zip(self.found.values(), numbers, strict=True):
-            windows.append(own)
+        self.sample.compare(self.found, moved, true, (kept == 0) & (exact != 0), self.of("lr").max())
 
 
 class Looks:
@@ -371,7 +370,8 @@ class Looks:
     def look(self, losses: dict[str, Callable[[], torch.Tensor]]) -> None:
         """Takes the gradients of losses at the weights as they are, of which the first is the training's."""
         if self.watched.adam and self.watched.updates >= self.next:
-            self.names, self.new = [*losses][1:], [self.gradient(loss) for loss in losses.values()]
+            self.found = self.found or {name: [] for name in [*losses][1:]}
+            self.new = [self.gradient(loss) for loss in losses.values()]
 
     def gradient(self, loss: Callable[[], torch.Tensor]) -> tuple[np.ndarray, float]:
         """The sample of a loss's gradient and its whole L2 norm. Every loss draws the same random numbers."""
@@ -402,9 +402,7 @@ class Looks:
         self.moved += watched.step(self.rows[0], np.sqrt(self.rows[1]), self.count)
         if self.count == LOOKED:
             lost = (gradients[1:] == 0) & (gradients[0] != 0)
-            numbers = watched.sample.compare(self.moved[1:], self.moved[0], lost, watched.of("lr").max())
-            for name, own in zip(self.names, numbers, strict=True):
-                self.found.setdefault(name, []).append(own)
+            watched.sample.compare(self.found, self.moved[1:], self.moved[0], lost, watched.of("lr").max())
             self.count, self.next = 0, 2 * self.next
 
 
@@ -474,7 +472,10 @@ class Doctor:
         def within(mode: Operands) -> Callable[[], torch.Tensor]:
             def rounded():
                 with mode:
-                    return loss()
+                    found = loss()
+                if not mode.seen:
+                    raise ValueError("loss has no matmul that can be rounded: give formats without forward and backward")
+                return found
 
             return rounded
 
