@@ -30,6 +30,7 @@ class Kit:
         self.planted = {place: places_of(f"weights={form}")["weights"] for place, form in entries}
 
     def form(self, owner: str, place: str) -> PlaceFormat | None:
+        """What is planted there."""
         return self.planted.get(f"{owner}.{place}", self.planted.get(place))
 
     def keep(self, owner: str, place: str, x: torch.Tensor) -> torch.Tensor:
@@ -40,6 +41,7 @@ class Kit:
         return form(row, torch.rand(row.shape, generator=self.draw) if "stochastic" in form.words else None).reshape(x.shape)
 
     def mlp(self, owner: str, *sizes: int) -> nn.Sequential:
+        """Layers of given sizes, and ReLU between them, that one of the optimizers trains."""
         layers = [(Linear(self, owner, *pair), nn.ReLU()) for pair in itertools.pairwise(sizes)]
         return nn.Sequential(*sum(layers, ())[:-1])
 
@@ -56,6 +58,7 @@ class Kit:
             self.doctor = Doctor(*self.optimizers.values(), formats=formats, names=[*self.optimizers])
 
     def step(self, name: str, loss: Callable[[], torch.Tensor], look: bool = True) -> None:
+        """A step of an optimizer on a loss. Raises FloatingPointError if weights are then no longer finite."""
         if self.watch and look:
             self.doctor.look(loss, name)
         self.optimizers[name].zero_grad()
@@ -98,7 +101,7 @@ class Linear(nn.Linear):
 
 
 class Kept(torch.optim.Optimizer):
-    """Adam or AdamW that takes its step from weights and moments as they are kept."""
+    """Adam (Kingma and Ba 2015) or AdamW that takes its step from weights and moments as they are kept."""
 
     def __init__(self, kit: Kit, name: str, groups, decay: float):
         super().__init__(groups, {})
@@ -128,8 +131,8 @@ class Replay:
         self.widths, self.rows, self.count = widths, torch.zeros(size, sum(widths)), 0
 
     def add(self, *parts) -> None:
-        rows = [torch.as_tensor(x, dtype=torch.float32).reshape(-1, width) for x, width in zip(parts, self.widths, strict=True)]
-        rows = torch.cat(rows, 1)
+        parts = zip(parts, self.widths, strict=True)
+        rows = torch.cat([torch.as_tensor(x, dtype=torch.float32).reshape(-1, width) for x, width in parts], 1)
         self.rows[(self.count + torch.arange(len(rows))) % len(self.rows)] = rows
         self.count += len(rows)
 
@@ -142,8 +145,7 @@ def returns(task: str, act: Callable, seed: int, episodes: int = 20) -> float:
     envs = gym.make_vec(task, episodes)
     obs, total, live = envs.reset(seed=seed)[0], np.zeros(episodes), np.ones(episodes, bool)
     while live.any():
-        with torch.no_grad():
-            obs, reward, ended, cut, _ = envs.step(act(torch.from_numpy(obs)).numpy())
+        obs, reward, ended, cut, _ = envs.step(act(torch.from_numpy(obs)).detach().numpy())
         total, live = total + live * reward, live & ~(ended | cut)
     return float(total.mean())
 
@@ -167,8 +169,7 @@ def sac(kit: Kit, updates: int = 5_000) -> dict[str, float]:
 
     obs = envs.reset(seed=kit.seed)[0]
     for i in range(updates):
-        with torch.no_grad():
-            action = policy(torch.from_numpy(obs))[0] if i > 100 else 2 * torch.rand(4, 1) - 1
+        action = policy(torch.from_numpy(obs))[0].detach() if i > 100 else 2 * torch.rand(4, 1) - 1
         new, reward, _, cut, _ = envs.step(2 * action.numpy())
         replay.add(*(x[~done] for x in (obs, action.numpy(), reward / 8, new)))  # after an episode's end a step only resets
         obs, done = new, cut
@@ -179,17 +180,13 @@ def sac(kit: Kit, updates: int = 5_000) -> dict[str, float]:
             a2, log2 = policy(s2)
             goal = r + 0.99 * (value(targets, s2, a2).min(-1, keepdim=True)[0] - log_alpha.exp() * log2)
 
-        def critic_loss(s=s, a=a, goal=goal):
-            return (value(critics, s, a) - goal).square().mean()
-
         def actor_loss(s=s):
             a, log = policy(s)
             return (log_alpha.exp().detach() * log - value(critics, s, a).min(-1, keepdim=True)[0]).mean()
 
-        kit.step("critic", critic_loss)
+        kit.step("critic", lambda s=s, a=a, goal=goal: (value(critics, s, a) - goal).square().mean())
         kit.step("actor", actor_loss)
-        with torch.no_grad():
-            entropy = -policy(s)[1].mean()
+        entropy = -policy(s)[1].detach().mean()
         kit.step("alpha", lambda entropy=entropy: (log_alpha.exp() * (entropy + 1)).sum(), look=False)
         follow(critics.parameters())
     now, slow = (nn.utils.parameters_to_vector(x.parameters()).detach() for x in (critics, targets))
@@ -197,16 +194,15 @@ def sac(kit: Kit, updates: int = 5_000) -> dict[str, float]:
     return {"return": found, "temperature": log_alpha.exp().item(), "target's distance": float((now - slow).norm() / now.norm())}
 
 
-def dqn(kit: Kit, rate: float = 1e-3, updates: int = 8_000) -> dict[str, float]:
+def dqn(kit: Kit, updates: int = 8_000) -> dict[str, float]:
     """Double DQN on CartPole-v1, eight environments and an update a step (van Hasselt et al. 2016, arXiv:1509.06461)."""
     envs, replay, done = gym.make_vec("CartPole-v1", 8), Replay(4, 1, 1, 4, 1), np.zeros(8, bool)
     net = kit.mlp("net", 4, 64, 64, 2)
-    kit.train(net=(net.parameters(), rate))
+    kit.train(net=(net.parameters(), 1e-3))
     target, obs = copy.deepcopy(net), envs.reset(seed=kit.seed)[0]
     for i in range(updates):
-        kit.optimizers["net"].param_groups[0]["lr"] = rate * (1 - i / updates)
-        with torch.no_grad():
-            greedy = net(torch.from_numpy(obs)).argmax(-1)
+        kit.optimizers["net"].param_groups[0]["lr"] = 1e-3 * (1 - i / updates)
+        greedy = net(torch.from_numpy(obs)).argmax(-1)
         action = torch.where(torch.rand(8) < max(0.05, 1 - i / 1_000), torch.randint(2, (8,)), greedy).numpy()
         new, reward, ended, cut, _ = envs.step(action)
         replay.add(*(x[~done] for x in (obs, action, reward, new, ~ended)))
@@ -236,8 +232,7 @@ def ppo(kit: Kit, rate: float = 1e-3, iterations: int = 60, length: int = 128) -
         kit.optimizers["net"].param_groups[0]["lr"] = rate * (1 - i / iterations)
         steps = []
         for _ in range(length):
-            with torch.no_grad():
-                action = torch.distributions.Categorical(logits=actor(torch.from_numpy(obs))).sample()
+            action = torch.distributions.Categorical(logits=actor(torch.from_numpy(obs))).sample()
             new, reward, ended, cut, _ = envs.step(action.numpy())
             row = (obs, action, reward, new, ~ended, ~(ended | cut), ~done)
             steps.append([torch.as_tensor(x, dtype=torch.float32) for x in row])
@@ -245,14 +240,12 @@ def ppo(kit: Kit, rate: float = 1e-3, iterations: int = 60, length: int = 128) -
         s, a, r, s2, more, on, real = (torch.stack(x) for x in zip(*steps, strict=True))
         with torch.no_grad():
             now, then = (mean + deviation() * critic(x).squeeze(-1) for x in (s, s2))
-            error, gain, gains = r + 0.98 * more * then - now, torch.zeros(8), []
+            gains = torch.cat((r + 0.98 * more * then - now, torch.zeros(1, 8)))
             for t in reversed(range(length)):
-                gain = error[t] + 0.98 * 0.95 * on[t] * gain
-                gains.insert(0, gain)
-            gains = torch.stack(gains)
+                gains[t] += 0.98 * 0.95 * on[t] * gains[t + 1]
             before = torch.distributions.Categorical(logits=actor(s)).log_prob(a)
         keep = real.bool().flatten()  # after an episode's end a step only resets
-        rows = [x.flatten(0, 1)[keep] for x in (s, a, before, gains, gains + now)]
+        rows = [x.flatten(0, 1)[keep] for x in (s, a, before, gains[:-1], gains[:-1] + now)]
         for part in (part for _ in range(4) for part in torch.randperm(len(rows[0])).split(256)):
             s1, a1, before1, gain1, goal1 = (x[part] for x in rows)
             normalize((goal1.mean(0, keepdim=True), goal1.square().mean(0, keepdim=True)))
@@ -269,27 +262,25 @@ def ppo(kit: Kit, rate: float = 1e-3, iterations: int = 60, length: int = 128) -
     return {"return": found, "running mean": float(mean), "returns' mean": float(rows[4].mean())}
 
 
-def regression(kit: Kit, rate: float = 1e-3, updates: int = 2_000) -> dict[str, float]:
+def regression(kit: Kit, updates: int = 2_000) -> dict[str, float]:
     """A sine of two numbers by AdamW, with a learning rate that falls to 0 as a cosine."""
     net = kit.mlp("net", 8, 64, 64, 1)
-    kit.train(torch.optim.AdamW, net=(net.parameters(), rate))
+    kit.train(torch.optim.AdamW, net=(net.parameters(), 1e-3))
 
-    def goal(x):
-        return (2 * x[:, :1]).sin() * x[:, 1:2]
+    def error(x):
+        return (net(x) - (2 * x[:, :1]).sin() * x[:, 1:2]).square().mean()
 
     for i in range(updates):
-        kit.optimizers["net"].param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * i / updates)) / 2
+        kit.optimizers["net"].param_groups[0]["lr"] = 5e-4 * (1 + math.cos(math.pi * i / updates))
         x = torch.randn(128, 8)
-        kit.step("net", lambda x=x: (net(x) - goal(x)).square().mean())
-    x = torch.randn(4096, 8)
-    with torch.no_grad():
-        return {"error": float((net(x) - goal(x)).square().mean())}
+        kit.step("net", lambda x=x: error(x))
+    return {"error": error(torch.randn(4096, 8)).item()}
 
 
-def recurrent(kit: Kit, rate: float = 2e-3, updates: int = 1_500) -> dict[str, float]:
+def recurrent(kit: Kit, updates: int = 1_500) -> dict[str, float]:
     """A gated unit adds the two marked numbers of twelve (Hochreiter and Schmidhuber 1997)."""
     gate, unit, out = kit.mlp("net", 34, 32), kit.mlp("net", 34, 32), kit.mlp("net", 32, 1)
-    kit.train(net=([*gate.parameters(), *unit.parameters(), *out.parameters()], rate))
+    kit.train(net=([*gate.parameters(), *unit.parameters(), *out.parameters()], 2e-3))
 
     def error(x, marks):
         h = torch.zeros(len(x), 32)
@@ -305,5 +296,4 @@ def recurrent(kit: Kit, rate: float = 2e-3, updates: int = 1_500) -> dict[str, f
     for _ in range(updates):
         x = batch(64)
         kit.step("net", lambda x=x: error(*x))
-    with torch.no_grad():
-        return {"error": float(error(*batch(4096)))}
+    return {"error": error(*batch(4096)).item()}

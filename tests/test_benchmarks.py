@@ -188,3 +188,38 @@ def test_the_map_is_drawn_beside_its_prediction(tmp_path, monkeypatch):
     monkeypatch.setattr(law, "map_rows", lambda: rows)
     law.draw_map(tmp_path / "map.png", [row | {"verdict": "breaks"} for row in rows[:100]])
     assert (tmp_path / "map.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_what_is_planted_is_really_kept(kind):
+    import loops
+
+    def fit(planted):
+        kit = loops.Kit(0, planted)
+        net = kit.mlp("net", 4, 16, 1)
+        kit.train(kind, net=(net.parameters(), 1e-2))
+        for _ in range(50):
+            x = torch.randn(32, 4)
+            kit.step("net", lambda x=x: (net(x) - x[:, :1].sin()).square().mean())
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    plain, exact, few = (fit(planted) for planted in ("", "net.m=fp32 forward=fp32 net.eps=fp32", "net.weights=bf16"))
+    torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-5)
+    assert torch.equal(few.bfloat16().float(), few) and not torch.equal(plain.bfloat16().float(), plain)
+    with pytest.raises(FloatingPointError):
+        fit("net.v=e2m0:unscaled net.eps=e2m0:unscaled")
+
+
+def test_planted_predicts_first_and_then_measures_what_is_missing(monkeypatch, tmp_path):
+    import planted
+
+    monkeypatch.setattr(planted, "LOOPS", {"regression": functools.partial(planted.regression, updates=64)})
+    row = ("regression", "no master copy", "net.weights=bf16", "net.weights=bf16", ("error",))
+    monkeypatch.setattr(planted, "FAILURES", [row])
+    for _ in range(2):
+        planted.main(tmp_path / "a.md")
+    found = (tmp_path / "a.md").read_text()
+    assert "| regression | no master copy (`net.weights=bf16`) | " in found and "| regression | 6 | 0 | 0 |" in found
+    monkeypatch.setattr(planted, "LOOPS", {"regression": None})  # nothing is trained again
+    planted.main(tmp_path / "a.md")
+    assert (tmp_path / "a.md").read_text() == found
