@@ -28,6 +28,7 @@ COMMANDS = {
     "law_predicted": "python benchmarks/law.py predict benchmarks/results/law_predicted.csv",
     "law_measured": "python benchmarks/law.py measure benchmarks/results/law_measured.csv",
     "law": "python benchmarks/law.py table benchmarks/results/law.md",
+    "planted": "python benchmarks/planted.py benchmarks/results/planted.md",
     "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
