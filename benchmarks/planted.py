@@ -115,10 +115,8 @@ def table(out: Path, predicted: dict, measured: list[dict]) -> None:
         which = ", ".join(f"`{cell}`" for cell, verdict in own.items() if verdict != "fine")
         ends = [outcome(measured, name, text, ("return", "error")) for text in ("", TOGETHER)]
         lines.append(f"| {' | '.join([name, *counts, which, *ends])} |")
-    note = (
-        f"Outcomes are medians and ranges of seeds {SEEDS[0]} to {SEEDS[-1]}, with all at once of the first alone; p and q come "
-    )
-    note += f"from seed {WATCHED}, in float32. "
+    note = f"Medians and ranges of seeds {SEEDS[0]} to {SEEDS[-1]}; all healthy formats at once: seed {SEEDS[0]} alone. "
+    note += f"p and q: seed {WATCHED}, in float32. "
     note += f"`python benchmarks/planted.py {out}` on {origin()}."
     out.write_text("\n".join([*lines, "", note]) + "\n")
 
