@@ -326,7 +326,7 @@ def test_averages_are_followed_as_if_they_were_kept_in_few_bits():
                 x.mul_(0.995).add_(0.005 * new)
                 y.copy_((0.995 * y.float() + 0.005 * new).bfloat16())
         fit(model, optimizer, 1)
-        index = [text for text in average.found].index("target=bf16")
+        index = average.names.index("target=bf16")
         near = np.isclose(average.rows[index], average.sample.take(list(low.parameters())), rtol=2e-2, atol=1e-6)
         assert near.mean() > 0.95  # one is rounded from a number that is a little different
     exact, bad, good = (f for f in watching.report())

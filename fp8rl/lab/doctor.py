@@ -153,15 +153,23 @@ class Sample:
             return torch.cat(flat)[self.whole].float().cpu().numpy()
         return torch.stack([x[index].float() for x, index in zip(flat, self.index, strict=True)]).cpu().numpy()
 
-    def compare(self, found: dict[str, list], moved: np.ndarray, true: np.ndarray, lost: np.ndarray, rate: float) -> None:
-        """Adds a window to what was found of each of C rows [C, T, P]: progress, noise, the share lost and the learning rate."""
+    def sums(self, moved: np.ndarray, true: np.ndarray, lost: np.ndarray) -> np.ndarray:
+        """<d, d>, <d', d>, |d' - d|^2 and the share lost of each of C rows [C, T, P], float64 [4, C]."""
         true = np.broadcast_to(true, moved.shape)
-        sums = [(self.share * x).sum((1, 2), dtype=np.float64) for x in (true * true, moved * true, (moved - true) ** 2, lost)]
-        whole = self.share.sum() * moved.shape[-1]
-        with np.errstate(invalid="ignore", divide="ignore"):  # where nothing moves
-            numbers = sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3] / whole, np.full(len(moved), rate)
-        for windows, own in zip(found.values(), np.stack(numbers, axis=1).tolist(), strict=True):
-            windows.append(own)
+        share = lost / (self.share.sum() * moved.shape[-1])
+        parts = true * true, moved * true, (moved - true) ** 2, share
+        return np.stack([(self.share * x).sum((1, 2), dtype=np.float64) for x in parts])
+
+    def compare(self, found: dict[str, list], moved: np.ndarray, true: np.ndarray, lost: np.ndarray, rate: float) -> None:
+        """Adds a window to what was found of each row: progress, noise, the share lost and the learning rate."""
+        for windows, numbers in zip(found.values(), numbers_of(self.sums(moved, true, lost)), strict=True):
+            windows.append([*numbers, rate])
+
+
+def numbers_of(sums: np.ndarray) -> list[list[float]]:
+    """Progress, noise and the share lost of each of C rows, from their `Sample.sums`."""
+    with np.errstate(invalid="ignore", divide="ignore"):  # where nothing moves
+        return np.stack((sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3]), axis=1).tolist()
 
 
 def largest_of(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -178,35 +186,47 @@ def read(text: str, names: tuple[str, ...]) -> list[tuple[str, PlaceFormat, str]
 
 
 class Average:
-    """An average that follows others, seen before every step, and as it would be in few bits from the beginning."""
+    """An average that follows others, seen before every step, as it would be in few bits from the beginning. Progress compares
+    how far it moves with how far float32 would move it from where it is: an average forgets, so one that hardly moves falls
+    behind, and is pulled the harder. Sums are taken over a quarter of the windows, because in some it hardly has to move."""
 
     def __init__(self, name: str, rate: float | Callable[[], float], formats: Iterable[str], length: int, sample: Sample):
         self.name, self.rate, self.length, self.sample = name, rate, length, sample
         kept = [(f"{name}={form}", read(f"weights={form}", STATE)[0][1]) for form in formats]
         kept.sort(key=lambda entry: "stochastic" in entry[1].words)
-        self.found: dict[str, list] = {text: [] for text, _ in kept}
-        self.format, self.x = Rows([form for _, form in kept], 0), None
+        self.names, self.format, self.x = [text for text, _ in kept], Rows([form for _, form in kept], 0), None
+        self.windows: list[np.ndarray] = []  # `Sample.sums` of each
 
     @torch.no_grad()
     def look(self, *_) -> None:
         x, before = self.sample.take(), self.x
         self.x = x
         if before is None:
-            self.rows = np.broadcast_to(x, (len(self.found), *x.shape))
+            self.least = largest_of(self.sample.tensors).cpu().numpy()
+            self.rows = self.format.round(np.broadcast_to(x, (len(self.names), *x.shape)), self.least)
             self.begin()
-            self.rows = self.start = self.format.round(self.rows, self.least)
         elif not np.array_equal(x, before):
             rate = self.rate() if callable(self.rate) else self.rate
-            self.rows = self.format.round((1 - rate) * self.rows + (x - (1 - rate) * before), self.least)
+            pull = x - (1 - rate) * before - rate * self.rows
+            self.true += pull
+            self.rows = self.format.round(self.rows + pull, self.least)
             self.count += 1
             if self.count == self.length:
-                moved, true = self.rows - self.start, x - self.true
-                self.sample.compare(self.found, moved, true, (moved == 0) & (true != 0), 1.0)
+                moved = self.rows - self.start
+                self.windows.append(self.sample.sums(moved, self.true, (moved == 0) & (self.true != 0)))
                 self.begin()
 
     def begin(self) -> None:
-        self.start, self.true, self.count = self.rows, self.x, 0
+        """Begins a window."""
+        self.start, self.true, self.count = self.rows, np.zeros_like(self.rows), 0
         self.least = largest_of(self.sample.tensors).cpu().numpy()
+
+    @property
+    def found(self) -> dict[str, list]:
+        """The numbers of each quarter of the windows."""
+        parts = [part for part in np.array_split(np.array(self.windows), 4) if len(part)]
+        numbers = [numbers_of(np.concatenate((part[:, :3].sum(0), part[:, 3:].mean(0)))) for part in parts]
+        return {name: [[*own[i], 1.0] for own in numbers] for i, name in enumerate(self.names)}
 
 
 class Through(torch.autograd.Function):
@@ -504,7 +524,8 @@ class Doctor:
             order = [text for text in dict.fromkeys((*self.formats, *both)) if text in both]
             report += [finding(watched.name, both, text, text in looked) for text in order]
         for average in self.averages:
-            report += [finding("average", average.found, text) for text in average.found]
+            found = average.found
+            report += [finding("average", found, text) for text in found]
         return report
 
 
