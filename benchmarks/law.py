@@ -48,6 +48,7 @@ RESULTS = Path(__file__).parent / "results"
 WATCHED, SEEDS, UNTRAINED = 900, range(7000, 7004), "untrained"
 STEPS = {"CartPole-v1": 61_440, "Pendulum-v1": 122_880, "Acrobot-v1": 245_760}
 LOOKED = (*doctor.OPERANDS, *SHOWN)  # places that are seen through the loss
+COLUMNS = ("cells", "number", "AUC of p", "AUC of q", "bad cells said to break", "false alarms", "unknown")
 
 
 class Setting(NamedTuple):
@@ -138,13 +139,13 @@ def auc(scores: np.ndarray, bad: np.ndarray) -> float:
     return float(above + equal / 2)
 
 
-def losses() -> dict[tuple[Setting, str], float]:
-    """Held-out cells: what the median agent loses, as a share of what float32 gains over an untrained agent."""
-    found, returns, path = {}, {}, RESULTS / "law_measured.csv"
+def losses(path: Path = RESULTS / "law_measured.csv") -> dict[tuple[Setting, str], float]:
+    """Measured cells: what the median agent loses, as a share of what float32 gains over an untrained agent."""
+    found, returns = {}, {}
     for row in csv.DictReader(path.open()) if path.exists() else ():
         returns[Setting.of(row), row["cell"]] = np.array([float(x) for x in row["returns"].split()])
     for (setting, cell), own in returns.items():
-        if cell in cells(setting) and (setting, UNTRAINED) in returns:
+        if cell not in ("float32", UNTRAINED) and {(setting, arm) for arm in ("float32", UNTRAINED)} <= {*returns}:
             exact, before = returns[setting, "float32"], returns[setting, UNTRAINED]
             found[setting, cell] = float(np.median(exact - own) / np.median(exact - before))
     return found
@@ -254,8 +255,7 @@ def line(name: str, rows: list[dict], bad: dict) -> str:
 
 def table(out: Path) -> None:
     rows, bad = list(csv.DictReader((RESULTS / "law_predicted.csv").open())), bad_cells()
-    columns = ("cells", "number", "AUC of p", "AUC of q", "bad cells said to break", "false alarms", "unknown")
-    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
     tested = [row for row in rows if Setting.of(row) in HELD_OUT and (Setting.of(row), row["cell"]) in bad]
     groups = {"what the optimizer keeps": STATE, "what only the loss shows": LOOKED}
     for name, places in groups.items():

@@ -1,0 +1,250 @@
+"""Does the doctor foresee what breaks learning in somebody else's code? Stable-Baselines3's PPO, A2C, DQN, SAC and TD3.
+
+As in law.py, whose definitions these are: the doctor watches one float32 agent of each algorithm, on a seed that no cell trains,
+and what it predicts is committed before anything is measured. Settings are near those of Stable-Baselines3 or its zoo, take about
+as few steps as float32 needs, and were chosen on seeds below 1000. A2C has Adam in place of RMSprop.
+
+    python benchmarks/law_sb3.py predict benchmarks/results/law_sb3_predicted.csv
+    python benchmarks/law_sb3.py measure benchmarks/results/law_sb3_measured.csv [--only SAC TD3]
+    python benchmarks/law_sb3.py cost benchmarks/results/law_sb3_cost.csv
+    python benchmarks/law_sb3.py table benchmarks/results/law_sb3.md
+
+A cell keeps one place of every optimizer of the algorithm in few bits: the policy's, or the actor's, the critics' and that of
+SAC's temperature. Target networks stay in float32. The doctor judges each optimizer on its own. The rule for the cell, fixed
+before anything was measured: its verdict is the worst of them, its p the one farthest from 1, its q the largest.
+"""
+
+import argparse
+import copy
+import csv
+import time
+from pathlib import Path
+
+import law
+import numpy as np
+import stable_baselines3 as sb3
+import torch
+from law import RESULTS, UNTRAINED
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.noise import NormalActionNoise
+from zoo import SETTINGS, decays
+
+from fp8rl.lab import doctor
+from fp8rl.lab.lowbit import LowBitAdam
+from fp8rl.report.bench import origin
+
+WATCHED, SEEDS, EPISODES = 900, range(9000, 9002), 50
+# Task, steps and settings. "linear x": from x to 0 over the training.
+ALGORITHMS = {
+    "PPO": ("CartPole-v1", 30_720, SETTINGS["PPO", "CartPole-v1"]),
+    "A2C": (
+        "CartPole-v1",
+        100_000,
+        {"n_envs": 8, "n_steps": 16, "gae_lambda": 0.9, "learning_rate": "linear 4e-3", "use_rms_prop": False},
+    ),
+    "DQN": (
+        "CartPole-v1",
+        25_000,
+        {
+            "learning_rate": "linear 1e-3",
+            "batch_size": 64,
+            "buffer_size": 100_000,
+            "learning_starts": 1_000,
+            "target_update_interval": 1,
+            "tau": 0.01,
+            "train_freq": 1,
+            "exploration_fraction": 0.16,
+            "exploration_final_eps": 0.04,
+            "policy_kwargs": {"net_arch": [64, 64]},
+        },
+    ),
+    "SAC": ("Pendulum-v1", 5_000, {"learning_rate": 1e-3, "policy_kwargs": {"net_arch": [64, 64]}}),
+    "TD3": (
+        "Pendulum-v1",
+        7_000,
+        {
+            "learning_rate": 1e-3,
+            "gamma": 0.98,
+            "learning_starts": 1_000,
+            "train_freq": 1,
+            "action_noise": NormalActionNoise(np.zeros(1), np.full(1, 0.1)),
+            "policy_kwargs": {"net_arch": [64, 64]},
+        },
+    ),
+}
+CELLS = ("weights=bf16", "weights=bf16:stochastic", "weights=e4m3", "weights=e4m3:stochastic", "m=e4m3", "m=e4m3:unscaled")
+CELLS += ("v=bf16", "v=e5m2", "v=e4m3", "v=e4m3:unscaled", "root=e4m3", "root=e4m3:unscaled")
+# An agent of DQN, SAC or TD3 takes half a minute and more, so of these only a few cells are measured.
+FEWER = ("weights=bf16", "weights=bf16:stochastic", "weights=e4m3", "v=e4m3", "v=e5m2", "v=e4m3:unscaled")
+KEY = ("task", "learning_rate", "cell")
+PREDICTED = ("task", "learning_rate", "optimizer", "cell", "progress", "noise", "lost", "verdict")
+
+
+def rate_of(algorithm: str) -> float:
+    """The learning rate at the beginning."""
+    return float(str(ALGORITHMS[algorithm][-1]["learning_rate"]).removeprefix("linear "))
+
+
+def model_of(algorithm: str, seed: int) -> BaseAlgorithm:
+    task, _, settings = ALGORITHMS[algorithm]
+    settings = {name: decays(x) if str(x).startswith("linear ") else copy.deepcopy(x) for name, x in settings.items()}
+    env = make_vec_env(task, settings.pop("n_envs", 1), seed)
+    return getattr(sb3, algorithm)("MlpPolicy", env, seed=seed, device="cpu", **settings)
+
+
+def keep(model: BaseAlgorithm, formats: str) -> list[LowBitAdam]:
+    """Puts a LowBitAdam of these formats in place of each Adam that the model holds in itself or in its attributes. Parameters
+    hold the numbers that are stored: after each step they are rounded."""
+    found = []
+    for holder in (model, *vars(model).values()):
+        for name, own in list(getattr(holder, "__dict__", {}).items()):
+            if isinstance(own, torch.optim.Adam):
+                (group,) = own.param_groups
+                options = {option: group[option] for option in ("lr", "betas", "eps")}
+                options |= dict(entry.split("=") for entry in formats.split())
+                found.append(LowBitAdam(group["params"], seed=model.seed, **options))
+                setattr(holder, name, found[-1])
+    return found
+
+
+def is_kept(optimizer: LowBitAdam) -> bool:
+    """Whether the weights in use are numbers of their format."""
+    rows = [p.detach().reshape(1, -1) for p in optimizer.parameters]
+    return all(torch.equal(optimizer.places.weights(x, [x.numel()]), x) for x in rows if x.isfinite().all())
+
+
+def mean_return(algorithm: str, seed: int, arm: str) -> float:
+    """What the deterministic policy earns after training, a mean of the same episodes for all; -inf if it has become NaN."""
+    task, steps, _ = ALGORITHMS[algorithm]
+    model = model_of(algorithm, seed)
+    if arm != UNTRAINED:
+        formats = "" if arm == "float32" else arm + ":stored" * (not arm.startswith("weights"))
+        optimizers = keep(model, formats)
+        try:
+            model.learn(steps)
+        except ValueError as error:  # from torch's distributions, of a policy that is NaN
+            if "nan" not in str(error):
+                raise
+            return -np.inf
+        assert optimizers and all(map(is_kept, optimizers))
+    found, _ = evaluate_policy(model, make_vec_env(task, EPISODES, 10**6), EPISODES)
+    return found if np.isfinite(found) else -np.inf
+
+
+def predict(out: Path) -> None:
+    rows = []
+    for algorithm, (_, steps, _) in ALGORITHMS.items():
+        model = model_of(algorithm, WATCHED)
+        watching = doctor.Doctor.of(model, formats=CELLS)
+        model.learn(steps)
+        for found in watching.report():
+            numbers = (f"{x:.4g}" for x in (found.progress, found.noise, found.lost))
+            cell = f"{found.place}={found.format}"
+            rows.append((algorithm, rate_of(algorithm), found.optimizer, cell, *numbers, found.verdict))
+    with out.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([PREDICTED, *rows])
+
+
+def measure(out: Path, only: list[str]) -> None:
+    if not out.exists():
+        out.write_text(",".join(law.MEASURED) + "\n")
+    done = {(row["task"], row["cell"]) for row in csv.DictReader(out.open())}
+    for arm in (UNTRAINED, "float32", *FEWER, *(cell for cell in CELLS if cell not in FEWER)):
+        for algorithm in only or ALGORITHMS:
+            if (algorithm, arm) not in done and (algorithm in ("PPO", "A2C") or arm in (UNTRAINED, "float32", *FEWER)):
+                returns = " ".join(f"{mean_return(algorithm, seed, arm):.6g}" for seed in SEEDS)
+                with out.open("a") as file:
+                    file.write(f"{algorithm},{rate_of(algorithm)},{arm},{returns}\n")
+
+
+def cost(out: Path) -> None:
+    """Processor time of PPO alone and watched by a doctor, in turns. Raises AssertionError if the trained weights differ."""
+    rows, weights = [], []
+    for watched in (False, True) * 3:
+        model = model_of("PPO", WATCHED)
+        watching = doctor.Doctor.of(model) if watched else None
+        began = time.process_time()
+        model.learn(50_000)
+        rows.append((int(watched), f"{time.process_time() - began:.3f}"))
+        assert watching is None or len(watching.report()) == len(doctor.FORMATS)
+        weights.append(torch.nn.utils.parameters_to_vector(model.policy.parameters()))
+        assert torch.equal(weights[0], weights[-1])
+    with out.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([("watched", "seconds"), *rows])
+
+
+def combined() -> list[dict]:
+    """The prediction for each cell, from those for its optimizers: by the rule of the module's docstring."""
+    found: dict[tuple, list] = {}
+    for row in csv.DictReader((RESULTS / "law_sb3_predicted.csv").open()):
+        found.setdefault(tuple(row[name] for name in KEY), []).append(row)
+    rows = []
+    for key, own in found.items():
+        far = max(own, key=lambda row: doctor.away(float(row["progress"])))
+        noise = max((row["noise"] for row in own), key=float)
+        verdict = max((row["verdict"] for row in own), key=("fine", "unknown", "breaks").index)
+        optimizer = far["optimizer"] if len(own) > 1 else ""
+        rows.append(dict(zip(KEY, key, strict=True)) | {**far, "optimizer": optimizer, "noise": noise, "verdict": verdict})
+    return rows
+
+
+def interval(rows: list[dict], bad: dict, column: str) -> str:
+    """The 95% bootstrap interval over cells of the AUC of p or q."""
+    truth = np.array([bad[key_of(row)] for row in rows])
+    scores = np.array([float(row[column]) for row in rows])
+    scores = np.abs(np.log2(scores.clip(2.0**-20, 2.0**20))) if column == "progress" else scores
+    draws = np.random.default_rng(0).integers(len(rows), size=(2000, len(rows)))
+    areas = [law.auc(scores[draw], truth[draw]) for draw in draws if 0 < truth[draw].sum() < len(rows)]
+    return "{:.3f} to {:.3f}".format(*np.quantile(areas, (0.025, 0.975)))
+
+
+def key_of(row: dict) -> tuple[str, float, str]:
+    return row["task"], float(row["learning_rate"]), row["cell"]
+
+
+def table(out: Path) -> None:
+    lost = law.losses(RESULTS / "law_sb3_measured.csv")
+    bad = {key: loss > 0.1 for key, loss in lost.items()}
+    rows = [row for row in combined() if key_of(row) in bad]
+    lines = [f"| {' | '.join(law.COLUMNS)} |", "| --- " * len(law.COLUMNS) + "|", law.line("all", rows, bad)]
+    for algorithm, (task, steps, _) in ALGORITHMS.items():
+        own = [row for row in rows if row["task"] == algorithm]
+        lines.append(law.line(f"{algorithm}, {task}, {steps:,} steps", own, bad)) if own else None
+    areas = [interval(rows, bad, column) for column in ("progress", "noise")]
+    lines += ["", f"95% bootstrap intervals over cells: AUC of p {areas[0]}, of q {areas[1]}."]
+    wrong = [row for row in rows if row["verdict"] != "unknown" and (row["verdict"] == "breaks") != bad[key_of(row)]]
+    lines += [
+        "",
+        f"Where prediction and measurement disagree ({len(wrong)} of {len(rows)} cells):" if wrong else "They agree.",
+        "",
+    ]
+    for row in sorted(wrong, key=lambda row: -lost[key_of(row)]):
+        where = f" in {row['optimizer']}" * bool(row["optimizer"])
+        said = {"breaks": "said to break", "fine": "said to be fine"}[row["verdict"]]
+        numbers = f"p = {float(row['progress']):.3g}{where}, q = {float(row['noise']):.3g}"
+        lines.append(f"- {row['task']}, {row['cell']}: {said} ({numbers}), lost {lost[key_of(row)]:.0%}")
+    costs = list(csv.DictReader((RESULTS / "law_sb3_cost.csv").open()))
+    alone, watched = (np.median([float(row["seconds"]) for row in costs if row["watched"] == flag]) for flag in "01")
+    lines += [
+        "",
+        f"The doctor's cost: PPO on 50,000 steps takes {watched / alone:.2f} times the processor time with it (medians of",
+    ]
+    lines[-1] += (
+        f" {len(costs) // 2} runs each, {watched:.1f} s and {alone:.1f} s), and the trained weights are the same bit for bit."
+    )
+    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/law_sb3.py table {out}` on {origin()}.\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=("predict", "measure", "cost", "table"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], choices=ALGORITHMS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.what == "measure":
+        measure(given.out, given.only)
+    else:
+        {"predict": predict, "cost": cost, "table": table}[given.what](given.out)
