@@ -223,3 +223,24 @@ def test_planted_predicts_first_and_then_measures_what_is_missing(monkeypatch, t
     monkeypatch.setattr(planted, "LOOPS", {"regression": None})  # nothing is trained again
     planted.main(tmp_path / "a.md")
     assert (tmp_path / "a.md").read_text() == found
+
+
+def test_stable_baselines3_trains_with_the_weights_that_are_stored():
+    pytest.importorskip("stable_baselines3")
+    import law_sb3
+
+    weights, optimizers = [], []
+    for formats in (None, "", "weights=e4m3"):
+        model = law_sb3.model_of("PPO", seed=5)  # draws from global generators, so models train one after the other
+        optimizers += [] if formats is None else law_sb3.keep(model, formats)
+        model.learn(512)
+        weights.append([*model.policy.parameters()])
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-5)
+    for own, optimizer in zip(weights[1:], optimizers, strict=True):
+        assert {*map(id, own)} == {*map(id, optimizer.parameters)} and law_sb3.is_kept(optimizer)
+    with torch.no_grad():
+        weights[2][0].mul_(1.01)
+    assert not law_sb3.is_kept(optimizers[1])
+    sac = law_sb3.model_of("SAC", seed=5)
+    found = law_sb3.keep(sac, "")
+    assert all(any(x is own for own in found) for x in (sac.actor.optimizer, sac.critic.optimizer, sac.ent_coef_optimizer))
