@@ -29,6 +29,10 @@ COMMANDS = {
     "law_measured": "python benchmarks/law.py measure benchmarks/results/law_measured.csv",
     "law": "python benchmarks/law.py table benchmarks/results/law.md",
     "planted": "python benchmarks/planted.py benchmarks/results/planted.md",
+    "law_sb3_predicted": "python benchmarks/law_sb3.py predict benchmarks/results/law_sb3_predicted.csv",
+    "law_sb3_measured": "python benchmarks/law_sb3.py measure benchmarks/results/law_sb3_measured.csv",
+    "law_sb3_cost": "python benchmarks/law_sb3.py cost benchmarks/results/law_sb3_cost.csv",
+    "law_sb3": "python benchmarks/law_sb3.py table benchmarks/results/law_sb3.md",
     "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
@@ -49,6 +53,7 @@ PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl
 PEERS |= {
     "ladder": ("Box2D",),
     "tasks": ("stable_baselines3",),
+    **dict.fromkeys(("law_sb3_predicted", "law_sb3_measured", "law_sb3_cost", "law_sb3"), ("stable_baselines3",)),
     "populations": ("jax",),
     "populations_avx2": ("jax",),
     "populations_cuda": ("jax",),
