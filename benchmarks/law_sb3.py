@@ -152,7 +152,7 @@ def predict(out: Path) -> None:
 
 def measure(out: Path, only: list[str]) -> None:
     if not out.exists():
-        out.write_text(",".join(law.MEASURED) + "\n")
+        out.write_text(",".join((*KEY, "returns")) + "\n")
     done = {(row["task"], row["cell"]) for row in csv.DictReader(out.open())}
     for arm in (UNTRAINED, "float32", *FEWER, *(cell for cell in CELLS if cell not in FEWER)):
         for algorithm in only or ALGORITHMS:
@@ -204,8 +204,8 @@ def interval(rows: list[dict], bad: dict, column: str) -> str:
     return "{:.3f} to {:.3f}".format(*np.quantile(areas, (0.025, 0.975)))
 
 
-def key_of(row: dict) -> tuple[str, float, str]:
-    return row["task"], float(row["learning_rate"]), row["cell"]
+def key_of(row: dict) -> tuple[law.Setting, str]:
+    return law.Setting.of(row), row["cell"]
 
 
 def table(out: Path) -> None:
