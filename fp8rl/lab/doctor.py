@@ -549,8 +549,8 @@ def verdict(place: str, windows: list[list[float]], looked: bool = False) -> tup
         return math.nan, math.nan, math.nan, "unknown", "the training ended before a window was full, or moved nothing"
     late = found[-max(1, len(found) // 4) :]
     parts = [found, late] if late[:, 3].mean() > found[:, 3].max() / 2 and not np.isnan(late[:, 0]).all() else [found]
-    progress = max((float(np.nanmean(part[:, 0])) for part in parts), key=away)
-    noise, lost = (float(x) for x in np.nanmedian(found[:, 1:3], axis=0))
+    part = max(parts, key=lambda part: away(float(np.nanmean(part[:, 0]))))
+    progress, noise, lost = float(np.nanmean(part[:, 0])), *(float(np.nanmedian(x)) for x in (found[:, 1], part[:, 2]))
     factor = away(progress)
     if factor <= UNSURE and noise <= NOISY:
         return progress, noise, lost, "fine", ""
