@@ -9,10 +9,9 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from ..scale.files import opened, read_json, write_whole
+from ..scale.files import opened, read_json, told, write_whole
 
 MARK = ".fp8rl"
 FILES = {
@@ -56,25 +55,19 @@ class Folder(contextlib.AbstractContextManager):
 
     def __init__(self, path: Path):
         self.path = path
-        try:
+        with told(f"out is {path} and cannot be used", "use another folder"):
+            path.mkdir(parents=True, exist_ok=True)
             self._mark = opened(path / MARK, "a+")
-            fcntl.flock(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._mark.close()
-            raise FileExistsError(f"out is {path}, where another process is writing: wait for it or use another") from error
-        except OSError as error:
-            if error.errno is None:
-                raise  # one of our own lines
-            raise OSError(f"out is {path} and cannot be used ({error.strerror}): use another folder") from error
+            try:
+                fcntl.flock(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self._mark.close()
+                raise FileExistsError(f"out is {path}, where another process is writing: wait for it or use another") from error
 
     @classmethod
     def create(cls, path: Path, command: str, options: dict, overwrite: bool = False) -> "Folder":
         """A folder for a new run of a command, without the files of the run that it replaces. Ask `require_free` first; raises
         FileExistsError if another process has begun a run since."""
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(f"out is {path} and cannot be made ({error.strerror}): use another folder") from error
         with contextlib.ExitStack() as on_error:
             folder = on_error.enter_context(cls(path))
             _require_own(path, command, overwrite)  # again, now that nobody else can fill it
@@ -102,15 +95,9 @@ class Folder(contextlib.AbstractContextManager):
             self._mark.flush()
             os.fsync(self._mark.fileno())
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> contextlib.AbstractContextManager:
         """Names the folder where a write in it fails."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno is None:
-                raise  # one of our own lines
-            raise OSError(f"out is {self.path} and cannot be written ({error.strerror}): make room, then continue") from error
+        return told(f"out is {self.path} and cannot be written", "make room, then continue")
 
     def write(self, name: str, content: str | bytes) -> None:
         """Writes a file whole or not at all."""

@@ -13,11 +13,12 @@ link to a file, as people link their best one, because it is only read. What the
 that reading them takes long. A folder that others change while a command runs is no part of this.
 """
 
+import contextlib
 import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -40,6 +41,17 @@ def parsed(text: bytes):
         return json.loads(text)
     except RecursionError as error:  # thousands of brackets
         raise ValueError("nested too deeply") from error
+
+
+@contextlib.contextmanager
+def told(what: str, remedy: str) -> Iterator[None]:
+    """An OSError of the system inside becomes one that begins with `what` and ends with `remedy`; one of our own lines stays."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(f"{what} ({error.strerror}): {remedy}") from error
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], object] = Path.stat) -> None:

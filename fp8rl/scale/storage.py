@@ -17,6 +17,7 @@ kernel writes pages back when it likes.) Either one process may write to a folde
 the lock of a process that dies.
 """
 
+import contextlib
 import fcntl
 import json
 import math
@@ -33,7 +34,7 @@ from ..env import STATE_BOUNDS
 from ..replay import ReplayBuffer, row_of
 from ..rollout import DUMMY, Rollout
 from .codec import DTYPES, Codec, type_of_codes
-from .files import opened, read_json, write_whole
+from .files import opened, read_json, told, write_whole
 from .hardware import require_room
 
 FORMAT = "fp8rl-ring-2"
@@ -230,7 +231,8 @@ class MappedFolder:
     def __init__(self, folder: str | Path, about: dict, fields: Fields, writable: bool):
         self.folder, self.tensors, self._lock_file = Path(folder), {}, None
         files = {self.folder / f"{name}.bin": size for name, size in sizes_of(fields).items()}
-        try:
+        with contextlib.ExitStack() as on_error, told(f"memmap is {folder} and cannot be used", "choose another folder"):
+            on_error.callback(self.close)
             new = writable and not (self.folder / "ring.json").exists()
             if new:
                 self._require_room(sum(files.values()))
@@ -243,11 +245,7 @@ class MappedFolder:
                 with opened(path, "r+b" if writable else "rb") as file:
                     mapped = torch.from_numpy(np.memmap(file, np.uint8, "r+" if writable else "c"))
                 self.tensors[name] = mapped.view(dtype).view(shape)
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, OSError) or error.errno is None:
-                raise  # raised below, with its own message
-            raise OSError(f"memmap is {folder} and cannot be used ({error.strerror}): choose another folder") from error
+            on_error.pop_all()
 
     def close(self) -> None:
         """Releases the lock. The tensors stay mapped: do not write to them any more."""
