@@ -19,6 +19,7 @@ import torch
 from matplotlib import font_manager
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
+from speed.common import end_labels
 from torch import nn
 
 from fp8rl.config import Config
@@ -98,7 +99,7 @@ def draw(curves: dict, path: Path) -> None:
     ax = figure.add_subplot()
     plot.series(ax, curves, "return of a training episode, at most 200", window=3).set(xlim=(0, Config.steps), ylim=(0, 205))
     ax.set_title(f"four precisions learn alike: mean of {len(SEEDS)} seeds", fontsize=11)
-    plot.end_labels(ax, size=11)
+    end_labels(ax, size=11)
     figure.savefig(path, dpi=160)
 
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from speed.common import end_labels
 
 from fp8rl.report import plot
 
@@ -97,7 +98,7 @@ def test_a_precision_has_its_style_whatever_is_beside_it():
 
 
 def test_labels_at_the_ends_of_lines_do_not_overlap(ax):
-    plot.end_labels(plot.series(ax, {"a": (STEPS, np.full((1, 30), 2.0)), "b": (STEPS, np.full((1, 30), 1.99))}, "nats"), size=10)
+    end_labels(plot.series(ax, {"a": (STEPS, np.full((1, 30), 2.0)), "b": (STEPS, np.full((1, 30), 1.99))}, "nats"), size=10)
     assert [text.get_text() for text in ax.texts] == ["a", "b"]
     heights = [ax.transAxes.transform(text.xyann)[1] for text in ax.texts]
     assert heights[0] - heights[1] > 10 * ax.figure.dpi / 72  # points

@@ -25,10 +25,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from common import end_labels
 from matplotlib.figure import Figure
 
 from fp8rl.report.bench import origin
-from fp8rl.report.plot import STYLES, end_labels
+from fp8rl.report.plot import STYLES
 from fp8rl.scale.hardware import cores
 
 HERE = Path(__file__).parent

@@ -92,21 +92,6 @@ def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str,
     return ax
 
 
-def end_labels(ax: Axes, size: float = 9) -> Axes:
-    """Names the lines at their right ends, instead of in a legend: beside the axes, in a line's colour, one below the other where
-    they would overlap. Call it last, because it needs the limits of the axes."""
-    lines = [line for line in ax.lines if not line.get_label().startswith("_") and len(line.get_xdata())]
-    ends = {line: ax.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1])) for line in lines}
-    least, top = 1.4 * size * ax.figure.dpi / 72, ax.bbox.y1 + size
-    for line in sorted(lines, key=lambda line: -ends[line][1]):
-        top = min(top - least, ends[line][1])
-        height = ax.transAxes.inverted().transform((0, top))[1]
-        arrow = {"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2}
-        at = {"textcoords": "axes fraction", "va": "center", "annotation_clip": False, "arrowprops": arrow}
-        ax.annotate(line.get_label(), line.get_xydata()[-1], (1.04, height), color=line.get_color(), fontsize=size, **at)
-    return ax
-
-
 def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
     """One row per name: the seeds' interquartile mean, its 95% bootstrap interval, and below them each seed's score as a tick.
     `scores`: name -> scores [seeds]; the label has their unit."""
