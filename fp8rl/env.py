@@ -19,6 +19,7 @@ next episode with reward 0. So the final observation is never lost.
 import torch
 
 from .distribution import Categorical
+from .history import Saved
 from .rng import rows
 
 PUSH, DAMPING, LIMIT, MAX_STEPS = 0.1, 0.95, 2.0, 200
@@ -47,7 +48,7 @@ def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tu
     return low + (-1.0,) * extra_features, high + (1.0,) * extra_features
 
 
-class TensorEnv:
+class TensorEnv(Saved):
     """N (`num_envs`) environments as tensors on one device, stepped together. A task is a subclass that defines `start`,
     `advance`, if need be `observe`, and these attributes: `bounds`, the lowest and highest value of each feature of an
     observation, two tuples of F floats; `max_steps` of an episode; `state_size`, numbers in a state; `num_actions`, the number of
@@ -58,6 +59,7 @@ class TensorEnv:
     Starts, and `channels` of noise, are drawn by `seed`, `purpose` and the number of earlier `draws` (rng.py). Of S seeds, an
     int64 tensor, each has an equal share of the N, one after the other. Raises ValueError for `num_envs` below 1."""
 
+    NAMES = ("state", "obs", "elapsed", "done")
     distribution, discount, channels = Categorical, 1.0, 0
 
     def __init__(self, num_envs: int, device="cpu", seed: int | torch.Tensor = 0, purpose: str = "starts"):
@@ -113,16 +115,10 @@ class TensorEnv:
         seen = self.observe(self.state)
         return torch.cat((seen, start[:, self.state_size :]), dim=-1) if self.channels else seen
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """What the next step depends on; not copies."""
-        return {name: getattr(self, name) for name in ("state", "obs", "elapsed", "done")}
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: x.clone(memory_format=torch.contiguous_format) for name, x in self.tensors().items()}
-
-    def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, x in self.tensors().items():
-            setattr(self, name, torch.empty_like(x).copy_(tensors[name].view_as(x)))  # copy_ alone would broadcast a smaller one
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name in self.NAMES:  # not in place: a task's own start may be one number for all
+            own = getattr(self, name)
+            setattr(self, name, torch.empty_like(own).copy_(state[name].view_as(own)))  # or copy_ would broadcast a smaller one
 
     def close(self) -> None:
         """Does nothing: there are no processes or files to close."""

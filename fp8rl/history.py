@@ -105,7 +105,7 @@ class Saved:
     NAMES = ()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name).clone() for name in self.NAMES}
+        return {name: getattr(self, name).clone(memory_format=torch.contiguous_format) for name in self.NAMES}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name in self.NAMES:

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp8rl import env as cart
-from fp8rl.env import LIMIT, MAX_STEPS, PUSH, Cart, dynamics, obs_bounds, outcome
+from fp8rl.env import LIMIT, MAX_STEPS, PUSH, Cart, TensorEnv, dynamics, obs_bounds, outcome
 from fp8rl.evaluate import play
 from fp8rl.scale.gym import interface_of
 from fp8rl.tasks.cart import CustomEnv
@@ -204,3 +204,24 @@ def test_every_form_of_the_environment_takes_the_options(observed):
     size = len(obs_bounds(**observed)[0])
     assert obs.shape == (5, size) and vector.observation_space.contains(obs)
     assert Cart(3, **observed).obs.shape == (3, size)
+
+
+class Still(TensorEnv):
+    """Its starts are one number for all, in one place in memory."""
+
+    bounds, max_steps, state_size, num_actions = ((-1.0, -1.0), (1.0, 1.0)), 20, 2, 2
+
+    def start(self, numbers):
+        return torch.zeros(1).expand_as(numbers)
+
+    def advance(self, state, action):
+        return state + 0.1 * (2 * action.unsqueeze(-1) - 1), state[:, 0], state[:, 0] > 1
+
+
+def test_a_task_goes_on_from_a_state_whatever_memory_its_start_is_in():
+    ours, again = Still(3), Still(3)
+    ours.step(torch.tensor([0, 1, 1]))
+    again.load_state_dict(ours.state_dict())
+    for env in (ours, again):
+        env.step(torch.tensor([1, 1, 0]))
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in ours.state_dict().items())

@@ -166,7 +166,7 @@ def rollouts_of(config: Config, machine: Machine, state: torch.Tensor | None = N
     run.collector.inner.state = state
     run.env.elapsed[:8] = MAX_STEPS - 5  # so that episodes end
     for _ in range(3):
-        found.append((*run.collect(), *run.env.tensors().values()))
+        found.append((*run.collect(), *run.env.state_dict().values()))
     assert any(row[3].any() for row in found)  # flags
     return run, found
 

@@ -35,7 +35,7 @@ def test_what_was_collected_and_the_environment_can_be_learned_from_and_written_
 
     with pytest.raises(KeyboardInterrupt):
         play(stop, env)
-    for x in (*rollout[:5], *env.tensors().values()):
+    for x in (*rollout[:5], *env.state_dict().values()):
         assert not x.is_inference()
     model(env.obs)[1].sum().backward()
     env.elapsed.add_(1)

@@ -72,7 +72,8 @@ class GraphedCollector(Around):
 
     def __init__(self, inner: Collector):
         super().__init__(inner)
-        env, self.held, self.graph = inner.env, inner.env.tensors(), Graphed(self.play, inner.env.device)
+        env, self.graph = inner.env, Graphed(self.play, inner.env.device)
+        self.held = {name: getattr(env, name) for name in env.NAMES}
         if inner.model.recurrent:
             inner.state = torch.zeros(env.num_envs, inner.model.hidden_size, dtype=torch.float32, device=env.device)
         self.state = inner.state
@@ -88,8 +89,8 @@ class GraphedCollector(Around):
 
     def put_back(self) -> None:
         """Copies what the next rollout starts from to where the last one found it."""
-        for name, now in self.inner.env.tensors().items():
-            setattr(self.inner.env, name, self.held[name].copy_(now))
+        for name, held in self.held.items():
+            setattr(self.inner.env, name, held.copy_(getattr(self.inner.env, name)))
         if self.inner.state is not None:
             self.inner.state = self.state.copy_(self.inner.state)
 
