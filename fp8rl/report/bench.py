@@ -20,6 +20,7 @@ from ..config import Config
 from ..precision import PRECISIONS, Precision, available_precisions
 from ..scale import ranks
 from ..scale.around import Around
+from ..scale.graphs import WARMUP, Graphed
 from ..scale.hardware import hardware, is_emulated
 from ..scale.machine import HERE, Machine, build
 from ..scale.population import Population
@@ -184,15 +185,9 @@ def floor_of(config: Config, machine: Machine, reused: bool, agents: int | None 
 
     if not machine.graph or torch.device(device).type != "cuda":
         return multiply
-    multiply()  # libraries must be initialized before a capture
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
-        multiply()
-
-    def replay():
-        graph.replay()
-        return all_products  # a graph does not keep its operands alive
-
+    replay = Graphed(multiply, torch.device(device))
+    for _ in range(WARMUP + 1):  # until it is captured
+        replay()
     return replay
 
 
