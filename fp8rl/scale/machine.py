@@ -13,7 +13,6 @@ learner, batcher and evaluation.) What is learned is defined in Config; a resume
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
@@ -228,15 +227,12 @@ def uses_gymnasium(config: Config, machine: Machine) -> bool:
 
 
 def maker(config: Config, machine: Machine, first_seed: int) -> Callable:
-    """What makes environments, like `make_cart`. Environment i of Gymnasium starts from `first_seed` + i."""
-    if config.env_id is None:
-        return make_cart
-    return functools.partial(make_gym, machine, first_seed) if uses_gymnasium(config, machine) else make_task
-
-
-def make_gym(machine: Machine, first_seed: int, config: Config, num_envs: int, start_noise, device, *_) -> GymEnv:
-    """Gymnasium environments in place of `make_cart`; they have random numbers of their own."""
-    return GymEnv(config.env_id, num_envs, device, first_seed, machine.vectorization or "sync")
+    """What makes environments, like `make_cart`. Environment i of Gymnasium starts from `first_seed` + i and draws its own."""
+    if not uses_gymnasium(config, machine):
+        return make_task if config.env_id else make_cart
+    return lambda config, num_envs, start_noise, device, *_: GymEnv(
+        config.env_id, num_envs, device, first_seed, machine.vectorization or "sync"
+    )
 
 
 def make_task(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> TensorEnv:
