@@ -40,8 +40,6 @@ from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
 MARGIN = 2.0
-FIELDS = ["arm", "precision", "collect_precision", "seed", "final_return", "area"]
-FIELDS += ["first_step_at_threshold", "seconds_to_threshold", "train_seconds", "failure"]
 FEWEST = 5  # seeds, for an interval and a verdict
 AGENTS = 64  # in a population, at most: with more, results come later and take more memory
 
@@ -293,7 +291,7 @@ def stack(histories: list[History], column: str) -> tuple[np.ndarray, np.ndarray
 def results_csv(results: list[dict]) -> str:
     """The text of results.csv, ordered by arm and seed."""
     file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, FIELDS)
+    writer = csv.DictWriter(file, list(results[0]))
     writer.writeheader()
     writer.writerows(sorted(results, key=lambda row: (row["arm"], row["seed"])))
     return file.getvalue()
