@@ -32,17 +32,8 @@ class Normalized:
         scale = torch.where(varies, self.variance, 1).rsqrt() * varies
         return ((obs - self.mean) * scale).clamp(-LIMIT, LIMIT)
 
-    def forward(self, obs, state=None, first=None):
-        return super().forward(self.normalize(obs), state, first)
-
-    def policy(self, obs, state=None):
-        return super().policy(self.normalize(obs), state)
-
-    def step(self, obs, state=None):
-        return super().step(self.normalize(obs), state)
-
-    def acting(self, rows: int):
-        return self  # with normalization
+    def encode(self, obs: torch.Tensor) -> torch.Tensor:
+        return super().encode(self.normalize(obs))
 
     @torch.no_grad()
     def watch(self, obs: torch.Tensor, all_reduce) -> None:
