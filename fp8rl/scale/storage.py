@@ -282,18 +282,14 @@ class MappedFolder:
             raise OSError(f"memmap is {self.folder} and needs {needed:,} bytes, the disk has {free:,} free: lower capacity")
 
     def _make(self, about: dict, files: dict[Path, int]) -> None:
-        made = []
-        try:
+        with contextlib.ExitStack() as on_error:
             for path, size in files.items():
                 with opened(path, "xb") as file:
-                    made.append(path)
+                    on_error.callback(path.unlink)
                     if hasattr(os, "posix_fallocate"):  # or a full disk would kill the process at a later write
                         os.posix_fallocate(file.fileno(), 0, size)
                     file.truncate(size)
-        except OSError:
-            for path in made:
-                path.unlink()
-            raise
+            on_error.pop_all()
         write_whole(self.folder / "ring.json", lambda file: file.write(json.dumps(about, indent=1).encode()))
 
     def _check(self, about: dict, files: dict[Path, int]) -> None:
