@@ -65,10 +65,6 @@ class ActorCritic(nn.Module):
         """What acts in a rollout of so many environments: an object with `policy`, here the network itself."""
         return self
 
-    def step(self, obs: torch.Tensor, state=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As `policy`, with values [B]: outputs, values and the next state."""
-        return *self.heads(self.encode(obs)), None
-
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and values from hidden numbers [..., hidden_size]."""
         return self.outputs(self.actor(hidden)), self.critic(hidden).squeeze(-1).float()

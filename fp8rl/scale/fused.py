@@ -55,10 +55,11 @@ class ManyRows(ActorCritic):
 
     def policy(self, obs, state=None):
         many = obs.numel() // obs.shape[-1] * self.hidden_size >= MANY
-        return (self.step(obs)[0], None) if many else super().policy(obs)
+        return (self.forward(obs)[0], None) if many else super().policy(obs)
 
-    def step(self, obs, state=None):
-        return (*self._in_one(obs), None) if self._fits(obs) else super().step(obs, state)
+    def step(self, obs: torch.Tensor, state=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """As `policy`, with values [B]: outputs, values and the next state."""
+        return *self.forward(obs), None
 
     def _fits(self, obs: torch.Tensor) -> bool:
         """Whether BF16Network computes the outputs: for many rows in bfloat16 on a CPU, if no layer is in FP8."""
