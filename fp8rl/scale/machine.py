@@ -1,14 +1,8 @@
 """Where and how fast a run computes.
 
-Its parts may each be on a device of their own:
-
-    learner      the parameters, the optimizer and the loss                      device
-    collector    the environments and the acting policy                          collect_device
-    store        the replay ring                                                 store_device
-    evaluator    its own copy of the weights and its own environments            evaluate_device
-
-Only rollouts, slices and copies of the weights pass between them. (The scheme is that of rlstructures: separate devices for
-learner, batcher and evaluation.) What is learned is defined in Config; a resumed run may change its Machine but not its Config.
+Its parts, learner, collector, replay ring and evaluator, may each be on a device of their own (Machine). Only rollouts, slices
+and copies of the weights pass between them. (The scheme is that of rlstructures: separate devices for learner, batcher and
+evaluation.) What is learned is defined in Config; a resumed run may change its Machine but not its Config.
 """
 
 import copy
@@ -47,7 +41,7 @@ class Machine:
     device: str = "cpu"  # Device of everything that has no device of its own: cpu, cuda or cuda:1.
     collect_device: str | None = None  # Device of the environments and the acting policy.
     store_device: str | None = None  # Device of the replay ring; cpu keeps it in RAM.
-    evaluate_device: str | None = None  # Device of evaluations.
+    evaluate_device: str | None = None  # Device of evaluations, with a copy of the weights and environments of their own.
     # Folder to store the replay ring in, instead of memory. If it already holds a ring of the same settings, that ring is
     # continued.
     memmap: str | None = None

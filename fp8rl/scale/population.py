@@ -9,9 +9,6 @@ are summed over the agents, so no gradient is divided by S. A Population is a Ru
 Agent k draws the random numbers of a Run with its config (rng.py). So it is that run, whatever the other agents are, except for
 the order in which a matmul sums.
 
-The first update of an iteration has the weights that have just acted. So on a CPU, acting keeps what that update's forward pass
-would compute, if both round alike and each number by itself. FP8 does not: it scales a matrix by its largest number.
-
 A precision rounds the operands and results of the matmuls, which are computed in float32. Products of two 16-bit or 8-bit numbers
 are exact there, so this is what autocast and FP8 compute, again except for the order of sums. No machine needs 16-bit or 8-bit
 instructions for it, and agents of all precisions fit into one batch. But it saves no memory and uses no tensor cores.
@@ -240,8 +237,9 @@ def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torc
 
 
 def reuses_forward(config: Config, device) -> bool:
-    """Whether an agent learns from a new rollout with the forward passes that acted: if both round alike, and each number by
-    itself. FP8 and formats scale a matrix by its largest number. Not on a GPU, where calls cost most: it makes more of them."""
+    """Whether an agent learns from a new rollout with the forward passes that acted, whose weights the first update still has: if
+    both round alike, and each number by itself. FP8 and formats scale a matrix by its largest number. Not on a GPU, where calls
+    cost most: it makes more of them."""
     learner, actor = matmuls_of(config), matmuls_of(config, acting=True)
     elementwise = actor[1:] == (None, None) and not PRECISIONS[actor.precision].forward
     return torch.device(device).type == "cpu" and config.fresh_updates > 0 and learner == actor and elementwise
