@@ -26,14 +26,9 @@ def arithmetic(device: torch.device | str) -> str:
 
 @functools.cache
 def is_emulated(name: str, device="cpu") -> bool:
-    """Whether this machine multiplies a precision's numbers in another type, which is slow. A CPU does not report this, and
-    libraries differ in what they use, so its 16-bit products are timed once, on one thread: emulated ones take about fifty times
-    as long as float32's, native ones at most three times for such a small matrix.
-
-    Args:
-        name: a precision that can run there.
-        device: where.
-    """
+    """Whether a device multiplies the numbers of a precision that it can run in another type, which is slow. A CPU does not
+    report this, and libraries differ in what they use, so its 16-bit products are timed once, on one thread: emulated ones take
+    about fifty times as long as float32's, native ones at most three times for such a small matrix."""
     device = torch.device(device)
     rules = PRECISIONS[name]
     if rules.forward:

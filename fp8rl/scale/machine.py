@@ -62,8 +62,6 @@ class Machine:
     compile: bool = False
 
     def __post_init__(self):
-        if self.memmap is not None:
-            object.__setattr__(self, "memmap", str(self.memmap))  # if it is a Path
         count = torch.cuda.device_count()
         here = ["cpu", *(f"cuda:{i}" for i in range(count))]
         for field, device in self.devices.items():
