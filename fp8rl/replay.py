@@ -127,12 +127,12 @@ class ReplayBuffer:
         action, *rest = (self._take(name, index[:-1]) for name in ("action", "reward", "flags", "behavior_logp"))
         return Rollout(self._observations(index), action if action.is_floating_point() else action.long(), *rest)
 
-    # scale/storage.py replaces this and the next two.
+    # scale/storage.py replaces this and `_codes`.
     def _observations(self, index: torch.Tensor) -> torch.Tensor:
         return self._take("obs", index)
 
     def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        return self.fields[name].flatten(0, 1)[index]
+        return self.fields[name].flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
 
     def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Stored form of observations [T+1, N, F]: `obs`, codes of that shape, and what another layout adds, [T, N, F]."""

@@ -38,8 +38,6 @@ from .files import opened, read_json, told, write_whole
 from .hardware import require_room
 
 FORMAT = "fp8rl-ring-2"
-CACHE = 2**20  # a typical size of a core's own cache, in bytes
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # A difference is stored in a smaller type than the observation, if there is one.
 _DELTA = {codec: "fp16" if codec == "fp32" else "fp8" for codec in DTYPES}
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
@@ -177,17 +175,6 @@ class StoredRing(ReplayBuffer):
         last = self._read(torch.full_like(env, self.count - 1), env, 1)
         action, reward, flags, logp = (torch.zeros_like(x) for x in last[1:5])
         return Rollout(torch.cat((last.obs[1:], next_obs)), action, reward, flags + DUMMY, logp)
-
-    def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        field = self.fields[name].flatten(0, 1)
-        size = field.stride(0) * field.itemsize  # bytes per row
-        # A row of small numbers is copied as one larger number.
-        rows = field.view(_INTEGER[size]).squeeze(-1) if field.ndim > 1 and size in _INTEGER else field
-        if field.nbytes > CACHE and self.device.type == "cpu":
-            # Prefetch: read one row of every cache line first and discard the result. The processor then waits for many lines at
-            # once, and copying finds them all in its cache.
-            rows.index_select(0, index[:: max(1, 64 // size)].flatten())
-        return rows.index_select(0, index.flatten()).view(field.dtype).view(*index.shape, *field.shape[1:])
 
     def _observations(self, index: torch.Tensor) -> torch.Tensor:
         if self.layout == "compact":
