@@ -24,7 +24,7 @@ import torch
 
 PURPOSES = ("weights", "starts", "actions", "replay", "rounding", "targets", "evaluation starts", "evaluation actions")
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
-CHUNK = 2**14  # counters at a time on a CPU: more would leave its cache between two operations
+FEW = 2**14  # numbers, up to which calls take the time
 
 
 def threefry(x0, x1, key0, key1):
@@ -55,7 +55,7 @@ def words(seed, purpose: str, iteration, count: int, device="cpu"):
         key = _column(seed, device), _column(PURPOSES.index(purpose), device)
         counter = index, torch.zeros_like(index) + _column(iteration, device)
         found = torch.stack(threefry(*counter, *key), dim=-1).flatten(-2)[..., :count]
-    elif isinstance(seed, torch.Tensor) or isinstance(iteration, torch.Tensor) or count > CHUNK:
+    elif isinstance(seed, torch.Tensor) or isinstance(iteration, torch.Tensor) or count > FEW:
         found = _words(np.asarray(seed), purpose, np.asarray(iteration), count)
     else:  # few numbers: those of 8 iterations in one call
         return _eight(seed, purpose, iteration // 8, count)[iteration % 8]
@@ -69,14 +69,10 @@ def _eight(seed: int, purpose: str, block: int, count: int) -> np.ndarray:
 
 
 def _words(seed: np.ndarray, purpose: str, iteration: np.ndarray, count: int) -> np.ndarray:
-    """`words` in NumPy, [S or 1, count], a few counters at a time."""
+    """`words` in NumPy, [S or 1, count]."""
     seed, iteration = np.broadcast_arrays(*(x.astype(np.uint32).reshape(-1, 1) for x in (seed, iteration)))
     index, kind = np.arange((count + 1) // 2, dtype=np.uint32), np.full((1, 1), PURPOSES.index(purpose), np.uint32)
-    found, agents = np.empty((len(seed), len(index), 2), np.uint32), max(1, CHUNK // len(index))
-    for own in (slice(first, first + agents) for first in range(0, len(seed), agents)):
-        for part in (slice(begin, begin + CHUNK) for begin in range(0, len(index), CHUNK)):
-            counter = np.broadcast_arrays(index[part], iteration[own])
-            found[own, part, 0], found[own, part, 1] = threefry(*counter, seed[own], kind)
+    found = np.stack(threefry(*np.broadcast_arrays(index, iteration), seed, kind), axis=-1)
     return found.reshape(len(seed), -1)[:, :count]
 
 

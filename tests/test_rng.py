@@ -63,9 +63,8 @@ def test_a_number_depends_on_its_index_and_not_on_how_many_are_drawn(seed, itera
 
 def test_many_numbers_are_those_of_one_call(monkeypatch):
     whole = rng.words(torch.arange(5), "actions", 3, 200)
-    for chunk in (8, 150):
-        monkeypatch.setattr(rng, "CHUNK", chunk)
-        assert (rng.words(torch.arange(5), "actions", 3, 200) == whole).all()
+    for few in (8, 250):
+        monkeypatch.setattr(rng, "FEW", few)
         assert (rng.words(4, "actions", 3, 200) == whole[4]).all()
 
 
