@@ -353,9 +353,7 @@ class AgentsFunction(torch.autograd.Function):
 
 def environments(config: Config, num_envs: int, start_noise: list[float], seeds: torch.Tensor, purpose="starts") -> TensorEnv:
     """`num_envs` environments for each of S agents, one agent's after the other's, with a start_noise and a seed for each."""
-    noise = start_noise[0]
-    if len(set(start_noise)) > 1:
-        noise = torch.tensor(start_noise, dtype=torch.float32, device=seeds.device).repeat_interleave(num_envs)
+    noise = torch.tensor(start_noise, dtype=torch.float32, device=seeds.device).repeat_interleave(num_envs)
     make = make_task if config.env_id else make_cart
     return make(config, len(seeds) * num_envs, noise, seeds.device, seeds, purpose)
 
