@@ -10,8 +10,9 @@ as few steps as float32 needs, and were chosen on seeds below 1000. A2C has Adam
     python benchmarks/law_sb3.py table benchmarks/results/law_sb3.md
 
 A cell keeps one place of every optimizer of the algorithm in few bits: the policy's, or the actor's, the critics' and that of
-SAC's temperature. Target networks stay in float32. The doctor judges each optimizer on its own. The rule for the cell, fixed
-before anything was measured: its verdict is the worst of them, its p the one farthest from 1, its q the largest.
+SAC's temperature. The doctor judges each optimizer on its own. The rule for the cell, fixed before anything was measured: its
+verdict is the worst of them, its p the one farthest from 1, its q the largest. Other cells keep the target networks in few bits.
+They test the doctor's rule for averages, which was chosen on the loops of planted.py; their predictions came last.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from zoo import SETTINGS, decays
 
 from fp8rl.lab import doctor
 from fp8rl.lab.lowbit import LowBitAdam
+from fp8rl.lab.places import places_of
 from fp8rl.report.bench import origin
 
 WATCHED, EPISODES = 900, 50
@@ -81,6 +83,7 @@ CELLS = ("weights=bf16", "weights=bf16:stochastic", "weights=e4m3", "weights=e4m
 CELLS += ("v=bf16", "v=e5m2", "v=e4m3", "v=e4m3:unscaled", "root=e4m3", "root=e4m3:unscaled")
 # An agent of DQN, SAC or TD3 takes half a minute and more, so of these only a few cells are measured.
 FEWER = ("weights=bf16", "weights=bf16:stochastic", "weights=e4m3", "v=e4m3", "v=e5m2", "v=e4m3:unscaled")
+TARGETS = ("target=bf16", "target=bf16:stochastic")
 KEY = ("task", "learning_rate", "cell")
 PREDICTED = ("task", "learning_rate", "optimizer", "cell", "progress", "noise", "lost", "verdict")
 
@@ -112,6 +115,29 @@ def keep(model: BaseAlgorithm, formats: str) -> list[LowBitAdam]:
     return found
 
 
+def targets_of(model: BaseAlgorithm) -> list[torch.Tensor]:
+    """The parameters of the target networks; none for PPO and A2C."""
+    return [p for name in ("critic_target", "actor_target", "q_net_target") for p in parameters_of(getattr(model, name, None))]
+
+
+def parameters_of(network: torch.nn.Module | None) -> list[torch.Tensor]:
+    return [] if network is None else list(network.parameters())
+
+
+def rounds_targets(model: BaseAlgorithm, form: str):
+    """A callback that rounds the target networks: it is called at every step, before the update that follows."""
+    kept, draw = places_of(f"weights={form}")["weights"], torch.Generator().manual_seed(model.seed)
+
+    def callback(_locals: dict, _globals: dict) -> bool:
+        with torch.no_grad():
+            for p in targets_of(model):
+                row = p.reshape(1, -1)
+                p.copy_(kept(row, torch.rand(row.shape, generator=draw) if "stochastic" in kept.words else None).view_as(p))
+        return True
+
+    return callback
+
+
 def is_kept(optimizer: LowBitAdam) -> bool:
     """Whether the weights in use are numbers of their format."""
     rows = [p.detach().reshape(1, -1) for p in optimizer.parameters]
@@ -123,10 +149,10 @@ def mean_return(algorithm: str, seed: int, arm: str) -> float:
     task, steps, _ = ALGORITHMS[algorithm]
     model = model_of(algorithm, seed)
     if arm != UNTRAINED:
-        formats = "" if arm == "float32" else arm + ":stored" * (not arm.startswith("weights"))
+        formats = "" if arm in ("float32", *TARGETS) else arm + ":stored" * (not arm.startswith("weights"))
         optimizers = keep(model, formats)
         try:
-            model.learn(steps)
+            model.learn(steps, rounds_targets(model, arm.split("=")[1]) if arm in TARGETS else None)
         except ValueError as error:  # from torch's distributions, of a policy that is NaN
             if "nan" not in str(error):
                 raise
@@ -137,26 +163,36 @@ def mean_return(algorithm: str, seed: int, arm: str) -> float:
 
 
 def predict(out: Path) -> None:
-    rows = []
+    """Adds the predictions that the file does not have."""
+    if not out.exists():
+        out.write_text(",".join(PREDICTED) + "\n")
+    done = {(row["task"], row["cell"]) for row in csv.DictReader(out.open())}
     for algorithm, (_, steps, _) in ALGORITHMS.items():
         model = model_of(algorithm, WATCHED)
+        targets = targets_of(model)
+        if all((algorithm, cell) in done for cell in (*CELLS, *(TARGETS if targets else ()))):
+            continue
         watching = doctor.Doctor.of(model, formats=CELLS)
+        if targets:
+            watching.follow("target", targets, model.tau, [cell.split("=")[1] for cell in TARGETS])
         model.learn(steps)
-        for found in watching.report():
-            numbers = (f"{x:.4g}" for x in (found.progress, found.noise, found.lost))
-            cell = f"{found.place}={found.format}"
-            rows.append((algorithm, rate_of(algorithm), found.optimizer, cell, *numbers, found.verdict))
-    with out.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([PREDICTED, *rows])
+        with out.open("a", newline="") as file:
+            for found in watching.report():
+                numbers, cell = (f"{x:.4g}" for x in (found.progress, found.noise, found.lost)), f"{found.place}={found.format}"
+                if (algorithm, cell) not in done:
+                    row = (algorithm, rate_of(algorithm), found.optimizer, cell, *numbers, found.verdict)
+                    csv.writer(file, lineterminator="\n").writerow(row)
 
 
 def measure(out: Path, only: list[str]) -> None:
     if not out.exists():
         out.write_text(",".join((*KEY, "returns")) + "\n")
     done = {(row["task"], row["cell"]) for row in csv.DictReader(out.open())}
-    for arm in (UNTRAINED, "float32", *FEWER, *(cell for cell in CELLS if cell not in FEWER)):
+    for arm in (UNTRAINED, "float32", *TARGETS, *FEWER, *(cell for cell in CELLS if cell not in FEWER)):
         for algorithm in only or ALGORITHMS:
-            if (algorithm, arm) not in done and (algorithm in ("PPO", "A2C") or arm in (UNTRAINED, "float32", *FEWER)):
+            on_policy = algorithm in ("PPO", "A2C")
+            left_out = arm in TARGETS if on_policy else arm in CELLS and arm not in FEWER
+            if (algorithm, arm) not in done and not left_out:
                 seeds = range(FIRST_SEED, FIRST_SEED + SEEDS[algorithm])
                 returns = " ".join(f"{mean_return(algorithm, seed, arm):.6g}" for seed in seeds)
                 with out.open("a") as file:
