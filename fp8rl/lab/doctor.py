@@ -29,6 +29,7 @@ A place and its format are written as in Config's field `formats` (places.py): "
 are followed at once, as the rows of one array. In p and q every tensor counts with as many numbers, or all that it has.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -279,17 +280,19 @@ class Watched:
             raise ValueError(f"parameters are {found.pop()}: let the doctor watch a training in float32")
         self.adam = isinstance(optimizer, torch.optim.Adam) and not any(group["amsgrad"] for group in self.groups)  # AdamW is one
         kept = [entry for text in formats for entry in read(text, STATE) if self.adam or entry[0] == "weights"]
-        kept.sort(key=lambda entry: "stochastic" in entry[1].words)
+        kept.sort(key=lambda entry: ("stochastic" in entry[1].words, STATE.index(entry[0])))
         self.kind = np.array([STATE.index(place) for place, *_ in kept], int)
-        self.weights, self.first, self.root = ((self.kind == i).reshape(-1, 1, 1) for i in (0, 1, 3))
+        self.weights, edges = (self.kind == 0).reshape(-1, 1, 1), [0, *np.flatnonzero(np.diff(self.kind)) + 1, len(kept)]
+        self.parts = [(STATE[self.kind[i]], slice(i, j)) for i, j in itertools.pairwise(edges) if i < j]
         self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
         self.found: dict[str, list] = {text: [] for *_, text in kept}  # `Sample.compare` of each window
-        self.rows, self.updates, self.looks = None, 0, Looks(self)
+        self.rows, self.versions, self.updates, self.looks = None, None, 0, Looks(self)
         self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
 
     def of(self, name: str, part: int | None = None) -> np.ndarray:
-        """A setting of the optimizer for each parameter, float32 [T, 1]."""
-        values = [float(group[name] if part is None else group[name][part]) for group in self.groups]
+        """A setting of the optimizer for each parameter, float32 [T, 1], or [1, 1] if all have the same."""
+        groups = self.groups if len(self.optimizer.param_groups) > 1 else self.groups[:1]
+        values = [float(group[name] if part is None else group[name][part]) for group in groups]
         return np.array(values, np.float32).reshape(-1, 1)
 
     def moment(self, name: str) -> list[torch.Tensor]:
@@ -299,7 +302,8 @@ class Watched:
 
     @torch.no_grad()
     def before(self, optimizer, args, kwargs) -> None:
-        self.weight = self.sample.take()
+        versions = [p._version for p in self.parameters]
+        self.weight = self.now if versions == self.versions else self.sample.take()  # as they were after the last step
         if self.rows is None:
             self.steps = max(int(self.optimizer.state.get(p, {}).get("step", 0)) for p in self.parameters)
             self.m, self.v = (self.sample.take(self.moment(name)) for name in ("exp_avg", "exp_avg_sq"))
@@ -313,7 +317,8 @@ class Watched:
         weights, moments, squares = torch.stack([largest_of(tensors) for tensors in tops]).cpu().numpy()
         self.least = np.stack((weights, moments, squares, np.sqrt(squares)))[self.kind]
         fresh = self.format.round(np.broadcast_to(self.sample.take(), self.rows.shape), self.least)
-        self.rows = self.start = np.where(self.weights, fresh, self.rows)
+        self.rows = np.where(self.weights, fresh, self.rows)
+        self.start = self.rows.copy()
         self.moved, self.true, self.count = np.zeros_like(self.rows), np.zeros((2, *self.m.shape), np.float32), 0
 
     @torch.no_grad()
@@ -326,7 +331,8 @@ class Watched:
         if getattr(optimizer, "found_inf", None) or not np.isfinite(g).all():
             self.looks.new = None
             return  # a GradScaler lets a fused optimizer skip the step; it also unscales the gradients in place
-        update = self.sample.take() - self.weight
+        self.now, self.versions = self.sample.take(), [p._version for p in self.parameters]
+        update = self.now - self.weight
         self.updates += 1
         self.true[0] += update
         if self.adam:
@@ -345,8 +351,8 @@ class Watched:
         g = g * (1 - 2 * self.of("maximize"))
         if isinstance(self.optimizer, torch.optim.AdamW):
             return g
-        decoupled = np.array([group.get("decoupled_weight_decay", False) for group in self.groups]).reshape(-1, 1)
-        return g + self.of("weight_decay") * ~decoupled * self.weight
+        decoupled = [group["weight_decay"] * (not group.get("decoupled_weight_decay", False)) for group in self.groups]
+        return g + np.array(decoupled, np.float32).reshape(-1, 1) * self.weight if any(decoupled) else g
 
     def step(self, m: np.ndarray, divisor: np.ndarray, steps: int) -> np.ndarray:
         """Adam's step from m and the root of v after some steps, without its sign."""
@@ -356,20 +362,28 @@ class Watched:
     def follow(self, g: np.ndarray, update: np.ndarray, missing: list[bool]) -> None:
         """Takes Adam's step with each row in place of what float32 keeps."""
         beta1, beta2 = self.of("betas", 0), self.of("betas", 1)
-        squares = (1 - beta2) * g * g
-        added = np.stack((update, (1 - beta1) * g, squares, squares))
-        keeps = np.stack((np.ones_like(beta1), beta1, beta2, beta2))
-        rows = np.where(self.root, self.rows * self.rows, self.rows) * keeps[self.kind] + added[self.kind]
-        rows = np.sqrt(rows, out=rows, where=np.broadcast_to(self.root, rows.shape))
-        rows = self.format.round(rows, self.least)
-        m, v = self.m * beta1 + added[1], self.v * beta2 + added[2]
+        old, first, second = self.rows.copy() if any(missing) else None, (1 - beta1) * g, (1 - beta2) * g * g
+        for place, part in self.parts:  # in place, a part of the rows at a time: every update of a training waits for this
+            rows = self.rows[part]
+            if place == "root":
+                rows *= rows
+            if place != "weights":
+                rows *= beta1 if place == "m" else beta2
+            rows += update if place == "weights" else first if place == "m" else second
+            if place == "root":
+                np.sqrt(rows, out=rows)
+        rows = self.format.round(self.rows, self.least)
+        m, v = self.m * beta1 + first, self.v * beta2 + second
         if any(missing):  # the optimizer leaves their moments alone
             live = ~np.array(missing).reshape(-1, 1)
-            rows, m, v = (np.where(live, new, old) for new, old in ((rows, self.rows), (m, self.m), (v, self.v)))
+            rows, m, v = (np.where(live, new, old) for new, old in ((rows, old), (m, self.m), (v, self.v)))
         self.rows, self.m, self.v = rows, m, v
         true = np.sqrt(v)
-        divisor = np.where(self.first, true, np.where(self.root, rows, np.sqrt(np.abs(rows))))
-        self.moved += self.step(np.where(self.first, rows, m), divisor, self.steps)
+        for place, part in self.parts:
+            if place == "m":
+                self.moved[part] += self.step(rows[part], true, self.steps)
+            elif place != "weights":
+                self.moved[part] += self.step(m, rows[part] if place == "root" else np.sqrt(np.abs(rows[part])), self.steps)
         self.true[1] += self.step(m, true, self.steps)
 
     def judge(self) -> None:
