@@ -99,7 +99,7 @@ def predict(out: Path) -> None:
     """Adds the predictions of the settings that the file does not have."""
     if not out.exists():
         out.write_text(",".join(PREDICTED) + "\n")
-    done = {(Setting.of(row), row["cell"]) for row in csv.DictReader(out.open())}
+    done = {key_of(row) for row in csv.DictReader(out.open())}
     for setting in (*CHOSEN, *HELD_OUT):
         wanted = cells(setting)
         if all((setting, cell) in done for cell in wanted):
@@ -118,7 +118,7 @@ def predict(out: Path) -> None:
 def measure(out: Path, only: list[str]) -> None:
     if not out.exists():
         out.write_text(",".join(MEASURED) + "\n")
-    done = {(Setting.of(row), row["cell"]) for row in csv.DictReader(out.open())}
+    done = {key_of(row) for row in csv.DictReader(out.open())}
     for setting in HELD_OUT:
         arms = {"float32": "", UNTRAINED: "", **cells(setting)}
         missing = [name for name in arms if (setting, name) not in done and setting.task in (only or STEPS)]
@@ -172,7 +172,7 @@ def draw(out: Path, rows: list[dict]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for ax, number in zip(axes, ("progress", "noise"), strict=True):
         for (place, name), style in zip(names.items(), plot.STYLES[1:], strict=False):
-            own = {(Setting.of(row), row["cell"]): float(row[number]) for row in rows if place_of(row) == place}
+            own = {key_of(row): float(row[number]) for row in rows if place_of(row) == place}
             x, y = np.array([(x, 100 * lost[key]) for key, x in own.items() if key in lost]).T
             ax.plot(x.clip(2.0**-8, 2.0**10), y.clip(-10, 110), label=name, **{**style, "linestyle": ""}, alpha=0.7)
         ax.set_xscale("log", base=2)
@@ -196,7 +196,7 @@ def draw_map(out: Path, rows: list[dict]) -> None:
     groups = list(breakage_map.FORMATS.values())
     columns = {form: 0.4 * i + sum(map(len, groups[:i])) + k for i, group in enumerate(groups) for k, form in enumerate(group)}
     measured = {(Setting.of(row), cells.get((row["place"], row["format"]))): row["verdict"] for row in map_rows()}
-    predicted = {(Setting.of(row), row["cell"]): row["verdict"] for row in rows}
+    predicted = {key_of(row): row["verdict"] for row in rows}
     figure, axes = plt.subplots(2, 2, figsize=(13, 8), sharex=True, sharey=True, layout="constrained")
     for pair, (task, rates) in zip(axes, RATES.items(), strict=True):
         for ax, found, how in zip(
@@ -237,14 +237,42 @@ def place_of(row: dict[str, str]) -> str:
     return row["cell"].split("=")[0]
 
 
+def key_of(row: dict[str, str]) -> tuple[Setting, str]:
+    return Setting.of(row), row["cell"]
+
+
+def away(row: dict[str, str]) -> float:
+    """|log2 p|."""
+    return abs(np.log2(np.clip(float(row["progress"]), 2.0**-20, 2.0**20)))
+
+
+def intervals_and_misses(rows: list[dict], bad: dict, lost: dict) -> list[str]:
+    """Lines below a table: bootstrap intervals over cells, and the cells called fine or broken that are not."""
+    truth, areas = np.array([bad[key_of(row)] for row in rows]), []
+    draws = np.random.default_rng(0).integers(len(rows), size=(1000, len(rows)))
+    for scores in (np.array([away(row) for row in rows]), np.array([float(row["noise"]) for row in rows])):
+        found = [auc(scores[draw], truth[draw]) for draw in draws if 0 < truth[draw].sum() < len(rows)]
+        areas.append("{:.3f} to {:.3f}".format(*np.quantile(found, (0.025, 0.975))))
+    lines = ["", f"95% bootstrap intervals over cells: AUC of p {areas[0]}, of q {areas[1]}."]
+    for verdict, wrong in (("fine", True), ("breaks", False)):
+        own = [row for row in rows if row["verdict"] == verdict and bad[key_of(row)] == wrong]
+        said = "called fine, though they lose more than a tenth" if wrong else "said to break, though they do not"
+        lines += ["", f"{len(own)} of {len(rows)} cells are {said}:", ""]
+        for row in sorted(own, key=lambda row: -lost[key_of(row)]):
+            where = f" in {row['optimizer']}" if row.get("optimizer") else ""
+            numbers = f"p = {float(row['progress']):.2g}{where}, q = {float(row['noise']):.2g}"
+            share = f"{lost[key_of(row)]:.0%}" if np.isfinite(lost[key_of(row)]) else "everything: it became NaN"
+            name = Setting.of(row) if "hidden_size" in row else row["task"]
+            lines.append(f"- {name}: {row['cell']} ({numbers}), lost {share}")
+    return lines
+
+
 def line(name: str, rows: list[dict], bad: dict) -> str:
     """A line of the table, of the predictions that were measured."""
-    rows = [row for row in rows if (Setting.of(row), row["cell"]) in bad]
-    truth = np.array([bad[Setting.of(row), row["cell"]] for row in rows])
-    p, q = (np.array([float(row[column]) for row in rows]) for column in ("progress", "noise"))
-    away = np.abs(np.log2(np.clip(p, 2.0**-20, 2.0**20)))
-    verdicts = np.array([row["verdict"] for row in rows])
-    areas = [f"{auc(x, truth):.3f}" if truth.any() and not truth.all() else "-" for x in (away, q)]
+    rows = [row for row in rows if key_of(row) in bad]
+    truth, verdicts = np.array([bad[key_of(row)] for row in rows]), np.array([row["verdict"] for row in rows])
+    scores = np.array([away(row) for row in rows]), np.array([float(row["noise"]) for row in rows])
+    areas = [f"{auc(x, truth):.3f}" if truth.any() and not truth.all() else "-" for x in scores]
     counts = [
         f"{(verdicts[truth] == 'breaks').sum()} of {truth.sum()}",
         f"{(verdicts[~truth] == 'breaks').sum()} of {(~truth).sum()}",
@@ -256,11 +284,12 @@ def line(name: str, rows: list[dict], bad: dict) -> str:
 def table(out: Path) -> None:
     rows, bad = list(csv.DictReader((RESULTS / "law_predicted.csv").open())), bad_cells()
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
-    tested = [row for row in rows if Setting.of(row) in HELD_OUT and (Setting.of(row), row["cell"]) in bad]
+    tested = [row for row in rows if Setting.of(row) in HELD_OUT and key_of(row) in bad]
     groups = {"what the optimizer keeps": STATE, "what only the loss shows": LOOKED}
     for name, places in groups.items():
         own = [row for row in rows if Setting.of(row) in CHOSEN and place_of(row) in places]
         lines.append(line(f"chosen on, both carts: {name}", own, bad))
+    lines.append(line("held out, all of it", tested, bad))
     for name, places in groups.items():
         own = [row for row in tested if place_of(row) in places]
         lines += [line(f"held out: {name}", own, bad)] if own else []
@@ -272,6 +301,7 @@ def table(out: Path) -> None:
             lines += [line(f"all of them: {place}", part, bad)] if part else []
     if losses():
         draw(out.with_suffix(".png"), tested)
+    lines += intervals_and_misses(tested, bad, losses())
     draw_map(out.with_stem(out.stem + "_map").with_suffix(".png"), rows)
     note = "Breaks: progress below a quarter of float32's, or above four times. Unknown: beyond a third or three times, or noise "
     note += "above 2.5."

@@ -230,39 +230,16 @@ def combined() -> list[dict]:
     return rows
 
 
-def interval(rows: list[dict], bad: dict, column: str) -> str:
-    """The 95% bootstrap interval over cells of the AUC of p or q."""
-    truth = np.array([bad[key_of(row)] for row in rows])
-    scores = np.array([float(row[column]) for row in rows])
-    scores = np.abs(np.log2(scores.clip(2.0**-20, 2.0**20))) if column == "progress" else scores
-    draws = np.random.default_rng(0).integers(len(rows), size=(2000, len(rows)))
-    areas = [law.auc(scores[draw], truth[draw]) for draw in draws if 0 < truth[draw].sum() < len(rows)]
-    return "{:.3f} to {:.3f}".format(*np.quantile(areas, (0.025, 0.975)))
-
-
-def key_of(row: dict) -> tuple[law.Setting, str]:
-    return law.Setting.of(row), row["cell"]
-
-
 def table(out: Path) -> None:
     lost = law.losses(RESULTS / "law_sb3_measured.csv")
     bad = {key: loss > 0.1 for key, loss in lost.items()}
-    rows = [row for row in combined() if key_of(row) in bad]
+    rows = [row for row in combined() if law.key_of(row) in bad]
     lines = [f"| {' | '.join(law.COLUMNS)} |", "| --- " * len(law.COLUMNS) + "|", law.line("all", rows, bad)]
     for algorithm, (task, steps, _) in ALGORITHMS.items():
         own = [row for row in rows if row["task"] == algorithm]
         if own:
             lines.append(law.line(f"{algorithm}, {task}, {steps:,} steps, {SEEDS[algorithm]} seeds", own, bad))
-    areas = [interval(rows, bad, column) for column in ("progress", "noise")]
-    lines += ["", f"95% bootstrap intervals over cells: AUC of p {areas[0]}, of q {areas[1]}."]
-    wrong = [row for row in rows if row["verdict"] != "unknown" and (row["verdict"] == "breaks") != bad[key_of(row)]]
-    lines += ["", f"Prediction and measurement disagree on {len(wrong)} of {len(rows)} cells, leaving out the unknown:", ""]
-    for row in sorted(wrong, key=lambda row: -lost[key_of(row)]):
-        where = f" in {row['optimizer']}" * bool(row["optimizer"])
-        said = {"breaks": "said to break", "fine": "said to be fine"}[row["verdict"]]
-        numbers = f"p = {float(row['progress']):.3g}{where}, q = {float(row['noise']):.3g}"
-        share = f"{lost[key_of(row)]:.0%}" if np.isfinite(lost[key_of(row)]) else "everything: it became NaN"
-        lines.append(f"- {row['task']}, {row['cell']}: {said} ({numbers}), lost {share}")
+    lines += law.intervals_and_misses(rows, bad, lost)
     costs = list(csv.DictReader((RESULTS / "law_sb3_cost.csv").open()))
     alone, watched = (np.median([float(row["seconds"]) for row in costs if row["watched"] == flag]) for flag in "01")
     paid = f"The doctor's cost: PPO on 50,000 steps takes {watched / alone:.2f} times the processor time with it (medians of "
