@@ -186,8 +186,14 @@ def test_the_map_is_drawn_beside_its_prediction(tmp_path, monkeypatch):
         for (place, form), text in cells.items()
     ]
     monkeypatch.setattr(law, "map_rows", lambda: rows)
-    law.draw_map(tmp_path / "map.png", [row | {"verdict": "breaks"} for row in rows[:100]])
-    assert (tmp_path / "map.png").stat().st_size > 10_000
+    monkeypatch.setattr(law.plt, "close", lambda figure: None)
+    law.draw_map(tmp_path / "map.png", [row | {"verdict": "breaks"} for row in rows[: len(cells)]])
+    axes = law.plt.gcf().axes
+    shades = [{*map(tuple, ax.collections[0].get_facecolor())} for ax in axes]
+    assert shades[0] == shades[2] and len(shades[0]) == 2  # what is equal, and what fails
+    assert len(shades[1] - shades[0]) == 1 and len(shades[3]) == 1  # what breaks, or nothing known
+    halves = axes[0].collections[0].get_facecolor()[:2]  # of the first cell: equal at both rates
+    assert np.array_equal(*halves)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

@@ -348,3 +348,80 @@ def test_a_run_of_this_package_is_not_changed():
     for place in ("observations", "targets"):
         assert (found[f"{place}=fp32"].progress, found[f"{place}=fp32"].noise) == pytest.approx((1, 0), abs=1e-6)
     assert found["observations=e2m1"].noise > 0.01 < found["targets=e8m0"].noise
+
+
+def test_settings_are_read_from_the_optimizer_as_it_is_after_a_state_is_loaded():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    (own,) = Doctor(optimizer, formats=("m=fp32",), sample=10_000).watched
+    state = optimizer.state_dict()
+    state["param_groups"][0].update(lr=1e-4, betas=(0.5, 0.9))
+    optimizer.load_state_dict(state)
+    fit(model, optimizer, 40)
+    np.testing.assert_allclose(own.m, own.sample.take(own.moment("exp_avg")), rtol=1e-4, atol=1e-12)
+    assert own.windows[0][0, 3] == pytest.approx(1e-4)
+
+
+def test_a_parameter_that_gets_no_more_gradients_counts_as_one_that_does_not_move():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    watching = Doctor(optimizer, formats=("m=fp32", "forward=fp32"), sample=10_000)
+    for update in range(80):
+        model[2].requires_grad_(update < 8)
+        watching.look(lambda: model(torch.ones(8, 4)).square().mean())
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).square().mean().backward()
+        optimizer.step()
+    (own,) = watching.watched
+    assert not own.true[1][2:].any() and own.true[1][:2].any()
+    assert {f.why for f in watching.report()} == {"other parameters learn than at first"}
+    model[2].requires_grad_(True)
+    assert {f.verdict for f in watching.report()} == {"fine"}
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    assert {f.why for f in watching.report()} == {"float32 itself has become infinite or NaN"}
+
+
+def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    watching, low = Doctor(optimizer), network().bfloat16()
+    for tensors, rate, name, said in (
+        (low.parameters(), 0.1, "target", "tensors of target are torch.bfloat16: give float32"),
+        ([], 0.1, "target", "tensors of target are none: give float32"),
+        (model.parameters(), None, "target", "rate is None: give a number above 0"),
+        (model.parameters(), 0.1, "v", "name is 'v': choose one that is no place"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}"):
+            watching.follow(name, tensors, rate)
+    with pytest.raises(ValueError, match=r"^others has 'targets': name each by place and format"):
+        watching.look(lambda: model(torch.ones(8, 4)).mean(), others={"targets": None})
+    with pytest.raises(ValueError, match=r"^forward=bf16 was not watched: .*let the doctor look at the loss$"):
+        watching.report().require("forward=bf16")
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"^optimizer 0 has no parameters that learn: leave it out$"):
+        Doctor(optimizer)
+    run = build(small(steps=2_048))
+    for text, said in (("targets=e8m0:stochastic", "the doctor rounds"), ("targets=e8m0 observations=e8m0", "give each place")):
+        with pytest.raises(ValueError, match=f"^formats has '{text}': {said}"):
+            watch(run, (text,))
+
+
+def test_batched_products_are_rounded_and_a_doctor_that_has_stopped_looks_no_more():
+    form = PlaceFormat(Format(2, 1))
+    a, b = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
+    for product in (
+        torch.bmm,
+        lambda a, b: torch.baddbmm(torch.zeros(()), a, b),
+        lambda a, b: torch.einsum("bij,bjk->bik", a, b),
+    ):
+        with doctor.Operands(form):
+            found = product(a, b)
+        torch.testing.assert_close(found, product(doctor.Through.rounded(a, form), doctor.Through.rounded(b, form)))
+    model, calls = network(), []
+    optimizer = torch.optim.Adam(model.parameters())
+    watching = Doctor(optimizer)
+    fit(model, optimizer, 40)
+    watching.stop()
+    watching.look(lambda: calls.append(1))
+    assert not calls

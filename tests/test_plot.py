@@ -3,6 +3,7 @@ import pytest
 from matplotlib.figure import Figure
 from speed.common import end_labels
 
+from fp8rl.lab.doctor import Finding
 from fp8rl.report import plot
 
 STEPS = np.arange(1, 31) * 512
@@ -102,3 +103,11 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(ax):
     assert [text.get_text() for text in ax.texts] == ["a", "b"]
     heights = [ax.transAxes.transform(text.xyann)[1] for text in ax.texts]
     assert heights[0] - heights[1] > 10 * ax.figure.dpi / 72  # points
+
+
+def test_findings_have_a_row_each_and_a_colour_by_verdict(ax):
+    report = [Finding("adam", "m", f"e8m{i}", 2.0**i, 0.1, 0.0, verdict, "", "") for i, verdict in enumerate(("fine", "breaks"))]
+    plot.findings(ax, report)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["m=e8m0", "m=e8m1"]
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
+    assert drawn == {"fine": ([1], [0]), "unknown": ([], []), "breaks": ([2], [1])}

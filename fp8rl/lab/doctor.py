@@ -40,7 +40,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .places import STATE, PlaceFormat, places_of
+from .places import PLACES, STATE, PlaceFormat, places_of
 
 FORMATS = ("weights=bf16", "weights=bf16:stochastic", "weights=fp16", "weights=e4m3", "weights=e4m3:stochastic")
 FORMATS += ("m=bf16", "m=e4m3", "m=e4m3:unscaled", "v=bf16", "v=bf16:stochastic", "v=fp16:unscaled", "v=e5m2", "v=e4m3")
@@ -49,8 +49,11 @@ FORMATS += ("forward=bf16", "forward=e4m3", "forward=e4m3:unscaled", "backward=b
 FORMATS += ("backward=e5m2", "backward=e5m2:unscaled", "backward=e4m3", "backward=e4m3:unscaled")
 AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
 OPERANDS = ("forward", "backward")
-PRODUCTS = {F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.mm, torch.bmm}
-PRODUCTS |= {torch.Tensor.matmul, torch.Tensor.__matmul__}
+# Products, and where in their arguments the first of two operands is.
+PRODUCTS = dict.fromkeys((F.linear, torch.matmul, torch.mm, torch.bmm, torch.mv, F.conv1d, F.conv2d, F.conv3d), 0)
+PRODUCTS |= dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 0)
+PRODUCTS |= dict.fromkeys((torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm), 0)
+PRODUCTS |= dict.fromkeys((torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm, torch.einsum), 1)
 FIRST, LOOKED = 32, 8  # a window of eight looks begins at update 32, 64, 128, ...
 BREAKS, UNSURE, NOISY = 4.0, 3.0, 2.5  # factors of progress, and noise, chosen on two tasks (benchmarks/law.py)
 
@@ -59,11 +62,11 @@ class Finding(NamedTuple):
     """What the doctor found of one place and format in one optimizer."""
 
     optimizer: str
-    place: str  # weights, m, v or root
+    place: str  # weights, m, v, root, forward, backward, one of the `others` of a look, or the name of an average
     format: str  # with the words after it
     progress: float  # p, mean of the windows, or of the last ones (`verdict`); NaN if there is none
     noise: float  # q, their median
-    lost: float  # share of the numbers that stay the same over a window (weights) or are kept as 0 (moments), their median
+    lost: float  # share of numbers that stay the same over a window (weights, averages), or become 0 (others), their median
     verdict: str  # fine, breaks or unknown
     why: str
     cure: str  # a format of the same place, or the root of v, that the doctor has watched and found fine
@@ -87,7 +90,8 @@ class Report(list[Finding]):
         for name in formats:
             found = [finding for finding in self if f"{finding.place}={finding.format}" == name]
             if not found:
-                raise ValueError(f"{name} was not watched: name it in the doctor's formats, and use Adam for m, v and root")
+                remedy = "let the doctor look at the loss" if name.startswith(OPERANDS) else "use Adam for m, v and root"
+                raise ValueError(f"{name} was not watched: name it in the doctor's formats, and {remedy}")
             for finding in found:
                 if finding.verdict != "fine":
                     raise ValueError(
@@ -161,16 +165,22 @@ class Sample:
         parts = true * true, moved * true, (moved - true) ** 2, share
         return np.stack([(self.share * x).sum((1, 2), dtype=np.float64) for x in parts])
 
-    def compare(self, found: dict[str, list], moved: np.ndarray, true: np.ndarray, lost: np.ndarray, rate: float) -> None:
-        """Adds a window to what was found of each row: progress, noise, the share lost and the learning rate."""
-        for windows, numbers in zip(found.values(), numbers_of(self.sums(moved, true, lost)), strict=True):
-            windows.append([*numbers, rate])
+    def window(self, moved: np.ndarray, true: np.ndarray, lost: np.ndarray, rate: float) -> np.ndarray:
+        """What was found of each row in a window: progress, noise, the share lost and the learning rate, float64 [C, 4]."""
+        return numbers_of(self.sums(moved, true, lost), rate)
 
 
-def numbers_of(sums: np.ndarray) -> list[list[float]]:
-    """Progress, noise and the share lost of each of C rows, from their `Sample.sums`."""
+def numbers_of(sums: np.ndarray, rate: float) -> np.ndarray:
+    """The same from `Sample.sums`."""
     with np.errstate(invalid="ignore", divide="ignore"):  # where nothing moves
-        return np.stack((sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3]), axis=1).tolist()
+        return np.stack((sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3], np.full(len(sums[0]), rate)), axis=1)
+
+
+def by_name(names: Iterable[str], windows: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """The numbers [W, 4] of W windows [C, 4], for each of C names."""
+    names = list(names)
+    whole = np.stack(windows) if windows else np.empty((0, len(names), 4))
+    return {name: whole[:, i] for i, name in enumerate(names)}
 
 
 def largest_of(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -223,11 +233,11 @@ class Average:
         self.least = largest_of(self.sample.tensors).cpu().numpy()
 
     @property
-    def found(self) -> dict[str, list]:
+    def found(self) -> dict[str, np.ndarray]:
         """The numbers of each quarter of the windows."""
         parts = [part for part in np.array_split(np.array(self.windows), 4) if len(part)]
-        numbers = [numbers_of(np.concatenate((part[:, :3].sum(0), part[:, 3:].mean(0)))) for part in parts]
-        return {name: [[*own[i], 1.0] for own in numbers] for i, name in enumerate(self.names)}
+        numbers = [numbers_of(np.concatenate((part[:, :3].sum(0), part[:, 3:].mean(0))), 1.0) for part in parts]
+        return by_name(self.names, numbers)
 
 
 class Through(torch.autograd.Function):
@@ -248,7 +258,7 @@ class Through(torch.autograd.Function):
 
 
 class Operands(TorchFunctionMode):
-    """Where it is entered, matmuls and convolutions round inputs and weights, and the gradients of their results. The kernels of
+    """Where it is entered, matmuls and convolutions round their two operands, and the gradients of their results. The kernels of
     recurrent layers and of attention are left as they are."""
 
     def __init__(self, forward: PlaceFormat | None = None, backward: PlaceFormat | None = None):
@@ -256,12 +266,13 @@ class Operands(TorchFunctionMode):
         self.there, self.back, self.seen = forward, backward, 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in PRODUCTS and len(args) > 1:
-            left, right, *rest = args
-            self.seen += 1
-            left, right = (Through.apply(x, self.there, None) for x in (left, right))
-            return Through.apply(func(left, right, *rest, **(kwargs or {})), None, self.back)
-        return func(*args, **(kwargs or {}))
+        first = PRODUCTS.get(func, len(args))
+        operands = slice(first, first + 2)
+        if len(args[operands]) < 2:
+            return func(*args, **(kwargs or {}))
+        self.seen, args = self.seen + 1, list(args)
+        args[operands] = (Through.apply(x, self.there, None) for x in args[operands])
+        return Through.apply(func(*args, **(kwargs or {})), None, self.back)
 
 
 class Watched:
@@ -274,26 +285,39 @@ class Watched:
         self, name: str, optimizer: torch.optim.Optimizer, formats: tuple[str, ...], length: int, sample: int, seed: int
     ):
         self.name, self.optimizer, self.length = name, optimizer, length
-        pairs = [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self.parameters, self.groups = [p for p, _ in pairs], [group for _, group in pairs]
+        pairs = [(p, i) for i, p in self.all() if p.requires_grad and p.numel()]
+        self.parameters, self.group = [p for p, _ in pairs], [i for _, i in pairs]  # a loaded optimizer has new groups
+        if not pairs:
+            raise ValueError(f"{name} has no parameters that learn: leave it out")
         if found := {p.dtype for p in self.parameters} - {torch.float32}:
             raise ValueError(f"parameters are {found.pop()}: let the doctor watch a training in float32")
-        self.adam = isinstance(optimizer, torch.optim.Adam) and not any(group["amsgrad"] for group in self.groups)  # AdamW is one
+        self.adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one
+        self.adam = self.adam and not any(group["amsgrad"] for group in optimizer.param_groups)
         kept = [entry for text in formats for entry in read(text, STATE) if self.adam or entry[0] == "weights"]
         kept.sort(key=lambda entry: ("stochastic" in entry[1].words, STATE.index(entry[0])))
         self.kind = np.array([STATE.index(place) for place, *_ in kept], int)
         self.weights, edges = (self.kind == 0).reshape(-1, 1, 1), [0, *np.flatnonzero(np.diff(self.kind)) + 1, len(kept)]
         self.parts = [(STATE[self.kind[i]], slice(i, j)) for i, j in itertools.pairwise(edges) if i < j]
         self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
-        self.found: dict[str, list] = {text: [] for *_, text in kept}  # `Sample.compare` of each window
+        self.names, self.windows = [text for *_, text in kept], []  # `Sample.window` of each
         self.rows, self.versions, self.updates, self.looks = None, None, 0, Looks(self)
         self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
 
+    def all(self) -> list[tuple[int, torch.Tensor]]:
+        """The optimizer's parameters as they are now, with the number of their group."""
+        return [(i, p) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
+
     def of(self, name: str, part: int | None = None) -> np.ndarray:
-        """A setting of the optimizer for each parameter, float32 [T, 1], or [1, 1] if all have the same."""
-        groups = self.groups if len(self.optimizer.param_groups) > 1 else self.groups[:1]
+        """A setting of the optimizer for each parameter, float32 [T, 1], or [1, 1] if there is one group."""
+        groups = self.optimizer.param_groups
         values = [float(group[name] if part is None else group[name][part]) for group in groups]
-        return np.array(values, np.float32).reshape(-1, 1)
+        return np.array(values if len(groups) == 1 else [values[i] for i in self.group], np.float32).reshape(-1, 1)
+
+    def trouble(self) -> str:
+        """Why nothing can be said, or an empty string."""
+        if {id(p) for p in self.parameters} != {id(p) for _, p in self.all() if p.requires_grad and p.numel()}:
+            return "other parameters learn than at first"
+        return "" if all(p.isfinite().all() for p in self.parameters) else "float32 itself has become infinite or NaN"
 
     def moment(self, name: str) -> list[torch.Tensor]:
         """A tensor of the optimizer's state for each parameter; zeros before the first step."""
@@ -351,8 +375,9 @@ class Watched:
         g = g * (1 - 2 * self.of("maximize"))
         if isinstance(self.optimizer, torch.optim.AdamW):
             return g
-        decoupled = [group["weight_decay"] * (not group.get("decoupled_weight_decay", False)) for group in self.groups]
-        return g + np.array(decoupled, np.float32).reshape(-1, 1) * self.weight if any(decoupled) else g
+        groups = [self.optimizer.param_groups[i] for i in self.group]
+        decay = [group["weight_decay"] * (not group.get("decoupled_weight_decay", False)) for group in groups]
+        return g + np.array(decay, np.float32).reshape(-1, 1) * self.weight if any(decay) else g
 
     def step(self, m: np.ndarray, divisor: np.ndarray, steps: int) -> np.ndarray:
         """Adam's step from m and the root of v after some steps, without its sign."""
@@ -374,23 +399,24 @@ class Watched:
                 np.sqrt(rows, out=rows)
         rows = self.format.round(self.rows, self.least)
         m, v = self.m * beta1 + first, self.v * beta2 + second
-        if any(missing):  # the optimizer leaves their moments alone
-            live = ~np.array(missing).reshape(-1, 1)
+        live = ~np.array(missing).reshape(-1, 1)
+        if old is not None:  # the optimizer leaves them and their moments alone
             rows, m, v = (np.where(live, new, old) for new, old in ((rows, old), (m, self.m), (v, self.v)))
         self.rows, self.m, self.v = rows, m, v
         true = np.sqrt(v)
         for place, part in self.parts:
             if place == "m":
-                self.moved[part] += self.step(rows[part], true, self.steps)
+                self.moved[part] += live * self.step(rows[part], true, self.steps)
             elif place != "weights":
-                self.moved[part] += self.step(m, rows[part] if place == "root" else np.sqrt(np.abs(rows[part])), self.steps)
-        self.true[1] += self.step(m, true, self.steps)
+                divisor = rows[part] if place == "root" else np.sqrt(np.abs(rows[part]))
+                self.moved[part] += live * self.step(m, divisor, self.steps)
+        self.true[1] += live * self.step(m, true, self.steps)
 
     def judge(self) -> None:
         """Ends a window with its numbers."""
         moved, true = np.where(self.weights, self.rows - self.start, self.moved), self.true[np.minimum(self.kind, 1)]
         kept, exact = np.where(self.weights, moved, self.rows), np.stack((self.true[0], self.m, self.v, self.v))[self.kind]
-        self.sample.compare(self.found, moved, true, (kept == 0) & (exact != 0), self.of("lr").max())
+        self.windows.append(self.sample.window(moved, true, (kept == 0) & (exact != 0), self.of("lr").max()))
 
 
 class Looks:
@@ -399,20 +425,21 @@ class Looks:
 
     def __init__(self, watched: Watched):
         self.watched, self.next, self.new, self.count = watched, FIRST, None, 0
-        self.found: dict[str, list] = {}
+        self.names, self.windows = [], []
 
     def look(self, losses: dict[str, Callable[[], torch.Tensor]]) -> None:
         """Takes the gradients of losses at the weights as they are, of which the first is the training's."""
         if self.watched.adam and self.watched.updates >= self.next:
-            self.found = self.found or {name: [] for name in [*losses][1:]}
+            self.names = self.names or [*losses][1:]
             self.new = [self.gradient(loss) for loss in losses.values()]
 
     def gradient(self, loss: Callable[[], torch.Tensor]) -> tuple[np.ndarray, float]:
         """The sample of a loss's gradient and its whole L2 norm. Every loss draws the same random numbers."""
         parameters = self.watched.parameters
         with torch.enable_grad(), torch.random.fork_rng([p.device for p in parameters[:1] if p.is_cuda]):
-            found = torch.autograd.grad(loss(), parameters, allow_unused=True)
-        found = [torch.zeros_like(p) if x is None else x for p, x in zip(parameters, found, strict=True)]
+            live = [p for p in parameters if p.requires_grad]
+            found = dict(zip(map(id, live), torch.autograd.grad(loss(), live, allow_unused=True), strict=True))
+        found = [torch.zeros_like(p) if found.get(id(p)) is None else found[id(p)] for p in parameters]
         return self.watched.sample.take(found), float(torch.stack([x.norm() for x in found]).norm())
 
     def after(self, g: np.ndarray) -> None:
@@ -436,7 +463,7 @@ class Looks:
         self.moved += watched.step(self.rows[0], np.sqrt(self.rows[1]), self.count)
         if self.count == LOOKED:
             lost = (gradients[1:] == 0) & (gradients[0] != 0)
-            watched.sample.compare(self.found, self.moved[1:], self.moved[0], lost, watched.of("lr").max())
+            self.windows.append(watched.sample.window(self.moved[1:], self.moved[0], lost, watched.of("lr").max()))
             self.count, self.next = 0, 2 * self.next
 
 
@@ -484,8 +511,9 @@ class Doctor:
 
     def look(self, loss: Callable[[], torch.Tensor], optimizer: str | None = None, others=()) -> None:
         """Judges what only the loss can show. Call it before every update, where its loss is computed: `loss` returns that loss,
-        a scalar with gradient, and leaves nothing changed behind. `optimizer`: the name of the one that steps on it, if there are
-        several. `others`: losses with something in few bits, by place and format, {"targets=e4m3": function}.
+        a scalar with gradient, and leaves nothing changed behind (batch normalization in training would count its batch again).
+        `optimizer`: the name of the one that steps on it, if there are several. `others`: losses with something in few bits, by
+        place and format, {"targets=e4m3": function}.
 
             >>> model = torch.nn.Linear(4, 1)
             >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -513,13 +541,26 @@ class Doctor:
 
             return rounded
 
-        found[0].looks.look({"": loss} | {text: within(mode) for text, mode in self.operands.items()} | dict(others))
+        losses = {text: within(mode) for text, mode in self.operands.items()} | dict(others)
+        if wrong := [name for name in losses if "=" not in name]:
+            raise ValueError(f"others has {wrong[0]!r}: name each by place and format, as in targets=e4m3")
+        if losses and self.watched[0].hooks:
+            found[0].looks.look({"": loss} | losses)
 
     def follow(self, name: str, tensors: Iterable[torch.Tensor], rate, formats: Iterable[str] = AVERAGES, sample=512) -> None:
         """Judges an average that something else updates, x <- (1 - rate) x + rate new, float32: a target network's parameters, a
         running mean. `rate`: a number, or a function of nothing that returns it. It is looked at before each step of the first
-        optimizer."""
-        first = self.watched[0]
+        optimizer, and may be updated once between two of them. Raises ValueError for tensors of another type, a rate that is no
+        number above 0, and the name of a place."""
+        first, tensors = self.watched[0], list(tensors)
+        if not tensors or {x.dtype for x in tensors} != {torch.float32}:
+            raise ValueError(
+                f"tensors of {name} are {', '.join(sorted({str(x.dtype) for x in tensors})) or 'none'}: give float32"
+            )
+        if not callable(rate) and not (isinstance(rate, float | int) and 0 < rate <= 1):
+            raise ValueError(f"rate is {rate!r}: give a number above 0 and up to 1, or a function of nothing that returns it")
+        if name in PLACES or "=" in name:
+            raise ValueError(f"name is {name!r}: choose one that is no place of {', '.join(PLACES)} and has no =")
         self.averages.append(Average(name, rate, formats, first.length, Sample(tensors, sample, 0)))
         first.hooks.append(first.optimizer.register_step_pre_hook(self.averages[-1].look))
 
@@ -528,22 +569,24 @@ class Doctor:
         for watched in self.watched:
             for hook in watched.hooks:
                 hook.remove()
+            watched.hooks = []
 
     def report(self) -> Report:
         """What was found so far."""
         report = Report()
         for watched in self.watched:
-            looked = watched.looks.found
-            both = watched.found | looked
+            looked, trouble = by_name(watched.looks.names, watched.looks.windows), watched.trouble()
+            both = by_name(watched.names, watched.windows) | looked
             order = [text for text in dict.fromkeys((*self.formats, *both)) if text in both]
-            report += [finding(watched.name, both, text, text in looked) for text in order]
+            own = [finding(watched.name, both, text, text in looked) for text in order]
+            report += [f._replace(verdict="unknown", why=trouble, cure="") for f in own] if trouble else own
         for average in self.averages:
             found = average.found
             report += [finding("average", found, text) for text in found]
         return report
 
 
-def finding(optimizer: str, windows: dict[str, list], text: str, looked: bool = False) -> Finding:
+def finding(optimizer: str, windows: dict[str, np.ndarray], text: str, looked: bool = False) -> Finding:
     """The verdict on a format, and its cure. `looked`: whether it is one of `Looks`."""
     place, form = text.split("=", 1)
     bare = form.split(":")[0]
@@ -555,10 +598,10 @@ def finding(optimizer: str, windows: dict[str, list], text: str, looked: bool = 
     return Finding(optimizer, place, form, *found, cure)
 
 
-def verdict(place: str, windows: list[list[float]], looked: bool = False) -> tuple[float, float, float, str, str]:
-    """Progress, noise, the share lost, the verdict and why, from the numbers of each window. Where the last quarter of them
-    is worse although the learning rate has not fallen to half, it counts: what has come to a stop then stays there."""
-    found = np.array(windows, dtype=float).reshape(-1, 4)
+def verdict(place: str, windows: np.ndarray, looked: bool = False) -> tuple[float, float, float, str, str]:
+    """Progress, noise, the share lost, the verdict and why, from the numbers [W, 4] of windows. Where the last quarter of them is
+    worse although the learning rate has not fallen to half, it counts: what has come to a stop then stays there."""
+    found = np.asarray(windows)
     if np.isnan(found[:, 0]).all():
         return math.nan, math.nan, math.nan, "unknown", "the training ended before a window was full, or moved nothing"
     late = found[-max(1, len(found) // 4) :]

@@ -5,9 +5,9 @@ import functools
 import torch
 from torch import nn
 
-from ..lab.doctor import Doctor, Through
+from ..lab.doctor import Doctor, Through, read
 from ..lab.lowbit import LowBitAdam
-from ..lab.places import PlaceFormat, places_of
+from ..lab.places import PlaceFormat
 from ..losses import Targets, vtrace
 from ..rollout import Rollout
 from ..train import Learner, Run
@@ -61,7 +61,10 @@ class Looked(Around):
 
     def __init__(self, inner: Learner, doctor: Doctor, formats: list[str]):
         super().__init__(inner)
-        self.doctor, self.formats = doctor, {text: places_of(text, SHOWN) for text in formats}
+        self.doctor = doctor
+        self.formats = {text: {place: form} for text in formats for place, form, _ in read(text, SHOWN)}
+        if wrong := [text for text in formats if "stochastic" in text]:
+            raise ValueError(f"formats has {wrong[0]!r}: the doctor rounds {' and '.join(SHOWN)} to the nearest")
 
     def watch(self, rollout: Rollout) -> None:
         self.fresh = rollout
