@@ -220,7 +220,7 @@ def write(out: Path, found: Found) -> None:
     goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
     note = f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best return is {best_of(CART):.2f}. "
     note += "Seconds are of training, on one core while the other trains, too: as tensors a seed's share of its population's, "
-    note += f"one at a time the processor's alone (LunarLander and InvertedPendulum: by the clock). {made}"
+    note += f"one at a time the processor's alone. {made}"
     out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
 
     measured, rows = [arm for arm in ARMS if any((task, arm) in lines for task in TASKS)], []
