@@ -148,14 +148,15 @@ class Sample:
         each, sizes = torch.arange(max(1, size // len(self.tensors))), [x.numel() for x in self.tensors]
         self.index = [torch.randperm(size, generator=generator)[each % size].to(device) for size in sizes]
         self.joined = sum(sizes) <= 2**18  # then one look at the joined tensors is faster than one at each
-        self.whole = torch.stack(self.index) + torch.tensor([0, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)
+        self.whole = (torch.stack(self.index) + torch.tensor([0, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)).flatten()
         self.share = np.minimum(np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1)  # of each of the numbers, in sums
 
+    @torch.no_grad()
     def take(self, tensors: Iterable[torch.Tensor] = ()) -> np.ndarray:
         """Those of the tensors as they are now, or of others like them. Waits for a GPU."""
-        flat = [x.detach().reshape(-1) for x in tensors or self.tensors]
+        flat = [x.reshape(-1) for x in tensors or self.tensors]
         if self.joined:
-            return torch.cat(flat)[self.whole].float().cpu().numpy()
+            return torch.cat(flat).index_select(0, self.whole).view(len(flat), -1).float().cpu().numpy()
         return torch.stack([x[index].float() for x, index in zip(flat, self.index, strict=True)]).cpu().numpy()
 
     def sums(self, moved: np.ndarray, true: np.ndarray, lost: np.ndarray) -> np.ndarray:
@@ -372,17 +373,20 @@ class Watched:
 
     def whole(self, g: np.ndarray) -> np.ndarray:
         """Gradients as Adam takes them, with its decay of weights in them."""
-        g = g * (1 - 2 * self.of("maximize"))
-        if isinstance(self.optimizer, torch.optim.AdamW):
+        if any(group["maximize"] for group in self.optimizer.param_groups):
+            g = g * (1 - 2 * self.of("maximize"))
+        decays = any(group["weight_decay"] for group in self.optimizer.param_groups)
+        if not decays or isinstance(self.optimizer, torch.optim.AdamW):
             return g
-        groups = [self.optimizer.param_groups[i] for i in self.group]
-        decay = [group["weight_decay"] * (not group.get("decoupled_weight_decay", False)) for group in groups]
-        return g + np.array(decay, np.float32).reshape(-1, 1) * self.weight if any(decay) else g
+        coupled = [not group.get("decoupled_weight_decay", False) for group in self.optimizer.param_groups]
+        coupled = np.array([coupled[i] for i in self.group]).reshape(-1, 1)
+        return g + coupled * self.of("weight_decay") * self.weight
 
-    def step(self, m: np.ndarray, divisor: np.ndarray, steps: int) -> np.ndarray:
-        """Adam's step from m and the root of v after some steps, without its sign."""
+    def step(self, steps: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+        """Adam's step, without its sign, after so many: a function of m and the root of v."""
         size, correction = self.of("lr") / (1 - self.of("betas", 0) ** steps), np.sqrt(1 - self.of("betas", 1) ** steps)
-        return size * m / (divisor / correction + self.of("eps"))
+        eps = self.of("eps")
+        return lambda m, divisor: size * m / (divisor / correction + eps)
 
     def follow(self, g: np.ndarray, update: np.ndarray, missing: list[bool]) -> None:
         """Takes Adam's step with each row in place of what float32 keeps."""
@@ -403,14 +407,13 @@ class Watched:
         if old is not None:  # the optimizer leaves them and their moments alone
             rows, m, v = (np.where(live, new, old) for new, old in ((rows, old), (m, self.m), (v, self.v)))
         self.rows, self.m, self.v = rows, m, v
-        true = np.sqrt(v)
+        true, step = np.sqrt(v), self.step(self.steps)
         for place, part in self.parts:
             if place == "m":
-                self.moved[part] += live * self.step(rows[part], true, self.steps)
+                self.moved[part] += live * step(rows[part], true)
             elif place != "weights":
-                divisor = rows[part] if place == "root" else np.sqrt(np.abs(rows[part]))
-                self.moved[part] += live * self.step(m, divisor, self.steps)
-        self.true[1] += live * self.step(m, true, self.steps)
+                self.moved[part] += live * step(m, rows[part] if place == "root" else np.sqrt(np.abs(rows[part])))
+        self.true[1] += live * step(m, true)
 
     def judge(self) -> None:
         """Ends a window with its numbers."""
@@ -460,7 +463,7 @@ class Looks:
         betas = np.stack((watched.of("betas", 0), watched.of("betas", 1)))[:, None]
         self.rows = betas * self.rows + (1 - betas) * np.stack((gradients, gradients * gradients))
         self.count += 1
-        self.moved += watched.step(self.rows[0], np.sqrt(self.rows[1]), self.count)
+        self.moved += watched.step(self.count)(self.rows[0], np.sqrt(self.rows[1]))
         if self.count == LOOKED:
             lost = (gradients[1:] == 0) & (gradients[0] != 0)
             self.windows.append(watched.sample.window(self.moved[1:], self.moved[0], lost, watched.of("lr").max()))
