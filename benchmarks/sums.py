@@ -194,7 +194,8 @@ def table(out: Path) -> None:
                 counts[said["verdict"]] += 1
                 bad_said[said["verdict"]] += found != "equal"
             lines.append(f"| {' | '.join([place, task, *cells])} |")
-    words = "; ".join(f"of {counts[name]} cells said to be {name} {bad_said[name]} are not equal to float32" for name in counts)
+    said = {"breaks": "said to break", "unknown": "called unknown", "fine": "called fine"}
+    words = "; ".join(f"of {counts[name]} cells {said[name]} {bad_said[name]} are not equal to float32" for name in counts)
     note = (
         "A cell: the median of the returns minus float32's, on the linear-quadratic cart the cost divided by float32's, and the "
     )
