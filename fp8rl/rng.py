@@ -24,7 +24,7 @@ import torch
 
 PURPOSES = ("weights", "starts", "actions", "replay", "rounding", "targets", "evaluation starts", "evaluation actions")
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
-FEW = 2**14  # numbers, up to which calls take the time
+FEW = 2**14  # with so few numbers the calls take longer than the arithmetic
 
 
 def threefry(x0, x1, key0, key1):

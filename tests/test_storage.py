@@ -47,7 +47,7 @@ def test_a_stored_ring_samples_what_the_plain_one_does(rows, num_envs, lengths, 
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_ring_larger_than_a_cache_samples_what_the_plain_one_does(codec):
+def test_a_large_ring_samples_what_the_plain_one_does(codec):
     rows, num_envs = 4000, 300
     plain, stored = PlainRing(rows, num_envs, codec=codec), StoredRing(rows, num_envs, codec=codec)
     for start in (0, 2500):  # around the end

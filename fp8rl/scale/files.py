@@ -45,7 +45,8 @@ def parsed(text: bytes):
 
 @contextlib.contextmanager
 def told(what: str, remedy: str) -> Iterator[None]:
-    """An OSError of the system inside becomes one that begins with `what` and ends with `remedy`; one of our own lines stays."""
+    """Rewords an OSError that the system raises inside: `what`, the system's reason, `remedy`. One without a number, which this
+    package raises, stays as it is."""
     try:
         yield
     except OSError as error:
