@@ -23,7 +23,7 @@ What only the loss can show needs the loss (`Doctor.look`). In windows of 8 upda
 
 from float32's weights, and Adam takes its first steps with them. Averages that follow others, such as target networks and running
 means, are shadows of the whole run, too (`Doctor.follow`): x' <- round((1 - rate) x' + rate new). Their d is what float32 would
-do from where x' is. The verdict says what becomes of the average; whether learning minds is another question (benchmarks/sums.py).
+do from where x' is. The verdict says what becomes of the average, not whether learning minds (benchmarks/sums.py).
 
 A place and its format are written as in Config's field `formats` (places.py): "weights=bf16", "v=e4m3:unscaled",
 "root=e4m3:stochastic". Adam takes its step from moments as they are kept, whether the word `stored` is there or not. All formats
