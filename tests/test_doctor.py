@@ -407,6 +407,18 @@ def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
             watch(run, (text,))
 
 
+def test_sparse_gradients_do_not_stop_a_training():
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    watching = Doctor(optimizer, formats=("weights=fp32", "weights=bf16"), length=4)
+    for _ in range(8):
+        optimizer.zero_grad()
+        table(torch.arange(3)).square().sum().backward()
+        optimizer.step()
+    exact, _ = watching.report()
+    assert exact.progress == pytest.approx(1)
+
+
 def test_batched_products_are_rounded_and_a_doctor_that_has_stopped_looks_no_more():
     form = PlaceFormat(Format(2, 1))
     a, b = torch.randn(2, 3, 4), torch.randn(2, 4, 5)

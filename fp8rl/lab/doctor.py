@@ -349,10 +349,10 @@ class Watched:
 
     @torch.no_grad()
     def after(self, optimizer, args, kwargs) -> None:
-        gradients = [p.grad for p in self.parameters]
+        gradients = [p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense() for p in self.parameters]
         missing = [gradient is None for gradient in gradients]
         if any(missing):
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
         g = self.sample.take(gradients)
         if getattr(optimizer, "found_inf", None) or not np.isfinite(g).all():
             self.looks.new = None
