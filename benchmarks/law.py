@@ -181,7 +181,7 @@ def draw(out: Path, rows: list[dict]) -> None:
     axes[0].set(xlabel="progress p", ylabel="return lost (% of what float32 gains)")
     axes[0].set_title("progress tells what breaks (grey: within a factor of 4)", fontsize=11)
     axes[1].set_xlabel("noise q")
-    axes[1].set_title("noise does not", fontsize=11)
+    axes[1].set_title("noise tells less", fontsize=11)
     axes[1].legend()
     figure.savefig(out, dpi=110)
     plt.close(figure)

@@ -167,20 +167,15 @@ class Sample:
         parts = true * true, moved * true, (moved - true) ** 2, share
         return np.stack([(self.share * x).sum((1, 2), dtype=np.float64) for x in parts])
 
-    def window(self, moved: np.ndarray, true: np.ndarray, lost: np.ndarray, rate: float) -> np.ndarray:
-        """What was found of each row in a window: progress, noise, the share lost and the learning rate, float64 [C, 4]."""
-        return numbers_of(self.sums(moved, true, lost), rate)
-
 
 def numbers_of(sums: np.ndarray, rate: float) -> np.ndarray:
-    """The same from `Sample.sums`."""
+    """Progress, noise, the share lost and the learning rate of each of C rows, float64 [C, 4], from their `Sample.sums`."""
     with np.errstate(invalid="ignore", divide="ignore"):  # where nothing moves
         return np.stack((sums[1] / sums[0], np.sqrt(sums[2] / sums[0]), sums[3], np.full(len(sums[0]), rate)), axis=1)
 
 
-def by_name(names: Iterable[str], windows: list[np.ndarray]) -> dict[str, np.ndarray]:
+def by_name(names: list[str], windows: list[np.ndarray]) -> dict[str, np.ndarray]:
     """The numbers [W, 4] of W windows [C, 4], for each of C names."""
-    names = list(names)
     whole = np.stack(windows) if windows else np.empty((0, len(names), 4))
     return {name: whole[:, i] for i, name in enumerate(names)}
 
@@ -204,7 +199,7 @@ class Average:
     behind, and is pulled the harder. Sums are taken over a quarter of the windows, because in some it hardly has to move."""
 
     def __init__(self, name: str, rate: float | Callable[[], float], formats: Iterable[str], length: int, sample: Sample):
-        self.name, self.rate, self.length, self.sample = name, rate, length, sample
+        self.rate, self.length, self.sample = rate, length, sample
         kept = [(f"{name}={form}", read(f"weights={form}", STATE)[0][1]) for form in formats]
         kept.sort(key=lambda entry: "stochastic" in entry[1].words)
         self.names, self.format, self.x = [text for text, _ in kept], Rows([form for _, form in kept], 0), None
@@ -301,7 +296,7 @@ class Watched:
         self.weights, edges = (self.kind == 0).reshape(-1, 1, 1), [0, *np.flatnonzero(np.diff(self.kind)) + 1, len(kept)]
         self.parts = [(STATE[self.kind[i]], slice(i, j)) for i, j in itertools.pairwise(edges) if i < j]
         self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
-        self.names, self.windows = [text for *_, text in kept], []  # `Sample.window` of each
+        self.names, self.windows = [text for *_, text in kept], []  # `numbers_of` each
         self.rows, self.versions, self.updates, self.looks = None, None, 0, Looks(self)
         self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
 
@@ -420,7 +415,7 @@ class Watched:
         """Ends a window with its numbers."""
         moved, true = np.where(self.weights, self.rows - self.start, self.moved), self.true[np.minimum(self.kind, 1)]
         kept, exact = np.where(self.weights, moved, self.rows), np.stack((self.true[0], self.m, self.v, self.v))[self.kind]
-        self.windows.append(self.sample.window(moved, true, (kept == 0) & (exact != 0), self.of("lr").max()))
+        self.windows.append(numbers_of(self.sample.sums(moved, true, (kept == 0) & (exact != 0)), self.of("lr").max()))
 
 
 class Looks:
@@ -467,7 +462,7 @@ class Looks:
         self.moved += watched.step(self.count)(self.rows[0], np.sqrt(self.rows[1]))
         if self.count == LOOKED:
             lost = (gradients[1:] == 0) & (gradients[0] != 0)
-            self.windows.append(watched.sample.window(self.moved[1:], self.moved[0], lost, watched.of("lr").max()))
+            self.windows.append(numbers_of(watched.sample.sums(self.moved[1:], self.moved[0], lost), watched.of("lr").max()))
             self.count, self.next = 0, 2 * self.next
 
 
