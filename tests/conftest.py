@@ -1,8 +1,5 @@
 import gc
-import os
-import tempfile
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +8,6 @@ from hypothesis import settings
 from fp8rl.report import study
 
 torch.set_num_threads(1)
-# A cache for each instruction set: torch.compile takes functions from it that a processor with fewer instructions cannot run.
-CACHE = Path(tempfile.gettempdir()) / f"fp8rl-inductor-{torch.backends.cpu.get_cpu_capability()}"
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
 settings.register_profile("fp8rl", deadline=None)  # how fast a machine is must not pass or fail a test
 settings.load_profile("fp8rl")
 

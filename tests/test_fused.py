@@ -1,18 +1,13 @@
 import copy
-import dataclasses
-import shutil
 
-import numpy as np
 import pytest
 import torch
 from helpers import same, small, trained
 
 from fp8rl.config import Config
-from fp8rl.env import MAX_STEPS
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY
-from fp8rl.scale import fused
 from fp8rl.scale.fused import ManyRows, relu_, relu_backward_
 from fp8rl.scale.machine import HERE, Machine, build
 
@@ -156,43 +151,3 @@ def test_only_the_newest_rollout_is_learned_from_by_the_forward_passes_that_acte
 def test_learns_from_the_forward_passes_that_acted(fields):
     config = small(**{"steps": 20_480, "eval_every": 0, "eval_episodes": 50, **fields})
     assert trained(build(config, Machine(reuse_forward=True))).history.final_return >= 190
-
-
-WIDE_MEMORY = {"encoder": "gru", "extra_features": 3, "hide_velocity": True}
-
-
-def rollouts_of(config: Config, machine: Machine, state: torch.Tensor | None = None):
-    """A run, with what three of its rollouts give and leave behind."""
-    run, found = build(config, machine), []
-    run.collector.inner.state = state
-    run.env.elapsed[:8] = MAX_STEPS - 5  # so that episodes end
-    for _ in range(3):
-        found.append((*run.collect(), *run.env.state_dict().values()))
-    assert any(row[3].any() for row in found)  # flags
-    return run, found
-
-
-@pytest.mark.parametrize("length", [2, 4, 5])
-@pytest.mark.parametrize("fields", [{}, WIDE_MEMORY], ids=str)
-def test_a_rollout_in_chunks_is_the_whole_one(length, fields, monkeypatch):
-    monkeypatch.setattr(fused, "CHUNK", 2)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    config = small(rollout_length=length, slice_length=1, **fields)
-    results = [rollouts_of(config, machine)[1] for machine in (HERE, Machine(compile=True))]
-    for ours, plain in zip(*results, strict=True):
-        assert all(mine is expected is None or torch.equal(mine, expected) for mine, expected in zip(ours, plain, strict=True))
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_the_compiled_loop_collects_and_trains_as_the_plain_one_does(monkeypatch):
-    monkeypatch.setattr(fused, "CHUNK", 2)
-    config = small(precision="bf16", collect_precision="fp32", rollout_length=4, slice_length=4, steps=320, **WIDE_MEMORY)
-    config = dataclasses.replace(config, eval_every=0, eval_episodes=2)
-    zero = torch.zeros(16, 64)  # or without a state it would first be compiled once more
-    (plain, theirs), (run, ours) = (rollouts_of(config, machine, zero) for machine in (HERE, Machine(compile=True)))
-    for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
-    for each in (plain, run):
-        trained(each)
-    np.testing.assert_allclose(run.history.column("loss"), plain.history.column("loss"), rtol=1e-2, atol=1e-4)
-    assert len(run.history) == 5

@@ -72,9 +72,8 @@ def test_in_fp8_it_records_besides_what_quantization_does():
 
 FIELDS = ("device", "collect_device", "store_device", "evaluate_device")
 NOT_REUSED = "reuse_forward is True: leave it out, it needs an actor that is the learner, and fresh_updates$"
-NOT_COMPILED = "compile is True: leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse"
 NOT_PACKED = "formats is m=e4m3: leave it out, or compute on one device, in one process and without other options"
-NOT_NORMALIZED = "normalize_obs is True: leave it out, or graph and compile"
+NOT_NORMALIZED = "normalize_obs is True: leave it out, or graph"
 NO_TF32 = "precision is .*: choose another for collect_ahead, TF32 is a process-wide switch"
 REFUSED = [  # fields of a config, of a machine, the number of processes, and what is said
     ({}, {"memmap": ""}, 1, "memmap is : choose a folder"),
@@ -86,12 +85,8 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and wh
     ({"fresh_updates": 0}, {"reuse_forward": True}, 1, NOT_REUSED),
     ({"collect_precision": "bf16"}, {"reuse_forward": True}, 1, NOT_REUSED),
     ({}, {"reuse_forward": True, "collect_ahead": True}, 1, NOT_REUSED),
-    ({"env_id": "CartPole-v1"}, {"compile": True}, 1, NOT_COMPILED),
-    ({"precision": "fp8"}, {"compile": True}, 1, NOT_COMPILED),
-    ({}, {"compile": True, "reuse_forward": True}, 1, NOT_COMPILED),
     ({"precision": "tf32"}, {"collect_ahead": True}, 1, NO_TF32),
     ({"collect_precision": "tf32"}, {"collect_ahead": True}, 1, NO_TF32),
-    ({"normalize_obs": True}, {"compile": True}, 1, NOT_NORMALIZED),
     ({"normalize_obs": True}, {"graph": True}, 1, NOT_NORMALIZED),
     ({"formats": "m=e9m3"}, {}, 1, "formats has 'm=e9m3': format is 'e9m3'"),
     ({"formats": "forward=e4m3"}, {}, 1, "formats is forward=e4m3: leave out forward, which only populations round"),
@@ -109,7 +104,7 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and wh
 ]
 
 
-def test_what_cannot_be_had_is_refused(monkeypatch):
+def test_what_cannot_be_had_is_refused():
     for field, device in itertools.product(FIELDS, ("cuda:99", "gpu", "meta")):
         refused(f"{field} is '{device}' and torch cannot use it here: choose from cpu", Machine, **{field: device})
     for fields, machine, size, message in REFUSED:
@@ -124,8 +119,6 @@ def test_what_cannot_be_had_is_refused(monkeypatch):
         ({"env_id": "CartPole-v1"}, {"vectorization": "threads"}, "vectorization is 'threads': choose from sync, async"),
     ):
         refused(message, build, small(**fields), Machine(**machine))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    refused("compile is True: leave it out, or install no-such-compiler", check, small(), Machine(compile=True), 1)
 
 
 def test_what_does_not_fit_into_memory_is_refused():

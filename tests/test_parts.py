@@ -152,11 +152,6 @@ def test_a_shape_that_fp8_cannot_take_and_a_gru_without_a_layer_before_it_are_re
             build(small(**fields))
 
 
-def test_a_compiled_loop_does_not_hide_an_unknown_precision():
-    with pytest.raises(ValueError, match=r"^precision is 'fp4' and it is unknown"):
-        build(small("fp4"), Machine(compile=True))
-
-
 def test_gru_policies_of_three_layers_learn():
     run = build(small(encoder="gru", layers=3, hidden_size=32, steps=20_480, learning_rate=2e-3, eval_every=0))
     train(run, progress=False)

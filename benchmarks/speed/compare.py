@@ -34,7 +34,6 @@ from fp8rl.scale.hardware import cores
 
 HERE = Path(__file__).parent
 NUM_ENVS = (16, 64, 256, 1024, 4096, 16384)
-FEW = (16, 64, 256)
 MANY = (16, 256, 1024, 4096, 8192, 16384, 32768)
 LEARNING = {"num_envs": 64, "rollout_length": 16, "learning_rate": 3e-3, "updates": 100}
 FIRST_SEED = 1000  # no setting was chosen on these seeds
@@ -73,7 +72,6 @@ CONTESTANTS = {
     "fp8rl, bf16": contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, search={}),
     "fp8rl, fp32": contestant("ours", "reused", length=32, threads=1, num_envs=MANY, search={}),
     "fp8rl, fp32, forward passes repeated": contestant("ours", "in-turn", threads=1),
-    "fp8rl, bf16, compiled": contestant("ours", "compiled", "bf16", 512, threads=1, search={}, num_envs=FEW, learns=None),
     "JAX, fp32": contestant("jax_loop", "unrolled", **JAX),
     "JAX, bf16": contestant("jax_loop", "unrolled", "bf16", **JAX),
     "CleanRL style, fp32": contestant("cleanrl_style", "eager"),

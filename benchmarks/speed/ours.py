@@ -1,10 +1,9 @@
 """fp8rl's own loop on policy: Config(replay_updates=0) through fp8rl.train.iterate, as a user of the package calls it.
 
 Variants are settings of the Machine: reused learns from the forward passes that acted (reuse_forward); in-turn does not; ahead
-lets a thread collect one iteration ahead of the learner (collect_ahead); compiled, for few environments, makes the loop of
-collection C++ (compile) and acts in fp32, since at so few rows bf16 is the slower. Under torchrun the environments are split over
-the processes, one torch thread each, and the first one speaks. The replay ring is as small as it may be. Evaluations are made
-here, between iterations, outside the clock, as for every other contestant.
+lets a thread collect one iteration ahead of the learner (collect_ahead). Under torchrun the environments are split over the
+processes, one torch thread each, and the first one speaks. The replay ring is as small as it may be. Evaluations are made here,
+between iterations, outside the clock, as for every other contestant.
 
     python benchmarks/speed/ours.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
     torchrun --standalone --nproc-per-node 2 benchmarks/speed/ours.py --threads 1 --num-envs 8192 --rollout-length 32 --json
@@ -24,7 +23,6 @@ MACHINES = {
     "reused": Machine(reuse_forward=True),
     "in-turn": Machine(),
     "ahead": Machine(collect_ahead=True),
-    "compiled": Machine(compile=True),
 }
 
 

@@ -40,19 +40,19 @@ class Loop:
     layers: int = 2  # Layers of the network.
 
     def config(self, machine: Machine = HERE) -> Config:
-        """The config of the loop on a machine, by default in fp32, in which a compiled loop always acts. Raises ValueError if the
-        machine has an option that a population does not have, or a number is out of range."""
+        """The config of the loop on a machine, by default in fp32. Raises ValueError if the machine has an option that a
+        population does not have, or a number is out of range."""
         if self.agents is not None:
             self._check(machine)
         shape = {"num_envs": self.num_envs, "rollout_length": self.rollout_length, "slice_length": 1}
         shape |= {"hidden_size": self.hidden_size[0], "layers": self.layers}
         shape |= {"capacity": (self.rollout_length + 1) * self.num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
-        return Config(precision=self.precision or "fp32", collect_precision="fp32" if machine.compile else None, **shape)
+        return Config(precision=self.precision or "fp32", **shape)
 
     def fastest(self, machine: Machine) -> tuple[Config, Machine]:
         """The config of the loop and the machine, with what is left open as it is fastest here: the precision, if it is None, and
-        whether forward passes are reused, if the machine says so and does not exclude it by a CUDA graph, a compiled loop or
-        collection ahead. A population reuses them where it can. Raises like `config`."""
+        whether forward passes are reused, if the machine says so and does not exclude it by a CUDA graph or collection ahead.
+        A population reuses them where it can. Raises like `config`."""
         config = self.config(machine)
         if self.agents:
             return config, machine
@@ -61,14 +61,13 @@ class Loop:
             emulated = torch.tensor([is_emulated(name, machine.device) for name in names])
             (emulated,) = ranks.all_reduce([emulated.int()])  # all processes must agree
             names = [name for name, no in zip(names, emulated, strict=True) if not no]
-        plain = machine.graph or machine.compile or machine.collect_ahead or not machine.reuse_forward
+        plain = machine.graph or machine.collect_ahead or not machine.reuse_forward
         pairs = list(itertools.product(names, (False,) if plain else (False, True)))
         speeds = torch.zeros(len(pairs))
         if len(pairs) > 1:
             for i, (name, reuse) in enumerate(pairs):
-                eager = dataclasses.replace(machine, reuse_forward=reuse, compile=False)
-                one = dataclasses.replace(config, precision=name, collect_precision=None)
-                speeds[i] = bench_loop(one, eager, 0.5, 1)["train_steps_per_second"]
+                where = dataclasses.replace(machine, reuse_forward=reuse)
+                speeds[i] = bench_loop(dataclasses.replace(config, precision=name), where, 0.5, 1)["train_steps_per_second"]
             (speeds,) = ranks.all_reduce([speeds])
         name, reuse = pairs[int(speeds.argmax())]
         return dataclasses.replace(config, precision=name), dataclasses.replace(machine, reuse_forward=reuse)

@@ -1,16 +1,11 @@
-"""Other forms of the core's plain code: the network for many rows, forward passes reused from acting to learn, and the compiled
-collection loop. Each computes the same as the plain form, apart from rounding.
+"""Other forms of the core's plain code: the network for many rows, and forward passes reused from acting to learn. Both compute
+the same as the plain form, apart from rounding.
 
 With many rows on a CPU in bfloat16, casts, biases, ReLU and copies take time, too, not only matmuls. So there ReLU works on bits,
 the bias of the first layer is the weight of an input that is always 1, both heads are one layer, the narrow matrices have their
 rows contiguous in memory, and the backward pass recomputes the narrow first layer, whose output it would otherwise have to store.
-With few rows the calls take the time, so 16 time steps are compiled into one C++ function.
 """
 
-import os
-import shutil
-import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -24,7 +19,6 @@ from ..train import Learner
 from .around import Around
 
 MANY = 2**16  # numbers in a hidden layer from which on the forms for many rows compute it
-CHUNK = 16  # time steps that `compiled` combines: more take longer to compile, fewer leave more calls
 
 
 class ManyRows(ActorCritic):
@@ -64,7 +58,7 @@ class ManyRows(ActorCritic):
     def _fits(self, obs: torch.Tensor) -> bool:
         """Whether BF16Network computes the outputs: for many rows in bfloat16 on a CPU, if no layer is in FP8."""
         many = obs.device.type == "cpu" and obs.numel() // obs.shape[-1] * self.hidden_size >= MANY
-        if not many or self.spread is not None or torch.compiler.is_compiling():
+        if not many or self.spread is not None:
             return False
         bf16 = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         return bf16 and len(self.hidden) == 1 and type(self.hidden[0]) is nn.Linear
@@ -168,26 +162,3 @@ class Reusing(Around):
         computed = self.reuse.computed if batch.obs is self.reuse.obs else None
         self.reuse.obs = self.reuse.computed = None  # once: after an update the weights are others
         return self.inner.update(batch, record, computed)
-
-
-def require_compiler() -> None:
-    """Raises ValueError if there is no C++ compiler."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # like torch's choice
-    if shutil.which(compiler) is None:
-        raise ValueError(f"compile is True: leave it out, or install {compiler}")
-
-
-def compiled() -> Callable:
-    """`unroll` as C++ (torch.compile), CHUNK time steps per call. The first call compiles for many seconds."""
-    fast = torch.compile(unroll, dynamic=False, fullgraph=True, options={"cpp_wrapper": True})
-
-    def run(model, env, noise, starts, state):
-        parts = []
-        for begin in range(0, len(noise), CHUNK):
-            rows, state = fast(model, env, noise[begin : begin + CHUNK], starts[begin : begin + CHUNK], state)
-            parts.append(rows)
-        obs, *rest = zip(*parts, strict=True)
-        obs = [*(part[:-1] for part in obs[:-1]), obs[-1]]  # a part's last observation is the next one's first
-        return tuple(torch.cat(column) for column in (obs, *rest)), state
-
-    return run

@@ -19,7 +19,7 @@ from ..history import EpisodeReturns, RewardScale
 from ..lab.lowbit import LowBitAdam
 from ..lab.places import STATE, in_order, places_of
 from ..model import ActorCritic
-from ..precision import PRECISIONS, Precision
+from ..precision import Precision
 from ..rng import seed_of
 from ..rollout import Collector, unroll
 from ..tasks.by_id import task_of
@@ -57,9 +57,6 @@ class Machine:
     # backward pass then goes step by step, too.
     reuse_forward: bool = False
     graph: bool = False  # On CUDA, replay collection and update as CUDA graphs (graphs.py). No effect on the CPU.
-    # Compile the collection loop to C++, which needs a C++ compiler: faster with few environments, after about twenty seconds at
-    # the start.
-    compile: bool = False
 
     def __post_init__(self):
         count = torch.cuda.device_count()
@@ -117,9 +114,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     learner = Learner(config.settled(env), model, learning, optimizer, rewards, group.all_reduce)
     if learning.rules.forward:
         learner = Recorded(learner)
-    loop = fused.compiled() if machine.compile else unroll
+    loop = fused.Reuse(model, learning) if machine.reuse_forward else unroll
     if machine.reuse_forward:
-        loop = fused.Reuse(model, learning)
         learner = fused.Reusing(learner, loop)
     collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
     if graph:
@@ -157,12 +153,6 @@ def check(config: Config, machine: Machine, size: int) -> None:
     if machine.reuse_forward:
         same = one and config.fresh_updates == 1 and acting == config.precision
         require("reuse_forward", same, "leave it out, it needs an actor that is the learner, and fresh_updates")
-    if machine.compile:
-        plain = config.env_id is None and machine.on("collect").type == "cpu" and not machine.reuse_forward
-        remedy = "leave it out, or collect on the CPU in the package's environment, not in fp8 and without reuse_forward"
-        rules = PRECISIONS.get(acting)  # an unknown one is refused by Precision
-        require("compile", plain and not (rules and rules.forward), remedy)
-        fused.require_compiler()
     if machine.graph:
         remedy = "leave it out, or learn and collect on one device, in turn, in one of the package's environments"
         require("graph", one and not uses_gymnasium(config, machine), remedy)
@@ -172,7 +162,7 @@ def check(config: Config, machine: Machine, size: int) -> None:
         remedy = "choose another for collect_ahead, TF32 is a process-wide switch"
         require("precision", "tf32" not in (config.precision, acting), remedy)
     if normalizes(config):
-        require("normalize_obs", not (machine.graph or machine.compile), "leave it out, or graph and compile")
+        require("normalize_obs", not machine.graph, "leave it out, or graph")
     places = places_of(config.formats)
     for place in places:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
@@ -180,7 +170,7 @@ def check(config: Config, machine: Machine, size: int) -> None:
         require("collect_precision", acting == config.precision, "leave it out, its copy of the weights is float32")
         require("formats", not places["weights"].block, "leave block out, a run keeps one scale for each tensor of weights")
     if places:
-        alone = size == 1 and one and not (machine.graph or machine.reuse_forward or machine.compile)
+        alone = size == 1 and one and not (machine.graph or machine.reuse_forward)
         alone = alone and machine.on("evaluate") == machine.on("learn")
         require("formats", alone, "leave it out, or compute on one device, in one process and without other options")
     if size > 1:
