@@ -1,7 +1,7 @@
 """Does an agent learn as well from observations that its replay ring has rounded?
 
 Thirty seeds each, differences seed by seed. First the defaults, one update on the fresh rollout (exact), one on replayed slices,
-with each codec of the compact layout and with a delta layout; one arm has everything in FP8, learner, actor and stored
+with each codec; one arm has everything in FP8, learner, actor and stored
 observations. Since the fresh update could make up for a spoiled ring, the second group learns from the ring alone. There int8 is
 made coarser too, by bounds wider than the space's: 16 times, steps of 0.5 in position, to see what is tolerated; and 128 times,
 where all observations within 2 of the origin are stored as 0: the control, which must fail.
@@ -32,7 +32,6 @@ GROUPS = {
         "bf16": {"codec": "bf16"},
         "int8": {"codec": "int8"},
         "fp8": {"codec": "fp8"},
-        "int8, delta": {"layout": "delta", "codec": "int8"},
         "fp8, learner and actor too": {"codec": "fp8", "precision": "fp8"},
     },
     "From the ring alone": {

@@ -3,7 +3,7 @@
 A batch is 512 slices of 32 steps, 16,384 transitions: observations of two float32 features, action, reward, flags and behaviour
 log-probability, from 16 environments whose episodes last 200 steps. One thread. Every buffer is full. Contestants:
 
-    fp8rl      two layouts, three codecs, in RAM and memory-mapped. Observations come back as float32, actions as int64.
+    fp8rl      three codecs, in RAM and memory-mapped. Observations come back as float32, actions as int64.
     TorchRL    `TensorDictReplayBuffer` over `LazyTensorStorage` or `LazyMemmapStorage`, with a `SliceSampler` and its documented
                fast settings: `end_key` rather than `traj_key`; `cache_values=True`, which keeps the episodes' boundaries while
                nothing is written; `compile=True` (needs a C++ compiler). `truncated_key=None` and `init_key=None` spare marks
@@ -19,7 +19,7 @@ log-probability, from 16 environments whose episodes last 200 steps. One thread.
 TorchRL's slices stay within an episode, ours may cross its end, where a dummy row says so.
 
 The floor is what memory alone takes: for random slices drawn beforehand, one element of every 64-byte line that they lie in, of
-each of our arrays (compact, fp32), by `index_select`. No index is computed and nothing else is copied. The processor can wait for
+each of our arrays (fp32), by `index_select`. No index is computed and nothing else is copied. The processor can wait for
 many such lines at once, for fewer when it copies everything between them: the floor is not reached by a plain gather.
 
     python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md
@@ -50,7 +50,7 @@ SLICES, LENGTH, NUM_ENVS, EPISODE = 512, 32, 16, 200
 CAPACITIES = (10_000, 10_000_000)
 ROUNDS = 15
 CHUNK = 25_000  # rows written at a time
-OURS = "fp8rl compact fp32, RAM"
+OURS = "fp8rl fp32, RAM"
 
 
 def observations(*shape: int) -> torch.Tensor:
@@ -129,12 +129,11 @@ def floor_of(ring: StoredRing, batches: int = 128):
 def contestants(capacity: int, folder: Path) -> dict:
     """Full buffers of a capacity: name -> function that draws a batch."""
     draws, numbers = {}, itertools.count()
-    for layout, codec, mapped in itertools.product(("compact", "full"), ("fp32", "int8", "fp8"), (False, True)):
-        place = folder / f"{layout}-{codec}" if mapped else None
-        ring = our_ring(capacity, layout=layout, codec=codec, folder=place)
-        name = f"fp8rl {layout} {codec}, {'memmap' if mapped else 'RAM'}"
+    for codec, mapped in itertools.product(("fp32", "int8", "fp8"), (False, True)):
+        ring = our_ring(capacity, codec=codec, folder=folder / codec if mapped else None)
+        name = f"fp8rl {codec}, {'memmap' if mapped else 'RAM'}"
         draws[name] = lambda ring=ring: ring.sample(SLICES, LENGTH, iteration=next(numbers))
-        if (layout, codec) == ("compact", "fp32"):
+        if codec == "fp32":
             draws[f"floor of {name}"] = floor_of(ring)
     draws["TorchRL, RAM"] = torchrl_buffer(capacity).sample
     draws["TorchRL, memmap"] = torchrl_buffer(capacity, folder / "torchrl").sample

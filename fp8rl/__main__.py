@@ -454,7 +454,7 @@ def predict_and_measure(
     with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
         run = build(config, machine)
         run.close()
-    predicted = ring_bytes(config.rows, config.num_envs, run.ring.obs_size, config.layout, config.codec, run.ring.action_size)
+    predicted = ring_bytes(config.rows, config.num_envs, run.ring.obs_size, config.codec, run.ring.action_size)
     result = {
         "predicted_bytes": predicted,
         "measured_bytes": run.ring.nbytes,

@@ -12,7 +12,6 @@ from typing import get_args
 import numpy as np
 
 ENCODERS = ("mlp", "gru")
-LAYOUTS = ("compact", "full", "delta")
 RANGES = (  # fields, the test of their values, and the remedy
     ("steps num_envs rollout_length capacity slice_length batch_size", lambda x: x >= 1, "use at least 1"),
     ("eval_episodes hidden_size layers", lambda x: x >= 1, "use at least 1"),
@@ -24,7 +23,6 @@ RANGES = (  # fields, the test of their values, and the remedy
     ("learning_rate max_grad_norm clip", lambda x: 0 < x < math.inf, "use a positive number"),
     ("gamma lam start_noise", lambda x: 0 <= x <= 1, "use a number from 0 to 1"),
     ("encoder", lambda x: x in ENCODERS, f"choose from {', '.join(ENCODERS)}"),
-    ("layout", lambda x: x in LAYOUTS, f"choose from {', '.join(LAYOUTS)}"),
     ("fresh_updates", lambda x: x in (0, 1), "use 0 or 1"),
 )
 
@@ -58,7 +56,6 @@ class Config:
     # Transitions in the replay ring (rows times environments), of about ten rollouts: from much older ones it learns more slowly.
     capacity: int = 20_000
     codec: str = "fp32"  # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py).
-    layout: str = "compact"  # How the ring stores next observations: compact, full or delta (scale/storage.py).
     slice_length: int = 128  # Consecutive steps in a replayed slice; 1 replays single transitions.
     batch_size: int = 1_024  # Transitions in a replayed batch, a multiple of slice_length.
     fresh_updates: int = 1  # Updates on each new rollout: 1, or 0 to learn from replay only.

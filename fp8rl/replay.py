@@ -134,16 +134,16 @@ class ReplayBuffer:
     def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
         return self.fields[name].flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
 
-    def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Stored form of observations [T+1, N, F]: `obs`, codes of that shape, and what another layout adds, [T, N, F]."""
-        return {"obs": obs}
+    def _codes(self, obs: torch.Tensor) -> torch.Tensor:
+        """Stored form of observations [T+1, N, F], codes of that shape."""
+        return obs
 
     def _write(self, rollout: Rollout) -> None:
         """Writes T rows. If the process is killed at any moment, a ring in a folder (scale/storage.py) still has rows `start` to
         `count` - 1: `start` moves past the rows to be overwritten first, and `count` includes the new ones last."""
         count, length = self.count, len(rollout.action)
-        new = self._codes(rollout.obs)
-        new |= {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}
+        new = {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}
+        new["obs"] = self._codes(rollout.obs)
         self._clock[0] = max(self.start, count + length + 1 - self.rows)  # 1 for the open row
         head = count % self.rows
         for name, values in new.items():

@@ -134,7 +134,7 @@ def make_network(config: Config, env, network: type = ActorCritic) -> ActorCriti
 
 def plain(config: Config) -> Parts:
     """The parts of a run of the core alone, on the CPU. Raises ValueError for a field that needs more."""
-    for field in ("env_id", "encoder", "normalize_obs", "codec", "layout", "formats"):
+    for field in ("env_id", "encoder", "normalize_obs", "codec", "formats"):
         if getattr(config, field) not in (getattr(Config, field), False):
             raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.scale.machine.build")
     precision, acting = Precision(config.precision), Precision(config.collect_precision or config.precision)

@@ -185,7 +185,6 @@ BAD = {
     "batch_size": (["train", "--batch-size", "500"],),
     "layers": (["train", "--encoder", "gru", "--layers", "1"],),
     "codec": (["train", "--codec", "fp4"],),
-    "layout": (["train", "--layout", "loose"],),
     "encoder": (["train", "--encoder", "lstm"],),
     "memmap": (["train", "--memmap", "a", "--store-device", "cpu"], ["train", "--memmap", __file__]),
     "vectorization": (["train", "--vectorization", "async"],),
@@ -376,11 +375,11 @@ def test_clipped_observations_of_a_task_of_one_s_own_are_reported(tmp_path, caps
 
 
 def test_memory_predicts_and_measures(capsys):
-    run_cli("memory", "--layout", "compact", "--codec", "fp8", "--capacity", 100_000, "--steps", 200_000, "--json")
+    run_cli("memory", "--codec", "fp8", "--capacity", 100_000, "--steps", 200_000, "--json")
     result = json.loads(capsys.readouterr().out)
     assert result["predicted_bytes"] == result["measured_bytes"] == 1_200_000 and result["bytes_per_transition"] == 12
-    run_cli("memory", "--env-id", "CartPole-v1", "--layout", "full", "--steps", 5_000)
-    assert "bytes_per_transition                 42.0" in capsys.readouterr().out
+    run_cli("memory", "--env-id", "CartPole-v1", "--steps", 5_000)
+    assert "bytes_per_transition                 26.0" in capsys.readouterr().out
 
 
 class Talks(CartPoleEnv):

@@ -29,7 +29,6 @@ OTHERS = [
     ("batch_size", 500, "use a multiple of slice_length, 128"),
     ("fresh_updates", 2, "use 0 or 1"),
     ("encoder", "lstm", "choose from mlp, gru"),
-    ("layout", "loose", "choose from compact, full, delta"),
     ("extra_features", 10**9, "use at most a million"),
     ("eval_episodes", 10**9, "use at most a million"),
     ("entropy_coef", math.inf, "use a finite number"),

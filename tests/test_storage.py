@@ -12,7 +12,6 @@ from helpers import SERVER, WIDE, coded, forked, noise, refused, same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.config import LAYOUTS
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import DUMMY, Rollout
 from fp8rl.scale.codec import CODECS
@@ -32,10 +31,9 @@ class PlainRing(StoredRing):
     length=st.integers(1, 19),
     codec=st.sampled_from(CODECS),
     seed=st.integers(0, 1000),
-    layout=st.sampled_from(["compact", "full"]),
 )
-def test_a_stored_ring_samples_what_the_plain_one_does(rows, num_envs, lengths, length, codec, seed, layout):
-    plain, stored, clock = PlainRing(rows, num_envs, WIDE, codec), StoredRing(rows, num_envs, WIDE, codec, layout=layout), 0
+def test_a_stored_ring_samples_what_the_plain_one_does(rows, num_envs, lengths, length, codec, seed):
+    plain, stored, clock = PlainRing(rows, num_envs, WIDE, codec), StoredRing(rows, num_envs, WIDE, codec), 0
     for n in (min(n, rows - 1) for n in lengths):
         for ring in (plain, stored):
             ring.append(coded(clock, n, num_envs))
@@ -70,12 +68,11 @@ HALF_STEPS = {"fp32": (0, 0), "fp16": (2**-12,) * 2, "bf16": (2**-9,) * 2, "int8
 
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-    layout=st.sampled_from(LAYOUTS),
     codec=st.sampled_from(CODECS),
     seed=st.integers(0, 1000),
 )
-def test_every_layout_and_codec_gives_the_plain_ones_slices(lengths, layout, codec, seed):
-    plain, ring, clock = ReplayBuffer(10, 2), StoredRing(10, 2, layout=layout, codec=codec), 0
+def test_every_codec_gives_the_plain_ones_slices(lengths, codec, seed):
+    plain, ring, clock = ReplayBuffer(10, 2), StoredRing(10, 2, codec=codec), 0
     for n in lengths:
         plain.append(noise(clock, n, 2))
         ring.append(noise(clock, n, 2))
@@ -84,28 +81,21 @@ def test_every_layout_and_codec_gives_the_plain_ones_slices(lengths, layout, cod
     ours = ring.sample(20, length, seed)
     theirs = plain.sample(20, length, seed)
     assert same(ours._replace(obs=theirs.obs), theirs)
-    half_step = torch.tensor(HALF_STEPS[codec])
-    error = (ours.obs - theirs.obs).abs()
-    assert (error[:-1] <= half_step + 1e-7).all()
-    last = half_step + 1e-7 if layout != "delta" else 2**-11 if codec == "fp32" else 2**-3  # of a difference below 2
-    assert (error[-1] <= last).all()
+    assert ((ours.obs - theirs.obs).abs() <= torch.tensor(HALF_STEPS[codec]) + 1e-7).all()
 
 
-# Bytes of an observation and of what `delta` stores beside it, a feature.
-WIDTHS = {"fp32": (4, 2), "fp16": (2, 1), "bf16": (2, 1), "int8": (1, 1), "fp8": (1, 1)}
+WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}  # bytes of a feature
 
 
 def test_predicted_bytes_are_the_measured_ones(tmp_path):
-    for i, (layout, codec, features) in enumerate(itertools.product(LAYOUTS, CODECS, (2, 64))):
-        own, delta = WIDTHS[codec]
-        by_hand = 25 * 16 * (features * {"compact": own, "full": 2 * own, "delta": own + delta}[layout] + 10)
+    for i, (codec, features) in enumerate(itertools.product(CODECS, (2, 64))):
+        by_hand = 25 * 16 * (features * WIDTHS[codec] + 10)
         for folder in (None, tmp_path / str(i)):
-            ring = StoredRing(25, 16, ([-1.0] * features, [1.0] * features), codec, layout=layout, folder=folder)
-            assert ring_bytes(25, 16, features, layout, codec) == ring.nbytes == by_hand
+            ring = StoredRing(25, 16, ([-1.0] * features, [1.0] * features), codec, folder=folder)
+            assert ring_bytes(25, 16, features, codec) == ring.nbytes == by_hand
             ring.append(noise(0, 24, 16, features))
             assert ring.nbytes == by_hand
     assert ring_bytes(1, 1) == 18 and ring_bytes(1, 1, codec="int8") == ring_bytes(1, 1, codec="fp8") == 12
-    assert 7 * ring_bytes(1, 1, 64, "compact", "int8") <= ring_bytes(1, 1, 64, "full", "fp32")
 
 
 def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path):
@@ -118,28 +108,22 @@ def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path)
 
 
 def test_a_seam_is_a_dummy_row_between_two_sources():
-    for layout in LAYOUTS:
-        ring = StoredRing(20, 2, WIDE, layout=layout)
-        ring.append(coded(0, 5, 2))
-        ring.new_episodes = True
-        ring.append(coded(100, 5, 2))
-        assert not ring.new_episodes
-        assert ring.size == 11
-        batch = ring.sample(1, 11)
-        assert batch.obs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104, 105]
-        assert batch.flags[5, 0] == DUMMY and batch.reward[5, 0] == 0
+    ring = StoredRing(20, 2, WIDE)
+    ring.append(coded(0, 5, 2))
+    ring.new_episodes = True
+    ring.append(coded(100, 5, 2))
+    assert not ring.new_episodes
+    assert ring.size == 11
+    batch = ring.sample(1, 11)
+    assert batch.obs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104, 105]
+    assert batch.flags[5, 0] == DUMMY and batch.reward[5, 0] == 0
 
 
 def test_settings_that_cannot_be_are_refused():
-    for bad in ({"layout": "loose"}, {"codec": "fp4"}):
-        ((name, value),) = bad.items()
-        refused(f"{name} is '{value}': choose from", StoredRing, 10, 2, **bad)
-        refused(f"{name} is '{value}': choose from", ring_bytes, 1, 1, **bad)
+    for function in (StoredRing, ring_bytes):
+        refused("codec is 'fp4': choose from", function, 10, 2, codec="fp4")
     room = r"replay needs 18,000,000,000,000 bytes and cpu has [\d,]+ free: lower capacity"
     refused(room, StoredRing, 10**12, 1, error=MemoryError)
-    bounds = ((-1.0, -torch.inf), (1.0, torch.inf))
-    message = "layout is 'delta' and codec 'bf16', which needs finite bounds: choose compact"
-    refused(message, StoredRing, 10, 2, bounds, layout="delta", codec="bf16")
 
 
 def poisoned(name: str) -> Rollout:
@@ -177,9 +161,9 @@ def folder_of(tmp_path, **kind) -> tuple:
 
 
 def test_a_folder_holds_what_ram_would(tmp_path):
-    for layout, codec in itertools.product(LAYOUTS, CODECS):
-        folder = tmp_path / f"{layout} {codec}"
-        rings = [StoredRing(10, 2, layout=layout, codec=codec, folder=place) for place in (None, folder)]
+    for codec in CODECS:
+        folder = tmp_path / codec
+        rings = [StoredRing(10, 2, codec=codec, folder=place) for place in (None, folder)]
         for start in (0, 7, 14):
             for ring in rings:
                 ring.append(noise(start, 7, 2))
@@ -187,7 +171,7 @@ def test_a_folder_holds_what_ram_would(tmp_path):
         assert same(in_ram, mapped)
         rings[1].close()
         again = StoredRing.open(folder)
-        assert same(in_ram, again.sample(30, 4)) and (again.layout, again.codec.name) == (layout, codec)
+        assert same(in_ram, again.sample(30, 4)) and again.codec.name == codec
 
 
 def test_reopened_to_read_it_never_changes(tmp_path):
@@ -232,7 +216,7 @@ DAMAGES = [
     ("reward.bin has 0 bytes of 80", lambda folder: (folder / "reward.bin").unlink()),
     ("clock.bin is damaged", lambda folder: (folder / "clock.bin").write_bytes(b"\xff" * 16)),
     ("ring.json cannot be read", lambda folder: cut(folder / "ring.json") or cut(folder / "ring.json")),
-    ("not of format fp8rl-ring-2", lambda folder: (folder / "ring.json").write_text("{}")),
+    ("not of format fp8rl-ring-3", lambda folder: (folder / "ring.json").write_text("{}")),
     ("ring.json is damaged", lambda folder: edit(folder, rows="10")),
     ("ring.json is damaged", lambda folder: edit(folder, num_envs=None)),
     ("ring.json is damaged", lambda folder: edit(folder, high=[[1.0]])),
@@ -254,7 +238,7 @@ def test_a_damaged_folder_says_what_is_wrong(tmp_path):
 def test_a_folder_of_another_config_is_refused(tmp_path):
     folder, ring = folder_of(tmp_path)
     ring.close()
-    others = {"rows": 11, "num_envs": 3, "layout": "full", "codec": "int8", "bounds": ((-9.0, -9.0), (9.0, 9.0))}
+    others = {"rows": 11, "num_envs": 3, "codec": "int8", "bounds": ((-9.0, -9.0), (9.0, 9.0))}
     for name, value in others.items():
         message = f"memmap is .*, whose ring has {name.replace('bounds', 'low')} .* and not .*: choose another folder"
         refused(message, StoredRing, **{"rows": 10, "num_envs": 2, "bounds": WIDE, "folder": folder} | {name: value})
@@ -284,8 +268,8 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
     StoredRing(10, 2, folder=tmp_path / "ring")  # which left nothing in the way
 
 
-def write_forever(folder, layout: str, ready) -> None:
-    ring, t = StoredRing(50, 4, ((-1e9,), (1e9,)), folder=folder, layout=layout), 0
+def write_forever(folder, ready) -> None:
+    ring, t = StoredRing(50, 4, ((-1e9,), (1e9,)), folder=folder), 0
     ready.set()
     while True:
         n = 1 + t % 40
@@ -298,7 +282,7 @@ def write_forever(folder, layout: str, ready) -> None:
 def test_a_killed_writer_leaves_whole_rows(tmp_path):
     for i, delay in enumerate(np.random.default_rng(0).uniform(0, 0.05, 8)):
         folder, ready = tmp_path / str(i), SERVER.Event()
-        process = forked(write_forever, folder, ("compact", "full")[i % 2], ready)
+        process = forked(write_forever, folder, ready)
         assert ready.wait(60)
         process.join(delay)
         assert process.is_alive()
@@ -312,13 +296,12 @@ def test_a_killed_writer_leaves_whole_rows(tmp_path):
             assert torch.equal(batch.reward[:, 0], time[:-1]) and torch.equal(batch.behavior_logp[:, 0], -time[:-1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_append_cut_short_gives_up_only_what_it_was_overwriting(tmp_path, layout, monkeypatch):
+def test_an_append_cut_short_gives_up_only_what_it_was_overwriting(tmp_path, monkeypatch):
     """The slow twin of the kill: stop after each single store."""
     stores = 0
     for stop in itertools.count():
         folder = tmp_path / str(stop)
-        ring = StoredRing(10, 2, WIDE, folder=folder, layout=layout)
+        ring = StoredRing(10, 2, WIDE, folder=folder)
         ring.append(coded(0, 7, 2))
         done = 0
 
@@ -351,8 +334,8 @@ def test_an_append_cut_short_gives_up_only_what_it_was_overwriting(tmp_path, lay
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_device_s_ring_holds_what_ram_would():
     start, env = torch.tensor([12, 15, 20]), torch.tensor([0, 2, 1])
-    for layout, codec in itertools.product(LAYOUTS, CODECS):
-        rings = [StoredRing(20, 3, layout=layout, codec=codec, device=device) for device in ("cpu", "cuda")]
+    for codec in CODECS:
+        rings = [StoredRing(20, 3, codec=codec, device=device) for device in ("cpu", "cuda")]
         for ring in rings:
             for clock in (0, 12):
                 ring.append(noise(clock, 12, 3).to(ring.device if clock else "cpu"))  # from either side

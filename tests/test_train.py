@@ -183,7 +183,6 @@ def test_what_a_run_cannot_be_made_of_is_refused():
         ({"encoder": "gru"}, "encoder" + elsewhere),
         ({"normalize_obs": True}, "normalize_obs" + elsewhere),
         ({"codec": "int8"}, "codec" + elsewhere),
-        ({"layout": "full"}, "layout" + elsewhere),
         ({"formats": "m=e4m3"}, "formats" + elsewhere),
     ):
         refused(message, Run, small(**fields))

@@ -226,8 +226,7 @@ def make_ring(config: Config, machine: Machine, env) -> StoredRing:
     """The ring that `machine` asks for. One in a folder may serve later runs, so it has the whole capacity."""
     rows = config.capacity // config.num_envs if machine.memmap else config.rows
     action_size = env.num_actions if env.distribution is Gaussian else 0
-    where = machine.on("store"), config.layout, machine.memmap
-    return StoredRing(rows, env.num_envs, env.bounds, config.codec, *where, action_size)
+    return StoredRing(rows, env.num_envs, env.bounds, config.codec, machine.on("store"), machine.memmap, action_size)
 
 
 def make_judge(config: Config, machine: Machine, model: ActorCritic) -> Judge:

@@ -65,7 +65,7 @@ def obstacle(config: Config) -> str | None:
     """Why a config cannot be in a population, or None."""
     if config.env_id and not task_of(config.env_id):
         return f"env_id is {config.env_id}: train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
-    for name in ("encoder", "layout", "normalize_obs"):
+    for name in ("encoder", "normalize_obs"):
         if getattr(config, name) not in (getattr(Config, name), False):
             return f"{name} is {getattr(config, name)}: train it alone, a population does not have it"
     if "tf32" in (config.precision, config.collect_precision):

@@ -1,13 +1,4 @@
-"""Storage beyond the plain ring: observations in fewer bytes (codec.py), other layouts, and a ring in a folder of files.
-
-How a ring stores next observations (`layout`); the plain ring is `compact`:
-
-    compact   every observation once                                 exact
-    full      the next observation beside it, like most buffers      exact
-    delta     the difference to the next one, in a smaller type      the difference rounded to float16, or to e4m3 if
-              (TorchRL's NextObservationDelta)                       observations take less than four bytes themselves
-
-All three give the same slices, except that in `delta` the final observation of a slice is rounded once more.
+"""Storage beyond the plain ring: observations in fewer bytes (codec.py), and a ring in a folder of files.
 
 A folder of memory-mapped files may be larger than RAM and outlives the process. It holds NAME.bin for each tensor, `ring.json`,
 which describes them, and `lock`. The files are reserved in full, so that a disk that fills up later cannot break a run, and
@@ -29,27 +20,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..config import LAYOUTS
 from ..env import STATE_BOUNDS
 from ..replay import ReplayBuffer, row_of
 from ..rollout import DUMMY, Rollout
-from .codec import DTYPES, Codec, type_of_codes
+from .codec import Codec, type_of_codes
 from .files import opened, read_json, told, write_whole
 from .hardware import require_room
 
-FORMAT = "fp8rl-ring-2"
-# A difference is stored in a smaller type than the observation, if there is one.
-_DELTA = {codec: "fp16" if codec == "fp32" else "fp8" for codec in DTYPES}
+FORMAT = "fp8rl-ring-3"
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
-
-
-def fields_of(layout: str, codec: str, obs_size: int, action_size: int = 0) -> Fields:
-    """The fields of a stored transition. Raises ValueError for an unknown layout or codec."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}: choose from {', '.join(LAYOUTS)}")
-    fields = row_of(obs_size, action_size, type_of_codes(codec))
-    added = {"full": {"next_obs": fields["obs"]}, "delta": {"delta": (type_of_codes(_DELTA[codec]), (obs_size,))}}
-    return fields | added.get(layout, {})
 
 
 def sizes_of(fields: Fields) -> dict[str, int]:
@@ -57,45 +36,36 @@ def sizes_of(fields: Fields) -> dict[str, int]:
     return {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in fields.items()}
 
 
-def ring_bytes(
-    rows: int, num_envs: int, obs_size: int = 2, layout: str = "compact", codec: str = "fp32", action_size: int = 0
-) -> int:
-    """Bytes that a ring of these settings will occupy, without allocating it. Raises like `fields_of`."""
-    return rows * num_envs * sum(sizes_of(fields_of(layout, codec, obs_size, action_size)).values())
+def ring_bytes(rows: int, num_envs: int, obs_size: int = 2, codec: str = "fp32", action_size: int = 0) -> int:
+    """Bytes that a ring of these settings will occupy, without allocating it. Raises ValueError for an unknown codec."""
+    return rows * num_envs * sum(sizes_of(row_of(obs_size, action_size, type_of_codes(codec))).values())
 
 
 class StoredRing(ReplayBuffer):
-    """A ReplayBuffer with any codec in any layout, in memory or in a folder of files. `bounds`: lowest and highest value of each
-    feature of an observation, infinite if it has none. `folder`: its path; a ring that is there is continued if its settings are
-    the same. Attribute `new_episodes`: the next rollout does not continue the last one.
+    """A ReplayBuffer with any codec, in memory or in a folder of files. `bounds`: lowest and highest value of each feature of an
+    observation, infinite if it has none. `folder`: its path; a ring that is there is continued if its settings are the same.
+    Attribute `new_episodes`: the next rollout does not continue the last one.
 
-    Raises ValueError, besides as ReplayBuffer, for an unknown layout, a codec that is unknown or does not suit the bounds, or a
-    folder whose ring is damaged or has other settings; OSError for a folder without room or permissions, or in use."""
+    Raises ValueError, besides as ReplayBuffer, for a codec that is unknown or does not suit the bounds, or a folder whose ring is
+    damaged or has other settings; OSError for a folder without room or permissions, or in use."""
 
     writable = True
 
-    def __init__(
-        self, rows, num_envs, bounds=STATE_BOUNDS, codec="fp32", device="cpu", layout="compact", folder=None, action_size=0
-    ):
-        self.layout, self.bounds, self.lasting, self._path, self._folder = layout, bounds, bool(folder), folder, None
+    def __init__(self, rows, num_envs, bounds=STATE_BOUNDS, codec="fp32", device="cpu", folder=None, action_size=0):
+        self.bounds, self.lasting, self._path, self._folder = bounds, bool(folder), folder, None
         device = torch.device("cpu" if folder else device)
         self.codec = Codec(codec, *bounds, device)
         super().__init__(rows, num_envs, bounds, device, action_size)
-        if layout == "delta":
-            widest = [top - bottom for bottom, top in zip(*bounds, strict=True)]
-            if not 0 < min(widest) <= max(widest) < math.inf:
-                raise ValueError(f"layout is 'delta' and codec {codec!r}, which needs finite bounds: choose compact")
-            self.delta_codec = Codec(_DELTA[codec], [-width for width in widest], widest, self.device)
         self.new_episodes = self.count > 0  # a resumed folder does not continue its last episodes
 
     def _allocate(self) -> dict[str, torch.Tensor]:
-        row = fields_of(self.layout, self.codec.name, self.obs_size, self.action_size)
+        row = row_of(self.obs_size, self.action_size, type_of_codes(self.codec.name))
         fields = {name: (dtype, (self.num_envs, self.rows, *shape)) for name, (dtype, shape) in row.items()}
         if not self._path:
             remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
             require_room("replay", sum(sizes_of(fields).values()), remedy, self.device)
             return {name: torch.empty(shape, dtype=dtype, device=self.device) for name, (dtype, shape) in fields.items()}
-        about = {"format": FORMAT, "rows": self.rows, "num_envs": self.num_envs, "layout": self.layout, "codec": self.codec.name}
+        about = {"format": FORMAT, "rows": self.rows, "num_envs": self.num_envs, "codec": self.codec.name}
         low, high = ([float(x) for x in bound] for bound in self.bounds)
         about |= {"action_size": self.action_size, "low": low, "high": high}
         self._folder = MappedFolder(self._path, about, fields | {"clock": (torch.int64, (2,))}, self.writable)
@@ -110,7 +80,7 @@ class StoredRing(ReplayBuffer):
     def open(cls, folder: str | Path, writable: bool = False) -> "StoredRing":
         """A folder's ring with its stored settings, to sample from or, if `writable`, to continue. Raises like the class."""
         about = MappedFolder.about(folder)
-        kinds = {"format": str, "rows": int, "num_envs": int, "layout": str, "codec": str, "action_size": int}
+        kinds = {"format": str, "rows": int, "num_envs": int, "codec": str, "action_size": int}
         good = {name: type(value) for name, value in about.items()} == kinds | {"low": list, "high": list}
         if not (good and all(isinstance(bound, float) for bound in about["low"] + about["high"])):
             raise ValueError(f"memmap is {folder}, whose ring.json is damaged: delete the folder")
@@ -156,7 +126,7 @@ class StoredRing(ReplayBuffer):
 
     def _check(self, rollout: Rollout) -> None:
         """Rejects what would be stored as something else."""
-        fields = fields_of("compact", self.codec.name, self.obs_size, self.action_size)
+        fields = row_of(self.obs_size, self.action_size)
         for name, (_, shape) in fields.items():
             found = list(getattr(rollout, name).shape)
             expected = [len(rollout.action) + (name == "obs"), self.num_envs, *shape]
@@ -177,14 +147,7 @@ class StoredRing(ReplayBuffer):
         return Rollout(torch.cat((last.obs[1:], next_obs)), action, reward, flags + DUMMY, logp)
 
     def _observations(self, index: torch.Tensor) -> torch.Tensor:
-        if self.layout == "compact":
-            return self.codec.decode(self._take("obs", index))
-        obs = self.codec.decode(self._take("obs", index[:-1]))
-        if self.layout == "full":
-            last = self.codec.decode(self._take("next_obs", index[-2:-1]))
-        else:
-            last = obs[-1:] + self.delta_codec.decode(self._take("delta", index[-2:-1]))
-        return torch.cat((obs, last))
+        return self.codec.decode(self._take("obs", index))
 
     def outside(self, obs: torch.Tensor) -> torch.Tensor:
         """How many values of each feature of observations [T, N, F] the codec clips: int64, like `clipped`."""
@@ -195,13 +158,8 @@ class StoredRing(ReplayBuffer):
             self.clipped += self.outside(rollout.obs[1:])
         super()._write(rollout)
 
-    def _codes(self, obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        codes = self.codec.encode(obs)
-        if self.layout == "full":
-            return {"obs": codes, "next_obs": codes[1:]}
-        if self.layout == "delta":
-            return {"obs": codes, "delta": self.delta_codec.encode(obs[1:] - self.codec.decode(codes[:-1]))}
-        return {"obs": codes}
+    def _codes(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.codec.encode(obs)
 
 
 class ReadOnly(StoredRing):
