@@ -140,17 +140,15 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(machine, task):
     assert len(seen) == 2 and torch.equal(weights(run), seen[-1]) and run.ring.size == 64
 
 
-@pytest.mark.parametrize("kind", ["full", "folder"])
-def test_exact_storage_trains_the_same_agent(kind, tmp_path):
-    config, machine = Config(**SHORT), Machine(memmap=tmp_path / "ring") if kind == "folder" else HERE
-    other = build(dataclasses.replace(config, layout="full") if kind == "full" else config, machine)
-    assert_same(trained(config), trained(other))
+def test_a_ring_in_a_folder_trains_the_same_agent(tmp_path):
+    config = Config(**SHORT)
+    assert_same(trained(config), trained(build(config, Machine(memmap=tmp_path / "ring"))))
 
 
 def test_rounded_storage_trains_another_agent_as_well():
     config = small(steps=20_480, eval_every=0, eval_episodes=50)
     plain = trained(build(config))
-    for fields in ({"codec": "int8"}, {"codec": "fp8"}, {"codec": "bf16", "layout": "delta"}):
+    for fields in ({"codec": "int8"}, {"codec": "fp8"}, {"codec": "bf16"}):
         other = trained(build(dataclasses.replace(config, **fields)))
         assert other.ring.nbytes < plain.ring.nbytes and other.history.last["clipped"] == 0, fields
         assert not torch.equal(weights(plain), weights(other)) and other.history.final_return >= 195, fields
@@ -174,7 +172,7 @@ def test_values_that_the_codec_clips_are_counted():
     "fields",
     [
         {"precision": "fp8", "collect_precision": "bf16", "encoder": "gru", "hide_velocity": True},
-        {"codec": "int8", "layout": "delta", "capacity": 1_000, "extra_features": 2},  # the ring wraps around
+        {"codec": "int8", "capacity": 1_000, "extra_features": 2},  # the ring wraps around
     ],
     ids=str,
 )
@@ -264,7 +262,7 @@ def assert_same_rows(run: Run, size: int) -> None:
 def test_a_state_of_another_config_is_refused():
     config = Config(**SHORT)
     state = after(3, build(config)).state_dict()
-    for change in ({"encoder": "gru"}, {"num_envs": 8}, {"capacity": 600}, {"layout": "full"}, {"formats": "m=e4m3"}):
+    for change in ({"encoder": "gru"}, {"num_envs": 8}, {"capacity": 600}, {"formats": "m=e4m3"}):
         other = dataclasses.replace(config, **change)
         refused("the state does not fit the config: resume with the run's own config", build, other, HERE, state)
 
