@@ -379,8 +379,7 @@ def measure(
 
     Args:
         loop: what is trained.
-        machine: where and how fast. Forward passes are reused where that is possible and, but for a population, only if that is
-            faster.
+        machine: where and how fast. Forward passes are reused where that is possible and faster, not in a population.
         seconds: how long to measure.
         fingerprint: only print hashes of the weights after a few updates, which show on one machine whether numbers are the same.
         json_output: print one JSON object.

@@ -137,13 +137,13 @@ class Collector:
         return noise, self.env.draw(self.length)
 
     @torch.no_grad()
-    def play(self, noise: torch.Tensor, starts: tuple, policy=None) -> Rollout:
-        """The T steps with these numbers, by the model or another object with `policy`."""
-        before, mode = self.state, contextlib.nullcontext()
+    def play(self, noise: torch.Tensor, starts: tuple) -> Rollout:
+        """The T steps with these numbers."""
+        before, mode, policy = self.state, contextlib.nullcontext(), self.model
         if self.loop is unroll:
-            mode, policy = inference(self.env), policy or self.model.acting(self.env.num_envs)
+            mode, policy = inference(self.env), self.model.acting(self.env.num_envs)
         with mode, self.precision.autocast():  # one region, so that autocast casts the weights once
-            (*rows, outputs), state = self.loop(policy or self.model, self.env, noise, starts, before)
+            (*rows, outputs), state = self.loop(policy, self.env, noise, starts, before)
         *rows, self.state = (x.clone() if x is not None and x.is_inference() else x for x in (*rows, state))
         if state is not None:
             state = torch.stack((torch.zeros_like(state) if before is None else before, self.state))

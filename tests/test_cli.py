@@ -428,10 +428,9 @@ def test_bench_prints_json_a_width(capsys):
     names |= {"collect_share", "update_share", "floor_share"}
     assert result.keys() == names and result["num_envs"] == 16 and result["train_steps_per_second"] > 0
     assert (result["hidden_size"], wider["hidden_size"]) == (16, 32)
-    for options, reused in (((), True), (("--no-reuse-forward",), False)):
-        run_cli("bench", "--agents", 2, "--num-envs", 4, "--seconds", 0.1, "--json", *options)
-        result = json.loads(capsys.readouterr().out)
-        assert result.keys() == names | {"agents"} and result["agents"] == 2 and result["reuse_forward"] == reused
+    run_cli("bench", "--agents", 2, "--num-envs", 4, "--seconds", 0.1, "--json")
+    result = json.loads(capsys.readouterr().out)
+    assert result.keys() == names | {"agents"} and result["agents"] == 2 and not result["reuse_forward"]
 
 
 def test_a_fingerprint_is_that_of_the_numbers(capsys):

@@ -266,61 +266,6 @@ def test_an_agent_s_ring_is_foreseen_by_its_task():
         assert long - short == many - few > 0, env_id
 
 
-def reuses(run: Population, batch: Rollout) -> bool:
-    """Whether an update takes the forward passes that acted."""
-    found = []
-    with run.model.register_forward_pre_hook(lambda *call: found.append(call[-1].get("reuse", False)), with_kwargs=True):
-        run.learner.update(batch)
-    return found == [True]
-
-
-@pytest.mark.parametrize("task", [None, "fp8rl/Lqr-v0"])
-def test_forward_passes_of_acting_serve_the_first_update(task):
-    """Only the order in which a matmul sums may differ, as between an agent alone and among others."""
-    configs = thirty() if task is None else [dataclasses.replace(c, env_id=task, start_noise=0.5) for c in thirty()]
-    reusing, plain = Population(configs), Population(configs)
-    plain.collector.reuses = False
-    rollouts = [run.collect() for run in (reusing, plain)]
-    for name, one, other in zip(Rollout._fields, *rollouts, strict=True):
-        if task is not None:  # the heads' product with the critic's row may sum in another order, which a continuous action shows
-            assert one is other is None or torch.allclose(one, other, rtol=1e-4, atol=1e-5)
-        elif name == "behavior_logp":  # a discrete action shows it here alone, and only where MKL picks another kernel (Intel)
-            torch.testing.assert_close(one, other, rtol=0, atol=16 * torch.finfo(torch.float32).eps)
-        else:
-            assert one is other is None or torch.equal(one, other)
-    assert reuses(reusing, rollouts[0]) and not reuses(plain, rollouts[1])
-    for k, config in enumerate(reusing.configs):
-        far = {"fp32": 1e-6, "fp8": 0.0}.get(config.precision, 2.0**-6) * config.learning_rate
-        torch.testing.assert_close(reusing.model.theta[k], plain.model.theta[k], rtol=1e-6, atol=far + 1e-7)
-    assert not reuses(reusing, rollouts[0])  # the weights have changed
-
-
-@pytest.mark.parametrize("between", ["another rollout", "an interrupted one", "other weights", "another state"])
-def test_but_only_those_of_the_same_rollout_and_weights(between):
-    run = Population(thirty())
-    state, rollout = run.state_dict(), run.collect()
-    if between == "another rollout":
-        run.collect()
-    elif between == "an interrupted one":
-        with unittest.mock.patch.object(run.env, "step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            run.collect()
-    elif between == "other weights":
-        run.model.theta.data[7, 0] += 1e-3
-    else:
-        state["model"] = {name: x + 1e-3 for name, x in state["model"].items()}
-        run.load_state_dict(state)
-    assert not reuses(run, rollout)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"fresh_updates": 0}, {"collect_precision": "bf16"}, {"precision": "fp8"}, {"formats": "acting=e4m3"}], ids=str
-)
-def test_nothing_is_kept_where_it_would_be_of_no_use(fields):
-    run = Population([Config(**SHORT, **fields)])
-    run.collect()
-    assert not run.collector.reuses and run.model.newest is None and not run.model.acted
-
-
 def test_gradients_are_those_of_autograd():
     """The written-out backward pass against autograd on S plain networks."""
     agents = population.CHUNK + 2
@@ -445,7 +390,6 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
     for fields, message in (
         ({"env_id": "MountainCar-v0", "start_noise": 0.5}, "env_id is MountainCar-v0: train it alone, .* tasks as tensors"),
         ({"encoder": "gru"}, "encoder is gru: train it alone, a population does not have it"),
-        ({"layout": "full"}, "layout is full: train it alone, a population does not have it"),
         ({"normalize_obs": True}, "normalize_obs is True: train it alone, a population does not have it"),
         ({"precision": "tf32"}, "precision is tf32: train it alone"),
         ({"precision": "fp4"}, "precision is 'fp4' and it is unknown"),

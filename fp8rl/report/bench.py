@@ -52,7 +52,7 @@ class Loop:
     def fastest(self, machine: Machine) -> tuple[Config, Machine]:
         """The config of the loop and the machine, with what is left open as it is fastest here: the precision, if it is None, and
         whether forward passes are reused, if the machine says so and does not exclude it by a CUDA graph or collection ahead.
-        A population reuses them where it can. Raises like `config`."""
+        A population never reuses them. Raises like `config`."""
         config = self.config(machine)
         if self.agents:
             return config, machine
@@ -122,12 +122,11 @@ def bench_loop(
     hidden_size, layers and reuse_forward; collect_share and update_share, fractions of an iteration's time, meaningless for a
     CUDA graph or collection ahead; and floor_share, the floor's time as a fraction of an iteration's."""
     if agents is None:
-        run, reused = build(config, machine), machine.reuse_forward
+        run = build(config, machine)
     else:
         run = Population([dataclasses.replace(config, seed=seed) for seed in range(agents)], machine.device, machine.graph)
-        run.collector.reuses = reused = run.collector.reuses and machine.reuse_forward
     run.collector, run.learner = parts = Timed(run.collector), Timed(run.learner)
-    found, floor, steps = [], floor_of(config, machine, reused, agents), config.steps_per_iteration * (agents or 1)
+    found, floor, steps = [], floor_of(config, machine, agents), config.steps_per_iteration * (agents or 1)
     with contextlib.closing(iterate(run)) as iterations:
         for _ in range(5):  # caches, and the capture of a graph
             began = time.perf_counter()
@@ -147,15 +146,15 @@ def bench_loop(
     speed, *shares = (statistics.median(values) for values in zip(*found, strict=True))
     result = {"train_steps_per_second": speed} | ({} if agents is None else {"agents": agents})
     result |= {name: getattr(config, name) for name in ("num_envs", "rollout_length", "precision", "hidden_size", "layers")}
-    result["reuse_forward"] = reused
+    result["reuse_forward"] = machine.reuse_forward and agents is None
     return result | dict(zip(("collect_share", "update_share", "floor_share"), shares, strict=True))
 
 
-def floor_of(config: Config, machine: Machine, reused: bool, agents: int | None = None) -> Callable[[], None]:
+def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Callable[[], None]:
     """A function that does only the multiplications of an iteration on the package's own environment, for this process's
     environments or, in float32, all agents of a population: T forward passes to act, and one forward and one backward pass over
-    all rows at once. If forward passes are `reused`: T + 1 forward passes to act, and the backward pass, which a single run does
-    one time step at a time. On CUDA with `graph` it is a graph too."""
+    all rows at once. With `reuse_forward`: T + 1 forward passes to act, and the backward pass one time step at a time. On CUDA
+    with `graph` it is a graph too."""
     device, envs, length = machine.device, config.num_envs // ranks.rank_and_size()[1], config.rollout_length
     size, mode = config.hidden_size, Precision(config.precision, device).matmul_mode
     sizes = [(2, size), *[(size, size)] * (config.layers - 1), (size, 3)]  # both heads at once
@@ -171,8 +170,8 @@ def floor_of(config: Config, machine: Machine, reused: bool, agents: int | None 
         return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
 
     acting = products(forward(envs), config.collect_precision or config.precision)
-    if reused:
-        learning = acting + (products(backward(length * envs)) if agents else products(backward(envs)) * length)
+    if machine.reuse_forward and not agents:
+        learning = acting + products(backward(envs)) * length
     else:
         learning = products(forward((length + 1) * envs) + backward(length * envs))
     all_products = acting * length + learning

@@ -149,8 +149,7 @@ class Workspace(dict):
 class Agents(nn.Module):
     """The networks of S agents of given configs, with the parameters of `models`; agents whose matmuls are rounded alike follow
     each other. `theta` has the parameters, float32 [S, P], and `layers` views of it, weights [S, O, I] and biases [S, 1, O]: the
-    encoder's layers and, as one, the heads of actor and critic. `newest`: the observations of the rollout that has just been
-    collected and the bits of the weights that acted, for who may reuse its forward passes, until the next update."""
+    encoder's layers and, as one, the heads of actor and critic."""
 
     recurrent = False
 
@@ -162,47 +161,37 @@ class Agents(nn.Module):
         rows = [nn.utils.parameters_to_vector(in_order(model).values()).detach() for model in models]
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.sizes = [p.numel() for p in in_order(models[0]).values()]
-        self.parts = self.parts_of(configs, device, most=CHUNK if self.theta.device.type == "cpu" else None)
-        self.acting_parts = {kind: self.parts_of(configs, device, kind == "actor") for kind in ("learner", "actor")}
-        self.space, self.passes, self.acted, self.newest = Workspace(), 0, [], None
+        self.parts = self.parts_of(configs, most=CHUNK if self.theta.device.type == "cpu" else None)
+        self.acting_parts = {kind: self.parts_of(configs, kind == "actor") for kind in ("learner", "actor")}
+        self.space, self.passes = Workspace(), 0
 
-    def parts_of(self, configs: list[Config], device, acting: bool = False, most: int | None = None) -> list["Part"]:
+    def parts_of(self, configs: list[Config], acting: bool = False, most: int | None = None) -> list["Part"]:
         """The agents in parts of at most `most`, for learning or for acting."""
-        kinds = [(matmuls_of(config, acting), reuses_forward(config, device)) for config in configs]
-        return [Part(agents, roundings_of(matmuls, self.shapes), reuses) for agents, (matmuls, reuses) in alike(kinds, most)]
-
-    @property
-    def bits(self) -> torch.Tensor:
-        """The parameters' bits, int32 [S, P]: unlike numbers they are equal to themselves if there is a NaN among them."""
-        return self.theta.detach().view(torch.int32)
+        kinds = [matmuls_of(config, acting) for config in configs]
+        return [Part(agents, roundings_of(matmuls, self.shapes)) for agents, matmuls in alike(kinds, most)]
 
     @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return views(self.theta.detach(), self.shapes)
 
-    def results(self, part: "Part", obs: torch.Tensor, layers: list, acted=()) -> list[tuple[torch.Tensor, ...]]:
-        """Inputs, weights and outputs of each layer, rounded, for a part's agents and observations [S, R, F]. With `acted` the
-        outputs are those that acting has kept there, of all layers but the first."""
+    def results(self, part: "Part", obs: torch.Tensor, layers: list) -> list[tuple[torch.Tensor, ...]]:
+        """Inputs, weights and outputs of each layer, rounded, for a part's agents and observations [S, R, F]."""
         x, found = obs[part.agents], []
         for i, ((weight, bias), rounding) in enumerate(zip(layers, part.roundings, strict=True)):
             x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[part.agents])
-            if i and acted:
-                y = acted[i - 1][part.agents]
-            else:
-                name = (i, None if acted else part.agents.start)  # with `acted`, used up before the next part
-                bias = apply(rounding.result, bias[part.agents])
-                y = self.space.product(name, x, weight.mT, bias, by_column=weight.shape[1] < x.shape[2])
-                y = apply(rounding.result, y.relu_() if i + 1 < len(self.shapes) else y)
+            bias, name = apply(rounding.result, bias[part.agents]), (i, part.agents.start)
+            y = self.space.product(name, x, weight.mT, bias, by_column=weight.shape[1] < x.shape[2])
+            y = apply(rounding.result, y.relu_() if i + 1 < len(self.shapes) else y)
             found.append((x, weight, y))
             x = y
         return found
 
-    def forward(self, obs: torch.Tensor, reuse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N]. Gradients of the last step's do not
-        reach the layers: the loss only bootstraps from them. `reuse`: the last policy that keeps rows has acted on them."""
+        reach the layers: the loss only bootstraps from them."""
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
-        outputs = AgentsFunction.apply(rows, self.theta, self, rows.shape[1] - envs, reuse)
+        outputs = AgentsFunction.apply(rows, self.theta, self, rows.shape[1] - envs)
         outputs = outputs.view(agents, length, envs, -1).transpose(0, 1)
         actor, values = outputs.split((self.num_actions, 1), dim=-1)
         return Gaussian.outputs(actor, self.spread(self.theta)) if self.gaussian else actor, values.squeeze(-1)
@@ -211,15 +200,13 @@ class Agents(nn.Module):
         """The parameters of the standard deviations of continuous actions, [S, 1, A]."""
         return theta[:, -self.num_actions :].unsqueeze(1) if self.gaussian else None
 
-    def policy(self, kind: str, rows: int = 0) -> "Policy":
-        """The agents' policies with the current weights, in the precision of the "learner" or the "actor". In `acted` they keep
-        what `forward` would compute for the first `rows` observations of each agent, until the next ones with `rows`."""
-        if rows:
-            self.passes += 1
-            if not self.acted:
-                with torch.inference_mode(False):  # as in Workspace
-                    self.acted = [self.theta.new_empty(len(self.theta), rows, size) for size, _ in self.shapes[1:]]
-        return Policy(self, self.acting_parts[kind], self.acted if rows else [])
+    def policy(self, kind: str) -> "Policy":
+        """The agents' policies with the current weights, in the precision of the "learner" or the "actor"."""
+        return Policy(self, self.acting_parts[kind])
+
+    def acting(self, rows: int) -> "Policy":
+        """Like ActorCritic.acting."""
+        return self.policy("actor")
 
     def network(self, agent: int) -> ActorCritic:
         """One agent's network, a copy on the CPU."""
@@ -236,21 +223,11 @@ def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torc
     return [(next(weights_and_biases).unflatten(1, shape), next(weights_and_biases).unsqueeze(1)) for shape in shapes]
 
 
-def reuses_forward(config: Config, device) -> bool:
-    """Whether an agent learns from a new rollout with the forward passes that acted, whose weights the first update still has: if
-    both round alike, and each number by itself. FP8 and formats scale a matrix by its largest number. Not on a GPU, where calls
-    cost most: it makes more of them."""
-    learner, actor = matmuls_of(config), matmuls_of(config, acting=True)
-    elementwise = actor[1:] == (None, None) and not PRECISIONS[actor.precision].forward
-    return torch.device(device).type == "cpu" and config.fresh_updates > 0 and learner == actor and elementwise
-
-
 class Part(NamedTuple):
-    """Agents that compute together, the rounding of every layer, and whether learning reuses what acting has computed."""
+    """Agents that compute together, and the rounding of every layer."""
 
     agents: slice
     roundings: list[Rounding]
-    reuses: bool
 
 
 def alike(values: list, most: int | None = None) -> list[tuple[slice, Any]]:
@@ -266,30 +243,25 @@ def alike(values: list, most: int | None = None) -> list[tuple[slice, Any]]:
 
 class Policy:
     """Policies of S agents with the present weights, rounded once and stored as they are multiplied: [S, I, O], but [S, O, I] in
-    the last layer, whose few outputs are computed by column. What parts reuse goes into `kept`, [S, R, O] for every layer but
-    the first, and their last layer has the critic, too. If `kept` is empty, nothing is kept."""
+    the last layer, whose few outputs are computed by column."""
 
     recurrent = False
 
-    def __init__(self, net: Agents, parts: list[Part], kept: list[torch.Tensor]):
-        self.spread, self.space, self.kept, self.rows = net.spread(net.theta.detach()), net.space, kept, 0
-        (*hidden, (heads, heads_bias)), self.parts = net.layers, []
-        self.agents, self.num_actions = len(heads), heads.shape[1] - 1
-        for agents, roundings, reuses in parts:
-            keeps, rounded = reuses and bool(kept), []
-            outputs = self.num_actions + keeps
-            for (weight, bias), r in zip((*hidden, (heads[:, :outputs], heads_bias[..., :outputs])), roundings, strict=True):
+    def __init__(self, net: Agents, parts: list[Part]):
+        self.spread, self.space, self.agents, self.parts = net.spread(net.theta.detach()), net.space, len(net.theta), []
+        *hidden, (heads, heads_bias) = net.layers
+        for agents, roundings in parts:
+            rounded = []
+            for (weight, bias), r in zip((*hidden, (heads[:, :-1], heads_bias[..., :-1])), roundings, strict=True):
                 own = apply(r.weights, weight[agents])
                 stored = own.mT if len(rounded) < len(hidden) else own
                 rounded.append((stored.contiguous(), apply(r.result, bias[agents]), r))
-            self.parts.append((agents, rounded, keeps))
+            self.parts.append((agents, rounded))
 
     def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
         """Maps observations [S N, F] to outputs [S N, A or 2 A]."""
         obs, outputs = obs.unflatten(0, (self.agents, -1)), []
-        rows = slice(self.rows, self.rows + obs.shape[1])  # of `kept`
-        self.rows = rows.stop
-        for agents, layers, keeps in self.parts:
+        for agents, layers in self.parts:
             x = obs[agents]
             for i, (weight, bias, rounding) in enumerate(layers):
                 x = apply(rounding.inputs, x)
@@ -298,9 +270,7 @@ class Policy:
                 else:
                     x = torch.bmm(weight, x.mT).add_(bias.mT).mT
                 x = apply(rounding.result, x)
-                if keeps and i:
-                    self.kept[i - 1][agents, rows] = x
-            outputs.append(x[..., : self.num_actions])
+            outputs.append(x)
         outputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self.spread is not None:
             outputs = Gaussian.outputs(outputs, self.spread)
@@ -308,33 +278,29 @@ class Policy:
 
 
 class AgentsFunction(torch.autograd.Function):
-    """Forward and backward pass of all agents, a few agents at a time; backward only for the first rows. The next forward pass,
-    or policy that keeps rows, overwrites what a backward pass needs, which then raises RuntimeError."""
+    """Forward and backward pass of all agents, a few agents at a time; backward only for the first rows. The next forward pass
+    overwrites what a backward pass needs, which then raises RuntimeError."""
 
     @staticmethod
-    def forward(ctx, obs, theta, net, learned, reuse):
-        """Maps obs [S, R, F] and parameters [S, P] to outputs [S, R, A + 1]; only the first `learned` rows have a gradient.
-        With `reuse` the parts that can take what acting has kept."""
+    def forward(ctx, obs, theta, net, learned):
+        """Maps obs [S, R, F] and parameters [S, P] to outputs [S, R, A + 1]; only the first `learned` rows have a gradient."""
         net.passes += 1
-        ctx.net, ctx.number, ctx.obs, ctx.learned, ctx.layers = net, net.passes, obs[:, :learned], learned, net.layers
-        ctx.kept = [None if reuse and part.reuses else net.results(part, obs, ctx.layers) for part in net.parts]
-        parts = zip(net.parts, ctx.kept, strict=True)
-        return torch.cat([(kept[-1][-1] if kept else net.acted[-1][part.agents]).mT for part, kept in parts]).mT
+        ctx.net, ctx.number, ctx.learned, layers = net, net.passes, learned, net.layers
+        ctx.kept = [net.results(part, obs, layers) for part in net.parts]
+        return torch.cat([kept[-1][-1].mT for kept in ctx.kept]).mT
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         net, space = ctx.net, ctx.net.space
         if ctx.number != net.passes:
-            raise RuntimeError("another forward pass, or acting, has overwritten this one's results: call backward first")
+            raise RuntimeError("another forward pass has overwritten this one's results: call backward first")
         theta_grad = torch.empty_like(net.theta)
         if net.gaussian:
             theta_grad[:, -net.num_actions :] = 0  # deviations, which `Agents.forward` adds to the outputs
         layers = list(enumerate(views(theta_grad, net.shapes)))
-        for part, kept in zip(net.parts, ctx.kept, strict=True):
-            agents, roundings, _ = part
+        for (agents, roundings), kept in zip(net.parts, ctx.kept, strict=True):
             g = grad[agents, : ctx.learned]
-            kept = kept or net.results(part, ctx.obs, ctx.layers, net.acted)
             for i, (weight_grad, bias_grad) in reversed(layers):
                 x, weight, y = kept[i]
                 x, y = x[:, : ctx.learned], y[:, : ctx.learned]
@@ -348,7 +314,7 @@ class AgentsFunction(torch.autograd.Function):
                 bias_grad[agents] = apply(roundings[i].result, summed.sum(1, keepdim=True))
                 if i:
                     g = space.product(("gradient", i), g, weight)
-        return None, theta_grad, None, None, None
+        return None, theta_grad, None, None
 
 
 def environments(config: Config, num_envs: int, start_noise: list[float], seeds: torch.Tensor, purpose="starts") -> TensorEnv:
@@ -454,23 +420,6 @@ class Scales(Saved):
         return StepReport(norm.squeeze(1), self.scale.squeeze(1).clone(), ~finite.squeeze(1))
 
 
-class AgentsCollector(Collector):
-    """Like Collector, for agents, with rollouts [T, S N]. `reuses`: acting keeps forward passes for the update that follows."""
-
-    reuses = False
-
-    def play(self, noise: torch.Tensor, starts: tuple) -> Rollout:
-        self.model.newest = None
-        rows = (self.length + 1) * self.env.num_envs // len(self.seed)
-        actor = self.model.policy("actor", rows if self.reuses else 0)
-        rollout = super().play(noise, starts, actor)
-        if self.reuses:
-            with torch.no_grad(), self.precision.autocast():
-                actor.policy(rollout.obs[-1])  # its value is used only for bootstrapping
-            self.model.newest = rollout.obs, self.model.bits.clone()
-        return rollout
-
-
 class AgentsLearner(Learner):
     """Like Learner, for agents: batches are [T, S B], statistics [S]. `places`: of each agent. `seed`: int64 [S]."""
 
@@ -483,15 +432,8 @@ class AgentsLearner(Learner):
         self.optimizer.rate.zero_().add_(learning_rate)  # in place, because a captured step reads this tensor
         return learning_rate.squeeze(1).cpu().numpy() if isinstance(learning_rate, torch.Tensor) else learning_rate
 
-    def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
-        (obs, bits), self.model.newest = self.model.newest or (None, None), None
-        # Unless somebody has changed the weights.
-        acted = batch.obs is obs and np.array_equal(bits.numpy(), self.model.bits.numpy())
-        batch = batch.by_agent(len(self.seed))
-        if acted:
-            with self.precision.autocast():
-                computed = self.model(batch.obs, reuse=True)
-        return super().update(batch, record, computed)
+    def loss(self, batch: Rollout, computed=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return super().loss(batch.by_agent(len(self.seed)), computed)
 
     def stop(self, agent: int, reason: Exception) -> None:
         self.precision.stopped[agent] = True
@@ -536,8 +478,7 @@ class Population(Run):
         optimizer = Adam(model.theta, one.learning_rate, places, model.sizes, seed)
         rewards = RewardScale(env.num_envs, device, self.agents)
         learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
-        collector = AgentsCollector(env, model, scales, one.rollout_length, seed)
-        collector.reuses = any(part.reuses for part in model.parts)
+        collector = Collector(env, model, scales, one.rollout_length, seed)
         if graph and scales.device.type in graphs.GRAPHED:
             collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
         action_size = env.num_actions if model.gaussian else 0
@@ -566,7 +507,7 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
         for acting in (False, True):
             roundings_of(matmuls_of(config, acting), shapes_of(config))
     agents, free = len(configs), hardware.available(device) // at_once
-    each = max(bytes_per_agent(config, device) for config in configs)
+    each = max(bytes_per_agent(config) for config in configs)
     if agents * each > free:
         need = f"needs about {agents * each / 1e9:.1f} GB and {free / 1e9:.1f} GB are free for it on {device}"
         fewer = f"use at most {free // each} agents, or " if free > each else ""
@@ -585,16 +526,15 @@ def shapes_of(config: Config) -> list[tuple[int, int]]:
     return [(width, features), *[(width, width)] * (config.layers - 1), ((task or Cart).num_actions + 1, width)]
 
 
-def bytes_per_agent(config: Config, device="cpu") -> int:
-    """Memory that an agent takes, about: its ring, seven tensors like its parameters, one like the hidden layers of a rollout if
-    they are reused, and what a rollout or batch takes, in FP8 twice."""
+def bytes_per_agent(config: Config) -> int:
+    """Memory that an agent takes, about: its ring, seven tensors like its parameters, and what a rollout or batch takes, in FP8
+    twice."""
     task, shapes = task_of(config.env_id) or Cart, shapes_of(config)
     action_size = task.num_actions if task.distribution is Gaussian else 0
     parameters = sum(rows * (columns + 1) for rows, columns in shapes)
-    kept_rows = (config.rollout_length + 1) * config.num_envs if reuses_forward(config, device) else 0
     ring = ring_bytes(config.rows, config.num_envs, shapes[0][1], codec=config.codec, action_size=action_size)
     work = bytes_at_work(config) * (2 if PRECISIONS[config.precision].forward else 1)  # FP8 rounds copies of what it multiplies
-    return ring + 4 * (7 * parameters + (config.layers - 1) * config.hidden_size * kept_rows) + work
+    return ring + 4 * 7 * parameters + work
 
 
 def one_of(configs: list[Config], device) -> Config:
