@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 
 from ..config import Config
+from ..lab.doctor import Doctor
+from ..lab.places import EIGHT_BIT
 from ..precision import PRECISIONS, Precision, available_precisions
 from ..scale import ranks
 from ..scale.around import Around
@@ -25,6 +27,10 @@ from ..scale.hardware import hardware, is_emulated
 from ..scale.machine import HERE, Machine, build
 from ..scale.population import Population
 from ..train import iterate, train
+
+# Of a fingerprint: the settings that benchmarks name, so that their numbers stay when these defaults change.
+SETTLED = {"rollout_length": 32, "slice_length": 16, "batch_size": 256, "replay_updates": 4, "capacity": 2_000, "gamma": 0.98}
+SETTLED |= {"lam": 0.95, "entropy_coef": 0.01, "learning_rate": 1e-2, "halved_after": 1024, "normalize_obs": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +89,39 @@ class Loop:
 
 
 def fingerprint() -> str:
-    """Hashes of the weights after a few updates of a single run and of a population: equal as long as the package's numbers are,
-    on one machine with one version of torch."""
-    configs = [Config(name, steps=2_048, eval_every=0, eval_episodes=1) for name in ("fp32", "fp8")]
-    found = [train(run, progress=False).model for run in (build(configs[0]), Population(configs))]
-    weights = [torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes() for model in found]
-    return "-".join(hashlib.sha256(each).hexdigest()[:8] for each in weights)
+    """Five hashes, of weights after a few updates and of verdicts: a single run with the defaults, a population in fp32 and FP8
+    with them, an agent in eight bits with SETTLED, the doctor on an optimizer, and on an average. Equal as long as the numbers
+    of the package are, on one kind of processor with one version of torch."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would order sums otherwise
+    try:
+        shape = {"steps": 2 * Config().steps_per_iteration, "eval_every": 0, "eval_episodes": 1}  # the first clips nothing
+        configs = [Config(name, **shape) for name in ("fp32", "fp8")]
+        settled = Config(**shape | {"steps": 2048} | SETTLED | EIGHT_BIT)
+        runs = build(configs[0]), Population(configs), Population([settled])
+        models = [train(run, progress=False).model for run in runs]
+        found = [torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes() for model in models]
+        found += [repr(verdicts).encode() for verdicts in examined()]
+    finally:
+        torch.set_num_threads(threads)
+    return "-".join(hashlib.sha256(each).hexdigest()[:8] for each in found)
+
+
+def examined() -> tuple[list[tuple], list[tuple]]:
+    """What the doctor finds in a layer that learns to add, and in an average of its weights: p, q and verdicts."""
+    noise = torch.Generator().manual_seed(0)
+    weight = torch.randn(1, 16, generator=noise).requires_grad_()
+    doctor = Doctor(optimizer := torch.optim.Adam([weight], lr=1e-2))
+    doctor.follow("target", [weight], 0.01)
+    for _ in range(128):
+        x = torch.randn(32, 16, generator=noise)
+        optimizer.zero_grad()
+        loss = functools.partial(lambda x: (torch.nn.functional.linear(x, weight) - x.sum(1, keepdim=True)).square().mean(), x)
+        loss().backward()
+        doctor.look(loss)
+        optimizer.step()
+    found = [(each.optimizer == "average", (*each[1:5], each.verdict)) for each in doctor.report()]
+    return tuple([numbers for average, numbers in found if average is which] for which in (False, True))
 
 
 def origin() -> str:
