@@ -2,7 +2,7 @@
 # make test     runs the tests and every notebook, a process for each core
 # make lab      opens the notebooks in JupyterLab
 # make lint     checks package, tests and notebooks
-# make results  makes every table in benchmarks/README.md again (hours); ONLY="study codecs" makes these alone
+# make results  makes the stale tables of benchmarks/README.md again (hours); ONLY="study codecs" makes these alone
 # make address  writes REPOSITORY into the README's Colab badge and into the first cell of each notebook, which installs from there
 # Every other target sets up .venv first; a second run finds it ready and starts at once.
 PYTHON ?= python3

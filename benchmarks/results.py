@@ -1,20 +1,38 @@
 """Makes the tables of benchmarks/README.md again, and puts each into the READMEs, between `<!-- FILE -->` and `<!-- end -->`.
 
-python benchmarks/results.py               # all of them, which takes hours
-python benchmarks/results.py study speed   # these
+    python benchmarks/results.py               # all that are stale, which takes hours; goes on after the last one when repeated
+    python benchmarks/results.py study speed   # these
+    python benchmarks/results.py --put         # none: puts what is there, and says above stale tables that they are
+    python benchmarks/results.py --status      # lists all; fails if README.md shows a stale one and does not say so
+
+A table is fresh if the code that made it and the present code have the same fingerprint (`fp8rl.report.bench.fingerprint`), which
+changes with what trainings and the doctor compute and with defaults, in each of the parts that the table rests on (RESTS_ON); of
+times this says only that the work is the same. Fingerprints differ by kind of processor, so results/fingerprints.json has
+those of the present code for every kind that it ran on: where this machine's is another one than it was, those of all others are
+of earlier code and are forgotten. A table's fingerprint stands in its last line, or else in results/made.json, with the minutes
+that it took; one that has none is stale.
 """
 
+import datetime
 import importlib.util
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 
+from fp8rl.report.bench import fingerprint
+from fp8rl.scale.hardware import hardware
+
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+READMES = ROOT / "README.md", ROOT / "benchmarks/README.md"
+MADE, KNOWN = RESULTS / "made.json", RESULTS / "fingerprints.json"
 STUDY = "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 100 --first-seed 5000 --steps 100000"
 COMMANDS = {
     "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
@@ -51,6 +69,7 @@ COMMANDS = {
     "speed": "python benchmarks/speed/compare.py benchmarks/results --rounds 3 --seeds 5",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
+    "fp8_layer": "python benchmarks/fp8_layer.py benchmarks/results",
 }
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl", "stable_baselines3", "jax")}
 PEERS |= {
@@ -61,7 +80,18 @@ PEERS |= {
     "populations_avx2": ("jax",),
     "populations_cuda": ("jax",),
 }
-ON_CUDA = ("placements", "populations_cuda")
+ON_CUDA = ("placements", "populations_cuda", "fp8_layer")
+# What a table's numbers rest on beside the defaults: parts of a fingerprint. Settings of a table's own are "settled".
+PARTS = ("defaults", "settled", "doctor", "averages")
+RESTS_ON = dict.fromkeys(("breakage_map", "breakage_claims", "mismatch", "hostile", "replay_sampling"), ("settled",))
+RESTS_ON |= {"law": PARTS[:3], **dict.fromkeys(("sums", "planted", "law_sb3"), PARTS[1:])}
+# Where it is not NAME.md, or NAME.csv of the step of a table; and what a table goes on from.
+FILES = {"study": "study/table.md", "codecs": "codecs/table.md", "film": "film.gif", "sums_measured": "sums.csv"}
+FILES |= {"fp8_layer": "fp8_layer_NVIDIA_H100_80GB_HBM3.json"}
+JOURNALS = {"ladder": ("ladder.csv",), "widths": ("widths.csv",), "planted": ("planted_predicted.csv", "planted_measured.csv")}
+FIGURES = {"curves.png": "film", "law_map.png": "breakage_map"}  # where it is not NAME.png
+CODES = json.loads(KNOWN.read_text())  # by part and kind of processor
+STEP = re.compile("_(predicted|measured|cost)$")
 
 
 def obstacle(name: str) -> str | None:
@@ -71,29 +101,173 @@ def obstacle(name: str) -> str | None:
     return "it needs a CUDA device" if name in ON_CUDA and not torch.cuda.is_available() else None
 
 
-def put() -> None:
-    """Puts the tables as they are in their files between the markers of the READMEs."""
+def needs(name: str) -> str:
+    """What a table needs beside a CPU and the project's requirements."""
+    return ", ".join([*["a GPU"] * (name in ON_CUDA), *PEERS.get(name, ())])
+
+
+def file_of(name: str) -> Path:
+    return RESULTS / FILES.get(name, f"{name}.csv" if STEP.search(name) else f"{name}.md")
+
+
+def name_of(file: str) -> str:
+    """The table that a file in results/ belongs to, such as tasks for tasks_short.md."""
+    names = {path: name for name, path in FILES.items()} | FIGURES
+    return names.get(file) or re.sub("_short$", "", Path(file).stem)
+
+
+def made() -> dict[str, dict]:
+    return json.loads(MADE.read_text())
+
+
+def write(path: Path, found: dict) -> None:
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def code_of(name: str) -> str:
+    """The fingerprint of the code that made a table, or "". That of a step is its table's if it has none."""
+    path, table = file_of(name), STEP.sub("", name)
+    text = path.read_text() if path.suffix == ".md" and path.exists() else ""
+    found = re.findall(r"code ([\da-f]{8}(?:-[\da-f]{8})+)", text)
+    return found[-1] if found else made().get(name, {}).get("fingerprint") or (code_of(table) if table != name else "")
+
+
+def parts_of(code: str) -> dict[str, str]:
+    """A fingerprint's parts. One of two hashes, as they once were, stands for all parts."""
+    first, *others = ["-".join(code.split("-")[:2]), *code.split("-")[2:]]
+    return dict(zip(PARTS, (first, *(others or [first] * 3)), strict=True))
+
+
+def known() -> dict[str, set[str]]:
+    """The hashes of the present code on every kind of processor, by part."""
+    return {part: set(kinds.values()) for part, kinds in CODES.items()}
+
+
+def remember(code: str, kind: str) -> bool:
+    """Adds this machine's fingerprint of the present code to CODES. Returns whether it has changed here."""
+    changed = False
+    for part, own in parts_of(code).items():
+        kinds = CODES.setdefault(part, {})
+        if kinds.get(kind, own) != own:
+            kinds.clear()
+            changed = True
+        kinds[kind] = own
+    return changed
+
+
+def here() -> str:
+    """The kind of this processor, and torch's version."""
+    return ", ".join(re.match(r"(.+?), \d+ cores, (.+?), threads.*(torch \d+\.\d+)", hardware()).groups())
+
+
+def late(name: str) -> list[str]:
+    """Which of a table's steps and itself are of earlier code."""
+    present, parts = known(), RESTS_ON.get(STEP.sub("", name), PARTS[:1])
+    codes = {each: code_of(each) for each in COMMANDS if name in (each, STEP.sub("", each))}
+    return [
+        each
+        for each, code in codes.items()
+        if not code or any(parts_of(code)[part] not in present.get(part, ()) for part in parts)
+    ]
+
+
+def mark(name: str) -> str:
+    """The line above a table of earlier code, or nothing."""
+    if name not in COMMANDS or not (names := late(name)):
+        return ""
+    again = names[0] if names == [name] else f'"{" ".join(dict.fromkeys((*names, name)))}"'
+    return f"*Of earlier code ({code_of(names[0]) or 'no fingerprint'}): `make results ONLY={again}` makes it again.*\n\n"
+
+
+def filled(text: str) -> str:
+    """A README with the tables as they are in their files, marked if stale, and the last columns of its index."""
 
     def block(found: re.Match) -> str:
-        return f"<!-- {found[1]} -->\n{(ROOT / found[1]).read_text()}<!-- end -->"
+        file = found[1].removeprefix("benchmarks/results/")
+        return f"<!-- {found[1]} -->\n{mark(name_of(file))}{(ROOT / found[1]).read_text()}<!-- end -->"
 
-    for readme in (ROOT / "README.md", ROOT / "benchmarks/README.md"):
-        readme.write_text(re.sub(r"<!-- (\S+\.md) -->\n.*?<!-- end -->", block, readme.read_text(), flags=re.DOTALL))
+    def figure(found: re.Match) -> str:
+        name = name_of(found[1])
+        return found[0] if name in shown else shown.add(name) or mark(name) + found[0]
+
+    def row(found: re.Match) -> str:
+        name, minutes = found[2], made().get(found[2], {}).get("minutes")
+        state = "**stale**" if late(name) else "fresh"
+        return f"{found[1]} {'-' if minutes is None else f'{minutes:.0f}'} | {', '.join(filter(None, (state, needs(name))))} |"
+
+    text = re.sub(r"\*Of earlier code \(.*\n\n", "", text)
+    shown = {name_of(file) for file in re.findall(r"<!-- \S*results/(\S+\.md) -->", text)}
+    text = re.sub(r"<!-- (\S+\.md) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
+    text = re.sub(r"(?m)^(?:!\[|<img ).*?results/([\w/]+\.(?:png|gif)).*$", figure, text)
+    return re.sub(r"(?m)^(\| .* \| \[(\w+)\]\(\S+\) \|) .*$", row, text)
+
+
+def put() -> None:
+    for readme in READMES:
+        readme.write_text(filled(readme.read_text()))
+
+
+def status() -> list[list[str]]:
+    """Of each table: its name, the day of git's last change to its file, fingerprint, state, minutes, and what it needs."""
+    rows = []
+    for name in COMMANDS:
+        day = subprocess.run(["git", "log", "-1", "--format=%cs", "--", file_of(name)], cwd=ROOT, capture_output=True, text=True)
+        minutes = made().get(name, {}).get("minutes", "-")
+        row = [name, day.stdout.strip(), code_of(name), "stale" if late(name) else "fresh", minutes, needs(name)]
+        rows.append([str(x) if x not in ("", None) else "-" for x in row])
+    return rows
+
+
+def unmarked(readme: str) -> list[str]:
+    """The stale tables of which a README shows a table or a figure without a mark."""
+    before, after = (re.findall(r"\*Of earlier code .* ONLY=\"?(?:\w+ )*(\w+)", text) for text in (readme, filled(readme)))
+    return [name for name in after if name not in before]
+
+
+def make(name: str, code: str) -> None:
+    """Runs a table's command, and records its minutes. What a stale table went on from is deleted first."""
+    journals = [RESULTS / file for file in JOURNALS.get(name, ())] + [file_of(name)] * bool(STEP.search(name))
+    before = made().get(name, {})
+    goes_on = bool(journals) and (not late(name) or before.get("unfinished") == code)
+    if not goes_on:
+        for journal in journals:
+            journal.unlink(missing_ok=True)
+    minutes, began = before.get("minutes") if goes_on else 0, time.monotonic()
+    entry = {"unfinished": code}
+    try:
+        subprocess.run([sys.executable, *shlex.split(COMMANDS[name])[1:]], cwd=ROOT, check=True)
+        entry = {"fingerprint": code, "date": datetime.date.today().isoformat(), "processor": here()}
+    finally:
+        spent = (time.monotonic() - began) / 60
+        write(MADE, made() | {name: entry | {"minutes": minutes if minutes is None else round(minutes + spent, 1)}})
+    if name == "study":  # in a folder of its own, which it can go on in
+        for file in ("results.csv", "table.md", "curves.png"):
+            shutil.copy(ROOT / "build/study" / file, RESULTS / "study" / file)
 
 
 def main(names: list[str]) -> None:
-    unknown = [name for name in names if name not in COMMANDS]
+    unknown = [name for name in names if name not in (*COMMANDS, "--status", "--put")]
     if unknown:
-        sys.exit(f"{', '.join(unknown)}: choose from {', '.join(COMMANDS)}")
+        sys.exit(f"{', '.join(unknown)}: choose from {', '.join(COMMANDS)}, --status and --put")
+    code = fingerprint()
+    changed = remember(code, here())
+    if names == ["--status"]:
+        for row in (["table", "of", "fingerprint", "", "minutes", "needs"], *status()):
+            print("{:17} {:10} {:44} {:5} {:>7}  {}".format(*row))
+        print("The fingerprint has changed here: python benchmarks/results.py --put" if changed else f"This code: {code}")
+        wrong = unmarked(READMES[0].read_text())
+        sys.exit(f"README.md shows {', '.join(wrong)}, stale and not marked: python benchmarks/results.py --put" if wrong else 0)
+    write(KNOWN, CODES)
+    put()
     for name in names or COMMANDS:
-        if reason := obstacle(name):
+        if name == "--put" or (not names and not late(name)):
+            continue
+        first = [step for step in late(name) if step != name]
+        if reason := obstacle(name) or (first and f"make {', '.join(first)} first"):
             print(f"{name} left out: {reason}")
             continue
         print(f"{name}: {COMMANDS[name]}", flush=True)
-        subprocess.run([sys.executable, *shlex.split(COMMANDS[name])[1:]], cwd=ROOT, check=True)
-        if name == "study":  # in a folder of its own, which it can go on in
-            for file in ("results.csv", "table.md", "curves.png"):
-                shutil.copy(ROOT / "build/study" / file, ROOT / "benchmarks/results/study" / file)
+        make(name, code)
         put()
 
 

@@ -154,3 +154,8 @@ def random_rollout(seed: int, length: int, batch: int = 3, on_policy: bool = Fal
     rollout = Rollout(tensor(length + 1, batch, 2), action, reward, torch.from_numpy(flags), tensor(length, batch) * 0.1 - 0.7)
     log_ratios = torch.zeros(length, batch).double() if on_policy else tensor(length, batch)
     return tensor(length + 1, batch), log_ratios, rollout
+
+
+def figures(text: str) -> set[str]:
+    """The numbers in a text, as they are written."""
+    return set(re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?", text))

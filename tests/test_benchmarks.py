@@ -2,6 +2,9 @@
 
 import functools
 import io
+import json
+import re
+import shlex
 import sys
 
 import breakage_map
@@ -9,12 +12,13 @@ import film
 import law
 import numpy as np
 import pytest
+import results
 import torch
 from helpers import bang_bang, small
 from PIL import Image
 
 from fp8rl.config import Config
-from fp8rl.report.bench import seconds_of
+from fp8rl.report.bench import SETTLED, seconds_of
 
 
 def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
@@ -250,3 +254,99 @@ def test_stable_baselines3_trains_with_the_weights_that_are_stored():
     sac = law_sb3.model_of("SAC", seed=5)
     found = law_sb3.keep(sac, "")
     assert all(any(x is own for own in found) for x in (sac.actor.optimizer, sac.critic.optimizer, sac.ent_coef_optimizer))
+
+
+CODE = "aaaaaaaa-bbbbbbbb-cccccccc-dddddddd-eeeeeeee"
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A folder of results, whose present code has the fingerprint CODE on one kind of processor."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "MADE", tmp_path / "made.json")
+    monkeypatch.setattr(results, "CODES", {})
+    results.MADE.write_text("{}")
+    results.remember(CODE, "one kind")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("code", "stale"),
+    [
+        (CODE, []),
+        ("00000000-bbbbbbbb-cccccccc-dddddddd-eeeeeeee", ["tasks", "law"]),  # other defaults, or another single run
+        ("aaaaaaaa-00000000-cccccccc-dddddddd-eeeeeeee", ["tasks", "law"]),
+        ("aaaaaaaa-bbbbbbbb-00000000-dddddddd-eeeeeeee", ["mismatch", "law", "planted"]),  # another algorithm
+        ("aaaaaaaa-bbbbbbbb-cccccccc-00000000-eeeeeeee", ["law", "planted"]),  # another doctor
+        ("aaaaaaaa-bbbbbbbb-cccccccc-dddddddd-00000000", ["planted"]),
+        ("aaaaaaaa-bbbbbbbb", []),  # as fingerprints once were
+        ("aaaaaaaa-00000000", ["tasks", "mismatch", "law", "planted"]),
+        ("", ["tasks", "mismatch", "law", "planted"]),  # older than fingerprints
+    ],
+)
+def test_a_table_is_stale_if_what_it_rests_on_has_changed(made, code, stale):
+    for part in results.CODES.values():
+        part["two hashes"] = "aaaaaaaa-bbbbbbbb"
+    for name in ("tasks", "mismatch", "law", "planted"):
+        (made / f"{name}.md").write_text(f"| 1 |\n\n`a command` on a machine; code {code}.\n" if code else "| 1 |\n")
+    assert [name for name in ("tasks", "mismatch", "law", "planted") if results.late(name)] == stale
+
+
+def test_a_table_is_as_old_as_its_oldest_step(made):
+    (made / "law.md").write_text(f"`a command` on a machine; code {CODE}.\n")
+    assert not results.late("law")  # whose steps are as it is
+    results.MADE.write_text(json.dumps({"law_measured": {"fingerprint": CODE.replace("a", "0")}}))
+    assert results.late("law") == ["law_measured"] and 'ONLY="law_measured law"' in results.mark("law")
+
+
+def test_a_fingerprint_that_changes_on_a_machine_is_forgotten_on_all(made):
+    other = "11111111-22222222-33333333-44444444-55555555"
+    assert not results.remember(other, "another kind") and not results.remember(CODE, "one kind")
+    assert results.known()["settled"] == {"cccccccc", "33333333"}
+    assert results.remember("99999999" + CODE[8:], "one kind")  # defaults
+    assert results.known()["defaults"] == {"99999999-bbbbbbbb"} and results.known()["settled"] == {"cccccccc", "33333333"}
+
+
+def test_settled_are_the_settings_that_tables_name():
+    assert SETTLED.keys() == breakage_map.SETTINGS.keys()
+
+
+def test_only_stale_tables_and_figures_are_marked_until_they_are_made_again(made, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", made)
+    path = "benchmarks/results/tasks.md"
+    table, readme = made / path, f"a\n\n<!-- {path} -->\n<!-- end -->\n\n![b](results/tasks.png)\n\n![c](results/law.png)\n"
+    table.parent.mkdir(parents=True)
+    readme += "\n| q | a | [tasks](#tasks) | - | - |\n"
+    for code, marks in (("", ["tasks", "law"]), (f"; code {CODE}", ["law"])):
+        table.write_text(f"| 1 |\n\n`a command` on a machine{code}.\n")
+        (made / "tasks.md").write_text(table.read_text())
+        assert results.unmarked(readme) == marks
+        found = results.filled(readme)
+        assert results.filled(found) == found and not results.unmarked(found) and "| 1 |" in found
+        assert re.findall("ONLY=.*(tasks|law)", found) == marks
+        assert ("| **stale**, stable_baselines3 |" in found) == ("tasks" in marks)
+    (made / "law.md").write_text(f"code {CODE}")
+    assert results.filled(found) == results.filled(readme) and "Of earlier code" not in results.filled(found)
+
+
+def test_a_stale_table_begins_anew_and_goes_on_after_an_interruption(made, monkeypatch):
+    monkeypatch.setattr(results, "here", lambda: "one kind")
+
+    def command(then=""):
+        script = f"open('{made}/ladder.csv', 'a').write('x'); {then}"
+        monkeypatch.setitem(results.COMMANDS, "ladder", f"python -c {shlex.quote(script)}")
+
+    (made / "ladder.csv").write_text("of earlier code")
+    command("exit(1)")
+    with pytest.raises(results.subprocess.CalledProcessError):
+        results.make("ladder", CODE)
+    assert results.made()["ladder"]["unfinished"] == CODE and results.late("ladder")
+    command()
+    results.make("ladder", CODE)
+    assert (made / "ladder.csv").read_text() == "xx" and not results.late("ladder")
+    assert results.made()["ladder"].keys() == {"fingerprint", "date", "processor", "minutes"}
+    results.make("ladder", CODE)  # it is fresh
+    assert (made / "ladder.csv").read_text() == "xxx"
+    results.remember(CODE.replace("a", "0"), "one kind")
+    results.make("ladder", CODE.replace("a", "0"))
+    assert (made / "ladder.csv").read_text() == "x"

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import results
+from helpers import figures
 from IPython.core.inputtransformer2 import TransformerManager
 
 ROOT = Path(__file__).parent.parent
@@ -147,20 +149,15 @@ def test_links_lead_to_files(path, prose):
 
 
 def test_figures_beside_a_link_to_a_table_are_the_tables(path, prose):
-    def numbers(text):
-        return set(re.findall(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?", text))
-
     for paragraph in prose.split("\n\n"):
         for link in re.findall(r"\]\((\S+/results/\S+\.md)\)", paragraph):
             table, text = (path.parent / link).read_text(), " ".join(re.sub(r"\(\S+/\S+\)", "", paragraph).split())
-            assert numbers(text) <= numbers(table), link
+            assert figures(text) <= figures(table), link
             machine = re.search(r"` on (.+?, \d+ cores(?:, \w+ with \w+ bf16)?)", table)[1]
             assert machine in text, link
 
 
 def test_tables_in_readmes_are_the_committed_results():
-    text = "".join((ROOT / name).read_text() for name in ("README.md", "benchmarks/README.md"))
-    blocks = re.findall(r"<!-- (\S+\.md) -->\n(.*?)<!-- end -->", text, flags=re.DOTALL)
-    assert blocks
-    for name, block in blocks:
-        assert block == (ROOT / name).read_text(), name
+    for readme in results.READMES:
+        text = readme.read_text()
+        assert "<!-- benchmarks/results/tasks" in text and results.filled(text) == text, readme
