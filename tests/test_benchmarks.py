@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import results
 import torch
-from helpers import bang_bang, small
+from helpers import bang_bang, figures, small
 from PIL import Image
 
 from fp8rl.config import Config
@@ -350,3 +350,33 @@ def test_a_stale_table_begins_anew_and_goes_on_after_an_interruption(made, monke
     results.remember(CODE.replace("a", "0"), "one kind")
     results.make("ladder", CODE.replace("a", "0"))
     assert (made / "ladder.csv").read_text() == "x"
+
+
+def test_the_index_has_every_table_and_its_numbers_are_the_tables_own():
+    text = results.READMES[1].read_text()
+    rows = re.findall(r"(?m)^\| (.+) \| (.+) \| \[(\w+)\]\(#\w+\) \| .+ \| .+ \|$", text)
+    assert {name for *_, name in rows} == {results.STEP.sub("", name) for name in results.COMMANDS}
+    assert text.index("| question") < 1000
+    for _, answer, name in rows:
+        own = results.file_of(name)
+        found = own.read_text() if own.suffix != ".gif" else ""
+        assert {x.replace(",", "") for x in figures(answer)} <= {x.replace(",", "") for x in figures(found)}, name
+    for name in results.COMMANDS:
+        assert (
+            str(results.file_of(name).relative_to(results.RESULTS)) in text or results.STEP.search(name) or name == "breakage_map"
+        )
+
+
+def test_readmes_are_short():
+    text = re.sub(r"(?s)<!-- \S+\.md -->\n.*?<!-- end -->|```sh\n.*?```", "", results.READMES[1].read_text())
+    prose = [line for line in text.splitlines() if line and not re.match(r"[|#]|!\[|\*Of earlier code", line)]
+    assert len(prose) <= 60 and len(results.READMES[0].read_text().splitlines()) <= 140
+
+
+@pytest.mark.parametrize("name", ["README.md", "benchmarks/README.md", "docs/law.md"])
+def test_links_of_pages_lead_somewhere(name):
+    path = results.ROOT / name
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text()):
+        target = path.parent / file if file else path
+        headings = re.findall(r"(?m)^#+ (.+)$", target.read_text()) if anchor else []
+        assert target.exists() and (not anchor or anchor in [head.lower().replace(" ", "-") for head in headings]), (file, anchor)
