@@ -62,7 +62,6 @@ COMMANDS = {
     "late_falls": "python benchmarks/late_falls.py benchmarks/results/late_falls.md",
     "widths": "python benchmarks/widths.py benchmarks/results/widths.md",
     "widths_speed": "python benchmarks/widths.py benchmarks/results/widths_speed.md --speed",
-    "twins": "python benchmarks/twins.py benchmarks/results/twins.md",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",
     "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1",
