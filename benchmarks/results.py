@@ -59,7 +59,6 @@ COMMANDS = {
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
     "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
     "published": "python benchmarks/published.py benchmarks/results/published.md",
-    "late_falls": "python benchmarks/late_falls.py benchmarks/results/late_falls.md",
     "widths": "python benchmarks/widths.py benchmarks/results/widths.md",
     "widths_speed": "python benchmarks/widths.py benchmarks/results/widths_speed.md --speed",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
