@@ -19,7 +19,7 @@ from fp8rl.scale.gym import interface_of
 from fp8rl.tasks.cart import CustomEnv
 
 NUMBERS = "push", "damping", "limit"
-NAME = "fp8rl:fp8rl/CustomEnv-v0"
+NAME = "fp8rl.tasks:fp8rl/CustomEnv-v0"
 actions = st.lists(st.integers(0, 1), min_size=1, max_size=250)
 
 

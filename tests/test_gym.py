@@ -394,7 +394,7 @@ def test_seeds_fit_old_generators():
 
 
 def test_a_task_has_its_discount_under_both_of_its_names():
-    assert [GymEnv(name, 1).discount for name in ("fp8rl/Lqr-v0", "fp8rl:fp8rl/Lqr-v0", "CartPole-v1")] == [0.95, 0.95, 1.0]
+    assert [GymEnv(name, 1).discount for name in ("fp8rl/Lqr-v0", "fp8rl.tasks:fp8rl/Lqr-v0", "CartPole-v1")] == [0.95, 0.95, 1.0]
 
 
 def test_actions_are_scaled_to_the_bounds_and_clipped_to_them():

@@ -179,7 +179,7 @@ def test_a_run_that_fails_is_recorded_and_ends_with_minus_infinity():
 
 
 def test_a_task_counts_as_solved_where_gymnasium_says_or_needs_a_threshold():
-    found = {None: 195, "CartPole-v1": 475, "Acrobot-v1": -100, "fp8rl:fp8rl/CustomEnv-v0": 195}
+    found = {None: 195, "CartPole-v1": 475, "Acrobot-v1": -100, "fp8rl.tasks:fp8rl/CustomEnv-v0": 195}
     assert {env_id: study.threshold_of(env_id) for env_id in found} == found
     refused("threshold is None, and Pendulum-v1", study.threshold_of, "Pendulum-v1")
     refused("env_id is 'No-v0'", study.threshold_of, "No-v0")

@@ -33,7 +33,7 @@ def test_every_step_is_gymnasium_s(env_id):
     """5,000 random steps or more, with ten ends and resets, from the same float32 states. Gymnasium computes in float64; one step
     in float32 may differ by some 1e-7 of the largest number in it, which for Acrobot is an acceleration of about 100 times 0.2
     s."""
-    single, rng = gymnasium.make(f"fp8rl:{env_id}" if env_id == LQR else env_id), np.random.default_rng(0)
+    single, rng = gymnasium.make(f"fp8rl.tasks:{env_id}" if env_id == LQR else env_id), np.random.default_rng(0)
     env, taken, steps, ends, close = None, None, 0, 0, 1e-4 if env_id == "Acrobot-v1" else 1e-5
     single.action_space.seed(0)
     while steps < 5_000 or ends < 10:
@@ -69,7 +69,7 @@ def test_every_step_is_gymnasium_s(env_id):
 def test_observations_stay_inside_the_bounds_and_starts_inside_theirs(env_id):
     env = TASKS[env_id](64)
     low, high = torch.tensor(env.bounds)
-    single = gymnasium.make(f"fp8rl:{env_id}" if env_id == LQR else env_id)
+    single = gymnasium.make(f"fp8rl.tasks:{env_id}" if env_id == LQR else env_id)
     np.testing.assert_allclose(single.observation_space.low, low, rtol=1e-6)
     np.testing.assert_allclose(single.observation_space.high, high, rtol=1e-6)
     outputs = torch.zeros(64, env.num_actions * (1 + (env.distribution is Gaussian)))
@@ -113,7 +113,7 @@ def test_leaving_the_track_is_never_worth_it():
 
 
 def test_one_cart_with_the_gymnasium_api():
-    env = gymnasium.make("fp8rl:fp8rl/Lqr-v0")
+    env = gymnasium.make("fp8rl.tasks:fp8rl/Lqr-v0")
     check_env(env.unwrapped, skip_render_check=True)
     assert np.array_equal(env.reset(seed=3)[0], env.reset(seed=3)[0])
     for action in (np.array([math.nan], dtype=np.float32), np.zeros(2, dtype=np.float32)):
@@ -122,7 +122,7 @@ def test_one_cart_with_the_gymnasium_api():
 
 def test_a_task_of_one_s_own_is_found_by_its_module():
     assert task_of("fp8rl.tasks.lqr:Lqr") is lqr.Lqr and task_of("CartPole-v1") is TASKS["CartPole-v1"]
-    assert task_of("fp8rl.tasks.lqr:riccati") is task_of("fp8rl:fp8rl/Lqr-v0") is task_of(None) is None  # Gymnasium may know
+    assert task_of("fp8rl.tasks.lqr:riccati") is task_of("fp8rl.tasks:fp8rl/Lqr-v0") is task_of(None) is None
     refused("env_id is 'no_such_module:Lqr', whose module cannot be imported", task_of, "no_such_module:Lqr")
 
 

@@ -42,7 +42,7 @@ def learn(model, optimizer, batch, autocast) -> None:
 
 
 def naive(options, tick):
-    env = gymnasium.make("fp8rl:fp8rl/CustomEnv-v0", start_noise=LOOP.start_noise)
+    env = gymnasium.make("fp8rl.tasks:fp8rl/CustomEnv-v0", start_noise=LOOP.start_noise)
     model = ActorCritic()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate, eps=1e-5)
     replay = deque(maxlen=LOOP.capacity)

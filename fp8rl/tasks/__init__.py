@@ -1,4 +1,4 @@
-"""Tasks: one cart with the Gymnasium API, and other tasks than the cart as tensors. Registers those that Gymnasium lacks."""
+"""Tasks: one cart with the Gymnasium API, and other tasks than the cart as tensors. Registers with Gymnasium what it lacks."""
 
 import gymnasium
 

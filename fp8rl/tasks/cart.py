@@ -8,8 +8,8 @@ from ..env import LIMIT, MAX_STEPS, Cart, dynamics, obs_bounds, outcome
 
 
 class CustomEnv(gymnasium.Env):
-    """One environment with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/CustomEnv-v0")` builds it. `render_mode` is None or
-    "rgb_array"; the other options and their errors are those of Cart, and an action that is not 0 or 1 raises ValueError.
+    """One environment with the Gymnasium API; `gymnasium.make("fp8rl.tasks:fp8rl/CustomEnv-v0")` builds it. `render_mode` is None
+    or "rgb_array"; the other options and their errors are those of Cart, and an action that is not 0 or 1 raises ValueError.
 
     `max_episode_steps` of gymnasium.make can shorten an episode but not extend it. A step that leaves the track at the time limit
     is terminated and truncated, as with Gymnasium's TimeLimit; in Cart it is only terminated.

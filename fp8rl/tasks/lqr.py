@@ -72,8 +72,8 @@ class Lqr(TensorEnv):
 
 
 class LqrEnv(gymnasium.Env):
-    """One of these carts with the Gymnasium API; `gymnasium.make("fp8rl:fp8rl/Lqr-v0")` builds it. An action that is NaN or not
-    of shape [1] raises ValueError."""
+    """One of these carts with the Gymnasium API; `gymnasium.make("fp8rl.tasks:fp8rl/Lqr-v0")` builds it. An action that is
+    NaN or not of shape [1] raises ValueError."""
 
     metadata = {"render_modes": []}
     observation_space = gymnasium.spaces.Box(*np.array(Lqr.bounds, dtype=np.float32))
