@@ -3,6 +3,7 @@
 # make lab      opens the notebooks in JupyterLab
 # make lint     checks package, tests and notebooks
 # make results  makes the stale tables of benchmarks/README.md again (hours); ONLY="study codecs" makes these alone
+# make gpu      on a machine with an NVIDIA GPU: runs what tests need one, then makes its tables in benchmarks/README.md again
 # make address  writes REPOSITORY into the README's Colab badge and into the first cell of each notebook, which installs from there
 # Every other target sets up .venv first; a second run finds it ready and starts at once.
 PYTHON ?= python3
@@ -14,7 +15,7 @@ NOTEBOOK := fp8_actor_critic
 # The project's public address on GitHub, as owner/name. It has none yet, so until then notebooks install from the clone they are in.
 REPOSITORY ?=
 
-.PHONY: demo test lab lint results address clean
+.PHONY: demo test lab lint results gpu address clean
 
 demo: $(READY)
 	@mkdir -p build
@@ -34,6 +35,12 @@ lint: $(READY)
 
 results: $(READY)
 	$(RUN) python benchmarks/results.py $(ONLY)
+
+gpu: $(READY)
+	@$(RUN) python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+		{ echo "torch finds no CUDA device: run it where there is one, with a torch built for CUDA" >&2; exit 2; }
+	$(RUN) pytest -m cuda tests
+	$(RUN) python benchmarks/results.py populations_cuda fp8_layer placements widths_cuda
 
 address:
 	@test -n "$(REPOSITORY)" || { echo "REPOSITORY is empty: name it, as in make address REPOSITORY=owner/name" >&2; exit 2; }

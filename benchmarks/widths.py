@@ -8,10 +8,12 @@ tasks.py. The memory of an agent is the growth of its process until its peak, sh
 `bytes_per_agent` predicts. In one layer there is nothing that FP8 can multiply.
 
 With --speed it times single runs and populations of the cart instead, replay included: from which width does bfloat16 pay here?
-Steps a second are of the processor's time, of one core, so that programs beside this one count little.
+Steps a second are of the processor's time, of one core, so that programs beside this one count little. With --cuda the same on a
+GPU, by the clock, as CUDA graphs of 1,024 environments, up to 8,192 units, in every precision that it has, with its peak memory.
 
     python benchmarks/widths.py benchmarks/results/widths.md [--only CartPole-v1] [--widths 16 64] [--arms fp32] [--seeds 10]
     python benchmarks/widths.py benchmarks/results/widths_speed.md --speed
+    python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda
 
 Finished seeds go to a .csv beside the table, so it can be stopped at any time and goes on with those that are missing.
 """
@@ -24,6 +26,7 @@ import multiprocessing
 import re
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +37,11 @@ import tasks
 import torch
 
 from fp8rl.config import Config
+from fp8rl.precision import available_precisions
 from fp8rl.report.bench import origin
+from fp8rl.scale.graphs import WARMUP
 from fp8rl.scale.hardware import keep_freed_memory
-from fp8rl.scale.machine import build
+from fp8rl.scale.machine import HERE, Machine, build
 from fp8rl.scale.population import Population, bytes_per_agent
 from fp8rl.train import Run, iterate
 
@@ -45,6 +50,7 @@ FIRST, WIDTHS = {64: 8200}, (16, 64, 256, 1024)
 ARMS = ("fp32", "bf16", "fp8", "eight-bit state")
 SHAPES = {(16, 2): 30, (64, 1): 10, (64, 2): 30, (64, 3): 10, (256, 2): 30, (1024, 2): 30}  # width and layers: seeds
 ALONE, TOGETHER, AGENTS = ("fp32", "bf16", "fp8"), ("fp32", "fp8"), 8  # what --speed times, and how many agents are together
+ON_CUDA, CUDA = tuple(2**n for n in range(6, 14)), Machine("cuda", graph=True) if torch.cuda.is_available() else HERE
 COLUMNS = ("task", "width", "layers", "arm", "median score", "lowest", "seeds that reach the goal", "held", "MB an agent")
 COLUMNS += ("predicted",)
 FIELDS = ("task", "width", "layers", "arm", "seed", "settings", "bytes", "returns")
@@ -106,15 +112,16 @@ def line(task: str, width: int, layers: int, arm: str, found: dict[str, dict]) -
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def speed(run: Run) -> float:
-    """Steps of all agents of a run in a second of the processor's time."""
+def speed(run: Run, clock: Callable[[], float] = time.process_time) -> float:
+    """Steps of all agents of a run in a second of a clock, by default the processor's time."""
     with contextlib.closing(iterate(run)) as iterations:
-        next(iterations)  # loads what training needs
-        began, count = time.process_time(), 0
-        while count < 3 or time.process_time() - began < 5:
+        for _ in range(WARMUP + 2):  # loads what training needs, and captures graphs
             next(iterations)
+        began, count = clock(), 0
+        while count < 3 or clock() - began < 5:
+            next(iterations)  # its row of numbers waits for a GPU
             count += 1
-    return count * len(run.configs) * run.config.steps_per_iteration / (time.process_time() - began)
+    return count * len(run.configs) * run.config.steps_per_iteration / (clock() - began)
 
 
 def speeds() -> str:
@@ -129,6 +136,24 @@ def speeds() -> str:
         print(lines[-1], flush=True)
     names = ("width", *(f"{name} alone" for name in ALONE), "bf16 / fp32", *(f"{AGENTS} agents in {name}" for name in TOGETHER))
     return tasks.table(names, lines)
+
+
+def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> str:
+    """The table of speeds and memory by width on a GPU."""
+    names, lines = available_precisions(CUDA.device), []
+    shape = {"num_envs": 1024, "rollout_length": 32, "slice_length": 32, "batch_size": 16_384, "capacity": 330_000}
+    for width in widths:
+        cells = [f"{width:,}"]
+        for name in names:
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            run = build(Config(name, hidden_size=width, replay_updates=2, steps=10**9, eval_every=0, **shape), CUDA)
+            each = speed(run, time.perf_counter)
+            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            cells.append(f"{each:,.0f}; {peak / 1e9:.2f} GB")
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return tasks.table(("width", *names), lines)
 
 
 def learning(journal: Path, only: list[str], widths: list[int], arms: list[str], seeds: int) -> str:
@@ -158,7 +183,11 @@ if __name__ == "__main__":
     parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--speed", action="store_true")
-    out, *chosen, times = vars(parser.parse_args()).values()
+    parser.add_argument("--cuda", action="store_true")
+    out, *chosen, times, cuda = vars(parser.parse_args()).values()
+    if cuda and not torch.cuda.is_available():
+        parser.error("--cuda needs a CUDA device, and there is none")
     torch.set_num_threads(1)  # as the processes have
-    made = f"`python benchmarks/widths.py {out}{' --speed' * times}` on {origin()}.\n"
-    out.write_text((speeds() if times else learning(out.with_suffix(".csv"), *chosen)) + "\n" + made)
+    made = f"`python benchmarks/widths.py {out}{' --speed' * times}{' --cuda' * cuda}` on {origin()}.\n"
+    table = speeds_on_cuda() if cuda else speeds() if times else learning(out.with_suffix(".csv"), *chosen)
+    out.write_text(f"{table}\n{made}")

@@ -153,6 +153,17 @@ def test_a_width_s_agents_train_in_a_process_of_their_own_and_are_kept(monkeypat
     assert widths.learning(tmp_path / "a.csv", *chosen, 2).splitlines()[-1] == line
 
 
+def test_speed_by_width_on_a_gpu_has_every_precision(monkeypatch):
+    import widths
+
+    seen = []
+    monkeypatch.setattr(widths, "speed", lambda run, clock: seen.append(run.config) or run.close() or 12_345.0)
+    *_, line = widths.speeds_on_cuda((64,)).splitlines()
+    names = widths.available_precisions(widths.CUDA.device)
+    assert line == f"| 64 |{' 12,345; 0.00 GB |' * len(names)}" or torch.cuda.is_available()
+    assert [config.precision for config in seen] == names and {config.hidden_size for config in seen} == {64}
+
+
 def test_film_starts_where_it_is_told():
     first = [Image.open(io.BytesIO(film.film(bang_bang, steps=1, start=(p, 0.0)))).convert("RGB") for p in (0.0, 1.0, 1.0)]
     assert first[0].tobytes() != first[1].tobytes() == first[2].tobytes()
