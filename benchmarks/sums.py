@@ -38,7 +38,7 @@ from fp8rl.losses import Targets, vtrace
 from fp8rl.report import study
 from fp8rl.report.bench import origin
 from fp8rl.rollout import Rollout
-from fp8rl.scale.around import Around
+from fp8rl.scale.around import Around, Looked
 from fp8rl.scale.machine import build
 from fp8rl.train import Learner, Run, iterate, train
 
@@ -119,23 +119,6 @@ def finished(place: str, form: str, config: Config) -> History:
     return train(run_of(config, place, form), progress=False).history
 
 
-class Looked(Around):
-    """A learner whose losses a doctor sees."""
-
-    def __init__(self, inner: Learner, doctor: Doctor):
-        super().__init__(inner)
-        self.doctor = doctor
-        self.low = {f"{place}={form}": Summed(place, form_of(form), inner) for place in SUMS for form in FORMATS}
-
-    def update(self, batch: Rollout, *args, **options):
-        def loss(learner):
-            return learner.loss(batch)[0]
-
-        others = {name: functools.partial(loss, learner) for name, learner in self.low.items()}
-        self.doctor.look(functools.partial(loss, self.inner), others=others)
-        return self.inner.update(batch, *args, **options)
-
-
 def predict(out: Path) -> None:
     lines = ["task,cell,progress,noise,lost,verdict"]
     for setting in SETTINGS:
@@ -149,7 +132,8 @@ def predict(out: Path) -> None:
                     return min(1.0, new / max(seen.item(), 1))
 
             else:
-                run.learner = Looked(learner, watching)
+                low = {f"{place}={form}": Summed(place, form_of(form), learner) for place in SUMS for form in FORMATS}
+                run.learner = Looked(learner, watching, low)
             watching.follow(mean, means_of(mean, learner), rate, FORMATS)
             for _ in iterate(run, progress=False):
                 pass

@@ -45,46 +45,55 @@ class Unpacked(Around):
 
 
 class Rounded(Learner):
-    """A learner whose advantages and value targets are rounded."""
+    """A learner like another one, that sees replayed observations, or advantages and value targets, in `places` of few bits."""
 
-    def __init__(self, form: PlaceFormat, like: Learner):
+    fresh = None  # the newest rollout, whose observations are never stored
+
+    def __init__(self, places: dict[str, PlaceFormat], like: Learner):
         super().__init__(like.config, like.model, like.precision, like.optimizer, like.rewards, like.all_reduce)
-        self.form = form
+        self.places = places
+
+    def loss(self, batch: Rollout, computed=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if "observations" in self.places and batch is not self.fresh:
+            batch = batch._replace(obs=Through.rounded(batch.obs, self.places["observations"]))
+        return super().loss(batch, computed)
 
     def targets_of(self, *args) -> Targets:
         found = vtrace(*args)
-        return found._replace(**{name: Through.rounded(getattr(found, name), self.form) for name in ("value", "advantage")})
+        if "targets" in self.places:
+            low = {name: Through.rounded(getattr(found, name), self.places["targets"]) for name in ("value", "advantage")}
+            found = found._replace(**low)
+        return found
 
 
 class Looked(Around):
-    """A learner that shows a doctor the loss of every update, and what it would be in each of some formats."""
+    """A learner that shows a doctor the loss of every update, and what it is for `others`, learners with the same network."""
 
-    def __init__(self, inner: Learner, doctor: Doctor, formats: list[str]):
+    def __init__(self, inner: Learner, doctor: Doctor, others: dict[str, Learner]):
         super().__init__(inner)
-        self.doctor = doctor
-        self.formats = {text: {place: form} for text in formats for place, form, _ in read(text, SHOWN)}
-        if wrong := [text for text in formats if "stochastic" in text]:
-            raise ValueError(f"formats has {wrong[0]!r}: the doctor rounds {' and '.join(SHOWN)} to the nearest")
+        self.doctor, self.others = doctor, others
 
     def watch(self, rollout: Rollout) -> None:
-        self.fresh = rollout
+        for learner in self.others.values():
+            learner.fresh = rollout
         self.inner.watch(rollout)
 
     def update(self, batch: Rollout, *args, **options) -> dict[str, torch.Tensor]:
-        others = {text: functools.partial(self.loss, batch, places) for text, places in self.formats.items()}
-        self.doctor.look(functools.partial(self.loss, batch), others=others)
-        return self.inner.update(batch, *args, **options)
+        def loss(learner: Learner) -> torch.Tensor:
+            return learner.loss(batch)[0]
 
-    def loss(self, batch: Rollout, places=()) -> torch.Tensor:
-        if "observations" in places and batch is not self.fresh:
-            batch = batch._replace(obs=Through.rounded(batch.obs, places["observations"]))
-        learner = Rounded(places["targets"], self.inner) if "targets" in places else self.inner
-        return learner.loss(batch)[0]
+        others = {text: functools.partial(loss, learner) for text, learner in self.others.items()}
+        self.doctor.look(functools.partial(loss, self.inner), others=others)
+        return self.inner.update(batch, *args, **options)
 
 
 def watched(run: Run, formats: tuple[str, ...], **options) -> Doctor:
-    """A doctor that watches a run from now on, by its optimizer's and its learner's places."""
+    """A doctor that watches a run from now on, by its optimizer's and its learner's places. Raises ValueError as Doctor does, and
+    for observations or targets that are rounded stochastically."""
     shown = [text for text in formats if text.split("=")[0] in SHOWN]
+    if wrong := [text for text in shown if "stochastic" in text]:
+        raise ValueError(f"formats has {wrong[0]!r}: the doctor rounds {' and '.join(SHOWN)} to the nearest")
     doctor = Doctor(run.learner.optimizer, formats=[text for text in formats if text not in shown], names=("adam",), **options)
-    run.learner = Looked(run.learner, doctor, shown)
+    low = {text: {place: form} for text in shown for place, form, _ in read(text, SHOWN)}
+    run.learner = Looked(run.learner, doctor, {text: Rounded(places, run.learner) for text, places in low.items()})
     return doctor
