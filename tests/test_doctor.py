@@ -11,7 +11,7 @@ from torch import nn
 from fp8rl.lab import doctor
 from fp8rl.lab.doctor import Doctor, Rows
 from fp8rl.lab.formats import Format
-from fp8rl.lab.places import PlaceFormat
+from fp8rl.lab.places import STATE, PlaceFormat, places_of
 from fp8rl.scale.around import watched as watch
 from fp8rl.scale.machine import build
 from fp8rl.train import train
@@ -42,6 +42,13 @@ def watched(optimizer, model, formats=doctor.FORMATS, updates: int = 100, **opti
     return found.report()
 
 
+def assert_same_moments(own: doctor.Watched) -> None:
+    """The doctor's float32 moments are the optimizer's."""
+    own.replay()
+    for name, ours in zip(("exp_avg", "exp_avg_sq"), own.kept[len(own.window)], strict=False):
+        np.testing.assert_allclose(ours, own.sample.take(own.moment(name)), rtol=1e-4, atol=1e-12)
+
+
 FORMS = st.builds(
     lambda exponent, mantissa, plain: PlaceFormat(Format(exponent, mantissa), ("unscaled",) * plain),
     *(st.integers(low, high) for low, high in ((2, 8), (0, 10))),
@@ -54,9 +61,11 @@ FORMS = st.builds(
 def test_rows_are_rounded_as_one_format_after_the_other(forms, seed):
     draw = np.random.default_rng(seed)
     x = (draw.normal(size=(len(forms), 3, 20)) * np.exp2(draw.integers(-30, 10, (len(forms), 3, 1)))).astype(np.float32)
-    found = Rows(forms, 0).round(x.copy(), np.zeros((len(forms), 3, 1), np.float32))
-    for form, rows, own in zip(forms, torch.from_numpy(x), found, strict=True):
-        torch.testing.assert_close(form(rows), torch.from_numpy(own), rtol=0, atol=0)
+    least = np.exp2(draw.integers(-30, 12, (len(forms), 3, 1))).astype(np.float32)  # of numbers that are not in the sample
+    found = Rows(forms, 0).round(x.copy(), least)
+    for form, rows, top, own in zip(forms, x, least, found, strict=True):
+        expected = form(torch.from_numpy(np.concatenate((rows, top), -1)))[:, :-1]
+        torch.testing.assert_close(expected, torch.from_numpy(own), rtol=0, atol=0)
 
 
 def test_stochastic_rows_have_the_right_mean_and_only_numbers_of_the_format():
@@ -78,6 +87,65 @@ def test_float32_makes_all_the_progress_and_no_noise(kind, options):
         assert (finding.verdict, finding.why, finding.cure) == ("fine", "", "")
 
 
+def two_groups(**options) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network()
+    groups = [{"params": model[0].parameters(), "betas": (0.8, 0.95)}, {"params": model[2].parameters(), "weight_decay": 0.1}]
+    return model, torch.optim.Adam(groups, lr=1e-3, **options)
+
+
+def plain(text: str, length: int, windows: int) -> list[tuple[float, float]]:
+    """Progress and noise of one format by the definitions: in torch, update by update, of every number."""
+    ((place, form),) = places_of(text).items()
+    model, optimizer = two_groups()
+    group = [optimizer.param_groups[i] for i in (0, 0, 1, 1)]
+    parameters, found = [*model.parameters()], []
+    kept, m, v = ([torch.zeros_like(p) for p in parameters] for _ in range(3))
+
+    def keep(x, top):  # with the scale of the whole window
+        return form(torch.cat((x.flatten(), top.reshape(1)))[None])[0, :-1].view_as(x)
+
+    for update in range(1, windows * length + 1):
+        if update % length == 1:
+            state = {"weights": [p.detach().clone() for p in parameters], "m": m, "v": v, "root": [x.sqrt() for x in v]}[place]
+            top = [x.abs().max() for x in state]
+            kept = [keep(x, y) for x, y in zip(state, top, strict=True)] if place == "weights" else kept
+            start, true, moved = kept, [0] * 4, [0] * 4
+        before = [p.detach().clone() for p in parameters]
+        fit(model, optimizer, 1)
+        for i, (p, own) in enumerate(zip(parameters, group, strict=True)):
+            (b1, b2), step = own["betas"], p.detach() - before[i]
+            g = p.grad + own["weight_decay"] * before[i]
+            m[i], v[i] = b1 * m[i] + (1 - b1) * g, b2 * v[i] + (1 - b2) * g * g
+            new = {"weights": kept[i] + step, "m": b1 * kept[i] + (1 - b1) * g, "v": b2 * kept[i] + (1 - b2) * g * g}
+            new["root"] = (b2 * kept[i].square() + (1 - b2) * g * g).sqrt()
+            kept = [*kept[:i], keep(new[place], top[i]), *kept[i + 1 :]]
+            first, root = kept[i] if place == "m" else m[i], {"v": kept[i].sqrt(), "root": kept[i]}.get(place, v[i].sqrt())
+            size, correction = own["lr"] / (1 - b1**update), (1 - b2**update) ** 0.5
+            moved[i] = kept[i] - start[i] if place == "weights" else moved[i] + size * first / (root / correction + own["eps"])
+            true[i] = true[i] + (step if place == "weights" else size * m[i] / (v[i].sqrt() / correction + own["eps"]))
+        for own in optimizer.param_groups:
+            own["lr"] *= 0.9
+        if update % length == 0:
+            d, low = (torch.cat([x.flatten() for x in xs]) for xs in (true, moved))
+            found.append((float(low @ d / (d @ d)), float((low - d).norm() / d.norm())))
+    return found
+
+
+def test_windows_are_judged_as_by_the_definitions_whenever_they_are_replayed():
+    formats = [text for text in doctor.FORMATS if text.startswith(STATE) and "stochastic" not in text]
+    model, optimizer = two_groups()
+    # Of each tensor every number is followed, 64 / its size times.
+    (own,), (often,) = (Doctor(optimizer, formats=formats, length=8, sample=4 * 64).watched for _ in range(2))
+    for _ in range(24):
+        fit(model, optimizer, 1)
+        often.replay()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+    np.testing.assert_array_equal(own.windows, often.windows)
+    for text, windows in doctor.by_name(own.names, own.windows).items():
+        np.testing.assert_allclose(windows[:, :2], plain(text, 8, 3), rtol=1e-3, atol=1e-4, err_msg=text)
+
+
 @pytest.mark.parametrize("options", [*KINDS, {"weight_decay": 0.1, "decoupled_weight_decay": True}], ids=str)
 def test_it_follows_the_optimizer_s_own_moments(options):
     """From the beginning, or from the middle of a training; groups with other settings, a parameter without gradient."""
@@ -89,8 +157,7 @@ def test_it_follows_the_optimizer_s_own_moments(options):
     fit(model, optimizer, 10)
     (own,) = Doctor(optimizer, formats=EXACT, sample=10_000).watched
     fit(model, optimizer, 50)
-    for name, ours in (("exp_avg", own.m), ("exp_avg_sq", own.v)):
-        np.testing.assert_allclose(ours, own.sample.take(own.moment(name)), rtol=1e-4, atol=1e-12)
+    assert_same_moments(own)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -102,9 +169,9 @@ def test_a_scaled_loss_makes_no_difference_and_a_skipped_step_none_either(fused)
     fit(model, optimizer, 1, loss_scale=1e38, scaler=scaler)
     fit(model, optimizer, 40, scaler=scaler)
     (own,) = watching.watched
+    own.replay()
     assert own.steps == 80
-    for name, ours in (("exp_avg", own.m), ("exp_avg_sq", own.v)):
-        np.testing.assert_allclose(ours, own.sample.take(own.moment(name)), rtol=1e-4, atol=1e-12)
+    assert_same_moments(own)
 
 
 def test_a_step_is_skipped_for_a_gradient_that_is_not_in_the_sample():
@@ -118,6 +185,7 @@ def test_a_step_is_skipped_for_a_gradient_that_is_not_in_the_sample():
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
+    own.replay()
     assert own.steps == 2 == optimizer.state[weight]["step"]
 
 
@@ -358,7 +426,7 @@ def test_settings_are_read_from_the_optimizer_as_it_is_after_a_state_is_loaded()
     state["param_groups"][0].update(lr=1e-4, betas=(0.5, 0.9))
     optimizer.load_state_dict(state)
     fit(model, optimizer, 40)
-    np.testing.assert_allclose(own.m, own.sample.take(own.moment("exp_avg")), rtol=1e-4, atol=1e-12)
+    assert_same_moments(own)
     assert own.windows[0][0, 3] == pytest.approx(1e-4)
 
 
@@ -373,7 +441,9 @@ def test_a_parameter_that_gets_no_more_gradients_counts_as_one_that_does_not_mov
         model(torch.ones(8, 4)).square().mean().backward()
         optimizer.step()
     (own,) = watching.watched
-    assert not own.true[1][2:].any() and own.true[1][:2].any()
+    own.replay()
+    moved = own.moved()[1]  # with float32's own moments
+    assert not moved[2:].any() and moved[:2].any()
     assert {f.why for f in watching.report()} == {"other parameters learn than at first"}
     model[2].requires_grad_(True)
     assert {f.verdict for f in watching.report()} == {"fine"}
@@ -405,6 +475,16 @@ def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
     for text, said in (("targets=e8m0:stochastic", "the doctor rounds"), ("targets=e8m0 observations=e8m0", "give each place")):
         with pytest.raises(ValueError, match=f"^formats has '{text}': {said}"):
             watch(run, (text,))
+
+
+def test_parameters_that_are_added_later_do_not_stop_a_training():
+    model, later = network(), network()
+    optimizer = torch.optim.Adam(model.parameters())
+    watching = Doctor(optimizer, length=8)
+    fit(model, optimizer, 4)
+    optimizer.add_param_group({"params": later.parameters()})
+    fit(model, optimizer, 8)
+    assert {f.why for f in watching.report()} == {"other parameters learn than at first"}
 
 
 def test_sparse_gradients_do_not_stop_a_training():

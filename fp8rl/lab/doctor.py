@@ -30,7 +30,6 @@ A place and its format are written as in Config's field `formats` (places.py): "
 are followed at once, as the rows of one array. In p and q every tensor counts with as many numbers, or all that it has.
 """
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -38,6 +37,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch._utils import _flatten_dense_tensors as flattened  # one call for all of them
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -102,42 +102,44 @@ class Report(list[Finding]):
 
 class Rows:
     """Samples [C, T, P] of T tensors, each row kept in a format of its own: all of them are rounded at once, to the same numbers
-    as by a `PlaceFormat`, one after the other. In NumPy, whose calls cost least. `forms`: formats without blocks, with those that
-    round stochastically last."""
+    as by a `PlaceFormat`, one after the other. In NumPy, whose calls cost least, and without dividing by scales: a power of two
+    only moves where a format's normal numbers begin. `forms`: formats without blocks, the stochastic ones last."""
 
     def __init__(self, forms: list[PlaceFormat], seed: int):
         if any(form.block for form in forms):
             raise ValueError("formats has block: leave it out, the doctor follows a sample of each tensor")
 
-        def column(values):
-            return np.array(list(values), np.float32).reshape(-1, 1, 1)
+        def column(values, dtype=np.float32):
+            return np.array(list(values), dtype).reshape(-1, 1, 1)
 
-        self.normal = column(2.0**form.format.normal for form in forms)
         self.ulp = column(2.0**-form.format.mantissa for form in forms)
-        self.largest = column(form.format.largest for form in forms)
-        self.limit, self.exponent = np.frexp(self.largest)
-        self.plain = column(form.scaled for form in forms) == 0
+        self.limit = column(np.inf if form.scaled else form.format.largest for form in forms)  # a scale leaves nothing above
+        # The rest in the bits of float32, where 1 << 23 is a doubling and the exponent begins at 127.
+        self.largest = column(form.format.largest for form in forms).view(np.int32)
+        self.mask = column((-1 << 23 if form.scaled else 0 for form in forms), np.int32)  # to whole doublings; without scale none
+        self.normal = column((form.format.normal + 127 + form.scaled << 23 for form in forms), np.int32)
         self.nearest, self.random = sum("stochastic" not in form.words for form in forms), np.random.default_rng(seed)
 
-    def round(self, x: np.ndarray, least: np.ndarray) -> np.ndarray:
+    def round(self, x: np.ndarray, least: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """The rows, float32, rounded. `least` [C, T, 1]: the largest magnitude of each whole tensor, of which `x` is a sample."""
-        mantissa, exponent = np.frexp(np.maximum(np.abs(x).max(-1, keepdims=True), least))
-        exponent = np.clip(exponent - self.exponent + (mantissa > self.limit), -126, 128 - self.exponent)
-        exponent[self.plain[:, 0, 0]] = 0
-        scale = np.ldexp(np.float32(1), exponent)  # fp8.power_of_two_scale
-        x = x / scale
-        step = (x.view(np.int32) & 0x7F800000).view(np.float32)
-        np.maximum(step, self.normal, out=step)
+        bits = x.view(np.int32) & 0x7FFFFFFF
+        top = np.maximum(bits.max(-1, keepdims=True), least.view(np.int32))
+        # The scale is the smallest that brings `top` to at most the largest number. It multiplies the smallest normal number.
+        normal = np.maximum((top - self.largest - 1 & self.mask) + self.normal, 1 << 23)
+        bits &= 0x7F800000
+        np.maximum(bits, normal, out=bits)
+        step = bits.view(np.float32)
         step *= self.ulp
-        x /= step
-        whole = np.rint(x)
-        if self.nearest < len(x):
-            down = np.floor(rest := x[self.nearest :])
-            whole[self.nearest :] = down + (self.random.random(down.shape, np.float32) < rest - down)
-        whole *= step
-        np.clip(whole, -self.largest, self.largest, out=whole)
-        whole *= scale
-        return whole
+        out = np.divide(x, step, out=out)
+        near, rest = out[: self.nearest], out[self.nearest :]
+        np.rint(near, out=near)
+        if len(rest):
+            down = np.floor(rest)
+            rest -= down
+            np.add(down, self.random.random(down.shape, np.float32) < rest, out=rest)
+        out *= step
+        np.minimum(out, self.limit, out=out)
+        return np.maximum(out, -self.limit, out=out)
 
 
 class Sample:
@@ -149,16 +151,23 @@ class Sample:
         each, sizes = torch.arange(max(1, size // len(self.tensors))), [x.numel() for x in self.tensors]
         self.index = [torch.randperm(size, generator=generator)[each % size].to(device) for size in sizes]
         self.joined = sum(sizes) <= 2**18  # then one look at the joined tensors is faster than one at each
-        self.whole = (torch.stack(self.index) + torch.tensor([0, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)).flatten()
+        begins = torch.tensor([0, *sizes, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)
+        twice = (torch.stack(self.index * 2) + begins).flatten()
+        self.whole = [twice[: len(twice) // 2], twice]
         self.share = np.minimum(np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1)  # of each of the numbers, in sums
 
     @torch.no_grad()
-    def take(self, tensors: Iterable[torch.Tensor] = ()) -> np.ndarray:
-        """Those of the tensors as they are now, or of others like them. Waits for a GPU."""
-        flat = [x.reshape(-1) for x in tensors or self.tensors]
+    def read(self, tensors: Iterable[torch.Tensor] = ()) -> torch.Tensor:
+        """Those of the tensors as they are now, or of others like them, once or twice as many, where they are."""
+        tensors = [*tensors] or self.tensors
+        times = len(tensors) // len(self.index)
         if self.joined:
-            return torch.cat(flat).index_select(0, self.whole).view(len(flat), -1).float().cpu().numpy()
-        return torch.stack([x[index].float() for x, index in zip(flat, self.index, strict=True)]).cpu().numpy()
+            return flattened(tensors).index_select(0, self.whole[times - 1]).view(len(tensors), -1)
+        return torch.stack([x.reshape(-1)[index] for x, index in zip(tensors, self.index * times, strict=True)])
+
+    def take(self, tensors: Iterable[torch.Tensor] = ()) -> np.ndarray:
+        """The same, in NumPy. Waits for a GPU."""
+        return self.read(tensors).float().cpu().numpy()
 
     def sums(self, moved: np.ndarray, true: np.ndarray, lost: np.ndarray) -> np.ndarray:
         """<d, d>, <d', d>, |d' - d|^2 and the share lost of each of C rows [C, T, P], float64 [4, C]."""
@@ -182,7 +191,7 @@ def by_name(names: list[str], windows: list[np.ndarray]) -> dict[str, np.ndarray
 
 def largest_of(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The largest magnitude of each, float32 [T, 1]."""
-    return torch.stack([x.detach().abs().max().float() for x in tensors]).unsqueeze(1)
+    return torch.stack([torch.linalg.vector_norm(x.detach(), torch.inf).float() for x in tensors]).unsqueeze(1)
 
 
 def read(text: str, names: tuple[str, ...]) -> list[tuple[str, PlaceFormat, str]]:
@@ -273,10 +282,12 @@ class Operands(TorchFunctionMode):
 
 
 class Watched:
-    """One optimizer, seen through its hooks. They read weights, gradients and settings, and change nothing.
+    """One optimizer, seen through its hooks. They read weights, gradients and settings, and change nothing. A hook is called at
+    every update of a training that waits for it, so it only records the update; the updates of a window are replayed at its end.
 
-    A row follows each format: `rows` [C, T, P] are P weights, moments or roots of each of T tensors as they would be kept, and
-    `kind` [C] says which, by its index in STATE. `m` and `v` [T, P] are float32's."""
+    A row follows each format: `kept` [N + 1, C, T, P] are P weights, moments or roots of each of T tensors as they would be kept
+    at the beginning of a window and after each of its N updates, and `kind` [C] says which, by its index in STATE. The first two
+    rows are float32's own m and v."""
 
     def __init__(
         self, name: str, optimizer: torch.optim.Optimizer, formats: tuple[str, ...], length: int, sample: int, seed: int
@@ -292,23 +303,32 @@ class Watched:
         self.adam = self.adam and not any(group["amsgrad"] for group in optimizer.param_groups)
         kept = [entry for text in formats for entry in read(text, STATE) if self.adam or entry[0] == "weights"]
         kept.sort(key=lambda entry: ("stochastic" in entry[1].words, STATE.index(entry[0])))
-        self.kind = np.array([STATE.index(place) for place, *_ in kept], int)
-        self.weights, edges = (self.kind == 0).reshape(-1, 1, 1), [0, *np.flatnonzero(np.diff(self.kind)) + 1, len(kept)]
-        self.parts = [(STATE[self.kind[i]], slice(i, j)) for i, j in itertools.pairwise(edges) if i < j]
-        self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
         self.names, self.windows = [text for *_, text in kept], []  # `numbers_of` each
-        self.rows, self.versions, self.updates, self.looks = None, None, 0, Looks(self)
+        kept = [entry for text in ("m=fp32", "v=fp32") for entry in read(text, STATE)] + kept
+        self.kind = np.array([STATE.index(place) for place, *_ in kept])
+        self.weights, self.roots = (self.kind == 0).reshape(-1, 1, 1), np.flatnonzero(self.kind == STATE.index("root"))
+        self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
+        self.kept, self.versions, self.updates, self.looks = None, None, 0, Looks(self)
         self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
 
     def all(self) -> list[tuple[int, torch.Tensor]]:
         """The optimizer's parameters as they are now, with the number of their group."""
         return [(i, p) for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]]
 
-    def of(self, name: str, part: int | None = None) -> np.ndarray:
-        """A setting of the optimizer for each parameter, float32 [T, 1], or [1, 1] if there is one group."""
-        groups = self.optimizer.param_groups
-        values = [float(group[name] if part is None else group[name][part]) for group in groups]
-        return np.array(values if len(groups) == 1 else [values[i] for i in self.group], np.float32).reshape(-1, 1)
+    def reading(self) -> list[tuple[float, ...]]:
+        """The settings of each group as they are now: learning rate, betas, eps, the decay of weights that goes into gradients,
+        and the sign of gradients. Groups that are added later are left out."""
+        found = []
+        for group in self.optimizer.param_groups[: max(self.group) + 1]:
+            coupled = not (isinstance(self.optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"))
+            adams = (*group["betas"], group["eps"], coupled and group["weight_decay"]) if self.adam else (0, 0, 1, 0)
+            found.append((*map(float, (group["lr"], *adams)), -1 if group.get("maximize") else 1))
+        return found
+
+    def settings(self, readings) -> np.ndarray:
+        """Those of N readings, for each parameter, float32 [6, N, T, 1], or [6, N, 1, 1] if there is one group."""
+        found = np.asarray(readings, np.float32)
+        return np.moveaxis(found if found.shape[1] == 1 else found[:, self.group], -1, 0)[..., None]
 
     def trouble(self) -> str:
         """Why nothing can be said, or an empty string."""
@@ -321,101 +341,95 @@ class Watched:
         found = [self.optimizer.state.get(p, {}).get(name) for p in self.parameters]
         return [torch.zeros_like(p) if x is None else x for p, x in zip(self.parameters, found, strict=True)]
 
-    @torch.no_grad()
     def before(self, optimizer, args, kwargs) -> None:
         versions = [p._version for p in self.parameters]
-        self.weight = self.now if versions == self.versions else self.sample.take()  # as they were after the last step
-        if self.rows is None:
+        self.weight = self.now if versions == self.versions else self.sample.read()  # as they were after the last step
+        if self.kept is None:
             self.steps = max(int(self.optimizer.state.get(p, {}).get("step", 0)) for p in self.parameters)
-            self.m, self.v = (self.sample.take(self.moment(name)) for name in ("exp_avg", "exp_avg_sq"))
-            self.rows = np.stack((self.weight, self.m, self.v, np.sqrt(self.v)))[self.kind]
-            self.begin()
-            self.rows = self.format.round(self.rows, self.least)
+            m, v = (self.sample.take(self.moment(name)) for name in ("exp_avg", "exp_avg_sq"))
+            self.kept = np.empty((self.length + 1, len(self.kind), *m.shape), np.float32)
+            self.begin(np.stack((m, m, v, np.sqrt(v)))[self.kind])
+            self.format.round(self.kept[0], self.least, out=self.kept[0])
 
-    def begin(self) -> None:
-        """Begins a window, in which weights are those of float32 at first."""
+    def begin(self, rows: np.ndarray) -> None:
+        """Begins a window with these rows, but with the weights of float32."""
         tops = [self.parameters, *(self.moment(name) for name in ("exp_avg", "exp_avg_sq"))]
         weights, moments, squares = torch.stack([largest_of(tensors) for tensors in tops]).cpu().numpy()
         self.least = np.stack((weights, moments, squares, np.sqrt(squares)))[self.kind]
-        fresh = self.format.round(np.broadcast_to(self.sample.take(), self.rows.shape), self.least)
-        self.rows = np.where(self.weights, fresh, self.rows)
-        self.start = self.rows.copy()
-        self.moved, self.true, self.count = np.zeros_like(self.rows), np.zeros((2, *self.m.shape), np.float32), 0
+        fresh = self.format.round(np.broadcast_to(self.sample.take(), rows.shape), self.least)
+        self.kept[0] = np.where(self.weights, fresh, rows)
+        self.window, self.new = [], []  # updates that are replayed, and those that are only recorded
 
-    @torch.no_grad()
     def after(self, optimizer, args, kwargs) -> None:
-        gradients = [p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense() for p in self.parameters]
-        missing = [gradient is None for gradient in gradients]
-        if any(missing):
+        gradients = [p.grad for p in self.parameters]
+        live = [gradient is not None for gradient in gradients]
+        if not all(live):
             gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
-        g = self.sample.take(gradients)
-        if getattr(optimizer, "found_inf", None) or not np.isfinite(g).all():
+        both = self.sample.read([*self.parameters, *[g.to_dense() if g.is_sparse else g for g in gradients]])
+        if getattr(optimizer, "found_inf", None):
             self.looks.new = None
             return  # a GradScaler lets a fused optimizer skip the step; it also unscales the gradients in place
-        self.now, self.versions = self.sample.take(), [p._version for p in self.parameters]
-        update = self.now - self.weight
+        self.now, self.versions = both[: len(live)], [p._version for p in self.parameters]
         self.updates += 1
-        self.true[0] += update
-        if self.adam:
-            self.steps += 1
-            self.looks.after(g)
-            self.follow(self.whole(g), update, missing)
-        else:
-            self.rows = self.format.round(self.rows + update, self.least)
-        self.count += 1
-        if self.count == self.length:
+        self.looks.after(both, self.weight)
+        self.new.append((self.weight, both, live, self.reading()))
+        if len(self.window) + len(self.new) == self.length:
+            self.replay()
+        if len(self.window) == self.length:
             self.judge()
-            self.begin()
+            self.begin(self.kept[-1])
 
-    def whole(self, g: np.ndarray) -> np.ndarray:
-        """Gradients as Adam takes them, with its decay of weights in them."""
-        if any(group["maximize"] for group in self.optimizer.param_groups):
-            g = g * (1 - 2 * self.of("maximize"))
-        decays = any(group["weight_decay"] for group in self.optimizer.param_groups)
-        if not decays or isinstance(self.optimizer, torch.optim.AdamW):
-            return g
-        coupled = [not group.get("decoupled_weight_decay", False) for group in self.optimizer.param_groups]
-        coupled = np.array([coupled[i] for i in self.group]).reshape(-1, 1)
-        return g + coupled * self.of("weight_decay") * self.weight
+    def replay(self) -> None:
+        """Follows the updates that were recorded since the last replay: the recursion of each row, and nothing else."""
+        if not self.new:
+            return
+        weight, both, live, readings = zip(*self.new, strict=True)
+        self.new, weight, both = [], *(torch.stack(x).cpu().numpy() for x in (weight, both))
+        now, g = np.split(both, 2, axis=1)
+        finite, all_live = np.isfinite(g).all((1, 2)), [*map(all, live)]
+        _, beta1, beta2, _, decay, sign = self.settings(readings)
+        live, update, g = np.array(live)[..., None], now - weight, sign * g + decay * weight
+        keeps = np.stack((np.ones_like(beta1), beta1, beta2, beta2), axis=1)[:, self.kind]
+        adds = np.stack((update, (1 - beta1) * g, (1 - beta2) * g * g), axis=1)
+        kind = np.minimum(self.kind, 2)
+        for i in np.flatnonzero(finite):
+            old, new = self.kept[len(self.window) : len(self.window) + 2]
+            rows = old.copy()
+            rows[self.roots] *= rows[self.roots]
+            rows *= keeps[i]
+            rows += adds[i].take(kind, 0)
+            rows[self.roots] = np.sqrt(rows[self.roots])
+            self.format.round(rows, self.least, out=new)
+            if not all_live[i]:  # the optimizer leaves them and their moments alone
+                np.copyto(new, old, where=~live[i])
+            self.window.append((update[i], live[i], readings[i]))
+            self.steps += 1
 
-    def step(self, steps: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-        """Adam's step, without its sign, after so many: a function of m and the root of v."""
-        size, correction = self.of("lr") / (1 - self.of("betas", 0) ** steps), np.sqrt(1 - self.of("betas", 1) ** steps)
-        eps = self.of("eps")
-        return lambda m, divisor: size * m / (divisor / correction + eps)
-
-    def follow(self, g: np.ndarray, update: np.ndarray, missing: list[bool]) -> None:
-        """Takes Adam's step with each row in place of what float32 keeps."""
-        beta1, beta2 = self.of("betas", 0), self.of("betas", 1)
-        old, first, second = self.rows.copy() if any(missing) else None, (1 - beta1) * g, (1 - beta2) * g * g
-        for place, part in self.parts:  # in place, a part of the rows at a time: every update of a training waits for this
-            rows = self.rows[part]
-            if place == "root":
-                rows *= rows
-            if place != "weights":
-                rows *= beta1 if place == "m" else beta2
-            rows += update if place == "weights" else first if place == "m" else second
-            if place == "root":
-                np.sqrt(rows, out=rows)
-        rows = self.format.round(self.rows, self.least)
-        m, v = self.m * beta1 + first, self.v * beta2 + second
-        live = ~np.array(missing).reshape(-1, 1)
-        if old is not None:  # the optimizer leaves them and their moments alone
-            rows, m, v = (np.where(live, new, old) for new, old in ((rows, old), (m, self.m), (v, self.v)))
-        self.rows, self.m, self.v = rows, m, v
-        true, step = np.sqrt(v), self.step(self.steps)
-        for place, part in self.parts:
-            if place == "m":
-                self.moved[part] += live * step(rows[part], true)
-            elif place != "weights":
-                self.moved[part] += live * step(m, rows[part] if place == "root" else np.sqrt(np.abs(rows[part])))
-        self.true[1] += live * step(m, true)
+    def moved(self) -> np.ndarray:
+        """How far each row's weights have moved in the window, float32 [C, T, P]: those of moments by Adam's steps, without their
+        sign, with what is kept."""
+        _, live, readings = map(np.array, zip(*self.window, strict=True))
+        lr, beta1, beta2, eps, *_ = self.settings(readings)
+        steps = np.arange(self.steps - len(live) + 1, self.steps + 1, dtype=np.float32).reshape(-1, 1, 1)
+        correction, kept = np.sqrt(1 - beta2**steps), self.kept[1 : len(live) + 1]
+        size = live * lr / (1 - beta1**steps)
+        m, divisor, moved = size * kept[:, 0], np.sqrt(kept[:, 1]) / correction + eps, kept[-1] - self.kept[0]
+        for row, kind in enumerate(self.kind):
+            if STATE[kind] == "m":
+                moved[row] = (size * kept[:, row] / divisor).sum(0)
+            elif STATE[kind] != "weights":
+                root = kept[:, row] if STATE[kind] == "root" else np.sqrt(kept[:, row])
+                moved[row] = (m / (root / correction + eps)).sum(0)
+        return moved
 
     def judge(self) -> None:
         """Ends a window with its numbers."""
-        moved, true = np.where(self.weights, self.rows - self.start, self.moved), self.true[np.minimum(self.kind, 1)]
-        kept, exact = np.where(self.weights, moved, self.rows), np.stack((self.true[0], self.m, self.v, self.v))[self.kind]
-        self.windows.append(numbers_of(self.sample.sums(moved, true, (kept == 0) & (exact != 0)), self.of("lr").max()))
+        moved, update = self.moved(), np.array([update for update, *_ in self.window]).sum(0)
+        true = np.stack((update, moved[1]))[np.minimum(self.kind, 1)]
+        m, v = self.kept[-1, :2]
+        kept, exact = np.where(self.weights, moved, self.kept[-1]), np.stack((update, m, v, v))[self.kind]
+        sums = self.sample.sums(moved, true, (kept == 0) & (exact != 0))[:, 2:]
+        self.windows.append(numbers_of(sums, self.settings([self.window[-1][-1]])[0].max()))
 
 
 class Looks:
@@ -441,10 +455,11 @@ class Looks:
         found = [torch.zeros_like(p) if found.get(id(p)) is None else found[id(p)] for p in parameters]
         return self.watched.sample.take(found), float(torch.stack([x.norm() for x in found]).norm())
 
-    def after(self, g: np.ndarray) -> None:
-        """Takes the steps of an update from the gradients g of the training, if it was looked at."""
+    def after(self, both: torch.Tensor, weight: torch.Tensor) -> None:
+        """Takes the steps of an update from the weights before it and the gradients of the training, if it was looked at."""
         new, self.new, watched = self.new, None, self.watched
-        if new is None:  # of a window every update is looked at, or it is given up
+        g = both[len(weight) :].cpu().numpy() if new else None
+        if new is None or not np.isfinite(g).all():  # of a window every update is looked at, or it is given up
             self.count = 0
             return
         (own, norm), *others = new
@@ -453,16 +468,18 @@ class Looks:
             raise ValueError("loss has another gradient than the training: let it return the loss of the update that follows")
         # A factor below 1 is taken for a clipped norm, to which the others are clipped, too.
         rest = [x * (min(1, factor * norm / max(size, 1e-38)) if factor < 1 else factor) for x, size in others]
-        gradients = watched.whole(np.stack([g, *rest]))
+        lr, beta1, beta2, eps, decay, sign = (x[0] for x in watched.settings([watched.reading()]))
+        gradients = sign * np.stack([g, *rest]) + decay * weight.cpu().numpy()
         if not self.count:
             self.rows, self.moved = np.zeros((2, *gradients.shape), np.float32), np.zeros_like(gradients)
-        betas = np.stack((watched.of("betas", 0), watched.of("betas", 1)))[:, None]
+        betas = np.stack((beta1, beta2))[:, None]
         self.rows = betas * self.rows + (1 - betas) * np.stack((gradients, gradients * gradients))
         self.count += 1
-        self.moved += watched.step(self.count)(self.rows[0], np.sqrt(self.rows[1]))
+        size, correction = lr / (1 - beta1**self.count), np.sqrt(1 - beta2**self.count)
+        self.moved += size * self.rows[0] / (np.sqrt(self.rows[1]) / correction + eps)
         if self.count == LOOKED:
             lost = (gradients[1:] == 0) & (gradients[0] != 0)
-            self.windows.append(numbers_of(watched.sample.sums(self.moved[1:], self.moved[0], lost), watched.of("lr").max()))
+            self.windows.append(numbers_of(watched.sample.sums(self.moved[1:], self.moved[0], lost), lr.max()))
             self.count, self.next = 0, 2 * self.next
 
 
