@@ -26,10 +26,11 @@ means, are shadows of the whole run, too (`Doctor.follow`): x' <- round((1 - rat
 do from where x' is. The verdict says what becomes of the average, not whether learning minds (benchmarks/sums.py).
 
 A place and its format are written as in Config's field `formats` (places.py): "weights=bf16", "v=e4m3:unscaled",
-"root=e4m3:stochastic". Adam takes its step from moments as they are kept, whether the word `stored` is there or not. All formats
-are followed at once, as the rows of one array. In p and q every tensor counts with as many numbers, or all that it has.
+"root=e4m3:stochastic". Adam takes its step from moments as they are kept, whether the word `stored` is there or not. In p
+and q every tensor counts with as many numbers, or all that it has.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -77,7 +78,7 @@ class Report(list[Finding]):
     """The findings, in the order of the doctor's formats."""
 
     def to_markdown(self) -> str:
-        rows = [[f"{x:.2f}" if isinstance(x, float) else x for x in finding] for finding in self]
+        rows = ([f"{x:.2f}" if isinstance(x, float) else x for x in finding] for finding in self)
         return "\n".join(f"| {' | '.join(row)} |" for row in (Finding._fields, ["---"] * len(Finding._fields), *rows))
 
     __str__ = to_markdown
@@ -95,9 +96,8 @@ class Report(list[Finding]):
                 raise ValueError(f"{name} was not watched: name it in the doctor's formats, and {remedy}")
             for finding in found:
                 if finding.verdict != "fine":
-                    raise ValueError(
-                        f"{name} is not fine in {finding.optimizer} ({finding.verdict}: {finding.why}): {finding.cure}"
-                    )
+                    said = f"{finding.verdict}: {finding.why}"
+                    raise ValueError(f"{name} is not fine in {finding.optimizer} ({said}): {finding.cure}")
 
 
 class Rows:
@@ -152,21 +152,20 @@ class Sample:
         self.index = [torch.randperm(size, generator=generator)[each % size].to(device) for size in sizes]
         self.joined = sum(sizes) <= 2**18  # then one look at the joined tensors is faster than one at each
         begins = torch.tensor([0, *sizes, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)
-        twice = (torch.stack(self.index * 2) + begins).flatten()
-        self.whole = [twice[: len(twice) // 2], twice]
+        self.whole = [(torch.stack(self.index * n) + begins[: n * len(sizes)]).flatten() for n in (1, 2)]
         self.share = np.minimum(np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1)  # of each of the numbers, in sums
 
     @torch.no_grad()
-    def read(self, tensors: Iterable[torch.Tensor] = ()) -> torch.Tensor:
-        """Those of the tensors as they are now, or of others like them, once or twice as many, where they are."""
-        tensors = [*tensors] or self.tensors
+    def read(self, tensors: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Those of the tensors as they are now, or of others like them, or of two lists of them, on their device."""
+        tensors = tensors or self.tensors
         times = len(tensors) // len(self.index)
         if self.joined:
             return flattened(tensors).index_select(0, self.whole[times - 1]).view(len(tensors), -1)
         return torch.stack([x.reshape(-1)[index] for x, index in zip(tensors, self.index * times, strict=True)])
 
-    def take(self, tensors: Iterable[torch.Tensor] = ()) -> np.ndarray:
-        """The same, in NumPy. Waits for a GPU."""
+    def take(self, tensors: list[torch.Tensor] | None = None) -> np.ndarray:
+        """The same in NumPy. Waits for a GPU."""
         return self.read(tensors).float().cpu().numpy()
 
     def sums(self, moved: np.ndarray, true: np.ndarray, lost: np.ndarray) -> np.ndarray:
@@ -185,8 +184,13 @@ def numbers_of(sums: np.ndarray, rate: float) -> np.ndarray:
 
 def by_name(names: list[str], windows: list[np.ndarray]) -> dict[str, np.ndarray]:
     """The numbers [W, 4] of W windows [C, 4], for each of C names."""
-    whole = np.stack(windows) if windows else np.empty((0, len(names), 4))
-    return {name: whole[:, i] for i, name in enumerate(names)}
+    return {name: np.reshape([window[i] for window in windows], (-1, 4)) for i, name in enumerate(names)}
+
+
+def dense(parameters: list[torch.Tensor], tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Tensors like these parameters, zeros where there is none."""
+    pairs = zip(parameters, tensors, strict=True)
+    return [torch.zeros_like(p) if x is None else x.to_dense() if x.is_sparse else x for p, x in pairs]
 
 
 def largest_of(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -203,9 +207,9 @@ def read(text: str, names: tuple[str, ...]) -> list[tuple[str, PlaceFormat, str]
 
 
 class Average:
-    """An average that follows others, seen before every step, as it would be in few bits from the beginning. Progress compares
-    how far it moves with how far float32 would move it from where it is: an average forgets, so one that hardly moves falls
-    behind, and is pulled the harder. Sums are taken over a quarter of the windows, because in some it hardly has to move."""
+    """An average that follows others, seen before every step, as it would be in few bits from the beginning. It forgets, so one
+    that hardly moves falls behind and is pulled the harder, which d has to count. Sums are taken over a quarter of the windows,
+    because in some it hardly has to move."""
 
     def __init__(self, name: str, rate: float | Callable[[], float], formats: Iterable[str], length: int, sample: Sample):
         self.rate, self.length, self.sample = rate, length, sample
@@ -216,12 +220,10 @@ class Average:
 
     @torch.no_grad()
     def look(self, *_) -> None:
-        x, before = self.sample.take(), self.x
-        self.x = x
+        before, self.x = self.x, (x := self.sample.take())
         if before is None:
-            self.least = largest_of(self.sample.tensors).cpu().numpy()
-            self.rows = self.format.round(np.broadcast_to(x, (len(self.names), *x.shape)), self.least)
-            self.begin()
+            self.begin(np.repeat(x[None], len(self.names), 0))
+            self.rows = self.start = self.format.round(self.rows, self.least)
         elif not np.array_equal(x, before):
             rate = self.rate() if callable(self.rate) else self.rate
             pull = x - (1 - rate) * before - rate * self.rows
@@ -231,11 +233,11 @@ class Average:
             if self.count == self.length:
                 moved = self.rows - self.start
                 self.windows.append(self.sample.sums(moved, self.true, (moved == 0) & (self.true != 0)))
-                self.begin()
+                self.begin(self.rows)
 
-    def begin(self) -> None:
+    def begin(self, rows: np.ndarray) -> None:
         """Begins a window."""
-        self.start, self.true, self.count = self.rows, np.zeros_like(self.rows), 0
+        self.rows, self.start, self.true, self.count = rows, rows, np.zeros_like(rows), 0
         self.least = largest_of(self.sample.tensors).cpu().numpy()
 
     @property
@@ -280,6 +282,13 @@ class Operands(TorchFunctionMode):
         args[operands] = (Through.apply(x, self.there, None) for x in args[operands])
         return Through.apply(func(*args, **(kwargs or {})), None, self.back)
 
+    def within(self, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with self:
+            found = loss()
+        if not self.seen:
+            raise ValueError("loss has no matmul that can be rounded: give formats without forward and backward")
+        return found
+
 
 class Watched:
     """One optimizer, seen through its hooks. They read weights, gradients and settings, and change nothing. A hook is called at
@@ -289,9 +298,7 @@ class Watched:
     at the beginning of a window and after each of its N updates, and `kind` [C] says which, by its index in STATE. The first two
     rows are float32's own m and v."""
 
-    def __init__(
-        self, name: str, optimizer: torch.optim.Optimizer, formats: tuple[str, ...], length: int, sample: int, seed: int
-    ):
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, formats: list[str], length: int, sample: int, seed: int):
         self.name, self.optimizer, self.length = name, optimizer, length
         pairs = [(p, i) for i, p in self.all() if p.requires_grad and p.numel()]
         self.parameters, self.group = [p for p, _ in pairs], [i for _, i in pairs]  # a loaded optimizer has new groups
@@ -338,8 +345,7 @@ class Watched:
 
     def moment(self, name: str) -> list[torch.Tensor]:
         """A tensor of the optimizer's state for each parameter; zeros before the first step."""
-        found = [self.optimizer.state.get(p, {}).get(name) for p in self.parameters]
-        return [torch.zeros_like(p) if x is None else x for p, x in zip(self.parameters, found, strict=True)]
+        return dense(self.parameters, [self.optimizer.state.get(p, {}).get(name) for p in self.parameters])
 
     def before(self, optimizer, args, kwargs) -> None:
         versions = [p._version for p in self.parameters]
@@ -362,15 +368,11 @@ class Watched:
 
     def after(self, optimizer, args, kwargs) -> None:
         gradients = [p.grad for p in self.parameters]
-        live = [gradient is not None for gradient in gradients]
-        if not all(live):
-            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
-        both = self.sample.read([*self.parameters, *[g.to_dense() if g.is_sparse else g for g in gradients]])
+        both, live = self.sample.read([*self.parameters, *dense(self.parameters, gradients)]), [g is not None for g in gradients]
         if getattr(optimizer, "found_inf", None):
             self.looks.new = None
             return  # a GradScaler lets a fused optimizer skip the step; it also unscales the gradients in place
-        self.now, self.versions = both[: len(live)], [p._version for p in self.parameters]
-        self.updates += 1
+        self.now, self.versions, self.updates = both[: len(live)], [p._version for p in self.parameters], self.updates + 1
         self.looks.after(both, self.weight)
         self.new.append((self.weight, both, live, self.reading()))
         if len(self.window) + len(self.new) == self.length:
@@ -424,9 +426,8 @@ class Watched:
 
     def judge(self) -> None:
         """Ends a window with its numbers."""
-        moved, update = self.moved(), np.array([update for update, *_ in self.window]).sum(0)
+        moved, update, (m, v) = self.moved(), np.array([update for update, *_ in self.window]).sum(0), self.kept[-1, :2]
         true = np.stack((update, moved[1]))[np.minimum(self.kind, 1)]
-        m, v = self.kept[-1, :2]
         kept, exact = np.where(self.weights, moved, self.kept[-1]), np.stack((update, m, v, v))[self.kind]
         sums = self.sample.sums(moved, true, (kept == 0) & (exact != 0))[:, 2:]
         self.windows.append(numbers_of(sums, self.settings([self.window[-1][-1]])[0].max()))
@@ -452,7 +453,7 @@ class Looks:
         with torch.enable_grad(), torch.random.fork_rng([p.device for p in parameters[:1] if p.is_cuda]):
             live = [p for p in parameters if p.requires_grad]
             found = dict(zip(map(id, live), torch.autograd.grad(loss(), live, allow_unused=True), strict=True))
-        found = [torch.zeros_like(p) if found.get(id(p)) is None else found[id(p)] for p in parameters]
+        found = dense(parameters, [found.get(id(p)) for p in parameters])
         return self.watched.sample.take(found), float(torch.stack([x.norm() for x in found]).norm())
 
     def after(self, both: torch.Tensor, weight: torch.Tensor) -> None:
@@ -499,9 +500,7 @@ class Doctor:
     or AdamW, or that uses amsgrad, is judged by its weights alone. `length`: updates in a window. `sample`: numbers followed in
     each optimizer, as many of each tensor. `names`: what reports call the optimizers."""
 
-    def __init__(
-        self, *optimizers: torch.optim.Optimizer, formats=FORMATS, length: int = 32, sample: int = 512, seed=0, names=()
-    ):
+    def __init__(self, *optimizers: torch.optim.Optimizer, formats=FORMATS, length=32, sample=512, seed=0, names=()):
         names, self.formats = names or [f"optimizer {i}" for i in range(len(optimizers))], tuple(formats)
         if len(self.formats) != len({*self.formats}):
             raise ValueError(f"formats is {' '.join(self.formats)!r}: give each place and format once, as a string of its own")
@@ -547,17 +546,7 @@ class Doctor:
         if len(found) != 1:
             raise ValueError(f"optimizer is {optimizer!r}: choose from {', '.join(watched.name for watched in self.watched)}")
 
-        def within(mode: Operands) -> Callable[[], torch.Tensor]:
-            def rounded():
-                with mode:
-                    found = loss()
-                if not mode.seen:
-                    raise ValueError("loss has no matmul that can be rounded: give formats without forward and backward")
-                return found
-
-            return rounded
-
-        losses = {text: within(mode) for text, mode in self.operands.items()} | dict(others)
+        losses = {text: functools.partial(mode.within, loss) for text, mode in self.operands.items()} | dict(others)
         if wrong := [name for name in losses if "=" not in name]:
             raise ValueError(f"others has {wrong[0]!r}: name each by place and format, as in targets=e4m3")
         if losses and self.watched[0].hooks:
@@ -569,10 +558,8 @@ class Doctor:
         optimizer, and may be updated once between two of them. Raises ValueError for tensors of another type, a rate that is no
         number above 0, and the name of a place."""
         first, tensors = self.watched[0], list(tensors)
-        if not tensors or {x.dtype for x in tensors} != {torch.float32}:
-            raise ValueError(
-                f"tensors of {name} are {', '.join(sorted({str(x.dtype) for x in tensors})) or 'none'}: give float32"
-            )
+        if (types := {str(x.dtype) for x in tensors}) != {"torch.float32"}:
+            raise ValueError(f"tensors of {name} are {', '.join(sorted(types)) or 'none'}: give float32")
         if not callable(rate) and not (isinstance(rate, float | int) and 0 < rate <= 1):
             raise ValueError(f"rate is {rate!r}: give a number above 0 and up to 1, or a function of nothing that returns it")
         if name in PLACES or "=" in name:
@@ -596,8 +583,7 @@ class Doctor:
             order = [text for text in dict.fromkeys((*self.formats, *both)) if text in both]
             own = [finding(watched.name, both, text, text in looked) for text in order]
             report += [f._replace(verdict="unknown", why=trouble, cure="") for f in own] if trouble else own
-        for average in self.averages:
-            found = average.found
+        for found in (average.found for average in self.averages):
             report += [finding("average", found, text) for text in found]
         return report
 
