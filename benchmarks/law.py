@@ -1,9 +1,9 @@
 """Does the doctor (fp8rl/lab/doctor.py) foresee which formats break learning?
 
 It watches one float32 agent, on a seed that no cell trains, and predicts for each place and format whether learning breaks. The
-places are those of the breakage map but the acting policy's: what the optimizer keeps (the weights, to the nearest and
-stochastically, Adam's m, v and the root of v) and what only the loss shows (operands of the matmuls, gradients, replayed
-observations, advantages and value targets); the formats are the map's. Beside a prediction stands what was measured:
+places and formats are those of the breakage map: what the optimizer keeps (the weights, to the nearest and stochastically, Adam's
+m, v and the root of v), what only the loss shows (operands of the matmuls, gradients, replayed observations, advantages and value
+targets), and the acting policy, whose p is an effective sample size. Beside a prediction stands what was measured:
 
     chosen      the two carts at two learning rates each, from breakage_map.csv: on these cells the doctor's line was chosen. A
                 cell is bad if the map does not call it equal to float32
@@ -49,7 +49,7 @@ RESULTS = Path(__file__).parent / "results"
 WATCHED, SEEDS, UNTRAINED = 900, range(7000, 7004), "untrained"
 STEPS = {"CartPole-v1": 61_440, "Pendulum-v1": 122_880, "Acrobot-v1": 245_760, "LunarLander-v3": 307_200}
 ALONE, FEW = "LunarLander-v3", ("e8m7", "e8m3", "e8m0", "e4m3", "e4m3:unscaled")  # trained one by one, in these formats
-LOOKED = (*doctor.OPERANDS, *SHOWN)  # places that are seen through the loss
+LOOKED, ACTING = (*doctor.OPERANDS, *SHOWN), "acting"  # places that are seen through the loss, and the acting policy
 COLUMNS = ("cells", "number", "AUC of p", "AUC of q", "bad cells said to break", "false alarms", "unknown")
 
 
@@ -86,7 +86,7 @@ def cells(setting: Setting) -> dict[str, str]:
         place = place.split()[0]
         if setting.task == ALONE and form not in FEW:
             continue
-        if place in STATE or (place in LOOKED and setting in THROUGH_LOSS):
+        if place in STATE or (place in (*LOOKED, ACTING) and setting in THROUGH_LOSS):
             found[text.replace(":stored", "")] = text
     return found
 
@@ -228,8 +228,6 @@ def draw_map(out: Path, rows: list[dict]) -> None:
     for ax in axes[1]:
         for form, group in (("e8m3", "no scale needed"), ("e4m3", "a scale for each tensor"), ("e4m3:unscaled", "no scale")):
             ax.text(columns[form] + 0.5, len(places) + 0.9, group, ha="center", va="center", fontsize=8)
-    for ax in axes[:, 1]:
-        ax.text(max(columns.values()) / 2, places.index("acting") + 0.5, "not judged", ha="center", va="center", fontsize=9)
     names = {"equal": "equals float32, or fine", "between": "in between, or unknown", "fails": "fails, or breaks"}
     handles = [Rectangle((0, 0), 1, 1, facecolor=shade[verdict], label=name) for verdict, name in names.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=11, frameon=False)
@@ -288,7 +286,8 @@ def line(name: str, rows: list[dict], bad: dict) -> str:
 
 
 def table(out: Path) -> None:
-    rows, bad = list(csv.DictReader((RESULTS / "law_predicted.csv").open())), bad_cells()
+    every, bad = list(csv.DictReader((RESULTS / "law_predicted.csv").open())), bad_cells()
+    rows = [row for row in every if place_of(row) != ACTING]
     lines = [f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|"]
     tested = [row for row in rows if Setting.of(row) in HELD_OUT and key_of(row) in bad]
     groups = {"what the optimizer keeps": STATE, "what only the loss shows": LOOKED}
@@ -305,12 +304,18 @@ def table(out: Path) -> None:
         for place in places:
             part = [row for row in own if place_of(row) == place]
             lines += [line(f"all of them: {place}", part, bad)] if part else []
+    acting = [row for row in every if place_of(row) == ACTING and key_of(row) in bad]
+    for name, settings in (("chosen on, both carts", CHOSEN), ("held out", HELD_OUT)):
+        own = [row for row in acting if Setting.of(row) in settings]
+        lines += [line(f"{name}: the acting policy", own, bad)] if own else []
     if losses():
         draw(out.with_suffix(".png"), tested)
     lines += intervals_and_misses(tested, bad, losses())
-    draw_map(out.with_stem(out.stem + "_map").with_suffix(".png"), rows)
+    draw_map(out.with_stem(out.stem + "_map").with_suffix(".png"), every)
     note = "Breaks: progress below a quarter of float32's, or above four times. Unknown: beyond a third or three times, or noise "
-    note += "above 2.5."
+    note += (
+        "above 2.5. The acting policy breaks learning where the effective sample size is below 0.9, and is unknown up to 0.985."
+    )
     out.write_text("\n".join(lines) + f"\n\n{note} `python benchmarks/law.py table {out}` on {origin()}.\n")
 
 

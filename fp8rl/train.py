@@ -72,11 +72,14 @@ class Learner:
         the forward pass is done already."""
         batch = batch.to(self.device)
         batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
-        if computed is None:
-            memory = (None if batch.state is None else batch.state[0], batch.first) if self.model.recurrent else ()
-            with self.precision.autocast():
-                computed = self.model(batch.obs, *memory)
+        computed = self.forward(batch) if computed is None else computed
         return actor_critic_loss(*computed, batch, self.config, self.all_reduce, self.targets_of)
+
+    def forward(self, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's outputs and values for a batch on its device."""
+        memory = (None if batch.state is None else batch.state[0], batch.first) if self.model.recurrent else ()
+        with self.precision.autocast():
+            return self.model(batch.obs, *memory)
 
     def stop(self, agent: int, reason: Exception) -> None:
         """Ends learning. Agents that learn together need not raise: one of them then takes no more steps."""

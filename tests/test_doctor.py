@@ -270,7 +270,7 @@ def test_what_cannot_be_judged_is_said_in_one_line():
     with pytest.raises(ValueError, match=r"^formats has block: leave it out"):
         Doctor(optimizer, formats=("weights=e4m3:block",))
     with pytest.raises(
-        ValueError, match=r"^formats has the place 'targets': choose from weights, m, v, root, forward, backward$"
+        ValueError, match=r"^formats has the place 'targets': choose from weights, m, v, root, forward, backward, acting$"
     ):
         Doctor(optimizer, formats=("targets=bf16",))
     for formats in (("weights=bf16 m=e4m3",), ("m=bf16", "m=bf16"), ("",)):
@@ -517,3 +517,30 @@ def test_batched_products_are_rounded_and_a_doctor_that_has_stopped_looks_no_mor
     watching.stop()
     watching.look(lambda: calls.append(1))
     assert not calls
+
+
+def test_an_acting_policy_is_judged_by_its_importance_ratios():
+    policy, obs, generator = nn.Linear(4, 3), torch.randn(2000, 4), torch.get_rng_state()
+    optimizer = torch.optim.Adam(policy.parameters())
+    watching = doctor.Doctor(optimizer, formats=["acting=fp32", "acting=bf16", "acting=e8m0", "weights=bf16"])
+    actions = policy(obs).softmax(-1).multinomial(1)
+    after = torch.get_rng_state()
+
+    def logp():
+        return policy(obs).log_softmax(-1).gather(1, actions)
+
+    watching.act(logp)
+    assert torch.equal(torch.get_rng_state(), after) and not torch.equal(generator, after)
+    exact, bf16, coarse = watching.report()[1:] if watching.report()[0].place == "weights" else watching.report()
+    assert (exact.progress, exact.noise, exact.verdict) == (1, 0, "fine") and bf16.verdict == "fine"
+    form = places_of("forward=e8m0")["forward"]
+    low = nn.functional.linear(form(obs.reshape(1, -1)).view_as(obs), form(policy.weight.detach().reshape(1, -1)).view(3, 4))
+    log_ratio = (low + policy.bias).log_softmax(-1).gather(1, actions) - logp()
+    ratio = log_ratio.exp()
+    assert coarse.progress == pytest.approx((ratio.sum() ** 2 / ratio.square().sum() / len(ratio)).item(), rel=1e-4)
+    assert coarse.noise == pytest.approx(-log_ratio.mean().item(), abs=1e-5) and coarse.optimizer == "policy"
+    watching.stop()
+    watching.act(logp)
+    assert len(watching.acted) == 1
+    for size, expected in ((1.0, "fine"), (0.95, "unknown"), (0.8, "breaks")):
+        assert doctor.verdict("acting", np.array([[size, 0.0, 0.0, 1.0]]))[3] == expected

@@ -25,6 +25,10 @@ from float32's weights, and Adam takes its first steps with them. Averages that 
 means, are shadows of the whole run, too (`Doctor.follow`): x' <- round((1 - rate) x' + rate new). Their d is what float32 would
 do from where x' is. The verdict says what becomes of the average, not whether learning minds (benchmarks/sums.py).
 
+An acting policy in few bits (`Doctor.act`) learns nothing. It only takes other actions, which importance ratios correct. So its
+numbers are others: p is the effective sample size of the ratios as a share of the actions (Kish, as in losses.py), and q the mean
+divergence from float32's policy in nats. It is fine above 0.985 and breaks learning below 0.9.
+
 A place and its format are written as in Config's field `formats` (places.py): "weights=bf16", "v=e4m3:unscaled",
 "root=e4m3:stochastic". Adam takes its step from moments as they are kept, whether the word `stored` is there or not. In p
 and q every tensor counts with as many numbers, or all that it has.
@@ -48,7 +52,7 @@ FORMATS = ("weights=bf16", "weights=bf16:stochastic", "weights=fp16", "weights=e
 FORMATS += ("m=bf16", "m=e4m3", "m=e4m3:unscaled", "v=bf16", "v=bf16:stochastic", "v=fp16:unscaled", "v=e5m2", "v=e4m3")
 FORMATS += ("v=e4m3:unscaled", "v=e4m3:stochastic", "root=e4m3", "root=e4m3:unscaled", "root=e4m3:stochastic")
 FORMATS += ("forward=bf16", "forward=e4m3", "forward=e4m3:unscaled", "backward=bf16", "backward=fp16:unscaled")
-FORMATS += ("backward=e5m2", "backward=e5m2:unscaled", "backward=e4m3", "backward=e4m3:unscaled")
+FORMATS += ("backward=e5m2", "backward=e5m2:unscaled", "backward=e4m3", "backward=e4m3:unscaled", "acting=bf16", "acting=e4m3")
 AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
 OPERANDS = ("forward", "backward")
 # Products, and where in their arguments the first of two operands is.
@@ -58,13 +62,14 @@ PRODUCTS |= dict.fromkeys((torch.Tensor.matmul, torch.Tensor.__matmul__, torch.T
 PRODUCTS |= dict.fromkeys((torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm, torch.einsum), 1)
 FIRST, LOOKED = 32, 8  # a window of eight looks begins at update 32, 64, 128, ...
 BREAKS, UNSURE, NOISY = 4.0, 3.0, 2.5  # factors of progress, and noise, chosen on two tasks (benchmarks/law.py)
+FEW, ENOUGH = 0.9, 0.985  # effective sample sizes of an acting policy, chosen on the same tasks
 
 
 class Finding(NamedTuple):
     """What the doctor found of one place and format in one optimizer."""
 
     optimizer: str
-    place: str  # weights, m, v, root, forward, backward, one of the `others` of a look, or the name of an average
+    place: str  # weights, m, v, root, forward, backward, acting, one of the `others` of a look, or the name of an average
     format: str  # with the words after it
     progress: float  # p, mean of the windows, or of the last ones (`verdict`); NaN if there is none
     noise: float  # q, their median
@@ -504,11 +509,13 @@ class Doctor:
         names, self.formats = names or [f"optimizer {i}" for i in range(len(optimizers))], tuple(formats)
         if len(self.formats) != len({*self.formats}):
             raise ValueError(f"formats is {' '.join(self.formats)!r}: give each place and format once, as a string of its own")
-        entries = [entry for text in self.formats for entry in read(text, (*STATE, *OPERANDS))]
+        entries = [entry for text in self.formats for entry in read(text, (*STATE, *OPERANDS, "acting"))]
         self.operands = {text: Operands(**{place: form}) for place, form, text in entries if place in OPERANDS}
-        state = [text for text in self.formats if text not in self.operands]
+        self.acting = {text: Operands(form) for place, form, text in entries if place == "acting"}
+        state = [text for text in self.formats if text not in self.operands | self.acting]
         self.watched = [Watched(n, o, state, length, sample, seed) for n, o in zip(names, optimizers, strict=True)]
         self.averages: list[Average] = []
+        self.acted: list[np.ndarray] = []  # numbers [C, 4] of each `act`
 
     @classmethod
     def of(cls, model, **options) -> "Doctor":
@@ -552,6 +559,23 @@ class Doctor:
         if losses and self.watched[0].hooks:
             found[0].looks.look({"": loss} | losses)
 
+    @torch.no_grad()
+    def act(self, logp: Callable[[], torch.Tensor]) -> None:
+        """Judges an acting policy in few bits. Call it now and then: `logp` returns the log-probabilities of actions that the
+        policy took, of any shape, as it computes them now.
+
+            >>> policy, obs, actions = torch.nn.Linear(4, 2), torch.randn(8, 4), torch.ones(8, 1).long()
+            >>> doctor = Doctor(torch.optim.Adam(policy.parameters()))
+            >>> doctor.act(lambda: policy(obs).log_softmax(-1).gather(-1, actions))
+            >>> doctor.report().require("acting=bf16")
+        """
+        if self.acting and self.watched[0].hooks:
+            log_ratios = torch.stack([mode.within(logp).flatten() for mode in self.acting.values()]) - logp().flatten()
+            ratios = (log_ratios - log_ratios.amax(1, keepdim=True)).double().exp()
+            size = ratios.mean(1) ** 2 / ratios.square().mean(1)
+            numbers = torch.stack((size, -log_ratios.double().mean(1), torch.zeros_like(size), torch.ones_like(size)), dim=1)
+            self.acted.append(numbers.cpu().numpy())
+
     def follow(self, name: str, tensors: Iterable[torch.Tensor], rate, formats: Iterable[str] = AVERAGES, sample=512) -> None:
         """Judges an average that something else updates, x <- (1 - rate) x + rate new, float32: a target network's parameters, a
         running mean. `rate`: a number, or a function of nothing that returns it. It is looked at before each step of the first
@@ -583,8 +607,9 @@ class Doctor:
             order = [text for text in dict.fromkeys((*self.formats, *both)) if text in both]
             own = [finding(watched.name, both, text, text in looked) for text in order]
             report += [f._replace(verdict="unknown", why=trouble, cure="") for f in own] if trouble else own
-        for found in (average.found for average in self.averages):
-            report += [finding("average", found, text) for text in found]
+        acted = by_name([*self.acting], self.acted) if self.acted else {}
+        for name, found in (("policy", acted), *(("average", average.found) for average in self.averages)):
+            report += [finding(name, found, text) for text in found]
         return report
 
 
@@ -610,6 +635,10 @@ def verdict(place: str, windows: np.ndarray, looked: bool = False) -> tuple[floa
     parts = [found, late] if late[:, 3].mean() > found[:, 3].max() / 2 and not np.isnan(late[:, 0]).all() else [found]
     part = max(parts, key=lambda part: away(float(np.nanmean(part[:, 0]))))
     progress, noise, lost = float(np.nanmean(part[:, 0])), *(float(np.nanmedian(x)) for x in (found[:, 1], part[:, 2]))
+    if place == "acting":
+        why = f"effective sample size {progress:.2g}: the ratios of its actions are too uneven"
+        found = ("fine", "") if progress >= ENOUGH else ("breaks" if progress < FEW else "unknown", why)
+        return progress, noise, lost, *found
     factor = away(progress)
     if factor <= UNSURE and noise <= NOISY:
         return progress, noise, lost, "fine", ""

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import nn
 
+from ..distribution import distribution_of
 from ..lab.doctor import Doctor, Through, read
 from ..lab.lowbit import LowBitAdam
 from ..lab.places import PlaceFormat
@@ -76,6 +77,13 @@ class Looked(Around):
     def watch(self, rollout: Rollout) -> None:
         for learner in self.others.values():
             learner.fresh = rollout
+
+        def logp() -> torch.Tensor:
+            outputs, _ = self.inner.forward(mine)
+            return distribution_of(mine.action)(outputs[:-1]).log_prob(mine.action)[mine.valid]
+
+        mine = rollout.to(self.inner.device)
+        self.doctor.act(logp)
         self.inner.watch(rollout)
 
     def update(self, batch: Rollout, *args, **options) -> dict[str, torch.Tensor]:
