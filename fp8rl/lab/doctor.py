@@ -97,7 +97,8 @@ class Report(list[Finding]):
         for name in formats:
             found = [finding for finding in self if f"{finding.place}={finding.format}" == name]
             if not found:
-                remedy = "let the doctor look at the loss" if name.startswith(OPERANDS) else "use Adam for m, v and root"
+                remedies = dict.fromkeys(OPERANDS, "let the doctor look at the loss") | {"acting": "call the doctor's act"}
+                remedy = remedies.get(name.split("=")[0], "use Adam for m, v and root")
                 raise ValueError(f"{name} was not watched: name it in the doctor's formats, and {remedy}")
             for finding in found:
                 if finding.verdict != "fine":
