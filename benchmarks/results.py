@@ -155,8 +155,11 @@ def remember(code: str, kind: str) -> bool:
 
 
 def here() -> str:
-    """The kind of this processor, and torch's version."""
-    return ", ".join(re.match(r"(.+?), \d+ cores, (.+?), threads.*(torch \d+\.\d+)", hardware()).groups())
+    """The kind of this processor, and torch's version. Processors of one name may have models that order sums otherwise."""
+    info = Path("/proc/cpuinfo")
+    model = re.findall(r"(?m)^cpu family\s*: (\d+)|^model\s*: (\d+)", info.read_text() if info.exists() else "")[:2]
+    name, *rest = re.match(r"(.+?), \d+ cores, (.+?), threads.*(torch \d+\.\d+)", hardware()).groups()
+    return ", ".join([" ".join([name, *(family or number for family, number in model)]), *rest])
 
 
 def late(name: str) -> list[str]:
