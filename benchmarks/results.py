@@ -6,11 +6,12 @@
     python benchmarks/results.py --status      # lists all; fails if README.md shows a stale one and does not say so
 
 A table is fresh if the code that made it and the present code have the same fingerprint (`fp8rl.report.bench.fingerprint`), which
-changes with what trainings and the doctor compute and with defaults, in each of the parts that the table rests on (RESTS_ON); of
-times this says only that the work is the same. Fingerprints differ by kind of processor, so results/fingerprints.json has
-those of the present code for every kind that it ran on: where this machine's is another one than it was, those of all others are
-of earlier code and are forgotten. A table's fingerprint stands in its last line, or else in results/made.json, with the minutes
-that it took; one that has none is stale.
+changes with what trainings and the doctor compute and with defaults, in each of the parts that the table rests on (RESTS_ON). Of
+times it says only that the trainings are the same, and another order of sums, such as another processor has, is no change.
+Fingerprints differ by kind of processor, so results/fingerprints.json has those of the present code for each kind that it ran on.
+A new kind is believed; where a known one differs from what it was, those of all others are of earlier code and are forgotten. A
+table's fingerprint stands in its last line, or else in results/made.json, with the minutes that it took; one that has none is
+stale.
 """
 
 import datetime
@@ -237,22 +238,23 @@ def make(name: str, code: str) -> None:
         for journal in journals:
             journal.unlink(missing_ok=True)
     minutes, began = before.get("minutes") if goes_on else 0, time.monotonic()
-    entry = {"unfinished": code}
+    entry = (before if goes_on else {}) | {"unfinished": code}
     try:
         subprocess.run([sys.executable, *shlex.split(COMMANDS[name])[1:]], cwd=ROOT, check=True)
         entry = {"fingerprint": code, "date": datetime.date.today().isoformat(), "processor": here()}
     finally:
         spent = (time.monotonic() - began) / 60
-        write(MADE, made() | {name: entry | {"minutes": minutes if minutes is None else round(minutes + spent, 1)}})
+        if journals or "unfinished" not in entry:  # or the table is as it was
+            write(MADE, made() | {name: entry | {"minutes": minutes if minutes is None else round(minutes + spent, 1)}})
     if name == "study":  # in a folder of its own, which it can go on in
         for file in ("results.csv", "table.md", "curves.png"):
             shutil.copy(ROOT / "build/study" / file, RESULTS / "study" / file)
 
 
 def main(names: list[str]) -> None:
-    unknown = [name for name in names if name not in (*COMMANDS, "--status", "--put")]
-    if unknown:
-        sys.exit(f"{', '.join(unknown)}: choose from {', '.join(COMMANDS)}, --status and --put")
+    unknown = [name for name in names if name not in COMMANDS]
+    if unknown and names not in (["--status"], ["--put"]):
+        sys.exit(f"{', '.join(unknown)}: choose from {', '.join(COMMANDS)}, or --status or --put alone")
     code = fingerprint()
     changed = remember(code, here())
     if names == ["--status"]:

@@ -368,7 +368,9 @@ def test_a_look_at_another_loss_is_refused():
             model(x).square().mean().backward()
             optimizer.step()
     watching = Doctor(optimizer, formats=("forward=bf16",))
-    with pytest.raises(ValueError, match=r"^loss has no matmul that can be rounded: give formats without forward and backward$"):
+    with pytest.raises(
+        ValueError, match=r"^loss or policy has no matmul to round: give formats without forward, backward and acting$"
+    ):
         for _ in range(40):
             watching.look(lambda: model[0].weight.sum())
             optimizer.step()
@@ -535,12 +537,38 @@ def test_an_acting_policy_is_judged_by_its_importance_ratios():
     assert (exact.progress, exact.noise, exact.verdict) == (1, 0, "fine") and bf16.verdict == "fine"
     form = places_of("forward=e8m0")["forward"]
     low = nn.functional.linear(form(obs.reshape(1, -1)).view_as(obs), form(policy.weight.detach().reshape(1, -1)).view(3, 4))
-    log_ratio = (low + policy.bias).log_softmax(-1).gather(1, actions) - logp()
-    ratio = log_ratio.exp()
-    assert coarse.progress == pytest.approx((ratio.sum() ** 2 / ratio.square().sum() / len(ratio)).item(), rel=1e-4)
-    assert coarse.noise == pytest.approx(-log_ratio.mean().item(), abs=1e-5) and coarse.optimizer == "policy"
+    log_ratio = logp() - (low + policy.bias).log_softmax(-1).gather(1, actions)  # of the learner to the actor
+    assert coarse.progress == pytest.approx(1 / log_ratio.exp().mean().item(), rel=1e-4)
+    assert coarse.noise == pytest.approx(log_ratio.mean().item(), abs=1e-5) and coarse.optimizer == "policy"
     watching.stop()
     watching.act(logp)
     assert len(watching.acted) == 1
     for size, expected in ((1.0, "fine"), (0.95, "unknown"), (0.8, "breaks")):
         assert doctor.verdict("acting", np.array([[size, 0.0, 0.0, 1.0]]))[3] == expected
+
+
+def test_an_acting_policy_with_dropout_no_actions_or_no_numbers():
+    layer = nn.Linear(4, 3)
+    policy, obs = nn.Sequential(layer, nn.Dropout(0.5)), torch.randn(64, 4)
+    watching = doctor.Doctor(torch.optim.Adam(policy.parameters()), formats=["acting=fp32", "acting=e8m0"])
+    watching.act(lambda: policy(obs[:0]))
+    assert watching.report() == []
+    before = torch.get_rng_state()
+    watching.act(lambda: policy(obs).log_softmax(-1)[:, 0])
+    assert torch.equal(torch.get_rng_state(), before) and watching.report()[0].progress == 1
+    watching.act(lambda: torch.where(policy(obs).isnan(), 0.0, torch.nan)[:, 0])
+    assert watching.report()[0].progress == 0 and watching.report()[0].verdict == "breaks"
+    even = torch.tensor([0.5]).log()  # of a policy that is nearly certain, and in few bits a coin flip
+    coin = doctor.Doctor(torch.optim.Adam(layer.parameters()), formats=["acting=e8m0"])
+    coin.act(lambda: 0 * layer(obs)[:, 0] + (even if torch.overrides._get_current_function_mode() else 0.0))
+    assert coin.report()[0].progress == pytest.approx(0.5) and coin.report()[0].verdict == "breaks"
+
+
+def test_the_effective_sample_size_is_that_of_the_actions_that_few_bits_take():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=generator)
+    pi, mu = logits.softmax(0), (logits + 0.3 * torch.randn(5, generator=generator)).softmax(0)
+    taken = torch.multinomial(mu, 200_000, replacement=True, generator=generator)
+    ratio = pi[taken] / mu[taken]
+    kish = (ratio.sum() ** 2 / ratio.square().sum() / len(ratio)).item()
+    assert 1 / (pi * pi / mu).sum().item() == pytest.approx(kish, rel=0.01)

@@ -38,7 +38,7 @@ RUNS = {
     "fp16": Config(**SHORT, precision="fp16"),
     "fp8": Config(**SHORT, precision="fp8", codec="fp8"),
     "fp8+bf16": Config(**SHORT, precision="fp8+bf16", codec="int8"),
-    "gru": Config(**SHORT, encoder="gru", hide_velocity=True, layout="delta"),
+    "gru": Config(**SHORT, encoder="gru", hide_velocity=True),
     "gym": Config(**SHORT, env_id="CartPole-v1"),
     "normalized": Config(**SHORT, env_id="fp8rl/Lqr-v0", normalize_obs=True),
     "few bits": Config(**SHORT, formats="weights=e4m3:stochastic m=e4m3 root=e4m3"),

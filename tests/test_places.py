@@ -144,7 +144,7 @@ def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
 @pytest.mark.parametrize("kept", ["e4m3", "e2m1:block"])
 def test_the_acting_policy_multiplies_the_weights_of_the_learner(kept):
     run = Population([small(formats=f"forward={kept}", **SMALL)])
-    ((_, layers, _),) = run.model.policy("actor").parts
+    ((_, layers),) = run.model.policy("actor").parts
     for i, ((weight, _), (held, _, rounding)) in enumerate(zip(run.model.layers, layers, strict=True)):
         heads = i + 1 == len(layers)
         expected = rounding.weights(weight[:, :-1] if heads else weight)  # the critic does not act

@@ -25,19 +25,20 @@ from float32's weights, and Adam takes its first steps with them. Averages that 
 means, are shadows of the whole run, too (`Doctor.follow`): x' <- round((1 - rate) x' + rate new). Their d is what float32 would
 do from where x' is. The verdict says what becomes of the average, not whether learning minds (benchmarks/sums.py).
 
-An acting policy in few bits (`Doctor.act`) learns nothing. It only takes other actions, which importance ratios correct. So its
-numbers are others: p is the effective sample size of the ratios as a share of the actions (Kish, as in losses.py), and q the mean
-divergence from float32's policy in nats. It is fine above 0.985 and breaks learning below 0.9.
+An acting policy mu in few bits (`Doctor.act`) learns nothing. It only takes other actions, and the ratios pi / mu to float32's
+policy pi correct for them. So its numbers are others: p is the effective sample size of these ratios as a share of the actions,
+1 / E_mu[(pi / mu)^2] = 1 / E_pi[pi / mu], from actions of pi, and q the divergence E_pi[log pi - log mu] in nats. The policy is
+fine where p is above 0.985, and breaks learning below 0.9.
 
 A place and its format are written as in Config's field `formats` (places.py): "weights=bf16", "v=e4m3:unscaled",
 "root=e4m3:stochastic". Adam takes its step from moments as they are kept, whether the word `stored` is there or not. In p
 and q every tensor counts with as many numbers, or all that it has.
 """
 
-import functools
 import json
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -199,6 +200,12 @@ def dense(parameters: list[torch.Tensor], tensors: list[torch.Tensor | None]) ->
     return [torch.zeros_like(p) if x is None else x.to_dense() if x.is_sparse else x for p, x in pairs]
 
 
+def apart(parameters: list[torch.Tensor], function: Callable):
+    """What a function returns, which draws the same random numbers as another one, and leaves the generators as they are."""
+    with torch.random.fork_rng([p.device for p in parameters[:1] if p.is_cuda]):
+        return function()
+
+
 def largest_of(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The largest magnitude of each, float32 [T, 1]."""
     return torch.stack([torch.linalg.vector_norm(x.detach(), torch.inf).float() for x in tensors]).unsqueeze(1)
@@ -292,7 +299,7 @@ class Operands(TorchFunctionMode):
         with self:
             found = loss()
         if not self.seen:
-            raise ValueError("loss has no matmul that can be rounded: give formats without forward and backward")
+            raise ValueError("loss or policy has no matmul to round: give formats without forward, backward and acting")
         return found
 
 
@@ -455,10 +462,10 @@ class Looks:
 
     def gradient(self, loss: Callable[[], torch.Tensor]) -> tuple[np.ndarray, float]:
         """The sample of a loss's gradient and its whole L2 norm. Every loss draws the same random numbers."""
-        parameters = self.watched.parameters
-        with torch.enable_grad(), torch.random.fork_rng([p.device for p in parameters[:1] if p.is_cuda]):
-            live = [p for p in parameters if p.requires_grad]
-            found = dict(zip(map(id, live), torch.autograd.grad(loss(), live, allow_unused=True), strict=True))
+        parameters, live = self.watched.parameters, [p for p in self.watched.parameters if p.requires_grad]
+        with torch.enable_grad():
+            gradients = apart(parameters, lambda: torch.autograd.grad(loss(), live, allow_unused=True))
+        found = dict(zip(map(id, live), gradients, strict=True))
         found = dense(parameters, [found.get(id(p)) for p in parameters])
         return self.watched.sample.take(found), float(torch.stack([x.norm() for x in found]).norm())
 
@@ -504,12 +511,15 @@ class Doctor:
 
     `formats`: the places and formats to judge; those of operands are judged where `look` is called. An optimizer that is not Adam
     or AdamW, or that uses amsgrad, is judged by its weights alone. `length`: updates in a window. `sample`: numbers followed in
-    each optimizer, as many of each tensor. `names`: what reports call the optimizers."""
+    each optimizer, as many of each tensor; it keeps 4 (length + 1) bytes for each number and format. `names`: what reports call
+    the optimizers."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer, formats=FORMATS, length=32, sample=512, seed=0, names=()):
         names, self.formats = names or [f"optimizer {i}" for i in range(len(optimizers))], tuple(formats)
         if len(self.formats) != len({*self.formats}):
             raise ValueError(f"formats is {' '.join(self.formats)!r}: give each place and format once, as a string of its own")
+        if type(length) is not int or length < 1:
+            raise ValueError(f"length is {length!r}: use a whole number of updates, at least 1")
         entries = [entry for text in self.formats for entry in read(text, (*STATE, *OPERANDS, "acting"))]
         self.operands = {text: Operands(**{place: form}) for place, form, text in entries if place in OPERANDS}
         self.acting = {text: Operands(form) for place, form, text in entries if place == "acting"}
@@ -554,7 +564,7 @@ class Doctor:
         if len(found) != 1:
             raise ValueError(f"optimizer is {optimizer!r}: choose from {', '.join(watched.name for watched in self.watched)}")
 
-        losses = {text: functools.partial(mode.within, loss) for text, mode in self.operands.items()} | dict(others)
+        losses = {text: partial(mode.within, loss) for text, mode in self.operands.items()} | dict(others)
         if wrong := [name for name in losses if "=" not in name]:
             raise ValueError(f"others has {wrong[0]!r}: name each by place and format, as in targets=e4m3")
         if losses and self.watched[0].hooks:
@@ -571,11 +581,13 @@ class Doctor:
             >>> doctor.report().require("acting=bf16")
         """
         if self.acting and self.watched[0].hooks:
-            log_ratios = torch.stack([mode.within(logp).flatten() for mode in self.acting.values()]) - logp().flatten()
-            ratios = (log_ratios - log_ratios.amax(1, keepdim=True)).double().exp()
-            size = ratios.mean(1) ** 2 / ratios.square().mean(1)
-            numbers = torch.stack((size, -log_ratios.double().mean(1), torch.zeros_like(size), torch.ones_like(size)), dim=1)
-            self.acted.append(numbers.cpu().numpy())
+            parameters = self.watched[0].parameters
+            exact, *low = (apart(parameters, each) for each in (logp, *(partial(x.within, logp) for x in self.acting.values())))
+            log_ratios = exact.double().flatten() - torch.stack([each.double().flatten() for each in low])  # pi / mu
+            if log_ratios.numel():
+                size = (1 / log_ratios.exp().mean(1)).nan_to_num(0.0)  # a policy that is no number has no actions
+                numbers = torch.stack((size, log_ratios.mean(1), torch.zeros_like(size), torch.ones_like(size)), dim=1)
+                self.acted.append(numbers.cpu().numpy())
 
     def follow(self, name: str, tensors: Iterable[torch.Tensor], rate, formats: Iterable[str] = AVERAGES, sample=512) -> None:
         """Judges an average that something else updates, x <- (1 - rate) x + rate new, float32: a target network's parameters, a
