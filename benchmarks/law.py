@@ -295,6 +295,7 @@ def table(out: Path) -> None:
         own = [row for row in rows if Setting.of(row) in CHOSEN and place_of(row) in places]
         lines.append(line(f"chosen on, both carts: {name}", own, bad))
     lines.append(line("held out, all of it", tested, bad))
+    lines.append(line(f"held out, without {ALONE}", [row for row in tested if Setting.of(row).task != ALONE], bad))
     for name, places in groups.items():
         own = [row for row in tested if place_of(row) in places]
         lines += [line(f"held out: {name}", own, bad)] if own else []

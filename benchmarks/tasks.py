@@ -277,7 +277,7 @@ def draw(path: Path, found: Found) -> None:
     for ax in free:
         ax.axis("off")
     if len(free):
-        note = "Up is better in every panel.\nLines: interquartile mean of the seeds.\nBands: 10th to 90th percentile."
+        note = "Up is better in every panel.\nLines: interquartile means.\nBands: 10th to 90th\npercentile of the seeds."
         legend = free[0].legend(*handles, loc="upper left", fontsize=11, title=note, alignment="left", frameon=False)
         legend.set_in_layout(False)  # it may be wider than a panel
     else:
