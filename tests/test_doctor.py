@@ -572,3 +572,29 @@ def test_the_effective_sample_size_is_that_of_the_actions_that_few_bits_take():
     ratio = pi[taken] / mu[taken]
     kish = (ratio.sum() ** 2 / ratio.square().sum() / len(ratio)).item()
     assert 1 / (pi * pi / mu).sum().item() == pytest.approx(kish, rel=0.01)
+
+
+def test_a_loaded_state_begins_anew_and_a_missing_group_stops_no_training():
+    layers = nn.Linear(8, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.Adam([{"params": layer.parameters()} for layer in layers], lr=1e-2)
+    watching = doctor.Doctor(optimizer, formats=["v=bf16"])
+
+    def train(updates: int) -> None:
+        for _ in range(updates):
+            optimizer.zero_grad()
+            layers[1](layers[0](torch.randn(16, 8))).square().mean().backward()
+            optimizer.step()
+
+    train(40)
+    state = optimizer.state_dict()
+    for moments in state["state"].values():
+        moments["step"] += 1000
+    optimizer.load_state_dict(state)
+    train(40)
+    (seen,) = watching.watched
+    seen.replay()
+    assert seen.steps == optimizer.state[layers[0].weight]["step"] == 1080
+    torch.testing.assert_close(torch.from_numpy(seen.kept[len(seen.window), 1]), seen.sample.read(seen.moment("exp_avg_sq")))
+    del optimizer.param_groups[1]
+    train(40)
+    assert watching.report()[0].why == "other parameters learn than at first"

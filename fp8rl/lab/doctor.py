@@ -330,6 +330,7 @@ class Watched:
         self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
         self.kept, self.versions, self.updates, self.looks = None, None, 0, Looks(self)
         self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
+        self.hooks.append(optimizer.register_load_state_dict_post_hook(self.loaded))
 
     def all(self) -> list[tuple[int, torch.Tensor]]:
         """The optimizer's parameters as they are now, with the number of their group."""
@@ -370,6 +371,10 @@ class Watched:
             self.begin(np.stack((m, m, v, np.sqrt(v)))[self.kind])
             self.format.round(self.kept[0], self.least, out=self.kept[0])
 
+    def loaded(self, optimizer) -> None:
+        """Begins anew, with the moments that the optimizer has loaded."""
+        self.kept, self.looks.new = None, None
+
     def begin(self, rows: np.ndarray) -> None:
         """Begins a window with these rows, but with the weights of float32."""
         tops = [self.parameters, *(self.moment(name) for name in ("exp_avg", "exp_avg_sq"))]
@@ -382,9 +387,9 @@ class Watched:
     def after(self, optimizer, args, kwargs) -> None:
         gradients = [p.grad for p in self.parameters]
         both, live = self.sample.read([*self.parameters, *dense(self.parameters, gradients)]), [g is not None for g in gradients]
-        if getattr(optimizer, "found_inf", None):
+        if getattr(optimizer, "found_inf", None) or len(self.optimizer.param_groups) <= max(self.group):
             self.looks.new = None
-            return  # a GradScaler lets a fused optimizer skip the step; it also unscales the gradients in place
+            return  # without a group that learned (`trouble`), or where a GradScaler lets a fused optimizer skip the step
         self.now, self.versions, self.updates = both[: len(live)], [p._version for p in self.parameters], self.updates + 1
         self.looks.after(both, self.weight)
         self.new.append((self.weight, both, live, self.reading()))
