@@ -24,7 +24,7 @@ from torch import nn
 
 from fp8rl.config import Config
 from fp8rl.report import plot, study
-from fp8rl.tasks.cart import CustomEnv
+from fp8rl.tasks.single import CustomEnv
 from fp8rl.train import Run, train
 
 SEEDS = range(5000, 5010)
@@ -70,8 +70,8 @@ def _episode(policy, start_noise: float, steps: int, seed: int, start: tuple[flo
     env = CustomEnv(start_noise, render_mode="rgb_array")
     obs, _ = env.reset(seed=seed)
     if start is not None:
-        env.state = torch.tensor(start, dtype=torch.float32, device="cpu")
-        obs = env.state.numpy()
+        env.state = torch.tensor([start], dtype=torch.float32, device="cpu")
+        obs = env.state[0].numpy()
     frames, ends = [env.render()], [False]
     while len(frames) < steps and not any(ends):
         obs, _, *ends, _ = env.step(int(policy(torch.from_numpy(obs))))

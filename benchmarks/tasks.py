@@ -53,7 +53,7 @@ from fp8rl.tasks.by_id import task_of
 from fp8rl.train import make_cart, train
 
 CART, CARTPOLE, LQR, WIDE = "the cart", "CartPole-v1", "fp8rl/Lqr-v0", "fp8rl/WideStarts-v0"
-gymnasium.register(WIDE, "fp8rl.tasks.cart:CustomEnv", kwargs={"start_noise": Config.start_noise}, max_episode_steps=200)
+gymnasium.register(WIDE, "fp8rl.tasks.single:CustomEnv", kwargs={"start_noise": Config.start_noise}, max_episode_steps=200)
 # First seed, steps, steps between evaluations, and the score that a seed should reach; on Hopper and HalfCheetah what the zoo of
 # Stable-Baselines3 reports of its PPO. Settings were changed several times after a look at seeds from 1000 and from 5000 up, so
 # they are reported on others. Stable-Baselines3's settings were not, so its seeds have stayed the same (configs_of).

@@ -16,7 +16,7 @@ from fp8rl import env as cart
 from fp8rl.env import LIMIT, MAX_STEPS, PUSH, Cart, TensorEnv, dynamics, obs_bounds, outcome
 from fp8rl.evaluate import play
 from fp8rl.scale.gym import interface_of
-from fp8rl.tasks.cart import CustomEnv
+from fp8rl.tasks.single import CustomEnv
 
 NUMBERS = "push", "damping", "limit"
 NAME = "fp8rl.tasks:fp8rl/CustomEnv-v0"
@@ -81,7 +81,7 @@ def test_render_draws_the_state():
     before = env.render()
     env.step(1)
     assert before.dtype == np.uint8 and before.shape == (240, 480, 3) and (before != env.render()).any()
-    env.state = torch.tensor([3.9, 1.9])  # as far out as an episode can end, and in the picture all the same
+    env.state = torch.tensor([[3.9, 1.9]])  # as far out as an episode can end, and in the picture all the same
     assert (env.render() == 0).all(-1).sum() > 200
     silent = CustomEnv()
     silent.reset(seed=0)
@@ -97,7 +97,7 @@ def test_leaving_at_the_last_step_is_termination_alone():
 @pytest.mark.parametrize("limit", [6, 7])
 def test_leaving_at_the_time_limit_is_both_in_gymnasium(limit, monkeypatch):
     """A constant push from the origin leaves at the seventh step."""
-    monkeypatch.setattr("fp8rl.tasks.cart.MAX_STEPS", limit)
+    monkeypatch.setattr(Cart, "max_steps", limit)
     single = CustomEnv(start_noise=0.0)
     single.reset()
     ours = [single.step(1)[2:4] for _ in range(limit)]

@@ -1,4 +1,5 @@
 import math
+import warnings
 
 import gymnasium
 import numpy as np
@@ -24,7 +25,7 @@ LQR = "fp8rl/Lqr-v0"
 
 def state_of(single: gymnasium.Env) -> torch.Tensor:
     """A single environment's state as a row, a copy."""
-    return torch.tensor(np.asarray(single.unwrapped.state), dtype=torch.float32).unsqueeze(0)
+    return torch.tensor(np.asarray(single.unwrapped.state), dtype=torch.float32).view(1, -1)
 
 
 @torch.inference_mode()
@@ -112,12 +113,32 @@ def test_leaving_the_track_is_never_worth_it():
         assert (torch.from_numpy(-play(lambda obs, push=push: torch.full((500, 1), push), env)) > 10 * cost).all()
 
 
-def test_one_cart_with_the_gymnasium_api():
+@pytest.mark.filterwarnings("ignore:.*Overriding environment Single-v0")
+@pytest.mark.parametrize("env_id", TASKS)
+def test_any_task_has_the_gymnasium_api(env_id):
+    """The same numbers as the batched form, from the same starts, to the first end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Box observation space m.*imum value is.*infinity")  # CartPole's own
+        gymnasium.register("Single-v0", "fp8rl.tasks.single:Single", kwargs={"task": env_id})
+        env = gymnasium.make("Single-v0").unwrapped
+        check_env(env, skip_render_check=True)
+    first, _ = env.reset(seed=3)
+    assert np.array_equal(first, env.reset(seed=3)[0])
+    batched, ends = task_of(env_id)(1), [False, False]
+    batched.reset(env.state)
+    while not any(ends):
+        action = env.action_space.sample()
+        obs, reward, *ends, _ = env.step(action)
+        theirs = batched.step(torch.as_tensor(action).unsqueeze(0))
+        assert np.array_equal(obs, theirs[0][0]) and (reward, ends[0]) == (theirs[1].item(), theirs[2].item())
+    assert env.elapsed == batched.elapsed
+
+
+def test_an_action_that_the_space_does_not_have_is_refused():
     env = gymnasium.make("fp8rl.tasks:fp8rl/Lqr-v0")
-    check_env(env.unwrapped, skip_render_check=True)
-    assert np.array_equal(env.reset(seed=3)[0], env.reset(seed=3)[0])
+    env.reset()
     for action in (np.array([math.nan], dtype=np.float32), np.zeros(2, dtype=np.float32)):
-        refused("action .* is not a push: pass one number", env.unwrapped.step, action)
+        refused("action .* is outside Box", env.unwrapped.step, action)
 
 
 def test_a_task_of_one_s_own_is_found_by_its_module():

@@ -19,7 +19,7 @@ from torch import nn
 
 from fp8rl.config import Config
 from fp8rl.env import DAMPING, LIMIT, MAX_STEPS, PUSH
-from fp8rl.tasks.cart import CustomEnv
+from fp8rl.tasks.single import CustomEnv
 
 
 class Encoder(BaseFeaturesExtractor):

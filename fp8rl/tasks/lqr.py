@@ -17,7 +17,6 @@ score that cannot saturate.
 
 import functools
 
-import gymnasium
 import numpy as np
 import torch
 
@@ -69,29 +68,3 @@ class Lqr(TensorEnv):
         position = position + velocity
         out = position.abs() > LIMIT
         return torch.stack((position, velocity * DAMPING)).movedim(0, -1), -cost - OUT_COST * out.to(cost.dtype), out
-
-
-class LqrEnv(gymnasium.Env):
-    """One of these carts with the Gymnasium API; `gymnasium.make("fp8rl.tasks:fp8rl/Lqr-v0")` builds it. An action that is
-    NaN or not of shape [1] raises ValueError."""
-
-    metadata = {"render_modes": []}
-    observation_space = gymnasium.spaces.Box(*np.array(Lqr.bounds, dtype=np.float32))
-    action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
-
-    def __init__(self, render_mode: None = None):
-        self.render_mode, self.env = render_mode, Lqr(1)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        super().reset(seed=seed)
-        start = torch.tensor(self.np_random.uniform(-1, 1, 2), dtype=torch.float32, device="cpu")
-        self.state, self.elapsed = self.env.start(start), 0
-        return self.state.numpy().copy(), {}
-
-    def step(self, action):
-        action = np.asarray(action, dtype=np.float32)
-        if action.shape != (1,) or np.isnan(action).any():
-            raise ValueError(f"action {action} is not a push: pass one number from -1 to 1")
-        self.state, reward, out = self.env.advance(self.state, torch.from_numpy(action))
-        self.elapsed += 1
-        return self.state.numpy().copy(), float(reward), bool(out), self.elapsed >= MAX_STEPS and not out, {}

@@ -1,50 +1,69 @@
-"""The cart of env.py, one of them, with the Gymnasium API, and a picture of it."""
+"""One environment with the Gymnasium API, for other libraries: of any task as tensors, and the cart with a picture of it."""
 
 import gymnasium
 import numpy as np
 import torch
 
-from ..env import LIMIT, MAX_STEPS, Cart, dynamics, obs_bounds, outcome
+from ..distribution import Categorical
+from ..env import LIMIT, Cart, TensorEnv
+from .by_id import task_of
 
 
-class CustomEnv(gymnasium.Env):
-    """One environment with the Gymnasium API; `gymnasium.make("fp8rl.tasks:fp8rl/CustomEnv-v0")` builds it. `render_mode` is None
-    or "rgb_array"; the other options and their errors are those of Cart, and an action that is not 0 or 1 raises ValueError.
+class Single(gymnasium.Env):
+    """One environment of a task: a TensorEnv, or its name as in `train --env-id`. Starts and noise channels come from Gymnasium's
+    own generator. An action that the space does not have raises ValueError; continuous ones are clipped by the task.
 
-    `max_episode_steps` of gymnasium.make can shorten an episode but not extend it. A step that leaves the track at the time limit
-    is terminated and truncated, as with Gymnasium's TimeLimit; in Cart it is only terminated.
+        gymnasium.register("Mine-v0", entry_point="fp8rl.tasks.single:Single", kwargs={"task": "module:Class"})
+
+    `max_episode_steps` of gymnasium.make can shorten an episode but not extend it. A step that terminates an episode at the time
+    limit is also truncated, as with Gymnasium's TimeLimit; in a TensorEnv it is only terminated.
     """
+
+    metadata = {"render_modes": []}
+
+    def __init__(self, task: TensorEnv | str, render_mode: str | None = None):
+        self.env, self.render_mode = task_of(task)(1) if isinstance(task, str) else task, render_mode
+        self.observation_space = gymnasium.spaces.Box(*np.array(self.env.bounds, dtype=np.float32))
+        if self.env.distribution is Categorical:
+            self.action_space = gymnasium.spaces.Discrete(self.env.num_actions)
+        else:
+            self.action_space = gymnasium.spaces.Box(-1.0, 1.0, (self.env.num_actions,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        super().reset(seed=seed)
+        self.state, self.elapsed = self.env.start(self._numbers(self.env.state_size)), 0
+        return self._observation(), {}
+
+    def step(self, action):
+        if self.env.distribution is Categorical:
+            good = self.action_space.contains(action)
+        else:
+            action = np.asarray(action, dtype=np.float32)
+            good = action.shape == self.action_space.shape and not np.isnan(action).any()
+        if not good:
+            raise ValueError(f"action {action!r} is outside {self.action_space}: pass one of its actions")
+        self.state, reward, terminated = self.env.advance(self.state, torch.as_tensor(action, device="cpu").unsqueeze(0))
+        self.elapsed += 1
+        return self._observation(), float(reward), bool(terminated), self.elapsed >= self.env.max_steps, {}
+
+    def _numbers(self, count: int) -> torch.Tensor:
+        """Random numbers in [-1, 1), float32 [1, count]."""
+        return torch.tensor(self.np_random.uniform(-1, 1, (1, count)), dtype=torch.float32, device="cpu")
+
+    def _observation(self) -> np.ndarray:
+        return torch.cat((self.env.observe(self.state), self._numbers(self.env.channels)), dim=1)[0].numpy()
+
+
+class CustomEnv(Single):
+    """The cart; `gymnasium.make("fp8rl.tasks:fp8rl/CustomEnv-v0")` builds it. `render_mode` is None or "rgb_array"; the other
+    options and their errors are those of Cart."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
 
     def __init__(
         self, start_noise: float = 0.05, render_mode: str | None = None, extra_features: int = 0, hide_velocity: bool = False
     ):
-        Cart(1, start_noise, extra_features=extra_features)  # checks them
-        self.start_noise, self.render_mode = start_noise, render_mode
-        self.extra_features, self.hide_velocity = extra_features, hide_velocity
-        self.observation_space = gymnasium.spaces.Box(*np.array(obs_bounds(extra_features, hide_velocity), dtype=np.float32))
-        self.action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        super().reset(seed=seed)
-        start = self.np_random.uniform(-self.start_noise, self.start_noise, size=2)
-        self.state = torch.tensor(start, dtype=torch.float32, device="cpu")
-        self.elapsed = 0
-        return self._observation(), {}
-
-    def step(self, action):
-        if not self.action_space.contains(action):
-            raise ValueError(f"action {action!r} is outside {self.action_space}: pass the integer 0 or 1")
-        self.state = dynamics(self.state, torch.tensor(int(action), device="cpu"))
-        self.elapsed += 1
-        reward, out = outcome(self.state)
-        return self._observation(), float(reward), bool(out), self.elapsed >= MAX_STEPS, {}
-
-    def _observation(self) -> np.ndarray:
-        seen = self.state[:1] if self.hide_velocity else self.state
-        noise = self.np_random.uniform(-1, 1, self.extra_features).astype(np.float32)
-        return np.concatenate((seen.numpy(), noise))
+        super().__init__(Cart(1, start_noise, extra_features=extra_features, hide_velocity=hide_velocity), render_mode)
 
     def render(self) -> np.ndarray | None:
         """A picture, uint8 [240, 480, 3]: a square at the cart's position, above it an arrow of three times its velocity. The
@@ -57,7 +76,7 @@ class CustomEnv(gymnasium.Env):
         figure = Figure(figsize=(4.8, 2.4), dpi=100)
         canvas = FigureCanvasAgg(figure)
         ax = figure.add_axes((0.05, 0.22, 0.9, 0.64))
-        position, velocity = self.state.tolist()
+        position, velocity = self.state[0].tolist()
         ax.axvspan(-LIMIT, LIMIT, color="#56B4E9", alpha=0.15)
         ax.axvline(0, color="#009E73", linestyle=":")
         arrow = {"arrowstyle": "-|>", "color": "#D55E00", "lw": 3, "mutation_scale": 16, "shrinkA": 0, "shrinkB": 0}
