@@ -1,5 +1,5 @@
-"""Stable-Baselines3's A2C and PPO with the settings of RL Baselines3 Zoo (hyperparams/a2c.yml and ppo.yml at commit 22e3ff2),
-trained with the same seeds as this package's runs and judged in the same 100 episodes.
+"""Stable-Baselines3's algorithms with the settings of RL Baselines3 Zoo (its hyperparams/ at commit 22e3ff2), trained with the
+same seeds as this package's runs and judged in the same 100 episodes.
 
 Gymnasium's environments are stepped by DummyVecEnv, as the zoo does; numbers of environments are the zoo's. The steps are ours:
 for PPO on CartPole five times the zoo's, for PPO on Pendulum ten times, for A2C on Acrobot twice. The zoo knows neither the cart
@@ -92,6 +92,40 @@ SETTINGS["PPO", "HalfCheetah-v5"] = {
     "vf_coef": 0.58096,
     "policy_kwargs": WIDE,
 }
+NETWORK = {"policy_kwargs": {"net_arch": [256, 256]}, "gamma": 0.99}
+SETTINGS["DQN", "CartPole-v1"] = NETWORK | {
+    "learning_rate": 2.3e-3,
+    "batch_size": 64,
+    "buffer_size": 100_000,
+    "learning_starts": 1_000,
+    "target_update_interval": 10,
+    "train_freq": 256,
+    "gradient_steps": 128,
+    "exploration_fraction": 0.16,
+    "exploration_final_eps": 0.04,
+}
+SETTINGS["DQN", "Acrobot-v1"] = SETTINGS["DQN", "LunarLander-v3"] = NETWORK | {
+    "learning_rate": 6.3e-4,
+    "batch_size": 128,
+    "buffer_size": 50_000,
+    "learning_starts": 0,
+    "target_update_interval": 250,
+    "train_freq": 4,
+    "gradient_steps": -1,
+    "exploration_fraction": 0.12,
+    "exploration_final_eps": 0.1,
+}
+SETTINGS["TD3", "Pendulum-v1"] = {
+    "noise": 0.1,
+    "gamma": 0.98,
+    "buffer_size": 200_000,
+    "learning_starts": 10_000,
+    "gradient_steps": 1,
+    "train_freq": 1,
+    "learning_rate": 1e-3,
+    "policy_kwargs": {"net_arch": [400, 300]},
+}
+SETTINGS["SAC", "Pendulum-v1"] = {"learning_rate": 1e-3}
 for algorithm in ("A2C", "PPO"):
     SETTINGS[algorithm, CART] = SETTINGS[algorithm, "CartPole-v1"]
     SETTINGS[algorithm, LQR] = SETTINGS[algorithm, "Pendulum-v1"]
@@ -147,21 +181,23 @@ class Judge:
 
 
 def train(algorithm: str, config: Config) -> History:
-    """Trains "A2C" or "PPO" on a config's task, seed and steps; of the config's other fields only those of evaluations count."""
+    """Trains an algorithm on a config's task, seed and steps; of the config's other fields only those of evaluations count."""
     import stable_baselines3 as sb3
     from stable_baselines3.common.env_util import make_vec_env
 
     torch.set_num_threads(1)
     settings = {name: decays(x) if str(x).startswith("linear ") else x for name, x in SETTINGS[algorithm, config.env_id].items()}
     single = {"env_kwargs": {"start_noise": config.start_noise}} if config.env_id is None else {}
-    env = make_vec_env(config.env_id or "fp8rl/CustomEnv-v0", settings.pop("n_envs"), config.seed, **single)
+    env = make_vec_env(config.env_id or "fp8rl/CustomEnv-v0", settings.pop("n_envs", 1), config.seed, **single)
     if settings.pop("normalize", False):
         env = sb3.common.vec_env.VecNormalize(env, gamma=settings.get("gamma", 0.99))
     judge = Judge(config)
     if "activation_fn" in settings.get("policy_kwargs", {}):
         policy = settings["policy_kwargs"]
         settings["policy_kwargs"] = policy | {"activation_fn": getattr(torch.nn, policy["activation_fn"])}
-    model = getattr(sb3, algorithm)("MlpPolicy", env, seed=config.seed, device="cpu", **{"ent_coef": 0.0, **settings})
+    if deviation := settings.pop("noise", None):  # of one action
+        settings["action_noise"] = sb3.common.noise.NormalActionNoise(np.zeros(1), np.full(1, deviation))
+    model = getattr(sb3, algorithm)("MlpPolicy", env, seed=config.seed, device="cpu", **settings)
     model.learn(config.steps, callback=judge)
     env.close()
     return judge.end()
