@@ -1,10 +1,12 @@
 """The benchmarks that score agents, on runs of one iteration; and the one of a layer in FP8."""
 
 import functools
+import importlib.util
 import io
 import json
 import re
 import shlex
+import subprocess
 import sys
 
 import breakage_map
@@ -19,6 +21,19 @@ from PIL import Image
 
 from fp8rl.config import Config
 from fp8rl.report.bench import SETTLED, seconds_of
+
+CONTESTANTS = [("ours", "defaults"), ("ours", "in-turn"), ("cleanrl_style", "eager"), ("torchrl_a2c", "eager")]
+CONTESTANTS += [("sb3", "batched"), ("jax_loop", "scan"), ("jax_loop", "devices")]
+
+
+@pytest.mark.parametrize(("script", "variant"), CONTESTANTS)
+def test_every_contestant_trains_without_settings(script, variant):
+    package = {"torchrl_a2c": "torchrl", "sb3": "stable_baselines3", "jax_loop": "jax"}.get(script, "torch")
+    if not importlib.util.find_spec(package):
+        pytest.skip(f"{package} is not installed")
+    options = ["--variant", variant, "--threads", "1", "--num-envs", "16", "--learn", "--full", "--steps", "4096", "--json"]
+    done = subprocess.run([sys.executable, f"benchmarks/speed/{script}.py", *options], capture_output=True, text=True)
+    assert json.loads(done.stdout)["steps"] >= 4096, done.stderr
 
 
 def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):

@@ -103,6 +103,7 @@ class Learning:
             "compile_seconds": self.first - self.start,
             "steps_to_195": self.steps_to_195,
             "seconds_settled": self.settled,
+            "seconds_evaluating": self.halted + time.perf_counter() - now,
         }
         if self.seconds_to_195 and not self.full:
             raise Stop
@@ -134,7 +135,7 @@ def parser(variants: tuple[str, ...], precisions: tuple[str, ...], num_envs: int
     options.add_argument("--learn", action="store_true", help="train until a greedy evaluation reaches 195")
     options.add_argument("--full", action="store_true", help="with --learn: go on to the last step")
     options.add_argument("--steps", type=int, default=None, help="at most, in --learn; over them the learning rate falls to 0")
-    options.add_argument("--learning-rate", type=float, default=Config.learning_rate)
+    options.add_argument("--learning-rate", type=float, default=Config().learning_rate)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--threads", type=int, default=cores(), help="of torch")
     options.add_argument("--variant", choices=variants, default=variants[0])

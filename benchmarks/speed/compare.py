@@ -3,8 +3,9 @@
 Every measurement is a process of its own; one runs at a time. First every contestant's throughput over the numbers of
 environments, for the figure and for its best number (the two fastest are measured again). Then at that number in alternating
 rounds, of which medians count, with the floor (floor.py) at the shape of ours in every round. Then it is trained at that number
-once, and at 64 environments for every seed. Beforehand --search tries rollout lengths, threads and variants for every contestant,
-and leaves the fastest in speed_search.json, from which later runs take them.
+once, and at 64 environments for every seed. Last, with 16 environments, from the start of a process to its end, which is what one
+waits for. Beforehand --search tries rollout lengths, threads and variants for every contestant, and leaves the fastest in
+speed_search.json, from which later runs take them.
 
     python benchmarks/speed/compare.py benchmarks/results --search
     python benchmarks/speed/compare.py benchmarks/results
@@ -38,6 +39,20 @@ MANY = (16, 256, 1024, 4096, 8192, 16384, 32768)
 LEARNING = {"num_envs": 64, "rollout_length": 16, "learning_rate": 3e-3, "updates": 100}
 FIRST_SEED = 1000  # no setting was chosen on these seeds
 OURS = "fp8rl, bf16, a process a core"
+
+
+WAITED = (100_000, 1_000_000)  # steps, from the start of a process
+WAITING = {"num-envs": 16, "rollout-length": 32, "threads": 1, "learning-rate": 2e-3}
+# Contestants and other options there. Each in float32, and JAX in the form that compiles soonest.
+WAITERS = {
+    "fp8rl, with 16 replayed updates": ("ours", {"variant": "defaults"}),
+    "fp8rl": ("ours", {"variant": "in-turn"}),
+    "JAX": ("jax_loop", {"variant": "scan"}),
+    "CleanRL style": ("cleanrl_style", {}),
+    "TorchRL": ("torchrl_a2c", {}),
+    "SB3, batched VecEnv": ("sb3", {"variant": "batched"}),
+    "SB3, DummyVecEnv": ("sb3", {"variant": "dummy"}),
+}
 
 
 class Contestant(NamedTuple):
@@ -74,6 +89,7 @@ CONTESTANTS = {
     "fp8rl, fp32, forward passes repeated": contestant("ours", "in-turn", threads=1),
     "JAX, fp32": contestant("jax_loop", "unrolled", **JAX),
     "JAX, bf16": contestant("jax_loop", "unrolled", "bf16", **JAX),
+    "JAX, fp32, a device a core": contestant("jax_loop", "devices", length=64, search={}, learns=None),
     "CleanRL style, fp32": contestant("cleanrl_style", "eager"),
     "CleanRL style, bf16": contestant("cleanrl_style", "eager", "bf16"),
     "CleanRL style, bf16, compiled": contestant("cleanrl_style", "compiled", "bf16", **COMPILED),
@@ -154,6 +170,15 @@ def learn(name: str, num_envs: int, seed: int, **options) -> dict:
     return say(f"{name} learns", measure(who.script, "--learn", "--full", ranks=who.ranks, **options, steps=steps, seed=seed))[0]
 
 
+def wait(name: str, steps: int) -> dict:
+    """A training from the start of its process to its end: seconds without evaluations, and the greedy return."""
+    (script, options), began = WAITERS[name], time.perf_counter()
+    (row,) = measure(script, "--learn", "--full", **WAITING | options, steps=steps, seed=FIRST_SEED)
+    seconds = time.perf_counter() - began - row["seconds_evaluating"]
+    print(f"{time.strftime('%X')} {name} has waited {seconds:.1f} s for {steps:,} steps", flush=True)
+    return {"seconds": seconds, "greedy_return": row["greedy_return"]}
+
+
 def ours_of(names: Iterable[str]) -> str:
     """What the others are compared with: OURS, or the first if that is left out."""
     return OURS if OURS in names else next(iter(names))
@@ -223,6 +248,16 @@ def learning_table(learned: dict[str, list[dict]]) -> list[str]:
     return lines
 
 
+def waiting_table(waited: dict[str, dict[int, list[dict]]]) -> list[str]:
+    """What one waits for from the start of a process, medians over the rounds."""
+    columns = [f"seconds for {steps:,} steps | greedy return then" for steps in WAITED]
+    lines = [f"| contestant | {' | '.join(columns)} |", "| --- " * (1 + 2 * len(WAITED)) + "|"]
+    for name, found in waited.items():
+        cells = [f"{median(rows, 'seconds'):.1f} | {median(rows, 'greedy_return'):.1f}" for rows in found.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
 def family(name: str) -> str:
     """Whose line in the figure a contestant is part of."""
     library = name.partition(",")[0]
@@ -281,16 +316,27 @@ def main() -> None:
     for seed, name in itertools.product(range(FIRST_SEED, FIRST_SEED + options.seeds), learners):
         shape = {"rollout-length": LEARNING["rollout_length"], **CONTESTANTS[name].learns}
         learned[name].append(learn(name, LEARNING["num_envs"], seed, **shape))
+    waiters = [name for name in WAITERS if any(part.lower() in name.lower() for part in options.only)]
+    waited = {name: {steps: [] for steps in WAITED} for name in waiters}
+    for _, name, steps in itertools.product(range(options.rounds), waiters, WAITED):
+        waited[name][steps].append(wait(name, steps))
     versions = {key: value for runs in rows.values() for key, value in runs[0]["versions"].items()}
     result = {"hardware": origin(), "versions": versions, "arguments": {**vars(options), "out": options.out.name}}
-    result |= {"sweep": swept, "rounds": rows, "trained": trained, "learned": learned, "seconds": time.time() - began}
+    result |= {
+        "sweep": swept,
+        "rounds": rows,
+        "trained": trained,
+        "learned": learned,
+        "waited": waited,
+        "seconds": time.time() - began,
+    }
     (options.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "speed.md").write_text(report(rows, trained, learned, versions, options))
+    (options.out / "speed.md").write_text(report(rows, trained, learned, waited, versions, options))
     plot(swept, options.out / "speed.png")
     print((options.out / "speed.md").read_text())
 
 
-def report(rows: dict, trained: dict, learned: dict, versions: dict, options: argparse.Namespace) -> str:
+def report(rows: dict, trained: dict, learned: dict, waited: dict, versions: dict, options: argparse.Namespace) -> str:
     listed = ", ".join(f"{name} {value}" for name, value in versions.items())
     shape = "{num_envs} environments x {rollout_length} steps, {updates} updates, learning rate {learning_rate} to 0".format(
         **LEARNING
@@ -304,6 +350,14 @@ def report(rows: dict, trained: dict, learned: dict, versions: dict, options: ar
             "",
         ],
         learning_table(learned),
+        [""],
+        [
+            "From the start of a process to the end of its training, imports and compiling included, evaluations not: "
+            "{num-envs} environments x {rollout-length} steps, {threads} torch thread;".format(**WAITING),
+            f"medians of {options.rounds} rounds:",
+            "",
+        ],
+        waiting_table(waited),
         ["", f"`python benchmarks/speed/compare.py {shlex.join(sys.argv[1:])}` on {origin()}. {listed}.", ""],
     ]
     return "\n".join(itertools.chain(*blocks))

@@ -3,13 +3,15 @@
 Settings: many iterations in one call, with donated state; the noise of a rollout drawn at once, by the rbg generator (a
 little faster than the default); the two-action draw from one uniform number; environments reset in the step after an episode's
 end, so that one forward pass over T + 1 rows serves loss, GAE and bootstrap. XLA's CPU flags are its defaults. Variants: scan;
-unrolled, the scan over time steps unrolled 4 times. bf16: matmuls of bfloat16 inputs into float32, parameters in float32.
+unrolled, the scan over time steps unrolled 4 times; devices, unrolled, with a device for each core, which has its share of the
+environments. bf16: matmuls of bfloat16 inputs into float32, parameters in float32.
 
     python benchmarks/speed/jax_loop.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import common
@@ -17,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from fp8rl.config import Config
 from fp8rl.env import DAMPING, LIMIT, MAX_STEPS, PUSH
+from fp8rl.scale.hardware import cores
 
 jax.config.update("jax_default_prng_impl", "rbg")
 CALL_STEPS = 2**18  # environment steps in one call, about
@@ -93,15 +97,22 @@ def gae(values, rewards, terminated, valid):
     return lax.scan(back, jnp.zeros_like(deltas[0]), (deltas, Config.lam * going * valid), reverse=True)[1]
 
 
-def loss_of(parameters, rollout, dtype):
+def alone(x):
+    """The sum over devices when there is only one."""
+    return x
+
+
+def loss_of(parameters, rollout, dtype, total: Callable = alone):
+    """This device's part of the loss; `total` sums over the devices."""
     obs, actions, rewards, terminated, valid = rollout
     logits, values = forward(parameters, obs, dtype)
     fixed = lax.stop_gradient(values)
     advantages = gae(fixed, rewards, terminated, valid)
     log_policy = jax.nn.log_softmax(logits[:-1])
     chosen = jnp.where(actions, log_policy[..., 1], log_policy[..., 0])
-    count = valid.sum()
-    scale = jnp.sqrt((((advantages - advantages.sum() / count) * valid) ** 2).sum() / count) + 1e-8
+    count = total(valid.sum())
+    apart = (advantages - total(advantages.sum()) / count) * valid
+    scale = jnp.sqrt(total((apart**2).sum()) / count) + 1e-8
     policy_loss = -(chosen * advantages / scale).sum() / count
     value_loss = 0.5 * (((values - fixed)[:-1] - advantages) ** 2 * valid).sum() / count
     entropy = -(valid * (jnp.exp(log_policy) * log_policy).sum(-1)).sum() / count
@@ -123,8 +134,8 @@ def adam(learner: Learner, gradients: list, rate) -> Learner:
     return Learner(jax.tree.map(move, learner.parameters, first, second), first, second, count)
 
 
-def iteration(carry, rate, length: int, num_envs: int, dtype, unroll: int):
-    """Collects a rollout and learns from it."""
+def iteration(carry, rate, length: int, num_envs: int, dtype, unroll: int, total: Callable = alone):
+    """Collects a rollout of this device's environments and learns from it."""
     learner, state, key = carry
     key, draw = jax.random.split(key)
     noise = jax.random.uniform(draw, (length, num_envs, 3))
@@ -137,7 +148,7 @@ def iteration(carry, rate, length: int, num_envs: int, dtype, unroll: int):
 
     state, (obs, *rest) = lax.scan(step, state, noise, unroll=unroll)
     obs = jnp.concatenate((obs, state.obs[None]))
-    gradients = jax.grad(loss_of)(learner.parameters, (obs, *rest), dtype)
+    gradients = total(jax.grad(loss_of)(learner.parameters, (obs, *rest), dtype, total))
     return (adam(learner, gradients, rate), state, key), None
 
 
@@ -157,23 +168,31 @@ def policy_of(parameters: list):
 def train(options, tick):
     num_envs, length = options.num_envs, options.rollout_length
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
-    unroll = 4 if options.variant == "unrolled" else 1
-    body = functools.partial(iteration, length=length, num_envs=num_envs, dtype=dtype, unroll=unroll)
+    devices = cores() if options.variant == "devices" else 1
+    jax.config.update("jax_num_cpu_devices", devices)  # before JAX does anything
+    shape = {"length": length, "num_envs": num_envs // devices}
+    body = functools.partial(iteration, **shape, dtype=dtype, unroll=1 if options.variant == "scan" else 4)
     size = num_envs * length
     every = options.steps // 50 if options.learn else CALL_STEPS
     count = max(1, min(every, CALL_STEPS) // size)
 
-    @functools.partial(jax.jit, donate_argnums=0)
     def many(carry, rates):
-        return lax.scan(body, carry, rates)[0]
+        learner, state, key = carry
+        (learner, state, key), _ = lax.scan(body, (learner, state, key[0]), rates)
+        return learner, state, key[None]
 
     key, weights, starts = jax.random.split(jax.random.key(options.seed), 3)
     parameters = new_parameters(weights)
     zeros = [jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)]
     obs = Config.start_noise * jax.random.uniform(starts, (num_envs, 2), minval=-1)
     state = State(obs, jnp.zeros(num_envs, jnp.int32), jnp.zeros(num_envs, bool))
-    carry = Learner(parameters, *zeros, jnp.zeros((), jnp.int32)), state, key
-    steps = 0
+    carry = Learner(parameters, *zeros, jnp.zeros((), jnp.int32)), state, jax.random.split(key, devices)
+    if devices > 1:  # the learner is the same on all
+        body = functools.partial(body, total=functools.partial(lax.psum, axis_name="cores"))
+        whole, part = PartitionSpec(), PartitionSpec("cores")
+        mesh, specs = jax.make_mesh((devices,), ("cores",), (jax.sharding.AxisType.Auto,)), (whole, part, part)
+        many = jax.shard_map(many, mesh=mesh, in_specs=(specs, whole), out_specs=specs, check_vma=False)
+    many, steps = jax.jit(many, donate_argnums=0), 0
     while steps < options.steps:
         left = 1 - (steps + size * torch.arange(count)).numpy() / options.steps
         carry = jax.block_until_ready(many(carry, jnp.float32(options.learning_rate * left.clip(0))))
@@ -183,4 +202,4 @@ def train(options, tick):
 
 if __name__ == "__main__":
     packages = ("jax", "jaxlib", "numpy")
-    common.main("JAX, PureJaxRL style", train, packages, ("scan", "unrolled"), ("fp32", "bf16"))
+    common.main("JAX, PureJaxRL style", train, packages, ("scan", "unrolled", "devices"), ("fp32", "bf16"))

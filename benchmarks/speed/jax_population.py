@@ -46,7 +46,7 @@ def main() -> None:
     @functools.partial(jax.jit, donate_argnums=0)
     @jax.vmap
     def many(carry):
-        return lax.scan(body, carry, jnp.full(count, jax_loop.Config.learning_rate))[0]
+        return lax.scan(body, carry, jnp.full(count, jax_loop.Config().learning_rate))[0]
 
     carry = jax.vmap(start)(jax.random.split(jax.random.key(0), options.agents))
     began = time.perf_counter()

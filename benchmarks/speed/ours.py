@@ -1,9 +1,10 @@
 """fp8rl's own loop on policy: Config(replay_updates=0) through fp8rl.train.iterate, as a user of the package calls it.
 
 Variants are settings of the Machine: reused learns from the forward passes that acted (reuse_forward); in-turn does not; ahead
-lets a thread collect one iteration ahead of the learner (collect_ahead). Under torchrun the environments are split over the
-processes, one torch thread each, and the first one speaks. The replay ring is as small as it may be. Evaluations are made here,
-between iterations, outside the clock, as for every other contestant.
+lets a thread collect one iteration ahead of the learner (collect_ahead). Another one, defaults, is what `train` does, with 16
+replayed updates an iteration: of the options it takes the number of environments, steps, precision and seed alone. Under torchrun
+the environments are split over the processes, one torch thread each, and the first one speaks. The replay ring is as small as it
+may be. Evaluations are made here, between iterations, outside the clock, as for every other contestant.
 
     python benchmarks/speed/ours.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
     torchrun --standalone --nproc-per-node 2 benchmarks/speed/ours.py --threads 1 --num-envs 8192 --rollout-length 32 --json
@@ -14,6 +15,7 @@ import dataclasses
 import common
 import torch
 
+from fp8rl.config import Config
 from fp8rl.report.bench import Loop
 from fp8rl.scale import ranks
 from fp8rl.scale.machine import Machine, build
@@ -23,14 +25,18 @@ MACHINES = {
     "reused": Machine(reuse_forward=True),
     "in-turn": Machine(),
     "ahead": Machine(collect_ahead=True),
+    "defaults": Machine(),
 }
 
 
 def train(options, tick):
     machine = MACHINES[options.variant]
     fields = {"seed": options.seed, "steps": options.steps, "learning_rate": options.learning_rate, "gamma": common.GAMMA}
-    config = Loop(options.num_envs, options.rollout_length, options.precision).config(machine)
-    for run in iterate(build(dataclasses.replace(config, **fields), machine)):
+    config = dataclasses.replace(Loop(options.num_envs, options.rollout_length, options.precision).config(machine), **fields)
+    if options.variant == "defaults":
+        shape = {"num_envs": options.num_envs, "steps": options.steps, "eval_every": 0, "eval_episodes": 1}
+        config = Config(options.precision, seed=options.seed, **shape)
+    for run in iterate(build(config, machine)):
         stop = False
         try:
             tick(int(run.history.last["steps"]), lambda obs, model=run.model: model(obs)[0].argmax(-1))
