@@ -86,17 +86,9 @@ class History:
         self.failures = [*state.get("failures", self.failures)]
 
 
-@np.errstate(invalid="ignore", over="ignore")  # an agent that has stopped may hold infinities
-def running_returns(rollout: Rollout, before: np.ndarray, gamma=1.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Carries each episode's discounted sum of rewards, G_t = r_t + gamma G_{t-1}, through a rollout. `before` is G before its
-    first row, [N] (or [S, N], with gamma [S, 1]). Returns G after every row, [T, ...], G to go on with (0 where the last row
-    ended an episode), and which rows ended one, bool [T, ...]."""
-    rewards, flags = (x.cpu().numpy().reshape(-1, *before.shape) for x in (rollout.reward, rollout.flags))
-    found, ended = np.empty(rewards.shape, before.dtype), (flags & (TERMINATED | TRUNCATED)) != 0
-    for t, ends in enumerate(ended):
-        np.add(gamma * before, rewards[t], out=found[t])
-        before = np.where(ends, 0, found[t]) if ends.any() else found[t]
-    return found, before.copy(), ended
+def ended(rollout: Rollout) -> torch.Tensor:
+    """Rows that end an episode, bool [T, N]."""
+    return (rollout.flags & (TERMINATED | TRUNCATED)) != 0
 
 
 class Saved:
@@ -131,29 +123,35 @@ class RewardScale(Saved):
 
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Takes the next rollout, with a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
-        gamma = gamma.cpu().numpy() if isinstance(gamma, torch.Tensor) else gamma
-        G, left, _ = running_returns(rollout, self.open.view(self.square.shape[1], -1).cpu().numpy(), gamma)
-        self.open = torch.from_numpy(left).flatten().to(self.open.device)
-        squares = torch.from_numpy(G).to(self.open.device).square().sum((0, 2)).unsqueeze(1)
-        squares, count = all_reduce([squares, torch.full_like(squares, rollout.reward.numel() / len(left))])
+        before = self.open.view(self.square.shape[1], -1)
+        rewards, ends = (x.view(-1, *before.shape) for x in (rollout.reward, ended(rollout)))
+        keep = torch.cat((torch.zeros_like(ends[:1]), ends[:-1])).logical_not().float() * gamma
+        G = torch.empty_like(rewards)
+        for now, reward, kept in zip(G.unbind(), rewards.unbind(), keep.unbind(), strict=True):
+            before = torch.mul(before, kept, out=now).add_(reward)  # G_t = r_t + gamma G_{t-1}, from 0 in a new episode
+        self.open, squares = before.masked_fill(ends[-1], 0).flatten(), G.square().sum((0, 2)).unsqueeze(1)
+        squares, count = all_reduce([squares, torch.full_like(squares, rewards.numel() / len(squares))])
         self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(G))
 
 
 class EpisodeReturns(Saved):
     """Undiscounted returns of whole episodes, which may span several rollouts, of S agents with equal shares of N environments.
-    `open` is the running sums, float64 tensor [N]."""
+    `open` is the running sums, float64 [N]."""
 
     NAMES = ("open",)
 
-    def __init__(self, num_envs: int, agents: int = 1):
-        self.open, self.agents = torch.zeros(num_envs, dtype=torch.float64, device="cpu"), agents
+    def __init__(self, num_envs: int, agents: int = 1, device="cpu"):
+        self.open, self.agents = torch.zeros(num_envs, dtype=torch.float64, device=device), agents
 
-    def add(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-        """Takes the next rollout. Returns each agent's sum of the returns of episodes that ended in it, and how many, [S]."""
-        sums, left, ended = running_returns(rollout, self.open.numpy())
-        self.open = torch.from_numpy(left)
-        agent = ended.nonzero()[1] // (len(left) // self.agents)
-        return np.bincount(agent, sums[ended], self.agents), np.bincount(agent, minlength=self.agents)
+    def add(self, rollout: Rollout) -> torch.Tensor:
+        """Takes the next rollout. Returns each agent's sum of the returns of episodes that ended in it, and how many, float64
+        [2, S]."""
+        ends, row = ended(rollout), torch.arange(len(rollout.flags), device=self.open.device).unsqueeze(1)
+        until = row <= torch.where(ends, row, -1).amax(0)  # up to the last end, where all rewards are of episodes that ended
+        before, left = (rollout.reward.where(rows, 0).sum(0, dtype=torch.float64) for rows in (until, ~until))
+        found = torch.stack((torch.where(until[0], self.open + before, 0), ends.sum(0)))
+        self.open = torch.where(until[0], left, self.open + left)
+        return found.view(2, self.agents, -1).sum(2)
 
 
 def summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float | np.ndarray]:

@@ -160,7 +160,7 @@ class Run:
     def __init__(self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None):
         self.config, self.configs, self.history = config, agents or [config], History(agents and len(agents))
         self.collector, self.learner, self.judge, self.ring, self.group = parts or plain(config)
-        self.returns = EpisodeReturns(self.collector.env.num_envs, len(self.configs))
+        self.returns = EpisodeReturns(self.collector.env.num_envs, len(self.configs), self.collector.env.device)
         self.stores = config.replay_updates > 0 or self.ring.lasting  # otherwise nothing reads the ring
 
     @property
@@ -202,7 +202,7 @@ class Run:
 
     def totals(self, rollout: Rollout, summary: dict) -> dict:
         """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
-        sums = [*self.returns.add(rollout), self.ring.clipped.sum(-1).cpu().numpy(), *(summary[name] for name in TERMS)]
+        sums = [*self.returns.add(rollout).cpu(), self.ring.clipped.sum(-1).cpu().numpy(), *(summary[name] for name in TERMS)]
         (sums,) = self.group.all_reduce([torch.from_numpy(np.array([np.ravel(x) for x in sums], np.float64))])  # [7, S]
         returns, episodes, clipped, *terms = sums.squeeze(-1).numpy()
         row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration, "clipped": clipped}

@@ -57,7 +57,7 @@ def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
         restored = EpisodeReturns(2, agents=2)
         restored.load_state_dict(returns.state_dict())
         returns = restored
-        ours += np.transpose(returns.add(rollout))
+        ours += returns.add(rollout).T.numpy()
     np.testing.assert_allclose(ours, expected)
     np.testing.assert_allclose(returns.open, totals)
 

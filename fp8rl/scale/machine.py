@@ -129,7 +129,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     run = kind(config, Parts(collector, learner, judge, make_ring(config, machine, env), group))
     if state and uses_gymnasium(config, machine):  # its episodes cannot be continued
         run.load_state_dict({**state, "waiting": {}, "state": None})
-        run.returns, run.ring.new_episodes = EpisodeReturns(env.num_envs), True
+        run.returns, run.ring.new_episodes = EpisodeReturns(env.num_envs, device=env.device), True
         learner.rewards.open.zero_()
     elif state:
         run.load_state_dict(state)
