@@ -1,8 +1,8 @@
 """How soon is an agent good, beside the algorithms that replay most: Stable-Baselines3's DQN, TD3 and SAC?
 
 They learn from few steps and take long for each; ours takes many steps and little time. So each of ours trains twice: for as many
-steps as they do, and for as many as it has in tasks.md. Three fresh seeds an arm, all with the defaults or the settings of the zoo
-(zoo.py), in the tasks' tensor forms or Gymnasium's as `train` chooses, evaluated in the same 100 episodes. Seconds are of the
+steps as they do, and for as many as it has in tasks.md. Three fresh seeds an arm, all with the defaults or the settings of the
+zoo (zoo.py), in the tasks' tensor forms or Gymnasium's as `train` chooses, evaluated in the same 100 episodes. Seconds are of the
 processor, one thread, without imports and evaluations, so other work on the machine changes them little.
 
     python benchmarks/off_policy.py benchmarks/results/off_policy.md

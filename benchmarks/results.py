@@ -42,6 +42,8 @@ COMMANDS = {
     "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
     "recurrence": "python benchmarks/recurrence.py benchmarks/results/recurrence.md",
     "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md --again",
+    "off_policy": "python benchmarks/off_policy.py benchmarks/results/off_policy.md",
+    "gaps": "python benchmarks/gaps.py benchmarks/results/gaps.md",
     "breakage_map": "python benchmarks/breakage_map.py map benchmarks/results/breakage_map",
     "breakage_claims": "python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md",
     "law_predicted": "python benchmarks/law.py predict benchmarks/results/law_predicted.csv",
@@ -75,6 +77,7 @@ PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl
 PEERS |= {
     "ladder": ("Box2D",),
     "tasks": ("stable_baselines3",),
+    "off_policy": ("stable_baselines3", "Box2D"),
     **dict.fromkeys(("law_sb3_predicted", "law_sb3_measured", "law_sb3_cost", "law_sb3"), ("stable_baselines3",)),
     "populations": ("jax",),
     "populations_avx2": ("jax",),
@@ -88,7 +91,8 @@ RESTS_ON |= {"law": PARTS[:3], **dict.fromkeys(("sums", "planted", "law_sb3"), P
 # Where it is not NAME.md, or NAME.csv of the step of a table; and what a table goes on from.
 FILES = {"study": "study/table.md", "codecs": "codecs/table.md", "film": "film.gif", "sums_measured": "sums.csv"}
 FILES |= {"fp8_layer": "fp8_layer_NVIDIA_H100_80GB_HBM3.json"}
-JOURNALS = {"ladder": ("ladder.csv",), "widths": ("widths.csv",), "planted": ("planted_predicted.csv", "planted_measured.csv")}
+JOURNALS = {name: (f"{name}.csv",) for name in ("ladder", "gaps", "off_policy")}
+JOURNALS |= {"widths": ("widths.csv",), "planted": ("planted_predicted.csv", "planted_measured.csv")}
 FIGURES = {"curves.png": "film", "law_map.png": "breakage_map"}  # where it is not NAME.png
 CODES = json.loads(KNOWN.read_text())  # by part and kind of processor
 STEP = re.compile("_(predicted|measured|cost)$")
