@@ -8,9 +8,10 @@ targets), and the acting policy, whose p is an effective sample size. Beside a p
     chosen      the two carts at two learning rates each, from breakage_map.csv: on these cells the doctor's line was chosen. A
                 cell is bad if the map does not call it equal to float32
     held out    CartPole-v1, Pendulum-v1 and Acrobot-v1 at up to three learning rates, and networks of 16 and 256 units, on which
-                nothing was chosen: four agents for each cell; and two for each of 25 cells of what the optimizer keeps on
-                LunarLander-v3, which has no tensor form, and in a network of 1,024 units, which takes long. A cell is bad if
-                the median agent loses more than a tenth of what float32 gains over an untrained agent, on the same seeds
+                nothing was chosen: four agents for each cell; and, in two settings that take long, two agents for each of 25
+                cells of what the optimizer keeps: LunarLander-v3, which has no tensor form, and CartPole-v1 with 1,024 units. A
+                cell is bad if the median agent loses more than a tenth of what float32 gains over an untrained agent, on the same
+                seeds
 
     python benchmarks/law.py predict benchmarks/results/law_predicted.csv
     python benchmarks/law.py measure benchmarks/results/law_measured.csv [--only CartPole-v1]

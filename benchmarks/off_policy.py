@@ -1,14 +1,14 @@
-"""How soon is an agent good, beside the algorithms that replay most: Stable-Baselines3's DQN, TD3 and SAC?
+"""How quickly does an agent get good, compared with the off-policy algorithms of Stable-Baselines3: DQN, TD3 and SAC?
 
-They learn from few steps and take long for each; ours takes many steps and little time. So each of ours trains twice: for as many
-steps as they do, and for as many as it has in tasks.md. Three fresh seeds an arm, all with the defaults or the settings of the
-zoo (zoo.py), in the tasks' tensor forms or Gymnasium's as `train` chooses, evaluated in the same 100 episodes. Seconds are of the
-processor, one thread, without imports and evaluations, so other work on the machine changes them little.
+They learn from few steps and take long for each; ours takes many steps and little time. So ours trains twice: for as many steps
+as they do, in whole iterations, and for as many as in tasks.md. Three fresh seeds an arm, all with the defaults or the settings
+of the zoo (zoo.py), evaluated about twenty times in the same 100 episodes. Seconds are CPU seconds of one thread, without imports
+and evaluations, so other work on the machine changes them little.
 
     python benchmarks/off_policy.py benchmarks/results/off_policy.md
 
-Goals are those of tasks.py. Every finished seed goes to a .csv beside the table, and is not trained again. The figure beside it
-shows return against seconds.
+Goals are those of tasks.py. Every finished seed goes to a .csv beside the table, and is not trained again; delete it after a
+change of settings. The figure beside it shows return against seconds.
 """
 
 import csv
@@ -36,11 +36,10 @@ SEEDS = range(9100, 9103)
 THEIRS = {
     "CartPole-v1": (("DQN",), 50_000, 2_500),
     "Acrobot-v1": (("DQN",), 100_000, 5_000),
-    "LunarLander-v3": (("DQN",), 100_000, 5_000),
-    "Pendulum-v1": (("TD3", "SAC"), 20_000, 2_048),
+    "Pendulum-v1": (("TD3", "SAC"), 20_000, 1_000),
 }
-COLUMNS = ("task", "arm", "steps", "median return", "lowest", "seconds", "goal", "seeds that reach it", "after steps, median")
-COLUMNS += ("after seconds, median",)
+COLUMNS = ("task", "arm", "steps", "median return", "lowest", "CPU seconds", "goal", "seeds that reach it", "after steps, median")
+COLUMNS += ("after CPU seconds, median",)
 
 
 class Seed(NamedTuple):
@@ -54,12 +53,13 @@ class Seed(NamedTuple):
 def arms_of(task: str) -> dict[str, tuple[str | None, list[Config]]]:
     """The arms of a task: name -> the algorithm of Stable-Baselines3, or None for ours, and a config for each seed."""
     algorithms, steps, every = THEIRS[task]
-    _, most, between, _ = tasks.TASKS[task]
+    most = tasks.TASKS[task][1]
 
     def configs(steps: int, every: int) -> list[Config]:
         return [Config(seed=seed, env_id=task, steps=steps, eval_every=every) for seed in SEEDS]
 
-    arms = {f"ours, {most:,}": (None, configs(most, between // 5)), f"ours, {steps:,}": (None, configs(steps, every))}
+    few = -(-steps // Config().steps_per_iteration) * Config().steps_per_iteration
+    arms = {"ours": (None, configs(most, most // 20)), "ours, few steps": (None, configs(few, every))}
     return arms | {f"SB3 {name}": (name, configs(steps, every)) for name in algorithms}
 
 
@@ -73,8 +73,8 @@ def ours(config: Config) -> History:
 
 def measure(journal: Path) -> dict[tuple[str, str], list[Seed]]:
     """Trains the seeds that the journal does not have; returns all, by task and arm."""
-    if not journal.exists():
-        journal.write_text("task,arm,seed,steps,seconds,returns\n")
+    text = journal.read_text() if journal.exists() else "task,arm,seed,steps,seconds,returns\n"
+    journal.write_text(text[: text.rfind("\n") + 1])  # a line that was being written is no seed
     done = {(row["task"], row["arm"], int(row["seed"])) for row in csv.DictReader(journal.open())}
     for task in THEIRS:
         for arm, (algorithm, configs) in arms_of(task).items():
@@ -88,7 +88,7 @@ def measure(journal: Path) -> dict[tuple[str, str], list[Seed]]:
                 with journal.open("a", newline="") as file:
                     csv.writer(file, lineterminator="\n").writerow([task, arm, config.seed, *texts])
     found: dict[tuple[str, str], list[Seed]] = {}
-    for row in csv.DictReader(journal.open()):
+    for row in (row for row in csv.DictReader(journal.open()) if int(row["seed"]) in SEEDS):
         lists = (np.array([float(x) for x in row[name].split()]) for name in ("steps", "seconds", "returns"))
         found.setdefault((row["task"], row["arm"]), []).append(Seed(*lists))
     return found
@@ -110,21 +110,20 @@ def line(task: str, arm: str, seeds: list[Seed], goal: float) -> list[str]:
 
 def draw(path: Path, found: dict[tuple[str, str], list[Seed]]) -> None:
     """Return against seconds: the median of the seeds, and all of them as a band."""
-    figure, axes = plt.subplots(1, len(THEIRS), figsize=(13, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, len(THEIRS), figsize=(11, 3.6), layout="constrained")
     styles = {"ours": plot.STYLES[0], "DQN": plot.STYLES[1], "TD3": plot.STYLES[4], "SAC": plot.STYLES[5]}
     for ax, task in zip(axes, THEIRS, strict=True):
         for (of, arm), seeds in found.items():
-            name = "ours" if arm.startswith("ours") else arm.removeprefix("SB3 ")
-            if of == task and arm != f"ours, {THEIRS[task][1]:,}":
+            name = arm.removeprefix("SB3 ")
+            if of == task and arm != "ours, few steps":
                 seconds = np.median([seed.seconds for seed in seeds], axis=0)
                 returns = np.array([seed.returns for seed in seeds])
-                label = name if name == "ours" else f"SB3 {name}"
-                ax.plot(seconds, np.median(returns, axis=0), label=label, **styles[name] | {"markersize": 3})
+                ax.plot(seconds, np.median(returns, axis=0), label=arm, **styles[name] | {"markersize": 3})
                 ax.fill_between(seconds, returns.min(0), returns.max(0), color=styles[name]["color"], alpha=0.15, linewidth=0)
         ax.axhline(tasks.TASKS[task][3], color="#888888", linewidth=1, zorder=0)
-        ax.set(xscale="log", title=task, xlabel="seconds of the processor")
+        ax.set(xscale="log", title=task, xlabel="CPU seconds of training")
         ax.legend(fontsize=8, loc="lower right")
-    axes[0].set_ylabel("return of an episode")
+    axes[0].set_ylabel("episode return")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -77,7 +77,7 @@ PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl
 PEERS |= {
     "ladder": ("Box2D",),
     "tasks": ("stable_baselines3",),
-    "off_policy": ("stable_baselines3", "Box2D"),
+    "off_policy": ("stable_baselines3",),
     **dict.fromkeys(("law_sb3_predicted", "law_sb3_measured", "law_sb3_cost", "law_sb3"), ("stable_baselines3",)),
     "populations": ("jax",),
     "populations_avx2": ("jax",),

@@ -1,9 +1,9 @@
 """Stable-Baselines3's algorithms with the settings of RL Baselines3 Zoo (its hyperparams/ at commit 22e3ff2), trained with the
 same seeds as this package's runs and judged in the same 100 episodes.
 
-Gymnasium's environments are stepped by DummyVecEnv, as the zoo does; numbers of environments are the zoo's. The steps are ours:
-for PPO on CartPole five times the zoo's, for PPO on Pendulum ten times, for A2C on Acrobot twice. The zoo knows neither the cart
-nor the linear-quadratic one; they take CartPole's and Pendulum's settings.
+Gymnasium's environments are stepped by DummyVecEnv, as the zoo does; numbers of environments are the zoo's. DQN, TD3 and SAC take
+the zoo's steps, A2C and PPO ours: for PPO on CartPole five times the zoo's, for PPO on Pendulum ten times, for A2C on Acrobot
+twice. The zoo knows neither the cart nor the linear-quadratic one; they take CartPole's and Pendulum's settings.
 """
 
 import contextlib
@@ -191,6 +191,7 @@ def train(algorithm: str, config: Config) -> History:
     env = make_vec_env(config.env_id or "fp8rl/CustomEnv-v0", settings.pop("n_envs", 1), config.seed, **single)
     if settings.pop("normalize", False):
         env = sb3.common.vec_env.VecNormalize(env, gamma=settings.get("gamma", 0.99))
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # imports what it needs for a second, which is no training
     judge = Judge(config)
     if "activation_fn" in settings.get("policy_kwargs", {}):
         policy = settings["policy_kwargs"]

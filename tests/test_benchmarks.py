@@ -22,18 +22,44 @@ from PIL import Image
 from fp8rl.config import Config
 from fp8rl.report.bench import SETTLED, seconds_of
 
+
+@pytest.mark.parametrize(("algorithm", "task"), [("DQN", "Acrobot-v1"), ("TD3", "Pendulum-v1"), ("SAC", "Pendulum-v1")])
+def test_off_policy_algorithms_train(algorithm, task):
+    pytest.importorskip("stable_baselines3")
+    import zoo
+
+    history = zoo.train(algorithm, small(env_id=task, steps=256, rollout_length=16, slice_length=16, eval_every=128))
+    assert history.column("steps").tolist() == [128, 256]
+
+
+def test_a_seed_that_never_reaches_the_goal_counts_as_the_latest():
+    import off_policy
+
+    def seed(*returns):
+        return off_policy.Seed(np.array([10.0, 20.0]), np.array([0.5, 1.0]), np.array(returns))
+
+    early, late, never = seed(1.0, 9.0), seed(0.0, 5.0), seed(0.0, 1.0)
+    for seeds, cells in (
+        ([early, late, never], ["2 of 3", "20", "1.0"]),
+        ([late, never, never], ["1 of 3"] + 2 * ["not reached"]),
+    ):
+        *_, reached, steps, seconds = off_policy.line("a task", "ours", seeds, goal=4)
+        assert [reached, steps, seconds] == cells
+
+
 CONTESTANTS = [("ours", "defaults"), ("ours", "in-turn"), ("cleanrl_style", "eager"), ("torchrl_a2c", "eager")]
 CONTESTANTS += [("sb3", "batched"), ("jax_loop", "scan"), ("jax_loop", "devices")]
 
 
 @pytest.mark.parametrize(("script", "variant"), CONTESTANTS)
-def test_every_contestant_trains_without_settings(script, variant):
+def test_every_contestant_trains_with_the_default_learning_rate(script, variant):
     package = {"torchrl_a2c": "torchrl", "sb3": "stable_baselines3", "jax_loop": "jax"}.get(script, "torch")
     if not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed")
     options = ["--variant", variant, "--threads", "1", "--num-envs", "16", "--learn", "--full", "--steps", "4096", "--json"]
     done = subprocess.run([sys.executable, f"benchmarks/speed/{script}.py", *options], capture_output=True, text=True)
-    assert json.loads(done.stdout)["steps"] >= 4096, done.stderr
+    assert not done.returncode, done.stderr
+    assert json.loads(done.stdout)["steps"] >= 4096
 
 
 def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):

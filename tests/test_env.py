@@ -164,7 +164,7 @@ def test_what_is_outside_its_range_is_refused():
     env = CustomEnv()
     env.reset()
     for action in (2, -1, 0.5, None):
-        refused(r"action .* is outside Discrete\(2\)", env.step, action)
+        refused(r"action .* does not fit Discrete\(2\)", env.step, action)
     for make in (CustomEnv, functools.partial(Cart, 1)):
         for start_noise in (-0.1, 1.1, math.nan):
             refused(f"start_noise is {start_noise}: use a number from 0 to 1", make, start_noise)

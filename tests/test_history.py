@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.config import Config
-from fp8rl.history import EpisodeReturns, History, summarize
+from fp8rl.history import EpisodeReturns, History, RewardScale, summarize
 from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
 
 
@@ -60,6 +60,27 @@ def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
         ours += returns.add(rollout).T.numpy()
     np.testing.assert_allclose(ours, expected)
     np.testing.assert_allclose(returns.open, totals)
+
+
+def test_the_scale_of_rewards_by_hand_for_two_agents():
+    """Two environments each; ends in consecutive rows, in the last row, and nowhere."""
+    rng, gamma = np.random.default_rng(0), np.array([0.9, 0.5], dtype=np.float32)
+    reward = rng.normal(size=(2, 6, 4)).astype(np.float32)
+    flags = np.zeros((2, 6, 4), dtype=np.uint8)
+    flags[0, 2:4, 0], flags[0, 5, 1], flags[1, 0, 3] = TERMINATED, TRUNCATED, TERMINATED
+    scale, G, means = RewardScale(4, agents=2), np.zeros(4), np.zeros((2, 2))
+    for rewards, ends in zip(reward, flags, strict=True):
+        rollout = Rollout(None, None, torch.from_numpy(rewards), torch.from_numpy(ends), None)
+        scale.add(rollout, torch.from_numpy(gamma).unsqueeze(1), lambda tensors: tensors)
+        squares = np.zeros(2)
+        for t, b in np.ndindex(*rewards.shape):
+            G[b] = rewards[t, b] + gamma[b // 2] * G[b]
+            squares[b // 2] += G[b] ** 2
+            G[b] *= not ends[t, b]
+        keep = 0.99**6
+        means = keep * means + (1 - keep) * np.array([squares / 12, [1, 1]])
+    np.testing.assert_allclose(scale.open, G, rtol=1e-5)
+    np.testing.assert_allclose(scale.scale.squeeze(1), np.sqrt(means[1] / means[0]), rtol=1e-5)
 
 
 def stats_of(**changes) -> dict[str, torch.Tensor]:

@@ -103,7 +103,7 @@ def test_a_task_is_one_class(tmp_path, monkeypatch):
     assert checkpoint.resume(tmp_path / "a.pt", trust=True)[0] == config
 
 
-@pytest.mark.parametrize("env_id", ["no_such_module:Task", "fp8rl.tasks.lqr:NoSuchTask", "fp8rl.env:dynamics"])
+@pytest.mark.parametrize("env_id", ["no_such_module:Task", "fp8rl.tasks.lqr:NoSuchTask", "fp8rl.tasks.single:Single"])
 def test_what_is_no_task_is_refused_in_one_line(env_id):
     with pytest.raises(ValueError, match=r"^env_id is ") as caught:
         build(small(env_id=env_id))

@@ -18,6 +18,7 @@ from fp8rl.scale.machine import Machine, build
 from fp8rl.scale.population import Population
 from fp8rl.tasks import acrobot, lqr
 from fp8rl.tasks.by_id import TASKS, task_of
+from fp8rl.tasks.single import Single
 from fp8rl.train import Run
 
 LQR = "fp8rl/Lqr-v0"
@@ -113,14 +114,14 @@ def test_leaving_the_track_is_never_worth_it():
         assert (torch.from_numpy(-play(lambda obs, push=push: torch.full((500, 1), push), env)) > 10 * cost).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*Overriding environment Single-v0")
+@pytest.mark.filterwarnings("ignore:.*Overriding environment OneTask-v0")
 @pytest.mark.parametrize("env_id", TASKS)
 def test_any_task_has_the_gymnasium_api(env_id):
     """The same numbers as the batched form, from the same starts, to the first end."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Box observation space m.*imum value is.*infinity")  # CartPole's own
-        gymnasium.register("Single-v0", "fp8rl.tasks.single:Single", kwargs={"task": env_id})
-        env = gymnasium.make("Single-v0").unwrapped
+        gymnasium.register("OneTask-v0", "fp8rl.tasks.single:Single", kwargs={"task": env_id})
+        env = gymnasium.make("OneTask-v0").unwrapped
         check_env(env, skip_render_check=True)
     first, _ = env.reset(seed=3)
     assert np.array_equal(first, env.reset(seed=3)[0])
@@ -131,14 +132,19 @@ def test_any_task_has_the_gymnasium_api(env_id):
         obs, reward, *ends, _ = env.step(action)
         theirs = batched.step(torch.as_tensor(action).unsqueeze(0))
         assert np.array_equal(obs, theirs[0][0]) and (reward, ends[0]) == (theirs[1].item(), theirs[2].item())
-    assert env.elapsed == batched.elapsed
+    assert env.elapsed == batched.elapsed and ends[1] == (env.elapsed == batched.max_steps)
+
+
+@pytest.mark.parametrize("name", ["LunarLander-v3", "fp8rl.tasks.lqr:riccati"])
+def test_a_single_environment_of_no_task_is_refused(name):
+    refused(f"task is '{name}', which names no TensorEnv", Single, name)
 
 
 def test_an_action_that_the_space_does_not_have_is_refused():
     env = gymnasium.make("fp8rl.tasks:fp8rl/Lqr-v0")
     env.reset()
     for action in (np.array([math.nan], dtype=np.float32), np.zeros(2, dtype=np.float32)):
-        refused("action .* is outside Box", env.unwrapped.step, action)
+        refused("action .* does not fit Box", env.unwrapped.step, action)
 
 
 def test_a_task_of_one_s_own_is_found_by_its_module():

@@ -23,14 +23,17 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.axes import Axes
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import play
 from fp8rl.scale.hardware import cores
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 GAMMA, ENTROPY_COEF = 0.99, 0.01
 REWARD_SCALE = 1 - GAMMA  # keeps the critic's targets of order 1; fp8rl measures their size instead
@@ -147,7 +150,6 @@ def measure(options: argparse.Namespace, train: Callable) -> dict:
     """Runs one contestant once in this process."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    import_lazy_parts()
     tick = Learning(options.steps, options.full) if options.learn else Throughput(options.warm, options.seconds)
     try:
         train(options, tick)
@@ -178,6 +180,8 @@ def main(
     """Runs a contestant over the numbers of environments asked for, and prints a line each, if it `speaks`."""
     options = parser(variants, precisions, num_envs, rollout_length).parse_args()
     budget = options.steps
+    if "torch" in packages:
+        import_lazy_parts()
     for num_envs in options.num_envs:
         options.steps = (budget or 2000 * num_envs * options.rollout_length) if options.learn else ENDLESS
         one = argparse.Namespace(**{**vars(options), "num_envs": num_envs})
@@ -202,7 +206,7 @@ def clean(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def end_labels(ax: Axes, size: float = 9) -> Axes:
+def end_labels(ax: "Axes", size: float = 9) -> "Axes":
     """Names the lines at their right ends, instead of in a legend: beside the axes, in a line's colour, one below the other where
     they would overlap. Call it last, because it needs the limits of the axes."""
     lines = [line for line in ax.lines if not line.get_label().startswith("_") and len(line.get_xdata())]

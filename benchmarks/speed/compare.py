@@ -3,8 +3,8 @@
 Every measurement is a process of its own; one runs at a time. First every contestant's throughput over the numbers of
 environments, for the figure and for its best number (the two fastest are measured again). Then at that number in alternating
 rounds, of which medians count, with the floor (floor.py) at the shape of ours in every round. Then it is trained at that number
-once, and at 64 environments for every seed. Last, with 16 environments, from the start of a process to its end, which is what one
-waits for. Beforehand --search tries rollout lengths, threads and variants for every contestant, and leaves the fastest in
+once, and at 64 environments for every seed. Last, with 16 environments, the wall-clock time from the start of a process to its
+end. Beforehand --search tries rollout lengths, threads and variants for every contestant, and leaves the fastest in
 speed_search.json, from which later runs take them.
 
     python benchmarks/speed/compare.py benchmarks/results --search
@@ -13,6 +13,7 @@ speed_search.json, from which later runs take them.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -29,6 +30,7 @@ from typing import NamedTuple
 from common import end_labels
 from matplotlib.figure import Figure
 
+from fp8rl.config import Config
 from fp8rl.report.bench import origin
 from fp8rl.report.plot import STYLES
 from fp8rl.scale.hardware import cores
@@ -89,7 +91,7 @@ CONTESTANTS = {
     "fp8rl, fp32, forward passes repeated": contestant("ours", "in-turn", threads=1),
     "JAX, fp32": contestant("jax_loop", "unrolled", **JAX),
     "JAX, bf16": contestant("jax_loop", "unrolled", "bf16", **JAX),
-    "JAX, fp32, a device a core": contestant("jax_loop", "devices", length=64, search={}, learns=None),
+    "JAX, fp32, one device per core": contestant("jax_loop", "devices", length=64, search={}, learns=None),
     "CleanRL style, fp32": contestant("cleanrl_style", "eager"),
     "CleanRL style, bf16": contestant("cleanrl_style", "eager", "bf16"),
     "CleanRL style, bf16, compiled": contestant("cleanrl_style", "compiled", "bf16", **COMPILED),
@@ -170,12 +172,23 @@ def learn(name: str, num_envs: int, seed: int, **options) -> dict:
     return say(f"{name} learns", measure(who.script, "--learn", "--full", ranks=who.ranks, **options, steps=steps, seed=seed))[0]
 
 
-def wait(name: str, steps: int) -> dict:
+@functools.cache
+def imports() -> float:
+    """Seconds that importing torch and this benchmark's own module takes, which a program in JAX would not import."""
+    seconds = []
+    for modules in ("numpy", "numpy, common") * 2:  # the first two fill the disk's cache
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", f"import {modules}"], cwd=HERE, check=True)
+        seconds.append(time.perf_counter() - began)
+    return seconds[3] - seconds[2]
+
+
+def wait(name: str, steps: int, seed: int) -> dict:
     """A training from the start of its process to its end: seconds without evaluations, and the greedy return."""
     (script, options), began = WAITERS[name], time.perf_counter()
-    (row,) = measure(script, "--learn", "--full", **WAITING | options, steps=steps, seed=FIRST_SEED)
-    seconds = time.perf_counter() - began - row["seconds_evaluating"]
-    print(f"{time.strftime('%X')} {name} has waited {seconds:.1f} s for {steps:,} steps", flush=True)
+    (row,) = measure(script, "--learn", "--full", **WAITING | options, steps=steps, seed=seed)
+    seconds = time.perf_counter() - began - row["seconds_evaluating"] - (imports() if script == "jax_loop" else 0)
+    print(f"{time.strftime('%X')} {name}: {seconds:.1f} s for {row['steps']:,} steps", flush=True)
     return {"seconds": seconds, "greedy_return": row["greedy_return"]}
 
 
@@ -249,7 +262,7 @@ def learning_table(learned: dict[str, list[dict]]) -> list[str]:
 
 
 def waiting_table(waited: dict[str, dict[int, list[dict]]]) -> list[str]:
-    """What one waits for from the start of a process, medians over the rounds."""
+    """Seconds from the start of a process, medians over the rounds, each of which has a seed of its own."""
     columns = [f"seconds for {steps:,} steps | greedy return then" for steps in WAITED]
     lines = [f"| contestant | {' | '.join(columns)} |", "| --- " * (1 + 2 * len(WAITED)) + "|"]
     for name, found in waited.items():
@@ -318,8 +331,8 @@ def main() -> None:
         learned[name].append(learn(name, LEARNING["num_envs"], seed, **shape))
     waiters = [name for name in WAITERS if any(part.lower() in name.lower() for part in options.only)]
     waited = {name: {steps: [] for steps in WAITED} for name in waiters}
-    for _, name, steps in itertools.product(range(options.rounds), waiters, WAITED):
-        waited[name][steps].append(wait(name, steps))
+    for each, name, steps in itertools.product(range(options.rounds), waiters, WAITED):
+        waited[name][steps].append(wait(name, steps, FIRST_SEED + each))
     versions = {key: value for runs in rows.values() for key, value in runs[0]["versions"].items()}
     result = {"hardware": origin(), "versions": versions, "arguments": {**vars(options), "out": options.out.name}}
     result |= {
@@ -352,9 +365,11 @@ def report(rows: dict, trained: dict, learned: dict, waited: dict, versions: dic
         learning_table(learned),
         [""],
         [
-            "From the start of a process to the end of its training, imports and compiling included, evaluations not: "
-            "{num-envs} environments x {rollout-length} steps, {threads} torch thread;".format(**WAITING),
-            f"medians of {options.rounds} rounds:",
+            "From the start of a process to the end of its training, in whole iterations, imports and compiling included, but no "
+            "evaluations and, for JAX, no import of torch: {num-envs} environments x {rollout-length} steps ({length} with "
+            "replay), {threads} torch thread; medians of {rounds} rounds:".format(
+                **WAITING, length=Config.rollout_length, rounds=options.rounds
+            ),
             "",
         ],
         waiting_table(waited),

@@ -4,7 +4,7 @@ Settings: many iterations in one call, with donated state; the noise of a rollou
 little faster than the default); the two-action draw from one uniform number; environments reset in the step after an episode's
 end, so that one forward pass over T + 1 rows serves loss, GAE and bootstrap. XLA's CPU flags are its defaults. Variants: scan;
 unrolled, the scan over time steps unrolled 4 times; devices, unrolled, with a device for each core, which has its share of the
-environments. bf16: matmuls of bfloat16 inputs into float32, parameters in float32.
+environments where they can be shared out evenly. bf16: matmuls of bfloat16 inputs into float32, parameters in float32.
 
     python benchmarks/speed/jax_loop.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
 """
@@ -168,7 +168,7 @@ def policy_of(parameters: list):
 def train(options, tick):
     num_envs, length = options.num_envs, options.rollout_length
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
-    devices = cores() if options.variant == "devices" else 1
+    devices = math.gcd(num_envs, cores()) if options.variant == "devices" else 1
     jax.config.update("jax_num_cpu_devices", devices)  # before JAX does anything
     shape = {"length": length, "num_envs": num_envs // devices}
     body = functools.partial(iteration, **shape, dtype=dtype, unroll=1 if options.variant == "scan" else 4)

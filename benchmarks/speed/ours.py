@@ -1,4 +1,5 @@
-"""fp8rl's own loop on policy: Config(replay_updates=0) through fp8rl.train.iterate, as a user of the package calls it.
+"""fp8rl's own loop through fp8rl.train.iterate, as a user of the package calls it: on policy, Config(replay_updates=0), but for
+one variant.
 
 Variants are settings of the Machine: reused learns from the forward passes that acted (reuse_forward); in-turn does not; ahead
 lets a thread collect one iteration ahead of the learner (collect_ahead). Another one, defaults, is what `train` does, with 16

@@ -326,7 +326,7 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD, ma
 
 def median_of(values: np.ndarray, form: str) -> str:
     """A median as text, in a format such as ",.0f"."""
-    median = np.median(np.nan_to_num(values, nan=np.inf))  # a seed that never got there counts as the latest
+    median = np.median(np.where(np.isnan(values), np.inf, values))  # a seed that never got there counts as the latest
     return f"{median:{form}}" if np.isfinite(median) else "not reached"
 
 

@@ -1,4 +1,4 @@
-"""Tasks: others than the cart as tensors, and any of them with the Gymnasium API. Registers with Gymnasium what it lacks."""
+"""Tasks other than the cart, as tensors, and a Gymnasium wrapper for any of them. Registers with Gymnasium what it lacks."""
 
 import gymnasium
 

@@ -1,4 +1,4 @@
-"""One environment with the Gymnasium API, for other libraries: of any task as tensors, and the cart with a picture of it."""
+"""A Gymnasium wrapper for one environment of any task that is a TensorEnv; the cart can also be rendered."""
 
 import gymnasium
 import numpy as np
@@ -10,19 +10,24 @@ from .by_id import task_of
 
 
 class Single(gymnasium.Env):
-    """One environment of a task: a TensorEnv, or its name as in `train --env-id`. Starts and noise channels come from Gymnasium's
-    own generator. An action that the space does not have raises ValueError; continuous ones are clipped by the task.
+    """One environment of a task, for other libraries: `task` is a TensorEnv of one environment, or a name as in `train --env-id`.
+    Starts and noise channels come from Gymnasium's own generator. An action that is NaN, of another shape, or not one of the
+    discrete ones raises ValueError; whether continuous ones are clipped is up to the task, as in training. Raises ValueError for
+    a name of no TensorEnv.
 
-        gymnasium.register("Mine-v0", entry_point="fp8rl.tasks.single:Single", kwargs={"task": "module:Class"})
+        gymnasium.register("Mine-v0", "fp8rl.tasks.single:Single", kwargs={"task": "module:Class"}, max_episode_steps=200)
 
-    `max_episode_steps` of gymnasium.make can shorten an episode but not extend it. A step that terminates an episode at the time
+    `max_episode_steps`, the task's own, can shorten an episode but not extend it. A step that terminates an episode at the time
     limit is also truncated, as with Gymnasium's TimeLimit; in a TensorEnv it is only terminated.
     """
 
     metadata = {"render_modes": []}
 
     def __init__(self, task: TensorEnv | str, render_mode: str | None = None):
-        self.env, self.render_mode = task_of(task)(1) if isinstance(task, str) else task, render_mode
+        found = task_of(task) if isinstance(task, str) else task
+        if found is None:
+            raise ValueError(f"task is {task!r}, which names no TensorEnv: use module:Class, or a name of fp8rl/tasks/by_id.py")
+        self.env, self.render_mode = found(1) if isinstance(task, str) else found, render_mode
         self.observation_space = gymnasium.spaces.Box(*np.array(self.env.bounds, dtype=np.float32))
         if self.env.distribution is Categorical:
             self.action_space = gymnasium.spaces.Discrete(self.env.num_actions)
@@ -41,7 +46,7 @@ class Single(gymnasium.Env):
             action = np.asarray(action, dtype=np.float32)
             good = action.shape == self.action_space.shape and not np.isnan(action).any()
         if not good:
-            raise ValueError(f"action {action!r} is outside {self.action_space}: pass one of its actions")
+            raise ValueError(f"action {action!r} does not fit {self.action_space}: pass one of its actions")
         self.state, reward, terminated = self.env.advance(self.state, torch.as_tensor(action, device="cpu").unsqueeze(0))
         self.elapsed += 1
         return self._observation(), float(reward), bool(terminated), self.elapsed >= self.env.max_steps, {}
@@ -51,7 +56,9 @@ class Single(gymnasium.Env):
         return torch.tensor(self.np_random.uniform(-1, 1, (1, count)), dtype=torch.float32, device="cpu")
 
     def _observation(self) -> np.ndarray:
-        return torch.cat((self.env.observe(self.state), self._numbers(self.env.channels)), dim=1)[0].numpy()
+        seen = self.env.observe(self.state)
+        seen = torch.cat((seen, self._numbers(self.env.channels)), dim=1) if self.env.channels else seen.clone()
+        return seen[0].numpy()
 
 
 class CustomEnv(Single):
