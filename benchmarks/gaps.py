@@ -25,8 +25,8 @@ from fp8rl.report.bench import origin
 # Seeds and steps.
 TASKS = {
     tasks.CART: (range(200, 216), 100_000),
-    tasks.CARTPOLE: (range(200, 232), 500_000),
-    "Acrobot-v1": (range(200, 208), 1_000_000),
+    tasks.CARTPOLE: (range(200, 224), 500_000),
+    "Acrobot-v1": (range(200, 206), 1_000_000),
 }
 ARMS = {
     "the defaults": {},
