@@ -51,6 +51,7 @@ WATCHED, SEEDS, UNTRAINED = 900, range(7000, 7004), "untrained"
 STEPS = {"CartPole-v1": 61_440, "Pendulum-v1": 122_880, "Acrobot-v1": 245_760, "LunarLander-v3": 307_200}
 ALONE, FEW = "LunarLander-v3", ("e8m7", "e8m3", "e8m0", "e4m3", "e4m3:unscaled")
 LOOKED, ACTING = (*doctor.OPERANDS, *SHOWN), "acting"  # places that are seen through the loss, and the acting policy
+EDGES = (-np.inf, 0.125, 0.25, 0.5, 2, 4, 32, np.inf)
 COLUMNS = ("cells", "number", "AUC of p", "AUC of q", "bad cells said to break", "false alarms", "unknown")
 
 
@@ -287,6 +288,19 @@ def line(name: str, rows: list[dict], bad: dict) -> str:
     return f"| {' | '.join([name, str(len(rows)), *areas, *counts])} |"
 
 
+def by_progress(rows: list[dict], bad: dict) -> list[str]:
+    """A table of how many cells are bad in each range of progress."""
+    lines, progress = (
+        ["", "| held out: progress p | number | bad |", "| --- | --- | --- |"],
+        [float(row["progress"]) for row in rows],
+    )
+    for low, high in itertools.pairwise(EDGES):
+        own = [bad[key_of(row)] for row, x in zip(rows, progress, strict=True) if low <= x < high]
+        name = f"{low:g} to {high:g}" if low >= 0 and high < np.inf else f"from {low:g}" if low >= 0 else f"below {high:g}"
+        lines.append(f"| {name} | {len(own)} | {sum(own)} |")
+    return lines
+
+
 def table(out: Path) -> None:
     every, bad = list(csv.DictReader((RESULTS / "law_predicted.csv").open())), bad_cells()
     rows = [row for row in every if place_of(row) != ACTING]
@@ -313,6 +327,7 @@ def table(out: Path) -> None:
         lines += [line(f"{name}: the acting policy", own, bad)] if own else []
     if losses():
         draw(out.with_suffix(".png"), tested)
+    lines += by_progress(tested, bad)
     lines += intervals_and_misses(tested, bad, losses())
     draw_map(out.with_stem(out.stem + "_map").with_suffix(".png"), every)
     note = "Breaks: progress below a quarter of float32's, or above four times. Unknown: beyond a third or three times, or noise "
