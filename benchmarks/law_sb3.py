@@ -84,6 +84,7 @@ CELLS += ("v=bf16", "v=e5m2", "v=e4m3", "v=e4m3:unscaled", "root=e4m3", "root=e4
 # An agent of DQN, SAC or TD3 takes half a minute and more, so of these only a few cells are measured.
 FEWER = ("weights=bf16", "weights=bf16:stochastic", "weights=e4m3", "v=e4m3", "v=e5m2", "v=e4m3:unscaled")
 TARGETS = ("target=bf16", "target=bf16:stochastic")
+CONTROL = "control"  # float32 on other seeds: what the choice of seeds alone loses
 KEY = ("task", "learning_rate", "cell")
 PREDICTED = ("task", "learning_rate", "optimizer", "cell", "progress", "noise", "lost", "verdict")
 
@@ -149,7 +150,7 @@ def mean_return(algorithm: str, seed: int, arm: str) -> float:
     task, steps, _ = ALGORITHMS[algorithm]
     model = model_of(algorithm, seed)
     if arm != UNTRAINED:
-        formats = "" if arm in ("float32", *TARGETS) else arm + ":stored" * (not arm.startswith("weights"))
+        formats = "" if arm in ("float32", CONTROL, *TARGETS) else arm + ":stored" * (not arm.startswith("weights"))
         optimizers = keep(model, formats)
         try:
             model.learn(steps, rounds_targets(model, arm.split("=")[1]) if arm in TARGETS else None)
@@ -188,12 +189,13 @@ def measure(out: Path, only: list[str]) -> None:
     if not out.exists():
         out.write_text(",".join((*KEY, "returns")) + "\n")
     done = {(row["task"], row["cell"]) for row in csv.DictReader(out.open())}
-    for arm in (UNTRAINED, "float32", *TARGETS, *FEWER, *(cell for cell in CELLS if cell not in FEWER)):
+    for arm in (UNTRAINED, "float32", CONTROL, *TARGETS, *FEWER, *(cell for cell in CELLS if cell not in FEWER)):
         for algorithm in only or ALGORITHMS:
             on_policy = algorithm in ("PPO", "A2C")
             left_out = arm in TARGETS if on_policy else arm in CELLS and arm not in FEWER
             if (algorithm, arm) not in done and not left_out:
-                seeds = range(FIRST_SEED, FIRST_SEED + SEEDS[algorithm])
+                first = FIRST_SEED + SEEDS[algorithm] * (arm == CONTROL)
+                seeds = range(first, first + SEEDS[algorithm])
                 returns = " ".join(f"{mean_return(algorithm, seed, arm):.6g}" for seed in seeds)
                 with out.open("a") as file:
                     file.write(f"{algorithm},{rate_of(algorithm)},{arm},{returns}\n")
@@ -240,6 +242,8 @@ def table(out: Path) -> None:
         if own:
             lines.append(law.line(f"{algorithm}, {task}, {steps:,} steps, {SEEDS[algorithm]} seeds", own, bad))
     lines += law.intervals_and_misses(rows, bad, lost)
+    seeds = ", ".join(f"{key[0].task} {loss:.0%}" for key, loss in lost.items() if key[1] == CONTROL)
+    lines += ["", f"Float32 on other seeds, as many, loses by the same measure: {seeds}."]
     costs = list(csv.DictReader((RESULTS / "law_sb3_cost.csv").open()))
     alone, watched = (np.median([float(row["seconds"]) for row in costs if row["watched"] == flag]) for flag in "01")
     paid = f"The doctor's cost: PPO on 50,000 steps takes {watched / alone:.2f} times the processor time with it (medians of "
