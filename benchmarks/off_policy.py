@@ -122,7 +122,10 @@ def draw(path: Path, found: dict[tuple[str, str], list[Seed]]) -> None:
                 ax.fill_between(seconds, returns.min(0), returns.max(0), color=styles[name]["color"], alpha=0.15, linewidth=0)
         ax.axhline(tasks.TASKS[task][3], color="#888888", linewidth=1, zorder=0)
         ax.set(xscale="log", title=task, xlabel="CPU seconds of training")
-        ax.legend(fontsize=8, loc="lower right")
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.annotate("goal", (0.01, tasks.TASKS[task][3]), (0, 3), ("axes fraction", "data"), "offset points", color="#444444")
+    lines = {line.get_label(): line for ax in axes for line in ax.lines if not line.get_label().startswith("_")}
+    figure.legend(lines.values(), lines, loc="outside upper center", ncols=len(lines), fontsize=11, frameon=False)
     axes[0].set_ylabel("episode return")
     figure.savefig(path, dpi=110)
     plt.close(figure)
