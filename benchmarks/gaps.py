@@ -32,11 +32,9 @@ ARMS = {
     "the defaults": {},
     "no entropy bonus": {"entropy_coef": 0},
     "discount 0.995": {"gamma": 0.995},
-    "lambda 0.9": {"lam": 0.9},
     "learning rate 0.0003": {"learning_rate": 3e-4},
     "clip 0.1": {"clip": 0.1},
     "half of the replayed updates": {"replay_updates": 8},
-    "twice the steps": {"steps": 2},
 }
 COLUMNS = (
     "setting",
@@ -49,10 +47,9 @@ COLUMNS = (
 
 def configs_of(arm: str, task: str) -> list[Config]:
     """An arm's configs for a task."""
-    (seeds, steps), changes = TASKS[task], dict(ARMS[arm])
-    steps *= changes.pop("steps", 1)
+    seeds, steps = TASKS[task]
     shape = {"env_id": None if task == tasks.CART else task, "steps": steps, "eval_every": steps // 50}
-    return [Config(seed=seed, **shape, **changes) for seed in seeds]
+    return [Config(seed=seed, **shape, **ARMS[arm]) for seed in seeds]
 
 
 def line(arm: str, found: dict[tuple, np.ndarray]) -> str:
