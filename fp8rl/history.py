@@ -128,7 +128,7 @@ class RewardScale(Saved):
         keep = torch.cat((torch.zeros_like(ends[:1]), ends[:-1])).logical_not().float() * gamma
         G = torch.empty_like(rewards)
         for now, reward, kept in zip(G.unbind(), rewards.unbind(), keep.unbind(), strict=True):
-            # G_t = r_t + gamma G_{t-1}, from 0 in a new episode. An agent that stopped at an infinite reward keeps NaN.
+            # G_t = r_t + gamma G_{t-1}, from 0 in a new episode. After an infinite reward, at which an agent stops, it stays NaN.
             before = torch.mul(before, kept, out=now).add_(reward)
         self.open, squares = before.masked_fill(ends[-1], 0).flatten(), G.square().sum((0, 2)).unsqueeze(1)
         squares, count = all_reduce([squares, torch.full_like(squares, rewards.numel() / len(squares))])

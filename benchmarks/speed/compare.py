@@ -174,13 +174,14 @@ def learn(name: str, num_envs: int, seed: int, **options) -> dict:
 
 @functools.cache
 def imports() -> float:
-    """Seconds that importing torch and this benchmark's own module takes, which a program in JAX would not import."""
-    seconds = []
-    for modules in ("numpy", "numpy, common") * 2:  # the first two fill the disk's cache
+    """Seconds that importing this benchmark's own module, and torch with it, takes beside JAX; a program in JAX would not."""
+    seconds = {"numpy, jax": [], "numpy, jax, common": []}
+    for modules, took in [*seconds.items()] * 4:  # the first two fill the disk's cache
         began = time.perf_counter()
         subprocess.run([sys.executable, "-c", f"import {modules}"], cwd=HERE, check=True)
-        seconds.append(time.perf_counter() - began)
-    return seconds[3] - seconds[2]
+        took.append(time.perf_counter() - began)
+    alone, with_common = (statistics.median(took[1:]) for took in seconds.values())
+    return with_common - alone
 
 
 def wait(name: str, steps: int, seed: int) -> dict:
@@ -366,8 +367,8 @@ def report(rows: dict, trained: dict, learned: dict, waited: dict, versions: dic
         [""],
         [
             "From the start of a process to the end of its training, in whole iterations, imports and compiling included, but no "
-            "evaluations and, for JAX, no import of torch: {num-envs} environments x {rollout-length} steps ({length} with "
-            "replay), {threads} torch thread; medians of {rounds} rounds:".format(
+            "evaluations and, for JAX, no import of torch and of this package: {num-envs} environments x {rollout-length} steps "
+            "({length} with replay), {threads} torch thread; medians of {rounds} rounds:".format(
                 **WAITING, length=Config.rollout_length, rounds=options.rounds
             ),
             "",

@@ -17,8 +17,8 @@ class Single(gymnasium.Env):
 
         gymnasium.register("Mine-v0", "fp8rl.tasks.single:Single", kwargs={"task": "module:Class"}, max_episode_steps=200)
 
-    `max_episode_steps`, the task's own, can shorten an episode but not extend it. A step that terminates an episode at the time
-    limit is also truncated, as with Gymnasium's TimeLimit; in a TensorEnv it is only terminated.
+    Gymnasium's `max_episode_steps` can shorten the task's own `max_steps`, not extend it. A step that terminates an episode at
+    the time limit is also truncated, as with Gymnasium's TimeLimit; in a TensorEnv it is only terminated.
     """
 
     metadata = {"render_modes": []}
