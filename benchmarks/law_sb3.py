@@ -204,7 +204,7 @@ def measure(out: Path, only: list[str]) -> None:
 def cost(out: Path) -> None:
     """Processor time of PPO alone and watched by a doctor, in turns. Raises AssertionError if the trained weights differ."""
     rows, weights = [], []
-    for watched in (False, True) * 3:
+    for watched in (False, True) * 7:
         model = model_of("PPO", WATCHED)
         watching = doctor.Doctor.of(model) if watched else None
         began = time.process_time()
