@@ -243,8 +243,10 @@ def table(out: Path) -> None:
             lines.append(law.line(f"{algorithm}, {task}, {steps:,} steps, {SEEDS[algorithm]} seeds", own, bad))
     lines += law.intervals_and_misses(rows, bad, lost)
     returns = {(row["task"], row["cell"]): row["returns"] for row in csv.DictReader((RESULTS / "law_sb3_measured.csv").open())}
-    pairs = [f"{name} {returns[name, 'float32']}; {returns[name, CONTROL]}" for name in ALGORITHMS if (name, CONTROL) in returns]
-    lines += ["", f"Returns of float32 on the cells' seeds; and on as many others: {', '.join(pairs)}."]
+    pairs = [
+        f"{name} {returns[name, 'float32']} and {returns[name, CONTROL]}" for name in ALGORITHMS if (name, CONTROL) in returns
+    ]
+    lines += ["", f"Returns of float32 on the cells' seeds and on as many others: {'; '.join(pairs)}."]
     costs = list(csv.DictReader((RESULTS / "law_sb3_cost.csv").open()))
     alone, watched = (np.median([float(row["seconds"]) for row in costs if row["watched"] == flag]) for flag in "01")
     paid = f"The doctor's cost: PPO on 50,000 steps takes {watched / alone:.2f} times the processor time with it (medians of "

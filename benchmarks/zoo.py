@@ -104,7 +104,7 @@ SETTINGS["DQN", "CartPole-v1"] = NETWORK | {
     "exploration_fraction": 0.16,
     "exploration_final_eps": 0.04,
 }
-SETTINGS["DQN", "Acrobot-v1"] = SETTINGS["DQN", "LunarLander-v3"] = NETWORK | {
+SETTINGS["DQN", "Acrobot-v1"] = NETWORK | {
     "learning_rate": 6.3e-4,
     "batch_size": 128,
     "buffer_size": 50_000,

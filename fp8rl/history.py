@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from .rollout import TERMINATED, TRUNCATED, Rollout
+from .rollout import Rollout
 
 TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several processes, each has a part of these
 
@@ -86,11 +86,6 @@ class History:
         self.failures = [*state.get("failures", self.failures)]
 
 
-def ended(rollout: Rollout) -> torch.Tensor:
-    """Rows that end an episode, bool [T, N]."""
-    return (rollout.flags & (TERMINATED | TRUNCATED)) != 0
-
-
 class Saved:
     """What has as its state a few tensors, the attributes in NAMES."""
 
@@ -124,7 +119,7 @@ class RewardScale(Saved):
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Takes the next rollout, with a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
         before = self.open.view(self.square.shape[1], -1)
-        rewards, ends = (x.view(-1, *before.shape) for x in (rollout.reward, ended(rollout)))
+        rewards, ends = (x.view(-1, *before.shape) for x in (rollout.reward, rollout.ended))
         keep = torch.cat((torch.zeros_like(ends[:1]), ends[:-1])).logical_not().float() * gamma
         G = torch.empty_like(rewards)
         for now, reward, kept in zip(G.unbind(), rewards.unbind(), keep.unbind(), strict=True):
@@ -147,7 +142,7 @@ class EpisodeReturns(Saved):
     def add(self, rollout: Rollout) -> torch.Tensor:
         """Takes the next rollout. Returns each agent's sum of the returns of episodes that ended in it, and how many, float64
         [2, S]."""
-        ends, row = ended(rollout), torch.arange(len(rollout.flags), device=self.open.device).unsqueeze(1)
+        ends, row = rollout.ended, torch.arange(len(rollout.flags), device=self.open.device).unsqueeze(1)
         until = row <= torch.where(ends, row, -1).amax(0)  # up to the last end, where all rewards are of episodes that ended
         before, left = (rollout.reward.where(rows, 0).sum(0, dtype=torch.float64) for rows in (until, ~until))
         found = torch.stack((torch.where(until[0], self.open + before, 0), ends.sum(0)))

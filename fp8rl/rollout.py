@@ -36,6 +36,11 @@ class Rollout(NamedTuple):
         return (self.flags & DUMMY) == 0
 
     @property
+    def ended(self) -> torch.Tensor:
+        """bool [T, B]: True where the action ended its episode."""
+        return (self.flags & (TERMINATED | TRUNCATED)) != 0
+
+    @property
     def first(self) -> torch.Tensor:
         """bool [T+1, B]: rows of obs that start an episode. Row 0 is always False: its history is in `state`."""
         begins = (self.flags & DUMMY) != 0

@@ -43,10 +43,10 @@ FIRST_SEED = 1000  # no setting was chosen on these seeds
 OURS = "fp8rl, bf16, a process a core"
 
 
-WAITED = (100_000, 1_000_000)  # steps, from the start of a process
-WAITING = {"num-envs": 16, "rollout-length": 32, "threads": 1, "learning-rate": 2e-3}
+PROCESS_STEPS = (100_000, 1_000_000)  # steps, from the start of a process
+PROCESS_SHAPE = {"num-envs": 16, "rollout-length": 32, "threads": 1, "learning-rate": 2e-3}
 # Contestants and other options there. Each in float32, and JAX in the form that compiles soonest.
-WAITERS = {
+PROCESSES = {
     "fp8rl, with 16 replayed updates": ("ours", {"variant": "defaults"}),
     "fp8rl": ("ours", {"variant": "in-turn"}),
     "JAX": ("jax_loop", {"variant": "scan"}),
@@ -184,10 +184,10 @@ def imports() -> float:
     return with_common - alone
 
 
-def wait(name: str, steps: int, seed: int) -> dict:
+def whole_process(name: str, steps: int, seed: int) -> dict:
     """A training from the start of its process to its end: seconds without evaluations, and the greedy return."""
-    (script, options), began = WAITERS[name], time.perf_counter()
-    (row,) = measure(script, "--learn", "--full", **WAITING | options, steps=steps, seed=seed)
+    (script, options), began = PROCESSES[name], time.perf_counter()
+    (row,) = measure(script, "--learn", "--full", **PROCESS_SHAPE | options, steps=steps, seed=seed)
     seconds = time.perf_counter() - began - row["seconds_evaluating"] - (imports() if script == "jax_loop" else 0)
     print(f"{time.strftime('%X')} {name}: {seconds:.1f} s for {row['steps']:,} steps", flush=True)
     return {"seconds": seconds, "greedy_return": row["greedy_return"]}
@@ -262,11 +262,11 @@ def learning_table(learned: dict[str, list[dict]]) -> list[str]:
     return lines
 
 
-def waiting_table(waited: dict[str, dict[int, list[dict]]]) -> list[str]:
+def process_table(from_start: dict[str, dict[int, list[dict]]]) -> list[str]:
     """Seconds from the start of a process, medians over the rounds, each of which has a seed of its own."""
-    columns = [f"seconds for {steps:,} steps | greedy return then" for steps in WAITED]
-    lines = [f"| contestant | {' | '.join(columns)} |", "| --- " * (1 + 2 * len(WAITED)) + "|"]
-    for name, found in waited.items():
+    columns = [f"seconds for {steps:,} steps | greedy return then" for steps in PROCESS_STEPS]
+    lines = [f"| contestant | {' | '.join(columns)} |", "| --- " * (1 + 2 * len(PROCESS_STEPS)) + "|"]
+    for name, found in from_start.items():
         cells = [f"{median(rows, 'seconds'):.1f} | {median(rows, 'greedy_return'):.1f}" for rows in found.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
@@ -330,10 +330,10 @@ def main() -> None:
     for seed, name in itertools.product(range(FIRST_SEED, FIRST_SEED + options.seeds), learners):
         shape = {"rollout-length": LEARNING["rollout_length"], **CONTESTANTS[name].learns}
         learned[name].append(learn(name, LEARNING["num_envs"], seed, **shape))
-    waiters = [name for name in WAITERS if any(part.lower() in name.lower() for part in options.only)]
-    waited = {name: {steps: [] for steps in WAITED} for name in waiters}
-    for each, name, steps in itertools.product(range(options.rounds), waiters, WAITED):
-        waited[name][steps].append(wait(name, steps, FIRST_SEED + each))
+    alone = [name for name in PROCESSES if any(part.lower() in name.lower() for part in options.only)]
+    from_start = {name: {steps: [] for steps in PROCESS_STEPS} for name in alone}
+    for each, name, steps in itertools.product(range(options.rounds), alone, PROCESS_STEPS):
+        from_start[name][steps].append(whole_process(name, steps, FIRST_SEED + each))
     versions = {key: value for runs in rows.values() for key, value in runs[0]["versions"].items()}
     result = {"hardware": origin(), "versions": versions, "arguments": {**vars(options), "out": options.out.name}}
     result |= {
@@ -341,16 +341,16 @@ def main() -> None:
         "rounds": rows,
         "trained": trained,
         "learned": learned,
-        "waited": waited,
+        "from_start": from_start,
         "seconds": time.time() - began,
     }
     (options.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "speed.md").write_text(report(rows, trained, learned, waited, versions, options))
+    (options.out / "speed.md").write_text(report(rows, trained, learned, from_start, versions, options))
     plot(swept, options.out / "speed.png")
     print((options.out / "speed.md").read_text())
 
 
-def report(rows: dict, trained: dict, learned: dict, waited: dict, versions: dict, options: argparse.Namespace) -> str:
+def report(rows: dict, trained: dict, learned: dict, from_start: dict, versions: dict, options: argparse.Namespace) -> str:
     listed = ", ".join(f"{name} {value}" for name, value in versions.items())
     shape = "{num_envs} environments x {rollout_length} steps, {updates} updates, learning rate {learning_rate} to 0".format(
         **LEARNING
@@ -369,11 +369,11 @@ def report(rows: dict, trained: dict, learned: dict, waited: dict, versions: dic
             "From the start of a process to the end of its training, in whole iterations, imports and compiling included, but no "
             "evaluations and, for JAX, no import of torch and of this package: {num-envs} environments x {rollout-length} steps "
             "({length} with replay), {threads} torch thread; medians of {rounds} rounds:".format(
-                **WAITING, length=Config.rollout_length, rounds=options.rounds
+                **PROCESS_SHAPE, length=Config.rollout_length, rounds=options.rounds
             ),
             "",
         ],
-        waiting_table(waited),
+        process_table(from_start),
         ["", f"`python benchmarks/speed/compare.py {shlex.join(sys.argv[1:])}` on {origin()}. {listed}.", ""],
     ]
     return "\n".join(itertools.chain(*blocks))

@@ -6,7 +6,7 @@ import torch
 
 from ..distribution import Categorical
 from ..env import LIMIT, Cart, TensorEnv
-from .by_id import task_of
+from .by_id import TASKS, task_of
 
 
 class Single(gymnasium.Env):
@@ -24,10 +24,11 @@ class Single(gymnasium.Env):
     metadata = {"render_modes": []}
 
     def __init__(self, task: TensorEnv | str, render_mode: str | None = None):
-        found = task_of(task) if isinstance(task, str) else task
-        if found is None:
-            raise ValueError(f"task is {task!r}, which names no TensorEnv: use module:Class, or a name of fp8rl/tasks/by_id.py")
-        self.env, self.render_mode = found(1) if isinstance(task, str) else found, render_mode
+        if isinstance(task, str):
+            if not (kind := task_of(task)):
+                raise ValueError(f"task is {task!r}, which names no TensorEnv: use module:Class, or one of {', '.join(TASKS)}")
+            task = kind(1)
+        self.env, self.render_mode = task, render_mode
         self.observation_space = gymnasium.spaces.Box(*np.array(self.env.bounds, dtype=np.float32))
         if self.env.distribution is Categorical:
             self.action_space = gymnasium.spaces.Discrete(self.env.num_actions)
