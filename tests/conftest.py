@@ -1,4 +1,5 @@
 import gc
+import os
 from concurrent.futures import Future
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import settings
 from fp8rl.report import study
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # read when triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 settings.register_profile("fp8rl", deadline=None)  # how fast a machine is must not pass or fail a test
 settings.load_profile("fp8rl")
 

@@ -14,9 +14,11 @@ are exact there, so this is what autocast and FP8 compute, again except for the 
 instructions for it, and agents of all precisions fit into one batch. But it saves no memory and uses no tensor cores.
 """
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +37,7 @@ from ..losses import Targets, vtrace
 from ..model import ActorCritic
 from ..precision import PRECISIONS, REMEDY, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
-from ..rollout import Collector, Rollout
+from ..rollout import Collector, Rollout, unroll
 from ..tasks.by_id import task_of
 from ..train import Learner, Parts, Run, make_cart, make_network
 from . import graphs, hardware
@@ -317,6 +319,17 @@ class AgentsFunction(torch.autograd.Function):
         return None, theta_grad, None, None
 
 
+def loop_of(env: TensorEnv, agents: Agents) -> Callable:
+    """How the agents act: all steps in one kernel (kernels.py) where Triton is installed, the GPU is of capability 8.0 or newer
+    and there is one for the task, or else `unroll`."""
+    if agents.theta.is_cuda and torch.cuda.get_device_capability(agents.theta.device) >= (8, 0) and find_spec("triton"):
+        from .kernels import Fused  # not above, because Triton takes long to import and may be missing
+
+        with contextlib.suppress(NotImplementedError):
+            return Fused(env, agents, (None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3]))
+    return unroll
+
+
 def environments(config: Config, num_envs: int, start_noise: list[float], seeds: torch.Tensor, purpose="starts") -> TensorEnv:
     """`num_envs` environments for each of S agents, one agent's after the other's, with a start_noise and a seed for each."""
     noise = torch.tensor(start_noise, dtype=torch.float32, device=seeds.device).repeat_interleave(num_envs)
@@ -478,7 +491,7 @@ class Population(Run):
         optimizer = Adam(model.theta, one.learning_rate, places, model.sizes, seed)
         rewards = RewardScale(env.num_envs, device, self.agents)
         learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
-        collector = Collector(env, model, scales, one.rollout_length, seed)
+        collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model))
         if graph and scales.device.type in graphs.GRAPHED:
             collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
         action_size = env.num_actions if model.gaussian else 0

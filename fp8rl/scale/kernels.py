@@ -1,0 +1,268 @@
+"""A rollout as one kernel: S agents act in their environments for T steps, in Triton.
+
+Launched one by one, the operations of a step of acting take microseconds each, and what they compute is a few kilobytes that go
+to memory and back. Here a program has one agent and up to BLOCK of its environments. It keeps their states on the chip and loops
+over time: the network's layers, the action, the physics, the reset.
+
+The physics of a task is not written twice. `written` traces the task's own `advance` and `observe` with torch.fx, for one
+environment, and translates each arithmetic operation (FORMS). Operations that only move numbers about (MOVES: stack, unbind,
+slices) need no translation: they are done while translating, on tensors that hold the numbers' names.
+
+Random numbers are drawn beforehand, as for the plain loop, rollout.unroll, whose results these are but for the order of sums.
+Where the environment variable TRITON_INTERPRET is 1, Triton's interpreter runs all of it on a CPU, slowly.
+"""
+
+import hashlib
+import itertools
+import linecache
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import fx, nn
+from torch._decomp import core_aten_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..distribution import Gaussian
+from ..env import TensorEnv
+
+BLOCK = 64  # environments in a program
+WIDEST = 128  # units in a layer: more weights than the cache keeps would be read again at every step
+BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # what `cast` rounds to; 0 is float32
+SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tensor cores take
+COLUMN = "tl.arange(0, 16)[None, :]"
+
+aten = torch.ops.aten
+SYMBOLS = {aten.add: "+", aten.sub: "-", aten.mul: "*", aten.div: "/", aten.bitwise_or: "|", aten.bitwise_and: "&"}
+SYMBOLS |= {aten.logical_or: "|", aten.logical_and: "&", aten.gt: ">", aten.lt: "<", aten.ge: ">=", aten.le: "<=", aten.eq: "=="}
+FORMS = {op: f"{{}} {symbol} {{}}" for op, symbol in SYMBOLS.items()}
+FORMS |= {getattr(aten, name): f"tl.{name}({{}})" for name in ("sin", "cos", "exp", "log", "sqrt", "abs")}
+FORMS |= {getattr(aten, name): f"tl.{name}({{}}, {{}})" for name in ("minimum", "maximum")}
+FORMS |= {aten.neg: "-{}", aten.where: "tl.where({}, {}, {})", aten.clamp: "tl.minimum(tl.maximum({}, {}), {})"}
+FORMS |= {aten.remainder: "{0} - tl.floor({0} / {1}) * {1}", aten.logical_not: "{} == 0", aten.bitwise_not: "{} == 0"}
+MOVES = {aten.slice, aten.select, aten.squeeze, aten.unsqueeze, aten.cat, aten.view, aten.permute, aten.expand, aten.clone}
+
+
+class Writer(fx.Interpreter):
+    """Runs a traced function on names, int64 tensors, and writes down what it computes, x0, x1, ... Raises NotImplementedError
+    for an operation that has no form."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        self.lines, self.extra_traceback = [], False
+
+    def new(self, expression: str) -> int:
+        self.lines.append(f"x{len(self.lines)} = {expression}")
+        return len(self.lines) - 1
+
+    def get_attr(self, target, args, kwargs):
+        constants = super().get_attr(target, args, kwargs)
+        return torch.tensor([self.new(literal(x)) for x in constants.flatten().tolist()]).view(constants.shape)
+
+    def call_function(self, target, args, kwargs):
+        op, alpha = target.overloadpacket, kwargs.get("alpha", 1)
+        if op in MOVES:
+            return target(*args, **kwargs)
+        if op is aten.full_like:
+            kind = "tl.int1" if kwargs.get("dtype") is torch.bool else "tl.float32"
+            return self.each(f"tl.full(x0.shape, {literal(args[1])}, {kind})", args[:1])
+        if op is aten._to_copy and kwargs["dtype"] is torch.float32:
+            return self.each("{}.to(tl.float32)", args[:1])
+        if op is aten.pow and args[1] == 2:
+            return self.each("{} * {}", (args[0], args[0]))
+        if op is aten.clamp:
+            args = [bound if x is None else x for x, bound in zip((*args, None)[:3], (None, -math.inf, math.inf), strict=True)]
+        if op not in FORMS or kwargs.keys() - {"alpha"}:
+            raise NotImplementedError(f"{target} has no form for Triton")
+        if alpha != 1:
+            args = args[0], self.each(f"{{}} * {literal(alpha)}", args[1:])
+        return self.each(FORMS[op], args)
+
+    def each(self, form: str, args: tuple) -> torch.Tensor:
+        """A new name for each element of the arguments, tensors of names or numbers."""
+        names = torch.broadcast_tensors(*(x for x in args if isinstance(x, torch.Tensor)))
+        found = []
+        for row in zip(*(x.flatten().tolist() for x in names), strict=True):
+            row = iter(row)
+            found.append(self.new(form.format(*(f"x{next(row)}" if isinstance(x, torch.Tensor) else literal(x) for x in args))))
+        return torch.tensor(found).view(names[0].shape)
+
+
+def literal(number: float) -> str:
+    """A number as Triton reads it."""
+    return f'float("{number}")' if isinstance(number, float) and math.isinf(number) else repr(number)
+
+
+def written(name: str, function: Callable, inputs: dict[str, torch.Tensor]) -> Callable:
+    """A Triton function from a torch function of tensors like `inputs`, [1, columns] or [1]: of matrices [B, 16], in which other
+    columns are 0, and float32 vectors [B]. It returns such, too. Raises NotImplementedError if the function cannot be written."""
+    try:
+        traced = make_fx(lambda *x: function(*x), decomposition_table=core_aten_decompositions())(*inputs.values())
+    except Exception as error:  # whatever a task's own code raises when it is traced
+        raise NotImplementedError(f"{name} cannot be traced: {error}") from error
+    writer, names = Writer(traced), []
+    for own, x in inputs.items():
+        columns = range(x.shape[1]) if x.dim() > 1 else ()
+        found = [writer.new(f"tl.sum(tl.where({COLUMN} == {i}, {own}, 0.0), 1)") for i in columns]
+        names.append(torch.tensor(found or [writer.new(own)]).view(x.shape))
+    results = writer.run(*names)
+    results = [results] if isinstance(results, torch.Tensor) else results
+    source = [f"def {name}({', '.join(inputs)}):", *writer.lines, f"return {', '.join(map(joined, results))}"]
+    text = "\n    ".join(source) + "\n"
+    file, scope = f"<{name} {hashlib.sha256(text.encode()).hexdigest()}>", {"tl": tl}
+    linecache.cache[file] = len(text), None, text.splitlines(True), file  # where Triton looks for the source
+    exec(compile(text, file, "exec"), scope)
+    return triton.jit(scope[name])
+
+
+def joined(names: torch.Tensor) -> str:
+    """A vector [1] of names, or a matrix [1, columns], as Triton's."""
+    if names.dim() == 1:
+        return f"x{names.item()}"
+    text = "0.0"
+    for i, name in enumerate(names[0].tolist()):
+        text = f"tl.where({COLUMN} == {i}, x{name}[:, None], {text})"
+    return text
+
+
+@triton.jit
+def cast(x, inside, TO: tl.constexpr):
+    """Rounds a matrix, to e4m3 with a scale as in fp8.quantize: of the rows `inside`."""
+    if TO == BF16:
+        x = x.to(tl.bfloat16).to(tl.float32)
+    if TO == FP16:
+        x = x.to(tl.float16).to(tl.float32)
+    if TO == E4M3:
+        largest = tl.max(tl.max(tl.where(inside[:, None], tl.abs(x), 0.0), 1), 0)
+        bits = largest.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8
+        scale = ((tl.minimum(tl.maximum(exponent, -126), 119) + 127) << 23).to(tl.float32, bitcast=True)
+        binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        shift = tl.maximum(binade, scale * 0.015625) * 1572864.0  # 2^-6, and 1.5 * 2^20: as in lab.formats.scaled
+        x = tl.where(largest < float("inf"), x + shift - shift, float("nan"))
+    return x
+
+
+@triton.jit
+def layer(
+    x, weight, bias, inside, INPUTS: tl.constexpr, RESULTS: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, LAST: tl.constexpr
+):  # fmt: skip
+    """A linear layer from the first FROM columns of `x` to TO, with a weight [FROM, TO] and ReLU; the LAST with [TO, FROM]."""
+    WIDE: tl.constexpr = triton.next_power_of_2(TO) if TO > SIDE else SIDE
+    i, o = tl.arange(0, x.shape[1])[:, None], tl.arange(0, WIDE)[None, :]
+    w = tl.load(weight + (i + FROM * o if LAST else i * TO + o), mask=(i < FROM) & (o < TO), other=0.0)
+    y = tl.dot(cast(x, inside, INPUTS), w, input_precision="ieee") + tl.load(bias + o, mask=o < TO, other=0.0)
+    return cast(y if LAST else tl.maximum(y, 0.0), inside, RESULTS)
+
+
+@triton.jit
+def play(
+    states, elapsed_of, done_of, noise, starts, first, first_bias, hidden, hidden_bias, heads, heads_bias, deviations,
+    obs, outputs, actions, rewards, flags, T, N, FIRST_AGENT, ALL,
+    F: tl.constexpr, K: tl.constexpr, A: tl.constexpr, H: tl.constexpr, LAYERS: tl.constexpr, CHANNELS: tl.constexpr,
+    GAUSSIAN: tl.constexpr, MAX_STEPS: tl.constexpr, INPUTS: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
+    ADVANCE: tl.constexpr, OBSERVE: tl.constexpr,
+):  # fmt: skip
+    """T steps of up to ROWS of an agent's N environments, of ALL. Arguments as in Fused.__call__."""
+    agent, own = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside, at = own < N, (FIRST_AGENT + agent).to(tl.int64) * N + own
+    column, rows, rows_in = tl.arange(0, SIDE)[None, :], at[:, None], inside[:, None]
+    of_state, of_obs, of_action = rows_in & (column < K), rows_in & (column < F), rows_in & (column < A)
+    state = tl.load(states + rows * K + column, mask=of_state, other=0.0)
+    seen = tl.load(obs + rows * F + column, mask=of_obs, other=0.0)
+    elapsed, done = tl.load(elapsed_of + at, mask=inside, other=0), tl.load(done_of + at, mask=inside, other=0) != 0
+    for t in range(T):
+        x = layer(seen, first + agent * F * H, first_bias + agent * H, inside, INPUTS[0], RESULTS[0], F, H, False)
+        for i in tl.static_range(LAYERS - 1):
+            w, b = hidden + (agent * (LAYERS - 1) + i) * H * H, hidden_bias + (agent * (LAYERS - 1) + i) * H
+            x = layer(x, w, b, inside, INPUTS[i + 1], RESULTS[i + 1], H, H, False)
+        x = layer(x, heads + agent * A * H, heads_bias + agent * A, inside, INPUTS[LAYERS], RESULTS[LAYERS], H, A, True)
+        now = at + t * ALL
+        own_action = now[:, None] * A + column
+        tl.store(outputs + own_action, x, mask=of_action)
+        if GAUSSIAN:
+            drawn = tl.load(noise + own_action, mask=of_action, other=0.0)
+            action = x + tl.load(deviations + (FIRST_AGENT + agent) * A + column, mask=column < A, other=0.0) * drawn
+            tl.store(actions + own_action, action, mask=of_action)
+        else:
+            if A == 2:
+                difference = tl.sum(tl.where(column == 1, x, 0.0), 1) - tl.sum(tl.where(column == 0, x, 0.0), 1)
+                chosen = (difference > tl.load(noise + now, mask=inside, other=0.0)).to(tl.int32)
+            else:
+                drawn = tl.load(noise + own_action, mask=of_action, other=0.0)
+                chosen = tl.argmax(tl.where(column < A, x + drawn, -float("inf")), 1)
+            tl.store(actions + now, chosen.to(tl.int64), mask=inside)
+            action = chosen.to(tl.float32)
+        moved, reward, terminated = ADVANCE(state, action)
+        start = starts + now[:, None] * (K + CHANNELS) + column
+        state = tl.where(done[:, None], tl.load(start, mask=of_state, other=0.0), moved)
+        seen = OBSERVE(state)
+        if CHANNELS:
+            other = column >= F - CHANNELS
+            seen = tl.where(other, tl.load(start + K + CHANNELS - F, mask=of_obs & other, other=0.0), seen)
+        elapsed = tl.where(done, 0, elapsed + 1)
+        terminated = terminated & (done == 0)
+        truncated = (elapsed >= MAX_STEPS) & (terminated == 0)
+        flag = terminated.to(tl.int32) + 2 * truncated.to(tl.int32) + 4 * done.to(tl.int32)
+        tl.store(rewards + now, tl.where(done, 0.0, reward), mask=inside)
+        tl.store(flags + now, flag.to(tl.uint8), mask=inside)
+        tl.store(obs + (now[:, None] + ALL) * F + column, seen, mask=of_obs)
+        done = terminated | truncated
+    tl.store(states + rows * K + column, state, mask=of_state)
+    tl.store(elapsed_of + at, elapsed, mask=inside)
+    tl.store(done_of + at, done.to(tl.int8), mask=inside)
+
+
+class Fused:
+    """`rollout.unroll` for the networks of S agents (population.Agents) in an environment, one launch for those of a precision.
+    `roundings`: the functions that `cast` computes, by its numbers. Raises NotImplementedError for what has no kernel: a task
+    with a `step` of its own or other operations than FORMS; more than 16 features, numbers in a state, or actions; layers that
+    are not 16, 32, 64 or WIDEST units wide; other roundings; for e4m3, whose scale is of all an agent's rows, more than BLOCK."""
+
+    def __init__(self, env: TensorEnv, agents: nn.Module, roundings: tuple[Callable | None, ...]):
+        self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, agents.shapes[0][0]
+        self.roundings, self.envs, self.gaussian = roundings, env.num_envs // len(agents.theta), agents.gaussian
+        used = {x for part in agents.acting_parts["actor"] for each in self.numbers(part.roundings) for x in each}
+        if max(sizes[:3]) > 16 or sizes[3] not in (16, 32, 64, WIDEST) or (E4M3.value in used and self.envs > BLOCK):
+            raise NotImplementedError(f"no kernel for {sizes} numbers and {self.envs} environments")
+        if any(getattr(type(env), name) is not getattr(TensorEnv, name) for name in ("step", "_observe")):
+            raise NotImplementedError("the task has a step of its own")
+        state = torch.zeros(1, env.state_size)
+        action = torch.zeros(1, env.num_actions) if self.gaussian else torch.zeros(1, dtype=torch.int64)
+        self.advance = written("advance", env.advance, {"state": state, "action": action})
+        self.observe = written("observe", env.observe, {"state": state})
+
+    def numbers(self, roundings: list) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What `cast` rounds each layer's inputs and results to."""
+        found = [(rounding.inputs, rounding.result) for rounding in roundings]
+        if not {*itertools.chain(*found)} <= {*self.roundings}:
+            raise NotImplementedError("no kernel for these roundings")
+        return tuple(tuple(map(self.roundings.index, each)) for each in zip(*found, strict=True))
+
+    def __call__(self, agents: nn.Module, env: TensorEnv, noise: torch.Tensor, starts: tuple, state: None = None):
+        """As rollout.unroll."""
+        policy, length, count, own = agents.acting(env.num_envs), len(noise), env.num_envs, torch.contiguous_format
+        (F, K, A, _), empty = self.sizes, env.obs.new_empty
+        states, elapsed, done = env.state.clone(memory_format=own), env.elapsed.clone(), env.done.byte()
+        obs, outputs, rewards = empty(length + 1, count, F), empty(length, count, A), empty(length, count)
+        flags = torch.empty(length, count, dtype=torch.uint8, device=obs.device)
+        actions = torch.empty_like(outputs) if self.gaussian else flags.long()
+        obs[0], starts, noise, deviations = env.obs, torch.stack(starts).contiguous(), noise.contiguous(), policy.spread
+        if self.gaussian:
+            deviations = Gaussian.outputs(policy.spread, policy.spread)[..., A:].exp().contiguous()
+        rows = min(BLOCK, max(16, triton.next_power_of_2(self.envs)))
+        for part, layers in policy.parts:
+            weights, biases, roundings = zip(*layers, strict=True)
+            hidden = [torch.stack(x, 1) if x else None for x in (weights[1:-1], biases[1:-1])]
+            play[part.stop - part.start, triton.cdiv(self.envs, rows)](
+                states, elapsed, done, noise, starts, weights[0], biases[0].contiguous(), *hidden, weights[-1],
+                biases[-1].contiguous(), deviations, obs, outputs, actions, rewards, flags, length, self.envs, part.start, count,
+                *self.sizes, len(layers) - 1, starts.shape[-1] - K, self.gaussian, env.max_steps, *self.numbers(roundings), rows,
+                self.advance, self.observe,
+            )  # fmt: skip
+        env.state, env.obs, env.elapsed, env.done = states, obs[-1].clone(), elapsed, done.bool()
+        if self.gaussian:
+            outputs = Gaussian.outputs(outputs.unflatten(1, (len(policy.spread), -1)), policy.spread).flatten(1, 2)
+        return (obs, actions, rewards, flags, outputs), None

@@ -1,0 +1,186 @@
+"""The rollout as one kernel against the plain loop, on a GPU or in Triton's interpreter (conftest.py), and its compilation."""
+
+import functools
+import linecache
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import refused, small, trained
+
+from fp8rl import fp8
+from fp8rl.lab.formats import format_of
+from fp8rl.lab.places import PlaceFormat
+from fp8rl.rollout import unroll
+from fp8rl.scale.population import TO, Population, loop_of
+from fp8rl.tasks.cartpole import CartPole
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+kernels = pytest.importorskip("fp8rl.scale.kernels")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+short = functools.partial(small, rollout_length=8, slice_length=8, batch_size=128)  # the interpreter takes long
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]  # of the interpreter's NumPy
+pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
+ROUNDINGS = None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3]
+TASKS = None, "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "fp8rl/Lqr-v0"
+
+
+def pair(configs, max_steps=None) -> list[Population]:
+    """A population that acts in the plain loop and the same with the kernel, perhaps with shorter episodes."""
+    found = [Population(configs, DEVICE) for _ in range(2)]
+    found[0].collector.loop = unroll
+    for run in found:
+        if max_steps:
+            run.env.max_steps, run.env._max_steps = max_steps, torch.tensor(max_steps, dtype=torch.int32)
+    found[1].collector.loop = kernels.Fused(found[1].env, found[1].model, ROUNDINGS)
+    return found
+
+
+def assert_same_rollouts(plain: Population, fused: Population, rollouts: int, tolerance: float) -> set[int]:
+    """Rollouts that follow each other, equal but for the order of sums. Returns the flags seen."""
+    seen = set()
+    for _ in range(rollouts):
+        expected, found = (run.collect() for run in (plain, fused))
+        for name in ("action", "flags"):
+            one, other = getattr(expected, name), getattr(found, name)
+            assert one.dtype == other.dtype and (one.is_floating_point() or torch.equal(one, other)), name
+        for name in expected._fields[:-1]:
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=tolerance, atol=tolerance, msg=name)
+        assert torch.equal(plain.env.elapsed, fused.env.elapsed) and torch.equal(plain.env.done, fused.env.done)
+        seen |= set(found.flags.unique().tolist())
+    return seen
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_kernel_acts_as_the_plain_loop_does_in_every_task(task):
+    configs = [short(env_id=task, seed=seed, precision="fp32", num_envs=16) for seed in range(3)]
+    seen = assert_same_rollouts(*pair(configs, max_steps=12), rollouts=3, tolerance=1e-3)
+    assert {0, 2, 4} <= seen  # ends and resets included
+
+
+@pytest.mark.parametrize("layers, options", [(1, {}), (2, {"hide_velocity": True, "extra_features": 3}), (3, {})])
+def test_the_kernel_rounds_as_the_networks_do(layers, options):
+    """Agents of all precisions, with a number of environments that is no power of two."""
+    precisions = ["fp32", "bf16", "fp16"] + ["fp8", "fp8"] * (layers > 1)  # a network of one has none to convert
+    own = {"layers": layers, "num_envs": 20, **options}
+    configs = [short(seed=seed, precision=name, **own) for seed, name in enumerate(precisions)]
+    plain, fused = pair(configs)
+    assert 1 in assert_same_rollouts(plain, fused, rollouts=2, tolerance=1e-4)
+    assert fused.collect().obs.dtype == torch.float32
+
+
+def test_an_acting_policy_of_another_precision_and_many_environments():
+    configs = [short(seed=seed, collect_precision="bf16", num_envs=144, hidden_size=16) for seed in (1, 2)]
+    assert_same_rollouts(*pair(configs), rollouts=1, tolerance=1e-4)
+
+
+def test_a_population_learns_with_it():
+    """The rest of an iteration takes its rollouts, and inference tensors are not among them."""
+    run = pair([short(steps=1_024, eval_every=1_024, eval_episodes=2, env_id="CartPole-v1", seed=seed) for seed in (1, 2)])[1]
+    before = run.model.theta.detach().clone()
+    assert trained(run).history.final_return > 0 and (run.model.theta != before).any(1).all()
+
+
+class Odd(CartPole):
+    def advance(self, state, action):
+        state, reward, out = super().advance(state, action)
+        return state, reward.cumsum(0), out
+
+
+class Stepped(CartPole):
+    def step(self, action, start=None):
+        return super().step(action, start)
+
+
+class Deciding(CartPole):
+    def advance(self, state, action):
+        return super().advance(state, action if state[0, 0] > 0 else 1 - action)
+
+
+REFUSED = {
+    "operation": ({"env_id": f"{__name__}:Odd"}, "aten.cumsum"),
+    "step": ({"env_id": f"{__name__}:Stepped"}, "the task has a step of its own"),
+    "branch": ({"env_id": f"{__name__}:Deciding"}, "advance cannot be traced"),
+    "width": ({"hidden_size": 48}, "no kernel for .* 48"),
+    "features": ({"extra_features": 20}, "no kernel for"),
+    "scale": ({"precision": "fp8", "num_envs": 128}, "no kernel for"),
+    "format": ({"formats": "acting=e3m2"}, "no kernel for these roundings"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_kernel_is_refused(name):
+    options, reason = REFUSED[name]
+    run = Population([short(**options)])
+    refused(reason, kernels.Fused, run.env, run.model, ROUNDINGS, error=NotImplementedError)
+
+
+def test_rounding_to_e4m3_is_that_of_the_formats():
+    scope = {"tl": kernels.tl, "cast": kernels.cast}
+    source = """
+def rounded(x, y, ROWS: tl.constexpr, TO: tl.constexpr):
+    row, column = tl.arange(0, 16), tl.arange(0, 16)
+    at, inside = row[:, None] * 16 + column[None, :], row < ROWS
+    tl.store(y + at, cast(tl.load(x + at), inside, TO), mask=inside[:, None])
+"""
+    lines = source.splitlines(True)
+    linecache.cache["<rounded>"] = len(source), None, lines, "<rounded>"
+    exec(compile(source, "<rounded>", "exec"), scope)
+    rounded, numbers = triton.jit(scope["rounded"]), torch.Generator().manual_seed(0)
+    exact = PlaceFormat(format_of("e4m3")).matrices
+    for magnitude in (0.0, 1e-30, 1e-4, 1.0, 448.0, 449.0, 1e30, float("inf"), float("nan")):
+        x = torch.randn(16, 16, generator=numbers) ** 3
+        x = x / x[:10].abs().max()
+        x = (x * magnitude).to(DEVICE).contiguous()
+        x[10:], y = 1e38, torch.zeros_like(x)  # rows of no environment decide no scale
+        rounded[(1,)](x, y, 10, kernels.E4M3)
+        assert torch.allclose(y[:10], exact(x[None, :10])[0], rtol=0, atol=0, equal_nan=True), magnitude
+
+
+COMPILES = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp8rl.config import Config
+from fp8rl.scale import kernels
+from fp8rl.scale.population import Population
+from test_kernels import ROUNDINGS
+
+class Compiled:
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *args):
+        types = {torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+        signature, constants = {}, {}
+        for i, (parameter, x) in enumerate(zip(play.params, args)):
+            name = parameter.name
+            signature[name] = "constexpr" if parameter.is_constexpr else types[x.dtype] if isinstance(x, torch.Tensor) else "i32"
+            constants |= {(i,): x} if parameter.is_constexpr else {}
+        for capability in (80, 90):
+            target = GPUTarget("cuda", capability, 32)
+            print(len(triton.compile(ASTSource(play, signature, constants), target=target).asm["cubin"]))
+
+play, kernels.play = kernels.play, Compiled()
+run = Population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
+run.collector.loop = kernels.Fused(run.env, run.model, ROUNDINGS)
+with torch.no_grad():
+    run.collector.loop(run.model, run.env, *run.collector.draw())
+"""
+
+
+def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
+    """Of capability 8.0 and 9.0, by Triton's own compiler, which needs none."""
+    own = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment = os.environ | own | {"PYTHONPATH": f"{Path(__file__).parent}"}
+    done = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert [int(line) > 10_000 for line in done.stdout.split()] == [True, True]
+
+
+def test_without_a_gpu_the_plain_loop_acts():
+    run = Population([short()], DEVICE)
+    assert (loop_of(run.env, run.model) is unroll) is (DEVICE == "cpu")
