@@ -19,7 +19,7 @@ targets), and the acting policy, whose p is an effective sample size. Beside a p
 
 The predictions are committed before anything is measured. `predict` and `measure` go on where they were stopped. AUC is the area
 under the curve of found against false alarms, of |log2 p| or, as the control, of the noise q. The figure beside the table shows
-what is lost against p and against q, another one the breakage map as measured and as predicted.
+what is lost against p and against q, another one the breakage map with what was foreseen.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from breakage_map import CART, RATES
-from matplotlib.collections import PolyCollection
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from fp8rl.config import Config
@@ -198,45 +198,37 @@ def draw(out: Path, rows: list[dict]) -> None:
 
 
 def draw_map(out: Path, rows: list[dict]) -> None:
-    """The breakage map as measured and as predicted, on both carts. Each cell is cut in two: below its diagonal the lower
-    learning rate, above it the higher one."""
-    shade = dict.fromkeys(("equal", "fine"), "#F3E9C6") | dict.fromkeys(("between", "unknown"), "#E69F00")
-    shade |= dict.fromkeys(("fails", "breaks"), "#1B2A5C")
+    """The breakage map of both carts: colours as measured, dots as predicted, in each cell the worse of two learning rates."""
+    order = ("equal", "between", "fails")
+    shade = {"equals float32": "#F3E9C6", "in between": "#E69F00", "fails": "#1B2A5C"}
+    marks = {"breaks": {"marker": "o", "markersize": 8, "markerfacecolor": "black", "markeredgecolor": "white"}}
+    marks["unknown"] = {"marker": "$?$", "markersize": 7, "color": "black"}
     cells, places = breakage_map.cells(), list(breakage_map.PLACES)
     groups = list(breakage_map.FORMATS.values())
     columns = {form: 0.4 * i + sum(map(len, groups[:i])) + k for i, group in enumerate(groups) for k, form in enumerate(group)}
     measured = {(Setting.of(row), cells.get((row["place"], row["format"]))): row["verdict"] for row in map_rows()}
     predicted = {key_of(row): row["verdict"] for row in rows}
-    figure, axes = plt.subplots(2, 2, figsize=(13, 8), sharex=True, sharey=True, layout="constrained")
-    for pair, (task, rates) in zip(axes, RATES.items(), strict=True):
-        for ax, found, how in zip(
-            pair, (measured, predicted), ("measured, 32 seeds a cell", "predicted from one agent"), strict=True
-        ):
-            corners, colors = [], []
-            for (place, form), text in cells.items():
-                x, y = columns[form], places.index(place)
-                for rate, corner in zip(rates, ((x, y + 1), (x + 1, y)), strict=True):
-                    cell = text if found is measured else text.replace(":stored", "")
-                    corners.append([(x, y), corner, (x + 1, y + 1)])
-                    colors.append(shade.get(found.get((Setting(task, rate), cell)), "white"))
-            ax.add_collection(PolyCollection(corners, facecolors=colors, edgecolors=colors, linewidths=0.2))
-            for x, y in itertools.product(columns.values(), range(len(places))):
-                ax.add_patch(Rectangle((x, y), 1, 1, fill=False, edgecolor="white", linewidth=2))
-            name = "the cart" if task == CART else "linear-quadratic cart"
-            ax.set_title(f"{name} at {rates[0]:g} and {rates[1]:g}: {how}", fontsize=11)
-            ax.set(xlim=(0, max(columns.values()) + 1), ylim=(len(places), 0))
-            ax.set_yticks(np.arange(len(places)) + 0.5, breakage_map.PLACES.values())
-            ax.set_xticks([x + 0.5 for x in columns.values()], [form.split(":")[0] for form in columns], fontsize=7)
-            ax.tick_params(length=0)
-            ax.spines[:].set_visible(False)
-    for ax in axes[1]:
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    for ax, (task, rates) in zip(axes, RATES.items(), strict=True):
+        for (place, form), text in cells.items():
+            x, y, settings = columns[form], places.index(place), [Setting(task, rate) for rate in rates]
+            found = max(order.index(measured[setting, text]) for setting in settings)
+            ax.add_patch(Rectangle((x, y), 1, 1, facecolor=list(shade.values())[found], edgecolor="white", linewidth=2))
+            said = {predicted.get((setting, text.replace(":stored", ""))) for setting in settings}
+            for verdict in [name for name in marks if name in said][:1]:
+                ax.plot(x + 0.5, y + 0.5, **marks[verdict])
+        ax.set_title("the cart" if task == CART else "linear-quadratic cart", fontsize=11)
+        ax.set(xlim=(0, max(columns.values()) + 1), ylim=(len(places), 0))
+        ax.set_yticks(np.arange(len(places)) + 0.5, breakage_map.PLACES.values())
+        ax.set_xticks([x + 0.5 for x in columns.values()], [form.split(":")[0] for form in columns], fontsize=7, rotation=45)
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
         for form, group in (("e8m3", "no scale needed"), ("e4m3", "a scale for each tensor"), ("e4m3:unscaled", "no scale")):
-            ax.text(columns[form] + 0.5, len(places) + 0.9, group, ha="center", va="center", fontsize=8)
-    names = {"equal": "equals float32, or fine", "between": "in between, or unknown", "fails": "fails, or breaks"}
-    handles = [Rectangle((0, 0), 1, 1, facecolor=shade[verdict], label=name) for verdict, name in names.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=11, frameon=False)
-    note = "Cut cells: the lower learning rate below the diagonal, the higher one above."
-    figure.supxlabel(f"Format: bits of exponent and mantissa. {note}", fontsize=10)
+            ax.text(columns[form] + 0.5, len(places) + 1.4, group, ha="center", va="center", fontsize=8)
+    handles = [Rectangle((0, 0), 1, 1, facecolor=color, label=f"measured: {name}") for name, color in shade.items()]
+    handles += [Line2D([], [], linestyle="", **mark, label=f"foreseen: {verdict}") for verdict, mark in marks.items()]
+    title = {"title": "What breaks is foreseen: dots lie on dark cells", "title_fontsize": 12}
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=9, frameon=False, **title)
     figure.savefig(out, dpi=110)
     plt.close(figure)
 
