@@ -136,7 +136,6 @@ class Config:
         found = json.loads(found) if isinstance(found, str) else found
         if not isinstance(found, dict):
             raise ValueError(f"config is {found!r}: use a JSON object of fields")
-        found = {name: value for name, value in found.items() if (name, value) != ("layout", "compact")}  # of earlier runs
         for name in found.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"config has the field {name!r}, which does not exist: leave it out")
         return cls(**found)

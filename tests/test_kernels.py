@@ -84,6 +84,15 @@ def test_a_population_learns_with_it():
     assert trained(run).history.final_return > 0 and (run.model.theta != before).any(1).all()
 
 
+MASSES = torch.ones(16)
+
+
+class Heavy(CartPole):
+    def advance(self, state, action):
+        state, reward, out = super().advance(state, action)
+        return state, reward * MASSES, out
+
+
 class Odd(CartPole):
     def advance(self, state, action):
         state, reward, out = super().advance(state, action)
@@ -104,6 +113,7 @@ REFUSED = {
     "operation": ({"env_id": f"{__name__}:Odd"}, "aten.cumsum"),
     "step": ({"env_id": f"{__name__}:Stepped"}, "the task has a step of its own"),
     "branch": ({"env_id": f"{__name__}:Deciding"}, "advance cannot be traced"),
+    "masses": ({"env_id": f"{__name__}:Heavy"}, "advance has a number for each environment that is no part of its state"),
     "width": ({"hidden_size": 48}, "no kernel for .* 48"),
     "features": ({"extra_features": 20}, "no kernel for"),
     "scale": ({"precision": "fp8", "num_envs": 128}, "no kernel for"),
@@ -138,6 +148,23 @@ def rounded(x, y, ROWS: tl.constexpr, TO: tl.constexpr):
         x[10:], y = 1e38, torch.zeros_like(x)  # rows of no environment decide no scale
         rounded[(1,)](x, y, 10, kernels.E4M3)
         assert torch.allclose(y[:10], exact(x[None, :10])[0], rtol=0, atol=0, equal_nan=True), magnitude
+
+
+class Many(CartPole):
+    """Operations that the package's own tasks do not use."""
+
+    def advance(self, state, action):
+        x, y, z, w = state.unbind(-1)
+        near = ~(x.abs() > 1) & (y <= 2) | (z == 0)
+        x = torch.where(near, 1 - x / 3, 2 * x.exp().log().clamp(max=5)) - (w % 0.7) + action.float().sqrt()
+        y = torch.minimum(y, x).clamp(min=-3) + torch.maximum(z, -w).clamp(-1, 1) * near
+        state = torch.stack((x.clamp(-2, 2), y, 0.9 * z + 0.1, x.sin() * y.cos() - w**2), dim=-1)
+        return state, x + y.square(), torch.logical_not(near) & (state[:, 3] < -4)
+
+
+def test_other_operations_are_written_as_they_are():
+    seen = assert_same_rollouts(*pair([short(env_id=f"{__name__}:Many", seed=seed) for seed in (1, 2)]), 2, 1e-3)
+    assert 1 in seen
 
 
 COMPILES = """

@@ -109,6 +109,8 @@ def written(name: str, function: Callable, inputs: dict[str, torch.Tensor]) -> C
         names.append(torch.tensor(found or [writer.new(own)]).view(x.shape))
     results = writer.run(*names)
     results = [results] if isinstance(results, torch.Tensor) else results
+    if any(len(x) != 1 for x in results):
+        raise NotImplementedError(f"{name} has a number for each environment that is no part of its state")
     source = [f"def {name}({', '.join(inputs)}):", *writer.lines, f"return {', '.join(map(joined, results))}"]
     text = "\n    ".join(source) + "\n"
     file, scope = f"<{name} {hashlib.sha256(text.encode()).hexdigest()}>", {"tl": tl}
@@ -217,9 +219,10 @@ def play(
 
 class Fused:
     """`rollout.unroll` for the networks of S agents (population.Agents) in an environment, one launch for those of a precision.
-    `roundings`: the functions that `cast` computes, by its numbers. Raises NotImplementedError for what has no kernel: a task
-    with a `step` of its own or other operations than FORMS; more than 16 features, numbers in a state, or actions; layers that
-    are not 16, 32, 64 or WIDEST units wide; other roundings; for e4m3, whose scale is of all an agent's rows, more than BLOCK."""
+    The environment's attributes are taken as they are now. `roundings`: the functions that `cast` computes, by its numbers.
+    Raises NotImplementedError for what has no kernel: a task with a `step` of its own or other operations than FORMS; more than
+    16 features, numbers in a state, or actions; layers that are not 16, 32, 64 or WIDEST units wide; other roundings; and for
+    e4m3, whose scale is of all an agent's rows, more than BLOCK environments."""
 
     def __init__(self, env: TensorEnv, agents: nn.Module, roundings: tuple[Callable | None, ...]):
         self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, agents.shapes[0][0]

@@ -17,6 +17,7 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 import contextlib
 import copy
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -320,9 +321,10 @@ class AgentsFunction(torch.autograd.Function):
 
 
 def loop_of(env: TensorEnv, agents: Agents) -> Callable:
-    """How the agents act: all steps in one kernel (kernels.py) where Triton is installed, the GPU is of capability 8.0 or newer
-    and there is one for the task, or else `unroll`."""
-    if agents.theta.is_cuda and torch.cuda.get_device_capability(agents.theta.device) >= (8, 0) and find_spec("triton"):
+    """How the agents act: all steps in one kernel (kernels.py), if there is one for the task, on GPUs of capability 8.0 and up
+    where Triton is installed, and the C compiler that it needs; or else `unroll`."""
+    device, installed = agents.theta.device, find_spec("triton") and any(map(shutil.which, ("gcc", "clang")))
+    if device.type == "cuda" and installed and torch.cuda.get_device_capability(device) >= (8, 0):
         from .kernels import Fused  # not above, because Triton takes long to import and may be missing
 
         with contextlib.suppress(NotImplementedError):
