@@ -1,7 +1,8 @@
 """From which width on is FP8 faster? One square linear layer, forward and backward, in fp32, tf32, bf16 and fp8.
 
-FP8 here quantizes dynamically with plain tensor operations, so its time includes finding maxima, casting and changing layouts;
-that overhead grows with the bytes, the matmul with the bytes times the width. The width at which they balance is measured per
+FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts: several passes over each tensor
+as plain operations, and as few as torch.compile makes of them in the last column, whose numbers are the same. That overhead grows
+with the bytes, the matmul with the bytes times the width. The width at which they balance is measured per
 batch size, and only on hardware with FP8 tensor cores: elsewhere the float8 numbers are multiplied in float32 and a time would be
 meaningless, so the script says so and writes nothing. Otherwise it writes fp8_layer_HARDWARE.json. On the H100 the largest batch
 was measured up to a width of 4,096.
@@ -21,7 +22,7 @@ from fp8rl.precision import Precision
 from fp8rl.report.bench import seconds_of
 from fp8rl.scale.hardware import arithmetic
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp8", COMPILED := "fp8, compiled")
 WIDTHS = tuple(2**n for n in range(6, 14))
 BATCHES = (1024, 4096, 16384, 65536)
 
@@ -33,8 +34,9 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
     grad = torch.randn(batch, width, device=device)
 
     def step_of(name):
-        precision = Precision(name, device)
+        precision = Precision("fp8" if name == COMPILED else name, device)
         layer = precision.prepare(nn.Sequential(nn.Linear(width, width)))
+        layer = torch.compile(layer) if name == COMPILED else layer
 
         def step():
             layer.zero_grad()
@@ -49,8 +51,8 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
 
 
 def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
-    """The smallest width from which fp8 is faster than another precision at every larger width; None if it is slower at the
-    largest.
+    """The smallest width from which the faster of both forms of fp8 is faster than another precision at every larger width; None
+    if it is slower at the largest.
 
     Args:
         times: width -> precision -> seconds.
@@ -58,7 +60,7 @@ def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
     """
     width = None
     for candidate in sorted(times, reverse=True):
-        if times[candidate]["fp8"] >= times[candidate][against]:
+        if min(times[candidate][name] for name in PRECISIONS[3:] if name in times[candidate]) >= times[candidate][against]:
             break
         width = candidate
     return width
@@ -80,7 +82,7 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
         for width in widths:
             times[width] = seconds_of(layer_steps(width, batch))
             path.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may run out of memory
-        result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:-1]}
+        result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:3]}
         print(f"batch {batch}: fp8 is faster from width", result["break_even_width"][batch], flush=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"results in {path}")

@@ -68,12 +68,14 @@ COMMANDS = {
     "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",
     "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1",
     "speed": "python benchmarks/speed/compare.py benchmarks/results --rounds 3 --seeds 5",
+    "from_start": "python benchmarks/speed/from_start.py benchmarks/results/from_start.md",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
     "fp8_layer": "python benchmarks/fp8_layer.py benchmarks/results",
     "widths_cuda": "python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda",
 }
-PEERS = {"replay_sampling": ("torchrl", "stable_baselines3"), "speed": ("torchrl", "stable_baselines3", "jax")}
+PEERS = {"replay_sampling": ("torchrl", "stable_baselines3")}
+PEERS |= dict.fromkeys(("speed", "from_start"), ("torchrl", "stable_baselines3", "jax"))
 PEERS |= {
     "ladder": ("Box2D",),
     "tasks": ("stable_baselines3",),

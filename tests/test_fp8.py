@@ -1,4 +1,5 @@
 import copy
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -423,3 +424,18 @@ def test_a_gradient_that_overflows_is_not_saturated_away(pair):
     grad[7, 7] = torch.inf
     _, grad_x, grad_w, _ = gradients(layer, x, grad)
     assert grad_x.isnan().all() and grad_w.isnan().all()
+
+
+# Compiled
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_it_quantizes_and_multiplies_alike(pair):
+    """Bit for bit, though in fewer passes over memory."""
+    quick, (_, layer, x, grad) = torch.compile(quantize), pair
+    for dtype in (E4M3, E5M2):
+        for magnitude in (0, 1e-38, 1, 1e30):
+            one, other = (form(magnitude * x, dtype) for form in (quantize, quick))
+            assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8)) and torch.equal(one.scale, other.scale)
+    (*plain, bias), (*compiled, other_bias) = (gradients(each, x, grad) for each in (layer, torch.compile(layer)))
+    assert all(map(torch.equal, plain, compiled)) and torch.allclose(bias, other_bias, atol=1e-4)  # whose sum has another order

@@ -3,9 +3,8 @@
 Every measurement is a process of its own; one runs at a time. First every contestant's throughput over the numbers of
 environments, for the figure and for its best number (the two fastest are measured again). Then at that number in alternating
 rounds, of which medians count, with the floor (floor.py) at the shape of ours in every round. Then it is trained at that number
-once, and at 64 environments for every seed. Last, with 16 environments, the wall-clock time from the start of a process to its
-end. Beforehand --search tries rollout lengths, threads and variants for every contestant, and leaves the fastest in
-speed_search.json, from which later runs take them.
+once, and at 64 environments for every seed. Beforehand --search tries rollout lengths, threads and variants for every contestant,
+and leaves the fastest in speed_search.json, from which later runs take them.
 
     python benchmarks/speed/compare.py benchmarks/results --search
     python benchmarks/speed/compare.py benchmarks/results
@@ -13,7 +12,6 @@ speed_search.json, from which later runs take them.
 """
 
 import argparse
-import functools
 import itertools
 import json
 import math
@@ -30,7 +28,6 @@ from typing import NamedTuple
 from common import end_labels
 from matplotlib.figure import Figure
 
-from fp8rl.config import Config
 from fp8rl.report.bench import origin
 from fp8rl.report.plot import STYLES
 from fp8rl.scale.hardware import cores
@@ -41,20 +38,6 @@ MANY = (16, 256, 1024, 4096, 8192, 16384, 32768)
 LEARNING = {"num_envs": 64, "rollout_length": 16, "learning_rate": 3e-3, "updates": 100}
 FIRST_SEED = 1000  # no setting was chosen on these seeds
 OURS = "fp8rl, bf16, a process a core"
-
-
-PROCESS_STEPS = (100_000, 1_000_000)  # steps, from the start of a process
-PROCESS_SHAPE = {"num-envs": 16, "rollout-length": 32, "threads": 1, "learning-rate": 2e-3}
-# Contestants and other options there. Each in float32, and JAX in the form that compiles soonest.
-PROCESSES = {
-    "fp8rl, with 16 replayed updates": ("ours", {"variant": "defaults"}),
-    "fp8rl": ("ours", {"variant": "in-turn"}),
-    "JAX": ("jax_loop", {"variant": "scan"}),
-    "CleanRL style": ("cleanrl_style", {}),
-    "TorchRL": ("torchrl_a2c", {}),
-    "SB3, batched VecEnv": ("sb3", {"variant": "batched"}),
-    "SB3, DummyVecEnv": ("sb3", {"variant": "dummy"}),
-}
 
 
 class Contestant(NamedTuple):
@@ -172,27 +155,6 @@ def learn(name: str, num_envs: int, seed: int, **options) -> dict:
     return say(f"{name} learns", measure(who.script, "--learn", "--full", ranks=who.ranks, **options, steps=steps, seed=seed))[0]
 
 
-@functools.cache
-def imports() -> float:
-    """Seconds that importing this benchmark's own module, and torch with it, takes beside JAX; a program in JAX would not."""
-    seconds = {"numpy, jax": [], "numpy, jax, common": []}
-    for modules, took in [*seconds.items()] * 4:  # the first two fill the disk's cache
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-c", f"import {modules}"], cwd=HERE, check=True)
-        took.append(time.perf_counter() - began)
-    alone, with_common = (statistics.median(took[1:]) for took in seconds.values())
-    return with_common - alone
-
-
-def whole_process(name: str, steps: int, seed: int) -> dict:
-    """A training from the start of its process to its end: seconds without evaluations, and the greedy return."""
-    (script, options), began = PROCESSES[name], time.perf_counter()
-    (row,) = measure(script, "--learn", "--full", **PROCESS_SHAPE | options, steps=steps, seed=seed)
-    seconds = time.perf_counter() - began - row["seconds_evaluating"] - (imports() if script == "jax_loop" else 0)
-    print(f"{time.strftime('%X')} {name}: {seconds:.1f} s for {row['steps']:,} steps", flush=True)
-    return {"seconds": seconds, "greedy_return": row["greedy_return"]}
-
-
 def ours_of(names: Iterable[str]) -> str:
     """What the others are compared with: OURS, or the first if that is left out."""
     return OURS if OURS in names else next(iter(names))
@@ -262,16 +224,6 @@ def learning_table(learned: dict[str, list[dict]]) -> list[str]:
     return lines
 
 
-def process_table(from_start: dict[str, dict[int, list[dict]]]) -> list[str]:
-    """Seconds from the start of a process, medians over the rounds, each of which has a seed of its own."""
-    columns = [f"seconds for {steps:,} steps | greedy return then" for steps in PROCESS_STEPS]
-    lines = [f"| contestant | {' | '.join(columns)} |", "| --- " * (1 + 2 * len(PROCESS_STEPS)) + "|"]
-    for name, found in from_start.items():
-        cells = [f"{median(rows, 'seconds'):.1f} | {median(rows, 'greedy_return'):.1f}" for rows in found.values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
-
-
 def family(name: str) -> str:
     """Whose line in the figure a contestant is part of."""
     library = name.partition(",")[0]
@@ -330,10 +282,6 @@ def main() -> None:
     for seed, name in itertools.product(range(FIRST_SEED, FIRST_SEED + options.seeds), learners):
         shape = {"rollout-length": LEARNING["rollout_length"], **CONTESTANTS[name].learns}
         learned[name].append(learn(name, LEARNING["num_envs"], seed, **shape))
-    alone = [name for name in PROCESSES if any(part.lower() in name.lower() for part in options.only)]
-    from_start = {name: {steps: [] for steps in PROCESS_STEPS} for name in alone}
-    for each, name, steps in itertools.product(range(options.rounds), alone, PROCESS_STEPS):
-        from_start[name][steps].append(whole_process(name, steps, FIRST_SEED + each))
     versions = {key: value for runs in rows.values() for key, value in runs[0]["versions"].items()}
     result = {"hardware": origin(), "versions": versions, "arguments": {**vars(options), "out": options.out.name}}
     result |= {
@@ -341,16 +289,15 @@ def main() -> None:
         "rounds": rows,
         "trained": trained,
         "learned": learned,
-        "from_start": from_start,
         "seconds": time.time() - began,
     }
     (options.out / "speed.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "speed.md").write_text(report(rows, trained, learned, from_start, versions, options))
+    (options.out / "speed.md").write_text(report(rows, trained, learned, versions, options))
     plot(swept, options.out / "speed.png")
     print((options.out / "speed.md").read_text())
 
 
-def report(rows: dict, trained: dict, learned: dict, from_start: dict, versions: dict, options: argparse.Namespace) -> str:
+def report(rows: dict, trained: dict, learned: dict, versions: dict, options: argparse.Namespace) -> str:
     listed = ", ".join(f"{name} {value}" for name, value in versions.items())
     shape = "{num_envs} environments x {rollout_length} steps, {updates} updates, learning rate {learning_rate} to 0".format(
         **LEARNING
@@ -364,16 +311,6 @@ def report(rows: dict, trained: dict, learned: dict, from_start: dict, versions:
             "",
         ],
         learning_table(learned),
-        [""],
-        [
-            "From the start of a process to the end of its training, in whole iterations, imports and compiling included, but no "
-            "evaluations and, for JAX, no import of torch and of this package: {num-envs} environments x {rollout-length} steps "
-            "({length} with replay), {threads} torch thread; medians of {rounds} rounds:".format(
-                **PROCESS_SHAPE, length=Config.rollout_length, rounds=options.rounds
-            ),
-            "",
-        ],
-        process_table(from_start),
         ["", f"`python benchmarks/speed/compare.py {shlex.join(sys.argv[1:])}` on {origin()}. {listed}.", ""],
     ]
     return "\n".join(itertools.chain(*blocks))
