@@ -63,6 +63,7 @@ COMMANDS = {
     "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
     "published": "python benchmarks/published.py benchmarks/results/published.md",
     "widths": "python benchmarks/widths.py benchmarks/results/widths.md",
+    "widths_memory": "python benchmarks/widths.py benchmarks/results/widths_memory.md --memory",
     "widths_speed": "python benchmarks/widths.py benchmarks/results/widths_speed.md --speed",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",

@@ -4,15 +4,17 @@ The cart and CartPole-v1 with the steps and goals of tasks.py, at four widths an
 seeds on which nothing was chosen. The rule for the learning rate, 0.001 times the root of 64 / units, came after a look at seeds
 from 8200 up, where at 0.001 three of sixty runs with 16 units ended just below 195; so other widths have seeds from 8300 up. The
 agents of a line train as populations of up to 30, each population in a process of its own with one thread. "Held" is that of
-tasks.py. The memory of an agent is the growth of its process until its peak, shared by the population, beside what
-`bytes_per_agent` predicts. In one layer there is nothing that FP8 can multiply.
+tasks.py. In one layer there is nothing that FP8 can multiply.
 
 With --speed it times single runs and populations of the cart instead, replay included: from which width does bfloat16 pay here?
 Steps a second are of the processor's time, of one core, so that programs beside this one count little. With --cuda the same on a
 GPU, by the clock, as CUDA graphs of 1,024 environments, up to 8,192 units, in every precision that it has, with its peak memory.
+With --memory, what an agent of a population adds to the peak of a process of its own, in three iterations on the cart, and how
+many times that is what `bytes_per_agent` predicts.
 
     python benchmarks/widths.py benchmarks/results/widths.md [--only CartPole-v1] [--widths 16 64] [--arms fp32] [--seeds 10]
     python benchmarks/widths.py benchmarks/results/widths_speed.md --speed
+    python benchmarks/widths.py benchmarks/results/widths_memory.md --memory
     python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda
 
 Finished seeds go to a .csv beside the table, so it can be stopped at any time and goes on with those that are missing.
@@ -28,7 +30,6 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ from fp8rl.scale.graphs import WARMUP
 from fp8rl.scale.hardware import keep_freed_memory
 from fp8rl.scale.machine import HERE, Machine, build
 from fp8rl.scale.population import Population, bytes_per_agent
-from fp8rl.train import Run, iterate
+from fp8rl.train import Run, iterate, train
 
 # First seeds. The learning rate of widths other than 64 was changed after a look at seeds from 8200 up, so they have others.
 FIRST, WIDTHS = {64: 8200}, (16, 64, 256, 1024)
@@ -51,9 +52,8 @@ ARMS = ("fp32", "bf16", "fp8", "eight-bit state")
 SHAPES = {(16, 2): 30, (64, 1): 10, (64, 2): 30, (64, 3): 10, (256, 2): 30, (1024, 2): 30}  # width and layers: seeds
 ALONE, TOGETHER, AGENTS = ("fp32", "bf16", "fp8"), ("fp32", "fp8"), 8  # what --speed times, and how many agents are together
 ON_CUDA, CUDA = tuple(2**n for n in range(6, 14)), Machine("cuda", graph=True) if torch.cuda.is_available() else HERE
-COLUMNS = ("task", "width", "layers", "arm", "median score", "lowest", "seeds that reach the goal", "held", "MB an agent")
-COLUMNS += ("predicted",)
-FIELDS = ("task", "width", "layers", "arm", "seed", "settings", "bytes", "returns")
+COLUMNS = ("task", "width", "layers", "arm", "median score", "lowest", "seeds that reach the goal", "held")
+FIELDS = ("task", "width", "layers", "arm", "seed", "settings", "returns")
 
 
 def configs_of(task: str, width: int, layers: int, arm: str) -> list[Config]:
@@ -70,24 +70,43 @@ def mark_of(config: Config) -> str:
     return f"{zlib.crc32(config.to_json().encode()):08x}"
 
 
-def trained(configs: list[Config]) -> tuple[Population, int]:
-    """A trained population, and the bytes by which it made this process grow."""
+def rows_of(configs: list[Config]) -> list[dict]:
+    """What the journal keeps of each seed."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    for _ in iterate(Population([replace(configs[0], hidden_size=16, steps=configs[0].steps_per_iteration)])):
-        before = psutil.Process().memory_info().rss  # with what any training loads
-    population = Population(configs)
-    for _ in iterate(population):
-        pass
-    return population, 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) - before
-
-
-def rows_of(configs: list[Config]) -> list[dict]:
-    """What the journal keeps of each seed, from a process of their own: a peak of memory is that of a process."""
-    population, grown = trained(configs)
+    population = train(Population(configs), progress=False)
     returns = [" ".join(f"{x:.6g}" for x in history.evaluations()[1]) for history in population.histories(configs)]
-    settings = {"bytes": grown // len(configs)}
-    return [settings | {"settings": mark_of(c), "returns": each} for c, each in zip(configs, returns, strict=True)]
+    return [{"settings": mark_of(c), "returns": each} for c, each in zip(configs, returns, strict=True)]
+
+
+def grown(configs: list[Config]) -> int:
+    """The bytes that each agent of a population adds to the peak of this process."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    train(Population(configs[:1]), progress=False)
+    before = psutil.Process().memory_info().rss  # with what any training loads
+    train(Population(configs), progress=False)
+    return (1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) - before) // len(configs)
+
+
+def alone(function: Callable, *args):
+    """What a function returns in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def memory(widths: tuple[int, ...] = WIDTHS) -> str:
+    """The table of memory."""
+    lines, iterations = [], 3 * Config().steps_per_iteration
+    for width in widths:
+        cells = [f"{width:,}"]
+        for name in ALONE:
+            shape = {"hidden_size": width, "steps": iterations, "eval_every": 0, "eval_episodes": 10}
+            configs = [Config(name, seed=k, **shape) for k in range(min(32, 8192 // width))]
+            found = alone(grown, configs)
+            cells += [f"{found / 1e6:.2f}", f"{found / bytes_per_agent(configs[0]):.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return tasks.table(("width", *(x for name in ALONE for x in (f"{name}, MB an agent", "times predicted"))), lines)
 
 
 def read(journal: Path) -> dict[str, dict]:
@@ -108,7 +127,6 @@ def line(task: str, width: int, layers: int, arm: str, found: dict[str, dict]) -
     cells = [task, f"{width:,}", layers, arm, f"{np.median(scores):.2f}", f"{scores.min():.2f}"]
     cells.append(f"{(scores >= tasks.TASKS[task][3]).sum()} of {count}")
     cells.append(f"{sum(map(tasks.held, seeds))} of {count}" if task == tasks.CARTPOLE else "-")
-    cells += [f"{np.median([int(row['bytes']) for row in rows]) / 1e6:.2f}", f"{bytes_per_agent(configs[0]) / 1e6:.2f}"]
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -165,8 +183,8 @@ def learning(journal: Path, only: list[str], widths: list[int], arms: list[str],
         for group in (configs[i : i + most] for i in range(0, len(configs), most)):
             if all(mark_of(config) in found for config in group):
                 continue
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool, journal.open("a", newline="") as file:
-                for config, row in zip(group, pool.submit(rows_of, group).result(), strict=True):
+            with journal.open("a", newline="") as file:
+                for config, row in zip(group, alone(rows_of, group), strict=True):
                     row |= dict(zip(FIELDS, (*names, config.seed), strict=False))
                     found[row["settings"]] = row
                     csv.DictWriter(file, FIELDS, lineterminator="\n").writerow(row)
@@ -182,12 +200,13 @@ if __name__ == "__main__":
     parser.add_argument("--widths", nargs="*", type=int, default=WIDTHS)
     parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
     parser.add_argument("--seeds", type=int, default=30)
-    parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--cuda", action="store_true")
-    out, *chosen, times, cuda = vars(parser.parse_args()).values()
-    if cuda and not torch.cuda.is_available():
+    forms = {"speed": speeds, "memory": memory, "cuda": speeds_on_cuda}
+    for name in forms:
+        parser.add_argument(f"--{name}", dest="form", action="store_const", const=name)
+    out, *chosen, form = vars(parser.parse_args()).values()
+    if form == "cuda" and not torch.cuda.is_available():
         parser.error("--cuda needs a CUDA device, and there is none")
     torch.set_num_threads(1)  # as the processes have
-    made = f"`python benchmarks/widths.py {out}{' --speed' * times}{' --cuda' * cuda}` on {origin()}.\n"
-    table = speeds_on_cuda() if cuda else speeds() if times else learning(out.with_suffix(".csv"), *chosen)
+    made = f"`python benchmarks/widths.py {out}{f' --{form}' if form else ''}` on {origin()}.\n"
+    table = forms[form]() if form else learning(out.with_suffix(".csv"), *chosen)
     out.write_text(f"{table}\n{made}")

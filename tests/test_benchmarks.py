@@ -180,6 +180,15 @@ def test_the_ladder_from_the_published_loop_ends_at_ours_on_one_budget():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_the_memory_of_a_width_is_measured_in_a_process_of_its_own(monkeypatch):
+    import widths
+
+    monkeypatch.setattr(widths, "ALONE", ("fp32",))
+    *_, line = widths.memory((64,)).splitlines()
+    measured, ratio = map(float, line.strip("| ").split(" | ")[1:])
+    assert 1 < measured < 10 and 0.5 < ratio < 2
+
+
 def test_a_width_s_agents_train_in_a_process_of_their_own_and_are_kept(monkeypatch, tmp_path):
     import tasks
     import widths
@@ -189,7 +198,7 @@ def test_a_width_s_agents_train_in_a_process_of_their_own_and_are_kept(monkeypat
     assert not widths.configs_of(tasks.CART, 16, 1, "fp8")  # which has nothing to multiply there
     chosen = [tasks.CART], [16], ["fp32"]
     line = widths.learning(tmp_path / "a.csv", *chosen, 2).splitlines()[-1]
-    assert line.startswith("| the cart | 16 | 1 | fp32 | ") and " | 2 of 2 | - | " in line
+    assert line.startswith("| the cart | 16 | 1 | fp32 | ") and line.endswith(" | 2 of 2 | - |")
     monkeypatch.setattr(widths, "rows_of", None)  # nothing is trained again
     assert widths.learning(tmp_path / "a.csv", *chosen, 2).splitlines()[-1] == line
 

@@ -195,12 +195,12 @@ def bytes_of_network(config: Config) -> int:
     return 4 * (2 if config.formats else 4) * matrices * config.hidden_size**2
 
 
-def bytes_at_work(config: Config) -> int:
-    """Memory that the larger of a rollout and a replayed batch takes, about: outputs of all layers and their gradients, and a
-    hundred numbers for each row."""
+def bytes_at_work(config: Config, copies: int = 2) -> int:
+    """Memory that the larger of a rollout and a replayed batch takes, about: `copies` of the outputs of all layers, such as they
+    and their gradients, and a hundred numbers for each row."""
     replayed = (config.slice_length + 1) * config.batch_size // config.slice_length if config.replay_updates else 0
     rows = max((config.rollout_length + 1) * config.num_envs, replayed)
-    return 4 * (2 * config.layers * config.hidden_size + 100) * rows
+    return 4 * (copies * config.layers * config.hidden_size + 100) * rows
 
 
 def uses_gymnasium(config: Config, machine: Machine) -> bool:

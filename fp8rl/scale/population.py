@@ -542,14 +542,13 @@ def shapes_of(config: Config) -> list[tuple[int, int]]:
 
 
 def bytes_per_agent(config: Config) -> int:
-    """Memory that an agent takes, about: its ring, seven tensors like its parameters, and what a rollout or batch takes, in FP8
-    twice."""
+    """Memory that an agent takes, about: its ring, twelve tensors like its parameters, and what a rollout or batch takes, with
+    rounded copies in low precision."""
     task, shapes = task_of(config.env_id) or Cart, shapes_of(config)
     action_size = task.num_actions if task.distribution is Gaussian else 0
     parameters = sum(rows * (columns + 1) for rows, columns in shapes)
     ring = ring_bytes(config.rows, config.num_envs, shapes[0][1], codec=config.codec, action_size=action_size)
-    work = bytes_at_work(config) * (2 if PRECISIONS[config.precision].forward else 1)  # FP8 rounds copies of what it multiplies
-    return ring + 4 * 7 * parameters + work
+    return ring + 4 * 12 * parameters + bytes_at_work(config, copies=2 if config.precision == "fp32" else 4)
 
 
 def one_of(configs: list[Config], device) -> Config:
