@@ -1,11 +1,10 @@
 """From which width on is FP8 faster? One square linear layer, forward and backward, in fp32, tf32, bf16 and fp8.
 
 FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts: several passes over each tensor
-as plain operations, and as few as torch.compile makes of them in the last column, whose numbers are the same. That overhead grows
-with the bytes, the matmul with the bytes times the width. The width at which they balance is measured per
-batch size, and only on hardware with FP8 tensor cores: elsewhere the float8 numbers are multiplied in float32 and a time would be
-meaningless, so the script says so and writes nothing. Otherwise it writes fp8_layer_HARDWARE.json. On the H100 the largest batch
-was measured up to a width of 4,096.
+as plain operations; in the last column, those that torch.compile makes of them. That overhead grows with the bytes, the matmul
+with the bytes times the width. The width at which they balance is measured per batch size, and only on hardware with FP8 tensor
+cores: elsewhere the float8 numbers are multiplied in float32 and a time would be meaningless, so the script says so and writes
+nothing. Otherwise it writes fp8_layer_HARDWARE.json. On the H100 the largest batch was measured up to a width of 4,096.
 
     python benchmarks/fp8_layer.py [OUT]     # benchmarks/results by default
 """
@@ -36,6 +35,7 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
     def step_of(name):
         precision = Precision("fp8" if name == COMPILED else name, device)
         layer = precision.prepare(nn.Sequential(nn.Linear(width, width)))
+        torch._dynamo.reset()  # or after eight shapes it would compile no more
         layer = torch.compile(layer) if name == COMPILED else layer
 
         def step():

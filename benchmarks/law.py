@@ -201,6 +201,7 @@ def draw_map(out: Path, rows: list[dict]) -> None:
     """The breakage map of both carts: colours as measured, dots as predicted, in each cell the worse of two learning rates."""
     order = ("equal", "between", "fails")
     shade = {"equals float32": "#F3E9C6", "in between": "#E69F00", "fails": "#1B2A5C"}
+    counted = np.zeros((3, 2), int)  # cells by what was measured, and those foreseen to break
     marks = {"breaks": {"marker": "o", "markersize": 8, "markerfacecolor": "black", "markeredgecolor": "white"}}
     marks["unknown"] = {"marker": "$?$", "markersize": 7, "color": "black"}
     cells, places = breakage_map.cells(), list(breakage_map.PLACES)
@@ -215,6 +216,7 @@ def draw_map(out: Path, rows: list[dict]) -> None:
             found = max(order.index(measured[setting, text]) for setting in settings)
             ax.add_patch(Rectangle((x, y), 1, 1, facecolor=list(shade.values())[found], edgecolor="white", linewidth=2))
             said = {predicted.get((setting, text.replace(":stored", ""))) for setting in settings}
+            counted[found] += 1, "breaks" in said
             for verdict in [name for name in marks if name in said][:1]:
                 ax.plot(x + 0.5, y + 0.5, **marks[verdict])
         ax.set_title("the cart" if task == CART else "linear-quadratic cart", fontsize=11)
@@ -227,8 +229,9 @@ def draw_map(out: Path, rows: list[dict]) -> None:
             ax.text(columns[form] + 0.5, len(places) + 1.4, group, ha="center", va="center", fontsize=8)
     handles = [Rectangle((0, 0), 1, 1, facecolor=color, label=f"measured: {name}") for name, color in shade.items()]
     handles += [Line2D([], [], linestyle="", **mark, label=f"foreseen: {verdict}") for verdict, mark in marks.items()]
-    title = {"title": "What breaks is foreseen: dots lie on dark cells", "title_fontsize": 12}
-    figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=9, frameon=False, **title)
+    (equal, alarms), _, (failed, found) = counted
+    title = f"{found} of {failed} cells that fail were foreseen to break, and {alarms} of {equal} that equal float32"
+    figure.legend(handles=handles, loc="outside upper center", ncols=5, fontsize=9, frameon=False, title=title, title_fontsize=12)
     figure.savefig(out, dpi=110)
     plt.close(figure)
 

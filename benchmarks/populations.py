@@ -4,8 +4,8 @@ Ours is `python -m fp8rl bench --agents`, a process on each core with its share 
 speed/jax_population.py, once with all agents in a process that may use all cores, once like ours with a process on each.
 Contestants take turns, and medians over the rounds count. All train in float32 on policy, 16 environments an agent, 32 steps a
 rollout; the studies have the defaults of Config, with replay and evaluations. Both repeat the forward passes that acted in order
-to learn. On the GPU JAX compiles a whole iteration; the table there is older than random numbers drawn for all agents at once
-and than rollouts that are one kernel (fp8rl/scale/kernels.py).
+to learn. On the GPU JAX compiles a whole iteration; the table there was measured before random numbers were drawn for all
+agents at once, and before a rollout was one kernel (fp8rl/scale/kernels.py).
 
     python benchmarks/populations.py benchmarks/results/populations.md
     python benchmarks/populations.py build/avx2.md --avx2    # with AVX2 alone, on a processor that has more

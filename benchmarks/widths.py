@@ -84,9 +84,10 @@ def grown(configs: list[Config]) -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     train(Population(configs[:1]), progress=False)
-    before = psutil.Process().memory_info().rss  # with what any training loads
+    before = psutil.Process().memory_info().rss  # with what any training loads, and one agent's, which the process keeps
     train(Population(configs), progress=False)
-    return (1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) - before) // len(configs)
+    peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return (peak - before) // (len(configs) - 1)
 
 
 def alone(function: Callable, *args):
@@ -99,14 +100,15 @@ def memory(widths: tuple[int, ...] = WIDTHS) -> str:
     """The table of memory."""
     lines, iterations = [], 3 * Config().steps_per_iteration
     for width in widths:
-        cells = [f"{width:,}"]
+        agents = min(32, 8192 // width)
+        cells = [f"{width:,}", str(agents)]
         for name in ALONE:
             shape = {"hidden_size": width, "steps": iterations, "eval_every": 0, "eval_episodes": 10}
-            configs = [Config(name, seed=k, **shape) for k in range(min(32, 8192 // width))]
+            configs = [Config(name, seed=k, **shape) for k in range(agents)]
             found = alone(grown, configs)
             cells += [f"{found / 1e6:.2f}", f"{found / bytes_per_agent(configs[0]):.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return tasks.table(("width", *(x for name in ALONE for x in (f"{name}, MB an agent", "times predicted"))), lines)
+    return tasks.table(("width", "agents", *(x for name in ALONE for x in (f"{name}, MB an agent", "times predicted"))), lines)
 
 
 def read(journal: Path) -> dict[str, dict]:
@@ -208,5 +210,6 @@ if __name__ == "__main__":
         parser.error("--cuda needs a CUDA device, and there is none")
     torch.set_num_threads(1)  # as the processes have
     made = f"`python benchmarks/widths.py {out}{f' --{form}' if form else ''}` on {origin()}.\n"
-    table = forms[form]() if form else learning(out.with_suffix(".csv"), *chosen)
+    own = [tuple(chosen[1])] * (form == "memory")
+    table = forms[form](*own) if form else learning(out.with_suffix(".csv"), *chosen)
     out.write_text(f"{table}\n{made}")

@@ -8,14 +8,17 @@ The physics of a task is not written twice. `written` traces the task's own `adv
 environment, and translates each arithmetic operation (FORMS). Operations that only move numbers about (MOVES: stack, unbind,
 slices) need no translation: they are done while translating, on tensors that hold the numbers' names.
 
-Random numbers are drawn beforehand, as for the plain loop, rollout.unroll, whose results these are but for the order of sums.
-Where the environment variable TRITON_INTERPRET is 1, Triton's interpreter runs all of it on a CPU, slowly.
+Random numbers are drawn beforehand, as for the plain loop, rollout.unroll, whose results these are but for rounding. Where the
+environment variable TRITON_INTERPRET is 1, Triton's interpreter runs all of it on a CPU, slowly.
 """
 
+import copy
+import functools
 import hashlib
 import itertools
 import linecache
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -29,19 +32,23 @@ from ..distribution import Gaussian
 from ..env import TensorEnv
 
 BLOCK = 64  # environments in a program
-WIDEST = 128  # units in a layer: more weights than the cache keeps would be read again at every step
+WIDEST = 128  # units in a layer: of more, not even one layer's weights fit into a GPU's shared memory
 BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # what `cast` rounds to; 0 is float32
-SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tensor cores take
+SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tl.dot multiplies
 COLUMN = "tl.arange(0, 16)[None, :]"
 
-aten = torch.ops.aten
-SYMBOLS = {aten.add: "+", aten.sub: "-", aten.mul: "*", aten.div: "/", aten.bitwise_or: "|", aten.bitwise_and: "&"}
-SYMBOLS |= {aten.logical_or: "|", aten.logical_and: "&", aten.gt: ">", aten.lt: "<", aten.ge: ">=", aten.le: "<=", aten.eq: "=="}
-FORMS = {op: f"{{}} {symbol} {{}}" for op, symbol in SYMBOLS.items()}
+# Operations of torch and their forms: of numbers, and those that take and return what is true or false.
+aten, NAN = torch.ops.aten, "propagate_nan=tl.PropagateNan.ALL"
+FORMS = {aten.add: "{} + {}", aten.sub: "{} - {}", aten.mul: "{} * {}", aten.div: "{} / {}", aten.neg: "-{}"}
 FORMS |= {getattr(aten, name): f"tl.{name}({{}})" for name in ("sin", "cos", "exp", "log", "sqrt", "abs")}
-FORMS |= {getattr(aten, name): f"tl.{name}({{}}, {{}})" for name in ("minimum", "maximum")}
-FORMS |= {aten.neg: "-{}", aten.where: "tl.where({}, {}, {})", aten.clamp: "tl.minimum(tl.maximum({}, {}), {})"}
-FORMS |= {aten.remainder: "{0} - tl.floor({0} / {1}) * {1}", aten.logical_not: "{} == 0", aten.bitwise_not: "{} == 0"}
+FORMS |= {getattr(aten, name): f"tl.{name}({{}}, {{}}, {NAN})" for name in ("minimum", "maximum")}
+FORMS |= {
+    aten.clamp: f"tl.minimum(tl.maximum({{}}, {{}}, {NAN}), {{}}, {NAN})",
+    aten.remainder: "{0} - tl.floor({0} / {1}) * {1}",
+}
+FORMS |= {aten.gt: "{} > {}", aten.lt: "{} < {}", aten.ge: "{} >= {}", aten.le: "{} <= {}", aten.eq: "{} == {}"}
+LOGICAL = {aten.bitwise_or: "{} | {}", aten.logical_or: "{} | {}", aten.bitwise_and: "{} & {}", aten.logical_and: "{} & {}"}
+LOGICAL |= {aten.logical_not: "{} == 0", aten.bitwise_not: "{} == 0"}
 MOVES = {aten.slice, aten.select, aten.squeeze, aten.unsqueeze, aten.cat, aten.view, aten.permute, aten.expand, aten.clone}
 
 
@@ -51,42 +58,55 @@ class Writer(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
-        self.lines, self.extra_traceback = [], False
+        self.lines, self.logical, self.extra_traceback = [], set(), False
 
-    def new(self, expression: str) -> int:
+    def new(self, expression: str, logical: bool = False) -> int:
+        """The name of a number, or of what is true or false."""
         self.lines.append(f"x{len(self.lines)} = {expression}")
+        self.logical |= {len(self.lines) - 1} if logical else set()
         return len(self.lines) - 1
 
     def get_attr(self, target, args, kwargs):
         constants = super().get_attr(target, args, kwargs)
-        return torch.tensor([self.new(literal(x)) for x in constants.flatten().tolist()]).view(constants.shape)
+        found = [self.new(literal(x), isinstance(x, bool)) for x in constants.flatten().tolist()]
+        return torch.tensor(found).view(constants.shape)
+
+    def is_logical(self, x) -> bool:
+        return isinstance(x, bool) or (isinstance(x, torch.Tensor) and not {*x.flatten().tolist()} - self.logical)
 
     def call_function(self, target, args, kwargs):
         op, alpha = target.overloadpacket, kwargs.get("alpha", 1)
         if op in MOVES:
             return target(*args, **kwargs)
-        if op is aten.full_like:
-            kind = "tl.int1" if kwargs.get("dtype") is torch.bool else "tl.float32"
-            return self.each(f"tl.full(x0.shape, {literal(args[1])}, {kind})", args[:1])
-        if op is aten._to_copy and kwargs["dtype"] is torch.float32:
-            return self.each("{}.to(tl.float32)", args[:1])
-        if op is aten.pow and args[1] == 2:
-            return self.each("{} * {}", (args[0], args[0]))
         if op is aten.clamp:
             args = [bound if x is None else x for x, bound in zip((*args, None)[:3], (None, -math.inf, math.inf), strict=True)]
-        if op not in FORMS or kwargs.keys() - {"alpha"}:
+        logical = [self.is_logical(x) for x in args]
+        if op is aten.full_like:
+            true = kwargs.get("dtype") is torch.bool
+            return self.each(f"tl.full(x0.shape, {literal(args[1])}, {'tl.int1' if true else 'tl.float32'})", args[:1], true)
+        if op is aten._to_copy and kwargs["dtype"] is torch.float32:
+            return self.each("{}.to(tl.float32)", args[:1])
+        if op is aten.where and logical[0] and logical[1] == logical[2]:
+            return self.each("tl.where({}, {}, {})", args, logical[1])
+        if op in LOGICAL and all(logical):
+            return self.each(LOGICAL[op], args, True)
+        if op is aten.pow and not isinstance(args[1], torch.Tensor) and args[1] == 2:
+            op, args = aten.mul, (args[0], args[0])
+        if op not in FORMS or all(logical) or kwargs.keys() - {"alpha"}:
             raise NotImplementedError(f"{target} has no form for Triton")
+        args = [self.each("{}.to(tl.float32)", [x]) if true else x for x, true in zip(args, logical, strict=True)]
         if alpha != 1:
             args = args[0], self.each(f"{{}} * {literal(alpha)}", args[1:])
-        return self.each(FORMS[op], args)
+        return self.each(FORMS[op], args, op in (aten.gt, aten.lt, aten.ge, aten.le, aten.eq))
 
-    def each(self, form: str, args: tuple) -> torch.Tensor:
+    def each(self, form: str, args: list, logical: bool = False) -> torch.Tensor:
         """A new name for each element of the arguments, tensors of names or numbers."""
         names = torch.broadcast_tensors(*(x for x in args if isinstance(x, torch.Tensor)))
         found = []
         for row in zip(*(x.flatten().tolist() for x in names), strict=True):
-            row = iter(row)
-            found.append(self.new(form.format(*(f"x{next(row)}" if isinstance(x, torch.Tensor) else literal(x) for x in args))))
+            own = iter(row)
+            words = [f"x{next(own)}" if isinstance(x, torch.Tensor) else literal(x) for x in args]
+            found.append(self.new(form.format(*words), logical))
         return torch.tensor(found).view(names[0].shape)
 
 
@@ -95,24 +115,29 @@ def literal(number: float) -> str:
     return f'float("{number}")' if isinstance(number, float) and math.isinf(number) else repr(number)
 
 
-def written(name: str, function: Callable, inputs: dict[str, torch.Tensor]) -> Callable:
-    """A Triton function from a torch function of tensors like `inputs`, [1, columns] or [1]: of matrices [B, 16], in which other
-    columns are 0, and float32 vectors [B]. It returns such, too. Raises NotImplementedError if the function cannot be written."""
+def written(env: TensorEnv, name: str, inputs: dict[str, torch.Tensor]) -> Callable:
+    """Translates a method of an environment, a function of tensors like `inputs`, into a Triton function. For tensors
+    [1, columns] that takes and returns matrices [B, 16], 0 in other columns; for tensors [1], vectors [B], whole numbers as
+    float32. Raises NotImplementedError if it cannot be translated, or depends on what is no argument and may change."""
     try:
-        traced = make_fx(lambda *x: function(*x), decomposition_table=core_aten_decompositions())(*inputs.values())
+        twin = copy.deepcopy(env)  # which the trace may change, and which has nothing that changes from step to step
+        vars(twin).update(dict.fromkeys(env.NAMES))
+        before = dict(vars(twin))
+        method, decompositions = getattr(twin, name), core_aten_decompositions()
+        writer, names = Writer(make_fx(lambda *x: method(*x), decompositions)(*inputs.values())), []
+        for own, x in inputs.items():
+            columns = range(x.shape[1]) if x.dim() > 1 else ()
+            found = [writer.new(f"tl.sum(tl.where({COLUMN} == {i}, {own}, 0.0), 1)") for i in columns]
+            names.append(torch.tensor(found or [writer.new(own)]).view(x.shape))
+        results = writer.run(*names)
+        results = [results] if isinstance(results, torch.Tensor) else results
+        same = vars(twin).keys() == before.keys() and all(x is before[name] for name, x in vars(twin).items())
+        if not same or any(len(x) != 1 for x in results):
+            raise NotImplementedError("it depends on what is no part of the state")
+        returned = ", ".join(map(joined, results))
     except Exception as error:  # whatever a task's own code raises when it is traced
-        raise NotImplementedError(f"{name} cannot be traced: {error}") from error
-    writer, names = Writer(traced), []
-    for own, x in inputs.items():
-        columns = range(x.shape[1]) if x.dim() > 1 else ()
-        found = [writer.new(f"tl.sum(tl.where({COLUMN} == {i}, {own}, 0.0), 1)") for i in columns]
-        names.append(torch.tensor(found or [writer.new(own)]).view(x.shape))
-    results = writer.run(*names)
-    results = [results] if isinstance(results, torch.Tensor) else results
-    if any(len(x) != 1 for x in results):
-        raise NotImplementedError(f"{name} has a number for each environment that is no part of its state")
-    source = [f"def {name}({', '.join(inputs)}):", *writer.lines, f"return {', '.join(map(joined, results))}"]
-    text = "\n    ".join(source) + "\n"
+        raise NotImplementedError(f"{name} cannot be translated: {error}") from error
+    text = "\n    ".join([f"def {name}({', '.join(inputs)}):", *writer.lines, f"return {returned}"]) + "\n"
     file, scope = f"<{name} {hashlib.sha256(text.encode()).hexdigest()}>", {"tl": tl}
     linecache.cache[file] = len(text), None, text.splitlines(True), file  # where Triton looks for the source
     exec(compile(text, file, "exec"), scope)
@@ -137,13 +162,13 @@ def cast(x, inside, TO: tl.constexpr):
     if TO == FP16:
         x = x.to(tl.float16).to(tl.float32)
     if TO == E4M3:
-        largest = tl.max(tl.max(tl.where(inside[:, None], tl.abs(x), 0.0), 1), 0)
-        bits = largest.to(tl.int32, bitcast=True)
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of which a larger one has larger bits, and NaN the largest
+        bits = tl.max(tl.max(tl.where(inside[:, None], magnitude, 0), 1), 0)
         exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8
         scale = ((tl.minimum(tl.maximum(exponent, -126), 119) + 127) << 23).to(tl.float32, bitcast=True)
-        binade = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        binade = (magnitude & 0x7F800000).to(tl.float32, bitcast=True)
         shift = tl.maximum(binade, scale * 0.015625) * 1572864.0  # 2^-6, and 1.5 * 2^20: as in lab.formats.scaled
-        x = tl.where(largest < float("inf"), x + shift - shift, float("nan"))
+        x = tl.where(bits < 0x7F800000, x + shift - shift, float("nan"))
     return x
 
 
@@ -156,7 +181,7 @@ def layer(
     i, o = tl.arange(0, x.shape[1])[:, None], tl.arange(0, WIDE)[None, :]
     w = tl.load(weight + (i + FROM * o if LAST else i * TO + o), mask=(i < FROM) & (o < TO), other=0.0)
     y = tl.dot(cast(x, inside, INPUTS), w, input_precision="ieee") + tl.load(bias + o, mask=o < TO, other=0.0)
-    return cast(y if LAST else tl.maximum(y, 0.0), inside, RESULTS)
+    return cast(y if LAST else tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL), inside, RESULTS)
 
 
 @triton.jit
@@ -194,7 +219,7 @@ def play(
                 chosen = (difference > tl.load(noise + now, mask=inside, other=0.0)).to(tl.int32)
             else:
                 drawn = tl.load(noise + own_action, mask=of_action, other=0.0)
-                chosen = tl.argmax(tl.where(column < A, x + drawn, -float("inf")), 1)
+                chosen = tl.minimum(tl.argmax(tl.where(column < A, x + drawn, -float("inf")), 1), A - 1)  # beyond, if all are NaN
             tl.store(actions + now, chosen.to(tl.int64), mask=inside)
             action = chosen.to(tl.float32)
         moved, reward, terminated = ADVANCE(state, action)
@@ -232,10 +257,10 @@ class Fused:
             raise NotImplementedError(f"no kernel for {sizes} numbers and {self.envs} environments")
         if any(getattr(type(env), name) is not getattr(TensorEnv, name) for name in ("step", "_observe")):
             raise NotImplementedError("the task has a step of its own")
-        state = torch.zeros(1, env.state_size)
-        action = torch.zeros(1, env.num_actions) if self.gaussian else torch.zeros(1, dtype=torch.int64)
-        self.advance = written("advance", env.advance, {"state": state, "action": action})
-        self.observe = written("observe", env.observe, {"state": state})
+        state = torch.zeros(1, env.state_size, device=env.device)
+        action = state.new_zeros(1, env.num_actions) if self.gaussian else state.new_zeros(1, dtype=torch.int64)
+        self.advance = written(env, "advance", {"state": state, "action": action})
+        self.observe = written(env, "observe", {"state": state})
 
     def numbers(self, roundings: list) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What `cast` rounds each layer's inputs and results to."""
@@ -259,13 +284,32 @@ class Fused:
         for part, layers in policy.parts:
             weights, biases, roundings = zip(*layers, strict=True)
             hidden = [torch.stack(x, 1) if x else None for x in (weights[1:-1], biases[1:-1])]
-            play[part.stop - part.start, triton.cdiv(self.envs, rows)](
-                states, elapsed, done, noise, starts, weights[0], biases[0].contiguous(), *hidden, weights[-1],
-                biases[-1].contiguous(), deviations, obs, outputs, actions, rewards, flags, length, self.envs, part.start, count,
-                *self.sizes, len(layers) - 1, starts.shape[-1] - K, self.gaussian, env.max_steps, *self.numbers(roundings), rows,
-                self.advance, self.observe,
-            )  # fmt: skip
+            with torch.cuda.device_of(obs):  # Triton launches on the current device
+                play[part.stop - part.start, triton.cdiv(self.envs, rows)](
+                    states, elapsed, done, noise, starts, weights[0], biases[0].contiguous(), *hidden, weights[-1],
+                    biases[-1].contiguous(), deviations, obs, outputs, actions, rewards, flags, length, self.envs, part.start,
+                    count, *self.sizes, len(layers) - 1, starts.shape[-1] - K, self.gaussian, env.max_steps,
+                    *self.numbers(roundings), rows, self.advance, self.observe,
+                )  # fmt: skip
         env.state, env.obs, env.elapsed, env.done = states, obs[-1].clone(), elapsed, done.bool()
         if self.gaussian:
             outputs = Gaussian.outputs(outputs.unflatten(1, (len(policy.spread), -1)), policy.spread).flatten(1, 2)
         return (obs, actions, rewards, flags, outputs), None
+
+
+def tried(env: TensorEnv, agents: nn.Module, roundings: tuple[Callable | None, ...]) -> Fused | None:
+    """A Fused, after a short rollout on a copy. None if there is no kernel or, with a warning, if it does not run here: Triton
+    needs a C compiler, and a GPU with shared memory for the weights of all layers."""
+    zeros = functools.partial(torch.zeros, device=env.device)
+    try:
+        loop = Fused(env, agents, roundings)
+        noise = zeros(16, env.num_envs, *[env.num_actions] * (loop.gaussian or env.num_actions != 2))
+        with torch.no_grad():
+            loop(agents, copy.copy(env), noise, 16 * (zeros(env.num_envs, env.state_size + env.channels),))
+        return loop
+    except NotImplementedError:
+        return None
+    except Exception as error:  # of Triton, of the compiler, of the driver
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        warnings.warn(f"agents act step by step, because their kernel does not run here: {reason}", stacklevel=2)
+        return None

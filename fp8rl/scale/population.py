@@ -14,10 +14,8 @@ are exact there, so this is what autocast and FP8 compute, again except for the 
 instructions for it, and agents of all precisions fit into one batch. But it saves no memory and uses no tensor cores.
 """
 
-import contextlib
 import copy
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -321,15 +319,14 @@ class AgentsFunction(torch.autograd.Function):
 
 
 def loop_of(env: TensorEnv, agents: Agents) -> Callable:
-    """How the agents act: all steps in one kernel (kernels.py), if there is one for the task, on GPUs of capability 8.0 and up
-    where Triton is installed, and the C compiler that it needs; or else `unroll`."""
-    device, installed = agents.theta.device, find_spec("triton") and any(map(shutil.which, ("gcc", "clang")))
-    if device.type == "cuda" and installed and torch.cuda.get_device_capability(device) >= (8, 0):
-        from .kernels import Fused  # not above, because Triton takes long to import and may be missing
+    """How the agents act: all steps in one kernel (kernels.py), on GPUs of capability 8.0 and up where Triton is installed and
+    the kernel for the task exists and runs; or else `unroll`."""
+    device = agents.theta.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or not find_spec("triton"):
+        return unroll
+    from .kernels import tried  # not above, because Triton takes long to import and may be missing
 
-        with contextlib.suppress(NotImplementedError):
-            return Fused(env, agents, (None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3]))
-    return unroll
+    return tried(env, agents, (None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3])) or unroll
 
 
 def environments(config: Config, num_envs: int, start_noise: list[float], seeds: torch.Tensor, purpose="starts") -> TensorEnv:
@@ -548,7 +545,8 @@ def bytes_per_agent(config: Config) -> int:
     action_size = task.num_actions if task.distribution is Gaussian else 0
     parameters = sum(rows * (columns + 1) for rows, columns in shapes)
     ring = ring_bytes(config.rows, config.num_envs, shapes[0][1], codec=config.codec, action_size=action_size)
-    return ring + 4 * 12 * parameters + bytes_at_work(config, copies=2 if config.precision == "fp32" else 4)
+    rounded = {config.precision, config.collect_precision or "fp32"} != {"fp32"} or config.formats
+    return ring + 4 * 12 * parameters + bytes_at_work(config, copies=4 if rounded else 2)
 
 
 def one_of(configs: list[Config], device) -> Config:
