@@ -216,10 +216,12 @@ class Compiled:
         types = {torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
         signature, constants = {}, {}
         for i, (parameter, x) in enumerate(zip(play.params, args)):
-            name = parameter.name
-            fixed = parameter.is_constexpr or x is None
-            signature[name] = "constexpr" if fixed else types[x.dtype] if isinstance(x, torch.Tensor) else "i32"
-            constants |= {(i,): x} if fixed else {}
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[i,] = "constexpr", x
+                continue
+            kinds = [types[each.dtype] if isinstance(each, torch.Tensor) else each and "i32" for each in x]
+            signature[parameter.name] = tuple(kind or "constexpr" for kind in kinds)
+            constants |= {(i, k): each for k, each in enumerate(x) if not kinds[k]}
         for capability in (80, 90)[run.learner.config.layers - 2 :]:
             target = GPUTarget("cuda", capability, 32)
             print(len(triton.compile(ASTSource(play, signature, constants), target=target).asm["cubin"]))

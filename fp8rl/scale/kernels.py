@@ -173,26 +173,33 @@ def cast(x, inside, TO: tl.constexpr):
 
 
 @triton.jit
-def layer(
-    x, weight, bias, inside, INPUTS: tl.constexpr, RESULTS: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, LAST: tl.constexpr
-):  # fmt: skip
-    """A linear layer from the first FROM columns of `x` to TO, with a weight [FROM, TO] and ReLU; the LAST with [TO, FROM]."""
+def layer(x, weight, bias, inside, ROUND: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, LAST: tl.constexpr):
+    """A linear layer from the first FROM columns of `x` to TO, with a weight [FROM, TO] and ReLU; the LAST with [TO, FROM]. ROUND
+    has two numbers of `cast`, for the inputs times 4, and for the results."""
     WIDE: tl.constexpr = triton.next_power_of_2(TO) if TO > SIDE else SIDE
     i, o = tl.arange(0, x.shape[1])[:, None], tl.arange(0, WIDE)[None, :]
     w = tl.load(weight + (i + FROM * o if LAST else i * TO + o), mask=(i < FROM) & (o < TO), other=0.0)
-    y = tl.dot(cast(x, inside, INPUTS), w, input_precision="ieee") + tl.load(bias + o, mask=o < TO, other=0.0)
-    return cast(y if LAST else tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL), inside, RESULTS)
+    y = tl.dot(cast(x, inside, ROUND // 4), w, input_precision="ieee") + tl.load(bias + o, mask=o < TO, other=0.0)
+    return cast(y if LAST else tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL), inside, ROUND % 4)
 
 
 @triton.jit
-def play(
-    states, elapsed_of, done_of, noise, starts, first, first_bias, hidden, hidden_bias, heads, heads_bias, deviations,
-    obs, outputs, actions, rewards, flags, T, N, FIRST_AGENT, ALL,
-    F: tl.constexpr, K: tl.constexpr, A: tl.constexpr, H: tl.constexpr, LAYERS: tl.constexpr, CHANNELS: tl.constexpr,
-    GAUSSIAN: tl.constexpr, MAX_STEPS: tl.constexpr, INPUTS: tl.constexpr, RESULTS: tl.constexpr, ROWS: tl.constexpr,
-    ADVANCE: tl.constexpr, OBSERVE: tl.constexpr,
-):  # fmt: skip
-    """T steps of up to ROWS of an agent's N environments, of ALL. Arguments as in Fused.__call__."""
+def play(start, network, rollout, counts, SIZES: tl.constexpr, ROUND: tl.constexpr, ADVANCE: tl.constexpr, OBSERVE: tl.constexpr):
+    """T steps of up to ROWS of an agent's N environments, of ALL. The arguments are tuples, as in Fused.__call__, with a ROUND of
+    each layer, and the task's two functions."""
+    states, elapsed_of, done_of, noise, starts = start
+    first, first_bias, hidden, hidden_bias, heads, heads_bias, deviations = network
+    obs, outputs, actions, rewards, flags = rollout
+    T, N, FIRST_AGENT, ALL = counts
+    F: tl.constexpr = SIZES[0]
+    K: tl.constexpr = SIZES[1]
+    A: tl.constexpr = SIZES[2]
+    H: tl.constexpr = SIZES[3]
+    CHANNELS: tl.constexpr = SIZES[4]
+    MAX_STEPS: tl.constexpr = SIZES[5]
+    ROWS: tl.constexpr = SIZES[6]
+    GAUSSIAN: tl.constexpr = SIZES[7]
+    LAYERS: tl.constexpr = SIZES[8]
     agent, own = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside, at = own < N, (FIRST_AGENT + agent).to(tl.int64) * N + own
     column, rows, rows_in = tl.arange(0, SIDE)[None, :], at[:, None], inside[:, None]
@@ -201,11 +208,11 @@ def play(
     seen = tl.load(obs + rows * F + column, mask=of_obs, other=0.0)
     elapsed, done = tl.load(elapsed_of + at, mask=inside, other=0), tl.load(done_of + at, mask=inside, other=0) != 0
     for t in range(T):
-        x = layer(seen, first + agent * F * H, first_bias + agent * H, inside, INPUTS[0], RESULTS[0], F, H, False)
+        x = layer(seen, first + agent * F * H, first_bias + agent * H, inside, ROUND[0], F, H, False)
         for i in tl.static_range(LAYERS - 1):
             w, b = hidden + (agent * (LAYERS - 1) + i) * H * H, hidden_bias + (agent * (LAYERS - 1) + i) * H
-            x = layer(x, w, b, inside, INPUTS[i + 1], RESULTS[i + 1], H, H, False)
-        x = layer(x, heads + agent * A * H, heads_bias + agent * A, inside, INPUTS[LAYERS], RESULTS[LAYERS], H, A, True)
+            x = layer(x, w, b, inside, ROUND[i + 1], H, H, False)
+        x = layer(x, heads + agent * A * H, heads_bias + agent * A, inside, ROUND[LAYERS], H, A, True)
         now = at + t * ALL
         own_action = now[:, None] * A + column
         tl.store(outputs + own_action, x, mask=of_action)
@@ -223,12 +230,12 @@ def play(
             tl.store(actions + now, chosen.to(tl.int64), mask=inside)
             action = chosen.to(tl.float32)
         moved, reward, terminated = ADVANCE(state, action)
-        start = starts + now[:, None] * (K + CHANNELS) + column
-        state = tl.where(done[:, None], tl.load(start, mask=of_state, other=0.0), moved)
+        new = starts + now[:, None] * (K + CHANNELS) + column
+        state = tl.where(done[:, None], tl.load(new, mask=of_state, other=0.0), moved)
         seen = OBSERVE(state)
         if CHANNELS:
             other = column >= F - CHANNELS
-            seen = tl.where(other, tl.load(start + K + CHANNELS - F, mask=of_obs & other, other=0.0), seen)
+            seen = tl.where(other, tl.load(new + K + CHANNELS - F, mask=of_obs & other, other=0.0), seen)
         elapsed = tl.where(done, 0, elapsed + 1)
         terminated = terminated & (done == 0)
         truncated = (elapsed >= MAX_STEPS) & (terminated == 0)
@@ -252,7 +259,7 @@ class Fused:
     def __init__(self, env: TensorEnv, agents: nn.Module, roundings: tuple[Callable | None, ...]):
         self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, agents.shapes[0][0]
         self.roundings, self.envs, self.gaussian = roundings, env.num_envs // len(agents.theta), agents.gaussian
-        used = {x for part in agents.acting_parts["actor"] for each in self.numbers(part.roundings) for x in each}
+        used = {x for part in agents.acting_parts["actor"] for each in self.numbers(part.roundings) for x in divmod(each, 4)}
         if max(sizes[:3]) > 16 or sizes[3] not in (16, 32, 64, WIDEST) or (E4M3.value in used and self.envs > BLOCK):
             raise NotImplementedError(f"no kernel for {sizes} numbers and {self.envs} environments")
         if any(getattr(type(env), name) is not getattr(TensorEnv, name) for name in ("step", "_observe")):
@@ -262,17 +269,17 @@ class Fused:
         self.advance = written(env, "advance", {"state": state, "action": action})
         self.observe = written(env, "observe", {"state": state})
 
-    def numbers(self, roundings: list) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What `cast` rounds each layer's inputs and results to."""
+    def numbers(self, roundings: list) -> tuple[int, ...]:
+        """ROUND of each layer."""
         found = [(rounding.inputs, rounding.result) for rounding in roundings]
         if not {*itertools.chain(*found)} <= {*self.roundings}:
             raise NotImplementedError("no kernel for these roundings")
-        return tuple(tuple(map(self.roundings.index, each)) for each in zip(*found, strict=True))
+        return tuple(4 * self.roundings.index(inputs) + self.roundings.index(result) for inputs, result in found)
 
     def __call__(self, agents: nn.Module, env: TensorEnv, noise: torch.Tensor, starts: tuple, state: None = None):
         """As rollout.unroll."""
         policy, length, count, own = agents.acting(env.num_envs), len(noise), env.num_envs, torch.contiguous_format
-        (F, K, A, _), empty = self.sizes, env.obs.new_empty
+        (F, _, A, _), empty = self.sizes, env.obs.new_empty
         states, elapsed, done = env.state.clone(memory_format=own), env.elapsed.clone(), env.done.byte()
         obs, outputs, rewards = empty(length + 1, count, F), empty(length, count, A), empty(length, count)
         flags = torch.empty(length, count, dtype=torch.uint8, device=obs.device)
@@ -286,11 +293,15 @@ class Fused:
             hidden = [torch.stack(x, 1) if x else None for x in (weights[1:-1], biases[1:-1])]
             with torch.cuda.device_of(obs):  # Triton launches on the current device
                 play[part.stop - part.start, triton.cdiv(self.envs, rows)](
-                    states, elapsed, done, noise, starts, weights[0], biases[0].contiguous(), *hidden, weights[-1],
-                    biases[-1].contiguous(), deviations, obs, outputs, actions, rewards, flags, length, self.envs, part.start,
-                    count, *self.sizes, len(layers) - 1, starts.shape[-1] - K, self.gaussian, env.max_steps,
-                    *self.numbers(roundings), rows, self.advance, self.observe,
-                )  # fmt: skip
+                    (states, elapsed, done, noise, starts),
+                    (weights[0], biases[0].contiguous(), *hidden, weights[-1], biases[-1].contiguous(), deviations),
+                    (obs, outputs, actions, rewards, flags),
+                    (length, self.envs, part.start, count),
+                    (*self.sizes, env.channels, env.max_steps, rows, self.gaussian, len(layers) - 1),
+                    self.numbers(roundings),
+                    self.advance,
+                    self.observe,
+                )
         env.state, env.obs, env.elapsed, env.done = states, obs[-1].clone(), elapsed, done.bool()
         if self.gaussian:
             outputs = Gaussian.outputs(outputs.unflatten(1, (len(policy.spread), -1)), policy.spread).flatten(1, 2)
