@@ -73,6 +73,7 @@ PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp
 GYMNASIUM, PEERS = "fp32 in Gymnasium", {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
 ARMS = (*PRECISIONS, GYMNASIUM, *PEERS)
 DRAWN = ("fp32", "fp8", *PEERS)
+SHORT = ("fp32", "bf16", "fp8", "eight-bit state", *PEERS)  # columns of the short table
 COLUMNS = ("task", "arm", "steps", "median score", "lowest", "seeds that reach the goal", "held", "minus fp32, IQM [95%]")
 COLUMNS += ("seconds a seed",)
 
@@ -227,7 +228,7 @@ def write(out: Path, found: Found) -> None:
     note += f"one at a time the processor's alone. {made}"
     out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
 
-    measured, rows = [arm for arm in ARMS if any((task, arm) in lines for task in TASKS)], []
+    measured, rows = [arm for arm in SHORT if any((task, arm) in lines for task in TASKS)], []
     for task, (_, steps, _, goal) in TASKS.items():
         cells = [short(lines[task, arm]) if (task, arm) in lines else "-" for arm in measured]
         head = f"{task}, {steps:,} steps, goal {goal:,}{unit_of(task)}"
