@@ -364,6 +364,8 @@ def write_study(
         low = threshold - (best - threshold) / 4
         right.set_xlim(low, best + (best - threshold) / 4)
         right.set_xlabel(f"{right.get_xlabel()}, from {low:.0f} up")
+        for row, average in ((row, iqm(values)) for row, values in enumerate(final.values()) if iqm(values) < low):
+            right.annotate(f"← {average:.1f}", (low, row), (3, 0), textcoords="offset points", va="center")
     folder.write("curves.png", png(figure))
     print(text)
 
