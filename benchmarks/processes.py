@@ -5,9 +5,10 @@ collects one iteration ahead of the learner (`collect_ahead`), and Gymnasium env
 alternate between what is compared; every rate is a median over them. One torch thread in each process or thread. What other
 programs took of the processor meanwhile is written down too: it weighs on two processes more than on one.
 
-Training is at the config's defaults, but for the number of environments N, a replayed batch as large as a rollout (32 N
-transitions) and a ring of 100 N; the first fifth of a run's iterations is left out, evaluations too. The effective sample size
-(ess) is that of runs without replay, as what it lacks of 1: the fresh data's staleness alone. Seeds change with the rounds.
+Training is at the config's defaults, but for the number of environments N, rollouts of 32 steps, two replayed batches as large as
+a rollout and a ring of 100 N transitions; the first fifth of a run's iterations is left out, evaluations too. The effective
+sample size (ess) is that of runs without replay, as what it lacks of 1: the fresh data's staleness alone. Seeds change with the
+rounds.
 
     python benchmarks/processes.py benchmarks/results/processes.md
 """
@@ -61,9 +62,10 @@ class Waiting(CartPoleEnv):
 
 
 def config_of(num_envs: int, iterations: int, **fields) -> Config:
-    transitions = 32 * num_envs
-    sizes = {"num_envs": num_envs, "batch_size": transitions, "capacity": 100 * num_envs, "steps": transitions * iterations}
-    return Config(**sizes, eval_every=0, eval_episodes=1, **fields)
+    length = 32
+    shape = {"num_envs": num_envs, "rollout_length": length, "slice_length": length, "batch_size": length * num_envs}
+    shape |= {"capacity": 100 * num_envs, "replay_updates": 2, "steps": length * num_envs * iterations}
+    return Config(**shape | {"eval_every": 0, "eval_episodes": 1} | fields)
 
 
 def rate(history: History) -> float:
