@@ -184,22 +184,34 @@ def layer(x, weight, bias, inside, ROUND: tl.constexpr, FROM: tl.constexpr, TO: 
 
 
 @triton.jit
+def outputs_of(seen, network, agent, inside, SIZES: tl.constexpr, ROUND: tl.constexpr):
+    """An agent's outputs [B, 16] for observations [B, 16]."""
+    first, first_bias, hidden, hidden_bias, heads, heads_bias, _ = network
+    F: tl.constexpr = SIZES[0]
+    A: tl.constexpr = SIZES[2]
+    H: tl.constexpr = SIZES[3]
+    LAYERS: tl.constexpr = SIZES[8]
+    x = layer(seen, first + agent * F * H, first_bias + agent * H, inside, ROUND[0], F, H, False)
+    for i in tl.static_range(LAYERS - 1):
+        w, b = hidden + (agent * (LAYERS - 1) + i) * H * H, hidden_bias + (agent * (LAYERS - 1) + i) * H
+        x = layer(x, w, b, inside, ROUND[i + 1], H, H, False)
+    return layer(x, heads + agent * A * H, heads_bias + agent * A, inside, ROUND[LAYERS], H, A, True)
+
+
+@triton.jit
 def play(start, network, rollout, counts, SIZES: tl.constexpr, ROUND: tl.constexpr, ADVANCE: tl.constexpr, OBSERVE: tl.constexpr):
     """T steps of up to ROWS of an agent's N environments, of ALL. The arguments are tuples, as in Fused.__call__, with a ROUND of
     each layer, and the task's two functions."""
     states, elapsed_of, done_of, noise, starts = start
-    first, first_bias, hidden, hidden_bias, heads, heads_bias, deviations = network
     obs, outputs, actions, rewards, flags = rollout
     T, N, FIRST_AGENT, ALL = counts
     F: tl.constexpr = SIZES[0]
     K: tl.constexpr = SIZES[1]
     A: tl.constexpr = SIZES[2]
-    H: tl.constexpr = SIZES[3]
     CHANNELS: tl.constexpr = SIZES[4]
     MAX_STEPS: tl.constexpr = SIZES[5]
     ROWS: tl.constexpr = SIZES[6]
     GAUSSIAN: tl.constexpr = SIZES[7]
-    LAYERS: tl.constexpr = SIZES[8]
     agent, own = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside, at = own < N, (FIRST_AGENT + agent).to(tl.int64) * N + own
     column, rows, rows_in = tl.arange(0, SIDE)[None, :], at[:, None], inside[:, None]
@@ -208,17 +220,13 @@ def play(start, network, rollout, counts, SIZES: tl.constexpr, ROUND: tl.constex
     seen = tl.load(obs + rows * F + column, mask=of_obs, other=0.0)
     elapsed, done = tl.load(elapsed_of + at, mask=inside, other=0), tl.load(done_of + at, mask=inside, other=0) != 0
     for t in range(T):
-        x = layer(seen, first + agent * F * H, first_bias + agent * H, inside, ROUND[0], F, H, False)
-        for i in tl.static_range(LAYERS - 1):
-            w, b = hidden + (agent * (LAYERS - 1) + i) * H * H, hidden_bias + (agent * (LAYERS - 1) + i) * H
-            x = layer(x, w, b, inside, ROUND[i + 1], H, H, False)
-        x = layer(x, heads + agent * A * H, heads_bias + agent * A, inside, ROUND[LAYERS], H, A, True)
+        x = outputs_of(seen, network, agent, inside, SIZES, ROUND)
         now = at + t * ALL
         own_action = now[:, None] * A + column
         tl.store(outputs + own_action, x, mask=of_action)
         if GAUSSIAN:
             drawn = tl.load(noise + own_action, mask=of_action, other=0.0)
-            action = x + tl.load(deviations + (FIRST_AGENT + agent) * A + column, mask=column < A, other=0.0) * drawn
+            action = x + tl.load(network[6] + (FIRST_AGENT + agent) * A + column, mask=column < A, other=0.0) * drawn
             tl.store(actions + own_action, action, mask=of_action)
         else:
             if A == 2:
