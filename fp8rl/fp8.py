@@ -18,8 +18,8 @@ by e5m2. So the first product takes a free transpose of W, the second a copy of 
 both matrices. The CPU has no such rules, but they are enforced there too.
 
 A number that is not finite makes the scale NaN, and so all that is computed from the tensor; the optimizer step is then skipped.
-Quantizing is several passes over a tensor; `torch.compile` makes few of them, in a Float8Linear too, with the same numbers. FP8
-pays off only in wide layers on hardware that multiplies float8: benchmarks/fp8_layer.py measures it.
+Quantizing is several passes over a tensor; `torch.compile` makes few of them, in a Float8Linear too, on a CPU with the same bits.
+FP8 pays off only in wide layers on hardware that multiplies float8: benchmarks/fp8_layer.py measures it.
 """
 
 import math

@@ -256,7 +256,7 @@ def test_memory_is_foreseen(precision, tmp_path):
     for process in processes:
         process.join(60)
     few, many = (int((tmp_path / str(agents)).read_text()) for agents in (16, 80))
-    assert 0.4 < (many - few) / 64 / population.bytes_per_agent(configs[0]) < 1.4  # its peak: benchmarks/widths.py
+    assert 0.4 < (many - few) / 64 / population.bytes_per_agent(configs[0]) < 1.4
 
 
 def test_an_agent_s_ring_is_foreseen_by_its_task():

@@ -35,18 +35,16 @@ BLOCK = 64  # environments in a program
 WIDEST = 128  # units in a layer: of more, not even one layer's weights fit into a GPU's shared memory
 BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # what `cast` rounds to; 0 is float32
 SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tl.dot multiplies
-COLUMN = "tl.arange(0, 16)[None, :]"
+COLUMN = f"tl.arange(0, {SIDE.value})[None, :]"
 
-# Operations of torch and their forms: of numbers, and those that take and return what is true or false.
+# Operations of torch and their forms: of numbers, those that compare them, and those of what is true or false.
 aten, NAN = torch.ops.aten, "propagate_nan=tl.PropagateNan.ALL"
 FORMS = {aten.add: "{} + {}", aten.sub: "{} - {}", aten.mul: "{} * {}", aten.div: "{} / {}", aten.neg: "-{}"}
 FORMS |= {getattr(aten, name): f"tl.{name}({{}})" for name in ("sin", "cos", "exp", "log", "sqrt", "abs")}
 FORMS |= {getattr(aten, name): f"tl.{name}({{}}, {{}}, {NAN})" for name in ("minimum", "maximum")}
-FORMS |= {
-    aten.clamp: f"tl.minimum(tl.maximum({{}}, {{}}, {NAN}), {{}}, {NAN})",
-    aten.remainder: "{0} - tl.floor({0} / {1}) * {1}",
-}
-FORMS |= {aten.gt: "{} > {}", aten.lt: "{} < {}", aten.ge: "{} >= {}", aten.le: "{} <= {}", aten.eq: "{} == {}"}
+FORMS[aten.clamp] = f"tl.minimum(tl.maximum({{}}, {{}}, {NAN}), {{}}, {NAN})"
+FORMS[aten.remainder] = "{0} - tl.floor({0} / {1}) * {1}"
+COMPARISONS = {aten.gt: "{} > {}", aten.lt: "{} < {}", aten.ge: "{} >= {}", aten.le: "{} <= {}", aten.eq: "{} == {}"}
 LOGICAL = {aten.bitwise_or: "{} | {}", aten.logical_or: "{} | {}", aten.bitwise_and: "{} & {}", aten.logical_and: "{} & {}"}
 LOGICAL |= {aten.logical_not: "{} == 0", aten.bitwise_not: "{} == 0"}
 MOVES = {aten.slice, aten.select, aten.squeeze, aten.unsqueeze, aten.cat, aten.view, aten.permute, aten.expand, aten.clone}
@@ -92,12 +90,12 @@ class Writer(fx.Interpreter):
             return self.each(LOGICAL[op], args, True)
         if op is aten.pow and not isinstance(args[1], torch.Tensor) and args[1] == 2:
             op, args = aten.mul, (args[0], args[0])
-        if op not in FORMS or all(logical) or kwargs.keys() - {"alpha"}:
+        if op not in FORMS | COMPARISONS or all(logical) or kwargs.keys() - {"alpha"}:
             raise NotImplementedError(f"{target} has no form for Triton")
         args = [self.each("{}.to(tl.float32)", [x]) if true else x for x, true in zip(args, logical, strict=True)]
         if alpha != 1:
             args = args[0], self.each(f"{{}} * {literal(alpha)}", args[1:])
-        return self.each(FORMS[op], args, op in (aten.gt, aten.lt, aten.ge, aten.le, aten.eq))
+        return self.each((FORMS | COMPARISONS)[op], args, op in COMPARISONS)
 
     def each(self, form: str, args: list, logical: bool = False) -> torch.Tensor:
         """A new name for each element of the arguments, tensors of names or numbers."""
@@ -268,7 +266,7 @@ class Fused:
         self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, agents.shapes[0][0]
         self.roundings, self.envs, self.gaussian = roundings, env.num_envs // len(agents.theta), agents.gaussian
         used = {x for part in agents.acting_parts["actor"] for each in self.numbers(part.roundings) for x in divmod(each, 4)}
-        if max(sizes[:3]) > 16 or sizes[3] not in (16, 32, 64, WIDEST) or (E4M3.value in used and self.envs > BLOCK):
+        if max(sizes[:3]) > SIDE.value or sizes[3] not in (16, 32, 64, WIDEST) or (E4M3.value in used and self.envs > BLOCK):
             raise NotImplementedError(f"no kernel for {sizes} numbers and {self.envs} environments")
         if any(getattr(type(env), name) is not getattr(TensorEnv, name) for name in ("step", "_observe")):
             raise NotImplementedError("the task has a step of its own")
