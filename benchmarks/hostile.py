@@ -278,9 +278,9 @@ def study(out: Path) -> None:
 
 def store(out: Path) -> None:
     """Goes on with a ring in a folder, or makes one."""
-    env = Cart(2)
+    env, model = Cart(2), ActorCritic(hidden_size=8)
     ring = StoredRing(8, 2, env.bounds, folder=out)
-    ring.append(Collector(env, ActorCritic(hidden_size=8), Precision("fp32"), length=4).act())
+    ring.append(Collector(env, model, Precision("fp32"), length=4).collect(model))
     ring.close()
 
 

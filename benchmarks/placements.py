@@ -1,8 +1,8 @@
 """What a CUDA graph is worth, and which part of a run belongs on which device.
 
 Training steps per second of whole runs (collect, append, sample, update; evaluations left out), eager and as graphs, in every
-precision, at the default number of environments and at many; then every placement of learner, actor and ring, in turn and with
-the actor one iteration ahead. Rounds alternate; medians. Needs CUDA: without it the script says so and writes nothing.
+precision, at the default number of environments and at many; then every placement of learner, actor and ring. Rounds
+alternate; medians. Needs CUDA: without it the script says so and writes nothing.
 
     python benchmarks/placements.py benchmarks/results/placements.md
 """
@@ -57,12 +57,10 @@ def main(out: Path) -> None:
         got = speeds(short_run(num_envs, name), {"eager": Machine("cuda"), "graph": Machine("cuda", graph=True)})
         lines.append(f"| {num_envs:,} | {name} | {got['eager']:,.0f} | {got['graph']:,.0f} | {got['graph'] / got['eager']:.2f} |")
         write(out, lines)
-    lines += ["", "| environments | learn | collect | store | in turn, steps/s | one iteration ahead, steps/s |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
+    lines += ["", "| environments | learn | collect | store | steps/s |", "| --- " * 5 + "|"]
     for num_envs, *places in itertools.product((FEW, PLACED), *[("cpu", "cuda")] * 3):
-        kinds = {ahead: Machine(*places, "cpu", collect_ahead=ahead) for ahead in (False, True)}
-        got = speeds(short_run(num_envs), kinds)
-        lines.append(f"| {num_envs:,} | {' | '.join(places)} | {got[False]:,.0f} | {got[True]:,.0f} |")
+        got = speeds(short_run(num_envs), {"eager": Machine(*places, "cpu")})
+        lines.append(f"| {num_envs:,} | {' | '.join(places)} | {got['eager']:,.0f} |")
         write(out, lines)
 
 

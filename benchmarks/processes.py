@@ -1,14 +1,12 @@
 """What more processes or threads bring to one run on this machine's CPU.
 
-Three ways to use a second core, each against one: two ranks that share environments and learning (scale/ranks.py), a thread that
-collects one iteration ahead of the learner (`collect_ahead`), and Gymnasium environments in processes of their own. Rounds
-alternate between what is compared; every rate is a median over them. One torch thread in each process or thread. What other
-programs took of the processor meanwhile is written down too: it weighs on two processes more than on one.
+Two ways to use a second core, each against one: two ranks that share environments and learning (scale/ranks.py), and Gymnasium
+environments in processes of their own. Rounds alternate between what is compared; every rate is a median over them. One torch
+thread in each process. What other programs took of the processor meanwhile is written down too: it weighs on two processes more
+than on one.
 
 Training is at the config's defaults, but for the number of environments N, rollouts of 32 steps, two replayed batches as large as
-a rollout and a ring of 100 N transitions; the first fifth of a run's iterations is left out, evaluations too. The effective
-sample size (ess) is that of runs without replay, as what it lacks of 1: the fresh data's staleness alone. Seeds change with the
-rounds.
+a rollout and a ring of 100 N transitions; the first fifth of a run's iterations is left out, evaluations too.
 
     python benchmarks/processes.py benchmarks/results/processes.md
 """
@@ -36,12 +34,11 @@ from fp8rl.report.bench import origin
 from fp8rl.rollout import Collector
 from fp8rl.scale import ranks
 from fp8rl.scale.gym import GymEnv
-from fp8rl.scale.machine import Machine, build
+from fp8rl.scale.machine import build
 from fp8rl.train import train
 
 SIZES = {16: 150, 256: 60, 2048: 15}  # environments: iterations that are timed
-ROUNDS, ESS_ROUNDS, ESS_ITERATIONS = 5, 3, 50
-MACHINES = {"in turn": Machine(), "ahead": Machine(collect_ahead=True)}
+ROUNDS = 5
 PAUSE, WORK = 1e-3, 50_000  # seconds, and numbers whose sum takes Python about so long
 
 
@@ -81,9 +78,8 @@ def serve(rank: int, size: int, port: int, jobs) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks.start()
-    while job := jobs.recv():
-        history = train(build(*job), progress=False).history
-        jobs.send((rate(history), float(history.column("ess").mean())))
+    while config := jobs.recv():
+        jobs.send(rate(train(build(config), progress=False).history))
     ranks.stop()
 
 
@@ -101,10 +97,10 @@ class Group:
         for process in self.processes:
             process.start()
 
-    def train(self, config: Config, machine: Machine) -> tuple[float, float]:
-        """The first one's rate and mean ess."""
+    def train(self, config: Config) -> float:
+        """The first one's rate."""
         for job in self.jobs:
-            job.send((config, machine))
+            job.send(config)
         first, *_ = [job.recv() for job in self.jobs]
         return first
 
@@ -125,25 +121,11 @@ def training_tables() -> list[str]:
     lines = ["Training, steps per second:", "", "| environments | one process | two ranks | ratio |", "| --- " * 4 + "|"]
     for n, iterations in SIZES.items():
         config = config_of(n, iterations)
-        runs = {name: lambda _, g=group, c=config: g.train(c, Machine())[0] for name, group in {"one": one, "two": two}.items()}
+        runs = {name: lambda _, g=group, c=config: g.train(c) for name, group in {"one": one, "two": two}.items()}
         speed = alternating(runs, ROUNDS)
         lines.append(f"| {n:,} | {speed['one']:,.0f} | {speed['two']:,.0f} | {speed['two'] / speed['one']:.2f} |")
         print(lines[-1], flush=True)
     two.close()
-    lines += ["", "Collecting one iteration ahead, steps per second:", ""]
-    lines += ["| environments | in turn | ahead | ratio | 1 - ess in turn | 1 - ess ahead |", "| --- " * 6 + "|"]
-    for n, iterations in SIZES.items():
-        config = config_of(n, iterations)
-        runs = {name: lambda _, c=config, m=machine: one.train(c, m)[0] for name, machine in MACHINES.items()}
-        speed = alternating(runs, ROUNDS)
-
-        def ess_of(machine, n=n):
-            return lambda number: one.train(config_of(n, ESS_ITERATIONS, seed=max(0, number), replay_updates=0), machine)[1]
-
-        ess = alternating({name: ess_of(machine) for name, machine in MACHINES.items()}, ESS_ROUNDS)
-        cells = f"{speed['in turn']:,.0f} | {speed['ahead']:,.0f} | {speed['ahead'] / speed['in turn']:.2f}"
-        lines.append(f"| {n:,} | {cells} | {1 - ess['in turn']:.1e} | {1 - ess['ahead']:.1e} |")
-        print(lines[-1], flush=True)
     one.close()
     return lines
 
@@ -184,7 +166,7 @@ def main(out: Path) -> None:
     collecting = collecting_table()  # first: its processes are forks, of a process that has not trained yet
     lines = [*training_tables(), "", *collecting]
     others = (others_seconds() - before) / (time.perf_counter() - began)
-    about = f"Medians of {ROUNDS} alternating rounds, ess of {ESS_ROUNDS}; one torch thread each; "
+    about = f"Medians of {ROUNDS} alternating rounds; one torch thread each; "
     about += f"other programs kept {max(0, others):.2f} cores busy meanwhile"
     out.write_text("\n".join(lines) + f"\n\n{about}. `python benchmarks/processes.py {out}` on {origin()}.\n")
 

@@ -124,16 +124,12 @@ class Collector:
     def collect(self, learned: nn.Module) -> Rollout:
         """The next T steps of every environment, with the weights of the network `learned`: a Rollout [T, N]."""
         self.sync(learned)
-        return self.act()
+        return self.play(*self.draw())
 
     def sync(self, learned: nn.Module) -> None:
         """Copies the learner's weights, if the acting policy is a copy."""
         if self.model is not learned:
             self.model.load_state_dict(learned.state_dict())
-
-    def act(self) -> Rollout:
-        """The same with the weights as they are."""
-        return self.play(*self.draw())
 
     def draw(self) -> tuple[torch.Tensor, tuple]:
         """The random numbers of the next rollout: the actions' noise, and starts."""

@@ -74,25 +74,19 @@ FIELDS = ("device", "collect_device", "store_device", "evaluate_device")
 NOT_REUSED = "reuse_forward is True: leave it out, it needs an actor that is the learner, and fresh_updates$"
 NOT_PACKED = "formats is m=e4m3: leave it out, or compute on one device, in one process and without other options"
 NOT_NORMALIZED = "normalize_obs is True: leave it out, or graph"
-NO_TF32 = "precision is .*: choose another for collect_ahead, TF32 is a process-wide switch"
 REFUSED = [  # fields of a config, of a machine, the number of processes, and what is said
     ({}, {"memmap": ""}, 1, "memmap is : choose a folder"),
     ({}, {"memmap": "runs/ring", "store_device": "cpu"}, 1, "memmap is runs/ring: use a folder or store_device, not both"),
     ({}, {"vectorization": "async"}, 1, "vectorization is async: leave it out, it needs env_id"),
-    ({}, {"graph": True, "collect_ahead": True}, 1, "graph is True: leave it out"),
     ({"env_id": "CartPole-v1"}, {"graph": True, "vectorization": "sync"}, 1, "graph is True: leave it out"),
     ({}, {"graph": True, "reuse_forward": True}, 1, r"reuse_forward is True: leave it out \(--no-reuse-forward\) with graph"),
     ({"fresh_updates": 0}, {"reuse_forward": True}, 1, NOT_REUSED),
     ({"collect_precision": "bf16"}, {"reuse_forward": True}, 1, NOT_REUSED),
-    ({}, {"reuse_forward": True, "collect_ahead": True}, 1, NOT_REUSED),
-    ({"precision": "tf32"}, {"collect_ahead": True}, 1, NO_TF32),
-    ({"collect_precision": "tf32"}, {"collect_ahead": True}, 1, NO_TF32),
     ({"normalize_obs": True}, {"graph": True}, 1, NOT_NORMALIZED),
     ({"formats": "m=e9m3"}, {}, 1, "formats has 'm=e9m3': format is 'e9m3'"),
     ({"formats": "forward=e4m3"}, {}, 1, "formats is forward=e4m3: leave out forward, which only populations round"),
     ({"formats": "weights=e4m3", "collect_precision": "bf16"}, {}, 1, "collect_precision is bf16: leave it out"),
     ({"formats": "weights=e4m3:block"}, {}, 1, "formats is weights=e4m3:block: leave block out, a run keeps one scale"),
-    ({"formats": "m=e4m3"}, {"collect_ahead": True}, 1, NOT_PACKED),
     ({"formats": "m=e4m3"}, {"reuse_forward": True}, 1, NOT_PACKED),
     ({"formats": "m=e4m3"}, {"graph": True}, 1, NOT_PACKED),
     ({"formats": "m=e4m3"}, {}, 2, NOT_PACKED),
@@ -131,7 +125,7 @@ def test_what_does_not_fit_into_memory_is_refused():
 
 
 @pytest.mark.parametrize("task", ["Broken", "Infinite"])
-@pytest.mark.parametrize("machine", [{}, {"reuse_forward": True}, {"collect_ahead": True}], ids=str)
+@pytest.mark.parametrize("machine", [{}, {"reuse_forward": True}], ids=str)
 def test_what_is_not_finite_never_reaches_weights_or_ring(machine, task):
     config = Config(**{**SHORT, "eval_every": 0}, env_id=f"{__name__}:{task}")
     run, seen = build(config, Machine(**machine)), []
@@ -277,8 +271,6 @@ def test_a_run_that_has_not_begun_can_be_saved(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("places", list(itertools.product(("cpu", "cuda"), repeat=4)))
 def test_every_placement_trains(places):
-    for ahead in (False, True):
-        machine = Machine(*places, collect_ahead=ahead)
-        run = trained(build(small(steps=20_480), machine))
-        assert run.history.final_return >= 195
-        assert next(run.model.parameters()).device.type == places[0] and run.ring.device.type == places[2]
+    run = trained(build(small(steps=20_480), Machine(*places)))
+    assert run.history.final_return >= 195
+    assert next(run.model.parameters()).device.type == places[0] and run.ring.device.type == places[2]

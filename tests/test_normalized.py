@@ -16,7 +16,7 @@ from fp8rl.evaluate import evaluate
 from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.losses import only_here
 from fp8rl.scale import checkpoint
-from fp8rl.scale.machine import NETWORKS, Machine, build, normalizes
+from fp8rl.scale.machine import NETWORKS, build, normalizes
 from fp8rl.train import iterate
 
 SIZES = np.array([1e3, 1.0, 1e-3, 1e-3])
@@ -134,14 +134,6 @@ def test_it_normalizes_where_only_gymnasium_has_the_task():
     for env_id, expected in ((None, False), ("CartPole-v1", False), ("fp8rl-tests/Uneven-v0", True)):
         assert normalizes(small(env_id=env_id)) == expected
         assert normalizes(small(env_id=env_id, normalize_obs=True)) > normalizes(small(env_id=env_id, normalize_obs=False))
-
-
-def test_a_rollout_collected_ahead_counts_when_it_is_received():
-    run = build(SHORT, Machine(collect_ahead=True))
-    for k, _ in enumerate(iterate(run)):
-        assert run.model.seen.item() == 16 + 512 * k
-    twin = trained(build(SHORT, Machine(collect_ahead=True)))
-    assert all(map(torch.equal, statistics(run.model), statistics(twin.model)))
 
 
 def test_an_observation_that_is_not_finite_does_not_reach_the_statistics():

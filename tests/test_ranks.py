@@ -32,13 +32,11 @@ from fp8rl.scale import checkpoint, ranks
 from fp8rl.scale.machine import HERE, NETWORKS, Machine, build
 from fp8rl.train import Learner, OneProcess, Run, iterate
 
-AHEAD = Machine(collect_ahead=True)
 QUICK = {"steps": 4 * 512, "eval_every": 0, "eval_episodes": 1, "seed": 1}
 RUNS = {
     "replay": (small(steps=20_480, eval_every=0, eval_episodes=50), HERE),
     "on-policy": (small(**QUICK, replay_updates=0), HERE),
     "gru": (small(**QUICK, encoder="gru", hide_velocity=True), HERE),
-    "ahead": (small(**QUICK), AHEAD),
     "few slices": (small(**QUICK, batch_size=64, fresh_updates=0), HERE),
     "fp8": (small(**QUICK, precision="fp8"), HERE),
     "fp16, reused": (small(**QUICK, precision="fp16"), Machine(reuse_forward=True)),
@@ -235,7 +233,7 @@ def test_ranks_and_seeds_draw_numbers_of_their_own(monkeypatch):
 
 def assert_whole(whole: dict, parts: list[dict]) -> None:
     """The states of ranks are parts of that of the whole run."""
-    for name, dim in (("env", 0), ("returns", 0), ("rewards", 0), ("ring", 0), ("waiting", 1)):
+    for name, dim in (("env", 0), ("returns", 0), ("rewards", 0), ("ring", 0)):
         for key, x in whole.get(name, {}).items():
             values = [part[name][key] for part in parts]
             joined = sum(values) if key == "clipped" else values[0] if key in ("clock", "square") else torch.cat(values, dim)
@@ -278,7 +276,7 @@ def test_a_checkpoint_continues_with_another_number_of_ranks(two, folder):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_parts_of_a_state_make_up_the_whole(size):
     config = small(num_envs=12, rollout_length=16, slice_length=16, steps=4 * 192, eval_every=0, eval_episodes=1)
-    whole, parts, group = after(2, build(config, AHEAD)).state_dict(), [], ranks.Ranks()
+    whole, parts, group = after(2, build(config)).state_dict(), [], ranks.Ranks()
     group.size = size
     for group.rank in range(size):
         parts.append(group.part(whole))

@@ -107,7 +107,7 @@ def test_log_probabilities_are_those_of_the_policy_that_acted_in_its_precision(l
 def test_what_is_not_finite_or_too_large_is_named():
     for name, good, bad in (("obs", 1e8, 2e8), ("reward", 1e15, 2e15)):
         for sign in (1, -1):
-            rollout = collector_of(4, 10).act()
+            rollout = (acting := collector_of(4, 10)).collect(acting.model)
             getattr(rollout, name)[7, 3] = sign * good * 0.99
             check_finite(rollout)
             for number, message in ((bad, "reaches 2e.*, over 1e.*: register it wrapped in"), (math.inf, "is not finite: fix")):

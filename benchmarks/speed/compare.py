@@ -71,7 +71,7 @@ CONTESTANTS = {
     OURS: contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, ranks=cores(), search={}, learns=None),
     "fp8rl, bf16": contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, search={}),
     "fp8rl, fp32": contestant("ours", "reused", length=32, threads=1, num_envs=MANY, search={}),
-    "fp8rl, fp32, forward passes repeated": contestant("ours", "in-turn", threads=1),
+    "fp8rl, fp32, forward passes repeated": contestant("ours", "plain", threads=1),
     "JAX, fp32": contestant("jax_loop", "unrolled", **JAX),
     "JAX, bf16": contestant("jax_loop", "unrolled", "bf16", **JAX),
     "JAX, fp32, one device per core": contestant("jax_loop", "devices", length=64, search={}, learns=None),

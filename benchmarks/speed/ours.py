@@ -1,11 +1,11 @@
 """fp8rl's own loop through fp8rl.train.iterate, as a user of the package calls it: on policy, Config(replay_updates=0), but for
 one variant.
 
-Variants are settings of the Machine: reused learns from the forward passes that acted (reuse_forward); in-turn does not; ahead
-lets a thread collect one iteration ahead of the learner (collect_ahead). Another one, defaults, is what `train` does, with 16
-replayed updates an iteration: of the options it takes the number of environments, steps, precision and seed alone. Under torchrun
-the environments are split over the processes, one torch thread each, and the first one speaks. The replay ring is as small as it
-may be. Evaluations are made here, between iterations, outside the clock, as for every other contestant.
+Variants are settings of the Machine: reused learns from the forward passes that acted (reuse_forward); plain does not. Another
+one, defaults, is what `train` does, with 16 replayed updates an iteration: of the options it takes the number of environments,
+steps, precision and seed alone. Under torchrun the environments are split over the processes, one torch thread each, and the
+first one speaks. The replay ring is as small as it may be. Evaluations are made here, between iterations, outside the clock, as
+for every other contestant.
 
     python benchmarks/speed/ours.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
     torchrun --standalone --nproc-per-node 2 benchmarks/speed/ours.py --threads 1 --num-envs 8192 --rollout-length 32 --json
@@ -24,8 +24,7 @@ from fp8rl.train import iterate
 
 MACHINES = {
     "reused": Machine(reuse_forward=True),
-    "in-turn": Machine(),
-    "ahead": Machine(collect_ahead=True),
+    "plain": Machine(),
     "defaults": Machine(),
 }
 

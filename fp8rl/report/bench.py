@@ -57,8 +57,8 @@ class Loop:
 
     def fastest(self, machine: Machine) -> tuple[Config, Machine]:
         """The config of the loop and the machine, with what is left open as it is fastest here: the precision, if it is None, and
-        whether forward passes are reused, if the machine says so and does not exclude it by a CUDA graph or collection ahead.
-        A population never reuses them. Raises like `config`."""
+        whether forward passes are reused, if the machine says so and has no CUDA graph. A population never reuses them. Raises
+        like `config`."""
         config = self.config(machine)
         if self.agents:
             return config, machine
@@ -67,7 +67,7 @@ class Loop:
             emulated = torch.tensor([is_emulated(name, machine.device) for name in names])
             (emulated,) = ranks.all_reduce([emulated.int()])  # all processes must agree
             names = [name for name, no in zip(names, emulated, strict=True) if not no]
-        plain = machine.graph or machine.collect_ahead or not machine.reuse_forward
+        plain = machine.graph or not machine.reuse_forward
         pairs = list(itertools.product(names, (False,) if plain else (False, True)))
         speeds = torch.zeros(len(pairs))
         if len(pairs) > 1:
@@ -153,7 +153,7 @@ def bench_loop(
     """Training steps per second of a config's loop, or of all agents of a population with seeds from 0 up: medians of rounds that
     alternate with its floor. Returns train_steps_per_second; agents, of a population; num_envs, rollout_length, precision,
     hidden_size, layers and reuse_forward; collect_share and update_share, fractions of an iteration's time, meaningless for a
-    CUDA graph or collection ahead; and floor_share, the floor's time as a fraction of an iteration's."""
+    CUDA graph; and floor_share, the floor's time as a fraction of an iteration's."""
     if agents is None:
         run = build(config, machine)
     else:

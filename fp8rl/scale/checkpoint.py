@@ -23,7 +23,7 @@ from ..train import Run
 from .files import write_whole
 from .machine import NETWORKS
 
-FORMAT = "fp8rl-8"
+FORMAT = "fp8rl-9"
 ALWAYS = ("iteration", "steps", "seconds", "eval_return")  # columns of a history
 COLUMNS = (*ALWAYS, *TERMS, "learning_rate", "loss_scale", "train_return", "clipped", "outside")
 COLUMNS += ("ess", "min_logp", "grad_norm", "nonfinite", "skipped")

@@ -25,7 +25,6 @@ from ..rollout import Collector, unroll
 from ..tasks.by_id import task_of
 from ..train import Learner, OneProcess, Parts, Run, adam, make_cart, make_network
 from . import fused, graphs, hardware, ranks
-from .ahead import Ahead, InTurn
 from .around import Unpacked
 from .gym import GymEnv
 from .normalized import Following, Normalized
@@ -49,9 +48,6 @@ class Machine:
     # ones; or vector_entry_point, the environment's own batched form, if it has one. None steps this package's own tensor form
     # (tasks/), or sync if it has none.
     vectorization: str | None = None
-    # Collect in a separate thread, one iteration ahead of the learner, with weights one update older. The importance ratios
-    # correct for this as for any other staleness.
-    collect_ahead: bool = False
     # Learn from the new rollout with the forward passes that acted, instead of repeating them for all rows at once. Faster with
     # thousands of environments, where the rows of one step then stay in the processor's cache; slower with few, because the
     # backward pass then goes step by step, too.
@@ -100,7 +96,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     make_env = maker(config, machine, first_seed)
     env = make_env(config, config.num_envs // group.size, config.start_noise, acting.device, seed)
     model = make_network(config, env, NETWORKS[config.encoder, normalizes(config)])
-    apart = machine.collect_ahead or (acting.name, acting.device) != (learning.name, learning.device)
+    apart = (acting.name, acting.device) != (learning.name, learning.device)
     actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` converts the learner's
     model = learning.prepare(model)
     graph = machine.graph and learning.device.type in graphs.GRAPHED
@@ -120,7 +116,6 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
     if graph:
         collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
-    collector = Ahead(collector, learning, config.iterations) if machine.collect_ahead else InTurn(collector)
     if normalizes(config):
         model.watch(env.obs, group.all_reduce)  # the starts; those of a resumed run's state replace them
         collector, learner = Following(collector), Following(learner)
@@ -128,7 +123,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
         collector, judge = Unpacked(collector, optimizer), Unpacked(judge, optimizer)
     run = kind(config, Parts(collector, learner, judge, make_ring(config, machine, env), group))
     if state and uses_gymnasium(config, machine):  # its episodes cannot be continued
-        run.load_state_dict({**state, "waiting": {}, "state": None})
+        run.load_state_dict({**state, "state": None})
         run.returns, run.ring.new_episodes = EpisodeReturns(env.num_envs, device=env.device), True
         learner.rewards.open.zero_()
     elif state:
@@ -145,7 +140,7 @@ def check(config: Config, machine: Machine, size: int) -> None:
             value = getattr(machine, field) if hasattr(machine, field) else getattr(config, field)
             raise ValueError(f"{field} is {value}{beside}: {remedy}")
 
-    one = machine.on("collect") == machine.on("learn") and not machine.collect_ahead
+    one = machine.on("collect") == machine.on("learn")
     acting = config.collect_precision or config.precision
     require("memmap", machine.memmap != "", "choose a folder")
     require("memmap", None in (machine.memmap, machine.store_device), "use a folder or store_device, not both")
@@ -154,13 +149,10 @@ def check(config: Config, machine: Machine, size: int) -> None:
         same = one and config.fresh_updates == 1 and acting == config.precision
         require("reuse_forward", same, "leave it out, it needs an actor that is the learner, and fresh_updates")
     if machine.graph:
-        remedy = "leave it out, or learn and collect on one device, in turn, in one of the package's environments"
+        remedy = "leave it out, or learn and collect on one device, in one of the package's environments"
         require("graph", one and not uses_gymnasium(config, machine), remedy)
         # Replays overwrite the observations that a stored forward pass still needs for its gradient.
         require("reuse_forward", not machine.reuse_forward, "leave it out (--no-reuse-forward) with graph")
-    if machine.collect_ahead:
-        remedy = "choose another for collect_ahead, TF32 is a process-wide switch"
-        require("precision", "tf32" not in (config.precision, acting), remedy)
     if normalizes(config):
         require("normalize_obs", not machine.graph, "leave it out, or graph")
     places = places_of(config.formats)

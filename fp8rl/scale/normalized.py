@@ -4,8 +4,8 @@ feature dominates the first layer.
 The network subtracts each feature's running mean, divides by its running standard deviation, and clips the result to 10 on either
 side (as Stable-Baselines3's VecNormalize). These statistics are part of the network. So a checkpoint's network takes observations
 as the environment gives them, and the ring stores those. They are updated just before a rollout is collected and stay fixed until
-its updates are done, so new data are on-policy. Replayed data, or a rollout collected ahead, were normalized by
-earlier ones, for which the importance ratios correct as they do for earlier weights.
+its updates are done, so new data are on-policy. Replayed data were normalized by earlier ones, for which the importance ratios
+correct as they do for earlier weights.
 """
 
 import torch

@@ -84,7 +84,7 @@ class Ranks(OneProcess):
     """This process's place among those that share a run, which add up what each has."""
 
     # The dimension along which the ranks' tensors of a part are joined; a part that is not here is the same on all ranks.
-    JOINED = {"env": 0, "returns": 0, "rewards": 0, "state": 0, "ring": 0, "waiting": 1}
+    JOINED = {"env": 0, "returns": 0, "rewards": 0, "state": 0, "ring": 0}
     SAME = ("clock", "square")  # in these parts, the same on all
 
     def __init__(self):
