@@ -61,8 +61,8 @@ class ActorCritic(nn.Module):
         """Outputs [B, A or 2 A] for observations [B, obs_size] and the previous state, and the next state (None here)."""
         return self.outputs(self.actor(self.encode(obs))), None
 
-    def acting(self, rows: int) -> "ActorCritic":
-        """What acts in a rollout of so many environments: an object with `policy`, here the network itself."""
+    def acting(self) -> "ActorCritic":
+        """What acts in a rollout: an object with `policy`, here the network itself."""
         return self
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

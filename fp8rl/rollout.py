@@ -142,7 +142,7 @@ class Collector:
         """The T steps with these numbers."""
         before, mode, policy = self.state, contextlib.nullcontext(), self.model
         if self.loop is unroll:
-            mode, policy = inference(self.env), self.model.acting(self.env.num_envs)
+            mode, policy = inference(self.env), self.model.acting()
         with mode, self.precision.autocast():  # one region, so that autocast casts the weights once
             (*rows, outputs), state = self.loop(policy, self.env, noise, starts, before)
         *rows, self.state = (x.clone() if x is not None and x.is_inference() else x for x in (*rows, state))

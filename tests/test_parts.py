@@ -186,7 +186,7 @@ def test_layers_that_are_replaced_are_those_that_act():
     run = build(Config(**SHORT))
     obs = run.env.obs
     run.model.hidden[0] = nn.Linear(64, 64)
-    torch.testing.assert_close(run.model.acting(16).policy(obs)[0], run.model(obs)[0])
+    torch.testing.assert_close(run.model.acting().policy(obs)[0], run.model(obs)[0])
 
 
 def test_layers_that_the_optimizer_does_not_have_are_refused():

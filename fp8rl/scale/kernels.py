@@ -284,7 +284,7 @@ class Fused:
 
     def __call__(self, agents: nn.Module, env: TensorEnv, noise: torch.Tensor, starts: tuple, state: None = None):
         """As rollout.unroll."""
-        policy, length, count, own = agents.acting(env.num_envs), len(noise), env.num_envs, torch.contiguous_format
+        policy, length, count, own = agents.acting(), len(noise), env.num_envs, torch.contiguous_format
         (F, _, A, _), empty = self.sizes, env.obs.new_empty
         states, elapsed, done = env.state.clone(memory_format=own), env.elapsed.clone(), env.done.byte()
         obs, outputs, rewards = empty(length + 1, count, F), empty(length, count, A), empty(length, count)

@@ -75,7 +75,7 @@ class Machine:
 
 HERE = Machine()
 # By encoder and whether they normalize.
-NETWORKS = {("mlp", False): fused.ManyRows, ("gru", False): Recurrent}
+NETWORKS = {("mlp", False): fused.Fast, ("gru", False): Recurrent}
 NETWORKS |= {(name, True): type("Normalized", (Normalized, plain), {}) for (name, _), plain in NETWORKS.items()}
 
 

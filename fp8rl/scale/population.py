@@ -205,7 +205,7 @@ class Agents(nn.Module):
         """The agents' policies with the current weights, in the precision of the "learner" or the "actor"."""
         return Policy(self, self.acting_parts[kind])
 
-    def acting(self, rows: int) -> "Policy":
+    def acting(self) -> "Policy":
         """Like ActorCritic.acting."""
         return self.policy("actor")
 
