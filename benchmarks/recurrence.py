@@ -1,9 +1,9 @@
 """What a memory is worth where the velocity is hidden.
 
-Ten seeds of 100,000 steps each, with the defaults: a memoryless policy that sees the velocity, one that does not, and a GRU that
-does not, in fp32 and in FP8. Mean greedy returns of 100 episodes that start within 0.05 of the origin (the usual evaluation: there
-even pushing against the position alone keeps the cart close), within 0.5 (where training starts) and within 1.0 (where it never
-was).
+Ten seeds of 100,000 steps each, with the defaults: a memoryless policy that sees the velocity, one that does not, and a GRU
+that does not, in fp32 and in FP8. Mean greedy returns of 100 episodes that start within 0.05 of the origin (the usual
+evaluation: there even pushing against the position alone keeps the cart close), within 0.5 (where training starts) and within
+1.0 (where it never was).
 
     python benchmarks/recurrence.py benchmarks/results/recurrence.md
 """
