@@ -1,17 +1,21 @@
-"""What more processes or threads bring to one run on this machine's CPU.
+"""What more processes bring to one run on this machine's CPU, and what one process gains from its cache.
 
 Two ways to use a second core, each against one: two ranks that share environments and learning (scale/ranks.py), and Gymnasium
-environments in processes of their own. Rounds alternate between what is compared; every rate is a median over them. One torch
+environments in processes of their own. And with many environments, a learner that goes on from the forward passes that acted
+(`reuses_forward` in scale/machine.py). Rounds alternate between what is compared; every rate is a median over them. One torch
 thread in each process. What other programs took of the processor meanwhile is written down too: it weighs on two processes more
 than on one.
 
-Training is at the config's defaults, but for the number of environments N, rollouts of 32 steps, two replayed batches as large as
-a rollout and a ring of 100 N transitions; the first fifth of a run's iterations is left out, evaluations too.
+Ranks train at the config's defaults, but for the number of environments N, rollouts of 32 steps, two replayed batches as large as
+a rollout and a ring of 100 N transitions; the learner of the third table but for N and the ring. The first fifth of a run's
+iterations is left out, evaluations too.
 
     python benchmarks/processes.py benchmarks/results/processes.md
 """
 
 import functools
+import itertools
+import math
 import multiprocessing
 import os
 import socket
@@ -19,6 +23,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import gymnasium
 import psutil
@@ -32,13 +37,14 @@ from fp8rl.precision import Precision
 from fp8rl.report import bench
 from fp8rl.report.bench import origin
 from fp8rl.rollout import Collector
-from fp8rl.scale import ranks
+from fp8rl.scale import machine, ranks
 from fp8rl.scale.gym import GymEnv
 from fp8rl.scale.machine import build
 from fp8rl.train import train
 
 SIZES = {16: 150, 256: 60, 2048: 15}  # environments: iterations that are timed
-ROUNDS = 5
+FORWARD = {256: 25, 512: 20, 1024: 12, 4096: 6}
+ROUNDS, FEWER = 5, 3
 PAUSE, WORK = 1e-3, 50_000  # seconds, and numbers whose sum takes Python about so long
 
 
@@ -130,6 +136,26 @@ def training_tables() -> list[str]:
     return lines
 
 
+def reusing_table() -> list[str]:
+    """Training with forward passes repeated and reused, whatever `reuses_forward` says."""
+    lines = ["Training in one process, steps per second, by how the learner gets its forward passes:", ""]
+    lines += ["| environments | precision | repeated | reused | ratio | by default |", "| --- " * 6 + "|"]
+    for (n, iterations), precision in itertools.product(FORWARD.items(), ("fp32", "bf16")):
+        shape = {"num_envs": n, "capacity": max(Config.capacity, 130 * n), "steps": 128 * n * iterations}
+        config = Config(precision, eval_every=0, eval_episodes=1, **shape)
+
+        def trained(_, large: float, config=config) -> float:
+            with mock.patch.object(machine, "LARGE", large):
+                return rate(train(build(config), progress=False).history)
+
+        speed = alternating({large: functools.partial(trained, large=large) for large in (math.inf, 0)}, FEWER)
+        default = "reused" if machine.reuses_forward(config, machine.HERE, n) else "repeated"
+        cells = f"{speed[math.inf]:,.0f} | {speed[0]:,.0f} | {speed[0] / speed[math.inf]:.2f} | {default}"
+        lines.append(f"| {n:,} | {precision} | {cells} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
 def collecting_table() -> list[str]:
     """Rates of collecting alone in Gymnasium environments."""
     for name, env in {"Busy": Busy, "Waiting": Waiting}.items():
@@ -164,9 +190,9 @@ def main(out: Path) -> None:
     torch.set_num_threads(1)
     began, before = time.perf_counter(), others_seconds()
     collecting = collecting_table()  # first: its processes are forks, of a process that has not trained yet
-    lines = [*training_tables(), "", *collecting]
+    lines = [*training_tables(), "", *reusing_table(), "", *collecting]
     others = (others_seconds() - before) / (time.perf_counter() - began)
-    about = f"Medians of {ROUNDS} alternating rounds; one torch thread each; "
+    about = f"Medians of {ROUNDS} alternating rounds, of {FEWER} for forward passes; one torch thread each; "
     about += f"other programs kept {max(0, others):.2f} cores busy meanwhile"
     out.write_text("\n".join(lines) + f"\n\n{about}. `python benchmarks/processes.py {out}` on {origin()}.\n")
 

@@ -372,7 +372,7 @@ def write_study(
 
 def measure(
     loop: tyro.conf.OmitArgPrefixes[bench.Loop] = bench.Loop(),  # noqa: B008
-    machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(reuse_forward=True),  # noqa: B008
+    machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(),  # noqa: B008
     seconds: float = 5.0,
     fingerprint: bool = False,
     json_output: Json = False,
@@ -381,7 +381,7 @@ def measure(
 
     Args:
         loop: what is trained.
-        machine: where and how fast. Forward passes are reused where that is possible and faster, not in a population.
+        machine: where and how fast.
         seconds: how long to measure.
         fingerprint: only print hashes of the weights after a few updates, which show on one machine whether numbers are the same.
         json_output: print one JSON object.
@@ -395,7 +395,7 @@ def measure(
         raise ValueError("hidden_size is empty: give at least one value")
     ranks.start(machine.devices)
     sizes = [dataclasses.replace(loop, hidden_size=(size,)) for size in loop.hidden_size]
-    results = [bench.bench_loop(*one.fastest(machine), seconds, agents=loop.agents) for one in sizes]
+    results = [bench.bench_loop(one.fastest(machine), machine, seconds, agents=loop.agents) for one in sizes]
     first = ranks.rank_and_size()[0] == 0
     ranks.stop()
     if first and json_output:

@@ -18,6 +18,7 @@ from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 from fp8rl.scale import checkpoint
 from fp8rl.scale.around import Around
+from fp8rl.scale.fused import Reuse, Reusing
 from fp8rl.scale.machine import HERE, build
 from fp8rl.train import Run, iterate, train
 
@@ -100,6 +101,14 @@ def cli_into(said: Path, *arguments) -> None:
     with said.open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     run_cli(*arguments)
+
+
+def reusing(run: Run) -> Run:
+    """The run, which now learns from the forward passes that acted, as one with many environments does by itself."""
+    learner = run.learner
+    run.collector.loop = Reuse(learner.model, learner.precision)
+    run.learner = Reusing(learner, run.collector.loop)
+    return run
 
 
 def resumed(path, machine=HERE) -> Run:

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import pytest
@@ -7,45 +6,40 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8rl.config import Config
 from fp8rl.report import bench
+from fp8rl.scale import machine
 from fp8rl.scale.machine import Machine
 
 
-@pytest.mark.parametrize("machine", [Machine(), Machine(reuse_forward=True)], ids=str)
-def test_what_is_left_open_is_taken_as_it_is_fastest(machine, monkeypatch):
-    speeds, asked = {("fp32", False): 1, ("fp32", True): 2, ("bf16", False): 4, ("bf16", True): 3}, []
+def test_what_is_left_open_is_taken_as_it_is_fastest(monkeypatch):
+    speeds, asked = {"fp32": 1, "bf16": 2}, []
 
     def measured(config, machine, *_):
-        asked.append((config.precision, machine.reuse_forward))
-        return {"train_steps_per_second": speeds[asked[-1]]}
+        asked.append(config.precision)
+        return {"train_steps_per_second": speeds[config.precision]}
 
     monkeypatch.setattr(bench, "bench_loop", measured)
     monkeypatch.setattr(bench, "available_precisions", lambda device: ["fp32", "bf16", "fp16"])
     monkeypatch.setattr(bench, "is_emulated", lambda name, device: name == "fp16")
-    config, found = bench.Loop(16, 4).fastest(machine)
-    reuse = machine.reuse_forward
-    assert set(asked) == {pair for pair in speeds if reuse or not pair[1]}
-    assert config.precision == "bf16" and found == dataclasses.replace(machine, reuse_forward=False)
-    asked.clear()
-    config, found = bench.Loop(16, 4, "fp32").fastest(machine)
-    assert config.precision == "fp32" and found.reuse_forward is reuse and bool(asked) is reuse
+    assert bench.Loop(16, 4).fastest(Machine()).precision == "bf16" and asked == ["fp32", "bf16"]
+    assert bench.Loop(16, 4, "fp32").fastest(Machine()).precision == "fp32" and len(asked) == 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_loop_is_measured_against_its_matmuls(precision):
-    machine = Machine(reuse_forward=precision == "bf16")
-    result = bench.bench_loop(bench.Loop(16, 4, precision).config(machine), machine, seconds=0.05, rounds=2)
+    result = bench.bench_loop(bench.Loop(16, 4, precision).config(), Machine(), seconds=0.05, rounds=2)
     assert (result["num_envs"], result["rollout_length"], result["precision"]) == (16, 4, precision)
     assert result["train_steps_per_second"] > 0 and 0 < result["floor_share"] < 1
     assert 0 < result["collect_share"] < 1 and 0 < result["update_share"] < 1
     assert result["collect_share"] + result["update_share"] <= 1
 
 
-def test_the_floor_multiplies_what_the_loop_must():
+def test_the_floor_multiplies_what_the_loop_must(monkeypatch):
     for reused, agents, size, layers in ((True, None, 64, 2), (False, 3, 16, 1), (False, None, 32, 3), (False, 3, 64, 2)):
         forward = 2 * 16 * (2 * size + (layers - 1) * size**2 + size * 3)
         backward = 2 * forward - 2 * 16 * 2 * size  # no gradient is wanted of the observations
         loop = bench.Loop(16, 4, "fp32", hidden_size=(size,), layers=layers)
-        floor = bench.floor_of(loop.config(), Machine(reuse_forward=reused), agents)
+        monkeypatch.setattr(machine, "LARGE", 0 if reused else 2**18)
+        floor = bench.floor_of(loop.config(), Machine(), agents)
         with FlopCounterMode(display=False) as counted:
             floor()
         assert counted.get_total_flops() == (agents or 1) * ((5 if reused else 9) * forward + 4 * backward)

@@ -47,7 +47,7 @@ def test_a_seed_that_never_reaches_the_goal_counts_as_the_latest():
         assert [reached, steps, seconds] == cells
 
 
-CONTESTANTS = [("ours", "defaults"), ("ours", "plain"), ("cleanrl_style", "eager"), ("torchrl_a2c", "eager")]
+CONTESTANTS = [("ours", "defaults"), ("ours", "on-policy"), ("cleanrl_style", "eager"), ("torchrl_a2c", "eager")]
 CONTESTANTS += [("sb3", "batched"), ("jax_loop", "scan"), ("jax_loop", "devices")]
 
 

@@ -189,7 +189,6 @@ BAD = {
     "memmap": (["train", "--memmap", "a", "--store-device", "cpu"], ["train", "--memmap", __file__]),
     "vectorization": (["train", "--vectorization", "async"],),
     "env_id": (["train", "--env-id", "Nothing-v0"], ["study", "--env-id", "No-v0"]),
-    "reuse_forward": (["train", "--fresh-updates", "0", "--reuse-forward"],),
     "checkpoint_every": (["train", "--checkpoint-every", "-1"],),
     "seeds": (["study", "--seeds", "0"],),
     "gamma": (["study", "--gamma"], ["study", "--gamma", "0.9", "1.5"]),
@@ -346,11 +345,11 @@ def test_resuming_a_finished_run_leaves_its_metrics_whole(precision, tmp_path, m
 
 
 def test_a_resumed_run_takes_the_machine_that_is_given_now(tmp_path, monkeypatch):
-    run_cli("train", *TINY, "--reuse-forward", "--out", tmp_path)
+    run_cli("train", *TINY, "--out", tmp_path)
     seen = []
     monkeypatch.setattr(cli, "build", lambda *args: seen.append(args[1]) or machine_module.build(*args))
-    run_cli("train", "--resume", tmp_path, "--store-device", "cpu", "--reuse-forward")
-    assert seen == [machine_module.Machine(store_device="cpu", reuse_forward=True)] and len(metrics_of(tmp_path)) == 2
+    run_cli("train", "--resume", tmp_path, "--store-device", "cpu", "--graph")
+    assert seen == [machine_module.Machine(store_device="cpu", graph=True)] and len(metrics_of(tmp_path)) == 2
     assert "machine" not in (tmp_path / "config.json").read_text()
 
 
@@ -421,7 +420,7 @@ def test_whole_numbers_are_read_as_in_a_config(refused, capsys):
 
 
 def test_bench_prints_json_a_width(capsys):
-    options = ["--precision", "fp32", "--no-reuse-forward", "--seconds", 0.1, "--json"]
+    options = ["--precision", "fp32", "--seconds", 0.1, "--json"]
     run_cli("bench", "--num-envs", 16, "--hidden-size", 16, 32, *options)
     result, wider = json.loads(capsys.readouterr().out)
     names = {"train_steps_per_second", "num_envs", "rollout_length", "precision", "hidden_size", "layers", "reuse_forward"}

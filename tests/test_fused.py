@@ -1,15 +1,17 @@
 import copy
+import math
 
 import pytest
 import torch
-from helpers import same, small, trained
+from helpers import assert_same, reusing, same, small, trained
 
-from fp8rl.config import Config
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY
-from fp8rl.scale.fused import Fast
-from fp8rl.scale.machine import HERE, Machine, build
+from fp8rl.scale import machine
+from fp8rl.scale.fused import Fast, Reusing
+from fp8rl.scale.machine import HERE, build, reuses_forward
+from fp8rl.train import Run
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,9 +57,8 @@ def test_a_copy_acts_with_weights_of_its_own():
     assert torch.equal(twin.policy(obs)[0], model.policy(obs)[0])
 
 
-def collected(config: Config, machine: Machine, rollouts: int = 3):
+def collected(run: Run, rollouts: int = 3):
     """A run and the last of some rollouts, over which episodes end and into which a memory comes."""
-    run = build(config, machine)
     for _ in range(rollouts):
         rollout = run.collect()
         run.learner.watch(rollout)  # or float16's loss scale would be too large for the first gradient
@@ -69,8 +70,8 @@ def collected(config: Config, machine: Machine, rollouts: int = 3):
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_the_forward_passes_that_acted_give_the_update_of_a_new_one(encoder, precision):
     config, found = small(precision=precision, encoder=encoder, max_grad_norm=1e9), []
-    for machine in (Machine(reuse_forward=True), HERE):
-        run, rollout = collected(config, machine)
+    for run in (reusing(build(config)), build(config)):
+        run, rollout = collected(run)
         run.learner.update(rollout)
         found.append((rollout, torch.cat([p.grad.flatten() for p in run.model.parameters()])))
     (rollout, kept), (plain, new) = found
@@ -80,7 +81,7 @@ def test_the_forward_passes_that_acted_give_the_update_of_a_new_one(encoder, pre
 
 
 def test_only_the_newest_rollout_is_learned_from_by_the_forward_passes_that_acted():
-    run, rollout = collected(small(), Machine(reuse_forward=True))
+    run, rollout = collected(reusing(build(small())))
     calls = []
     run.model.register_forward_pre_hook(lambda *call: calls.append(call))
     run.ring.append(rollout)
@@ -92,4 +93,20 @@ def test_only_the_newest_rollout_is_learned_from_by_the_forward_passes_that_acte
 @pytest.mark.parametrize("fields", [{"precision": "fp8"}, {"encoder": "gru", "steps": 40_960}], ids=str)
 def test_learns_from_the_forward_passes_that_acted(fields):
     config = small(**{"steps": 20_480, "eval_every": 0, "eval_episodes": 50, **fields})
-    assert trained(build(config, Machine(reuse_forward=True))).history.final_return >= 190
+    assert trained(reusing(build(config))).history.final_return >= 190
+
+
+def test_forward_passes_are_reused_where_a_layer_of_a_step_is_large_and_the_actor_is_the_learner():
+    cases = {True: [(1024, {}), (512, {"hidden_size": 128}), (2048, {"precision": "bf16"}), (4096, {"encoder": "gru"})]}
+    apart = ({"collect_precision": "fp8"}, {"fresh_updates": 0}, {"formats": "m=e4m3"})
+    cases[False] = [(1023, {}), (2047, {"precision": "bf16"}), *((4096, fields) for fields in apart)]
+    for expected, each in cases.items():
+        assert all(reuses_forward(small(**fields), HERE, num_envs) == expected for num_envs, fields in each)
+
+
+def test_many_environments_learn_from_the_forward_passes_that_acted_by_themselves(monkeypatch):
+    config = small(num_envs=1024, capacity=33 * 1024, steps=2 * 32 * 1024, eval_every=0, eval_episodes=1)
+    alone = trained(build(config))
+    monkeypatch.setattr(machine, "LARGE", math.inf)
+    assert isinstance(alone.learner, Reusing)
+    assert_same(alone, trained(reusing(build(config))))

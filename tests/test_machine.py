@@ -4,7 +4,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, numbers, refused, resumed, small, trained, weights
+from helpers import SHORT, after, assert_same, numbers, refused, resumed, reusing, small, trained, weights
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
@@ -71,7 +71,6 @@ def test_in_fp8_it_records_besides_what_quantization_does():
 
 
 FIELDS = ("device", "collect_device", "store_device", "evaluate_device")
-NOT_REUSED = "reuse_forward is True: leave it out, it needs an actor that is the learner, and fresh_updates$"
 NOT_PACKED = "formats is m=e4m3: leave it out, or compute on one device, in one process and without other options"
 NOT_NORMALIZED = "normalize_obs is True: leave it out, or graph"
 REFUSED = [  # fields of a config, of a machine, the number of processes, and what is said
@@ -79,15 +78,11 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and wh
     ({}, {"memmap": "runs/ring", "store_device": "cpu"}, 1, "memmap is runs/ring: use a folder or store_device, not both"),
     ({}, {"vectorization": "async"}, 1, "vectorization is async: leave it out, it needs env_id"),
     ({"env_id": "CartPole-v1"}, {"graph": True, "vectorization": "sync"}, 1, "graph is True: leave it out"),
-    ({}, {"graph": True, "reuse_forward": True}, 1, r"reuse_forward is True: leave it out \(--no-reuse-forward\) with graph"),
-    ({"fresh_updates": 0}, {"reuse_forward": True}, 1, NOT_REUSED),
-    ({"collect_precision": "bf16"}, {"reuse_forward": True}, 1, NOT_REUSED),
     ({"normalize_obs": True}, {"graph": True}, 1, NOT_NORMALIZED),
     ({"formats": "m=e9m3"}, {}, 1, "formats has 'm=e9m3': format is 'e9m3'"),
     ({"formats": "forward=e4m3"}, {}, 1, "formats is forward=e4m3: leave out forward, which only populations round"),
     ({"formats": "weights=e4m3", "collect_precision": "bf16"}, {}, 1, "collect_precision is bf16: leave it out"),
     ({"formats": "weights=e4m3:block"}, {}, 1, "formats is weights=e4m3:block: leave block out, a run keeps one scale"),
-    ({"formats": "m=e4m3"}, {"reuse_forward": True}, 1, NOT_PACKED),
     ({"formats": "m=e4m3"}, {"graph": True}, 1, NOT_PACKED),
     ({"formats": "m=e4m3"}, {}, 2, NOT_PACKED),
     ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes share the run: use a multiple of 2$"),
@@ -125,10 +120,10 @@ def test_what_does_not_fit_into_memory_is_refused():
 
 
 @pytest.mark.parametrize("task", ["Broken", "Infinite"])
-@pytest.mark.parametrize("machine", [{}, {"reuse_forward": True}], ids=str)
-def test_what_is_not_finite_never_reaches_weights_or_ring(machine, task):
+@pytest.mark.parametrize("made", [lambda run: run, reusing], ids=["plain", "reusing"])
+def test_what_is_not_finite_never_reaches_weights_or_ring(made, task):
     config = Config(**{**SHORT, "eval_every": 0}, env_id=f"{__name__}:{task}")
-    run, seen = build(config, Machine(**machine)), []
+    run, seen = made(build(config)), []
     with pytest.raises(ValueError, match="obs from the environment is not finite"):
         seen.extend(weights(each) for each in iterate(run))
     assert len(seen) == 2 and torch.equal(weights(run), seen[-1]) and run.ring.size == 64
@@ -184,8 +179,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
         (HERE, Machine(store_device="cpu", evaluate_device="cpu")),
         (HERE, Machine(graph=True)),
         (Machine(graph=True), HERE),
-        (HERE, Machine(reuse_forward=True)),
-        (Machine(reuse_forward=True), HERE),
     ],
     ids=str,
 )
@@ -195,10 +188,7 @@ def test_a_resumed_run_may_change_its_machine(before, later, tmp_path):
     checkpoint.save(tmp_path / "checkpoint.pt", after(2, build(config, before)))
     run = trained(resumed(tmp_path / "checkpoint.pt", later))
     assert len(run.history) == 4
-    if before.reuse_forward or later.reuse_forward:  # the same apart from rounding
-        np.testing.assert_allclose(run.history.column("loss"), whole.history.column("loss"), rtol=1e-3, atol=1e-4)
-    else:
-        assert_same(run, whole)
+    assert_same(run, whole)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])

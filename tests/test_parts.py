@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, forked, refused, small, weights
+from helpers import SHORT, after, assert_same, forked, refused, reusing, small, weights
 from torch import nn
 
 from fp8rl import fp8
@@ -24,7 +24,7 @@ from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.report import study
 from fp8rl.scale import checkpoint
 from fp8rl.scale.around import Around
-from fp8rl.scale.machine import HERE, Machine, build
+from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
 from fp8rl.tasks.by_id import task_of
 from fp8rl.train import Run, train
@@ -173,9 +173,9 @@ def test_a_part_around_a_part_is_seen_by_nobody():
     assert around.collector.calls == around.collector.inner.calls == around.config.iterations
 
 
-@pytest.mark.parametrize("machine", [HERE, Machine(reuse_forward=True)], ids=str)
-def test_a_copy_of_a_run_is_whole(machine):
-    run = after(2, build(Config(**SHORT), machine))
+@pytest.mark.parametrize("made", [lambda run: run, reusing], ids=["plain", "reusing"])
+def test_a_copy_of_a_run_is_whole(made):
+    run = after(2, made(build(Config(**SHORT))))
     twin = copy.deepcopy(run)
     with torch.no_grad():
         twin.model.actor.bias += torch.tensor([100.0, 0.0])
@@ -190,7 +190,7 @@ def test_layers_that_are_replaced_are_those_that_act():
 
 
 def test_layers_that_the_optimizer_does_not_have_are_refused():
-    fp8_too = build(Config("fp8", **SHORT), Machine(reuse_forward=True))
+    fp8_too = reusing(build(Config("fp8", **SHORT)))
     in_few_bits = build(Config(formats="weights=e4m3:stochastic", **SHORT))
     for run in (Run(Config(**SHORT)), build(Config(**SHORT)), fp8_too, in_few_bits):
         run.model.hidden[0] = nn.Linear(64, 64)

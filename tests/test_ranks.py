@@ -29,18 +29,19 @@ from fp8rl.precision import Precision
 from fp8rl.report.folder import FILES, MARK, Folder
 from fp8rl.rollout import DUMMY, Rollout
 from fp8rl.scale import checkpoint, ranks
-from fp8rl.scale.machine import HERE, NETWORKS, Machine, build
+from fp8rl.scale.machine import NETWORKS, build
 from fp8rl.train import Learner, OneProcess, Run, iterate
 
 QUICK = {"steps": 4 * 512, "eval_every": 0, "eval_episodes": 1, "seed": 1}
 RUNS = {
-    "replay": (small(steps=20_480, eval_every=0, eval_episodes=50), HERE),
-    "on-policy": (small(**QUICK, replay_updates=0), HERE),
-    "gru": (small(**QUICK, encoder="gru", hide_velocity=True), HERE),
-    "few slices": (small(**QUICK, batch_size=64, fresh_updates=0), HERE),
-    "fp8": (small(**QUICK, precision="fp8"), HERE),
-    "fp16, reused": (small(**QUICK, precision="fp16"), Machine(reuse_forward=True)),
-    "gym": (small(**QUICK, env_id="CartPole-v1"), HERE),
+    "replay": small(steps=20_480, eval_every=0, eval_episodes=50),
+    "on-policy": small(**QUICK, replay_updates=0),
+    "gru": small(**QUICK, encoder="gru", hide_velocity=True),
+    "few slices": small(**QUICK, batch_size=64, fresh_updates=0),
+    "fp8": small(**QUICK, precision="fp8"),
+    "fp16": small(**QUICK, precision="fp16"),
+    "reused": small(**QUICK | {"steps": 4 * 65_536}, num_envs=2048, capacity=2048 * 33),
+    "gym": small(**QUICK, env_id="CartPole-v1"),
 }
 STOPPED, MORE = 2, small(**QUICK, codec="int8", encoder="gru")
 # Updates on given rollouts. Sums in another order move the weights by 1e-7; where a ReLU stands within that of its kink, by
@@ -108,8 +109,8 @@ def work(rank: int, size: int, port: int, folder) -> None:
         ranks.start()
     group = weakref.ref(distributed.group.WORLD)
     found = {}
-    for name, (config, machine) in RUNS.items():
-        run = trained(build(config, machine))
+    for name, config in RUNS.items():
+        run = trained(build(config))
         found[name] = weights(run), numbers(run)
     whole = torch.load(folder / "rollouts.pt", weights_only=False)
     each = whole[0].action.shape[1] // size
@@ -167,13 +168,13 @@ def two(folder):
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_train_one_agent(name, two):
     (first, columns), (second, others) = (found[name] for found in two)
-    config = RUNS[name][0]
+    config = RUNS[name]
     assert torch.equal(first, second) and first.isfinite().all()
-    assert not torch.equal(first, weights(build(config, RUNS[name][1])))
+    assert not torch.equal(first, weights(build(config)))
     own = {"ess", "min_logp", "eval_return", *(column for column in columns if column.startswith("fp8."))}  # of a rank's part
     for column in columns.keys() - own:
         np.testing.assert_array_equal(columns[column], others[column], column)
-    assert columns["steps"].tolist() == [512 * (i + 1) for i in range(config.iterations)]
+    assert columns["steps"].tolist() == [config.steps_per_iteration * (i + 1) for i in range(config.iterations)]
     assert np.isfinite(columns["loss"]).all() and columns["nonfinite"].sum() == 0
     assert np.isfinite(columns["eval_return"][-1]) and np.isnan(others["eval_return"]).all()  # rank 0 evaluates
 

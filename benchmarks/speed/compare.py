@@ -69,10 +69,9 @@ COMPILED = {"search": {"threads": (1, cores())}, "num_envs": (1024, 4096, 16384)
 # What is not unrolled compiles sooner.
 JAX = {"search": {"rollout-length": (16, 64), "variant": ("scan", "unrolled")}, "length": 64, "learns": {"variant": "scan"}}
 CONTESTANTS = {
-    OURS: contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, ranks=cores(), search={}, learns=None),
-    "fp8rl, bf16": contestant("ours", "reused", "bf16", 64, threads=1, num_envs=MANY, search={}),
-    "fp8rl, fp32": contestant("ours", "reused", length=32, threads=1, num_envs=MANY, search={}),
-    "fp8rl, fp32, forward passes repeated": contestant("ours", "plain", threads=1),
+    OURS: contestant("ours", "on-policy", "bf16", 64, threads=1, num_envs=MANY, ranks=cores(), search={}, learns=None),
+    "fp8rl, bf16": contestant("ours", "on-policy", "bf16", 64, threads=1, num_envs=MANY, search={}),
+    "fp8rl, fp32": contestant("ours", "on-policy", length=32, threads=1, num_envs=MANY, search={}),
     "JAX, fp32": contestant("jax_loop", "unrolled", **JAX),
     "JAX, fp32, one device per core": contestant("jax_loop", "devices", length=64, search={}, learns=None),
     "CleanRL style, fp32": contestant("cleanrl_style", "eager"),

@@ -18,7 +18,7 @@ import torch
 
 from fp8rl.precision import PRECISIONS
 from fp8rl.report import bench
-from fp8rl.scale.machine import Machine
+from fp8rl.scale.machine import HERE
 
 WIDTHS = 2 + 64 + 64 + 3
 
@@ -36,7 +36,7 @@ def best_seconds(function, seconds: float) -> float:
 
 def floor_of(num_envs: int, length: int, precision: str, seconds: float) -> dict:
     dtype, rows = PRECISIONS[precision].autocast or torch.float32, (length + 1) * num_envs
-    matmuls = bench.floor_of(bench.Loop(num_envs, length, precision).config(), Machine(reuse_forward=True))
+    matmuls = bench.floor_of(bench.Loop(num_envs, length, precision).config(), HERE)
     source = torch.randn(rows, WIDTHS).to(dtype)
     target = torch.empty_like(source)
     times = {"matmuls": best_seconds(matmuls, seconds), "bytes": best_seconds(lambda: target.copy_(source), seconds)}

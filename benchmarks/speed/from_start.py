@@ -23,7 +23,7 @@ SHAPE = {"num-envs": 16, "rollout-length": 32, "threads": 1, "learning-rate": 2e
 # Contestants: a script and its other options, JAX in the form that compiles soonest.
 CONTESTANTS = {
     "fp8rl, the defaults: 16 replayed updates": ("ours", {"variant": "defaults"}),
-    "fp8rl": ("ours", {"variant": "plain"}),
+    "fp8rl": ("ours", {"variant": "on-policy"}),
     "JAX": ("jax_loop", {"variant": "scan"}),
     "CleanRL style": ("cleanrl_style", {}),
     "TorchRL": ("torchrl_a2c", {}),

@@ -19,7 +19,7 @@ import common
 import torch
 
 from fp8rl.report.bench import Loop, origin
-from fp8rl.scale.machine import Machine, build
+from fp8rl.scale.machine import build
 from fp8rl.train import train
 
 LENGTHS = (100_000, 300_000, 1_000_000, 3_000_000, 10_000_000)
@@ -32,7 +32,7 @@ def whole_run(steps: int) -> dict[str, float]:
     common.import_lazy_parts()
     began = time.perf_counter()
     config = dataclasses.replace(Loop(NUM_ENVS, ROLLOUT_LENGTH, PRECISION).config(), steps=steps, eval_episodes=1)
-    history = train(build(config, Machine(reuse_forward=True)), progress=False).history
+    history = train(build(config), progress=False).history
     seconds = time.perf_counter() - began
     done = history.column("steps")[-1]
     return {"steps": done, "whole": done / seconds, "loop": done / history.column("seconds")[-1], "rss": common.peak_rss_mb()}

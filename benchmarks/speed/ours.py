@@ -1,11 +1,9 @@
-"""fp8rl's own loop through fp8rl.train.iterate, as a user of the package calls it: on policy, Config(replay_updates=0), but for
-one variant.
+"""fp8rl's own loop through fp8rl.train.iterate, as a user of the package calls it: on policy, Config(replay_updates=0).
 
-Variants are settings of the Machine: reused learns from the forward passes that acted (reuse_forward); plain does not. Another
-one, defaults, is what `train` does, with 16 replayed updates an iteration: of the options it takes the number of environments,
-steps, precision and seed alone. Under torchrun the environments are split over the processes, one torch thread each, and the
-first one speaks. The replay ring is as small as it may be. Evaluations are made here, between iterations, outside the clock, as
-for every other contestant.
+The variant defaults is what `train` does, with 16 replayed updates an iteration: of the options it takes the number of
+environments, steps, precision and seed alone. Under torchrun the environments are split over the processes, one torch thread
+each, and the first one speaks. The replay ring is as small as it may be. Evaluations are made here, between iterations, outside
+the clock, as for every other contestant.
 
     python benchmarks/speed/ours.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
     torchrun --standalone --nproc-per-node 2 benchmarks/speed/ours.py --threads 1 --num-envs 8192 --rollout-length 32 --json
@@ -19,24 +17,17 @@ import torch
 from fp8rl.config import Config
 from fp8rl.report.bench import Loop
 from fp8rl.scale import ranks
-from fp8rl.scale.machine import Machine, build
+from fp8rl.scale.machine import build
 from fp8rl.train import iterate
-
-MACHINES = {
-    "reused": Machine(reuse_forward=True),
-    "plain": Machine(),
-    "defaults": Machine(),
-}
 
 
 def train(options, tick):
-    machine = MACHINES[options.variant]
     fields = {"seed": options.seed, "steps": options.steps, "learning_rate": options.learning_rate, "gamma": common.GAMMA}
-    config = dataclasses.replace(Loop(options.num_envs, options.rollout_length, options.precision).config(machine), **fields)
+    config = dataclasses.replace(Loop(options.num_envs, options.rollout_length, options.precision).config(), **fields)
     if options.variant == "defaults":
         shape = {"num_envs": options.num_envs, "steps": options.steps, "eval_every": 0, "eval_episodes": 1}
         config = Config(options.precision, seed=options.seed, **shape)
-    for run in iterate(build(config, machine)):
+    for run in iterate(build(config)):
         stop = False
         try:
             tick(int(run.history.last["steps"]), lambda obs, model=run.model: model(obs)[0].argmax(-1))
@@ -50,5 +41,5 @@ def train(options, tick):
 if __name__ == "__main__":
     ranks.start()
     precisions = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
-    common.main("fp8rl", train, variants=tuple(MACHINES), precisions=precisions, speaks=ranks.rank_and_size()[0] == 0)
+    common.main("fp8rl", train, variants=("on-policy", "defaults"), precisions=precisions, speaks=ranks.rank_and_size()[0] == 0)
     ranks.stop()

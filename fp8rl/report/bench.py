@@ -24,7 +24,7 @@ from ..scale import ranks
 from ..scale.around import Around
 from ..scale.graphs import WARMUP, Graphed
 from ..scale.hardware import hardware, is_emulated
-from ..scale.machine import HERE, Machine, build
+from ..scale.machine import HERE, Machine, build, reuses_forward
 from ..scale.population import Population
 from ..train import iterate, train
 
@@ -55,34 +55,24 @@ class Loop:
         shape |= {"capacity": (self.rollout_length + 1) * self.num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
         return Config(precision=self.precision or "fp32", **shape)
 
-    def fastest(self, machine: Machine) -> tuple[Config, Machine]:
-        """The config of the loop and the machine, with what is left open as it is fastest here: the precision, if it is None, and
-        whether forward passes are reused, if the machine says so and has no CUDA graph. A population never reuses them. Raises
-        like `config`."""
+    def fastest(self, machine: Machine) -> Config:
+        """The config of the loop, in the precision that is fastest on the machine if it is None. Raises like `config`."""
         config = self.config(machine)
-        if self.agents:
-            return config, machine
-        names = [self.precision] if self.precision else available_precisions(machine.device)
-        if len(names) > 1:
-            emulated = torch.tensor([is_emulated(name, machine.device) for name in names])
-            (emulated,) = ranks.all_reduce([emulated.int()])  # all processes must agree
-            names = [name for name, no in zip(names, emulated, strict=True) if not no]
-        plain = machine.graph or not machine.reuse_forward
-        pairs = list(itertools.product(names, (False,) if plain else (False, True)))
-        speeds = torch.zeros(len(pairs))
-        if len(pairs) > 1:
-            for i, (name, reuse) in enumerate(pairs):
-                where = dataclasses.replace(machine, reuse_forward=reuse)
-                speeds[i] = bench_loop(dataclasses.replace(config, precision=name), where, 0.5, 1)["train_steps_per_second"]
-            (speeds,) = ranks.all_reduce([speeds])
-        name, reuse = pairs[int(speeds.argmax())]
-        return dataclasses.replace(config, precision=name), dataclasses.replace(machine, reuse_forward=reuse)
+        if self.agents or self.precision:
+            return config
+        names = available_precisions(machine.device)
+        emulated = torch.tensor([is_emulated(name, machine.device) for name in names])
+        (emulated,) = ranks.all_reduce([emulated.int()])  # all processes must agree
+        configs = [dataclasses.replace(config, precision=name) for name, no in zip(names, emulated, strict=True) if not no]
+        speeds = [bench_loop(one, machine, 0.5, 1)["train_steps_per_second"] for one in configs]
+        (speeds,) = ranks.all_reduce([torch.tensor(speeds)])
+        return configs[int(speeds.argmax())]
 
     def _check(self, machine: Machine) -> None:
         if self.agents < 1:
             raise ValueError(f"agents is {self.agents}: use at least 1")
         for field in dataclasses.fields(Machine):
-            if field.name not in ("device", "graph", "reuse_forward") and getattr(machine, field.name) != field.default:
+            if field.name not in ("device", "graph") and getattr(machine, field.name) != field.default:
                 raise ValueError(f"{field.name} is {getattr(machine, field.name)} beside agents: leave it out")
         if ranks.rank_and_size()[1] > 1:
             raise ValueError(f"agents is {self.agents} under torchrun: leave one of them out, populations exchange nothing")
@@ -179,15 +169,15 @@ def bench_loop(
     speed, *shares = (statistics.median(values) for values in zip(*found, strict=True))
     result = {"train_steps_per_second": speed} | ({} if agents is None else {"agents": agents})
     result |= {name: getattr(config, name) for name in ("num_envs", "rollout_length", "precision", "hidden_size", "layers")}
-    result["reuse_forward"] = machine.reuse_forward and agents is None
+    result["reuse_forward"] = agents is None and reuses_forward(config, machine, run.env.num_envs)
     return result | dict(zip(("collect_share", "update_share", "floor_share"), shares, strict=True))
 
 
 def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Callable[[], None]:
     """A function that does only the multiplications of an iteration on the package's own environment, for this process's
     environments or, in float32, all agents of a population: T forward passes to act, and one forward and one backward pass over
-    all rows at once. With `reuse_forward`: T + 1 forward passes to act, and the backward pass one time step at a time. On CUDA
-    with `graph` it is a graph too."""
+    all rows at once. Where forward passes are reused: T + 1 forward passes to act, and the backward pass one time step at a time.
+    On CUDA with `graph` it is a graph too."""
     device, envs, length = machine.device, config.num_envs // ranks.rank_and_size()[1], config.rollout_length
     size, mode = config.hidden_size, Precision(config.precision, device).matmul_mode
     sizes = [(2, size), *[(size, size)] * (config.layers - 1), (size, 3)]  # both heads at once
@@ -203,7 +193,7 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
         return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
 
     acting = products(forward(envs), config.collect_precision or config.precision)
-    if machine.reuse_forward and not agents:
+    if not agents and reuses_forward(config, machine, envs):
         learning = acting + products(backward(envs)) * length
     else:
         learning = products(forward((length + 1) * envs) + backward(length * envs))

@@ -19,7 +19,7 @@ from ..history import EpisodeReturns, RewardScale
 from ..lab.lowbit import LowBitAdam
 from ..lab.places import STATE, in_order, places_of
 from ..model import ActorCritic
-from ..precision import Precision
+from ..precision import PRECISIONS, Precision
 from ..rng import seed_of
 from ..rollout import Collector, unroll
 from ..tasks.by_id import task_of
@@ -48,10 +48,6 @@ class Machine:
     # ones; or vector_entry_point, the environment's own batched form, if it has one. None steps this package's own tensor form
     # (tasks/), or sync if it has none.
     vectorization: str | None = None
-    # Learn from the new rollout with the forward passes that acted, instead of repeating them for all rows at once. Faster with
-    # thousands of environments, where the rows of one step then stay in the processor's cache; slower with few, because the
-    # backward pass then goes step by step, too.
-    reuse_forward: bool = False
     graph: bool = False  # On CUDA, replay collection and update as CUDA graphs (graphs.py). No effect on the CPU.
 
     def __post_init__(self):
@@ -74,6 +70,7 @@ class Machine:
 
 
 HERE = Machine()
+LARGE = 2**18  # bytes of a layer's results for one step of all environments
 # By encoder and whether they normalize.
 NETWORKS = {("mlp", False): fused.Fast, ("gru", False): Recurrent}
 NETWORKS |= {(name, True): type("Normalized", (Normalized, plain), {}) for (name, _), plain in NETWORKS.items()}
@@ -110,9 +107,9 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     learner = Learner(config.settled(env), model, learning, optimizer, rewards, group.all_reduce)
     if learning.rules.forward:
         learner = Recorded(learner)
-    loop = fused.Reuse(model, learning) if machine.reuse_forward else unroll
-    if machine.reuse_forward:
-        learner = fused.Reusing(learner, loop)
+    loop = unroll
+    if reuses_forward(config, machine, env.num_envs):
+        learner = fused.Reusing(learner, loop := fused.Reuse(model, learning))
     collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
     if graph:
         collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
@@ -145,14 +142,9 @@ def check(config: Config, machine: Machine, size: int) -> None:
     require("memmap", machine.memmap != "", "choose a folder")
     require("memmap", None in (machine.memmap, machine.store_device), "use a folder or store_device, not both")
     require("vectorization", machine.vectorization is None or config.env_id is not None, "leave it out, it needs env_id")
-    if machine.reuse_forward:
-        same = one and config.fresh_updates == 1 and acting == config.precision
-        require("reuse_forward", same, "leave it out, it needs an actor that is the learner, and fresh_updates")
     if machine.graph:
         remedy = "leave it out, or learn and collect on one device, in one of the package's environments"
         require("graph", one and not uses_gymnasium(config, machine), remedy)
-        # Replays overwrite the observations that a stored forward pass still needs for its gradient.
-        require("reuse_forward", not machine.reuse_forward, "leave it out (--no-reuse-forward) with graph")
     if normalizes(config):
         require("normalize_obs", not machine.graph, "leave it out, or graph")
     places = places_of(config.formats)
@@ -162,7 +154,7 @@ def check(config: Config, machine: Machine, size: int) -> None:
         require("collect_precision", acting == config.precision, "leave it out, its copy of the weights is float32")
         require("formats", not places["weights"].block, "leave block out, a run keeps one scale for each tensor of weights")
     if places:
-        alone = size == 1 and one and not (machine.graph or machine.reuse_forward)
+        alone = size == 1 and one and not machine.graph
         alone = alone and machine.on("evaluate") == machine.on("learn")
         require("formats", alone, "leave it out, or compute on one device, in one process and without other options")
     if size > 1:
@@ -172,6 +164,15 @@ def check(config: Config, machine: Machine, size: int) -> None:
         require("batch_size", slices % size == 0, f"use a multiple of {size} slices", shared)
         require("memmap", machine.memmap is None, "leave it out", shared)
         require("graph", not machine.graph, "leave it out", shared)
+
+
+def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
+    """Whether a learner goes on from the forward passes of an actor in so many environments, instead of repeating them for all
+    rows at once (fused.py). On a CPU that is faster with `LARGE` layers: of one step they fit into a cache, of all steps they do
+    not (benchmarks/processes.py). With few environments it is slower, because the backward pass goes step by step, too."""
+    same = machine.on("collect") == machine.on("learn") and config.precision == (config.collect_precision or config.precision)
+    size = num_envs * config.hidden_size * (PRECISIONS[config.precision].autocast or torch.float32).itemsize
+    return same and machine.on("learn").type == "cpu" and config.fresh_updates == 1 and not config.formats and size >= LARGE
 
 
 def normalizes(config: Config) -> bool:
