@@ -127,6 +127,12 @@ def made() -> dict[str, dict]:
     return json.loads(MADE.read_text())
 
 
+def minutes_of(name: str) -> float | None:
+    """The minutes that a table and its steps took, or None if those of one are not known."""
+    found = [made().get(each, {}).get("minutes") for each in COMMANDS if name in (each, STEP.sub("", each))]
+    return None if None in found else sum(found)
+
+
 def write(path: Path, found: dict) -> None:
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
@@ -203,7 +209,7 @@ def filled(text: str) -> str:
         return found[0] if name in shown else shown.add(name) or mark(name) + found[0]
 
     def row(found: re.Match) -> str:
-        name, minutes = found[2], made().get(found[2], {}).get("minutes")
+        name, minutes = found[2], minutes_of(found[2])
         state = "**stale**" if late(name) else "fresh"
         return f"{found[1]} {'-' if minutes is None else f'{minutes:.0f}'} | {', '.join(filter(None, (state, needs(name))))} |"
 
@@ -224,7 +230,7 @@ def status() -> list[list[str]]:
     rows = []
     for name in COMMANDS:
         day = subprocess.run(["git", "log", "-1", "--format=%cs", "--", file_of(name)], cwd=ROOT, capture_output=True, text=True)
-        minutes = made().get(name, {}).get("minutes", "-")
+        minutes = made().get(name, {}).get("minutes")
         row = [name, day.stdout.strip(), code_of(name), "stale" if late(name) else "fresh", minutes, needs(name)]
         rows.append([str(x) if x not in ("", None) else "-" for x in row])
     return rows
