@@ -19,8 +19,8 @@ map had shown that they fail.
 """
 
 import argparse
+import collections
 import csv
-import time
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +76,7 @@ CLAIMS = {
 }
 COLUMNS = ("task", "learning_rate", "place", "format", "median", "score", "low", "high", "seeds_at_195", "verdict")
 BASELINE = ("float32", "float32")
+VERDICTS = ("equal", "between", "fails")
 
 
 def cells() -> dict[tuple[str, str], str]:
@@ -125,26 +126,33 @@ def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dic
 
 
 def map_of(out: Path, only: list[str]) -> None:
-    """Trains the cells, and writes their table and how long they took. `only` some places, if any are named; the
-    others, and how long it all took, are kept."""
-    table, kept = out.with_suffix(".csv"), []
+    """Trains the cells, and writes their table and how many have which verdict. `only` some places, if any are named; the
+    others are kept."""
+    table, rows = out.with_suffix(".csv"), []
     if only:
-        kept = [row for row in csv.DictReader(table.open()) if row["place"] not in only]
-    rows, lines = [], ["| task | learning rate | agents | seconds | environment steps a second |", "| --- " * 5 + "|"]
+        rows = [row for row in csv.DictReader(table.open()) if row["place"] not in only]
     arms = {cell: {"formats": formats} for cell, formats in cells().items() if not only or cell[0] in only}
     for task, rates in RATES.items():
         for rate in rates:
-            began = time.perf_counter()
             rows += run(task, rate, arms, SEEDS)[bool(only) :]
-            seconds, agents = time.perf_counter() - began, (1 + len(arms)) * SEEDS
-            lines.append(f"| {task} | {rate:g} | {agents:,} | {seconds:.0f} | {agents * STEPS / seconds:,.0f} |")
             with table.open("w") as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writeheader()
-                writer.writerows(kept + rows)
-            if not only:
-                note = f"`python benchmarks/breakage_map.py map {out}` on {origin()}."
-                out.with_suffix(".md").write_text("\n".join(lines) + f"\n\n{note}\n")
+                writer.writerows(rows)
+            note = f"`python benchmarks/breakage_map.py map {out}` on {origin()}."
+            out.with_suffix(".md").write_text(f"{counts(rows)}\n\n{note}\n")
+
+
+def counts(rows: list[dict]) -> str:
+    """How many cells of each task and learning rate have which verdict."""
+    lines = [f"| task | learning rate | cells | {' | '.join(VERDICTS)} |", "| --- " * 6 + "|"]
+    found = collections.Counter(
+        (row["task"], row["learning_rate"], row["verdict"]) for row in rows if row["place"] != BASELINE[0]
+    )
+    for task, rate in dict.fromkeys((task, rate) for task, rate, _ in found):
+        each = [found[task, rate, verdict] for verdict in VERDICTS]
+        lines.append(f"| {task} | {rate} | {' | '.join(map(str, (sum(each), *each)))} |")
+    return "\n".join(lines)
 
 
 def claims(out: Path, only: list[str]) -> None:

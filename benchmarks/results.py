@@ -274,7 +274,9 @@ def main(names: list[str]) -> None:
         for row in (["table", "of", "fingerprint", "", "minutes", "needs"], *status()):
             print("{:17} {:10} {:44} {:5} {:>7}  {}".format(*row))
         known = [entry["minutes"] for entry in made().values() if entry.get("minutes")]
-        print(f"{sum(not late(name) for name in COMMANDS)} of {len(COMMANDS)} are fresh; {len(known)} took {sum(known):.0f} minutes")
+        print(
+            f"{sum(not late(name) for name in COMMANDS)} of {len(COMMANDS)} are fresh; {len(known)} took {sum(known):.0f} minutes"
+        )
         print("The fingerprint has changed here: python benchmarks/results.py --put" if changed else f"This code: {code}")
         wrong = unmarked(READMES[0].read_text())
         sys.exit(f"README.md shows {', '.join(wrong)}, stale and not marked: python benchmarks/results.py --put" if wrong else 0)
