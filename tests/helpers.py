@@ -15,7 +15,7 @@ import torch
 from fp8rl import __main__ as cli
 from fp8rl.config import Config
 from fp8rl.precision import Precision
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector, Rollout
 from fp8rl.scale import checkpoint
 from fp8rl.scale.around import Around
 from fp8rl.scale.fused import Reuse, Reusing
@@ -106,6 +106,7 @@ def cli_into(said: Path, *arguments) -> None:
 def reusing(run: Run) -> Run:
     """The run, which now learns from the forward passes that acted, as one with many environments does by itself."""
     learner = run.learner
+    assert isinstance(run.collector, Collector)  # none around it, which would keep its loop
     run.collector.loop = Reuse(learner.model, learner.precision)
     run.learner = Reusing(learner, run.collector.loop)
     return run

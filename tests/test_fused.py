@@ -1,14 +1,15 @@
 import copy
+import dataclasses
 import math
 
 import pytest
 import torch
-from helpers import assert_same, reusing, same, small, trained
+from helpers import after, assert_same, resumed, reusing, same, small, trained
 
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY
-from fp8rl.scale import machine
+from fp8rl.scale import checkpoint, machine
 from fp8rl.scale.fused import Fast, Reusing
 from fp8rl.scale.machine import HERE, build, reuses_forward
 from fp8rl.train import Run
@@ -66,12 +67,17 @@ def collected(run: Run, rollouts: int = 3):
     return run, rollout
 
 
+CONTINUOUS = [{"env_id": "Pendulum-v1"}, {"env_id": "Pendulum-v1", "encoder": "gru"}, {"env_id": "MountainCarContinuous-v0"}]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("encoder", ["mlp", "gru"])
-def test_the_forward_passes_that_acted_give_the_update_of_a_new_one(encoder, precision):
-    config, found = small(precision=precision, encoder=encoder, max_grad_norm=1e9), []
+@pytest.mark.parametrize("fields", [{}, {"encoder": "gru"}, *CONTINUOUS], ids=str)
+def test_the_forward_passes_that_acted_give_the_update_of_a_new_one(fields, precision):
+    config, found = small(precision=precision, max_grad_norm=1e9, normalize_obs=False, **fields), []
     for run in (reusing(build(config)), build(config)):
-        run, rollout = collected(run)
+        run, rollout = collected(run, 32 if fields.get("env_id") == "MountainCarContinuous-v0" else 7)
+        held = [x for x in (*rollout, *vars(run.env).values()) if isinstance(x, torch.Tensor)]
+        assert not any(x.requires_grad for x in held)
         run.learner.update(rollout)
         found.append((rollout, torch.cat([p.grad.flatten() for p in run.model.parameters()])))
     (rollout, kept), (plain, new) = found
@@ -90,7 +96,7 @@ def test_only_the_newest_rollout_is_learned_from_by_the_forward_passes_that_acte
         assert len(calls) == forwards
 
 
-@pytest.mark.parametrize("fields", [{"precision": "fp8"}, {"encoder": "gru", "steps": 40_960}], ids=str)
+@pytest.mark.parametrize("fields", [{"precision": "bf16"}, {"encoder": "gru", "steps": 40_960}], ids=str)
 def test_learns_from_the_forward_passes_that_acted(fields):
     config = small(**{"steps": 20_480, "eval_every": 0, "eval_episodes": 50, **fields})
     assert trained(reusing(build(config))).history.final_return >= 190
@@ -98,15 +104,24 @@ def test_learns_from_the_forward_passes_that_acted(fields):
 
 def test_forward_passes_are_reused_where_a_layer_of_a_step_is_large_and_the_actor_is_the_learner():
     cases = {True: [(1024, {}), (512, {"hidden_size": 128}), (2048, {"precision": "bf16"}), (4096, {"encoder": "gru"})]}
-    apart = ({"collect_precision": "fp8"}, {"fresh_updates": 0}, {"formats": "m=e4m3"})
-    cases[False] = [(1023, {}), (2047, {"precision": "bf16"}), *((4096, fields) for fields in apart)]
+    apart = ({"collect_precision": "fp8"}, {"fresh_updates": 0}, {"formats": "m=e4m3"}, {"precision": "fp8"})
+    cases[False] = [
+        (1023, {}),
+        (2047, {"precision": "bf16"}),
+        *((4096, fields) for fields in apart),
+        (1023, {"hidden_size": 1024}),
+    ]
     for expected, each in cases.items():
         assert all(reuses_forward(small(**fields), HERE, num_envs) == expected for num_envs, fields in each)
 
 
-def test_many_environments_learn_from_the_forward_passes_that_acted_by_themselves(monkeypatch):
+def test_many_environments_learn_from_the_forward_passes_that_acted_by_themselves(monkeypatch, tmp_path):
     config = small(num_envs=1024, capacity=33 * 1024, steps=2 * 32 * 1024, eval_every=0, eval_episodes=1)
-    alone = trained(build(config))
-    monkeypatch.setattr(machine, "LARGE", math.inf)
+    alone, path = trained(build(config)), tmp_path / "checkpoint.pt"
+    checkpoint.save(path, after(1, build(config)))
     assert isinstance(alone.learner, Reusing)
+    assert_same(alone, trained(resumed(path)))
+    normalized = trained(build(dataclasses.replace(config, normalize_obs=True)))
+    assert isinstance(normalized.learner.inner, Reusing) and normalized.history.column("ess")[0] > 0.999
+    monkeypatch.setattr(machine, "LARGE", math.inf)
     assert_same(alone, trained(reusing(build(config))))

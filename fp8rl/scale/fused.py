@@ -55,25 +55,24 @@ class Reuse:
     with their gradient."""
 
     def __init__(self, model: ActorCritic, precision: Precision):
-        self.model, self.precision, self.values, self.obs, self.computed = model, precision, [], None, None
+        self.model, self.precision, self.steps, self.obs, self.computed = model, precision, [], None, None
 
     def policy(self, obs, state):
-        """Like ActorCritic.policy, and keeps the values."""
-        outputs, value, state = self.model.step(obs, state)
-        self.values.append(value)
-        return outputs, state
+        """Like ActorCritic.policy, and keeps outputs and values. Actions, and the states that they lead to, have no gradient."""
+        *found, state = self.model.step(obs, state)
+        self.steps.append(found)
+        return found[0].detach(), state
 
     def __call__(self, model, env, noise, starts, state):
-        self.values.clear()
+        self.steps, self.obs, self.computed = [], None, None
         with torch.enable_grad(), self.precision.autocast():
-            (*rows, outputs), state = unroll(self, env, noise, starts, state)
+            rows, state = unroll(self, env, noise, starts, state)
         with torch.no_grad(), self.precision.autocast():  # its value is used only for bootstrapping
-            last_outputs, last_value, _ = self.model.step(env.obs, state)
+            *last, _ = self.model.step(env.obs, state)
         with torch.enable_grad():
-            self.computed = torch.cat((outputs, last_outputs.unsqueeze(0))), torch.stack((*self.values, last_value))
-        self.values.clear()
-        self.obs = rows[0]
-        return (*rows, outputs.detach()), None if state is None else state.detach()
+            self.computed = tuple(map(torch.stack, zip(*self.steps, last, strict=True)))
+        self.steps, self.obs = [], rows[0]
+        return rows, None if state is None else state.detach()
 
 
 class Reusing(Around):

@@ -168,11 +168,13 @@ def check(config: Config, machine: Machine, size: int) -> None:
 
 def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
     """Whether a learner goes on from the forward passes of an actor in so many environments, instead of repeating them for all
-    rows at once (fused.py). On a CPU that is faster with `LARGE` layers: of one step they fit into a cache, of all steps they do
-    not (benchmarks/processes.py). With few environments it is slower, because the backward pass goes step by step, too."""
-    same = machine.on("collect") == machine.on("learn") and config.precision == (config.collect_precision or config.precision)
-    size = num_envs * config.hidden_size * (PRECISIONS[config.precision].autocast or torch.float32).itemsize
-    return same and machine.on("learn").type == "cpu" and config.fresh_updates == 1 and not config.formats and size >= LARGE
+    rows at once (fused.py). On a CPU that is faster where layers are `LARGE` and have as many rows as units: one step at a time
+    they presumably fit into a cache (benchmarks/processes.py). With fewer rows it is slower, because each step of the backward
+    pass reads the weights and adds to their gradient. In FP8 each step would keep rounded weights of its own."""
+    rules, same = PRECISIONS[config.precision], config.precision == (config.collect_precision or config.precision)
+    same = same and machine.on("collect") == machine.on("learn") == torch.device("cpu") and config.fresh_updates == 1
+    size = num_envs * config.hidden_size * (rules.autocast or torch.float32).itemsize
+    return same and not config.formats and not rules.forward and size >= LARGE and num_envs >= config.hidden_size
 
 
 def normalizes(config: Config) -> bool:
