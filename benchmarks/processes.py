@@ -1,4 +1,4 @@
-"""What more processes bring to one run on this machine's CPU, and what one process gains from its cache.
+"""What more processes bring to one run on this machine's CPU, and one process from the forward passes that acted.
 
 Two ways to use a second core, each against one: two ranks that share environments and learning (scale/ranks.py), and Gymnasium
 environments in processes of their own. And with many environments, a learner that goes on from the forward passes that acted

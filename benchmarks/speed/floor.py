@@ -1,7 +1,8 @@
 """The floor: the matmuls of one iteration alone, and the bytes of its activations alone.
 
 Matmuls: for each of T time steps the forward pass of N rows and the backward pass, as `python -m fp8rl bench` has them: both
-heads are one layer of three, outputs are preallocated, nothing stands between, and the forward pass that acts serves the update.
+heads are one layer of three, outputs are preallocated, nothing stands between, and where a run reuses them
+(`reuses_forward` in scale/machine.py) the forward passes that act serve the update.
 Bytes: the activations of T + 1 rows of N (2, 64, 64 and 3 numbers a row) are read once and written once, from one buffer to
 another. Each comes as environment steps per second, were an iteration nothing else; `both` is the sum of the two times. The best
 of the rounds counts.

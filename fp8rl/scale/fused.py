@@ -24,7 +24,7 @@ class Fast(ActorCritic):
         return obs
 
     def acting(self):
-        """Like ActorCritic.acting. Of few rows, calling the modules would take as long as their arithmetic."""
+        """Like ActorCritic.acting. With few rows, to call the modules would take as long as their arithmetic."""
         layers = self.inputs, *self.hidden, self.actor
         if any(type(layer) is not nn.Linear for layer in layers):
             return self
