@@ -25,7 +25,7 @@ from fp8rl.scale.machine import HERE
 print([hardware.is_emulated(name) for name in ("fp32", "bf16", "fp16", "fp8")])
 print(hardware.describe(Precision("bf16"), ActorCritic()))
 print(hardware.hardware())
-print(bench.Loop(16, 4).fastest(HERE)[0].precision)
+print(bench.Loop(16, 4).fastest(HERE).precision)
 """
 
 
