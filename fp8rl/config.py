@@ -45,7 +45,7 @@ class Config:
     start_noise: float = 0.5
     extra_features: int = 0  # Noise channels appended to the observation.
     hide_velocity: bool = False  # Leave the velocity out of the observation, so that the policy needs memory.
-    # mlp, or gru, which has memory (scale/recurrent.py). Its replayed slices start from a zero state; a small ring suits it.
+    # mlp, or gru, which has memory (scale/recurrent.py). Its replayed slices start from a zero state.
     encoder: str = "mlp"
     # Standardize each feature by its running mean and deviation (scale/normalized.py). None: where Gymnasium steps the only form
     # of the environment; the features of the package's own tasks are of order 1 as they are.
