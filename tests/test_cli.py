@@ -160,6 +160,7 @@ def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
         assert one["arm"] == other["arm"] and float(one["final_return"]) == pytest.approx(float(other["final_return"]), abs=0.3)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of infinities that are subtracted
 @pytest.mark.parametrize("how", [[], ["--one-by-one"]])
 def test_an_agent_that_diverges_is_named_and_the_study_goes_on(how, tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "--seeds", 2, "--steps", 1_024, *SIZED]

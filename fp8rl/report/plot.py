@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from ..lab.doctor import BREAKS
-from .statistics import bootstrap_interval, iqm
+from .statistics import bootstrap_interval, iqm, percentiles
 
 # Black, orange, sky blue, green, vermillion, blue, purple, each with a dash pattern and a marker.
 STYLES = [
@@ -58,7 +58,7 @@ def learning_curves(ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], 
     for style, (name, (steps, returns)) in zip(styles(curves), curves.items(), strict=True):
         returns = np.atleast_2d(returns)
         _central(ax, name, steps, returns, style)
-        ax.fill_between(steps, *np.percentile(returns, [10, 90], axis=0), color=style["color"], alpha=0.15, linewidth=0)
+        ax.fill_between(steps, *percentiles(returns, [10, 90], axis=0), color=style["color"], alpha=0.15, linewidth=0)
     steps_axis(ax).set_xlim(left=0)
     ax.set_ylabel("return of an episode")
     ax.legend(loc="center right", fontsize=8)

@@ -16,6 +16,10 @@ def bootstrap_interval(scores: np.ndarray, resamples: int = 10_000, seed: int = 
     """95% percentile bootstrap interval of the interquartile mean of scores [runs]."""
     scores = np.asarray(scores, dtype=np.float64)
     picks = np.random.default_rng(seed).integers(len(scores), size=(resamples, len(scores)))
-    means = iqm(scores[picks])
-    low, high = np.percentile(means, [2.5, 97.5], method="linear" if np.isfinite(means).all() else "nearest")
+    low, high = percentiles(iqm(scores[picks]), [2.5, 97.5])
     return float(low), float(high)
+
+
+def percentiles(scores: np.ndarray, percents: list[float], axis: int = -1) -> np.ndarray:
+    """Percentiles along an axis; the nearest score where one is infinite, as of a seed that failed."""
+    return np.percentile(scores, percents, axis, method="linear" if np.isfinite(scores).all() else "nearest")
