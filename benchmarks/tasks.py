@@ -276,15 +276,11 @@ def draw(path: Path, found: Found) -> None:
         plot.steps_axis(ax, ticks=3).set(title="linear-quadratic cart" if task == LQR else task, ylabel=label)
     for ax in axes.flat[: max(0, len(shown) - 3)]:  # another is below
         ax.set_xlabel("")
-    handles, free = axes[0, 0].get_legend_handles_labels(), axes.flat[len(shown) :]
-    for ax in free:
+    for ax in axes.flat[len(shown) :]:
         ax.axis("off")
-    if len(free):
-        note = "Up is better in every panel.\nLines: interquartile means.\nBands: 10th to 90th\npercentile of the seeds."
-        legend = free[0].legend(*handles, loc="upper left", fontsize=11, title=note, alignment="left", frameon=False)
-        legend.set_in_layout(False)  # it may be wider than a panel
-    else:
-        figure.legend(*handles, loc="outside upper center", ncols=len(handles[0]), fontsize=11, frameon=False)
+    handles = axes[0, 0].get_legend_handles_labels()
+    note = "Up is better in every panel. Lines: interquartile means. Bands: 10th to 90th percentile of the seeds."
+    figure.legend(*handles, loc="outside upper center", ncols=len(handles[0]), title=note, fontsize=11, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
