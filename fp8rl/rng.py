@@ -25,6 +25,7 @@ import torch
 PURPOSES = ("weights", "starts", "actions", "replay", "rounding", "targets", "evaluation starts", "evaluation actions")
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 FEW = 2**14  # with so few numbers the calls take longer than the arithmetic
+IN_NUMPY = "cpu"  # the type of device whose words NumPy computes
 
 
 def threefry(x0, x1, key0, key1):
@@ -50,35 +51,40 @@ def threefry(x0, x1, key0, key1):
 def words(seed, purpose: str, iteration, count: int, device="cpu"):
     """Random 32-bit words of index 0 to `count` - 1, [count], or [S, count] for S seeds: NumPy uint32 on a CPU, elsewhere torch
     int32 with the same bits. `seed`: below 2^32, a number or integer tensor [S]. `iteration`: a number or tensor [S]."""
-    if torch.device(device).type != "cpu":
-        index = torch.arange((count + 1) // 2, dtype=torch.int32, device=device)
-        key = _column(seed, device), _column(PURPOSES.index(purpose), device)
-        counter = index, torch.zeros_like(index) + _column(iteration, device)
-        found = torch.stack(threefry(*counter, *key), dim=-1).flatten(-2)[..., :count]
-    elif isinstance(seed, torch.Tensor) or isinstance(iteration, torch.Tensor) or count > FEW:
-        found = _words(np.asarray(seed), purpose, np.asarray(iteration), count)
+    agents = len(seed) if isinstance(seed, torch.Tensor) else 1
+    if isinstance(iteration, torch.Tensor) or agents * count > FEW:
+        found = _words(seed, purpose, iteration, count, device)
     else:  # few numbers: those of 8 iterations in one call
-        return _eight(seed, purpose, iteration // 8, count)[iteration % 8]
+        found = _eight(seed, purpose, iteration // 8, count, torch.device(device))[iteration % 8]
     return found if isinstance(seed, torch.Tensor) else found[0]
 
 
 @functools.lru_cache(64)
-def _eight(seed: int, purpose: str, block: int, count: int) -> np.ndarray:
-    """The words of iterations 8 `block` to 8 `block` + 7, [8, count]."""
-    return _words(np.full(8, seed), purpose, 8 * block + np.arange(8), count)
+def _eight(seed, purpose: str, block: int, count: int, device: torch.device):
+    """The words of iterations 8 `block` to 8 `block` + 7, [8, S or 1, count]. Those of one seed are computed on the CPU."""
+    if isinstance(seed, torch.Tensor):
+        iterations = torch.arange(8 * block, 8 * block + 8, device=seed.device).repeat_interleave(len(seed))
+        return _words(seed.repeat(8), purpose, iterations, count, device).reshape(8, len(seed), count)
+    found = _words(np.full(8, seed), purpose, 8 * block + np.arange(8), count, IN_NUMPY).reshape(8, 1, count)
+    return found if device.type == IN_NUMPY else torch.tensor(found.view(np.int32), device=device)
 
 
-def _words(seed: np.ndarray, purpose: str, iteration: np.ndarray, count: int) -> np.ndarray:
-    """`words` in NumPy, [S or 1, count]."""
-    seed, iteration = np.broadcast_arrays(*(x.astype(np.uint32).reshape(-1, 1) for x in (seed, iteration)))
-    index, kind = np.arange((count + 1) // 2, dtype=np.uint32), np.full((1, 1), PURPOSES.index(purpose), np.uint32)
-    found = np.stack(threefry(*np.broadcast_arrays(index, iteration), seed, kind), axis=-1)
-    return found.reshape(len(seed), -1)[:, :count]
+def _words(seed, purpose: str, iteration, count: int, device):
+    """`words`, [S or 1, count]."""
+    if torch.device(device).type == IN_NUMPY:
+        seed, iteration = np.broadcast_arrays(*(np.asarray(x).astype(np.uint32).reshape(-1, 1) for x in (seed, iteration)))
+        index, kind = np.arange((count + 1) // 2, dtype=np.uint32), np.full((1, 1), PURPOSES.index(purpose), np.uint32)
+        found = np.stack(threefry(*np.broadcast_arrays(index, iteration), seed, kind), axis=-1)
+        return found.reshape(len(seed), -1)[:, :count]
+    index, seed = torch.arange((count + 1) // 2, dtype=torch.int32, device=device), _column(seed, device)
+    index, iteration, _ = torch.broadcast_tensors(index, _column(iteration, device), seed)
+    return torch.stack(threefry(index, iteration, seed, _column(PURPOSES.index(purpose), device)), -1).flatten(-2)[..., :count]
 
 
 def _column(x, device) -> torch.Tensor:
-    """A number or tensor [S] as int32 [1 or S, 1] with the same low 32 bits."""
-    x = torch.as_tensor(x, device=device).long().view(-1, 1)
+    """A number or tensor [S] as int32 [1 or S, 1] with the same low 32 bits. A number is not copied to the device, for which a
+    GPU would be waited for, and which a CUDA graph cannot capture."""
+    x = x.to(device).long().view(-1, 1) if isinstance(x, torch.Tensor) else torch.full((1, 1), int(x), device=device)
     return torch.where(x >= 2**31, x - 2**32, x).int()
 
 

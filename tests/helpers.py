@@ -1,5 +1,6 @@
 """What several test files share: runs, rollouts, refusals, and processes."""
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from fp8rl import __main__ as cli
+from fp8rl import rng
 from fp8rl.config import Config
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector, Rollout
@@ -41,6 +43,19 @@ class Changed(Around):
 
     def collect(self, learned) -> Rollout:
         return self.change(self.inner.collect(learned))
+
+
+@contextlib.contextmanager
+def drawn_on_tensors():
+    """Random numbers are computed by the lines that a GPU runs, here on the CPU."""
+    here = rng.IN_NUMPY
+    rng._eight.cache_clear()
+    rng.IN_NUMPY = "meta"  # any type of device that is not this one
+    try:
+        yield
+    finally:
+        rng.IN_NUMPY = here
+        rng._eight.cache_clear()
 
 
 def bang_bang(state: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers import drawn_on_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,13 +33,14 @@ def test_known_answers(counter, key, result):
 
 @given(seeds=st.lists(seeds, min_size=1, max_size=3), iterations=st.integers(0, ONES - 3), count=st.integers(1, 9))
 def test_tensors_give_the_words_of_numpy(seeds, iterations, count):
-    """The lines that a GPU runs, here on the CPU."""
-    ours = rng.words(torch.tensor(seeds), "replay", torch.arange(len(seeds)) + iterations, count)
-    index, purpose = torch.arange((count + 1) // 2, dtype=torch.int32), as_tensor(rng.PURPOSES.index("replay"))
-    for k, seed in enumerate(seeds):
-        counter = torch.zeros_like(index) + as_tensor(iterations + k)
-        pair = rng.threefry(index, counter, as_tensor(seed), purpose)
-        assert torch.stack(pair, -1).flatten()[:count].tolist() == ours[k].view(np.int32).tolist()
+    several, each = torch.tensor(seeds), torch.arange(len(seeds)) + iterations
+    forms = (seeds[0], iterations), (several, iterations), (several, each), (several, each.unsqueeze(1))
+    ours = [rng.words(seed, "replay", iteration, count) for seed, iteration in forms]
+    with drawn_on_tensors():
+        theirs = [rng.words(seed, "replay", iteration, count) for seed, iteration in forms]
+    for one, other in zip(ours, theirs, strict=True):
+        assert other.dtype == torch.int32 and other.tolist() == one.view(np.int32).tolist()
+    assert [x.tolist() for x in ours[1]] == [rng.words(seed, "replay", iterations, count).tolist() for seed in seeds]
 
 
 @pytest.mark.cuda
@@ -46,8 +48,14 @@ def test_tensors_give_the_words_of_numpy(seeds, iterations, count):
 @pytest.mark.parametrize("halves", [False, True])
 def test_a_gpu_draws_the_same(halves):
     seed, shape = torch.tensor([0, 7, ONES]), (5, 3)
-    there = rng.uniform(seed.cuda(), "starts", torch.tensor([3, 2**31, 0]).cuda(), shape, "cuda", halves)
-    assert torch.equal(there.cpu(), rng.uniform(seed, "starts", torch.tensor([3, 2**31, 0]), shape, halves=halves))
+    for iteration in (torch.tensor([3, 2**31, 0]), 5):
+        there = rng.uniform(
+            seed.cuda(), "starts", iteration if isinstance(iteration, int) else iteration.cuda(), shape, "cuda", halves
+        )
+        assert torch.equal(there.cpu(), rng.uniform(seed, "starts", iteration, shape, halves=halves))
+    assert torch.equal(
+        rng.uniform(7, "starts", 5, shape, "cuda", halves).cpu(), rng.uniform(7, "starts", 5, shape, halves=halves)
+    )
 
 
 @given(seed=seeds, iteration=st.integers(0, 10**9), few=st.integers(1, 50), many=st.integers(51, 200))

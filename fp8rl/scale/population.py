@@ -298,7 +298,7 @@ class AgentsFunction(torch.autograd.Function):
             raise RuntimeError("another forward pass has overwritten this one's results: call backward first")
         theta_grad = torch.empty_like(net.theta)
         if net.gaussian:
-            theta_grad[:, -net.num_actions :] = 0  # deviations, which `Agents.forward` adds to the outputs
+            theta_grad[:, -net.num_actions :].zero_()  # deviations, which `Agents.forward` adds to the outputs
         layers = list(enumerate(views(theta_grad, net.shapes)))
         for (agents, roundings), kept in zip(net.parts, ctx.kept, strict=True):
             g = grad[agents, : ctx.learned]
