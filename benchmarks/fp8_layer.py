@@ -72,8 +72,6 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
         return
     name = torch.cuda.get_device_name()
     path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
-    if path.exists():
-        sys.exit(f"{out} holds {path.name} already: choose another folder or move it away")
     result = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
     result |= {"seconds": {}, "break_even_width": {}}
     out.mkdir(parents=True, exist_ok=True)

@@ -143,6 +143,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.memory:
         return memory(options.memory)
+    if options.cuda:
+        os.environ["JAX_PLATFORMS"] = "cuda"  # or without a JAX for CUDA, this processor would stand in the table of a GPU
     if options.avx2 and os.environ.get("ATEN_CPU_CAPABILITY") != "avx2":
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
     lines = [*speed(options), ""] if options.cuda else [*speed(options), "", *studies(), "", *growth(options), ""]

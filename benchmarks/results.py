@@ -282,6 +282,7 @@ def main(names: list[str]) -> None:
         sys.exit(f"README.md shows {', '.join(wrong)}, stale and not marked: python benchmarks/results.py --put" if wrong else 0)
     write(KNOWN, CODES)
     put()
+    failed = []
     for name in names or COMMANDS:
         if name == "--put" or (not names and not late(name)):
             continue
@@ -290,8 +291,13 @@ def main(names: list[str]) -> None:
             print(f"{name} left out: {reason}")
             continue
         print(f"{name}: {COMMANDS[name]}", flush=True)
-        make(name, code)
+        try:
+            make(name, code)
+        except subprocess.CalledProcessError:
+            failed.append(name)
         put()
+    if failed:
+        sys.exit(f"{', '.join(failed)} failed: what was wrong is said above")
 
 
 if __name__ == "__main__":

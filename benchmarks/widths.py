@@ -23,6 +23,7 @@ Finished seeds go to a .csv beside the table, so it can be stopped at any time a
 import argparse
 import contextlib
 import csv
+import gc
 import itertools
 import multiprocessing
 import re
@@ -165,11 +166,14 @@ def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> str:
     for width in widths:
         cells = [f"{width:,}"]
         for name in names:
+            run = None
+            gc.collect()  # a run and its graphs are a circle
+            torch.cuda.empty_cache()
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             run = build(Config(name, hidden_size=width, replay_updates=2, steps=10**9, eval_every=0, **shape), CUDA)
             each = speed(run, time.perf_counter)
-            peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+            peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
             cells.append(f"{each:,.0f}; {peak / 1e9:.2f} GB")
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)

@@ -411,6 +411,17 @@ def test_a_stale_table_begins_anew_and_goes_on_after_an_interruption(made, monke
     assert (made / "ladder.csv").read_text() == "x"
 
 
+def test_a_table_that_fails_does_not_keep_others_from_being_made(made, monkeypatch):
+    for name, script in {"length": "exit(1)", "codecs": f"open('{made}/codecs.txt', 'w')"}.items():
+        monkeypatch.setitem(results.COMMANDS, name, f"python -c {shlex.quote(script)}")
+    for name, found in {"here": "one kind", "fingerprint": CODE, "put": None}.items():
+        monkeypatch.setattr(results, name, lambda found=found: found)
+    monkeypatch.setattr(results, "KNOWN", made / "fingerprints.json")
+    with pytest.raises(SystemExit, match="length failed"):
+        results.main(["length", "codecs"])
+    assert (made / "codecs.txt").exists()
+
+
 def test_the_index_has_every_table_and_its_numbers_are_the_tables_own():
     text = results.READMES[1].read_text()
     rows = re.findall(r"(?m)^\| (.+) \| (.+) \| \[(\w+)\]\(#\w+\) \| .+ \| .+ \|$", text)
