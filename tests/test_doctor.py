@@ -368,9 +368,7 @@ def test_a_look_at_another_loss_is_refused():
             model(x).square().mean().backward()
             optimizer.step()
     watching = Doctor(optimizer, formats=("forward=bf16",))
-    with pytest.raises(
-        ValueError, match=r"^loss or policy has no matmul to round: give formats without forward, backward and acting$"
-    ):
+    with pytest.raises(ValueError, match=r"^loss or policy has no matmul that can be rounded: leave out forward, backward and"):
         for _ in range(40):
             watching.look(lambda: model[0].weight.sum())
             optimizer.step()
@@ -454,6 +452,19 @@ def test_a_parameter_that_gets_no_more_gradients_counts_as_one_that_does_not_mov
     assert {f.why for f in watching.report()} == {"float32 itself has become infinite or NaN"}
 
 
+def test_a_training_that_ends_early_is_told_so_for_all_that_was_asked():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    watching = Doctor(optimizer, formats=("weights=bf16", "forward=bf16"))
+    loss = lambda: model(torch.ones(8, 4)).square().mean()  # noqa: E731
+    loss().backward()
+    watching.look(loss)
+    optimizer.step()
+    assert [(f.place, f.verdict, f.cure) for f in watching.report()] == [
+        (place, "unknown", "train longer") for place in ("weights", "forward")
+    ]
+
+
 def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
@@ -461,6 +472,7 @@ def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
     for tensors, rate, name, said in (
         (low.parameters(), 0.1, "target", "tensors of target are torch.bfloat16: give float32"),
         ([], 0.1, "target", "tensors of target are none: give float32"),
+        ([torch.zeros(0)], 0.1, "target", "tensors of target are none: give float32"),
         (model.parameters(), None, "target", "rate is None: give a number above 0"),
         (model.parameters(), 0.1, "v", "name is 'v': choose one that is no place"),
     ):
@@ -468,7 +480,7 @@ def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
             watching.follow(name, tensors, rate)
     with pytest.raises(ValueError, match=r"^others has 'targets': name each by place and format"):
         watching.look(lambda: model(torch.ones(8, 4)).mean(), others={"targets": None})
-    with pytest.raises(ValueError, match=r"^forward=bf16 was not watched: .*let the doctor look at the loss$"):
+    with pytest.raises(ValueError, match=r"^forward=bf16 was not watched: .*let the doctor look at the loss of an Adam$"):
         watching.report().require("forward=bf16")
     model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"^optimizer 0 has no parameters that learn: leave it out$"):

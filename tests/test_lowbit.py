@@ -257,6 +257,16 @@ def test_attached_modules_learn_the_same(make):
     assert same(*found)
 
 
+def test_an_attached_module_learns_compiled():
+    found = []
+    for compiles in (False, True):
+        module = network()
+        optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
+        optimizer.attach(module)
+        found.append(train(torch.compile(module, backend="eager") if compiles else module, optimizer))
+    assert found[0] == pytest.approx(found[1]) and found[0][-1] < found[0][0]
+
+
 def test_when_attached_parameters_are_empty():
     module, x = Agent(), torch.randn(3, 6)
     optimizer = LowBitAdam(module.parameters(), **EIGHT)

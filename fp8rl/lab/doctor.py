@@ -60,6 +60,7 @@ OPERANDS = ("forward", "backward")
 PRODUCTS = dict.fromkeys((F.linear, torch.matmul, torch.mm, torch.bmm, torch.mv, F.conv1d, F.conv2d, F.conv3d), 0)
 PRODUCTS |= dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), 0)
 PRODUCTS |= dict.fromkeys((torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.mm, torch.Tensor.bmm), 0)
+PRODUCTS |= dict.fromkeys((torch.Tensor.mv, torch.linalg.matmul), 0)
 PRODUCTS |= dict.fromkeys((torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm, torch.einsum), 1)
 FIRST, LOOKED = 32, 8  # a window of eight looks begins at update 32, 64, 128, ...
 BREAKS, UNSURE, NOISY = 4.0, 3.0, 2.5  # factors of progress, and noise, chosen on two tasks (benchmarks/law.py)
@@ -98,8 +99,8 @@ class Report(list[Finding]):
         for name in formats:
             found = [finding for finding in self if f"{finding.place}={finding.format}" == name]
             if not found:
-                remedies = dict.fromkeys(OPERANDS, "let the doctor look at the loss") | {"acting": "call the doctor's act"}
-                remedy = remedies.get(name.split("=")[0], "use Adam for m, v and root")
+                remedies = dict.fromkeys(STATE, "use Adam for m, v and root") | {"acting": "call the doctor's act"}
+                remedy = remedies.get(name.split("=")[0], "let the doctor look at the loss of an Adam")
                 raise ValueError(f"{name} was not watched: name it in the doctor's formats, and {remedy}")
             for finding in found:
                 if finding.verdict != "fine":
@@ -279,8 +280,8 @@ class Through(torch.autograd.Function):
 
 
 class Operands(TorchFunctionMode):
-    """Where it is entered, matmuls and convolutions round their two operands, and the gradients of their results. The kernels of
-    recurrent layers and of attention are left as they are."""
+    """Where it is entered, matmuls and convolutions round their two operands, and the gradients of their results. Recurrent
+    layers, and attention with its projections, are left as they are, because torch computes them in calls of their own."""
 
     def __init__(self, forward: PlaceFormat | None = None, backward: PlaceFormat | None = None):
         super().__init__()
@@ -299,7 +300,7 @@ class Operands(TorchFunctionMode):
         with self:
             found = loss()
         if not self.seen:
-            raise ValueError("loss or policy has no matmul to round: give formats without forward, backward and acting")
+            raise ValueError("loss or policy has no matmul that can be rounded: leave out forward, backward and acting")
         return found
 
 
@@ -461,8 +462,8 @@ class Looks:
 
     def look(self, losses: dict[str, Callable[[], torch.Tensor]]) -> None:
         """Takes the gradients of losses at the weights as they are, of which the first is the training's."""
-        if self.watched.adam and self.watched.updates >= self.next:
-            self.names = self.names or [*losses][1:]
+        self.names = self.names or [*losses][1:] * self.watched.adam
+        if self.names and self.watched.updates >= self.next:
             self.new = [self.gradient(loss) for loss in losses.values()]
 
     def gradient(self, loss: Callable[[], torch.Tensor]) -> tuple[np.ndarray, float]:
@@ -599,7 +600,7 @@ class Doctor:
         running mean. `rate`: a number, or a function of nothing that returns it. It is looked at before each step of the first
         optimizer, and may be updated once between two of them. Raises ValueError for tensors of another type, a rate that is no
         number above 0, and the name of a place."""
-        first, tensors = self.watched[0], list(tensors)
+        first, tensors = self.watched[0], [x for x in tensors if x.numel()]
         if (types := {str(x.dtype) for x in tensors}) != {"torch.float32"}:
             raise ValueError(f"tensors of {name} are {', '.join(sorted(types)) or 'none'}: give float32")
         if not callable(rate) and not (isinstance(rate, float | int) and 0 < rate <= 1):
@@ -640,6 +641,7 @@ def finding(optimizer: str, windows: dict[str, np.ndarray], text: str, looked: b
     found = verdict(place, windows[text], looked)
     good = [cure for cure in cures if cure in windows and verdict(place, windows[cure])[3] == "fine"]
     cure = "" if found[3] == "fine" else f"use {good[0]}" if good else "keep it in float32"
+    cure = "train longer" if math.isnan(found[0]) else cure
     return Finding(optimizer, place, form, *found, cure)
 
 

@@ -58,6 +58,7 @@ class Hook:
     optimizer: "LowBitAdam"
     method: str
 
+    @torch.compiler.disable  # a compiled one would change copies of what it changes
     def __call__(self, *_) -> None:
         getattr(self.optimizer, self.method)()
 
@@ -69,7 +70,8 @@ class Hook:
 
 class LowBitAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) with formats of places.py for weights, m, and v or its root; without one they are
-    float32. Weights are first rounded to the nearest.
+    float32. Weights are first rounded to the nearest. Change them in place, under `torch.no_grad()` and after `attach` within
+    `unpacked`: a change of a parameter's `.data` is not seen.
 
     >>> model = torch.nn.Linear(64, 64)
     >>> optimizer = LowBitAdam(model.parameters(), weights="e4m3:stochastic", m="e4m3", root="e4m3")
