@@ -148,9 +148,11 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
             raise ValueError(f"checkpoint {out / 'checkpoint.pt'} is of a population: train goes on with single runs alone")
         return config, state
     try:
-        return Config.of(read_json(out / "config.json")), None
+        config = Config.of(read_json(out / "config.json"))
     except ValueError as error:
         raise ValueError(f"{out / 'config.json'}: {error}") from error
+    checkpoint.require_trust(out / "config.json", config.env_id, trust)
+    return config, None
 
 
 def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_every: int | None, checkpoint_ring: bool) -> None:
@@ -309,9 +311,11 @@ def compare(
     for values in itertools.product(*numbers.values()):
         fields = dict(zip(numbers, values, strict=True))
         several = {name: value for name, value in fields.items() if len(numbers[name]) > 1}
-        suffix = "".join(f", {name} {value if value is None else f'{value:g}'}" for name, value in several.items())
+        suffix = "".join(f", {name} {value}" for name, value in several.items())
         arms |= comparison.arms(suffix, **fields)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
+    if twice := [arm for arm, configs in arms.items() if arm_of[configs[0]] != arm]:
+        raise ValueError(f"{twice[0]} is {arm_of[arms[twice[0]][0]]}: give each value once")
     if not one_by_one:
         if (shapes := len(set(map(shared, arm_of)))) > 1:
             print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
@@ -427,10 +431,11 @@ def examine(
             raise ValueError(f"{field} is {getattr(config, field)!r}: leave it out, the doctor watches a training in float32")
     if out:
         require_free(out, "doctor", overwrite)
-    run = build(config)
-    watching = watched(run, tuple(dict.fromkeys((*judge, *require))))
-    for _ in iterate(run, progress=True):
-        pass
+    with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
+        run = build(config)
+        watching = watched(run, tuple(dict.fromkeys((*judge, *require))))
+        for _ in iterate(run, progress=True):
+            pass
     report = watching.report()
     print(report.to_json() if json_output else report)
     if out:
@@ -507,7 +512,7 @@ def main() -> None:
     """Runs the command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that a study ends its workers first
-    warnings.formatwarning = lambda text, *_, **__: f"fp8rl: warning: {text}\n"
+    warnings.formatwarning = lambda text, *_, **__: re.sub(r"\x1b\[\d+m", "", f"fp8rl: warning: {text}\n")
     hardware.keep_freed_memory()
     torch.set_num_threads(1)  # the network is too small for more, and so a run's numbers do not depend on the cores
     commands = {"train": train, "eval": evaluate_run, "study": compare, "doctor": examine, "memory": predict_and_measure}

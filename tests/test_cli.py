@@ -180,7 +180,9 @@ BAD = {
     "precision": (["train", "--precision", "fp7"], ["train", "--precision", "tf32"], ["study", "--precisions", "fp32", "fp7"]),
     "device": (["train", "--device", "cuda:99"],),
     "collect_device": (["train", "--collect-device", "gpu"],),
-    "steps": (["train", "--steps", "0"], ["study", "--steps", "1"]),
+    "steps": (["train", "--steps", "0"], ["study", "--steps", "1"], ["train", "--steps", "1e30"]),
+    "replay_updates": (["train", "--replay-updates", "1e30"],),
+    "fp32, learning_rate None": (["study", "--precisions", "fp32", "--learning-rate", "None", "1e-3"],),
     "num_envs": (["train", "--num-envs", "-3"],),
     "capacity": (["train", "--capacity", "100"], ["study", "--num-envs", "16", "20000"]),
     "batch_size": (["train", "--batch-size", "500"],),
@@ -401,10 +403,11 @@ def test_what_an_environment_prints_is_no_result(tmp_path, capsys):
     gymnasium.register("fp8rl-tests/Talks-v0", Talks, max_episode_steps=20)
     checkpoint.save(tmp_path / "checkpoint.pt", build(small(env_id="fp8rl-tests/Talks-v0")))
     capsys.readouterr()
-    for command in (["eval", tmp_path, "--episodes", 2], ["memory", "--env-id", "fp8rl-tests/Talks-v0"]):
+    named = ["--env-id", "fp8rl-tests/Talks-v0"]
+    for command in (["eval", tmp_path, "--episodes", 2], ["memory", *named], ["doctor", *named, *SIZED, "--steps", 512]):
         run_cli(*command, "--json")
         out, error = capsys.readouterr()
-        assert json.loads(out) and {"made", "reset", "closed"} <= set(error.split())
+        assert json.loads(out) and {"made", "reset", "closed"} <= {*re.split(r"\s", error)}
 
 
 def test_whole_numbers_are_read_as_in_a_config(refused, capsys):

@@ -390,5 +390,10 @@ def test_a_checkpoint_imports_nothing_that_it_names(tmp_path, monkeypatch, capsy
         with pytest.raises(SystemExit, match="2"):
             run_cli(*arguments)
         assert "has env_id 'payload:Foo-v0': import payload first, or add --trust if you trust it" in capsys.readouterr().err
+    with Folder.create(Path("stopped"), "train", {}) as folder:  # before its first checkpoint
+        folder.write("config.json", json.dumps({"env_id": "payload:Foo-v0"}))
+    with pytest.raises(SystemExit, match="2"):
+        run_cli("train", "--resume", "stopped")
+    assert "config.json has env_id 'payload:Foo-v0': import payload first" in capsys.readouterr().err
     assert not os.path.exists("ran")
     assert checkpoint.resume("checkpoint.pt", trust=True)[0].env_id == "payload:Foo-v0"

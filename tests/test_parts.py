@@ -17,7 +17,7 @@ from torch import nn
 
 from fp8rl import fp8
 from fp8rl.config import Config
-from fp8rl.distribution import LOG_STD, Gaussian
+from fp8rl.distribution import LOG_STD, Categorical, Gaussian
 from fp8rl.env import TensorEnv
 from fp8rl.evaluate import Judge
 from fp8rl.precision import PRECISIONS, Rules
@@ -27,6 +27,7 @@ from fp8rl.scale.around import Around
 from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
 from fp8rl.tasks.by_id import task_of
+from fp8rl.tasks.lqr import Lqr
 from fp8rl.train import Run, train
 
 EXAMPLES = ("rng", "fp8", "losses", "rollout", "replay", "lab.lowbit", "lab.doctor")
@@ -103,7 +104,14 @@ def test_a_task_is_one_class(tmp_path, monkeypatch):
     assert checkpoint.resume(tmp_path / "a.pt", trust=True)[0] == config
 
 
-@pytest.mark.parametrize("env_id", ["no_such_module:Task", "fp8rl.tasks.lqr:NoSuchTask", "fp8rl.tasks.single:Single"])
+class OneAction(Lqr):
+    distribution = Categorical
+
+
+NO_TASKS = ["no_such_module:Task", "fp8rl.tasks.lqr:NoSuchTask", "fp8rl.tasks.single:Single", "fp8rl.env:TensorEnv"]
+
+
+@pytest.mark.parametrize("env_id", [*NO_TASKS, f"{__name__}:OneAction"])
 def test_what_is_no_task_is_refused_in_one_line(env_id):
     with pytest.raises(ValueError, match=r"^env_id is ") as caught:
         build(small(env_id=env_id))

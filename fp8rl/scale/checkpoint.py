@@ -79,10 +79,15 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
         raise ValueError(f"checkpoint {path}: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's config: train again") from error
-    module, _, _ = (env_id or "").rpartition(":")  # which would be imported
-    if module and module not in sys.modules and not trust:
-        raise ValueError(f"checkpoint {path} has env_id {env_id!r}: import {module} first, or add --trust if you trust it")
+    require_trust(f"checkpoint {path}", env_id, trust)
     return configs if isinstance(found, list) else configs[0], state
+
+
+def require_trust(what: str | Path, env_id: str | None, trust: bool) -> None:
+    """Raises ValueError for a name that would import a module, unless it is imported already or the file is trusted."""
+    module, _, _ = (env_id or "").rpartition(":")
+    if module and module not in sys.modules and not trust:
+        raise ValueError(f"{what} has env_id {env_id!r}: import {module} first, or add --trust if you trust it")
 
 
 def check_history(state: dict, agents: int | None = None) -> None:

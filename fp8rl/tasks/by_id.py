@@ -3,6 +3,7 @@ and its name is "module:Class"."""
 
 import importlib
 
+from ..distribution import Categorical
 from ..env import TensorEnv
 from .acrobot import Acrobot
 from .cartpole import CartPole
@@ -14,7 +15,7 @@ TASKS = {"CartPole-v1": CartPole, "Acrobot-v1": Acrobot, "Pendulum-v1": Pendulum
 
 def task_of(env_id: str | None) -> type[TensorEnv] | None:
     """The task of this name as tensors, or None if only Gymnasium may have it. Imports the module that it names; raises
-    ValueError if that fails."""
+    ValueError if that fails, and for a task that lacks an attribute or has fewer than 2 actions or more than 256."""
     module, _, name = (env_id or "").rpartition(":")
     if not (module and name.isidentifier()):
         return TASKS.get(env_id)
@@ -22,4 +23,11 @@ def task_of(env_id: str | None) -> type[TensorEnv] | None:
         found = getattr(importlib.import_module(module), name, None)
     except Exception as error:  # whatever the module's own code raises
         raise ValueError(f"env_id is {env_id!r}, whose module cannot be imported ({error}): fix or install it") from error
-    return found if isinstance(found, type) and issubclass(found, TensorEnv) else None
+    if not (isinstance(found, type) and issubclass(found, TensorEnv)):
+        return None
+    for attribute in ("bounds", "max_steps", "state_size", "num_actions"):
+        if not hasattr(found, attribute):
+            raise ValueError(f"env_id is {env_id!r}, which has no {attribute}: give it all attributes of a TensorEnv")
+    if found.distribution is Categorical and not 2 <= found.num_actions <= 256:
+        raise ValueError(f"env_id is {env_id!r}, which has {found.num_actions} actions: give it 2 to 256")
+    return found
