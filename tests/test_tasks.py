@@ -135,9 +135,9 @@ def test_any_task_has_the_gymnasium_api(env_id):
     assert env.elapsed == batched.elapsed and ends[1] == (env.elapsed == batched.max_steps)
 
 
-@pytest.mark.parametrize("name", ["LunarLander-v3", "fp8rl.tasks.lqr:riccati"])
-def test_a_single_environment_of_no_task_is_refused(name):
-    refused(f"task is '{name}', which names no TensorEnv", Single, name)
+@pytest.mark.parametrize("task", ["LunarLander-v3", "fp8rl.tasks.lqr:riccati", None])
+def test_a_single_environment_of_no_task_is_refused(task):
+    refused(f"task is {task!r}, which is no TensorEnv", Single, task)
 
 
 def test_an_action_that_the_space_does_not_have_is_refused():

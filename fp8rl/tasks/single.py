@@ -13,7 +13,7 @@ class Single(gymnasium.Env):
     """One environment of a task, for other libraries: `task` is a TensorEnv of one environment, or a name as in `train --env-id`.
     Starts and noise channels come from Gymnasium's own generator. An action that is NaN, of another shape, or not one of the
     discrete ones raises ValueError; whether continuous ones are clipped is up to the task, as in training. Raises ValueError for
-    a name of no TensorEnv.
+    what is no TensorEnv.
 
         gymnasium.register("Mine-v0", "fp8rl.tasks.single:Single", kwargs={"task": "module:Class"}, max_episode_steps=200)
 
@@ -24,10 +24,10 @@ class Single(gymnasium.Env):
     metadata = {"render_modes": []}
 
     def __init__(self, task: TensorEnv | str, render_mode: str | None = None):
-        if isinstance(task, str):
-            if not (kind := task_of(task)):
-                raise ValueError(f"task is {task!r}, which names no TensorEnv: use module:Class, or one of {', '.join(TASKS)}")
+        if isinstance(task, str) and (kind := task_of(task)):
             task = kind(1)
+        if not isinstance(task, TensorEnv):
+            raise ValueError(f"task is {task!r}, which is no TensorEnv: use module:Class, or one of {', '.join(TASKS)}")
         self.env, self.render_mode = task, render_mode
         self.observation_space = gymnasium.spaces.Box(*np.array(self.env.bounds, dtype=np.float32))
         if self.env.distribution is Categorical:
