@@ -72,6 +72,7 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
         return
     name = torch.cuda.get_device_name()
     path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
+    part = path.with_suffix(".part")
     result = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
     result |= {"seconds": {}, "break_even_width": {}}
     out.mkdir(parents=True, exist_ok=True)
@@ -79,10 +80,11 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
         times = result["seconds"][batch] = {}
         for width in widths:
             times[width] = seconds_of(layer_steps(width, batch))
-            path.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may run out of memory
+            part.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may run out of memory
         result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:3]}
         print(f"batch {batch}: fp8 is faster from width", result["break_even_width"][batch], flush=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(path)
     print(f"results in {path}")
 
 

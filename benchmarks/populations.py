@@ -145,6 +145,7 @@ def main() -> None:
         return memory(options.memory)
     if options.cuda:
         os.environ["JAX_PLATFORMS"] = "cuda"  # or without a JAX for CUDA, this processor would stand in the table of a GPU
+        subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True)  # which says so now, not at last
     if options.avx2 and os.environ.get("ATEN_CPU_CAPABILITY") != "avx2":
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
     lines = [*speed(options), ""] if options.cuda else [*speed(options), "", *studies(), "", *growth(options), ""]

@@ -305,13 +305,15 @@ def compare(
     if comparison.threshold is None:
         comparison = dataclasses.replace(comparison, threshold=study.threshold_of(comparison.env_id))
     numbers, arms = dataclasses.asdict(sweep), {}
-    for name, values in numbers.items():
+    for name, values in {"precisions": comparison.precisions, **numbers}.items():
         if not values:
             raise ValueError(f"{name} is empty: give at least one value")
+        if len({*values}) < len(values):
+            raise ValueError(f"{name} is {' '.join(map(str, values))}: give each value once")
     for values in itertools.product(*numbers.values()):
         fields = dict(zip(numbers, values, strict=True))
         several = {name: value for name, value in fields.items() if len(numbers[name]) > 1}
-        suffix = "".join(f", {name} {value}" for name, value in several.items())
+        suffix = "".join(f", {name} {in_words(value)}" for name, value in several.items())
         arms |= comparison.arms(suffix, **fields)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
     if twice := [arm for arm, configs in arms.items() if arm_of[configs[0]] != arm]:
@@ -331,6 +333,11 @@ def compare(
             if history.failures[0]:
                 print(f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failures[0]}", file=sys.stderr)
         write_study(folder, journal.histories, arms, comparison)
+
+
+def in_words(value: float | None) -> str:
+    """A number in the name of an arm: six digits of it, or all where it has more."""
+    return f"{value:g}" if value is not None and float(f"{value:g}") == value else str(value)
 
 
 def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:

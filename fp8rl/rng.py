@@ -50,8 +50,9 @@ def threefry(x0, x1, key0, key1):
 
 def words(seed, purpose: str, iteration, count: int, device="cpu"):
     """Random 32-bit words of index 0 to `count` - 1, [count], or [S, count] for S seeds: NumPy uint32 on a CPU, elsewhere torch
-    int32 with the same bits. `seed`: below 2^32, a number or integer tensor [S]. `iteration`: a number or tensor [S]."""
-    agents = len(seed) if isinstance(seed, torch.Tensor) else 1
+    int32 with the same bits. `seed`: below 2^32, a number or integer tensor [S]. `iteration`: a number or tensor [S].
+    The words are kept, by the tensor of seeds: change neither of them in place."""
+    agents = seed.numel() if isinstance(seed, torch.Tensor) else 1
     if isinstance(iteration, torch.Tensor) or agents * count > FEW:
         found = _words(seed, purpose, iteration, count, device)
     else:  # few numbers: those of 8 iterations in one call
@@ -63,8 +64,8 @@ def words(seed, purpose: str, iteration, count: int, device="cpu"):
 def _eight(seed, purpose: str, block: int, count: int, device: torch.device):
     """The words of iterations 8 `block` to 8 `block` + 7, [8, S or 1, count]. Those of one seed are computed on the CPU."""
     if isinstance(seed, torch.Tensor):
-        iterations = torch.arange(8 * block, 8 * block + 8, device=seed.device).repeat_interleave(len(seed))
-        return _words(seed.repeat(8), purpose, iterations, count, device).reshape(8, len(seed), count)
+        iterations = torch.arange(8 * block, 8 * block + 8, device=seed.device).repeat_interleave(seed.numel())
+        return _words(seed.repeat(8), purpose, iterations, count, device).reshape(8, -1, count)
     found = _words(np.full(8, seed), purpose, 8 * block + np.arange(8), count, IN_NUMPY).reshape(8, 1, count)
     return found if device.type == IN_NUMPY else torch.tensor(found.view(np.int32), device=device)
 

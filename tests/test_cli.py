@@ -182,6 +182,8 @@ BAD = {
     "collect_device": (["train", "--collect-device", "gpu"],),
     "steps": (["train", "--steps", "0"], ["study", "--steps", "1"], ["train", "--steps", "1e30"]),
     "replay_updates": (["train", "--replay-updates", "1e30"],),
+    "learning_rate": (["study", "--learning-rate", "1e-3", "0.001"],),
+    "precisions": (["study", "--precisions", "fp32", "fp32"],),
     "fp32, learning_rate None": (["study", "--precisions", "fp32", "--learning-rate", "None", "1e-3"],),
     "num_envs": (["train", "--num-envs", "-3"],),
     "capacity": (["train", "--capacity", "100"], ["study", "--num-envs", "16", "20000"]),

@@ -480,8 +480,12 @@ def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
             watching.follow(name, tensors, rate)
     with pytest.raises(ValueError, match=r"^others has 'targets': name each by place and format"):
         watching.look(lambda: model(torch.ones(8, 4)).mean(), others={"targets": None})
-    with pytest.raises(ValueError, match=r"^forward=bf16 was not watched: .*let the doctor look at the loss of an Adam$"):
-        watching.report().require("forward=bf16")
+    for name, said in {
+        "forward=bf16": "and let the doctor look at the loss of an Adam",
+        "target=bf16": "or .* follow it",
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name} was not watched: name it in the doctor's formats, {said}$"):
+            watching.report().require(name)
     model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"^optimizer 0 has no parameters that learn: leave it out$"):
         Doctor(optimizer)

@@ -99,9 +99,10 @@ class Report(list[Finding]):
         for name in formats:
             found = [finding for finding in self if f"{finding.place}={finding.format}" == name]
             if not found:
-                remedies = dict.fromkeys(STATE, "use Adam for m, v and root") | {"acting": "call the doctor's act"}
-                remedy = remedies.get(name.split("=")[0], "let the doctor look at the loss of an Adam")
-                raise ValueError(f"{name} was not watched: name it in the doctor's formats, and {remedy}")
+                remedies = dict.fromkeys(STATE[1:], ", and use Adam") | {"weights": "", "acting": ", and call the doctor's act"}
+                remedies |= dict.fromkeys(OPERANDS, ", and let the doctor look at the loss of an Adam")
+                remedy = remedies.get(name.split("=")[0], ", or let the doctor look at it or follow it")
+                raise ValueError(f"{name} was not watched: name it in the doctor's formats{remedy}")
             for finding in found:
                 if finding.verdict != "fine":
                     said = f"{finding.verdict}: {finding.why}"
@@ -462,8 +463,9 @@ class Looks:
 
     def look(self, losses: dict[str, Callable[[], torch.Tensor]]) -> None:
         """Takes the gradients of losses at the weights as they are, of which the first is the training's."""
-        self.names = self.names or [*losses][1:] * self.watched.adam
-        if self.names and self.watched.updates >= self.next:
+        if self.watched.adam and not (self.windows or self.count):
+            self.names = [*losses][1:]
+        if self.watched.adam and self.watched.updates >= self.next:
             self.new = [self.gradient(loss) for loss in losses.values()]
 
     def gradient(self, loss: Callable[[], torch.Tensor]) -> tuple[np.ndarray, float]:
@@ -641,7 +643,7 @@ def finding(optimizer: str, windows: dict[str, np.ndarray], text: str, looked: b
     found = verdict(place, windows[text], looked)
     good = [cure for cure in cures if cure in windows and verdict(place, windows[cure])[3] == "fine"]
     cure = "" if found[3] == "fine" else f"use {good[0]}" if good else "keep it in float32"
-    cure = "train longer" if math.isnan(found[0]) else cure
+    cure = cure if len(windows[text]) else "train longer"
     return Finding(optimizer, place, form, *found, cure)
 
 

@@ -58,7 +58,7 @@ class Hook:
     optimizer: "LowBitAdam"
     method: str
 
-    @torch.compiler.disable  # a compiled one would change copies of what it changes
+    @torch._disable_dynamo  # compiled, it would change copies of what it changes
     def __call__(self, *_) -> None:
         getattr(self.optimizer, self.method)()
 

@@ -21,5 +21,5 @@ def bootstrap_interval(scores: np.ndarray, resamples: int = 10_000, seed: int = 
 
 
 def percentiles(scores: np.ndarray, percents: list[float], axis: int = -1) -> np.ndarray:
-    """Percentiles along an axis; the nearest score where one is infinite, as of a seed that failed."""
+    """Percentiles along an axis; the nearest scores if any is infinite, as that of a seed that failed is."""
     return np.percentile(scores, percents, axis, method="linear" if np.isfinite(scores).all() else "nearest")

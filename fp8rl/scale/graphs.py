@@ -74,7 +74,7 @@ class GraphedCollector(Around):
         super().__init__(inner)
         env, self.graph = inner.env, Graphed(self.play, inner.env.device)
         for name in env.NAMES:  # a task's starts may share memory
-            setattr(env, name, getattr(env, name).clone(memory_format=torch.contiguous_format))
+            setattr(env, name, getattr(env, name).clone())
         self.held = {name: getattr(env, name) for name in env.NAMES}
         if inner.model.recurrent:
             inner.state = torch.zeros(env.num_envs, inner.model.hidden_size, dtype=torch.float32, device=env.device)

@@ -26,8 +26,9 @@ def task_of(env_id: str | None) -> type[TensorEnv] | None:
     if not (isinstance(found, type) and issubclass(found, TensorEnv)):
         return None
     for attribute in ("bounds", "max_steps", "state_size", "num_actions"):
-        if not hasattr(found, attribute):
+        if found.__init__ is TensorEnv.__init__ and not hasattr(found, attribute):  # another one may set them
             raise ValueError(f"env_id is {env_id!r}, which has no {attribute}: give it all attributes of a TensorEnv")
-    if found.distribution is Categorical and not 2 <= found.num_actions <= 256:
-        raise ValueError(f"env_id is {env_id!r}, which has {found.num_actions} actions: give it 2 to 256")
+    actions = getattr(found, "num_actions", None)
+    if isinstance(actions, int) and found.distribution is Categorical and not 2 <= actions <= 256:
+        raise ValueError(f"env_id is {env_id!r}, which has {actions} actions: give it 2 to 256")
     return found
