@@ -186,7 +186,7 @@ def test_what_a_run_cannot_be_made_of_is_refused():
         ({"formats": "m=e4m3"}, "formats" + elsewhere),
     ):
         refused(message, Run, small(**fields))
-    much = small(capacity=10**16, steps=10**16)
+    much = small(capacity=10**15, steps=10**15)
     refused("replay cannot be allocated on cpu: lower capacity", Run, much, error=MemoryError)
 
 
