@@ -51,7 +51,7 @@ def threefry(x0, x1, key0, key1):
 def words(seed, purpose: str, iteration, count: int, device="cpu"):
     """Random 32-bit words of index 0 to `count` - 1, [count], or [S, count] for S seeds: NumPy uint32 on a CPU, elsewhere torch
     int32 with the same bits. `seed`: below 2^32, a number or integer tensor [S]. `iteration`: a number or tensor [S].
-    The words are kept, by the tensor of seeds: change neither of them in place."""
+    Words are cached, for a tensor of seeds by its identity: change neither in place."""
     agents = seed.numel() if isinstance(seed, torch.Tensor) else 1
     if isinstance(iteration, torch.Tensor) or agents * count > FEW:
         found = _words(seed, purpose, iteration, count, device)
