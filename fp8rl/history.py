@@ -125,7 +125,8 @@ class RewardScale(Saved):
         for now, reward, kept in zip(G.unbind(), rewards.unbind(), keep.unbind(), strict=True):
             # G_t = r_t + gamma G_{t-1}, from 0 in a new episode. After an infinite reward, at which an agent stops, it stays NaN.
             before = torch.mul(before, kept, out=now).add_(reward)
-        self.open, squares = before.masked_fill(ends[-1], 0).flatten(), G.square().sum((0, 2)).unsqueeze(1)
+        squares = G.square().sum((0, 2)).unsqueeze(1)
+        self.open.copy_(before.masked_fill(ends[-1], 0).flatten())
         squares, count = all_reduce([squares, torch.full_like(squares, rewards.numel() / len(squares))])
         self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(G))
 
@@ -146,13 +147,19 @@ class EpisodeReturns(Saved):
         until = row <= torch.where(ends, row, -1).amax(0)  # up to the last end, where all rewards are of episodes that ended
         before, left = (rollout.reward.where(rows, 0).sum(0, dtype=torch.float64) for rows in (until, ~until))
         found = torch.stack((torch.where(until[0], self.open + before, 0), ends.sum(0)))
-        self.open = torch.where(until[0], left, self.open + left)
+        self.open.copy_(torch.where(until[0], left, self.open + left))
         return found.view(2, self.agents, -1).sum(2)
 
 
-def summarize(stats: list[dict[str, torch.Tensor]]) -> dict[str, float | np.ndarray]:
-    """The statistics of an iteration's updates, scalars or tensors [S], in one row of numbers or arrays [S]. Waits for a GPU."""
-    numbers = iter(torch.stack([x.float() for s in stats for x in s.values()]).double().cpu().numpy())
+def packed(stats: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The statistics of updates, scalars or tensors [S], as one tensor, float64 [K] or [K, S]."""
+    return torch.stack([x.float() for s in stats for x in s.values()]).double()
+
+
+def summarize(stats: list[dict[str, torch.Tensor]], found: np.ndarray | None = None) -> dict[str, float | np.ndarray]:
+    """The statistics of an iteration's updates, scalars or tensors [S], in one row of numbers or arrays [S]. `found`: they, as
+    `packed`, if they have been read; otherwise it waits for a GPU."""
+    numbers = iter(packed(stats).cpu().numpy() if found is None else found)
     stats = [{name: next(numbers) for name in s} for s in stats]
     column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}
     finite = np.isfinite(column["grad_norm"])

@@ -11,8 +11,8 @@ Bytes per transition with F features: 4 F for the observation + 1 (action; 4 for
 
 import torch
 
+from . import rng
 from .env import STATE_BOUNDS
-from .rng import below, words
 from .rollout import Rollout
 
 
@@ -45,8 +45,9 @@ class ReplayBuffer:
         self.rows, self.num_envs, self.device = rows, num_envs, torch.device(device)
         self.obs_size, self.action_size = len(bounds[0]), action_size
         self.clipped = torch.zeros(self.obs_size, dtype=torch.int64, device=self.device)  # how many values could not be stored
-        self._clock = torch.zeros(2, dtype=torch.int64, device="cpu")  # start and count; a ring in a folder has them in a file
+        self._clock = torch.zeros(2, dtype=torch.int64, device=self.device)  # start and count; in a folder they are in a file
         self.fields = self._allocate()
+        self.held = self.size  # complete rows that are there for sure: a GPU's graph may have appended more
 
     def _allocate(self) -> dict[str, torch.Tensor]:
         row, shape = row_of(self.obs_size, self.action_size), (self.num_envs, self.rows)
@@ -76,6 +77,7 @@ class ReplayBuffer:
         for name, rows in own.items():
             rows.copy_(tensors[name])
         self._clock.copy_(tensors["clock"])
+        self.held = self.size
         self.clipped.copy_(tensors["clipped"])
 
     @property
@@ -110,14 +112,15 @@ class ReplayBuffer:
         share of the environments, [L, S B] in all. Raises ValueError for fewer than L complete rows, and for B or L below 1."""
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
-        if length > self.size:
-            raise ValueError(f"slice length is {length} but only {self.size} rows are stored: collect more or shorten it")
-        drawn = words(seed, "replay", iteration, 2 * slices, self.device)
-        start = below(self.size - length + 1, drawn[..., :slices])
+        if length > self.held:
+            raise ValueError(f"slice length is {length} but only {self.held} rows are stored: collect more or shorten it")
+        first, count = (self.start, self.count) if self.device.type == rng.IN_NUMPY else self._clock  # a GPU is not asked
+        drawn = rng.words(seed, "replay", iteration, 2 * slices, self.device)
+        start = rng.below(count - first - length + 1, drawn[..., :slices])
         agents = len(start) if start.dim() == 2 else 1
         own = self.num_envs // agents
-        env = below(own, drawn[..., slices:]).view(agents, -1) + own * torch.arange(agents, device=self.device).unsqueeze(-1)
-        return self._read(self.start + start.flatten(), env.flatten(), length)
+        env = rng.below(own, drawn[..., slices:]).view(agents, -1) + own * torch.arange(agents, device=self.device).unsqueeze(-1)
+        return self._read(first + start.flatten(), env.flatten(), length)
 
     def _read(self, start: torch.Tensor, env: torch.Tensor, length: int) -> Rollout:
         """Slices [L, B] that start at row numbers `start` [B] of environments `env` [B]."""
@@ -141,9 +144,13 @@ class ReplayBuffer:
     def _write(self, rollout: Rollout) -> None:
         """Writes T rows. If the process is killed at any moment, a ring in a folder (scale/storage.py) still has rows `start` to
         `count` - 1: `start` moves past the rows to be overwritten first, and `count` includes the new ones last."""
-        count, length = self.count, len(rollout.action)
+        length = len(rollout.action)
         new = {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}
         new["obs"] = self._codes(rollout.obs)
+        self.held = min(self.held + length, self.rows - 1)
+        if self.device.type != rng.IN_NUMPY:
+            return self._write_by_index(new, length)
+        count = self.count
         self._clock[0] = max(self.start, count + length + 1 - self.rows)  # 1 for the open row
         head = count % self.rows
         for name, values in new.items():
@@ -152,3 +159,13 @@ class ReplayBuffer:
             field[:, head : head + before.shape[1]] = before  # up to the end of the ring; the rest from 0 on
             field[:, : after.shape[1]] = after
         self._clock[1] = count + length
+
+    def _write_by_index(self, new: dict[str, torch.Tensor], length: int) -> None:
+        """The same on a GPU, where the clock is not known on the host."""
+        start, count = self._clock
+        rows = (count + torch.arange(length + 1, device=self.device)) % self.rows
+        for name, values in new.items():
+            field = self.fields[name]
+            field.index_copy_(1, rows[: len(values)], values.transpose(0, 1).to(field.dtype))
+        count += length
+        start.copy_((count + 1 - self.rows).clamp(min=0))

@@ -55,16 +55,26 @@ class Rollout(NamedTuple):
         return self if self.obs.device == torch.device(device) else Rollout(*(x if x is None else x.to(device) for x in self))
 
 
-def check_finite(rollout: Rollout) -> None:
-    """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for an action that is NaN."""
+def extremes(rollout: Rollout) -> torch.Tensor:
+    """The smallest and largest observation, the smallest and largest reward, both NaN if one is, and 1 if an action is NaN, else
+    0: float32 [5]."""
+    found = [x for name in LARGEST for x in getattr(rollout, name).aminmax()]  # one pass each
+    nan = rollout.action.isnan().any().float() if rollout.action.is_floating_point() else found[0].new_zeros(())
+    return torch.stack([*found, nan])
+
+
+def check_finite(rollout: Rollout, found: list[float] | None = None) -> None:
+    """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for an action that is NaN.
+    `found`: the rollout's `extremes`, if they are known."""
+    numbers = iter(extremes(rollout).tolist() if found is None else found)
     for name, (bound, wrapper) in LARGEST.items():
-        low, high = torch.stack(getattr(rollout, name).aminmax()).tolist()  # one pass; a NaN anywhere makes both NaN
+        low, high = next(numbers), next(numbers)
         if not (math.isfinite(low) and math.isfinite(high)):
             raise ValueError(f"{name} from the environment is not finite: fix the environment, nothing can be learned from it")
         if max(-low, high) > bound:
             large, remedy = f"{max(-low, high):.0e}, over {bound:.0e}", f"register it wrapped in gymnasium.wrappers.{wrapper}"
             raise ValueError(f"{name} from the environment reaches {large}, too large to compute with: {remedy}")
-    if rollout.action.is_floating_point() and rollout.action.isnan().any():
+    if next(numbers):
         raise ValueError("action is not a number, because the policy's weights are not: lower learning_rate")
 
 

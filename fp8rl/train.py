@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +21,13 @@ from tqdm.auto import tqdm
 from .config import Config
 from .env import Cart
 from .evaluate import Judge
-from .history import TERMS, EpisodeReturns, History, RewardScale, summarize
+from .history import TERMS, EpisodeReturns, History, RewardScale, packed, summarize
 from .losses import actor_critic_loss, only_here, vtrace
 from .model import ActorCritic
 from .precision import PRECISIONS, Precision
 from .replay import ReplayBuffer
 from .rng import seed_of
-from .rollout import Collector, Rollout, check_finite
+from .rollout import Collector, Rollout, check_finite, extremes
 
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 
@@ -121,6 +121,7 @@ class Parts(NamedTuple):
     judge: Judge
     ring: ReplayBuffer
     group: OneProcess = OneProcess()
+    graph: Callable | None = None  # of a function, the same as one launch (scale/graphs.py)
 
 
 def make_cart(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> Cart:
@@ -159,7 +160,9 @@ class Run:
 
     def __init__(self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None):
         self.config, self.configs, self.history = config, agents or [config], History(agents and len(agents))
-        self.collector, self.learner, self.judge, self.ring, self.group = parts or plain(config)
+        *own, graph = parts or plain(config)
+        self.collector, self.learner, self.judge, self.ring, self.group = own
+        self.graph = graph and graph(self.advance)
         self.returns = EpisodeReturns(self.collector.env.num_envs, len(self.configs), self.collector.env.device)
         self.stores = config.replay_updates > 0 or self.ring.lasting  # otherwise nothing reads the ring
 
@@ -170,6 +173,22 @@ class Run:
     @property
     def env(self):
         return self.collector.env
+
+    def advance(self) -> tuple[Rollout, list[dict[str, torch.Tensor]], torch.Tensor]:
+        """One iteration: collects a rollout, and learns from it and from the ring. Returns the rollout, the statistics of each
+        update, and float64 [K] all that `totals` reads of them. In a graph, nothing here is read on the host."""
+        rollout = self.collect()  # T steps of N environments
+        found = extremes(rollout)
+        if not self.graph:
+            self.check(rollout, found)  # before anything learns from it
+        self.learner.watch(rollout)
+        if self.stores:
+            self.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
+        stats = self.improve(rollout)
+        own = [*self.returns.add(rollout), self.ring.clipped.sum(-1)]
+        if rollout.action.is_floating_point():
+            own.append((rollout.by_agent(len(self.configs)).action.abs() > 1).float().mean((0, 2, 3)))  # outside the bounds
+        return rollout, stats, torch.cat([x.to(self.learner.device).double().flatten() for x in (packed(stats), *own, found)])
 
     def collect(self) -> Rollout:
         """The next T steps of the N environments."""
@@ -186,13 +205,13 @@ class Run:
 
     def sample(self, update: int = 0) -> Rollout:
         """Slices from the ring, for an update of this iteration."""
-        length, number = self.config.slice_length, len(self.history) * self.config.updates + update
+        length, number = self.config.slice_length, (self.collector.rollouts - 1) * self.config.updates + update
         return self.ring.sample(self.config.batch_size // length // self.group.size, length, self.collector.seed, number)
 
-    def check(self, rollout: Rollout) -> None:
-        """Stops whoever returned a rollout that nothing can be learned from."""
+    def check(self, rollout: Rollout, found: torch.Tensor | np.ndarray) -> None:
+        """Stops whoever returned a rollout, with these `extremes`, that nothing can be learned from."""
         with contextlib.suppress(ValueError):
-            return check_finite(rollout)
+            return check_finite(rollout, found.tolist())
         apart = rollout.by_agent(len(self.configs))
         for agent in range(len(self.configs)):
             try:
@@ -200,21 +219,25 @@ class Run:
             except ValueError as error:
                 self.stop(agent, error)
 
-    def totals(self, rollout: Rollout, summary: dict) -> dict:
-        """An iteration's row: `summary`, its `TERMS` summed over processes, and the mean return of the episodes that ended."""
-        sums = [*self.returns.add(rollout).cpu(), self.ring.clipped.sum(-1).cpu().numpy(), *(summary[name] for name in TERMS)]
+    def totals(self, stats: list[dict[str, torch.Tensor]], numbers: np.ndarray) -> dict:
+        """An iteration's row, from what `advance` returns: statistics of the updates, with `TERMS` summed over processes, and the
+        mean return of the episodes that ended."""
+        numbers = numbers.reshape(-1, *[self.history.agents] * bool(self.history.agents))
+        count = sum(map(len, stats))
+        summary, (returns, episodes, clipped, *outside) = summarize(stats, numbers[:count]), numbers[count:]
+        sums = returns, episodes, clipped, *(summary[name] for name in TERMS)
         (sums,) = self.group.all_reduce([torch.from_numpy(np.array([np.ravel(x) for x in sums], np.float64))])  # [7, S]
         returns, episodes, clipped, *terms = sums.squeeze(-1).numpy()
         row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration, "clipped": clipped}
+        row |= dict(zip(("outside",), outside, strict=False))  # of continuous actions
         with np.errstate(invalid="ignore"):
             row["train_return"] = returns / episodes  # NaN where none ended
-        if rollout.action.is_floating_point():
-            outside = (rollout.by_agent(len(self.configs)).action.abs() > 1).float()
-            row["outside"] = outside.mean((0, 2, 3)).squeeze().cpu().numpy()
         return {**row, **summary, **dict(zip(TERMS, terms, strict=True))}
 
     def check_learning(self, updates: int) -> None:
         """Stops whoever learns nothing any more, by the newest rows, of so many updates each."""
+        if not np.any(self.history.columns["nonfinite"][-1]):
+            return
         bad = np.array(self.history.columns["nonfinite"][-PATIENCE:])
         scaled = [PRECISIONS[config.precision].loss_scale is not None for config in self.configs]
         for agent in np.flatnonzero(np.where(scaled, (len(bad) == PATIENCE) & (bad.min(0) == updates), bad[-1] > 0)):
@@ -276,13 +299,11 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
         for iteration in bar:
             began = time.perf_counter()
             learning_rate = run.learner.set_learning_rate(config.learning_rate_at(iteration))
-            rollout = run.collect()  # T steps of N environments
-            run.check(rollout)  # before anything learns from it
-            run.learner.watch(rollout)
-            if run.stores:
-                run.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
-            stats = run.improve(rollout)
-            row = {"iteration": iteration, **run.totals(rollout, summarize(stats)), "learning_rate": learning_rate}
+            rollout, stats, numbers = (run.graph or run.advance)()
+            numbers = numbers.cpu().numpy()
+            if run.graph:
+                run.check(rollout, numbers[-5:])
+            row = {"iteration": iteration, **run.totals(stats, numbers[:-5]), "learning_rate": learning_rate}
             row["seconds"] = time.perf_counter() - began + (history.last["seconds"] if iteration else 0)
             row["eval_return"] = math.nan
             history.add(row)  # before an evaluation, which may fail: the iteration is whole

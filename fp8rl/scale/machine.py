@@ -48,7 +48,7 @@ class Machine:
     # ones; or vector_entry_point, the environment's own batched form, if it has one. None steps this package's own tensor form
     # (tasks/), or sync if it has none.
     vectorization: str | None = None
-    graph: bool = False  # On CUDA, replay collection and update as CUDA graphs (graphs.py). No effect on the CPU.
+    graph: bool = False  # On CUDA, replay each iteration as one CUDA graph (graphs.py). No effect on the CPU.
 
     def __post_init__(self):
         count = torch.cuda.device_count()
@@ -96,13 +96,13 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     apart = (acting.name, acting.device) != (learning.name, learning.device)
     actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` converts the learner's
     model = learning.prepare(model)
-    graph = machine.graph and learning.device.type in graphs.GRAPHED
+    launch = graphs.launcher(machine.graph, learning.device)
     if config.formats:
         formats = dict(entry.split("=", 1) for entry in config.formats.split())
         optimizer = LowBitAdam(in_order(model).items(), config.learning_rate, eps=1e-5, seed=seed, **formats)
         optimizer.attach(model)
     else:
-        optimizer = adam(model, config.learning_rate, capturable=graph)
+        optimizer = adam(model, config.learning_rate, capturable=launch is not None)
     rewards = RewardScale(env.num_envs, env.device)
     learner = Learner(config.settled(env), model, learning, optimizer, rewards, group.all_reduce)
     if learning.rules.forward:
@@ -111,14 +111,14 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     if reuses_forward(config, machine, env.num_envs):
         learner = fused.Reusing(learner, loop := fused.Reuse(model, learning))
     collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
-    if graph:
-        collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
+    if launch:
+        collector = graphs.InPlace(collector)
     if normalizes(config):
         model.watch(env.obs, group.all_reduce)  # the starts; those of a resumed run's state replace them
         collector, learner = Following(collector), Following(learner)
     if config.formats:
         collector, judge = Unpacked(collector, optimizer), Unpacked(judge, optimizer)
-    run = kind(config, Parts(collector, learner, judge, make_ring(config, machine, env), group))
+    run = kind(config, Parts(collector, learner, judge, make_ring(config, machine, env), group, launch))
     if state and uses_gymnasium(config, machine):  # its episodes cannot be continued
         run.load_state_dict({**state, "state": None})
         run.returns, run.ring.new_episodes = EpisodeReturns(env.num_envs, device=env.device), True
@@ -143,7 +143,8 @@ def check(config: Config, machine: Machine, size: int) -> None:
     require("memmap", None in (machine.memmap, machine.store_device), "use a folder or store_device, not both")
     require("vectorization", machine.vectorization is None or config.env_id is not None, "leave it out, it needs env_id")
     if machine.graph:
-        remedy = "leave it out, or learn and collect on one device, in one of the package's environments"
+        one = one and machine.on("store") == machine.on("learn")
+        remedy = "leave it out, or learn, collect and store on one device, in one of the package's environments"
         require("graph", one and not uses_gymnasium(config, machine), remedy)
     if normalizes(config):
         require("normalize_obs", not machine.graph, "leave it out, or graph")

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .. import fp8
+from .. import fp8, rng
 from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..env import Cart, TensorEnv
@@ -383,7 +383,7 @@ class Adam(Saved):
         size = torch.where(takes, (1 - 0.9**self.count).reciprocal() * -self.rate, 0.0)
         keep, add = torch.where(takes, 0.999, 1.0).float(), torch.where(takes, 1 - 0.9, 0.0).float()
         root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
-        all_take = takes.device.type == "cpu" and bool(takes.all())
+        all_take = takes.device.type == rng.IN_NUMPY and bool(takes.all())
         for agents, places in self.parts:
             g = grad[agents] * factor[agents]
             g = g if all_take else torch.where(takes[agents], g, 0)  # what is not finite times 0 would be NaN
@@ -491,11 +491,13 @@ class Population(Run):
         rewards = RewardScale(env.num_envs, device, self.agents)
         learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
         collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model))
-        if graph and scales.device.type in graphs.GRAPHED:
-            collector, learner = graphs.GraphedCollector(collector), graphs.GraphedLearner(learner)
+        launch = graphs.launcher(graph, scales.device)
+        if launch:
+            collector = graphs.InPlace(collector)
         action_size = env.num_actions if model.gaussian else 0
         ring = Rings(places, one.rows, env.num_envs, env.bounds, one.codec, device, action_size=action_size)
-        super().__init__(one, Parts(collector, learner, AgentsJudge(one, scales.exact, environments), ring), configs)
+        judge = AgentsJudge(one, scales.exact, environments)
+        super().__init__(one, Parts(collector, learner, judge, ring, graph=launch), configs)
 
     def histories(self, configs: list[Config]) -> list[History]:
         """The agents' histories in the order of `configs`."""

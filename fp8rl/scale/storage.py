@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .. import rng
 from ..env import STATE_BOUNDS
 from ..replay import ReplayBuffer, row_of
 from ..rollout import DUMMY, Rollout
@@ -56,7 +57,7 @@ class StoredRing(ReplayBuffer):
         device = torch.device("cpu" if folder else device)
         self.codec = Codec(codec, *bounds, device)
         super().__init__(rows, num_envs, bounds, device, action_size)
-        self.new_episodes = self.count > 0  # a resumed folder does not continue its last episodes
+        self.new_episodes = self.held > 0  # a resumed folder does not continue its last episodes
 
     def _allocate(self) -> dict[str, torch.Tensor]:
         row = row_of(self.obs_size, self.action_size, type_of_codes(self.codec.name))
@@ -112,15 +113,15 @@ class StoredRing(ReplayBuffer):
 
     def append(self, rollout: Rollout) -> None:
         """Like ReplayBuffer.append. If `new_episodes` is set, a dummy row parts the rollout from the last one, so that no slice
-        joins two episodes. Raises ValueError, too, if the ring is open only for reading, or for shapes other than the ring's, a
-        NaN, or an action that does not fit a byte; the ring is unchanged then."""
+        joins two episodes. Raises ValueError, too, if the ring is open only for reading, for shapes other than the ring's, and on
+        a CPU for a NaN or an action that does not fit a byte; the ring is unchanged then."""
         if not self.writable:
             raise ValueError("the ring is closed or was opened for reading: open it with writable=True to append")
         self._check(rollout)
         if self.new_episodes and self.size:
             self._write(self._dummy_row(rollout.obs[:1].to(self.device)))
         self.new_episodes = False
-        if not self.count:
+        if not self.held:
             self.clipped += self.outside(rollout.obs[:1].to(self.device))  # in later rollouts the previous one has counted it
         super().append(rollout)
 
@@ -132,6 +133,8 @@ class StoredRing(ReplayBuffer):
             expected = [len(rollout.action) + (name == "obs"), self.num_envs, *shape]
             if found != expected:
                 raise ValueError(f"{name} has shape {found}: this ring takes {expected}")
+        if self.device.type != rng.IN_NUMPY:
+            return  # a GPU would be waited for
         floats = [name for name in fields if getattr(rollout, name).is_floating_point()]
         bad = torch.stack([getattr(rollout, name).isnan().any() for name in floats]).tolist()
         if any(bad):
