@@ -1,8 +1,9 @@
 """What a CUDA graph is worth, and which part of a run belongs on which device.
 
-Training steps per second of whole runs (collect, append, sample, update; evaluations left out), eager and as graphs, in every
-precision, at the default number of environments and at many; then every placement of learner, actor and ring. Rounds
-alternate; medians. Needs CUDA: without it the script says so and writes nothing.
+Training steps per second of whole runs (collect, append, sample, update; evaluations left out), eager and as a graph, in every
+precision, at the default number of environments and at many; then every placement of learner, actor and ring. An iteration is 32
+steps of each environment and three updates. Rounds alternate; medians. Needs CUDA: without it the script says so and writes
+nothing.
 
     python benchmarks/placements.py benchmarks/results/placements.md
 """
@@ -20,7 +21,7 @@ from fp8rl.report.bench import origin
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import train
 
-ROUNDS, ITERATIONS, WARM = 3, 40, 10
+ROUNDS, ITERATIONS, WARM = 3, 25, 10
 FEW, MANY, PLACED = Config.num_envs, 4096, 1024  # environments; a CPU learns from 4,096 too slowly
 
 
@@ -36,9 +37,9 @@ def speeds(config: Config, machines: dict[str, Machine]) -> dict[str, float]:
 
 def short_run(num_envs: int, precision: str = "fp32") -> Config:
     """The batch from the ring is as large as the fresh one."""
-    size = num_envs * Config.rollout_length
-    shape = {"num_envs": num_envs, "capacity": 4 * size, "batch_size": size, "steps": ITERATIONS * size, "eval_every": 0}
-    return Config(precision=precision, **shape)
+    size = 32 * num_envs
+    shape = {"num_envs": num_envs, "rollout_length": 32, "slice_length": 32, "batch_size": size, "replay_updates": 2}
+    return Config(precision, capacity=4 * size, steps=ITERATIONS * size, eval_every=0, **shape)
 
 
 def write(out: Path, lines: list[str]) -> None:

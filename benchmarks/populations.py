@@ -4,12 +4,11 @@ Ours is `python -m fp8rl bench --agents`, a process on each core with its share 
 speed/jax_population.py, once with all agents in a process that may use all cores, once like ours with a process on each.
 Contestants take turns, and medians over the rounds count. All train in float32 on policy, 16 environments an agent, 32 steps a
 rollout; the studies have the defaults of Config, with replay and evaluations. Both repeat the forward passes that acted in order
-to learn. On the GPU JAX compiles a whole iteration; the table there was measured before random numbers were drawn for all
-agents at once, and before a rollout was one kernel (fp8rl/scale/kernels.py).
+to learn. On a GPU JAX's products are TF32 by default, ours IEEE float32, so it runs with both.
 
     python benchmarks/populations.py benchmarks/results/populations.md
     python benchmarks/populations.py build/avx2.md --avx2    # with AVX2 alone, on a processor that has more
-    python benchmarks/populations.py build/cuda.md --cuda    # on a GPU: eager launches, CUDA graphs, and JAX
+    python benchmarks/populations.py build/cuda.md --cuda    # on a GPU: eager launches, an iteration as one graph, and JAX
 """
 
 import argparse
@@ -52,8 +51,8 @@ def bench(agents: int, seconds: float) -> list:
     return ["-m", "fp8rl", "bench", "--agents", agents, "--num-envs", 16, "--precision", "fp32", "--seconds", seconds, "--json"]
 
 
-def jax(agents: int, seconds: float, variant: str = "scan", core: int | None = None) -> list:
-    own = [] if core is None else ["--core", core]
+def jax(agents: int, seconds: float, variant: str = "scan", core: int | None = None, matmul: str = "default") -> list:
+    own = ["--matmul", matmul] + ([] if core is None else ["--core", core])
     return [HERE / "speed/jax_population.py", "--agents", agents, "--variant", variant, "--seconds", seconds, *own]
 
 
@@ -72,10 +71,11 @@ def speed(options) -> list[str]:
         contestants, sizes = (
             {
                 "fp8rl": lambda s: [[*bench(s, options.seconds), "--device", "cuda"]],
-                "fp8rl, CUDA graphs": lambda s: [[*bench(s, options.seconds), "--device", "cuda", "--graph"]],
-                "JAX under vmap": lambda s: [jax(s, options.seconds)],
+                "fp8rl, an iteration as one graph": lambda s: [[*bench(s, options.seconds), "--device", "cuda", "--graph"]],
+                "JAX under vmap, float32": lambda s: [jax(s, options.seconds, matmul="float32")],
+                "JAX under vmap, TF32": lambda s: [jax(s, options.seconds)],
             },
-            (32, 128, 1024, 4096),
+            (32, 1024, 4096),
         )
     found = {(name, agents): [] for name in contestants for agents in sizes}
     for _ in range(options.rounds):

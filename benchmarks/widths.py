@@ -8,9 +8,9 @@ tasks.py. In one layer there is nothing that FP8 can multiply.
 
 With --speed it times single runs and populations of the cart instead, replay included: from which width does bfloat16 pay here?
 Steps a second are of the processor's time, of one core, so that programs beside this one count little. With --cuda the same on a
-GPU, by the clock, as CUDA graphs of 1,024 environments, up to 8,192 units, in every precision that it has, with its peak memory.
-With --memory, what an agent of a population adds to the peak of a process of its own, in three iterations on the cart, and how
-many times that is what `bytes_per_agent` predicts.
+GPU, by the clock, each iteration as one graph, with 1,024 environments and up to 8,192 units, in every precision that it has, and
+its peak memory. With --memory, what an agent of a population adds to the peak of a process of its own, in three iterations on the
+cart, and how many times that is what `bytes_per_agent` predicts.
 
     python benchmarks/widths.py benchmarks/results/widths.md [--only CartPole-v1] [--widths 16 64] [--arms fp32] [--seeds 10]
     python benchmarks/widths.py benchmarks/results/widths_speed.md --speed
@@ -133,13 +133,13 @@ def line(task: str, width: int, layers: int, arm: str, found: dict[str, dict]) -
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def speed(run: Run, clock: Callable[[], float] = time.process_time) -> float:
-    """Steps of all agents of a run in a second of a clock, by default the processor's time."""
+def speed(run: Run, clock: Callable[[], float] = time.process_time, seconds: float = 5) -> float:
+    """Steps of all agents of a run in a second of a clock, by default the processor's time, over so many seconds."""
     with contextlib.closing(iterate(run)) as iterations:
         for _ in range(WARMUP + 2):  # loads what training needs, and captures graphs
             next(iterations)
         began, count = clock(), 0
-        while count < 3 or clock() - began < 5:
+        while count < 3 or clock() - began < seconds:
             next(iterations)  # its row of numbers waits for a GPU
             count += 1
     return count * len(run.configs) * run.config.steps_per_iteration / (clock() - began)
@@ -172,7 +172,7 @@ def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> str:
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             run = build(Config(name, hidden_size=width, replay_updates=2, steps=10**9, eval_every=0, **shape), CUDA)
-            each = speed(run, time.perf_counter)
+            each = speed(run, time.perf_counter, seconds=1)
             peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
             cells.append(f"{each:,.0f}; {peak / 1e9:.2f} GB")
         lines.append(f"| {' | '.join(cells)} |")

@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--rollout-length", type=int, default=32)
     parser.add_argument("--variant", choices=("scan", "unrolled"), default="scan")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--matmul", default="default", help="the precision of products: on a GPU default is TF32")
     parser.add_argument("--core", type=int, help="the only core to use")
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
@@ -28,6 +29,7 @@ def main() -> None:
     import jax_loop
     from jax import lax
 
+    jax.config.update("jax_default_matmul_precision", options.matmul)
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
     unroll = 4 if options.variant == "unrolled" else 1
     shape = {"length": options.rollout_length, "num_envs": options.num_envs}
