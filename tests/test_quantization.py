@@ -6,6 +6,7 @@ from torch import nn
 from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized, cast, quantize
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
+from fp8rl.scale import quantization
 from fp8rl.scale.machine import build
 from fp8rl.scale.quantization import measure, recorded
 
@@ -22,6 +23,15 @@ def test_measure_counts_what_was_lost():
     assert numbers["saturated"] == 1 / 4 and numbers["flushed"] == 1 / 3 and numbers["scale"] == 1
     assert numbers["snr_db"].item() == pytest.approx(snr_db(unscaled.dequantize(), x), abs=1e-3)
     assert measure(torch.tensor([[torch.nan, torch.inf, 1.0]]), quantize(torch.ones(1, 3)))["nonfinite"] == 2
+
+
+def test_of_a_large_matrix_the_first_rows_are_measured(monkeypatch):
+    monkeypatch.setattr(quantization, "LOOKED_AT", 1024)
+    x = torch.randn(100, 64)
+    x[:16] /= 8  # under the scale of the whole
+    quantized = quantize(x)
+    found, first = measure(x, quantized), measure(x[:16], quantized._replace(data=quantized.data[:16]))
+    assert {name: value.item() for name, value in found.items()} == {name: value.item() for name, value in first.items()}
 
 
 def test_recorded_names_layer_tensor_and_statistic():

@@ -10,12 +10,15 @@ from .. import fp8
 from ..rollout import Rollout
 from .around import Around
 
+LOOKED_AT = 2**20  # numbers of a larger matrix, its first rows, or looking would take longer than rounding
+
 
 def measure(x: torch.Tensor, quantized: fp8.Quantized) -> dict[str, torch.Tensor]:
-    """Effects of quantizing a tensor, float32 scalars: the fraction of elements beyond the format's largest number (`saturated`)
-    and of nonzero ones that became 0 (`flushed`), the largest `scale`, the signal-to-noise ratio 10 log10(sum x^2 / sum error^2)
-    (`snr_db`), and the number of elements that were not finite (`nonfinite`)."""
-    x = x.float()
+    """Effects of quantizing a matrix, float32 scalars, from at most LOOKED_AT of its numbers: the fraction of elements beyond the
+    format's largest number (`saturated`) and of nonzero ones that became 0 (`flushed`), the largest `scale`, the signal-to-noise
+    ratio 10 log10(sum x^2 / sum error^2) (`snr_db`), and the number of elements that were not finite (`nonfinite`)."""
+    rows = max(1, LOOKED_AT // x.shape[-1])
+    x, quantized = x[:rows].float(), quantized._replace(data=quantized.data[:rows])
     error = x - quantized.dequantize()
     nonzero = (x != 0).sum().clamp(min=1)
     limit = fp8.LARGEST[quantized.data.dtype]
