@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import refused, small, trained
+from helpers import refused, small, trained, weights
 
-from fp8rl import fp8
 from fp8rl.lab.formats import format_of
 from fp8rl.lab.places import PlaceFormat
 from fp8rl.rollout import unroll
-from fp8rl.scale.population import TO, Population, loop_of
+from fp8rl.scale import fused
+from fp8rl.scale.machine import Machine, build
+from fp8rl.scale.population import Population
 from fp8rl.tasks.cartpole import CartPole
+from fp8rl.train import Run
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 kernels = pytest.importorskip("fp8rl.scale.kernels")
@@ -24,32 +26,34 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 short = functools.partial(small, rollout_length=8, slice_length=8, batch_size=128)  # the interpreter takes long
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]  # of the interpreter's NumPy
 pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
-ROUNDINGS = None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3]
 TASKS = None, "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "fp8rl/Lqr-v0"
 
 
-def pair(configs, max_steps=None) -> list[Population]:
-    """A population that acts in the plain loop and the same with the kernel, perhaps with shorter episodes."""
-    found = [Population(configs, DEVICE) for _ in range(2)]
-    found[0].collector.loop = unroll
+def pair(configs, max_steps=None) -> list[Run]:
+    """A population, or a run of a single config, that acts in the plain loop and the same with the kernel, perhaps with shorter
+    episodes."""
+    many = isinstance(configs, list)
+    found = [Population(configs, DEVICE) if many else build(configs, Machine(DEVICE)) for _ in range(2)]
     for run in found:
         if max_steps:
             run.env.max_steps, run.env._max_steps = max_steps, torch.tensor(max_steps, dtype=torch.int32)
-    found[1].collector.loop = kernels.Fused(found[1].env, found[1].model, ROUNDINGS)
+    plain, kernel = (run.collector for run in found)
+    agents = kernel.model if many else fused.Alone(kernel.model, kernel.precision.name)
+    plain.loop, kernel.loop = unroll, kernels.Fused(kernel.env, agents)
     return found
 
 
-def assert_same_rollouts(plain: Population, fused: Population, rollouts: int, tolerance: float) -> set[int]:
+def assert_same_rollouts(plain: Run, other: Run, rollouts: int, tolerance: float) -> set[int]:
     """Rollouts that follow each other, equal but for the order of sums. Returns the flags seen."""
     seen = set()
     for _ in range(rollouts):
-        expected, found = (run.collect() for run in (plain, fused))
+        expected, found = (run.collect() for run in (plain, other))
         for name in ("action", "flags"):
-            one, other = getattr(expected, name), getattr(found, name)
-            assert one.dtype == other.dtype and (one.is_floating_point() or torch.equal(one, other)), name
+            one, two = getattr(expected, name), getattr(found, name)
+            assert one.dtype == two.dtype and (one.is_floating_point() or torch.equal(one, two)), name
         for name in expected._fields[:-1]:
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=tolerance, atol=tolerance, msg=name)
-        assert torch.equal(plain.env.elapsed, fused.env.elapsed) and torch.equal(plain.env.done, fused.env.done)
+        assert torch.equal(plain.env.elapsed, other.env.elapsed) and torch.equal(plain.env.done, other.env.done)
         seen |= set(found.flags.unique().tolist())
     return seen
 
@@ -67,9 +71,9 @@ def test_the_kernel_rounds_as_the_networks_do(layers, options):
     precisions = ["fp32", "bf16", "fp16"] + ["fp8", "fp8"] * (layers > 1)  # a network of one has none to convert
     own = {"layers": layers, "num_envs": 20, **options}
     configs = [short(seed=seed, precision=name, **own) for seed, name in enumerate(precisions)]
-    plain, fused = pair(configs)
-    assert 1 in assert_same_rollouts(plain, fused, rollouts=2, tolerance=1e-4)
-    assert fused.collect().obs.dtype == torch.float32
+    plain, other = pair(configs)
+    assert 1 in assert_same_rollouts(plain, other, rollouts=2, tolerance=1e-4)
+    assert other.collect().obs.dtype == torch.float32
 
 
 def test_an_acting_policy_of_another_precision_and_many_environments():
@@ -80,9 +84,31 @@ def test_an_acting_policy_of_another_precision_and_many_environments():
 def test_a_population_learns_with_it():
     """The rest of an iteration takes its rollouts, and learns from them what it would from the plain loop's."""
     configs = [short(steps=512, eval_every=512, eval_episodes=2, env_id="CartPole-v1", seed=seed) for seed in (1, 2)]
-    plain, fused = map(trained, pair(configs))
-    torch.testing.assert_close(fused.model.theta, plain.model.theta, rtol=1e-3, atol=1e-4)
-    assert fused.collector.rollouts == plain.collector.rollouts > 1
+    plain, other = map(trained, pair(configs))
+    torch.testing.assert_close(other.model.theta, plain.model.theta, rtol=1e-3, atol=1e-4)
+    assert other.collector.rollouts == plain.collector.rollouts > 1
+
+
+ALONE = [{"precision": name, "layers": layers} for name in ("fp32", "bf16", "fp16", "fp8", "fp8+bf16") for layers in (2, 3)]
+ALONE += [{"precision": "fp8", "collect_precision": "bf16"}, {"precision": "bf16", "collect_precision": "fp8", "layers": 3}]
+ALONE += [{"env_id": "CartPole-v1", "precision": "fp16"}, {"env_id": "Pendulum-v1", "precision": "fp8"}]
+ALONE += [{"env_id": "Pendulum-v1"}, {"layers": 1, "num_envs": 1}, {"num_envs": 144, "hidden_size": 16, "extra_features": 2}]
+
+
+@pytest.mark.parametrize("options", ALONE, ids=str)
+def test_a_run_acts_with_it_as_in_the_plain_loop(options):
+    seen = assert_same_rollouts(*pair(short(**{"precision": "fp32"} | options), max_steps=12), rollouts=3, tolerance=1e-3)
+    assert {0, 2, 4} <= seen
+
+
+@pytest.mark.parametrize("options", [{"env_id": "Pendulum-v1"}, {"collect_precision": "fp8"}, {"layers": 3}], ids=str)
+def test_a_run_learns_with_it(options):
+    """Each rollout is by the weights that the updates before it left."""
+    plain, other = pair(short(steps=640, eval_every=640, eval_episodes=2, precision="fp32", learning_rate=0.01, **options))
+    before = weights(plain)
+    torch.testing.assert_close(weights(trained(other)), weights(trained(plain)), rtol=1e-2, atol=1e-3)
+    assert (weights(plain) - before).abs().max() > 0.02 and plain.collector.rollouts > 3
+    assert_same_rollouts(plain, other, rollouts=1, tolerance=1e-2)
 
 
 class Changed(CartPole):
@@ -145,18 +171,32 @@ REFUSED = {
 def test_what_has_no_kernel_is_refused(name):
     options, reason = REFUSED[name]
     run = Population([short(**options)])
-    refused(reason, kernels.Fused, run.env, run.model, ROUNDINGS, error=NotImplementedError)
-    assert kernels.tried(run.env, run.model, ROUNDINGS) is None
+    refused(reason, kernels.Fused, run.env, run.model, error=NotImplementedError)
+    assert kernels.tried(run.env, run.model) is None
+
+
+PLAIN = [{"encoder": "gru"}, {"normalize_obs": True}, {"formats": "m=e4m3"}, {"vectorization": "sync", "env_id": "CartPole-v1"}]
+PLAIN += [REFUSED[name][0] for name in ("operation", "step", "width", "scale")]
+PLAIN += [{"precision": "tf32"}] * torch.cuda.is_available()
+
+
+def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
+    monkeypatch.setattr(fused, "loop_of", lambda env, agents: kernels.tried(env, agents) or unroll)  # as on a GPU
+    for options in ({}, {"precision": "fp8", "collect_precision": "bf16"}, {"num_envs": 128}, *PLAIN):
+        machine = Machine(DEVICE, vectorization=options.get("vectorization"))
+        run = build(short(**{name: x for name, x in options.items() if name != "vectorization"}), machine)
+        assert (run.collector.loop is unroll) is (options in PLAIN), options
+        assert options in PLAIN or isinstance(run.collector.loop, kernels.Fused), options
 
 
 def test_a_kernel_that_does_not_run_here_is_not_used(monkeypatch):
     run = Population([short()], DEVICE)
     before = run.env.state_dict()
-    assert isinstance(kernels.tried(run.env, run.model, ROUNDINGS), kernels.Fused)
+    assert isinstance(kernels.tried(run.env, run.model), kernels.Fused)
     assert all(map(torch.equal, before.values(), run.env.state_dict().values()))  # it was a copy that was stepped
     monkeypatch.setattr(kernels, "play", None)
     with pytest.warns(UserWarning, match="agents act step by step, because their kernel does not run here: 'NoneType'"):
-        assert kernels.tried(run.env, run.model, ROUNDINGS) is None
+        assert kernels.tried(run.env, run.model) is None
 
 
 def test_rounding_to_e4m3_is_that_of_the_formats():
@@ -205,8 +245,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fp8rl.config import Config
 from fp8rl.scale import kernels
+from fp8rl.scale.fused import Alone
+from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
-from test_kernels import ROUNDINGS
 
 class Compiled:
     def __getitem__(self, grid):
@@ -219,19 +260,20 @@ class Compiled:
             if parameter.is_constexpr:
                 signature[parameter.name], constants[i,] = "constexpr", x
                 continue
-            kinds = [types[each.dtype] if isinstance(each, torch.Tensor) else each and "i32" for each in x]
+            # A 1 is compiled in, and so is here a 0.
+            kinds = [types[each.dtype] if isinstance(each, torch.Tensor) else (each or 0) > 1 and "i32" for each in x]
             signature[parameter.name] = tuple(kind or "constexpr" for kind in kinds)
             constants |= {(i, k): each for k, each in enumerate(x) if not kinds[k]}
-        for capability in (80, 90)[run.learner.config.layers - 2 :]:
+        for capability in capabilities:
             target = GPUTarget("cuda", capability, 32)
             print(len(triton.compile(ASTSource(play, signature, constants), target=target).asm["cubin"]))
 
 play, kernels.play = kernels.play, Compiled()
-for layers, precision, env_id in ((2, "fp8", "CartPole-v1"), (3, "bf16", "test_kernels:Many")):
-    run = Population([Config(steps=100_000, precision=precision, env_id=env_id, layers=layers)])
-    run.collector.loop = kernels.Fused(run.env, run.model, ROUNDINGS)
+many = Population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
+alone = build(Config(steps=100_000, precision="bf16", env_id="test_kernels:Many", layers=3, num_envs=1, rollout_length=128))
+for run, agents, capabilities in ((many, many.model, (80, 90)), (alone, Alone(alone.model, "bf16"), (90,))):
     with torch.no_grad():
-        run.collector.loop(run.model, run.env, *run.collector.draw())
+        kernels.Fused(run.env, agents)(None, run.env, *run.collector.draw())
 """
 
 
@@ -245,5 +287,5 @@ def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
 
 
 def test_without_a_gpu_the_plain_loop_acts():
-    run = Population([short()], DEVICE)
-    assert (loop_of(run.env, run.model) is unroll) is (DEVICE == "cpu")
+    for run in (Population([short()], DEVICE), build(short(), Machine(DEVICE))):
+        assert (run.collector.loop is unroll) is (DEVICE == "cpu")

@@ -10,7 +10,8 @@ from torch import nn
 from fp8rl.lab.formats import format_of, rounded, scaled
 from fp8rl.lab.places import PlaceFormat, Places, places_of
 from fp8rl.scale import population
-from fp8rl.scale.population import Matmuls, Population, roundings_of
+from fp8rl.scale.population import Population
+from fp8rl.scale.rounding import Matmuls, roundings_of
 
 SMALL = {"steps": 1024, "num_envs": 4, "rollout_length": 16, "slice_length": 16, "batch_size": 64, "eval_every": 0}
 SMALL |= {"eval_episodes": 2, "capacity": 1000}

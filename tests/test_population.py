@@ -25,7 +25,8 @@ from fp8rl.rollout import Rollout, noise_of
 from fp8rl.scale import checkpoint, population
 from fp8rl.scale.hardware import keep_freed_memory
 from fp8rl.scale.machine import build
-from fp8rl.scale.population import Matmuls, Population, batches, environments, roundings_of
+from fp8rl.scale.population import Population, batches, environments
+from fp8rl.scale.rounding import TO, Matmuls, roundings_of
 from fp8rl.scale.storage import StoredRing
 from fp8rl.tasks.by_id import TASKS
 from fp8rl.train import Run, iterate
@@ -229,7 +230,7 @@ def test_rounding_is_that_of_the_types(scale, agents, seed):
 
 
 def test_layers_of_one_precision_round_as_prepare_and_autocast_do():
-    shapes, to = [(64, 2), (64, 64), (3, 64)], population.TO
+    shapes, to = [(64, 2), (64, 64), (3, 64)], TO
     eight = (to[fp8.E4M3], to[fp8.E4M3], to[fp8.E5M2], None)
     bf16 = to[torch.bfloat16]
     assert roundings_of(Matmuls("fp32"), shapes) == [(None,) * 4] * 3

@@ -1,17 +1,21 @@
-"""Faster forms of the core's plain code, which compute the same but for rounding: a network with fewer calls, and forward passes
-reused from acting to learn."""
+"""Faster forms of the core's plain code, which compute the same but for rounding: a network with fewer calls, forward passes
+reused from acting to learn, and all steps of acting in one kernel."""
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from ..env import TensorEnv
 from ..model import ActorCritic
 from ..precision import Precision
 from ..rollout import Rollout, unroll
 from ..train import Learner
 from .around import Around
+from .rounding import Matmuls, roundings_of, stored
 
 MANY = 2**16  # numbers in a hidden layer from which on both heads are computed in one
 
@@ -86,3 +90,30 @@ class Reusing(Around):
         computed = self.reuse.computed if batch.obs is self.reuse.obs else None
         self.reuse.obs = self.reuse.computed = None  # once: after an update the weights are others
         return self.inner.update(batch, record, computed)
+
+
+class Alone:
+    """The acting network of a run as a population's of one agent, for `loop_of`. It has the weights that the network has when
+    `acting` is called. `precision`: the name of its precision, which must not be tf32."""
+
+    def __init__(self, model: Fast, precision: str):
+        self.model, self.precision = model, precision
+
+    def acting(self) -> SimpleNamespace:
+        """Its `parts` and `spread`, as population.Policy has them."""
+        model, layers = self.model, []
+        for layer in (model.inputs, *model.hidden, model.actor):
+            layers.append((layer.weight.detach().unsqueeze(0), layer.bias.detach().view(1, 1, -1)))
+        roundings = roundings_of(Matmuls(self.precision), [tuple(weight[0].shape) for weight, _ in layers])
+        spread = None if model.spread is None else model.spread.detach().view(1, 1, -1)
+        return SimpleNamespace(parts=[(slice(0, 1), stored(layers, roundings))], spread=spread)
+
+
+def loop_of(env: TensorEnv, agents) -> Callable:
+    """How agents (population.Agents, or Alone) act: all steps in one kernel (kernels.py), on GPUs of capability 8.0 and up where
+    Triton is installed and the kernel for the task exists and runs; or else `unroll`."""
+    if env.device.type != "cuda" or torch.cuda.get_device_capability(env.device) < (8, 0) or not find_spec("triton"):
+        return unroll
+    from .kernels import tried  # not above, because Triton takes long to import and may be missing
+
+    return tried(env, agents) or unroll

@@ -24,16 +24,19 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
-from torch import fx, nn
+from torch import fx
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .. import fp8
 from ..distribution import Gaussian
 from ..env import TensorEnv
+from .rounding import TO
 
 BLOCK = 64  # environments in a program
 WIDEST = 128  # units in a layer: of more, not even one layer's weights fit into a GPU's shared memory
 BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # what `cast` rounds to; 0 is float32
+ROUNDINGS = None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3]  # the functions that it computes, by these numbers
 SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tl.dot multiplies
 COLUMN = f"tl.arange(0, {SIDE.value})[None, :]"
 
@@ -256,16 +259,18 @@ def play(start, network, rollout, counts, SIZES: tl.constexpr, ROUND: tl.constex
 
 
 class Fused:
-    """`rollout.unroll` for the networks of S agents (population.Agents) in an environment, one launch for those of a precision.
-    The environment's attributes are taken as they are now. `roundings`: the functions that `cast` computes, by its numbers.
+    """`rollout.unroll` for the networks of S agents in an environment, one launch for those of a precision. `agents`: their
+    `acting` returns what population.Policy has, `parts` and `spread`. The environment's attributes are taken as they are now.
     Raises NotImplementedError for what has no kernel: a task with a `step` of its own or other operations than FORMS; more than
     16 features, numbers in a state, or actions; layers that are not 16, 32, 64 or WIDEST units wide; other roundings; and for
     e4m3, whose scale is of all an agent's rows, more than BLOCK environments."""
 
-    def __init__(self, env: TensorEnv, agents: nn.Module, roundings: tuple[Callable | None, ...]):
-        self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, agents.shapes[0][0]
-        self.roundings, self.envs, self.gaussian = roundings, env.num_envs // len(agents.theta), agents.gaussian
-        used = {x for part in agents.acting_parts["actor"] for each in self.numbers(part.roundings) for x in divmod(each, 4)}
+    def __init__(self, env: TensorEnv, agents):
+        policy = agents.acting()
+        self.agents, self.gaussian, self.envs = agents, policy.spread is not None, env.num_envs // policy.parts[-1][0].stop
+        width = policy.parts[0][1][0][0].shape[-1]  # of the first weights [S, I, O]
+        self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, width
+        used = {x for _, layers in policy.parts for each in numbers(layers) for x in divmod(each, 4)}
         if max(sizes[:3]) > SIDE.value or sizes[3] not in (16, 32, 64, WIDEST) or (E4M3.value in used and self.envs > BLOCK):
             raise NotImplementedError(f"no kernel for {sizes} numbers and {self.envs} environments")
         if any(getattr(type(env), name) is not getattr(TensorEnv, name) for name in ("step", "_observe")):
@@ -275,16 +280,9 @@ class Fused:
         self.advance = written(env, "advance", {"state": state, "action": action})
         self.observe = written(env, "observe", {"state": state})
 
-    def numbers(self, roundings: list) -> tuple[int, ...]:
-        """ROUND of each layer."""
-        found = [(rounding.inputs, rounding.result) for rounding in roundings]
-        if not {*itertools.chain(*found)} <= {*self.roundings}:
-            raise NotImplementedError("no kernel for these roundings")
-        return tuple(4 * self.roundings.index(inputs) + self.roundings.index(result) for inputs, result in found)
-
-    def __call__(self, agents: nn.Module, env: TensorEnv, noise: torch.Tensor, starts: tuple, state: None = None):
-        """As rollout.unroll."""
-        policy, length, count, own = agents.acting(), len(noise), env.num_envs, torch.contiguous_format
+    def __call__(self, model, env: TensorEnv, noise: torch.Tensor, starts: tuple, state: None = None):
+        """As rollout.unroll, with the agents' present weights."""
+        policy, length, count, own = self.agents.acting(), len(noise), env.num_envs, torch.contiguous_format
         (F, _, A, _), empty = self.sizes, env.obs.new_empty
         states, elapsed, done = env.state.clone(memory_format=own), env.elapsed.clone(), env.done.byte()
         obs, outputs, rewards = empty(length + 1, count, F), empty(length, count, A), empty(length, count)
@@ -295,7 +293,7 @@ class Fused:
             deviations = Gaussian.outputs(policy.spread, policy.spread)[..., A:].exp().contiguous()
         rows = min(BLOCK, max(16, triton.next_power_of_2(self.envs)))
         for part, layers in policy.parts:
-            weights, biases, roundings = zip(*layers, strict=True)
+            weights, biases, _ = zip(*layers, strict=True)
             hidden = [torch.stack(x, 1) if x else None for x in (weights[1:-1], biases[1:-1])]
             with torch.cuda.device_of(obs):  # Triton launches on the current device
                 play[part.stop - part.start, triton.cdiv(self.envs, rows)](
@@ -304,7 +302,7 @@ class Fused:
                     (obs, outputs, actions, rewards, flags),
                     (length, self.envs, part.start, count),
                     (*self.sizes, env.channels, env.max_steps, rows, self.gaussian, len(layers) - 1),
-                    self.numbers(roundings),
+                    numbers(layers),
                     self.advance,
                     self.observe,
                 )
@@ -314,15 +312,23 @@ class Fused:
         return (obs, actions, rewards, flags, outputs), None
 
 
-def tried(env: TensorEnv, agents: nn.Module, roundings: tuple[Callable | None, ...]) -> Fused | None:
+def numbers(layers: list[tuple]) -> tuple[int, ...]:
+    """ROUND of each layer. Raises NotImplementedError for other roundings than ROUNDINGS."""
+    found = [(rounding.inputs, rounding.result) for *_, rounding in layers]
+    if not {*itertools.chain(*found)} <= {*ROUNDINGS}:
+        raise NotImplementedError("no kernel for these roundings")
+    return tuple(4 * ROUNDINGS.index(inputs) + ROUNDINGS.index(result) for inputs, result in found)
+
+
+def tried(env: TensorEnv, agents) -> Fused | None:
     """A Fused, after a short rollout on a copy. None if there is no kernel or, with a warning, if it does not run here: Triton
     needs a C compiler, and a GPU with shared memory for the weights of all layers."""
     zeros = functools.partial(torch.zeros, device=env.device)
     try:
-        loop = Fused(env, agents, roundings)
+        loop = Fused(env, agents)
         noise = zeros(16, env.num_envs, *[env.num_actions] * (loop.gaussian or env.num_actions != 2))
         with torch.no_grad():
-            loop(agents, copy.copy(env), noise, 16 * (zeros(env.num_envs, env.state_size + env.channels),))
+            loop(None, copy.copy(env), noise, 16 * (zeros(env.num_envs, env.state_size + env.channels),))
         return loop
     except NotImplementedError:
         return None

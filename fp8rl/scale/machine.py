@@ -110,6 +110,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     loop = unroll
     if reuses_forward(config, machine, env.num_envs):
         learner = fused.Reusing(learner, loop := fused.Reuse(model, learning))
+    elif type(actor) is fused.Fast and isinstance(env, TensorEnv) and not (config.formats or acting.rules.tf32):
+        loop = fused.loop_of(env, fused.Alone(actor, acting.name))
     collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
     if launch:
         collector = graphs.InPlace(collector)

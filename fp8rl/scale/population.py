@@ -16,31 +16,31 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
-from importlib.util import find_spec
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from .. import fp8, rng
+from .. import rng
 from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..env import Cart, TensorEnv
 from ..evaluate import Judge, evaluate
 from ..history import History, RewardScale, Saved
-from ..lab.formats import format_of
 from ..lab.places import PlaceFormat, Places, in_order, noises, places_of
 from ..losses import Targets, vtrace
 from ..model import ActorCritic
-from ..precision import PRECISIONS, REMEDY, SCALE_GROWTH_INTERVAL, Precision, StepReport
+from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
-from ..rollout import Collector, Rollout, unroll
+from ..rollout import Collector, Rollout
 from ..tasks.by_id import task_of
 from ..train import Learner, Parts, Run, make_cart, make_network
 from . import graphs, hardware
+from .fused import loop_of
 from .machine import bytes_at_work, make_task
+from .rounding import Matmuls, Rounding, apply, roundings_of, stored
 from .storage import StoredRing, ring_bytes
 
 # The fields of Config in which the agents of a population may differ.
@@ -74,29 +74,6 @@ def obstacle(config: Config) -> str | None:
     return None
 
 
-# How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each matrix.
-TO = {dtype: lambda x, to=dtype: x.to(to).float() for dtype in (torch.bfloat16, torch.float16)}
-TO |= {dtype: PlaceFormat(format_of(name)).matrices for name, dtype in (("e4m3", fp8.E4M3), ("e5m2", fp8.E5M2))}
-
-
-class Rounding(NamedTuple):
-    """How a layer's matmuls round inputs, weights, the gradient of the output, and all results: functions of float32 tensors
-    [S, M, N], or None."""
-
-    inputs: Callable | None = None
-    weights: Callable | None = None
-    gradient: Callable | None = None
-    result: Callable | None = None
-
-
-class Matmuls(NamedTuple):
-    """How an agent's matmuls are rounded: by a precision, or by the places of its operands and of its gradients."""
-
-    precision: str
-    operands: PlaceFormat | None = None
-    gradients: PlaceFormat | None = None
-
-
 def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
     """Those of an agent's learner or, with `acting`, of its acting policy."""
     places = places_of(config.formats)
@@ -106,29 +83,6 @@ def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
         if found.precision != "fp32" and (found.operands or found.gradients):
             raise ValueError(f"formats rounds matmuls beside {found.precision}: use fp32 in precision and collect_precision")
     return actor if acting else learner
-
-
-def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:
-    """Rounding of linear layers with weights of given shapes, one after the other. Raises ValueError if FP8 takes none."""
-    precision, operands, gradients = matmuls
-    if operands or gradients:
-        operands, gradients = operands and operands.matrices, gradients and gradients.matrices
-        return [Rounding(operands, operands, gradients)] * len(shapes)
-    found, rules = [], PRECISIONS[precision]
-    to = TO.get(rules.autocast)
-    for shape in shapes:
-        if rules.forward and not fp8.misfit(*reversed(shape)):
-            found.append(Rounding(TO[rules.forward], TO[rules.forward], TO[rules.backward]))
-        else:
-            rounded = bool(found) and found[-1].result is to  # the inputs, already
-            found.append(Rounding(None if rounded else to, to, to, to))
-    if rules.forward and all(fp8.misfit(*reversed(shape)) for shape in shapes):
-        raise ValueError(f"precision is {precision!r} and no layer can run in FP8: {REMEDY}")
-    return found
-
-
-def apply(function: Callable | None, x: torch.Tensor) -> torch.Tensor:
-    return x if function is None else function(x)
 
 
 class Workspace(dict):
@@ -243,21 +197,16 @@ def alike(values: list, most: int | None = None) -> list[tuple[slice, Any]]:
 
 
 class Policy:
-    """Policies of S agents with the present weights, rounded once and stored as they are multiplied: [S, I, O], but [S, O, I] in
-    the last layer, whose few outputs are computed by column."""
+    """Policies of S agents with the present weights, rounded once and `stored`."""
 
     recurrent = False
 
     def __init__(self, net: Agents, parts: list[Part]):
         self.spread, self.space, self.agents, self.parts = net.spread(net.theta.detach()), net.space, len(net.theta), []
         *hidden, (heads, heads_bias) = net.layers
+        layers = *hidden, (heads[:, :-1], heads_bias[..., :-1])
         for agents, roundings in parts:
-            rounded = []
-            for (weight, bias), r in zip((*hidden, (heads[:, :-1], heads_bias[..., :-1])), roundings, strict=True):
-                own = apply(r.weights, weight[agents])
-                stored = own.mT if len(rounded) < len(hidden) else own
-                rounded.append((stored.contiguous(), apply(r.result, bias[agents]), r))
-            self.parts.append((agents, rounded))
+            self.parts.append((agents, stored([(weight[agents], bias[agents]) for weight, bias in layers], roundings)))
 
     def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
         """Maps observations [S N, F] to outputs [S N, A or 2 A]."""
@@ -316,17 +265,6 @@ class AgentsFunction(torch.autograd.Function):
                 if i:
                     g = space.product(("gradient", i), g, weight)
         return None, theta_grad, None, None
-
-
-def loop_of(env: TensorEnv, agents: Agents) -> Callable:
-    """How the agents act: all steps in one kernel (kernels.py), on GPUs of capability 8.0 and up where Triton is installed and
-    the kernel for the task exists and runs; or else `unroll`."""
-    device = agents.theta.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or not find_spec("triton"):
-        return unroll
-    from .kernels import tried  # not above, because Triton takes long to import and may be missing
-
-    return tried(env, agents, (None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3])) or unroll
 
 
 def environments(config: Config, num_envs: int, start_noise: list[float], seeds: torch.Tensor, purpose="starts") -> TensorEnv:

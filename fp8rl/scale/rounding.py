@@ -1,0 +1,67 @@
+"""How precisions and formats round the matmuls of linear layers, which are computed in float32."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .. import fp8
+from ..lab.formats import format_of
+from ..lab.places import PlaceFormat
+from ..precision import PRECISIONS, REMEDY
+
+# How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each matrix.
+TO = {dtype: lambda x, to=dtype: x.to(to).float() for dtype in (torch.bfloat16, torch.float16)}
+TO |= {dtype: PlaceFormat(format_of(name)).matrices for name, dtype in (("e4m3", fp8.E4M3), ("e5m2", fp8.E5M2))}
+
+
+class Rounding(NamedTuple):
+    """How a layer's matmuls round inputs, weights, the gradient of the output, and all results: functions of float32 tensors
+    [S, M, N], or None."""
+
+    inputs: Callable | None = None
+    weights: Callable | None = None
+    gradient: Callable | None = None
+    result: Callable | None = None
+
+
+class Matmuls(NamedTuple):
+    """How an agent's matmuls are rounded: by a precision, or by the places of its operands and of its gradients."""
+
+    precision: str
+    operands: PlaceFormat | None = None
+    gradients: PlaceFormat | None = None
+
+
+def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:
+    """Rounding of linear layers with weights of given shapes, one after the other. Raises ValueError if FP8 takes none."""
+    precision, operands, gradients = matmuls
+    if operands or gradients:
+        operands, gradients = operands and operands.matrices, gradients and gradients.matrices
+        return [Rounding(operands, operands, gradients)] * len(shapes)
+    found, rules = [], PRECISIONS[precision]
+    to = TO.get(rules.autocast)
+    for shape in shapes:
+        if rules.forward and not fp8.misfit(*reversed(shape)):
+            found.append(Rounding(TO[rules.forward], TO[rules.forward], TO[rules.backward]))
+        else:
+            rounded = bool(found) and found[-1].result is to  # the inputs, already
+            found.append(Rounding(None if rounded else to, to, to, to))
+    if rules.forward and all(fp8.misfit(*reversed(shape)) for shape in shapes):
+        raise ValueError(f"precision is {precision!r} and no layer can run in FP8: {REMEDY}")
+    return found
+
+
+def apply(function: Callable | None, x: torch.Tensor) -> torch.Tensor:
+    return x if function is None else function(x)
+
+
+def stored(layers: list[tuple[torch.Tensor, torch.Tensor]], roundings: list[Rounding]) -> list[tuple]:
+    """Layers as they are multiplied to act, each with its rounding: weights [S, O, I] and biases [S, 1, O], rounded; all weights
+    but the last one's as [S, I, O]. The last layer's few outputs are computed by column."""
+    found = []
+    for (weight, bias), rounding in zip(layers, roundings, strict=True):
+        own = apply(rounding.weights, weight)
+        own = own.mT if len(found) + 1 < len(layers) else own
+        found.append((own.contiguous(), apply(rounding.result, bias), rounding))
+    return found
