@@ -17,7 +17,6 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -319,10 +318,9 @@ class AgentsFunction(torch.autograd.Function):
 
 
 def loop_of(env: TensorEnv, agents: Agents) -> Callable:
-    """How the agents act: all steps in one kernel (kernels.py), on GPUs of capability 8.0 and up where Triton is installed and
-    the kernel for the task exists and runs; or else `unroll`."""
-    device = agents.theta.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or not find_spec("triton"):
+    """How the agents act: all steps in one kernel (kernels.py), where Triton's kernels run and the one for the task exists and
+    runs; or else `unroll`."""
+    if not hardware.load_kernels(agents.theta.device):
         return unroll
     from .kernels import tried  # not above, because Triton takes long to import and may be missing
 
@@ -479,6 +477,7 @@ class Population(Run):
 
     def __init__(self, configs: list[Config], device="cpu", graph: bool = False):
         require_one_population(configs, device)
+        hardware.load_kernels(device)
         configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
         task = task_of(configs[0].env_id) or Cart
         self.agents, one = len(configs), one_of([config.settled(task) for config in configs], device)
