@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from . import faster
 from .rollout import Rollout
 
 TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several processes, each has a part of these
@@ -121,12 +122,15 @@ class RewardScale(Saved):
         before = self.open.view(self.square.shape[1], -1)
         rewards, ends = (x.view(-1, *before.shape) for x in (rollout.reward, rollout.ended))
         keep = torch.cat((torch.zeros_like(ends[:1]), ends[:-1])).logical_not().float() * gamma
-        G = torch.empty_like(rewards)
-        for now, reward, kept in zip(G.unbind(), rewards.unbind(), keep.unbind(), strict=True):
-            # G_t = r_t + gamma G_{t-1}, from 0 in a new episode. After an infinite reward, at which an agent stops, it stays NaN.
-            before = torch.mul(before, kept, out=now).add_(reward)
+        # G_t = r_t + gamma G_{t-1}, from 0 in a new episode. After an infinite reward, at which an agent stops, it stays NaN.
+        if recurrence := faster.kernel("recurrence", rewards.device):
+            G = recurrence(rewards, keep, before)
+        else:
+            G = torch.empty_like(rewards)
+            for now, reward, kept in zip(G.unbind(), rewards.unbind(), keep.unbind(), strict=True):
+                before = torch.mul(before, kept, out=now).add_(reward)
+        self.open.copy_(G[-1].masked_fill(ends[-1], 0).flatten())  # in place, because a captured step may read it
         squares = G.square().sum((0, 2)).unsqueeze(1)
-        self.open.copy_(before.masked_fill(ends[-1], 0).flatten())
         squares, count = all_reduce([squares, torch.full_like(squares, rewards.numel() / len(squares))])
         self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(G))
 
@@ -147,7 +151,7 @@ class EpisodeReturns(Saved):
         until = row <= torch.where(ends, row, -1).amax(0)  # up to the last end, where all rewards are of episodes that ended
         before, left = (rollout.reward.where(rows, 0).sum(0, dtype=torch.float64) for rows in (until, ~until))
         found = torch.stack((torch.where(until[0], self.open + before, 0), ends.sum(0)))
-        self.open.copy_(torch.where(until[0], left, self.open + left))
+        self.open.copy_(torch.where(until[0], left, self.open + left))  # in place, because a captured step may read it
         return found.view(2, self.agents, -1).sum(2)
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import faster
 from .distribution import distribution_of
 from .rollout import TERMINATED, TRUNCATED, Rollout
 
@@ -54,11 +55,14 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
     weight = ratio.clamp(max=1) * valid
     delta = weight * (rewards + discounts * values[1:] - values[:-1])
     decay = discounts * lam * weight
-    advantage, advantages = torch.zeros_like(delta[0]), []  # from the last row back
-    for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind()), strict=True):
-        advantage = torch.addcmul(delta_t, decay_t, advantage)
-        advantages.append(advantage)
-    advantage = torch.stack(advantages[::-1])
+    if recurrence := faster.kernel("recurrence", delta.device):
+        advantage = recurrence(delta, decay, reverse=True)
+    else:
+        advantage, advantages = torch.zeros_like(delta[0]), []  # from the last row back
+        for delta_t, decay_t in zip(reversed(delta.unbind()), reversed(decay.unbind()), strict=True):
+            advantage = torch.addcmul(delta_t, decay_t, advantage)
+            advantages.append(advantage)
+        advantage = torch.stack(advantages[::-1])
     return Targets(values[:-1] + advantage, advantage, ratio)
 
 

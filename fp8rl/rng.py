@@ -9,7 +9,7 @@ a cipher that turns a counter of two 32-bit words into two random ones, under a 
     key = (seed, purpose),    counter = (index // 2, iteration),    and the parity of the index chooses one of the two results
 
 It needs only sums, rotations and exclusive ors of 32-bit words, all modulo 2^32. NumPy computes them on a CPU; elsewhere the same
-lines run on tensors, as int32, which torch adds with the same wrap-around.
+lines run on tensors, as int32, which torch adds with the same wrap-around, or one kernel computes all (faster.py).
 
     >>> from fp8rl.rng import uniform
     >>> uniform(seed=0, purpose="actions", iteration=3, shape=(2, 4)).shape
@@ -21,6 +21,8 @@ import math
 
 import numpy as np
 import torch
+
+from . import faster
 
 PURPOSES = ("weights", "starts", "actions", "replay", "rounding", "targets", "evaluation starts", "evaluation actions")
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -50,10 +52,12 @@ def threefry(x0, x1, key0, key1):
 
 def words(seed, purpose: str, iteration, count: int, device="cpu"):
     """Random 32-bit words of index 0 to `count` - 1, [count], or [S, count] for S seeds: NumPy uint32 on a CPU, elsewhere torch
-    int32 with the same bits. `seed`: below 2^32, a number or integer tensor [S]. `iteration`: a number or tensor [S].
-    Words are cached, for a tensor of seeds by its identity: change neither in place."""
+    int32 with the same bits. `seed`: below 2^32, a number or integer tensor [S]. `iteration`: a number, or a tensor [S] or of
+    one number. Words are cached, for a tensor of seeds by its identity: change neither in place."""
     agents = seed.numel() if isinstance(seed, torch.Tensor) else 1
-    if isinstance(iteration, torch.Tensor) or agents * count > FEW:
+    if kernel := faster.kernel("words", torch.device(device)):  # one launch, so nothing need be cached
+        found = kernel(seed, PURPOSES.index(purpose), iteration, count, device)
+    elif isinstance(iteration, torch.Tensor) or agents * count > FEW:
         found = _words(seed, purpose, iteration, count, device)
     else:  # few numbers: those of 8 iterations in one call
         found = _eight(seed, purpose, iteration // 8, count, torch.device(device))[iteration % 8]
@@ -71,7 +75,7 @@ def _eight(seed, purpose: str, block: int, count: int, device: torch.device):
 
 
 def _words(seed, purpose: str, iteration, count: int, device):
-    """`words`, [S or 1, count]."""
+    """`words` without a kernel or cache, [S or 1, count]."""
     if torch.device(device).type == IN_NUMPY:
         seed, iteration = np.broadcast_arrays(*(np.asarray(x).astype(np.uint32).reshape(-1, 1) for x in (seed, iteration)))
         index, kind = np.arange((count + 1) // 2, dtype=np.uint32), np.full((1, 1), PURPOSES.index(purpose), np.uint32)

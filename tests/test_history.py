@@ -83,6 +83,17 @@ def test_the_scale_of_rewards_by_hand_for_two_agents():
     np.testing.assert_allclose(scale.scale.squeeze(1), np.sqrt(means[1] / means[0]), rtol=1e-5)
 
 
+def test_what_a_captured_step_reads_stays_where_it_is():
+    flags = torch.tensor([[0, 0], [TERMINATED, 0]], dtype=torch.uint8)
+    rollout = Rollout(None, None, torch.ones(2, 2), flags, None)
+    scale, returns = RewardScale(2), EpisodeReturns(2)
+    opened = scale.open, returns.open
+    scale.add(rollout, 0.5, lambda tensors: tensors)
+    assert returns.add(rollout).tolist() == [[2.0], [1.0]]
+    assert scale.open is opened[0] and returns.open is opened[1]
+    assert scale.open.tolist() == [0.0, 1.5] and returns.open.tolist() == [0.0, 2.0]
+
+
 def stats_of(**changes) -> dict[str, torch.Tensor]:
     names = ("loss", "policy_loss", "value_loss", "entropy", "min_logp", "grad_norm", "ess", "loss_scale")
     return {name: torch.tensor(1.0) for name in names} | {"skipped": torch.tensor(False)} | changes

@@ -35,11 +35,13 @@ def test_known_answers(counter, key, result):
 def test_tensors_give_the_words_of_numpy(seeds, iterations, count):
     several, each = torch.tensor(seeds), torch.arange(len(seeds)) + iterations
     forms = (seeds[0], iterations), (several, iterations), (several, each), (several, each.unsqueeze(1))
+    forms += tuple((seed, torch.full(shape, iterations)) for seed in (seeds[0], several) for shape in ((), (1,)))
     ours = [rng.words(seed, "replay", iteration, count) for seed, iteration in forms]
     with drawn_on_tensors():
         theirs = [rng.words(seed, "replay", iteration, count) for seed, iteration in forms]
     for one, other in zip(ours, theirs, strict=True):
         assert other.dtype == torch.int32 and other.tolist() == one.view(np.int32).tolist()
+    assert [x.tolist() for x in ours[4:]] == [ours[i].tolist() for i in (0, 0, 1, 1)]
     assert [x.tolist() for x in ours[1]] == [rng.words(seed, "replay", iterations, count).tolist() for seed in seeds]
 
 

@@ -2,7 +2,6 @@
 reused from acting to learn, and all steps of acting in one kernel."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
@@ -15,6 +14,7 @@ from ..precision import Precision
 from ..rollout import Rollout, unroll
 from ..train import Learner
 from .around import Around
+from .hardware import load_kernels
 from .rounding import Matmuls, roundings_of, stored
 
 MANY = 2**16  # numbers in a hidden layer from which on both heads are computed in one
@@ -110,9 +110,9 @@ class Alone:
 
 
 def loop_of(env: TensorEnv, agents) -> Callable:
-    """How agents (population.Agents, or Alone) act: all steps in one kernel (kernels.py), on GPUs of capability 8.0 and up where
-    Triton is installed and the kernel for the task exists and runs; or else `unroll`."""
-    if env.device.type != "cuda" or torch.cuda.get_device_capability(env.device) < (8, 0) or not find_spec("triton"):
+    """How agents (population.Agents, or Alone) act: all steps in one kernel (kernels.py), where Triton's kernels run and the one
+    for the task exists and runs; or else `unroll`."""
+    if not load_kernels(env.device):
         return unroll
     from .kernels import tried  # not above, because Triton takes long to import and may be missing
 

@@ -8,6 +8,7 @@ import platform
 import resource
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,18 @@ def is_emulated(name: str, device="cpu") -> bool:
         return shortest(rules.autocast) > 10 * shortest(torch.float32)
     finally:
         torch.set_num_threads(threads)
+
+
+@functools.cache
+def load_kernels(device: torch.device | str) -> bool:
+    """Puts kernels in place of plain code (faster.py), if the device is a GPU of capability 8.0 and up, Triton is installed and
+    they run, which is tried once. Returns whether they are there."""
+    device = torch.device(device)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or not find_spec("triton"):
+        return False
+    from .launches import tried  # not above, because Triton takes long to import and may be missing
+
+    return tried(device)
 
 
 def cores() -> int:

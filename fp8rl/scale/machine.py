@@ -85,6 +85,8 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     remedy = "lower hidden_size, layers, num_envs, rollout_length or batch_size"
     needed = bytes_of_network(config) + bytes_at_work(config) // group.size
     hardware.require_room("a network with a rollout or batch", needed, remedy, machine.on("learn"))
+    for part in ("learn", "collect"):
+        hardware.load_kernels(machine.on(part))
     seed = seed_of(config.seed, "weights", group.rank) if group.rank else config.seed
     learning = Precision(config.precision, machine.on("learn"))
     acting = Precision(config.collect_precision or config.precision, machine.on("collect"))

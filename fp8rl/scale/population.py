@@ -417,6 +417,7 @@ class Population(Run):
 
     def __init__(self, configs: list[Config], device="cpu", graph: bool = False):
         require_one_population(configs, device)
+        hardware.load_kernels(device)
         configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
         task = task_of(configs[0].env_id) or Cart
         self.agents, one = len(configs), one_of([config.settled(task) for config in configs], device)
