@@ -36,7 +36,10 @@ class History:
             values.append(self._of_all(row.get(name, math.nan)))
 
     def _of_all(self, number):
-        return np.broadcast_to(np.asarray(number, np.float64), self.agents) if self.agents else float(number)
+        if not self.agents:
+            return float(number)
+        number = np.asarray(number, np.float64)
+        return number if number.ndim else np.full(self.agents, number)
 
     def __len__(self) -> int:
         return len(self.columns.get("iteration", ()))

@@ -114,7 +114,7 @@ class ReplayBuffer:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.held:
             raise ValueError(f"slice length is {length} but only {self.held} rows are stored: collect more or shorten it")
-        first, count = (self.start, self.count) if self.device.type == rng.IN_NUMPY else self._clock  # a GPU is not asked
+        first, count = (self.start, self.count) if self.device.type == rng.HOST else self._clock  # a GPU is not asked
         drawn = rng.words(seed, "replay", iteration, 2 * slices, self.device)
         start = rng.below(count - first - length + 1, drawn[..., :slices])
         agents = len(start) if start.dim() == 2 else 1
@@ -148,7 +148,7 @@ class ReplayBuffer:
         new = {name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")}
         new["obs"] = self._codes(rollout.obs)
         self.held = min(self.held + length, self.rows - 1)
-        if self.device.type != rng.IN_NUMPY:
+        if self.device.type != rng.HOST:
             return self._write_by_index(new, length)
         count = self.count
         self._clock[0] = max(self.start, count + length + 1 - self.rows)  # 1 for the open row

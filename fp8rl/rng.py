@@ -27,7 +27,7 @@ from . import faster
 PURPOSES = ("weights", "starts", "actions", "replay", "rounding", "targets", "evaluation starts", "evaluation actions")
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 FEW = 2**14  # with so few numbers the calls take longer than the arithmetic
-IN_NUMPY = "cpu"  # the type of device whose words NumPy computes
+HOST = "cpu"  # the type of device whose words NumPy computes, and whose numbers can be read without waiting for it
 
 
 def threefry(x0, x1, key0, key1):
@@ -70,13 +70,13 @@ def _eight(seed, purpose: str, block: int, count: int, device: torch.device):
     if isinstance(seed, torch.Tensor):
         iterations = torch.arange(8 * block, 8 * block + 8, device=seed.device).repeat_interleave(seed.numel())
         return _words(seed.repeat(8), purpose, iterations, count, device).reshape(8, -1, count)
-    found = _words(np.full(8, seed), purpose, 8 * block + np.arange(8), count, IN_NUMPY).reshape(8, 1, count)
-    return found if device.type == IN_NUMPY else torch.tensor(found.view(np.int32), device=device)
+    found = _words(np.full(8, seed), purpose, 8 * block + np.arange(8), count, HOST).reshape(8, 1, count)
+    return found if device.type == HOST else torch.tensor(found.view(np.int32), device=device)
 
 
 def _words(seed, purpose: str, iteration, count: int, device):
     """`words` without a kernel or cache, [S or 1, count]."""
-    if torch.device(device).type == IN_NUMPY:
+    if torch.device(device).type == HOST:
         seed, iteration = np.broadcast_arrays(*(np.asarray(x).astype(np.uint32).reshape(-1, 1) for x in (seed, iteration)))
         index, kind = np.arange((count + 1) // 2, dtype=np.uint32), np.full((1, 1), PURPOSES.index(purpose), np.uint32)
         found = np.stack(threefry(*np.broadcast_arrays(index, iteration), seed, kind), axis=-1)

@@ -48,13 +48,13 @@ class Changed(Around):
 @contextlib.contextmanager
 def drawn_on_tensors():
     """Random numbers are computed by the lines that a GPU runs, here on the CPU."""
-    here = rng.IN_NUMPY
+    here = rng.HOST
     rng._eight.cache_clear()
-    rng.IN_NUMPY = "meta"  # any type of device that is not this one
+    rng.HOST = "meta"  # any type of device that is not this one
     try:
         yield
     finally:
-        rng.IN_NUMPY = here
+        rng.HOST = here
         rng._eight.cache_clear()
 
 

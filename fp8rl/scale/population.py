@@ -321,7 +321,7 @@ class Adam(Saved):
         size = torch.where(takes, (1 - 0.9**self.count).reciprocal() * -self.rate, 0.0)
         keep, add = torch.where(takes, 0.999, 1.0).float(), torch.where(takes, 1 - 0.9, 0.0).float()
         root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
-        all_take = takes.device.type == rng.IN_NUMPY and bool(takes.all())
+        all_take = takes.device.type == rng.HOST and bool(takes.all())
         for agents, places in self.parts:
             g = grad[agents] * factor[agents]
             g = g if all_take else torch.where(takes[agents], g, 0)  # what is not finite times 0 would be NaN

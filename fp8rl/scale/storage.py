@@ -133,7 +133,7 @@ class StoredRing(ReplayBuffer):
             expected = [len(rollout.action) + (name == "obs"), self.num_envs, *shape]
             if found != expected:
                 raise ValueError(f"{name} has shape {found}: this ring takes {expected}")
-        if self.device.type != rng.IN_NUMPY:
+        if self.device.type != rng.HOST:
             return  # a GPU would be waited for
         floats = [name for name in fields if getattr(rollout, name).is_floating_point()]
         bad = torch.stack([getattr(rollout, name).isnan().any() for name in floats]).tolist()
