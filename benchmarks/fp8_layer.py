@@ -1,10 +1,10 @@
 """From which width on is FP8 faster? One square linear layer, forward and backward, in fp32, tf32, bf16 and fp8.
 
-FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts: several passes over each tensor
-as plain operations; in the last column, those that torch.compile makes of them. That overhead grows with the bytes, the matmul
+FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts: two readings of each tensor by
+a kernel where Triton is installed (scale/launches.py), otherwise several passes. That overhead grows with the bytes, the matmul
 with the bytes times the width. The width at which they balance is measured per batch size, and only on hardware with FP8 tensor
 cores: elsewhere the float8 numbers are multiplied in float32 and a time would be meaningless, so the script says so and writes
-nothing. Otherwise it writes fp8_layer_HARDWARE.json. On the H100 the largest batch was measured up to a width of 4,096.
+nothing. Otherwise it writes fp8_layer_HARDWARE.json. The H100's is older than the kernel, the largest batch ends at width 4,096.
 
     python benchmarks/fp8_layer.py [OUT]     # benchmarks/results by default
 """
@@ -12,6 +12,7 @@ nothing. Otherwise it writes fp8_layer_HARDWARE.json. On the H100 the largest ba
 import json
 import platform
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from fp8rl.precision import Precision
 from fp8rl.report.bench import seconds_of
 from fp8rl.scale.hardware import arithmetic
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp8", COMPILED := "fp8, compiled")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
 WIDTHS = tuple(2**n for n in range(6, 14))
 BATCHES = (1024, 4096, 16384, 65536)
 
@@ -33,10 +34,8 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
     grad = torch.randn(batch, width, device=device)
 
     def step_of(name):
-        precision = Precision("fp8" if name == COMPILED else name, device)
+        precision = Precision(name, device)
         layer = precision.prepare(nn.Sequential(nn.Linear(width, width)))
-        torch._dynamo.reset()  # or after eight shapes it would compile no more
-        layer = torch.compile(layer) if name == COMPILED else layer
 
         def step():
             layer.zero_grad()
@@ -51,8 +50,8 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
 
 
 def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
-    """The smallest width from which the faster of both forms of fp8 is faster than another precision at every larger width; None
-    if it is slower at the largest.
+    """The smallest width from which fp8 is faster than another precision at every larger width; None if it is slower at the
+    largest.
 
     Args:
         times: width -> precision -> seconds.
@@ -60,7 +59,7 @@ def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
     """
     width = None
     for candidate in sorted(times, reverse=True):
-        if min(times[candidate][name] for name in PRECISIONS[3:] if name in times[candidate]) >= times[candidate][against]:
+        if times[candidate]["fp8"] >= times[candidate][against]:
             break
         width = candidate
     return width
@@ -70,6 +69,8 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
     if not torch.cuda.is_available() or arithmetic("cuda") != "hardware":
         print("fp8_layer skipped: it needs a CUDA device of compute capability 8.9 or higher, and there is none here")
         return
+    if find_spec("triton"):
+        import fp8rl.scale.launches  # noqa: F401, its kernels are used from now on
     name = torch.cuda.get_device_name()
     path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
     part = path.with_suffix(".part")
