@@ -1,10 +1,10 @@
 """From which width on is FP8 faster? One square linear layer, forward and backward, in fp32, tf32, bf16 and fp8.
 
-FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts: several passes over each tensor
-as plain operations; in the last column, those that torch.compile makes of them. That overhead grows with the bytes, the matmul
+FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts: two readings of each tensor by
+a kernel where Triton is installed (scale/passes.py), otherwise several passes. That overhead grows with the bytes, the matmul
 with the bytes times the width. The width at which they balance is measured per batch size, and only on hardware with FP8 tensor
 cores: elsewhere the float8 numbers are multiplied in float32 and a time would be meaningless, so the script says so and writes
-nothing. Otherwise it writes fp8_layer_HARDWARE.json. On the H100 the largest batch was measured up to a width of 4,096.
+nothing. Otherwise it writes fp8_layer_HARDWARE.json. The H100's is older than the kernel, the largest batch ends at width 4,096.
 
     python benchmarks/fp8_layer.py [OUT]     # benchmarks/results by default
 """
@@ -19,9 +19,9 @@ from torch import nn
 
 from fp8rl.precision import Precision
 from fp8rl.report.bench import seconds_of
-from fp8rl.scale.hardware import arithmetic
+from fp8rl.scale.hardware import arithmetic, load_kernels
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp8", COMPILED := "fp8, compiled")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
 WIDTHS = tuple(2**n for n in range(6, 14))
 BATCHES = (1024, 4096, 16384, 65536)
 
@@ -33,10 +33,8 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
     grad = torch.randn(batch, width, device=device)
 
     def step_of(name):
-        precision = Precision("fp8" if name == COMPILED else name, device)
+        precision = Precision(name, device)
         layer = precision.prepare(nn.Sequential(nn.Linear(width, width)))
-        torch._dynamo.reset()  # or after eight shapes it would compile no more
-        layer = torch.compile(layer) if name == COMPILED else layer
 
         def step():
             layer.zero_grad()
@@ -51,8 +49,8 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
 
 
 def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
-    """The smallest width from which the faster of both forms of fp8 is faster than another precision at every larger width; None
-    if it is slower at the largest.
+    """The smallest width from which fp8 is faster than another precision at every larger width; None if it is slower at the
+    largest.
 
     Args:
         times: width -> precision -> seconds.
@@ -60,7 +58,7 @@ def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
     """
     width = None
     for candidate in sorted(times, reverse=True):
-        if min(times[candidate][name] for name in PRECISIONS[3:] if name in times[candidate]) >= times[candidate][against]:
+        if times[candidate]["fp8"] >= times[candidate][against]:
             break
         width = candidate
     return width
@@ -70,6 +68,7 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
     if not torch.cuda.is_available() or arithmetic("cuda") != "hardware":
         print("fp8_layer skipped: it needs a CUDA device of compute capability 8.9 or higher, and there is none here")
         return
+    load_kernels("cuda")
     name = torch.cuda.get_device_name()
     path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
     part = path.with_suffix(".part")
@@ -79,7 +78,7 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
     for batch in batches:
         times = result["seconds"][batch] = {}
         for width in widths:
-            times[width] = seconds_of(layer_steps(width, batch))
+            times[width] = seconds_of(layer_steps(width, batch), rounds=5, round_seconds=0.02)
             part.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may run out of memory
         result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:3]}
         print(f"batch {batch}: fp8 is faster from width", result["break_even_width"][batch], flush=True)

@@ -18,10 +18,12 @@ by e5m2. So the first product takes a free transpose of W, the second a copy of 
 both matrices. The CPU has no such rules, but they are enforced there too.
 
 A number that is not finite makes the scale NaN, and so all that is computed from the tensor; the optimizer step is then skipped.
-Quantizing is several passes over a tensor; `torch.compile` makes few of them, in a Float8Linear too, on a CPU with the same bits.
+Quantizing is several passes over a tensor, and a copy in the other layout one more. A kernel (faster.py) reads the tensor twice
+and writes both layouts. `torch.compile` makes few passes of the plain form, in a Float8Linear too, on a CPU with the same bits.
 FP8 pays off only in wide layers on hardware that multiplies float8: benchmarks/fp8_layer.py measures it.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,8 +33,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from . import faster
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+TAKEN = torch.float32, torch.bfloat16  # types that are quantized
 MULTIPLE = 16
 
 
@@ -57,7 +62,7 @@ class Quantized(NamedTuple):
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
     """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own. Raises ValueError for another shape
     or `dtype`, and TypeError if `x` is not float32 or bfloat16: float16 may already have lost what FP8 would have scaled."""
-    if x.dtype not in (torch.float32, torch.bfloat16):
+    if x.dtype not in TAKEN:
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
     if x.dim() < 2 or dtype not in LARGEST:
         raise ValueError(f"x has shape {list(x.shape)} and dtype is {dtype}: use matrices [..., M, N], and E4M3 or E5M2")
@@ -65,6 +70,17 @@ def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Quantized:
     largest = x.abs().amax((-2, -1)) if x.numel() else x.new_zeros(x.shape[:-2])
     scale = power_of_two_scale(largest, LARGEST[dtype])
     return Quantized(cast(x / scale[..., None, None], dtype), scale)
+
+
+def in_layouts(
+    x: torch.Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True
+) -> tuple[Quantized | None, Quantized | None]:
+    """`quantize` of a matrix [M, N]: as it is, and for its `column_major()`. A kernel makes both at once, or None in place of one
+    that is not wanted. Without one both are the same matrix, which `column_major` copies when it is called."""
+    kernel = None if torch.compiler.is_compiling() else faster.kernel("quantize", x.device)
+    if kernel is None or x.dtype not in TAKEN or not x.numel():
+        return 2 * (quantize(x, dtype),)
+    return kernel(x, dtype, rows, columns)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -112,15 +128,17 @@ def has_kernel(device: torch.device | str) -> bool:
 
 
 class _Float8Matmuls(torch.autograd.Function):
-    """The three matmuls in the module's docstring."""
+    """The three matmuls in the module's docstring, of `weight` or of what it was quantized to before, `w8`."""
 
     @staticmethod
-    def forward(ctx, x, weight, layer):
-        x8, w8 = quantize(x, layer.forward_type), quantize(weight, layer.forward_type)
+    def forward(ctx, x, weight, layer, w8):
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        x8, later_x8 = in_layouts(x, layer.forward_type, columns=of_weight)
+        w8, later_w8 = (w8, w8) if w8 else in_layouts(weight, layer.forward_type, columns=of_x)
         if layer.watcher:
             layer.watcher("input", x, x8)
             layer.watcher("weight", weight, w8)
-        ctx.save_for_backward(*x8, *w8)
+        ctx.save_for_backward(*(later_x8 if of_weight else (None, None)), *(later_w8 if of_x else (None, None)))
         ctx.layer, ctx.input_dtype = layer, x.dtype
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
 
@@ -128,15 +146,18 @@ class _Float8Matmuls(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
-        x8, w8, g8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale), quantize(grad, ctx.layer.backward_type)
+        of_x, of_weight = ctx.needs_input_grad[:2]  # the first not in a first layer, whose input is data
+        g8, later_g8 = in_layouts(grad, ctx.layer.backward_type, rows=of_x, columns=of_weight)
         if ctx.layer.watcher:
-            ctx.layer.watcher("gradient", grad, g8)
+            ctx.layer.watcher("gradient", grad, g8 or later_g8)
         grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:  # not in a first layer, whose input is data
-            grad_x = scaled_matmul(g8, w8.column_major(), ctx.layer.emulate).to(ctx.input_dtype)  # [B, O] @ [O, I]
-        if ctx.needs_input_grad[1]:
-            grad_w = scaled_matmul(g8.column_major().t(), x8.column_major(), ctx.layer.emulate)  # [O, B] @ [B, I]
-        return grad_x, grad_w, None
+        if of_x:
+            w8 = Quantized(w_data, w_scale).column_major()
+            grad_x = scaled_matmul(g8, w8, ctx.layer.emulate).to(ctx.input_dtype)  # [B, O] @ [O, I]
+        if of_weight:
+            x8 = Quantized(x_data, x_scale).column_major()
+            grad_w = scaled_matmul(later_g8.column_major().t(), x8, ctx.layer.emulate)  # [O, B] @ [B, I]
+        return grad_x, grad_w, None, None
 
 
 class Float8Linear(nn.Linear):
@@ -157,14 +178,23 @@ class Float8Linear(nn.Linear):
     emulate: bool | None = None  # as in scaled_matmul
     watcher: Callable[[str, torch.Tensor, Quantized], None] | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, w8: Quantized | None = None) -> torch.Tensor:
+        """`w8`: the weight, if it has been quantized already."""
         flat = x.reshape(-1, self.in_features)
         rows = len(flat)
-        if rows % MULTIPLE or not rows:  # the weight gradient contracts them, and kernels need some
-            flat = F.pad(flat, (0, 0, 0, MULTIPLE - rows % MULTIPLE))
-        y = _Float8Matmuls.apply(flat, self.weight, self)[:rows]
-        y = y if self.bias is None else y + self.bias
+        missing = -rows % MULTIPLE if rows else MULTIPLE
+        if missing:  # the weight gradient contracts rows, and kernels need some
+            flat = F.pad(flat, (0, 0, 0, missing))
+        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()  # or it would be prepared for a backward pass
+        y = _Float8Matmuls.apply(flat, weight, self, w8)
+        y = y[:rows] if missing else y  # a slice of all of it would cost a copy in the backward pass
+        if self.bias is not None:
+            y = y + self.bias if missing else y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
+
+    def held(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`forward` for as long as the weight stays as it is now: it is quantized only once. Hooks are not called."""
+        return functools.partial(self.forward, w8=in_layouts(self.weight.detach(), self.forward_type, columns=False)[0])
 
 
 def convert_linears(model: nn.Module, forward: torch.dtype = E4M3, backward: torch.dtype = E5M2) -> dict[str, str | None]:

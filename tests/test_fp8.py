@@ -322,6 +322,22 @@ def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulat
     assert (by_hand[1][rows:] == 0).all()
 
 
+@pytest.mark.parametrize("rows", [0, 5, 32])
+def test_a_held_weight_is_quantized_once(monkeypatch, pair, rows):
+    _, layer, x, _ = pair
+    seen, held = [], layer.held()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert torch.equal(held(x[:rows]), layer(x[:rows]))
+    monkeypatch.setattr(fp8, "quantize", lambda x, dtype: seen.append(x.shape) or quantize(x, dtype))
+    held(x)
+    assert seen == [x.shape]
+    with torch.no_grad():
+        before = layer(x)
+        layer.weight.mul_(1.1)
+        assert torch.equal(held(x), before) and not torch.equal(layer.held()(x), before)
+
+
 def test_layer_refuses_widths_that_its_kernels_cannot_contract():
     for inputs, outputs in ((24, 16), (16, 24)):
         with pytest.raises(ValueError, match="is 24: FP8 kernels need a multiple of 16"):

@@ -6,6 +6,8 @@ import pytest
 import torch
 from helpers import after, assert_same, resumed, reusing, same, small, trained
 
+from fp8rl import fp8
+from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY
@@ -44,6 +46,56 @@ def test_few_rows_go_as_in_the_plain_network_bit_for_bit(layers):
             plain, ours = ((*m(obs), *m(obs[0]), *m.policy(obs[0]), *m.acting().policy(obs[0])) for m in models)
             assert all(map(torch.equal, models[1].step(obs[0])[:2], plain[2:4]))
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(plain, ours, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8+bf16"])
+@pytest.mark.parametrize("hidden_size, actions, layers", [(64, 2, 3), (48, 16, 2)])
+def test_in_fp8_it_quantizes_weights_once_and_acts_alike_bit_for_bit(monkeypatch, precision, hidden_size, actions, layers):
+    """With layers in FP8 and others, of which the last may be either."""
+    precision, obs = Precision(precision), torch.rand(21, 2)
+    model = precision.prepare(Fast(num_actions=actions, hidden_size=hidden_size, layers=layers))
+    in_fp8 = [layer for layer in model.modules() if type(layer) is fp8.Float8Linear]
+    assert (model.actor in in_fp8) == (actions == 16) and model.inputs not in in_fp8
+    with torch.no_grad(), precision.autocast():
+        acting, expected, seen = model.acting(), model.policy(obs)[0], []
+        assert acting is not model
+        quantize = fp8.quantize
+        monkeypatch.setattr(fp8, "quantize", lambda x, dtype: seen.append(x.shape) or quantize(x, dtype))
+        for _ in range(2):
+            assert torch.equal(acting.policy(obs)[0], expected)
+        assert seen == 2 * len(in_fp8) * [(32, hidden_size)]  # inputs alone, with rows up to a multiple of 16
+
+
+FP8 = {}, {"precision": "fp8+bf16"}, {"normalize_obs": True}, {"formats": EIGHT_BIT["formats"]}
+
+
+@pytest.mark.parametrize("fields", FP8, ids=str)
+def test_a_rollout_in_fp8_is_that_of_the_modules(monkeypatch, fields):
+    runs = [build(small(**{"precision": "fp8", **fields})) for _ in range(2)]
+    for _ in range(2):
+        one = runs[0].collect()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(runs[1].model), "acting", ActorCritic.acting)
+            other = runs[1].collect()
+        assert same(one, other)
+        for run in runs:
+            run.learner.update(one)  # and the next is with new weights
+
+
+def test_layers_with_hooks_or_of_another_type_are_called():
+    model, seen = Fast(hidden_size=16), []
+    hook = model.actor.register_forward_hook(lambda *_: seen.append("actor"))
+    model.acting().policy(torch.rand(3, 2))
+    assert seen == ["actor"]
+    hook.remove()
+    assert model.acting() is not model
+    fp8.convert_linears(model)
+    before = model.hidden[0].register_forward_pre_hook(lambda *_: seen.append("hidden"))
+    model.acting().policy(torch.rand(3, 2))
+    assert seen == ["actor", "hidden"]
+    before.remove()
+    model.hidden[0] = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 16))
+    assert model.acting() is model
 
 
 def test_a_copy_acts_with_weights_of_its_own():

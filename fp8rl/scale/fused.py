@@ -1,6 +1,7 @@
 """Faster forms of the core's plain code, which compute the same but for rounding: a network with fewer calls, forward passes
 reused from acting to learn, and all steps of acting in one kernel."""
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..env import TensorEnv
+from ..fp8 import Float8Linear
+from ..lab.lowbit import Hook
 from ..model import ActorCritic
 from ..precision import Precision
 from ..rollout import Rollout, unroll
@@ -28,17 +31,18 @@ class Fast(ActorCritic):
         return obs
 
     def acting(self):
-        """Like ActorCritic.acting. With few rows, to call the modules would take as long as their arithmetic."""
+        """Like ActorCritic.acting, for one rollout: FP8 quantizes the weights now. With few rows, to call the modules would take
+        as long as their arithmetic."""
         layers = self.inputs, *self.hidden, self.actor
-        if any(type(layer) is not nn.Linear for layer in layers):
+        if any(type(layer) not in (nn.Linear, Float8Linear) or hooked(layer) for layer in layers):
             return self
-        *hidden, last = [(layer.weight, layer.bias) for layer in layers]
+        *hidden, last = map(held, layers)
 
         def policy(obs, state=None):
             obs = self.normalize(obs)
-            for weight, bias in hidden:
-                obs = linear(obs, weight, bias).relu_()
-            return self.outputs(linear(obs, *last)), None
+            for layer in hidden:
+                obs = layer(obs).relu_()
+            return self.outputs(last(obs)), None
 
         return SimpleNamespace(policy=policy)
 
@@ -52,6 +56,17 @@ class Fast(ActorCritic):
         heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
         outputs = linear(hidden, *(torch.cat(pair) for pair in heads)).float()
         return self.outputs(outputs[..., :-1]), outputs[..., -1]
+
+
+def hooked(layer: nn.Module) -> bool:
+    """Whether a layer has hooks that must be called. LowBitAdam's need not be: during a rollout the weights are there."""
+    hooks = *layer._forward_pre_hooks.values(), *layer._forward_hooks.values()
+    return any(not isinstance(hook, Hook) for hook in hooks)
+
+
+def held(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A layer as a function, for as long as its weights stay as they are now."""
+    return layer.held() if isinstance(layer, Float8Linear) else functools.partial(linear, weight=layer.weight, bias=layer.bias)
 
 
 class Reuse:

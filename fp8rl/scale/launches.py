@@ -5,8 +5,9 @@ exclusive ors, and a recurrence over time is an operation or two for each step, 
 one by one, they are hundreds of beginnings for very little arithmetic. Here each is one kernel, which keeps in registers what it
 works on.
 
-Importing this module puts the kernels into faster.KERNELS, where the core finds them; `hardware.load_kernels` does it where they
-run. Where the environment variable TRITON_INTERPRET is 1, Triton's interpreter runs them on a CPU, slowly.
+Importing this module puts the kernels, and that of passes.py, into faster.KERNELS, where the core finds them;
+`hardware.load_kernels` does it where they run. Where the environment variable TRITON_INTERPRET is 1, Triton's interpreter runs
+them on a CPU, slowly.
 """
 
 import warnings
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .. import faster, rng
+from . import passes
 
 PAIRS = 256  # pairs of words in a program of `draw`
 COLUMNS = 32  # columns in a program of `recur`: few, so that even a small batch is spread over the processors of a GPU
@@ -99,7 +101,7 @@ def recurrence(added: torch.Tensor, kept: torch.Tensor, begun: torch.Tensor | No
     return found
 
 
-faster.KERNELS |= {"words": words, "recurrence": recurrence}
+faster.KERNELS |= {"words": words, "recurrence": recurrence, "quantize": passes.quantize}
 
 
 def tried(device: torch.device) -> bool:
@@ -107,7 +109,7 @@ def tried(device: torch.device) -> bool:
     warning says why: Triton needs a C compiler and a driver."""
     few = torch.ones(2, 3, device=device)
     try:
-        for result in (words(0, 0, 0, 3, device), recurrence(few, few)):
+        for result in (words(0, 0, 0, 3, device), recurrence(few, few), passes.quantize(few)[0].scale):
             result.cpu()  # waits for it, so that it fails here if it does
     except Exception as error:  # of Triton, of the compiler, of the driver
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
