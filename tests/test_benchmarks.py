@@ -207,7 +207,7 @@ def test_speed_by_width_on_a_gpu_has_every_precision(monkeypatch):
     import widths
 
     seen = []
-    monkeypatch.setattr(widths, "speed", lambda run, clock: seen.append(run.config) or run.close() or 12_345.0)
+    monkeypatch.setattr(widths, "speed", lambda run, clock, seconds: seen.append(run.config) or run.close() or 12_345.0)
     *_, line = widths.speeds_on_cuda((64,)).splitlines()
     names = widths.available_precisions(widths.CUDA.device)
     assert line == f"| 64 |{' 12,345; 0.00 GB |' * len(names)}" or torch.cuda.is_available()

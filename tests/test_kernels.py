@@ -280,7 +280,7 @@ for run, agents, capabilities in ((many, many.model, (80, 90)), (alone, Alone(al
 def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
     """Of capability 8.0 and 9.0, by Triton's own compiler, which needs none."""
     own = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    environment = os.environ | own | {"PYTHONPATH": f"{Path(__file__).parent}"}
+    environment = os.environ | own | {"PYTHONPATH": os.pathsep.join([f"{Path(__file__).parent}", *sys.path])}
     done = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [int(line) > 10_000 for line in done.stdout.split()] == [True] * 3
