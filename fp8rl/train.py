@@ -29,6 +29,7 @@ from .replay import ReplayBuffer
 from .rng import seed_of
 from .rollout import Collector, Rollout, check_finite, extremes
 
+AHEAD = 16  # iterations that a graph may be launched before they are read; the first ones, which capture it, are read at once
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 
 
@@ -159,12 +160,19 @@ class Run:
     parts (scale/population.py); `config` is then what they have in common."""
 
     def __init__(self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None):
-        self.config, self.configs, self.history = config, agents or [config], History(agents and len(agents))
+        self.config, self.configs, self._history = config, agents or [config], History(agents and len(agents))
+        self.waiting, self.unchecked, self.spent = [], [], 0.0  # iterations that are not read, and not checked; seconds of those
         *own, graph = parts or plain(config)
         self.collector, self.learner, self.judge, self.ring, self.group = own
         self.graph = graph and graph(self.advance)
         self.returns = EpisodeReturns(self.collector.env.num_envs, len(self.configs), self.collector.env.device)
         self.stores = config.replay_updates > 0 or self.ring.lasting  # otherwise nothing reads the ring
+
+    @property
+    def history(self) -> History:
+        """A row for each iteration. Waits for a GPU."""
+        self.read()
+        return self._history
 
     @property
     def model(self) -> nn.Module:
@@ -208,6 +216,37 @@ class Run:
         length, number = self.config.slice_length, (self.collector.rollouts - 1) * self.config.updates + update
         return self.ring.sample(self.config.batch_size // length // self.group.size, length, self.collector.seed, number)
 
+    def later(self, row: dict, rollout: Rollout, stats: list[dict[str, torch.Tensor]], numbers: torch.Tensor) -> None:
+        """Keeps what `advance` returned, with what is known of the row, to be read later: while a GPU works on an iteration, the
+        host may launch the next ones."""
+        numbers = numbers.to("cpu", non_blocking=True, copy=True) if self.graph else numbers.cpu()  # or a replay overwrites them
+        self.waiting.append((row, rollout, stats, numbers))
+
+    def read(self) -> None:
+        """Adds the iterations that wait to the history, each with an equal share of their seconds. Waits for a GPU."""
+        if not self.waiting:
+            return
+        began = time.perf_counter()
+        if self.learner.device.type == "cuda":
+            torch.cuda.synchronize(self.learner.device)
+        self.spent += time.perf_counter() - began
+        waiting, self.waiting, each = self.waiting, [], self.spent / len(self.waiting)
+        self.spent = 0.0
+        for row, rollout, stats, numbers in waiting:
+            numbers = numbers.numpy()
+            row |= self.totals(row["iteration"], stats, numbers[:-5])
+            row["seconds"] = each + (self._history.last["seconds"] if row["iteration"] else 0)
+            self._history.add(row)
+            self.unchecked.append((row["iteration"], rollout, len(stats), numbers[-5:]))
+
+    def check_rows(self) -> None:
+        """Stops whoever learns nothing any more, by the rows that were read since the last check."""
+        while self.unchecked:
+            iteration, rollout, updates, found = self.unchecked.pop(0)
+            if self.graph:
+                self.check(rollout, found)
+            self.check_learning(iteration, updates)
+
     def check(self, rollout: Rollout, found: torch.Tensor | np.ndarray) -> None:
         """Stops whoever returned a rollout, with these `extremes`, that nothing can be learned from."""
         with contextlib.suppress(ValueError):
@@ -219,29 +258,30 @@ class Run:
             except ValueError as error:
                 self.stop(agent, error)
 
-    def totals(self, stats: list[dict[str, torch.Tensor]], numbers: np.ndarray) -> dict:
+    def totals(self, iteration: int, stats: list[dict[str, torch.Tensor]], numbers: np.ndarray) -> dict:
         """An iteration's row, from what `advance` returns: statistics of the updates, with `TERMS` summed over processes, and the
         mean return of the episodes that ended."""
-        numbers = numbers.reshape(-1, *[self.history.agents] * bool(self.history.agents))
+        numbers = numbers.reshape(-1, *[self._history.agents] * bool(self._history.agents))
         count = sum(map(len, stats))
         summary, (returns, episodes, clipped, *outside) = summarize(stats, numbers[:count]), numbers[count:]
         sums = returns, episodes, clipped, *(summary[name] for name in TERMS)
         (sums,) = self.group.all_reduce([torch.from_numpy(np.array([np.ravel(x) for x in sums], np.float64))])  # [7, S]
         returns, episodes, clipped, *terms = sums.squeeze(-1).numpy()
-        row = {"steps": (len(self.history) + 1) * self.config.steps_per_iteration, "clipped": clipped}
+        row = {"steps": (iteration + 1) * self.config.steps_per_iteration, "clipped": clipped}
         row |= dict(zip(("outside",), outside, strict=False))  # of continuous actions
         with np.errstate(invalid="ignore"):
             row["train_return"] = returns / episodes  # NaN where none ended
         return {**row, **summary, **dict(zip(TERMS, terms, strict=True))}
 
-    def check_learning(self, updates: int) -> None:
-        """Stops whoever learns nothing any more, by the newest rows, of so many updates each."""
-        if not np.any(self.history.columns["nonfinite"][-1]):
+    def check_learning(self, iteration: int, updates: int) -> None:
+        """Stops whoever learns nothing any more, by the rows up to an iteration, of so many updates each."""
+        rows = self._history.columns["nonfinite"][: iteration + 1]
+        if not np.any(rows[-1]):
             return
-        bad = np.array(self.history.columns["nonfinite"][-PATIENCE:])
+        bad = np.array(rows[-PATIENCE:])
         scaled = [PRECISIONS[config.precision].loss_scale is not None for config in self.configs]
         for agent in np.flatnonzero(np.where(scaled, (len(bad) == PATIENCE) & (bad.min(0) == updates), bad[-1] > 0)):
-            where = f"at step {self.history.last['steps']:.0f} in {self.configs[agent].precision}"
+            where = f"at step {(iteration + 1) * self.config.steps_per_iteration} in {self.configs[agent].precision}"
             self.stop(agent, FloatingPointError(f"gradient not finite {where}: lower learning_rate"))
 
     def evaluate(self) -> float | np.ndarray:
@@ -257,7 +297,7 @@ class Run:
     def stop(self, agent: int, reason: Exception) -> None:
         """Raises the reason; agents that learn together go on without this one, which is evaluated as it is."""
         self.learner.stop(agent, reason)
-        self.history.failures[agent] = self.history.failures[agent] or str(reason)
+        self._history.failures[agent] = self._history.failures[agent] or str(reason)
 
     def state_dict(self, ring: bool = True) -> dict:
         """All that the run needs to continue as if it had never stopped, perhaps without the ring's rows. As in torch, the
@@ -294,23 +334,21 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
     Raises ValueError for a rollout as in `check_finite`, and FloatingPointError at the first gradient that is not finite; with a
     loss scaler only after PATIENCE iterations in a row without a finite one."""
-    config, history, begin = run.config, run.history, len(run.history)
+    config, begin = run.config, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
             began = time.perf_counter()
             learning_rate = run.learner.set_learning_rate(config.learning_rate_at(iteration))
-            rollout, stats, numbers = (run.graph or run.advance)()
-            numbers = numbers.cpu().numpy()
-            if run.graph:
-                run.check(rollout, numbers[-5:])
-            row = {"iteration": iteration, **run.totals(stats, numbers[:-5]), "learning_rate": learning_rate}
-            row["seconds"] = time.perf_counter() - began + (history.last["seconds"] if iteration else 0)
-            row["eval_return"] = math.nan
-            history.add(row)  # before an evaluation, which may fail: the iteration is whole
-            if config.evaluates_at(iteration):
-                row["eval_return"] = history.columns["eval_return"][-1] = run.evaluate()
-            run.check_learning(len(stats))
-            bar.set_postfix_str(shown(row), refresh=False)
+            found = (run.graph or run.advance)()
+            run.later(row := {"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan}, *found)
+            run.spent += time.perf_counter() - began
+            evaluates = config.evaluates_at(iteration)
+            if evaluates or not run.graph or iteration < begin + AHEAD or len(run.waiting) == AHEAD:
+                run.read()  # before an evaluation, which may fail: the iteration is whole
+                if evaluates:
+                    row["eval_return"] = run.history.columns["eval_return"][-1] = run.evaluate()
+                run.check_rows()
+                bar.set_postfix_str(shown(row), refresh=False)
             yield run
 
 

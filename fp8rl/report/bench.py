@@ -154,6 +154,7 @@ def bench_loop(
         for _ in range(5):  # caches, and the capture of a graph
             began = time.perf_counter()
             next(iterations)
+            run.read()
         # The same count in every process, because they wait for each other.
         (each,) = ranks.all_reduce([torch.tensor(time.perf_counter() - began) / run.group.size])
         count = max(1, int(seconds / rounds / each.item()))
@@ -163,6 +164,7 @@ def bench_loop(
             began = time.perf_counter()
             for _ in range(count):
                 next(iterations)
+            run.read()
             each = (time.perf_counter() - began) / count
             lowest = seconds_of({"floor": floor}, 1, 0.05, machine.device)["floor"]
             found.append((steps / each, *(part.spent / count / each for part in parts), lowest / each))
