@@ -52,7 +52,7 @@ FIRST, WIDTHS = {64: 8200}, (16, 64, 256, 1024)
 ARMS = ("fp32", "bf16", "fp8", "eight-bit state")
 SHAPES = {(16, 2): 30, (64, 1): 10, (64, 2): 30, (64, 3): 10, (256, 2): 30, (1024, 2): 30}  # width and layers: seeds
 ALONE, TOGETHER, AGENTS = ("fp32", "bf16", "fp8"), ("fp32", "fp8"), 8  # what --speed times, and how many agents are together
-ON_CUDA, CUDA = tuple(2**n for n in range(6, 14)), Machine("cuda", graph=True) if torch.cuda.is_available() else HERE
+ON_CUDA, CUDA = tuple(2**n for n in range(6, 14)), Machine("cuda") if torch.cuda.is_available() else HERE
 COLUMNS = ("task", "width", "layers", "arm", "median score", "lowest", "seeds that reach the goal", "held")
 FIELDS = ("task", "width", "layers", "arm", "seed", "settings", "returns")
 

@@ -24,7 +24,7 @@ ON_CUDA = pytest.mark.parametrize("precision", available_precisions("cuda") if t
 
 @pytest.fixture
 def graphed(monkeypatch):
-    """Machine(graph=True) makes graphs on the CPU, too, of a given kind, with an Adam that a CPU has."""
+    """Runs make graphs on the CPU, too, of a given kind, with an Adam that a CPU has."""
 
     def kind(graph: type) -> None:
         monkeypatch.setattr(graphs, "GRAPHED", ("cpu",))
@@ -45,7 +45,7 @@ def captured(config: Config, patch, between=lambda rollout: None, alone: bool = 
                 new.setattr(module, "seed_of", lambda *_: 0)
             new.setattr(StoredRing, "size", 0)
             new.setattr(torch.Tensor, "__bool__", lambda x: False)
-            run = build(config, Machine(graph=True)) if alone else Population([config], graph=True)
+            run = build(config) if alone else Population([config])
         for _ in range(2):  # the second with a state and a scale that exist
             rollout, _, numbers = run.graph()
             between(rollout)
@@ -92,8 +92,8 @@ def watched(function, device):
 def test_nothing_in_a_graph_comes_from_the_host(fields, graphed):
     graphed(watched)
     config = small(steps=1_024, eval_every=0, eval_episodes=1, **fields)
-    runs = [Population([config], graph=True)] if "encoder" not in fields else []
-    for run in runs + ([build(config, Machine(graph=True))] if "formats" not in fields else []):
+    runs = [Population([config])] if "encoder" not in fields else []
+    for run in runs + ([build(config)] if "formats" not in fields else []):
         with drawn_on_tensors():
             assert trained(run).history.last["nonfinite"] == 0
 
@@ -101,6 +101,16 @@ def test_nothing_in_a_graph_comes_from_the_host(fields, graphed):
 def test_a_number_from_the_host_would_be_noticed():
     with pytest.raises(AssertionError):
         watched(lambda: torch.tensor(1), "cpu")()
+
+
+NO_GRAPH = [({"normalize_obs": True}, {}), ({"formats": "m=e4m3"}, {}), ({"env_id": "CartPole-v1"}, {"vectorization": "sync"})]
+
+
+def test_where_a_graph_cannot_be_launches_are_eager(graphed, tmp_path):
+    graphed(lambda function, device: function)
+    assert build(small()).graph and Population([small()]).graph
+    for fields, machine in [*NO_GRAPH, ({}, {"graph": False})]:
+        assert not build(small(**fields), Machine(**machine)).graph
 
 
 STILL = {"env_id": "test_env:Still"}  # whose starts are one number for all
@@ -131,17 +141,17 @@ def test_results_that_the_next_replay_overwrites_are_used_before(fields, graphed
     config, path = small(steps=2_048, eval_every=0, eval_episodes=5, **fields), tmp_path / "checkpoint.pt"
     plain = trained(build(config))
     graphed(Replayed)
-    replayed = build(config, Machine(graph=True))
+    replayed = build(config)
     checkpoint.save(path, after(2, replayed))
     assert Replayed.made
     assert_same(trained(replayed), plain)
-    assert_same(trained(resumed(path, Machine(graph=True))), plain)
+    assert_same(trained(resumed(path)), plain)
 
 
 def test_so_are_a_population_s(graphed):
     graphed(Replayed)
     configs = [small(name, seed=seed, steps=2_048, eval_episodes=5) for seed, name in enumerate(("fp32", "bf16", "fp16", "fp8"))]
-    plain, replayed = Population(configs), Population(configs, graph=True)
+    plain, replayed = Population(configs, graph=False), Population(configs)
     assert torch.equal(trained(plain).model.theta, trained(replayed).model.theta)
     for one, other in zip(plain.history.each, replayed.history.each, strict=True):
         assert one.column("loss").tolist() == other.column("loss").tolist()
@@ -177,7 +187,7 @@ def test_a_run_that_is_garbage_does_not_spoil_the_next_one_s_capture():
     gc.set_threshold(1)  # collects all the time
     try:
         for _ in range(3):
-            run = build(small(steps=5_120, eval_every=0, eval_episodes=1), Machine(device="cuda", graph=True))
+            run = build(small(steps=5_120, eval_every=0, eval_episodes=1), Machine(device="cuda"))
             run.itself = run  # never freed but by the collector
             assert trained(run).history.last["nonfinite"] == 0
             del run
@@ -216,7 +226,7 @@ def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
 @CUDA
 def test_the_scaler_works_inside_the_graph():
     config = small(steps=102_400, eval_every=0, precision="fp16")
-    history = trained(build(config, Machine(device="cuda", graph=True))).history
+    history = trained(build(config, Machine(device="cuda"))).history
     assert history.column("loss_scale").max() > 2.0**16 and history.final_return >= 195  # it has grown
 
 
@@ -227,7 +237,7 @@ def test_a_checkpoint_goes_from_cpu_to_cuda_and_back(precision, tmp_path):
     if precision not in available_precisions():
         pytest.skip("the CPU cannot run it")
     path, run = tmp_path / "checkpoint.pt", build(small(steps=20_480, eval_every=0, precision=precision))
-    for machine in (Machine(device="cuda", graph=True), HERE, Machine(device="cuda")):
+    for machine in (Machine(device="cuda"), HERE, Machine(device="cuda", graph=False)):
         checkpoint.save(path, after(10, run))
         run = resumed(path, machine)
     history = trained(run).history

@@ -72,24 +72,19 @@ def test_in_fp8_it_records_besides_what_quantization_does():
 
 FIELDS = ("device", "collect_device", "store_device", "evaluate_device")
 NOT_PACKED = "formats is m=e4m3: leave it out, or compute on one device, in one process and without other options"
-NOT_NORMALIZED = "normalize_obs is True: leave it out, or graph"
 REFUSED = [  # fields of a config, of a machine, the number of processes, and what is said
     ({}, {"memmap": ""}, 1, "memmap is : choose a folder"),
     ({}, {"memmap": "runs/ring", "store_device": "cpu"}, 1, "memmap is runs/ring: use a folder or store_device, not both"),
     ({}, {"vectorization": "async"}, 1, "vectorization is async: leave it out, it needs env_id"),
-    ({"env_id": "CartPole-v1"}, {"graph": True, "vectorization": "sync"}, 1, "graph is True: leave it out"),
-    ({"normalize_obs": True}, {"graph": True}, 1, NOT_NORMALIZED),
     ({"formats": "m=e9m3"}, {}, 1, "formats has 'm=e9m3': format is 'e9m3'"),
     ({"formats": "forward=e4m3"}, {}, 1, "formats is forward=e4m3: leave out forward, which only populations round"),
     ({"formats": "weights=e4m3", "collect_precision": "bf16"}, {}, 1, "collect_precision is bf16: leave it out"),
     ({"formats": "weights=e4m3:block"}, {}, 1, "formats is weights=e4m3:block: leave block out, a run keeps one scale"),
-    ({"formats": "m=e4m3"}, {"graph": True}, 1, NOT_PACKED),
     ({"formats": "m=e4m3"}, {}, 2, NOT_PACKED),
     ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes share the run: use a multiple of 2$"),
     ({"num_envs": 1}, {}, 3, "num_envs is 1 and 3 processes share the run: use a multiple of 3$"),
     ({"batch_size": 96}, {}, 2, "batch_size is 96 and 2 processes share the run: use a multiple of 2 slices$"),
     ({}, {"memmap": "ring"}, 2, "memmap is ring and 2 processes share the run: leave it out$"),
-    ({}, {"graph": True}, 2, "graph is True and 2 processes share the run: leave it out$"),
 ]
 
 
@@ -177,8 +172,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
     "before, later",
     [
         (HERE, Machine(store_device="cpu", evaluate_device="cpu")),
-        (HERE, Machine(graph=True)),
-        (Machine(graph=True), HERE),
+        (HERE, Machine(graph=False)),
+        (Machine(graph=False), HERE),
     ],
     ids=str,
 )

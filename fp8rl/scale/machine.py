@@ -48,7 +48,9 @@ class Machine:
     # ones; or vector_entry_point, the environment's own batched form, if it has one. None steps this package's own tensor form
     # (tasks/), or sync if it has none.
     vectorization: str | None = None
-    graph: bool = False  # On CUDA, replay each iteration as one CUDA graph (graphs.py). No effect on the CPU.
+    # Launch each iteration as one CUDA graph (graphs.py), where it can: with all parts on one GPU, in one process and in the
+    # package's own environments, without normalized observations and formats.
+    graph: bool = True
 
     def __post_init__(self):
         count = torch.cuda.device_count()
@@ -98,7 +100,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     apart = (acting.name, acting.device) != (learning.name, learning.device)
     actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` converts the learner's
     model = learning.prepare(model)
-    launch = graphs.launcher(machine.graph, learning.device)
+    launch = graphs.launcher(captures(config, machine, group.size), learning.device)
     if config.formats:
         formats = dict(entry.split("=", 1) for entry in config.formats.split())
         optimizer = LowBitAdam(in_order(model).items(), config.learning_rate, eps=1e-5, seed=seed, **formats)
@@ -146,12 +148,6 @@ def check(config: Config, machine: Machine, size: int) -> None:
     require("memmap", machine.memmap != "", "choose a folder")
     require("memmap", None in (machine.memmap, machine.store_device), "use a folder or store_device, not both")
     require("vectorization", machine.vectorization is None or config.env_id is not None, "leave it out, it needs env_id")
-    if machine.graph:
-        one = one and machine.on("store") == machine.on("learn")
-        remedy = "leave it out, or learn, collect and store on one device, in one of the package's environments"
-        require("graph", one and not uses_gymnasium(config, machine), remedy)
-    if normalizes(config):
-        require("normalize_obs", not machine.graph, "leave it out, or graph")
     places = places_of(config.formats)
     for place in places:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
@@ -159,8 +155,7 @@ def check(config: Config, machine: Machine, size: int) -> None:
         require("collect_precision", acting == config.precision, "leave it out, its copy of the weights is float32")
         require("formats", not places["weights"].block, "leave block out, a run keeps one scale for each tensor of weights")
     if places:
-        alone = size == 1 and one and not machine.graph
-        alone = alone and machine.on("evaluate") == machine.on("learn")
+        alone = size == 1 and one and machine.on("evaluate") == machine.on("learn")
         require("formats", alone, "leave it out, or compute on one device, in one process and without other options")
     if size > 1:
         shared = f" and {size} processes share the run"
@@ -168,7 +163,12 @@ def check(config: Config, machine: Machine, size: int) -> None:
         slices = config.batch_size // config.slice_length
         require("batch_size", slices % size == 0, f"use a multiple of {size} slices", shared)
         require("memmap", machine.memmap is None, "leave it out", shared)
-        require("graph", not machine.graph, "leave it out", shared)
+
+
+def captures(config: Config, machine: Machine, size: int) -> bool:
+    """Whether an iteration is one graph, where the device has graphs: see Machine.graph."""
+    one = size == 1 and machine.on("collect") == machine.on("store") == machine.on("learn")
+    return machine.graph and one and not (uses_gymnasium(config, machine) or normalizes(config) or config.formats)
 
 
 def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:

@@ -411,11 +411,11 @@ class AgentsJudge(Judge):
 
 
 class Population(Run):
-    """A run of S agents on a device, whose configs may differ in the fields of FREE. `graph`: on CUDA, replay collection and
-    updates as graphs. `configs`: the agents', ordered by precision. Raises ValueError for a config that cannot be in a
+    """A run of S agents on a device, whose configs may differ in the fields of FREE. `graph`: on CUDA, launch
+    each iteration as one graph. `configs`: the agents', ordered by precision. Raises ValueError for a config that cannot be in a
     population, or for two that cannot be in the same one, and MemoryError if they do not fit."""
 
-    def __init__(self, configs: list[Config], device="cpu", graph: bool = False):
+    def __init__(self, configs: list[Config], device="cpu", graph: bool = True):
         require_one_population(configs, device)
         hardware.load_kernels(device)
         configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
