@@ -2,7 +2,7 @@
 
 Training steps per second of whole runs (collect, append, sample, update; evaluations left out), eager and as a graph, in every
 precision, at the default number of environments and at many; then every placement of learner, actor and ring. An iteration is 32
-steps of each environment and three updates. Rounds alternate; medians. Needs CUDA: without it the script says so and writes
+steps of each environment and three updates. Rounds alternate; means of two. Needs CUDA: without it the script says so and writes
 nothing.
 
     python benchmarks/placements.py benchmarks/results/placements.md
@@ -21,18 +21,18 @@ from fp8rl.report.bench import origin
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import train
 
-ROUNDS, ITERATIONS, WARM = 3, 25, 10
+ROUNDS, ITERATIONS, WARM = 2, 25, 10
 FEW, MANY, PLACED = Config.num_envs, 4096, 1024  # environments; a CPU learns from 4,096 too slowly
 
 
 def speeds(config: Config, machines: dict[str, Machine]) -> dict[str, float]:
-    """Median training steps per second on each machine, after the first iterations."""
+    """Mean training steps per second on each machine, after the first iterations."""
     rounds = {name: [] for name in machines}
     for _ in range(ROUNDS):
         for name, machine in machines.items():
             seconds = train(build(config, machine), progress=False).history.column("seconds")
             rounds[name].append((ITERATIONS - WARM) * config.steps_per_iteration / (seconds[-1] - seconds[WARM - 1]))
-    return {name: statistics.median(values) for name, values in rounds.items()}
+    return {name: statistics.mean(values) for name, values in rounds.items()}
 
 
 def short_run(num_envs: int, precision: str = "fp32") -> Config:
@@ -42,27 +42,27 @@ def short_run(num_envs: int, precision: str = "fp32") -> Config:
     return Config(precision, capacity=4 * size, steps=ITERATIONS * size, eval_every=0, **shape)
 
 
-def write(out: Path, lines: list[str]) -> None:
+def write(out: Path, lines: list[str], made: str) -> None:
     """After every row, so that a benchmark which is stopped leaves what it has measured."""
     print(lines[-1], flush=True)
-    command = f"`python benchmarks/placements.py {out}`"
-    out.write_text("\n".join(lines) + f"\n\n{command} on {origin()}, CUDA {torch.version.cuda}.\n")
+    out.write_text("\n".join(lines) + f"\n\n{made}\n")
 
 
 def main(out: Path) -> None:
     if not torch.cuda.is_available():
         print("placements skipped: they need a CUDA device, and there is none here")
         return
+    made = f"`python benchmarks/placements.py {out}` on {origin()}, CUDA {torch.version.cuda}."
     lines = ["| environments | precision | eager, steps/s | graph, steps/s | ratio |", "| --- | --- | --- | --- | --- |"]
     for num_envs, name in itertools.product((FEW, MANY), available_precisions("cuda")):
         got = speeds(short_run(num_envs, name), {"eager": Machine("cuda", graph=False), "graph": Machine("cuda")})
         lines.append(f"| {num_envs:,} | {name} | {got['eager']:,.0f} | {got['graph']:,.0f} | {got['graph'] / got['eager']:.2f} |")
-        write(out, lines)
+        write(out, lines, made)
     lines += ["", "| environments | learn | collect | store | steps/s |", "| --- " * 5 + "|"]
     for num_envs, *places in itertools.product((FEW, PLACED), *[("cpu", "cuda")] * 3):
         got = speeds(short_run(num_envs), {"eager": Machine(*places, "cpu", graph=False)})
         lines.append(f"| {num_envs:,} | {' | '.join(places)} | {got['eager']:,.0f} |")
-        write(out, lines)
+        write(out, lines, made)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ COMMANDS = {
     "widths_speed": "python benchmarks/widths.py benchmarks/results/widths_speed.md --speed",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",
-    "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1",
+    "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1 --seconds 1",
     "speed": "python benchmarks/speed/compare.py benchmarks/results --rounds 3 --seeds 5",
     "from_start": "python benchmarks/speed/from_start.py benchmarks/results/from_start.md",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
@@ -86,7 +86,7 @@ PEERS |= {
     "populations_avx2": ("jax",),
     "populations_cuda": ("jax",),
 }
-ON_CUDA = ("populations_cuda", "fp8_layer", "placements", "widths_cuda")  # in the order of `make gpu`
+ON_CUDA = ("populations_cuda", "fp8_layer", "widths_cuda", "placements")  # in the order of `make gpu`
 # What a table's numbers rest on beside the defaults: parts of a fingerprint. Settings of a table's own are "settled".
 PARTS = ("defaults", "settled", "doctor", "averages")
 RESTS_ON = dict.fromkeys(("breakage_map", "breakage_claims", "mismatch", "hostile", "replay_sampling"), ("settled",))

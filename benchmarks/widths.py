@@ -173,7 +173,7 @@ def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> str:
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
             run = build(Config(name, hidden_size=width, replay_updates=2, steps=10**9, eval_every=0, **shape), CUDA)
-            each = speed(run, time.perf_counter, seconds=1)
+            each = speed(run, time.perf_counter, seconds=0.5)
             peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
             cells.append(f"{each:,.0f}; {peak / 1e9:.2f} GB")
         lines.append(f"| {' | '.join(cells)} |")
