@@ -4,7 +4,7 @@ FP8 here quantizes dynamically, so its time includes finding maxima, casting and
 a kernel where Triton is installed (scale/passes.py), otherwise several passes. That overhead grows with the bytes, the matmul
 with the bytes times the width. The width at which they balance is measured per batch size, and only on hardware with FP8 tensor
 cores: elsewhere the float8 numbers are multiplied in float32 and a time would be meaningless, so the script says so and writes
-nothing. Otherwise it writes fp8_layer_HARDWARE.json. The H100's is older than the kernel, the largest batch ends at width 4,096.
+nothing. Otherwise it writes fp8_layer_HARDWARE.json. A step is a CUDA graph, as in training, so that launching costs nothing.
 
     python benchmarks/fp8_layer.py [OUT]     # benchmarks/results by default
 """
@@ -19,6 +19,7 @@ from torch import nn
 
 from fp8rl.precision import Precision
 from fp8rl.report.bench import seconds_of
+from fp8rl.scale.graphs import Graphed
 from fp8rl.scale.hardware import arithmetic, load_kernels
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
@@ -27,8 +28,8 @@ BATCHES = (1024, 4096, 16384, 65536)
 
 
 def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") -> dict:
-    """For each precision a function that runs one layer forward and backward: name -> callable. All share one input and one
-    output gradient, which take most of the memory."""
+    """For each precision a function that runs one layer forward and backward, on CUDA as a graph: name -> callable. All share one
+    input and one output gradient, which take most of the memory."""
     x = torch.randn(batch, width, device=device, requires_grad=True)
     grad = torch.randn(batch, width, device=device)
 
@@ -43,7 +44,7 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
                 y = layer(x)
                 y.backward(grad.to(y.dtype))
 
-        return step
+        return Graphed(step, x.device) if x.is_cuda else step
 
     return {name: step_of(name) for name in precisions}
 
