@@ -56,6 +56,13 @@ def jax(agents: int, seconds: float, variant: str = "scan", core: int | None = N
     return [HERE / "speed/jax_population.py", "--agents", agents, "--variant", variant, "--seconds", seconds, *own]
 
 
+def write(options, lines: list[str]) -> None:
+    """Writes the table; of a GPU after every measurement, so that a benchmark which is stopped leaves what it has measured."""
+    command = f"python benchmarks/populations.py {shlex.join(sys.argv[1:])}"
+    rounds = "One round" if options.rounds == 1 else f"Medians of {options.rounds} rounds"
+    options.out.write_text("\n".join([*lines, f"{rounds}. `{command}` on {options.origin}, jax {version('jax')}."]) + "\n")
+
+
 def speed(options) -> list[str]:
     """The table beside JAX."""
     contestants, sizes = (
@@ -83,12 +90,15 @@ def speed(options) -> list[str]:
             results = together(contestants[name](agents))
             speeds.append(sum(result["train_steps_per_second"] for result in results))
             print(f"{name}, {agents} agents: {speeds[-1]:,.0f} steps/s", flush=True)
-    lines = [
-        f"| steps/s of all agents | {' | '.join(f'{agents:,} agents' for agents in sizes)} |",
-        "| --- " * (1 + len(sizes)) + "|",
-    ]
-    for name in contestants:
-        lines.append(f"| {name} | {' | '.join(f'{statistics.median(found[name, agents]):,.0f}' for agents in sizes)} |")
+            lines = [
+                f"| steps/s of all agents | {' | '.join(f'{agents:,} agents' for agents in sizes)} |",
+                "| --- " * (1 + len(sizes)) + "|",
+            ]
+            for each in contestants:
+                cells = [f"{statistics.median(found[each, s]):,.0f}" if found[each, s] else "-" for s in sizes]
+                lines.append(f"| {each} | {' | '.join(cells)} |")
+            if options.cuda:
+                write(options, [*lines, ""])
     return lines
 
 
@@ -148,11 +158,9 @@ def main() -> None:
         subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True)  # which says so now, not at last
     if options.avx2 and os.environ.get("ATEN_CPU_CAPABILITY") != "avx2":
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
+    options.origin = origin()
     lines = [*speed(options), ""] if options.cuda else [*speed(options), "", *studies(), "", *growth(options), ""]
-    command = f"python benchmarks/populations.py {shlex.join(sys.argv[1:])}"
-    rounds = "One round" if options.rounds == 1 else f"Medians of {options.rounds} rounds"
-    lines.append(f"{rounds}. `{command}` on {origin()}, jax {version('jax')}.")
-    options.out.write_text("\n".join(lines) + "\n")
+    write(options, lines)
     print(options.out.read_text())
 
 

@@ -93,7 +93,7 @@ RESTS_ON = dict.fromkeys(("breakage_map", "breakage_claims", "mismatch", "hostil
 RESTS_ON |= {"law": PARTS[:3], **dict.fromkeys(("sums", "planted", "law_sb3"), PARTS[1:])}
 # Where it is not NAME.md, or NAME.csv of the step of a table; and what a table goes on from.
 FILES = {"study": "study/table.md", "codecs": "codecs/table.md", "film": "film.gif", "sums_measured": "sums.csv"}
-FILES |= {"fp8_layer": "fp8_layer_NVIDIA_H100_80GB_HBM3.json"}
+FILES |= {"fp8_layer": "fp8_layer_NVIDIA_H200.json"}
 JOURNALS = {name: (f"{name}.csv",) for name in ("ladder", "gaps", "off_policy")}
 JOURNALS |= {"widths": ("widths.csv",), "planted": ("planted_predicted.csv", "planted_measured.csv")}
 FIGURES = {"curves.png": "film", "law_map.png": "breakage_map"}  # where it is not NAME.png

@@ -29,7 +29,7 @@ import multiprocessing
 import re
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -160,8 +160,8 @@ def speeds() -> str:
     return tasks.table(names, lines)
 
 
-def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> str:
-    """The table of speeds and memory by width on a GPU."""
+def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> Iterator[str]:
+    """The table of speeds and memory by width on a GPU, after every row."""
     names, lines = available_precisions(CUDA.device), []
     shape = {"num_envs": 1024, "rollout_length": 32, "slice_length": 32, "batch_size": 16_384, "capacity": 330_000}
     for width in widths:
@@ -178,7 +178,7 @@ def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> str:
             cells.append(f"{each:,.0f}; {peak / 1e9:.2f} GB")
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    return tasks.table(("width", *names), lines)
+        yield tasks.table(("width", *names), lines)
 
 
 def learning(journal: Path, only: list[str], widths: list[int], arms: list[str], seeds: int) -> str:
@@ -217,4 +217,5 @@ if __name__ == "__main__":
     made = f"`python benchmarks/widths.py {out}{f' --{form}' if form else ''}` on {origin()}.\n"
     own = [tuple(chosen[1])] * (form == "memory")
     table = forms[form](*own) if form else learning(out.with_suffix(".csv"), *chosen)
-    out.write_text(f"{table}\n{made}")
+    for each in [table] if isinstance(table, str) else table:
+        out.write_text(f"{each}\n{made}")

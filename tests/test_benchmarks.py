@@ -208,7 +208,8 @@ def test_speed_by_width_on_a_gpu_has_every_precision(monkeypatch):
 
     seen = []
     monkeypatch.setattr(widths, "speed", lambda run, clock, seconds: seen.append(run.config) or run.close() or 12_345.0)
-    *_, line = widths.speeds_on_cuda((64,)).splitlines()
+    (table,) = widths.speeds_on_cuda((64,))
+    *_, line = table.splitlines()
     names = widths.available_precisions(widths.CUDA.device)
     assert line == f"| 64 |{' 12,345; 0.00 GB |' * len(names)}" or torch.cuda.is_available()
     assert [config.precision for config in seen] == names and {config.hidden_size for config in seen} == {64}

@@ -28,7 +28,7 @@ class Graphed:
     replayed from then on. The tensors that it returns are overwritten by the next call."""
 
     def __init__(self, function: Callable, device: torch.device):
-        self.function, self.stream, self.calls, self.graph = function, torch.cuda.Stream(device), 0, None
+        self.function, self.stream, self.calls, self.graph = function, stream_on(device), 0, None
 
     def __call__(self):
         self.calls += 1
@@ -47,6 +47,12 @@ class Graphed:
             self.graph = graph
         self.graph.replay()
         return self.result
+
+
+@functools.cache
+def stream_on(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all graphs of a device: for each stream, cuBLAS keeps memory of its own until the process ends."""
+    return torch.cuda.Stream(device)
 
 
 def launcher(graph: bool, device: torch.device) -> Callable | None:
