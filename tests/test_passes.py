@@ -158,10 +158,10 @@ def compile(kernel, constants, capability, **types):
 
 for x, capability in (("*fp32", 80), ("*fp32", 90), ("*bf16", 90)):
     compile(passes.largest, {"BLOCK": passes.SPAN}, capability, x=x, bits="*i32")
-    tall, wide = passes.TILE
-    for layouts, mantissa, sizes in ((1, 3, {}), (2, 2, {}), (3, 2, {"M": 1})):
-        own = {"MANTISSA": mantissa, "TALL": tall, "WIDE": wide, "LAYOUTS": layouts, **sizes}
-        compile(passes.rounded, own, capability, x=x, found="*i32", rows="*u8", columns="*u8", scale="*fp32")
+    for layouts, mantissa in ((1, 3), (2, 2), (3, 2)):
+        own = {"MANTISSA": mantissa, "TILE": passes.TILE, "LAYOUTS": layouts}
+        out, shape = ("*u8", "*u8", "*fp32"), ("i32", "i32")
+        compile(passes.rounded, own, capability, x=x, found="*i32", out=out, shape=shape)
 """
 
 

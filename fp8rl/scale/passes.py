@@ -66,11 +66,13 @@ def encoded(x, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def rounded(
-    x, found, rows, columns, scale, M, N, MANTISSA: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, LAYOUTS: tl.constexpr
-):
-    """Bytes of a tile of a matrix [M, N], into `rows` [M, N] and `columns` [N, M]: the first, the second, or both LAYOUTS (1, 2,
-    3). `found` has the bits of the largest magnitude."""
+def rounded(x, found, out, shape, MANTISSA: tl.constexpr, TILE: tl.constexpr, LAYOUTS: tl.constexpr):
+    """Bytes of a tile of a matrix of a `shape` [M, N]. `out`: into rows [M, N] and columns [N, M], the first, the second, or both
+    LAYOUTS (1, 2, 3), and the scale. `found` has the bits of the largest magnitude."""
+    rows, columns, scale = out
+    M, N = shape
+    TALL: tl.constexpr = TILE[0]
+    WIDE: tl.constexpr = TILE[1]
     tiles = tl.cdiv(N, WIDE)
     row = (tl.program_id(0) // tiles).to(tl.int64) * TALL + tl.arange(0, TALL)
     column = (tl.program_id(0) % tiles).to(tl.int64) * WIDE + tl.arange(0, WIDE)
@@ -101,7 +103,7 @@ def quantize(
     grid = triton.cdiv(x.shape[0], TILE[0]) * triton.cdiv(x.shape[1], TILE[1])
     with torch.cuda.device_of(x):  # Triton launches on the current device
         largest[(triton.cdiv(x.numel(), SPAN),)](x, bits, x.numel(), SPAN, num_warps=8)
-        bytes_of = [each.view(torch.uint8) for each in data]
-        rounded[(grid,)](x, bits, *bytes_of, scale, *x.shape, 3 if dtype == E4M3 else 2, *TILE, rows + 2 * columns, num_warps=8)
+        out = *(each.view(torch.uint8) for each in data), scale
+        rounded[(grid,)](x, bits, out, tuple(x.shape), 3 if dtype == E4M3 else 2, TILE, rows + 2 * columns, num_warps=8)
     by_row, by_column = data
     return Quantized(by_row, scale) if rows else None, Quantized(by_column.t(), scale) if columns else None
