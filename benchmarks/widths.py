@@ -23,7 +23,6 @@ Finished seeds go to a .csv beside the table, so it can be stopped at any time a
 import argparse
 import contextlib
 import csv
-import gc
 import itertools
 import multiprocessing
 import re
@@ -168,7 +167,6 @@ def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> Iterator[str]:
         cells = [f"{width:,}"]
         for name in names:
             run = None
-            gc.collect()  # a run and its graphs are a circle
             torch.cuda.empty_cache()
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()

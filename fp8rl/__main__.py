@@ -166,23 +166,25 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
         signals.append(number)
 
     def keep(kind: type | None, *_) -> None:  # if the environment fails, what was learned until then
-        if kind in (EnvironmentFailed, ValueError) and len(run.history) and run.group.size == 1:
+        good = kind is EnvironmentFailed or (kind is ValueError and not run.graph)  # with a graph it has learned from it since
+        if good and len(run.history) and run.group.size == 1:
             checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
     header = write_metrics(folder, run.history, []) if folder and len(run.history) else []  # the rows from before a resumption
+    written = len(run.history)
     saved = time.monotonic()
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
         stack.push(keep)
         for _ in stack.enter_context(contextlib.closing(iterate(run, progress=run.group.rank == 0))):
-            if folder:
-                header = write_metrics(folder, run.history, header)
+            if folder and not run.waiting:
+                header, written = write_metrics(folder, run.history, header, written), len(run.history)
             due = checkpoint_every is None and run.group.rank == 0 and time.monotonic() - saved > 60
             # All ranks must agree: rank 0's clock counts, and a signal to any of them.
             (sums,) = run.group.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
             due, stop = sums.tolist()
-            if due or stop or (checkpoint_every and len(run.history) % checkpoint_every == 0):
+            if due or stop or (checkpoint_every and run.iterations % checkpoint_every == 0):
                 checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
                 saved = time.monotonic()
             if stop:
@@ -198,13 +200,13 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
 
-def write_metrics(folder: Folder, history: History, header: list[str]) -> list[str]:
-    """Appends the newest row to metrics.csv, or writes all rows if the columns are not those of `header`: at first, or when a run
-    resumed by other means has new ones. Returns the columns."""
+def write_metrics(folder: Folder, history: History, header: list[str], written: int = 0) -> list[str]:
+    """Appends the rows that come after those `written` to metrics.csv, or writes all rows if the columns are not those of
+    `header`: at first, or when a run resumed by other means has new ones. Returns the columns."""
     columns, text = list(history.last), io.StringIO(newline="")
     new, writer = columns != header, csv.writer(text)
     writer.writerows([columns] * new)
-    rows = history.rows if new else [history.last]
+    rows = history.since(0 if new else written)
     writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
     if new:
         folder.write("metrics.csv", text.getvalue())

@@ -38,7 +38,7 @@ class History:
     def _of_all(self, number):
         if not self.agents:
             return float(number)
-        number = np.asarray(number, np.float64)
+        number = np.array(number, np.float64)  # a copy: views of numbers read at once would keep them all
         return number if number.ndim else np.full(self.agents, number)
 
     def __len__(self) -> int:
@@ -60,7 +60,12 @@ class History:
 
     @property
     def rows(self) -> list[dict[str, float]]:
-        return [dict(zip(self.columns, values, strict=True)) for values in zip(*self.columns.values(), strict=True)]
+        return self.since(0)
+
+    def since(self, first: int) -> list[dict[str, float]]:
+        """The rows from number `first` on."""
+        columns = [values[first:] for values in self.columns.values()]
+        return [dict(zip(self.columns, values, strict=True)) for values in zip(*columns, strict=True)]
 
     def column(self, name: str) -> np.ndarray:
         """A column, float64 [iterations]."""

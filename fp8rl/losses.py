@@ -55,7 +55,8 @@ def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> T
     weight = ratio.clamp(max=1) * valid
     delta = weight * (rewards + discounts * values[1:] - values[:-1])
     decay = discounts * lam * weight
-    if recurrence := faster.kernel("recurrence", delta.device):
+    recurrence = None if delta.requires_grad else faster.kernel("recurrence", delta.device)  # a kernel has no gradient
+    if recurrence:
         advantage = recurrence(delta, decay, reverse=True)
     else:
         advantage, advantages = torch.zeros_like(delta[0]), []  # from the last row back

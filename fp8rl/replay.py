@@ -113,6 +113,8 @@ class ReplayBuffer:
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.held:
+            self.held = self.size
+        if length > self.held:
             raise ValueError(f"slice length is {length} but only {self.held} rows are stored: collect more or shorten it")
         first, count = (self.start, self.count) if self.device.type == rng.HOST else self._clock  # a GPU is not asked
         drawn = rng.words(seed, "replay", iteration, 2 * slices, self.device)

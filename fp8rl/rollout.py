@@ -55,18 +55,21 @@ class Rollout(NamedTuple):
         return self if self.obs.device == torch.device(device) else Rollout(*(x if x is None else x.to(device) for x in self))
 
 
-def extremes(rollout: Rollout) -> torch.Tensor:
-    """The smallest and largest observation, the smallest and largest reward, both NaN if one is, and 1 if an action is NaN, else
-    0: float32 [5]."""
-    found = [x for name in LARGEST for x in getattr(rollout, name).aminmax()]  # one pass each
-    nan = rollout.action.isnan().any().float() if rollout.action.is_floating_point() else found[0].new_zeros(())
+def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:
+    """Of each of S agents the smallest and largest observation and the smallest and largest reward, both NaN if one is, and 1 if
+    an action is NaN, else 0: float32 [5, S]."""
+    apart = [getattr(rollout, name).unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1) for name in LARGEST]
+    found = [x for each in apart for x in each.aminmax(dim=1)]  # one pass each
+    nan = torch.zeros_like(found[0])
+    if rollout.action.is_floating_point():
+        nan = rollout.action.isnan().unflatten(1, (agents, -1)).transpose(0, 1).flatten(1).any(1).float()
     return torch.stack([*found, nan])
 
 
-def check_finite(rollout: Rollout, found: list[float] | None = None) -> None:
+def check_finite(rollout: Rollout | None, found: list[float] | None = None) -> None:
     """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for an action that is NaN.
     `found`: the rollout's `extremes`, if they are known."""
-    numbers = iter(extremes(rollout).tolist() if found is None else found)
+    numbers = iter(extremes(rollout).flatten().tolist() if found is None else found)
     for name, (bound, wrapper) in LARGEST.items():
         low, high = next(numbers), next(numbers)
         if not (math.isfinite(low) and math.isfinite(high)):

@@ -47,16 +47,16 @@ class Learner:
         self.packed = "weights" in getattr(optimizer, "places", ())  # the optimizer keeps them, in few bits (lab/lowbit.py)
 
     def set_learning_rate(self, learning_rate: float) -> float:
-        """Sets the optimizer's learning rate and returns it."""
+        """Sets the optimizer's learning rate and returns it. Raises ValueError if the model has got other parameters."""
+        learns = {id(p) for p in self.model.parameters() if p.requires_grad}
+        if learns - {id(p) for group in self.optimizer.param_groups for p in group["params"]}:
+            raise ValueError("optimizer does not have all of the model's parameters: build the run again")
         group = self.optimizer.param_groups[0]  # a tensor changes in place, because a captured step reads it
         group["lr"] = group["lr"].fill_(learning_rate) if isinstance(group["lr"], torch.Tensor) else learning_rate
         return learning_rate
 
     def watch(self, rollout: Rollout) -> None:
-        """Lets the scale of rewards follow a new rollout. Raises ValueError if the model has other parameters than at first."""
-        learns = {id(p) for p in self.model.parameters() if p.requires_grad}
-        if learns - {id(p) for group in self.optimizer.param_groups for p in group["params"]}:
-            raise ValueError("optimizer does not have all of the model's parameters: build the run again")
+        """Lets the scale of rewards follow a new rollout."""
         if self.config.scale_rewards:
             self.rewards.add(rollout, self.config.gamma, self.all_reduce)
 
@@ -165,6 +165,7 @@ class Run:
         *own, graph = parts or plain(config)
         self.collector, self.learner, self.judge, self.ring, self.group = own
         self.graph = graph and graph(self.advance)
+        self.counter = torch.zeros((), dtype=torch.int64, device=self.learner.device) if graph else 0  # of iterations
         self.returns = EpisodeReturns(self.collector.env.num_envs, len(self.configs), self.collector.env.device)
         self.stores = config.replay_updates > 0 or self.ring.lasting  # otherwise nothing reads the ring
 
@@ -173,6 +174,11 @@ class Run:
         """A row for each iteration. Waits for a GPU."""
         self.read()
         return self._history
+
+    @property
+    def iterations(self) -> int:
+        """How many were launched. Does not wait."""
+        return len(self._history) + len(self.waiting)
 
     @property
     def model(self) -> nn.Module:
@@ -184,11 +190,11 @@ class Run:
 
     def advance(self) -> tuple[Rollout, list[dict[str, torch.Tensor]], torch.Tensor]:
         """One iteration: collects a rollout, and learns from it and from the ring. Returns the rollout, the statistics of each
-        update, and float64 [K] all that `totals` reads of them. In a graph, nothing here is read on the host."""
+        update, and float64 [K] all that `totals` and `check` read of them. In a graph, nothing here is read on the host."""
         rollout = self.collect()  # T steps of N environments
-        found = extremes(rollout)
+        found = extremes(rollout, len(self.configs))
         if not self.graph:
-            self.check(rollout, found)  # before anything learns from it
+            self.check(found.cpu().numpy())  # before anything learns from it; in a graph, later
         self.learner.watch(rollout)
         if self.stores:
             self.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
@@ -196,6 +202,7 @@ class Run:
         own = [*self.returns.add(rollout), self.ring.clipped.sum(-1)]
         if rollout.action.is_floating_point():
             own.append((rollout.by_agent(len(self.configs)).action.abs() > 1).float().mean((0, 2, 3)))  # outside the bounds
+        self.counter += 1
         return rollout, stats, torch.cat([x.to(self.learner.device).double().flatten() for x in (packed(stats), *own, found)])
 
     def collect(self) -> Rollout:
@@ -204,7 +211,7 @@ class Run:
 
     def improve(self, rollout: Rollout) -> list[dict[str, torch.Tensor]]:
         """What follows a rollout: updates on it and on slices of the ring. Returns the statistics of each. A subclass may have
-        another schedule, such as several epochs over the new rollout."""
+        another schedule, such as several epochs over the new rollout. (A subclass is not captured in a graph.)"""
         stats = []
         for k in range(self.config.updates):
             batch = rollout if k < self.config.fresh_updates else self.sample(k)  # from older policies: V-trace corrects
@@ -213,14 +220,14 @@ class Run:
 
     def sample(self, update: int = 0) -> Rollout:
         """Slices from the ring, for an update of this iteration."""
-        length, number = self.config.slice_length, (self.collector.rollouts - 1) * self.config.updates + update
+        length, number = self.config.slice_length, self.counter * self.config.updates + update
         return self.ring.sample(self.config.batch_size // length // self.group.size, length, self.collector.seed, number)
 
-    def later(self, row: dict, rollout: Rollout, stats: list[dict[str, torch.Tensor]], numbers: torch.Tensor) -> None:
+    def later(self, row: dict, stats: list[dict[str, torch.Tensor]], numbers: torch.Tensor) -> None:
         """Keeps what `advance` returned, with what is known of the row, to be read later: while a GPU works on an iteration, the
         host may launch the next ones."""
         numbers = numbers.to("cpu", non_blocking=True, copy=True) if self.graph else numbers.cpu()  # or a replay overwrites them
-        self.waiting.append((row, rollout, stats, numbers))
+        self.waiting.append((row, stats, numbers))
 
     def read(self) -> None:
         """Adds the iterations that wait to the history, each with an equal share of their seconds. Waits for a GPU."""
@@ -230,31 +237,33 @@ class Run:
         if self.learner.device.type == "cuda":
             torch.cuda.synchronize(self.learner.device)
         self.spent += time.perf_counter() - began
-        waiting, self.waiting, each = self.waiting, [], self.spent / len(self.waiting)
-        self.spent = 0.0
-        for row, rollout, stats, numbers in waiting:
-            numbers = numbers.numpy()
-            row |= self.totals(row["iteration"], stats, numbers[:-5])
+        each, self.spent = self.spent / len(self.waiting), 0.0
+        while self.waiting:
+            row, stats, numbers = self.waiting[0]
+            numbers, found = np.split(numbers.numpy(), [-5 * len(self.configs)])
+            row |= self.totals(row["iteration"], stats, numbers)
             row["seconds"] = each + (self._history.last["seconds"] if row["iteration"] else 0)
+            if isinstance(row["learning_rate"], torch.Tensor):
+                row["learning_rate"] = row["learning_rate"].cpu().numpy()
+            self.waiting.pop(0)
             self._history.add(row)
-            self.unchecked.append((row["iteration"], rollout, len(stats), numbers[-5:]))
+            self.unchecked.append((row["iteration"], len(stats), found.reshape(5, -1)))
 
     def check_rows(self) -> None:
         """Stops whoever learns nothing any more, by the rows that were read since the last check."""
         while self.unchecked:
-            iteration, rollout, updates, found = self.unchecked.pop(0)
+            iteration, updates, found = self.unchecked.pop(0)
             if self.graph:
-                self.check(rollout, found)
+                self.check(found)
             self.check_learning(iteration, updates)
 
-    def check(self, rollout: Rollout, found: torch.Tensor | np.ndarray) -> None:
-        """Stops whoever returned a rollout, with these `extremes`, that nothing can be learned from."""
-        with contextlib.suppress(ValueError):
-            return check_finite(rollout, found.tolist())
-        apart = rollout.by_agent(len(self.configs))
-        for agent in range(len(self.configs)):
+    def check(self, found: np.ndarray) -> None:
+        """Stops whoever returned a rollout, with these `extremes` [5, S], that nothing can be learned from."""
+        with contextlib.suppress(ValueError):  # of all together first, which is faster
+            return check_finite(None, [*(f(x) for f, x in zip((np.min, np.max, np.min, np.max, np.max), found, strict=True))])
+        for agent, own in enumerate(found.T.tolist()):
             try:
-                check_finite(Rollout(*(x if x is None else x[:, agent] for x in apart)))
+                check_finite(None, own)
             except ValueError as error:
                 self.stop(agent, error)
 
@@ -301,7 +310,9 @@ class Run:
 
     def state_dict(self, ring: bool = True) -> dict:
         """All that the run needs to continue as if it had never stopped, perhaps without the ring's rows. As in torch, the
-        tensors of model and optimizer are not copies."""
+        tensors of model and optimizer are not copies. Raises what `iterate` does, of iterations that it has not checked yet."""
+        self.read()
+        self.check_rows()
         parts = {"returns": self.returns.state_dict(), "history": self.history.state_dict()}
         parts |= {**self.collector.state_dict(), **self.learner.state_dict(), "ring": self.ring.state_dict() if ring else None}
         return self.group.whole(parts)
@@ -313,6 +324,7 @@ class Run:
         try:
             state = self.group.part(state)
             self.history.load_state_dict(state["history"])
+            self.counter += len(self.history)
             self.learner.load_state_dict(state)
             self.collector.load_state_dict(state, len(self.history))
             self.returns.load_state_dict(state["returns"])
@@ -333,13 +345,14 @@ class Run:
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
     Raises ValueError for a rollout as in `check_finite`, and FloatingPointError at the first gradient that is not finite; with a
-    loss scaler only after PATIENCE iterations in a row without a finite one."""
+    loss scaler only after PATIENCE iterations in a row without a finite one. With a graph it notices up to AHEAD iterations
+    later, when they are read."""
     config, begin = run.config, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
             began = time.perf_counter()
             learning_rate = run.learner.set_learning_rate(config.learning_rate_at(iteration))
-            found = (run.graph or run.advance)()
+            _, *found = (run.graph or run.advance)()
             run.later(row := {"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan}, *found)
             run.spent += time.perf_counter() - began
             evaluates = config.evaluates_at(iteration)
@@ -347,8 +360,8 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
                 run.read()  # before an evaluation, which may fail: the iteration is whole
                 if evaluates:
                     row["eval_return"] = run.history.columns["eval_return"][-1] = run.evaluate()
-                run.check_rows()
                 bar.set_postfix_str(shown(row), refresh=False)
+            run.check_rows()
             yield run
 
 

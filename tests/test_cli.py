@@ -353,8 +353,8 @@ def test_a_resumed_run_takes_the_machine_that_is_given_now(tmp_path, monkeypatch
     run_cli("train", *TINY, "--out", tmp_path)
     seen = []
     monkeypatch.setattr(cli, "build", lambda *args: seen.append(args[1]) or machine_module.build(*args))
-    run_cli("train", "--resume", tmp_path, "--store-device", "cpu", "--graph")
-    assert seen == [machine_module.Machine(store_device="cpu", graph=True)] and len(metrics_of(tmp_path)) == 2
+    run_cli("train", "--resume", tmp_path, "--store-device", "cpu", "--no-graph")
+    assert seen == [machine_module.Machine(store_device="cpu", graph=False)] and len(metrics_of(tmp_path)) == 2
     assert "machine" not in (tmp_path / "config.json").read_text()
 
 

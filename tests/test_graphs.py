@@ -1,8 +1,13 @@
+import copy
 import gc
+import itertools
+import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from helpers import after, assert_same, drawn_on_tensors, resumed, small, trained, weights
+from helpers import Changed, after, assert_same, drawn_on_tensors, resumed, small, trained, weights
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -11,12 +16,12 @@ from fp8rl import train as train_module
 from fp8rl.config import Config
 from fp8rl.precision import available_precisions
 from fp8rl.rollout import check_finite
-from fp8rl.scale import checkpoint, graphs
+from fp8rl.scale import around, checkpoint, graphs
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.machine import HERE, Machine, build
 from fp8rl.scale.population import Population
 from fp8rl.scale.storage import StoredRing
-from fp8rl.train import adam
+from fp8rl.train import Run, adam, iterate
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ON_CUDA = pytest.mark.parametrize("precision", available_precisions("cuda") if torch.cuda.is_available() else ["fp32"])
@@ -164,6 +169,72 @@ def test_a_population_draws_on_a_gpu_what_it_draws_here():
     with drawn_on_tensors():
         there = trained(Population(configs))
     assert torch.equal(here.model.theta, there.model.theta) and here.evaluate().tolist() == there.evaluate().tolist()
+
+
+def spoiled(run, at: int, agent: int = 0):
+    """The run, in whose rollout number `at` an agent sees something far too large, and once."""
+    calls = itertools.count(1)
+
+    def change(rollout):
+        if next(calls) == at:
+            rollout.by_agent(len(run.configs)).obs[3, agent] = 1e9
+        return rollout
+
+    run.collector = Changed(run.collector, change)
+    return run
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_graph_has_done_is_checked_soon_whoever_reads_the_history(reads, graphed):
+    graphed(Replayed)
+    shape = {"steps": 100 * 512, "eval_every": 0, "eval_episodes": 1}
+    run, seen = spoiled(build(small(**shape)), at=21), 0
+    with pytest.raises(ValueError, match=r"obs from the environment reaches 1e\+09"):
+        for seen, _ in enumerate(iterate(run), 1):
+            assert not reads or len(run.history) == run.iterations == seen
+    assert seen == (21 if reads else 31) and run.history.column("steps").tolist() == [
+        512.0 * i for i in range(1, len(run.history) + 1)
+    ]
+    with pytest.raises(ValueError, match="obs from"):  # nothing of it is saved
+        next(itertools.islice(iterate(spoiled(run := build(small(**shape)), at=18)), 19, None)).state_dict()
+
+
+def test_the_agent_is_stopped_whose_numbers_were_bad(graphed):
+    graphed(Replayed)
+    configs = [small(seed=seed, steps=40 * 512, eval_every=0, eval_episodes=1) for seed in range(3)]
+    run = trained(spoiled(Population(configs), at=20, agent=1))
+    assert [bool(reason) for reason in run.history.failures] == [False, True, False]
+
+
+def test_rows_that_wait_share_their_time_and_are_those_of_launches_one_by_one(graphed):
+    config = small(steps=40 * 512, eval_every=0, eval_episodes=1, env_id="Pendulum-v1")
+    plain = trained(build(config, Machine(graph=False)))
+    graphed(Replayed)
+    run = build(config)
+    waiting = [len(run.waiting) for _ in iterate(run)]
+    assert waiting[:16] == [0] * 16 and waiting[16:32] == [*range(1, 16), 0] and waiting[-1] == 0
+    assert_same(run, plain)
+    assert run.ring.held == run.ring.size and (np.diff(run.history.column("seconds")) > 0).all()
+
+
+class Own(Run):
+    """A subclass, whose schedule may be decided by Python."""
+
+
+def test_a_graph_belongs_to_its_run_alone(graphed, monkeypatch):
+    graphed(lambda function, device: function)
+    run = build(small())
+    around.watched(run, ())
+    assert run.graph is None and build(small(), kind=Own).graph is None
+    monkeypatch.undo()
+    monkeypatch.setattr(graphs, "stream_on", lambda device: SimpleNamespace(device=device))
+    run = build(small())
+    run.graph = graphs.Graphed(run.advance, torch.device("cpu"))
+    copied = copy.deepcopy(run)
+    assert copied.graph.reference().__self__ is copied and run.graph.reference().__self__ is run
+    ring = weakref.ref(run.ring)
+    del run
+    assert ring() is None  # without a garbage collection
 
 
 @pytest.mark.cuda

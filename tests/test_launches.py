@@ -143,6 +143,18 @@ def test_a_population_learns_with_them(used):
     torch.testing.assert_close(runs[1].model.theta, runs[0].model.theta, rtol=1e-3, atol=1e-4)
 
 
+def test_v_trace_keeps_its_gradient(used):
+    """Which the kernel has not."""
+    found = []
+    for kernels in (False, True):
+        used(kernels)
+        values = torch.linspace(-1, 1, 10, device=DEVICE).view(5, 2).requires_grad_()
+        rewards = torch.ones(4, 2, device=DEVICE)
+        vtrace(values, rewards, 0.9 * rewards, torch.zeros_like(rewards), rewards.bool()).value.square().sum().backward()
+        found.append(values.grad)
+    assert torch.equal(*found) and found[0].any()
+
+
 def test_kernels_that_do_not_run_here_are_not_used(used, monkeypatch):
     assert hardware.load_kernels("cpu") is False and hardware.load_kernels(DEVICE) is (DEVICE == "cuda")
     assert launches.tried(DEVICE) and set(faster.KERNELS) == {"words", "recurrence"}

@@ -172,8 +172,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(fields, tmp_path):
     "before, later",
     [
         (HERE, Machine(store_device="cpu", evaluate_device="cpu")),
-        (HERE, Machine(graph=False)),
-        (Machine(graph=False), HERE),
+        (Machine(store_device="cpu", evaluate_device="cpu"), HERE),
     ],
     ids=str,
 )

@@ -8,9 +8,12 @@ loss scale, Adam's step count) must be in tensors on the device. That is why Ada
 """
 
 import contextlib
+import copy
 import functools
 import gc
+import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -28,22 +31,30 @@ class Graphed:
     replayed from then on. The tensors that it returns are overwritten by the next call."""
 
     def __init__(self, function: Callable, device: torch.device):
-        self.function, self.stream, self.calls, self.graph = function, stream_on(device), 0, None
+        # A method weakly, because its run holds this graph: of a circle, memory is free only when garbage is collected.
+        self.reference = weakref.WeakMethod(function) if inspect.ismethod(function) else lambda: function
+        self.stream, self.calls, self.graph = stream_on(device), 0, None
+
+    def __deepcopy__(self, memo: dict) -> "Graphed":
+        """Of a run's copy, which captures its own."""
+        function = self.reference()
+        return Graphed(getattr(copy.deepcopy(function.__self__, memo), function.__name__), self.stream.device)
 
     def __call__(self):
         self.calls += 1
+        function = self.reference()
         if self.calls <= WARMUP:
             outside = torch.cuda.current_stream(self.stream.device)
             self.stream.wait_stream(outside)
             with torch.cuda.stream(self.stream), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*capturable=True.*")  # these steps are not captured yet
-                result = self.function()
+                result = function()
             outside.wait_stream(self.stream)
             return result
         if self.graph is None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.device(self.stream.device), uncollected(), torch.cuda.graph(graph, stream=self.stream):
-                self.result = self.function()
+                self.result = function()
             self.graph = graph
         self.graph.replay()
         return self.result

@@ -48,8 +48,8 @@ class Machine:
     # ones; or vector_entry_point, the environment's own batched form, if it has one. None steps this package's own tensor form
     # (tasks/), or sync if it has none.
     vectorization: str | None = None
-    # Launch each iteration as one CUDA graph (graphs.py), where it can: with all parts on one GPU, in one process and in the
-    # package's own environments, without normalized observations and formats.
+    # Launch each iteration as one CUDA graph (graphs.py), where that is possible: with all parts on one GPU, in one process and
+    # in the package's own environments, without normalized observations and formats.
     graph: bool = True
 
     def __post_init__(self):
@@ -100,7 +100,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     apart = (acting.name, acting.device) != (learning.name, learning.device)
     actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` converts the learner's
     model = learning.prepare(model)
-    launch = graphs.launcher(captures(config, machine, group.size), learning.device)
+    launch = graphs.launcher(kind is Run and captures(config, machine, group.size), learning.device)
     if config.formats:
         formats = dict(entry.split("=", 1) for entry in config.formats.split())
         optimizer = LowBitAdam(in_order(model).items(), config.learning_rate, eps=1e-5, seed=seed, **formats)

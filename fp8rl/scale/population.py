@@ -380,7 +380,7 @@ class AgentsLearner(Learner):
     def set_learning_rate(self, learning_rate):
         """Sets every agent's learning rate and returns them."""
         self.optimizer.rate.zero_().add_(learning_rate)  # in place, because a captured step reads this tensor
-        return learning_rate.squeeze(1).cpu().numpy() if isinstance(learning_rate, torch.Tensor) else learning_rate
+        return learning_rate.squeeze(1) if isinstance(learning_rate, torch.Tensor) else learning_rate
 
     def loss(self, batch: Rollout, computed=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return super().loss(batch.by_agent(len(self.seed)), computed)
