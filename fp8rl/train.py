@@ -46,11 +46,14 @@ class Learner:
         self.rewards, self.all_reduce, self.device = rewards or RewardScale(1), all_reduce, precision.device
         self.packed = "weights" in getattr(optimizer, "places", ())  # the optimizer keeps them, in few bits (lab/lowbit.py)
 
-    def set_learning_rate(self, learning_rate: float) -> float:
-        """Sets the optimizer's learning rate and returns it. Raises ValueError if the model has got other parameters."""
+    def require_parameters(self) -> None:
+        """Raises ValueError if the model has other parameters than at first."""
         learns = {id(p) for p in self.model.parameters() if p.requires_grad}
         if learns - {id(p) for group in self.optimizer.param_groups for p in group["params"]}:
             raise ValueError("optimizer does not have all of the model's parameters: build the run again")
+
+    def set_learning_rate(self, learning_rate: float) -> float:
+        """Sets the optimizer's learning rate and returns it."""
         group = self.optimizer.param_groups[0]  # a tensor changes in place, because a captured step reads it
         group["lr"] = group["lr"].fill_(learning_rate) if isinstance(group["lr"], torch.Tensor) else learning_rate
         return learning_rate
@@ -351,6 +354,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
             began = time.perf_counter()
+            run.learner.require_parameters()
             learning_rate = run.learner.set_learning_rate(config.learning_rate_at(iteration))
             _, *found = (run.graph or run.advance)()
             run.later(row := {"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan}, *found)
