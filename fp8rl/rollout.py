@@ -58,12 +58,14 @@ class Rollout(NamedTuple):
 def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:
     """Of each of S agents the smallest and largest observation and the smallest and largest reward, both NaN if one is, and 1 if
     an action is NaN, else 0: float32 [5, S]."""
-    apart = [getattr(rollout, name).unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1) for name in LARGEST]
-    found = [x for each in apart for x in each.aminmax(dim=1)]  # one pass each
+    numbers = [getattr(rollout, name) for name in LARGEST]
+    if agents > 1:
+        numbers = [x.unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1) for x in numbers]
+    found = [extreme for x in numbers for extreme in (x.aminmax(dim=1) if agents > 1 else x.aminmax())]  # one pass each
     nan = torch.zeros_like(found[0])
     if rollout.action.is_floating_point():
-        nan = rollout.action.isnan().unflatten(1, (agents, -1)).transpose(0, 1).flatten(1).any(1).float()
-    return torch.stack([*found, nan])
+        nan = rollout.action.isnan().unflatten(1, (agents, -1)).transpose(0, 1).flatten(1).any(1).float().view_as(nan)
+    return torch.stack([*found, nan]).view(5, agents)
 
 
 def check_finite(rollout: Rollout | None, found: list[float] | None = None) -> None:

@@ -195,18 +195,19 @@ class Run:
         """One iteration: collects a rollout, and learns from it and from the ring. Returns the rollout, the statistics of each
         update, and float64 [K] all that `totals` and `check` read of them. In a graph, nothing here is read on the host."""
         rollout = self.collect()  # T steps of N environments
-        found = extremes(rollout, len(self.configs))
         if not self.graph:
-            self.check(found.cpu().numpy())  # before anything learns from it; in a graph, later
+            self.require_finite(rollout)  # before anything learns from it
         self.learner.watch(rollout)
         if self.stores:
             self.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
         stats = self.improve(rollout)
-        own = [*self.returns.add(rollout), self.ring.clipped.sum(-1)]
+        own = [packed(stats), *self.returns.add(rollout), self.ring.clipped.sum(-1)]
         if rollout.action.is_floating_point():
             own.append((rollout.by_agent(len(self.configs)).action.abs() > 1).float().mean((0, 2, 3)))  # outside the bounds
+        if self.graph:
+            own.insert(0, extremes(rollout, len(self.configs)))  # which are checked when they are read
         self.counter += 1
-        return rollout, stats, torch.cat([x.to(self.learner.device).double().flatten() for x in (packed(stats), *own, found)])
+        return rollout, stats, torch.cat([x.to(self.learner.device).double().flatten() for x in own])
 
     def collect(self) -> Rollout:
         """The next T steps of the N environments."""
@@ -243,25 +244,32 @@ class Run:
         each, self.spent = self.spent / len(self.waiting), 0.0
         while self.waiting:
             row, stats, numbers = self.waiting[0]
-            numbers, found = np.split(numbers.numpy(), [-5 * len(self.configs)])
+            found, numbers = np.split(numbers.numpy(), [5 * len(self.configs) * bool(self.graph)])
             row |= self.totals(row["iteration"], stats, numbers)
             row["seconds"] = each + (self._history.last["seconds"] if row["iteration"] else 0)
             if isinstance(row["learning_rate"], torch.Tensor):
                 row["learning_rate"] = row["learning_rate"].cpu().numpy()
             self.waiting.pop(0)
             self._history.add(row)
-            self.unchecked.append((row["iteration"], len(stats), found.reshape(5, -1)))
+            self.unchecked.append((row["iteration"], len(stats), found))
 
     def check_rows(self) -> None:
         """Stops whoever learns nothing any more, by the rows that were read since the last check."""
         while self.unchecked:
             iteration, updates, found = self.unchecked.pop(0)
-            if self.graph:
-                self.check(found)
+            if len(found):
+                self.check(found.reshape(5, -1))
             self.check_learning(iteration, updates)
 
+    def require_finite(self, rollout: Rollout) -> None:
+        """Stops whoever returned a rollout that nothing can be learned from."""
+        try:
+            check_finite(rollout)
+        except ValueError:
+            self.check(extremes(rollout, len(self.configs)).cpu().numpy())
+
     def check(self, found: np.ndarray) -> None:
-        """Stops whoever returned a rollout, with these `extremes` [5, S], that nothing can be learned from."""
+        """Stops whoever returned a rollout with bad `extremes`, of [5, S]."""
         with contextlib.suppress(ValueError):  # of all together first, which is faster
             return check_finite(None, [*(f(x) for f, x in zip((np.min, np.max, np.min, np.max, np.max), found, strict=True))])
         for agent, own in enumerate(found.T.tolist()):
