@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import tyro
 from matplotlib.figure import Figure
@@ -272,6 +273,8 @@ def evaluate_run(
         computes = Precision(config.precision)
         with contextlib.closing(make_env(config, episodes, start_noise, "cpu", seed, "evaluation starts")) as env:
             returns = evaluate(computes.prepare(model), env, computes, greedy, seed)
+    if not np.isfinite(returns).all():
+        raise FloatingPointError(f"evaluation is not finite in {config.precision}: fix the environment's rewards, or train again")
     result = {"mean_return": float(returns.mean()), "std_return": float(returns.std()), "episodes": episodes, "greedy": greedy}
     words = f"mean return {result['mean_return']:.2f}, standard deviation {result['std_return']:.2f}, {episodes} episodes"
     print(json.dumps(result) if json_output else words)
@@ -531,7 +534,7 @@ def main() -> None:
         parse(commands)()
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
-        said = str(error)
+        said = str(error) or "out of memory: use a smaller config, or a folder whose files fit"  # Python's own has no words
     except KeyboardInterrupt:
         said, code = "interrupted", 130
     except RuntimeError as error:

@@ -305,12 +305,12 @@ class Run:
             self.stop(agent, FloatingPointError(f"gradient not finite {where}: lower learning_rate"))
 
     def evaluate(self) -> float | np.ndarray:
-        """Mean greedy return (evaluate.Judge), of agents float64 [S]; NaN in a process that is not the first. Whoever's is not a
-        number has failed, with minus infinity."""
+        """Mean greedy return (evaluate.Judge), of agents float64 [S]; NaN in a process that is not the first. Whoever's is not
+        finite has failed, with minus infinity."""
         found = math.nan if self.group.rank else self.judge.evaluate(self.model)
-        for agent in () if self.group.rank else np.flatnonzero(np.isnan(found)):
-            reason = f"evaluation is not a number in {self.configs[agent].precision}: fix the environment's rewards"
-            self.stop(agent, FloatingPointError(reason))
+        for agent in () if self.group.rank else np.flatnonzero(~np.isfinite(found)):
+            reason = f"evaluation is not finite in {self.configs[agent].precision}: fix the environment's rewards"
+            self.stop(agent, ValueError(reason))  # not of the run, which may be saved and go on
             found[agent] = -math.inf
         return found
 
@@ -355,9 +355,9 @@ class Run:
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
-    Raises ValueError for a rollout as in `check_finite`, and FloatingPointError at the first gradient that is not finite; with a
-    loss scaler only after PATIENCE iterations in a row without a finite one. With a graph it notices up to AHEAD iterations
-    later, when they are read."""
+    Raises ValueError for a rollout as in `check_finite` and for an evaluation that is not finite, and FloatingPointError at the
+    first gradient that is not finite; with a loss scaler only after PATIENCE iterations in a row without a finite one. With a
+    graph it notices up to AHEAD iterations later, when they are read."""
     config, begin = run.config, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:

@@ -1,11 +1,13 @@
 import csv
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
@@ -304,6 +306,7 @@ def test_what_ends_a_command_is_one_line(monkeypatch, capsys):
     for error, code, line in (
         (torch.OutOfMemoryError(full), 2, "CUDA out of memory: use fewer environments or agents, or a lower capacity"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 2, "out of memory: use a smaller config, or a folder whose files fit"),
         (RuntimeError(host), 2, f"{host}: use fewer environments or agents, or a lower capacity"),
     ):
         monkeypatch.setattr(cli, "parse", lambda _, error=error: lambda: (_ for _ in ()).throw(error))
@@ -410,6 +413,37 @@ def test_what_an_environment_prints_is_no_result(tmp_path, capsys):
         run_cli(*command, "--json")
         out, error = capsys.readouterr()
         assert json.loads(out) and {"made", "reset", "closed"} <= set(error.split())
+
+
+class Spoiled(gymnasium.Env):
+    """Its rewards are numbers in the first environments alone, those that train."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32), gymnasium.spaces.Discrete(2)
+    made, good, reward = 0, 0, math.nan
+
+    def __init__(self):
+        Spoiled.made += 1
+        self.fine = Spoiled.made <= Spoiled.good
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 1.0 if self.fine else Spoiled.reward, False, False, {}
+
+
+@pytest.mark.filterwarnings("ignore:.*The reward is an? (NaN|inf) value")
+def test_an_evaluation_that_is_not_finite_is_no_result_and_what_was_learned_is_kept(tmp_path, refused, monkeypatch, capsys):
+    gymnasium.register("fp8rl-tests/Spoiled-v0", Spoiled, max_episode_steps=20)
+    monkeypatch.setattr(Spoiled, "good", 1 + 16)  # one to be looked at
+    named = ["--env-id", "fp8rl-tests/Spoiled-v0", *SIZED, "--steps", 2_048, "--eval-every", 1_024, "--eval-episodes", 2]
+    with pytest.raises(SystemExit, match="2"):
+        run_cli("train", *named, "--out", tmp_path)
+    assert capsys.readouterr().err.endswith("\nfp8rl: evaluation is not finite in fp32: fix the environment's rewards\n")
+    assert len(checkpoint.resume(tmp_path / "checkpoint.pt")[1]["history"]["steps"]) == 2
+    for reward in (math.nan, math.inf, -math.inf):
+        monkeypatch.setattr(Spoiled, "reward", reward)
+        assert "evaluation is not finite in fp32" in refused("eval", tmp_path, "--episodes", 2, "--json")
 
 
 def test_whole_numbers_are_read_as_in_a_config(refused, capsys):

@@ -278,26 +278,28 @@ def test_a_checkpoint_holds_the_ring_once_more_and_not_four_times(tmp_path):
     assert size > 3e7 and more < 2.5 * size  # the copy, and pages of the file that is read again
 
 
-class NotANumber(Judge):
+class NotFinite(Judge):
     def evaluate(self, learned):
-        return math.nan
+        return self.found
 
 
-class SomeAreNotNumbers(Judge):
+class SomeAreNotFinite(Judge):
     def evaluate(self, learned):
-        return np.array([1.0, math.nan, 2.0])
+        return np.array([1.0, math.nan, 2.0, math.inf])
 
 
-def test_an_evaluation_that_is_not_a_number_is_a_failure():
-    run = build(Config(**SHORT))
-    run.judge = NotANumber(run.config, run.learner.precision, None)
-    with pytest.raises(FloatingPointError, match=r"^evaluation is not a number"):
-        train(run, progress=False)
-    together = Population([Config(seed=seed, **SHORT) for seed in range(3)])
-    together.judge = SomeAreNotNumbers(together.config, None, None)
+def test_an_evaluation_that_is_not_finite_is_a_failure():
+    for found in (math.nan, math.inf, -math.inf):
+        run = build(Config(**SHORT))
+        run.judge = NotFinite(run.config, run.learner.precision, None)
+        run.judge.found = found
+        refused("evaluation is not finite in fp32: fix the environment's rewards", train, run, progress=False)
+    together = Population([Config(seed=seed, **SHORT) for seed in range(4)])
+    together.judge = SomeAreNotFinite(together.config, None, None)
     train(together, progress=False)
-    _, failed, fine = together.history.each
-    assert failed.failures[0].startswith("evaluation is not a number") and failed.final_return == -math.inf
+    _, failed, fine, infinite = together.history.each
+    for each in (failed, infinite):
+        assert each.failures[0].startswith("evaluation is not finite") and each.final_return == -math.inf
     assert fine.failures[0] is None and fine.final_return == 2.0
 
 

@@ -152,7 +152,9 @@ def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [None, {"rows": []}, {"arm": []}, {"failure": 1}, {"eval_return": np.nan}, {"x": 1}, {"steps": "a"}]
+    "change",
+    [None, {"rows": []}, {"arm": []}, {"failure": 1}, {"x": 1}, {"steps": "a"}]
+    + [{"eval_return": value} for value in (np.nan, np.inf, -np.inf)],
 )
 def test_a_line_of_a_journal_that_is_no_run_is_named_and_the_rest_stays(change, tmp_path):
     journal = study.Journal(tmp_path / "runs.jsonl")

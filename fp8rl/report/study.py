@@ -253,7 +253,9 @@ class Journal:
             history.add(row)
         history.failures = [failure]
         check_history(history.state_dict())
-        if not rows or not isinstance(arm, str) or np.isnan([history.columns[name] for name in ALWAYS]).any():
+        numbers = np.array([history.columns.get(name, [math.nan]) for name in ALWAYS])
+        good = np.isfinite(numbers) | (np.isneginf(numbers) & (failure is not None))
+        if not rows or not isinstance(arm, str) or not good.all():
             raise ValueError("it has no name, or no evaluation")
         self.histories[arm, Config.of(config)] = history
 
