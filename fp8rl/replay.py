@@ -23,6 +23,11 @@ def row_of(obs_size: int, action_size: int = 0, obs: torch.dtype = torch.float32
     return row | {"flags": (torch.uint8, ()), "behavior_logp": (torch.float32, ())}
 
 
+def can_be(start: int, count: int, rows: int) -> bool:
+    """Whether a ring can have complete rows `start` to `count` - 1, and go on."""
+    return 0 <= start <= count < min(start + rows, 2**62)
+
+
 class ReplayBuffer:
     """A preallocated ring of `rows` time steps, the open one included, of `num_envs` environments, N, on `device`. Of `bounds`
     only the number of features F matters here; `action_size` is the number of dimensions of a continuous action, or 0 for one of
@@ -68,8 +73,11 @@ class ReplayBuffer:
         return {"clock": self._clock.clone(), "clipped": self.clipped.clone(), **copies}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Restores another ring's `state_dict`; ValueError if that ring has other settings."""
-        filled = min(int(tensors["clock"][1]) + 1, self.rows)
+        """Restores another ring's `state_dict`; ValueError if that ring has other settings, or none that can be."""
+        start, count = map(int, tensors["clock"])
+        if not can_be(start, count, self.rows):
+            raise ValueError(f"clock is {start} and {count}, which no ring of {self.rows} rows has: restore the original")
+        filled = min(count + 1, self.rows)
         own = {name: field[:, :filled] for name, field in self.fields.items()}
         for name, rows in own.items():
             if tensors[name].shape != rows.shape or tensors[name].dtype != rows.dtype:
@@ -79,6 +87,11 @@ class ReplayBuffer:
         self._clock.copy_(tensors["clock"])
         self.held = self.size
         self.clipped.copy_(tensors["clipped"])
+
+    def require_actions(self, number: int) -> None:
+        """Raises ValueError if a row holds a discrete action other than 0 to `number` - 1: rows may come from a file."""
+        if self.count and not self.action_size and (largest := int(self.fields["action"][:, : self.count + 1].max())) >= number:
+            raise ValueError(f"ring holds action {largest}, and the task has {number}: use another memmap folder")
 
     @property
     def start(self) -> int:

@@ -171,7 +171,11 @@ class Collector:
     def load_state_dict(self, state: dict, rollouts: int) -> None:
         """Goes on as the collector whose `state_dict` this is, after so many rollouts."""
         self.env.load_state_dict(state["env"])
-        self.state = None if state["state"] is None else state["state"].to(self.env.device, copy=True)
+        saved = state["state"]
+        kept = (torch.float32, (self.env.num_envs, self.model.hidden_size)) if self.model.recurrent else None
+        if saved is not None and (saved.dtype, tuple(saved.shape)) != kept:
+            raise ValueError("state is not one of this policy: resume with the run's own config")
+        self.state = None if saved is None else saved.to(self.env.device, copy=True)
         self.rollouts, self.env.draws = rollouts, rollouts + 1  # one for the first reset
 
     def close(self) -> None:

@@ -341,6 +341,7 @@ class Run:
             self.returns.load_state_dict(state["returns"])
             if state["ring"] is not None:
                 self.ring.load_state_dict(state["ring"])
+                self.ring.require_actions(self.env.num_actions)
         except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
             self.close()
             if isinstance(error, OSError | torch.OutOfMemoryError):

@@ -1,5 +1,6 @@
 import copy
 import io
+import math
 import os
 import pickle
 import re
@@ -190,6 +191,37 @@ def test_moments_of_other_shapes_are_refused(path):
         forged = copy.deepcopy(state)
         forged["optimizer"]["state"][2][name] = torch.zeros(3)  # torch's fused step would write beyond its end
         refused("the state does not fit the config", build, config, state=forged)
+
+
+FORGED = [
+    (("ring", "clock"), torch.tensor([-40, 32])),  # rows that were never written
+    (("ring", "action"), 255),
+    (("optimizer", "state", 0, "step"), math.inf),
+    (("state",), torch.zeros(16, 1)),
+    (("state",), torch.zeros(16, 64).long()),
+]
+
+
+@pytest.mark.parametrize(("place", "value"), FORGED, ids=str)
+def test_a_forged_tensor_is_refused(place, value):
+    fields = {"formats": "weights=e4m3"} if "optimizer" in place else {"encoder": "gru"} if "state" in place else {}
+    run = after(1, build(small(steps=1_024, eval_episodes=1, **fields)))
+    state = inner = copy.deepcopy(run.state_dict())
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value if isinstance(value, torch.Tensor) else torch.full_like(inner[place[-1]], value)
+    refused("the state does not fit the config", build, run.config, state=state)
+
+
+def test_a_tensor_that_wants_a_gradient_and_weights_without_a_shape_are_refused(path):
+    content = torch.load(path, weights_only=True)
+    state = content["run"]
+    state["model"]["inputs.weight"] = torch.zeros(())
+    torch.save(content, path)
+    refused("checkpoint .* does not fit this version's network: train again", checkpoint.load, path)
+    state["history"]["steps"].requires_grad_()
+    torch.save(content, path)
+    refused("checkpoint .* cannot be read: it is damaged", checkpoint.resume, path)
 
 
 def outcome(path, damaged: bytes, original) -> bool | None:

@@ -75,6 +75,8 @@ def test_a_ring_is_saved_and_restored():
         assert (again.start, again.count) == (ring.start, ring.count)
         one, other = (each.sample(20, 3) for each in (ring, again))
         assert same(one, other)
+        late = {**ring.state_dict(), "clock": torch.tensor([2**63 - 8, 2**63 - 1])}  # no room for another row
+        refused("clock is .*, which no ring of 8 rows has: restore the original", again.load_state_dict, late)
     refused("obs is from a ring of other settings", StoredRing(8, 3, WIDE, "bf16").load_state_dict, ring.state_dict())
 
 

@@ -1,3 +1,4 @@
+import copy
 import fcntl
 import functools
 import itertools
@@ -8,13 +9,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import SERVER, WIDE, coded, forked, noise, refused, same
+from helpers import SERVER, WIDE, after, coded, forked, noise, refused, same, small
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import DUMMY, Rollout
 from fp8rl.scale.codec import CODECS
+from fp8rl.scale.machine import Machine, build
 from fp8rl.scale.storage import StoredRing, ring_bytes
 
 
@@ -233,6 +235,15 @@ def test_a_damaged_folder_says_what_is_wrong(tmp_path):
         ring.close()
         damage(folder)
         refused(f"memmap is {folder},? .*{message}", StoredRing.open, folder, error=(ValueError, OSError))
+
+
+def test_a_folder_of_a_task_with_more_actions_is_refused(tmp_path):
+    config, machine = small(steps=1_024, eval_episodes=1), Machine(memmap=tmp_path / "ring")
+    run = after(1, build(config, machine))
+    refused("memmap is .*, which has one writer and cannot be copied", copy.deepcopy, run, error=TypeError)
+    run.ring.fields["action"][3, 5] = 2
+    run.close()
+    refused("ring holds action 2, and the task has 2: use another memmap folder", build, config, machine)
 
 
 def test_a_folder_of_another_config_is_refused(tmp_path):

@@ -243,6 +243,7 @@ class LowBitAdam(torch.optim.Optimizer):
             saved = [state_dict["state"][i] for group in state_dict["param_groups"] for i in group["params"]]
             kinds = [[{name: (x.shape, x.dtype) for name, x in one.items()} for one in states] for states in (own, saved)]
             fits = state_dict["formats"] == self.formats and kinds[0] == kinds[1]
+            fits = fits and all(0 <= float(one["step"]) < 2**32 for one in saved)  # it counts the draws of noise
         if not fits:
             what = f"one of these parameters with formats {self.formats!r}"
             raise ValueError(f"the state is not {what}: resume with its own formats")

@@ -58,7 +58,7 @@ def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic,
         distribution = Gaussian if "spread" in weights else Categorical
         model = NETWORKS[config.encoder, "seen" in weights](*sizes, distribution=distribution)
         model.load_state_dict(weights)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise ValueError(f"checkpoint {path} does not fit this version's network: train again") from error
     return model, config
 
@@ -114,7 +114,7 @@ def _read(path: Path, mmap: bool = False) -> dict:
                 raise ValueError("not as torch writes it, or a checksum is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         if not _plain(content):
-            raise ValueError("a tensor is not contiguous")
+            raise ValueError("a tensor is not contiguous, or wants a gradient")
     except Exception as error:  # zipfile and torch raise a dozen unrelated types for unreadable bytes
         raise ValueError(f"checkpoint {path} cannot be read: it is damaged or not made by fp8rl") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -131,8 +131,9 @@ def _unpacked(optimizer: dict) -> dict[str, torch.Tensor]:
 
 
 def _plain(content) -> bool:
-    """Whether all tensors in nested containers are contiguous: a forged stride can make a few bytes look like terabytes."""
+    """Whether all tensors in nested containers are contiguous, as a forged stride can make a few bytes look like terabytes, and
+    numbers alone: one that wants a gradient cannot be read as such."""
     if isinstance(content, torch.Tensor):
-        return content.is_contiguous()
+        return content.is_contiguous() and not content.requires_grad and content.device.type == "cpu"
     inner = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
     return all(map(_plain, inner))

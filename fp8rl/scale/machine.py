@@ -226,7 +226,10 @@ def make_ring(config: Config, machine: Machine, env) -> StoredRing:
     """The ring that `machine` asks for. One in a folder may serve later runs, so it has the whole capacity."""
     rows = config.capacity // config.num_envs if machine.memmap else config.rows
     action_size = env.num_actions if env.distribution is Gaussian else 0
-    return StoredRing(rows, env.num_envs, env.bounds, config.codec, machine.on("store"), machine.memmap, action_size)
+    ring = StoredRing(rows, env.num_envs, env.bounds, config.codec, machine.on("store"), machine.memmap, action_size)
+    if machine.memmap:  # another ring is empty
+        ring.require_actions(env.num_actions)
+    return ring
 
 
 def make_judge(config: Config, machine: Machine, model: ActorCritic) -> Judge:

@@ -22,7 +22,7 @@ import torch
 
 from .. import rng
 from ..env import STATE_BOUNDS
-from ..replay import ReplayBuffer, row_of
+from ..replay import ReplayBuffer, can_be, row_of
 from ..rollout import DUMMY, Rollout
 from .codec import Codec, type_of_codes
 from .files import opened, read_json, told, write_whole
@@ -72,7 +72,7 @@ class StoredRing(ReplayBuffer):
         self._folder = MappedFolder(self._path, about, fields | {"clock": (torch.int64, (2,))}, self.writable)
         tensors = dict(self._folder.tensors)
         self._clock = tensors.pop("clock")
-        if not 0 <= self.start <= self.count or self.size >= self.rows:
+        if not can_be(self.start, self.count, self.rows):
             self._folder.close()
             raise ValueError(f"memmap is {self._path}, whose clock.bin is damaged: delete the folder")
         return tensors
@@ -199,6 +199,9 @@ class MappedFolder:
         """Releases the lock. The tensors stay mapped: do not write to them any more."""
         if self._lock_file:
             self._lock_file.close()
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(f"memmap is {self.folder}, which has one writer and cannot be copied: build another run in a new folder")
 
     @staticmethod
     def about(folder: str | Path) -> dict:
