@@ -355,10 +355,12 @@ FAILURES = {name: f"environment fp8rl-tests/{name}-v0 failed" for name in ("Rais
 def test_the_last_whole_iteration_is_saved_when_the_environment_fails(name, tmp_path, monkeypatch, capsys):
     out = tmp_path / "a"
 
-    def write(folder, history, header, keep=cli.write_metrics):
+    keep = cli.write_metrics
+
+    def write(folder, history, *others):
         if len(history) == 3:
             monkeypatch.undo()  # from now on it fails
-        return keep(folder, history, header)
+        return keep(folder, history, *others)
 
     monkeypatch.setattr(Counter, "healthy", True)
     monkeypatch.setattr(cli, "write_metrics", write)
