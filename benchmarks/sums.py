@@ -100,7 +100,6 @@ class Kept(Around):
         self.inner.watch(rollout)
         for x in means_of(self.place, self.inner):
             x.copy_(Through.rounded(x, self.form))
-        self.inner.rewards.rescale()
 
 
 def config_in(setting: Setting, place: str, seed: int) -> Config:

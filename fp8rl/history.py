@@ -111,24 +111,19 @@ class Saved:
 class RewardScale(Saved):
     """Divides rewards by the root mean square, over about the last 100 steps, of the discounted sum G_t of an episode's past
     rewards. `open` is G, float32 [N]; `square`, float32 [2, S, 1] for S agents, holds running means of G^2 and of 1, both from 0:
-    their quotient is unbiased at the start, as in Adam. Rewards are multiplied by `scale`, float32 [S, 1]: 1 if there were none.
-    """
+    their quotient is unbiased at the start, as in Adam."""
 
     NAMES, KEEPS = ("open", "square"), 0.99
 
     def __init__(self, num_envs: int, device="cpu", agents: int = 1):
         self.open = torch.zeros(num_envs, dtype=torch.float32, device=device)
         self.square = torch.zeros(2, agents, 1, dtype=torch.float32, device=device)
-        self.scale = torch.ones(agents, 1, dtype=torch.float32, device=device)
 
-    def rescale(self) -> None:
-        """Computes `scale`, which many updates use."""
+    @property
+    def scale(self) -> torch.Tensor:
+        """What rewards are multiplied by, float32 [S, 1]: 1 if there were none."""
         square, weight = self.square
-        self.scale.copy_(torch.where(square > 0, (square / weight).rsqrt(), 1.0))
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        super().load_state_dict(state)
-        self.rescale()
+        return torch.where(square > 0, (square / weight).rsqrt(), 1.0)
 
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Takes the next rollout, with a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
@@ -146,7 +141,6 @@ class RewardScale(Saved):
         squares = G.square().sum((0, 2)).unsqueeze(1)
         squares, count = all_reduce([squares, torch.full_like(squares, rewards.numel() / len(squares))])
         self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(G))
-        self.rescale()
 
 
 class EpisodeReturns(Saved):
@@ -174,10 +168,9 @@ def packed(stats: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     return torch.stack([x.float() for s in stats for x in s.values()]).double()
 
 
-def summarize(stats: list[dict[str, torch.Tensor]], found: np.ndarray | None = None) -> dict[str, float | np.ndarray]:
-    """The statistics of an iteration's updates, scalars or tensors [S], in one row of numbers or arrays [S]. `found`: they, as
-    `packed`, if they have been read; otherwise it waits for a GPU."""
-    numbers = iter(packed(stats).cpu().numpy() if found is None else found)
+def summarize(stats: list[dict[str, torch.Tensor]], found: np.ndarray) -> dict[str, float | np.ndarray]:
+    """The statistics of an iteration's updates, `found` in what is `packed`, in one row of numbers or arrays [S]."""
+    numbers = iter(found)
     stats = [{name: next(numbers) for name in s} for s in stats]
     column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}
     finite = np.isfinite(column["grad_norm"])

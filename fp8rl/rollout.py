@@ -68,10 +68,14 @@ def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:
     return torch.stack([*found, nan]).view(5, agents)
 
 
-def check_finite(rollout: Rollout | None, found: list[float] | None = None) -> None:
-    """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for an action that is NaN.
-    `found`: the rollout's `extremes`, if they are known."""
-    numbers = iter(extremes(rollout).flatten().tolist() if found is None else found)
+def check_finite(rollout: Rollout) -> None:
+    """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for an action that is NaN."""
+    check_extremes(extremes(rollout).flatten().tolist())
+
+
+def check_extremes(found: list[float]) -> None:
+    """`check_finite` for one agent's `extremes`."""
+    numbers = iter(found)
     for name, (bound, wrapper) in LARGEST.items():
         low, high = next(numbers), next(numbers)
         if not (math.isfinite(low) and math.isfinite(high)):

@@ -27,7 +27,7 @@ from .model import ActorCritic
 from .precision import PRECISIONS, Precision
 from .replay import ReplayBuffer
 from .rng import seed_of
-from .rollout import Collector, Rollout, check_finite, extremes
+from .rollout import Collector, Rollout, check_extremes, check_finite, extremes
 
 AHEAD = 16  # iterations that a graph may be launched before they are read; the first ones, which capture it, are read at once
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
@@ -191,9 +191,9 @@ class Run:
     def env(self):
         return self.collector.env
 
-    def advance(self) -> tuple[Rollout, list[dict[str, torch.Tensor]], torch.Tensor]:
-        """One iteration: collects a rollout, and learns from it and from the ring. Returns the rollout, the statistics of each
-        update, and float64 [K] all that `totals` and `check` read of them. In a graph, nothing here is read on the host."""
+    def advance(self) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+        """One iteration: collects a rollout, and learns from it and from the ring. Returns the statistics of each update, and
+        float64 [K] all numbers that `totals` and `check` read. In a graph, nothing here is read on the host."""
         rollout = self.collect()  # T steps of N environments
         if not self.graph:
             self.require_finite(rollout)  # before anything learns from it
@@ -207,7 +207,7 @@ class Run:
         if self.graph:
             own.insert(0, extremes(rollout, len(self.configs)))  # which are checked when they are read
         self.counter += 1
-        return rollout, stats, torch.cat([x.to(self.learner.device).double().flatten() for x in own])
+        return stats, torch.cat([x.to(self.learner.device).double().flatten() for x in own])
 
     def collect(self) -> Rollout:
         """The next T steps of the N environments."""
@@ -271,10 +271,10 @@ class Run:
     def check(self, found: np.ndarray) -> None:
         """Stops whoever returned a rollout with bad `extremes`, of [5, S]."""
         with contextlib.suppress(ValueError):  # of all together first, which is faster
-            return check_finite(None, [*(f(x) for f, x in zip((np.min, np.max, np.min, np.max, np.max), found, strict=True))])
+            return check_extremes([*(f(x) for f, x in zip((np.min, np.max, np.min, np.max, np.max), found, strict=True))])
         for agent, own in enumerate(found.T.tolist()):
             try:
-                check_finite(None, own)
+                check_extremes(own)
             except ValueError as error:
                 self.stop(agent, error)
 
@@ -288,7 +288,8 @@ class Run:
         (sums,) = self.group.all_reduce([torch.from_numpy(np.array([np.ravel(x) for x in sums], np.float64))])  # [7, S]
         returns, episodes, clipped, *terms = sums.squeeze(-1).numpy()
         row = {"steps": (iteration + 1) * self.config.steps_per_iteration, "clipped": clipped}
-        row |= dict(zip(("outside",), outside, strict=False))  # of continuous actions
+        if outside:  # of continuous actions
+            (row["outside"],) = outside
         with np.errstate(invalid="ignore"):
             row["train_return"] = returns / episodes  # NaN where none ended
         return {**row, **summary, **dict(zip(TERMS, terms, strict=True))}
@@ -365,7 +366,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
             began = time.perf_counter()
             run.learner.require_parameters()
             learning_rate = run.learner.set_learning_rate(config.learning_rate_at(iteration))
-            _, *found = (run.graph or run.advance)()
+            found = (run.graph or run.advance)()
             run.later(row := {"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan}, *found)
             run.spent += time.perf_counter() - began
             evaluates = config.evaluates_at(iteration)

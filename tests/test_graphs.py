@@ -51,9 +51,9 @@ def captured(config: Config, patch, between=lambda rollout: None, alone: bool = 
             new.setattr(StoredRing, "size", 0)
             new.setattr(torch.Tensor, "__bool__", lambda x: False)
             run = build(config) if alone else Population([config])
+        run.collector = Changed(run.collector, lambda rollout: between(rollout) or rollout)
         for _ in range(2):  # the second with a state and a scale that exist
-            rollout, _, numbers = run.graph()
-            between(rollout)
+            _, numbers = run.graph()
         return numbers
 
 
