@@ -255,7 +255,9 @@ def resume(out: Path) -> None:
         run = build(config, Machine(), state)
         folder.remember("train", {})
         folder.write("config.json", config.to_json())
-        cli.write_metrics(folder, HISTORY, cli.write_metrics(folder, run.history, []) if len(run.history) else [])
+        if len(run.history):
+            cli.write_metrics(folder, run.history, 0)
+        cli.write_metrics(folder, HISTORY, 0)
         checkpoint.save(out / "checkpoint.pt", run)
         run.close()
 
@@ -314,7 +316,7 @@ def originals(root: Path) -> dict[str, dict[str, bytes]]:
     with Folder(root / "run") as folder:
         folder.remember("train", {"checkpoint_every": 1})
         folder.write("config.json", TINY.to_json())
-        cli.write_metrics(folder, run.history, [])
+        cli.write_metrics(folder, run.history, 0)
     study(root / "study")
     store(root / "ring")
     found = {name: {path.name: path.read_bytes() for path in (root / name).iterdir()} for name in ("run", "study", "ring")}

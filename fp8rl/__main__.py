@@ -171,16 +171,17 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
         if good and len(run.history) and run.group.size == 1:
             checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
-    header = write_metrics(folder, run.history, []) if folder and len(run.history) else []  # the rows from before a resumption
-    written = len(run.history)
-    saved = time.monotonic()
+    if folder and len(run.history):
+        write_metrics(folder, run.history, 0)  # the rows from before a resumption
+    written, saved = 0, time.monotonic()  # all rows are written again with the first new one, which may have other columns
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
         stack.push(keep)
         for _ in stack.enter_context(contextlib.closing(iterate(run, progress=run.group.rank == 0))):
             if folder and not run.waiting:
-                header, written = write_metrics(folder, run.history, header, written), len(run.history)
+                write_metrics(folder, run.history, written)
+                written = len(run.history)
             due = checkpoint_every is None and run.group.rank == 0 and time.monotonic() - saved > 60
             # All ranks must agree: rank 0's clock counts, and a signal to any of them.
             (sums,) = run.group.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
@@ -201,20 +202,17 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
 
-def write_metrics(folder: Folder, history: History, header: list[str], written: int = 0) -> list[str]:
-    """Appends the rows that come after those `written` to metrics.csv, or writes all rows if the columns are not those of
-    `header`: at first, or when a run resumed by other means has new ones. Returns the columns."""
-    columns, text = list(history.last), io.StringIO(newline="")
-    new, writer = columns != header, csv.writer(text)
-    writer.writerows([columns] * new)
-    rows = history.since(0 if new else written)
-    writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in rows)
-    if new:
-        folder.write("metrics.csv", text.getvalue())
-    else:
-        with folder.writing(), opened(folder.path / "metrics.csv", "a", newline="") as file:
-            file.write(text.getvalue())
-    return columns
+def write_metrics(folder: Folder, history: History, written: int) -> None:
+    """Appends the rows that come after those `written` to metrics.csv; without any it is written anew, with a header."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    if not written:
+        writer.writerow([*history.last])
+    writer.writerows([int(x) if x.is_integer() else x for x in row.values()] for row in history.since(written))
+    if not written:
+        return folder.write("metrics.csv", text.getvalue())
+    with folder.writing(), opened(folder.path / "metrics.csv", "a", newline="") as file:
+        file.write(text.getvalue())
 
 
 def report(run: Run, clipped: list[int], folder: Folder) -> None:
