@@ -44,16 +44,16 @@ def ring_bytes(rows: int, num_envs: int, obs_size: int = 2, codec: str = "fp32",
 
 class StoredRing(ReplayBuffer):
     """A ReplayBuffer with any codec, in memory or in a folder of files. `bounds`: lowest and highest value of each feature of an
-    observation, infinite if it has none. `folder`: its path; a ring that is there is continued if its settings are the same.
-    Attribute `new_episodes`: the next rollout does not continue the last one.
+    observation, infinite if it has none. `folder`: its path; a ring that is there is continued if its settings are the same, or,
+    not `writable`, only sampled from. Attribute `new_episodes`: the next rollout does not continue the last one.
 
     Raises ValueError, besides as ReplayBuffer, for a codec that is unknown or does not suit the bounds, or a folder whose ring is
     damaged or has other settings; OSError for a folder without room or permissions, or in use."""
 
-    writable = True
-
-    def __init__(self, rows, num_envs, bounds=STATE_BOUNDS, codec="fp32", device="cpu", folder=None, action_size=0):
-        self.bounds, self.lasting, self._path, self._folder = bounds, bool(folder), folder, None
+    def __init__(
+        self, rows, num_envs, bounds=STATE_BOUNDS, codec="fp32", device="cpu", folder=None, action_size=0, writable=True
+    ):
+        self.bounds, self.lasting, self._path, self._folder, self.writable = bounds, bool(folder), folder, None, writable
         device = torch.device("cpu" if folder else device)
         self.codec = Codec(codec, *bounds, device)
         super().__init__(rows, num_envs, bounds, device, action_size)
@@ -86,7 +86,7 @@ class StoredRing(ReplayBuffer):
         if not (good and all(isinstance(bound, float) for bound in about["low"] + about["high"])):
             raise ValueError(f"memmap is {folder}, whose ring.json is damaged: delete the folder")
         _, low, high = (about.pop(name) for name in ("format", "low", "high"))
-        return (cls if writable else ReadOnly)(bounds=(low, high), folder=folder, **about)
+        return cls(bounds=(low, high), folder=folder, writable=writable, **about)
 
     def close(self) -> None:
         """Releases a folder for others; garbage collection of the ring does the same."""
@@ -163,12 +163,6 @@ class StoredRing(ReplayBuffer):
 
     def _codes(self, obs: torch.Tensor) -> torch.Tensor:
         return self.codec.encode(obs)
-
-
-class ReadOnly(StoredRing):
-    """A folder's ring that is only sampled from."""
-
-    writable = False
 
 
 class MappedFolder:
