@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..distribution import Categorical, Gaussian
+from ..history import Saved
 from ..tasks.by_id import task_of
 
 VECTORIZATIONS = ("sync", "async", "vector_entry_point")
@@ -136,12 +137,14 @@ def actions_of(env_id: str, space: gymnasium.Space) -> tuple[int, int | tuple[np
     raise ValueError(f"env_id is {env_id!r}, whose actions are {kind}: {remedy}")
 
 
-class GymEnv:
+class GymEnv(Saved):
     """N copies of a Gymnasium environment on the CPU, in place of a TensorEnv whose tensors are on `device`; environment i starts
     from `seed` + i. `vectorization`: sync, one after the other in this process; async, each in its own process; or
     vector_entry_point, the environment's own batched form, if it has one. Raises ValueError for an environment of another kind,
     or a vectorization that is unknown or not supported. Everything raises EnvironmentFailed if the environment raises or exits,
     does not follow the API, or one of its processes died."""
+
+    NAMES = ()  # no state: Gymnasium has no way to save an environment, and a resumed run starts new episodes
 
     def __init__(self, env_id: str, num_envs: int, device="cpu", seed: int = 0, vectorization: str = "sync"):
         if vectorization not in VECTORIZATIONS:
@@ -202,13 +205,6 @@ class GymEnv:
         with contextlib.suppress(EOFError, ConnectionError):  # from processes that have already ended
             if self.envs:
                 self.envs.close()
-
-    def state_dict(self) -> dict:
-        """Empty: Gymnasium has no way to save an environment. A resumed run starts new episodes."""
-        return {}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Does nothing."""
 
     def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(array, dtype=dtype, device=self.device)  # a copy: the environment may reuse its array
