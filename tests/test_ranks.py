@@ -126,7 +126,7 @@ def work(rank: int, size: int, port: int, folder) -> None:
         run = resumed(folder / f"{name}.pt")
         found[name, "state"], found[name, "numbers"] = state_of(run), drawn(run)
         found[name] = weights(trained(run)), numbers(run)
-    found["gathered"] = ranks.gather(torch.tensor([[rank, 2]], dtype=torch.bfloat16), dim=1)
+    found["gathered"] = ranks.gather(torch.tensor([[rank, 2]], dtype=torch.bfloat16))
     found["sums"] = ranks.all_reduce([torch.tensor(rank + 1), torch.full((2, 2), rank)])
     with contextlib.redirect_stdout(io.StringIO()) as said:
         run_cli("train", "--steps", 1024, *SIZED, "--eval-episodes", 2, "--out", folder / "command")  # joined already; it leaves
@@ -199,7 +199,7 @@ def test_normalizing_by_each_rank_s_own_deviation_would_be_noticed(two, rollouts
 
 def test_sums_and_parts_of_every_dtype_are_joined(two):
     for found in two:
-        assert found["gathered"].tolist() == [[0, 2, 1, 2]]
+        assert found["gathered"].tolist() == [[0, 2], [1, 2]]
         assert [x.tolist() for x in found["sums"]] == [3, [[1, 1], [1, 1]]]
 
 

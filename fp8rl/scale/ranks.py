@@ -70,21 +70,21 @@ def all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]
 
 
-def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """The ranks' tensors, all of the same shape, concatenated along a dimension."""
+def gather(x: torch.Tensor) -> torch.Tensor:
+    """The ranks' tensors, all of the same shape, one after the other along the first dimension."""
     if (size := rank_and_size()[1]) == 1:
         return x
     flat = x.contiguous().flatten().view(torch.uint8)  # bytes, because gloo does not support every dtype
     parts = [torch.empty_like(flat) for _ in range(size)]
     distributed.all_gather(parts, flat)
-    return torch.cat([part.view(x.dtype).view(x.shape) for part in parts], dim)
+    return torch.cat([part.view(x.dtype).view(x.shape) for part in parts])
 
 
 class Ranks(OneProcess):
     """This process's place among those that share a run, which add up what each has."""
 
-    # The dimension along which the ranks' tensors of a part are joined; a part that is not here is the same on all ranks.
-    JOINED = {"env": 0, "returns": 0, "rewards": 0, "state": 0, "ring": 0}
+    # Parts of a state in which the ranks' tensors are joined along the first dimension; the others are the same on all ranks.
+    JOINED = ("env", "returns", "rewards", "state", "ring")
     SAME = ("clock", "square")  # in these parts, the same on all
 
     def __init__(self):
@@ -98,17 +98,17 @@ class Ranks(OneProcess):
 
     def part(self, state: dict) -> dict:
         """Like OneProcess.part, of a state saved with any number of ranks. Only rank 0 continues the count of clipped values."""
-        return self._changed(state, lambda x, dim: x.chunk(self.size, dim)[self.rank], lambda clipped: clipped * (self.rank == 0))
+        return self._changed(state, lambda x: x.chunk(self.size)[self.rank], lambda clipped: clipped * (self.rank == 0))
 
     def _changed(self, state: dict, change: Callable, total: Callable) -> dict:
-        """A state with `change` of each joined tensor and its dimension, and `total` of the ring's `clipped`."""
+        """A state with `change` of each joined tensor, and `total` of the ring's `clipped`."""
+        rules = dict.fromkeys(self.SAME, lambda x: x) | {"clipped": total}
 
-        def changed(part, dim: int | None):
+        def changed(part):
             if isinstance(part, torch.Tensor):
-                return part if dim is None else change(part, dim)
-            if part is None or dim is None or "folder" in part:  # a ring in a folder has only its path
+                return change(part)
+            if part is None or "folder" in part:  # a ring in a folder has only its path
                 return part
-            kept = {name: total(x) if name == "clipped" else x for name, x in part.items() if name in (*self.SAME, "clipped")}
-            return kept | {name: change(x, dim) for name, x in part.items() if name not in kept}
+            return {name: rules.get(name, change)(x) for name, x in part.items()}
 
-        return {name: changed(part, self.JOINED.get(name)) for name, part in state.items()}
+        return {name: changed(part) if name in self.JOINED else part for name, part in state.items()}
