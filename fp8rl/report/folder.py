@@ -6,12 +6,11 @@ anybody else's: nothing in a folder without one is ever touched, and in a folder
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from pathlib import Path
 
-from ..scale.files import opened, read_json, told, write_whole
+from ..scale.files import locked, read_json, told, write_whole
 
 MARK = ".fp8rl"
 FILES = {
@@ -49,20 +48,17 @@ def _require_own(path: Path, command: str, overwrite: bool) -> None:
         raise FileExistsError(f"out is {path}, whose {foreign[0]} no run wrote: use a new folder")
 
 
-class Folder(contextlib.AbstractContextManager):
+class Folder(contextlib.ExitStack):
     """A folder that this process owns until it is closed, made by `create` or `reopen`. Raises OSError if it cannot be used, and
     FileExistsError if another process is writing there."""
 
     def __init__(self, path: Path):
+        super().__init__()
         self.path = path
         with told(f"out is {path} and cannot be used", "use another folder"):
             path.mkdir(parents=True, exist_ok=True)
-            self._mark = opened(path / MARK, "a+")
-            try:
-                fcntl.flock(self._mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                self._mark.close()
-                raise FileExistsError(f"out is {path}, where another process is writing: wait for it or use another") from error
+            taken = f"out is {path}, where another process is writing: wait for it or use another"
+            self._mark = self.enter_context(locked(path / MARK, "a+", taken))
 
     @classmethod
     def create(cls, path: Path, command: str, options: dict, overwrite: bool = False) -> "Folder":
@@ -104,10 +100,3 @@ class Folder(contextlib.AbstractContextManager):
         with self.writing():
             content = content.encode() if isinstance(content, str) else content
             write_whole(self.path / name, lambda file: file.write(content))
-
-    def close(self) -> None:
-        """Lets others write in the folder."""
-        self._mark.close()
-
-    def __exit__(self, *_) -> None:
-        self.close()

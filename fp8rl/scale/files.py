@@ -15,6 +15,7 @@ that reading them takes long. A folder that others change while a command runs i
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -27,6 +28,18 @@ def opened(path: Path, mode: str, **options) -> IO:
     """Like `open`, but only a plain file with one name, looked at when it is open and before anything happens to it. Not for mode
     w, which empties it at once. Raises OSError."""
     return open(path, mode, opener=_plain, **options)
+
+
+def locked(path: Path, mode: str, taken: str, shared: bool = False) -> IO:
+    """Like `opened`, with a lock until it is closed or the process ends, however it ends: an exclusive one, or one that is
+    shared with other shared ones. Raises FileExistsError, `taken`, if another process or opened file has it."""
+    file = opened(path, mode)
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise FileExistsError(taken) from error
+    return file
 
 
 def read_json(path: Path):

@@ -9,7 +9,6 @@ the lock of a process that dies.
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from ..env import STATE_BOUNDS
 from ..replay import ReplayBuffer, can_be, row_of
 from ..rollout import DUMMY, Rollout
 from .codec import Codec, type_of_codes
-from .files import opened, read_json, told, write_whole
+from .files import locked, opened, read_json, told, write_whole
 from .hardware import require_room
 
 FORMAT = "fp8rl-ring-3"
@@ -171,15 +170,15 @@ class MappedFolder:
     OSError for no folder to read, no room, no permissions, or one in use."""
 
     def __init__(self, folder: str | Path, about: dict, fields: Fields, writable: bool):
-        self.folder, self.tensors, self._lock_file = Path(folder), {}, None
+        self.folder, self.tensors = Path(folder), {}
+        taken = f"memmap is {folder}, which another ring is using: close that one or choose another"
         files = {self.folder / f"{name}.bin": size for name, size in sizes_of(fields).items()}
         with contextlib.ExitStack() as on_error, told(f"memmap is {folder} and cannot be used", "choose another folder"):
-            on_error.callback(self.close)
             new = writable and not (self.folder / "ring.json").exists()
             if new:
                 self._require_room(sum(files.values()))
                 self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock(writable)
+            lock = on_error.enter_context(locked(self.folder / "lock", "ab" if writable else "rb", taken, shared=not writable))
             if new:
                 self._make(about, files)
             self._check(about, files)
@@ -188,11 +187,11 @@ class MappedFolder:
                     mapped = torch.from_numpy(np.memmap(file, np.uint8, "r+" if writable else "c"))
                 self.tensors[name] = mapped.view(dtype).view(shape)
             on_error.pop_all()
+            self._lock = lock
 
     def close(self) -> None:
         """Releases the lock. The tensors stay mapped: do not write to them any more."""
-        if self._lock_file:
-            self._lock_file.close()
+        self._lock.close()
 
     def __reduce_ex__(self, protocol):
         raise TypeError(f"memmap is {self.folder}, which has one writer and cannot be copied: build another run in a new folder")
@@ -210,13 +209,6 @@ class MappedFolder:
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise ValueError(f"memmap is {folder}, whose ring.json is not of format {FORMAT}: choose another folder")
         return about
-
-    def _lock(self, writable: bool) -> None:
-        self._lock_file = opened(self.folder / "lock", "ab" if writable else "rb")
-        try:
-            fcntl.flock(self._lock_file, (fcntl.LOCK_EX if writable else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OSError(f"memmap is {self.folder}, which another ring is using: close that one or choose another") from error
 
     def _require_room(self, needed: int) -> None:
         """Rejects a new folder that holds something else or does not fit on the disk, before anything is written."""
