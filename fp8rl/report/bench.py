@@ -22,7 +22,7 @@ from ..lab.places import EIGHT_BIT
 from ..precision import PRECISIONS, Precision, available_precisions
 from ..scale import ranks
 from ..scale.around import Around
-from ..scale.graphs import WARMUP, Graphed
+from ..scale.graphs import WARMUP, launcher
 from ..scale.hardware import hardware, is_emulated
 from ..scale.machine import HERE, Machine, build, reuses_forward
 from ..scale.population import Population
@@ -49,7 +49,13 @@ class Loop:
         """The config of the loop on a machine, by default in fp32. Raises ValueError if the machine has an option that a
         population does not have, or a number is out of range."""
         if self.agents is not None:
-            self._check(machine)
+            if self.agents < 1:
+                raise ValueError(f"agents is {self.agents}: use at least 1")
+            for field in dataclasses.fields(Machine):
+                if field.name not in ("device", "graph") and getattr(machine, field.name) != field.default:
+                    raise ValueError(f"{field.name} is {getattr(machine, field.name)} beside agents: leave it out")
+            if ranks.rank_and_size()[1] > 1:
+                raise ValueError(f"agents is {self.agents} under torchrun: leave one of them out, populations exchange nothing")
         shape = {"num_envs": self.num_envs, "rollout_length": self.rollout_length, "slice_length": 1}
         shape |= {"hidden_size": self.hidden_size[0], "layers": self.layers}
         shape |= {"capacity": (self.rollout_length + 1) * self.num_envs, "replay_updates": 0, "steps": 10**15, "eval_every": 0}
@@ -67,15 +73,6 @@ class Loop:
         speeds = [bench_loop(one, machine, 0.5, 1)["train_steps_per_second"] for one in configs]
         (speeds,) = ranks.all_reduce([torch.tensor(speeds)])
         return configs[int(speeds.argmax())]
-
-    def _check(self, machine: Machine) -> None:
-        if self.agents < 1:
-            raise ValueError(f"agents is {self.agents}: use at least 1")
-        for field in dataclasses.fields(Machine):
-            if field.name not in ("device", "graph") and getattr(machine, field.name) != field.default:
-                raise ValueError(f"{field.name} is {getattr(machine, field.name)} beside agents: leave it out")
-        if ranks.rank_and_size()[1] > 1:
-            raise ValueError(f"agents is {self.agents} under torchrun: leave one of them out, populations exchange nothing")
 
 
 def fingerprint() -> str:
@@ -97,7 +94,7 @@ def fingerprint() -> str:
     return "-".join(hashlib.sha256(each).hexdigest()[:8] for each in found)
 
 
-def examined() -> tuple[list[tuple], list[tuple]]:
+def examined() -> list[list[tuple]]:
     """What the doctor finds in a layer that learns to add, and in an average of its weights: p, q and verdicts."""
     noise = torch.Generator().manual_seed(0)
     weight = torch.randn(1, 16, generator=noise).requires_grad_()
@@ -110,8 +107,8 @@ def examined() -> tuple[list[tuple], list[tuple]]:
         loss().backward()
         doctor.look(loss)
         optimizer.step()
-    found = [(each.optimizer == "average", (*each[1:5], each.verdict)) for each in doctor.report()]
-    return tuple([numbers for average, numbers in found if average is which] for which in (False, True))
+    report = doctor.report()
+    return [[(*each[1:5], each.verdict) for each in report if each.optimizer == name] for name in ("optimizer 0", "average")]
 
 
 def origin() -> str:
@@ -206,12 +203,11 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
             for a, b, out in all_products:
                 torch.matmul(a, b, out=out)
 
-    if not machine.graph or torch.device(device).type != "cuda":
-        return multiply
-    replay = Graphed(multiply, torch.device(device))
-    for _ in range(WARMUP + 1):  # until it is captured
-        replay()
-    return replay
+    if launch := launcher(machine.graph, torch.device(device)):
+        multiply = launch(multiply)
+        for _ in range(WARMUP + 1):  # until it is captured
+            multiply()
+    return multiply
 
 
 def fastest_product(
@@ -225,9 +221,8 @@ def fastest_product(
         matrix = torch.randn((agents, *shape) if agents else shape, device=device).to(dtype)
         return matrix.mT if transposed else matrix
 
-    layouts = itertools.product((False, True), repeat=3)
-    triples = {flips: (new(m, k, flips[0]), new(k, n, flips[1]), new(m, n, flips[2])) for flips in layouts}
-    steps = {flips: functools.partial(torch.matmul, a, b, out=out) for flips, (a, b, out) in triples.items()}
+    triples = [(new(m, k, a), new(k, n, b), new(m, n, out)) for a, b, out in itertools.product((False, True), repeat=3)]
+    steps = {i: functools.partial(torch.matmul, a, b, out=out) for i, (a, b, out) in enumerate(triples)}
     seconds = seconds_of(steps, 3, 0.001, device)
     return triples[min(seconds, key=seconds.get)]
 
