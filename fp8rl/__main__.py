@@ -315,8 +315,7 @@ def compare(
             raise ValueError(f"{name} is {' '.join(map(str, values))}: give each value once")
     for values in itertools.product(*numbers.values()):
         fields = dict(zip(numbers, values, strict=True))
-        several = {name: value for name, value in fields.items() if len(numbers[name]) > 1}
-        suffix = "".join(f", {name} {in_words(value)}" for name, value in several.items())
+        suffix = "".join(f", {name} {in_words(value)}" for name, value in fields.items() if len(numbers[name]) > 1)
         arms |= comparison.arms(suffix, **fields)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
     if twice := [arm for arm, configs in arms.items() if arm_of[configs[0]] != arm]:
