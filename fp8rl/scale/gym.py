@@ -45,22 +45,15 @@ def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
         raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}{list(shape)}")
 
 
-class Strict(gymnasium.Wrapper):
+def strict(env: gymnasium.Env) -> gymnasium.Env:
     """Rejects observations whose shape or type differs from their space's, which some of Gymnasium's vector forms cast."""
+    space = env.observation_space
 
-    def __init__(self, env: gymnasium.Env):
-        super().__init__(env)
-        self.form = env.observation_space.shape, env.observation_space.dtype
+    def checked(obs):
+        require("obs", obs, space.shape, space.dtype)
+        return obs
 
-    def reset(self, **kwargs):
-        obs, info = self.env.reset(**kwargs)
-        require("obs", obs, *self.form)
-        return obs, info
-
-    def step(self, action):
-        obs, *rest = self.env.step(action)
-        require("obs", obs, *self.form)
-        return obs, *rest
+    return gymnasium.wrappers.TransformObservation(env, checked, space)
 
 
 @contextlib.contextmanager
@@ -156,7 +149,7 @@ class GymEnv(Saved):
         self._async = vectorization == "async"
         next_step, kwargs = gymnasium.vector.AutoresetMode.NEXT_STEP, {}
         if vectorization != "vector_entry_point":
-            kwargs = {"vector_kwargs": {"autoreset_mode": next_step}, "wrappers": [Strict]}
+            kwargs = {"vector_kwargs": {"autoreset_mode": next_step}, "wrappers": [strict]}
         try:
             with children_ignore_interrupts() if self._async else contextlib.nullcontext():
                 self.envs = gymnasium.make_vec(env_id, num_envs, vectorization_mode=vectorization, **kwargs)
