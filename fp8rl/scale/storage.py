@@ -117,12 +117,14 @@ class StoredRing(ReplayBuffer):
         if not self.writable:
             raise ValueError("the ring is closed or was opened for reading: open it with writable=True to append")
         self._check(rollout)
+        rollout = rollout.to(self.device)
+        counted = int(self.held > 0 and not self.new_episodes)  # its first observation, as the last one of the rollout before
         if self.new_episodes and self.size:
-            self._write(self._dummy_row(rollout.obs[:1].to(self.device)))
+            self._write(self._dummy_row(rollout.obs[:1]))
         self.new_episodes = False
-        if not self.held:
-            self.clipped += self.outside(rollout.obs[:1].to(self.device))  # in later rollouts the previous one has counted it
         super().append(rollout)
+        if self.codec.name != "fp32":
+            self.clipped += self.outside(rollout.obs[counted:])
 
     def _check(self, rollout: Rollout) -> None:
         """Rejects what would be stored as something else."""
@@ -154,11 +156,6 @@ class StoredRing(ReplayBuffer):
     def outside(self, obs: torch.Tensor) -> torch.Tensor:
         """How many values of each feature of observations [T, N, F] the codec clips: int64, like `clipped`."""
         return self.codec.outside(obs)
-
-    def _write(self, rollout: Rollout) -> None:
-        if self.codec.name != "fp32":
-            self.clipped += self.outside(rollout.obs[1:])
-        super()._write(rollout)
 
     def _codes(self, obs: torch.Tensor) -> torch.Tensor:
         return self.codec.encode(obs)
