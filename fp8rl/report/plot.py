@@ -95,7 +95,7 @@ def series(ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str,
 def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
     """One row per name: the seeds' interquartile mean, its 95% bootstrap interval, and below them each seed's score as a tick.
     `scores`: name -> scores [seeds]; the label has their unit."""
-    for row, (style, (_, values)) in enumerate(zip(styles(scores), scores.items(), strict=True)):
+    for row, (style, values) in enumerate(zip(styles(scores), scores.values(), strict=True)):
         low, high = bootstrap_interval(values)
         ax.plot(values, np.full(len(values), row + 0.25), "|", color=style["color"], markersize=8)
         ax.plot([low, high], [row - 0.1, row - 0.1], "-", color=style["color"], linewidth=4, alpha=0.6)
@@ -109,8 +109,7 @@ def findings(ax: Axes, report) -> Axes:
     """One row per finding of a doctor (lab/doctor.py): its progress, with the range in which learning survives in grey. A number
     at the edge is beyond it."""
     names = [f"{f.place}={f.format}" + f" ({f.optimizer})" * (len({each.optimizer for each in report}) > 1) for f in report]
-    looks = dict(zip(("fine", "unknown", "breaks"), (STYLES[3], STYLES[1], STYLES[4]), strict=True))
-    for verdict, look in looks.items():
+    for verdict, look in {"fine": STYLES[3], "unknown": STYLES[1], "breaks": STYLES[4]}.items():
         rows = [row for row, f in enumerate(report) if f.verdict == verdict]
         ax.plot(np.clip([report[row].progress for row in rows], 2**-6, 2**10), rows, label=verdict, **{**look, "linestyle": ""})
     ax.axvspan(1 / BREAKS, BREAKS, color="#DDDDDD", zorder=0)
