@@ -140,25 +140,18 @@ class Collector:
         self.state: torch.Tensor | None = None  # of a recurrent policy, float32 [N, W]; None is 0
         self.rollouts = 0  # collected so far, the iteration of their random numbers
 
-    def collect(self, learned: nn.Module) -> Rollout:
-        """The next T steps of every environment, with the weights of the network `learned`: a Rollout [T, N]."""
-        self.sync(learned)
-        return self.play(*self.draw())
-
     def sync(self, learned: nn.Module) -> None:
         """Copies the learner's weights, if the acting policy is a copy."""
         if self.model is not learned:
             self.model.load_state_dict(learned.state_dict())
 
-    def draw(self) -> tuple[torch.Tensor, tuple]:
-        """The random numbers of the next rollout: the actions' noise, and starts."""
-        noise = noise_of(self.env, self.length, self.seed, "actions", self.rollouts)
-        self.rollouts += 1
-        return noise, self.env.draw(self.length)
-
     @torch.no_grad()
-    def play(self, noise: torch.Tensor, starts: tuple) -> Rollout:
-        """The T steps with these numbers."""
+    def collect(self, learned: nn.Module) -> Rollout:
+        """The next T steps of every environment, with the weights of the network `learned`: a Rollout [T, N]."""
+        self.sync(learned)
+        noise = noise_of(self.env, self.length, self.seed, "actions", self.rollouts)
+        starts = self.env.draw(self.length)
+        self.rollouts += 1
         before, mode, policy = self.state, contextlib.nullcontext(), self.model
         if self.loop is unroll:
             mode, policy = inference(self.env), self.model.acting()

@@ -244,6 +244,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fp8rl.config import Config
+from fp8rl.rollout import noise_of
 from fp8rl.scale import kernels
 from fp8rl.scale.fused import Alone
 from fp8rl.scale.machine import build
@@ -273,7 +274,8 @@ many = Population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")]
 alone = build(Config(steps=100_000, precision="bf16", env_id="test_kernels:Many", layers=3, num_envs=1, rollout_length=128))
 for run, agents, capabilities in ((many, many.model, (80, 90)), (alone, Alone(alone.model, "bf16"), (90,))):
     with torch.no_grad():
-        kernels.Fused(run.env, agents)(None, run.env, *run.collector.draw())
+        noise = noise_of(run.env, run.collector.length, run.collector.seed, "actions", 0)
+        kernels.Fused(run.env, agents)(None, run.env, noise, run.env.draw(len(noise)))
 """
 
 
