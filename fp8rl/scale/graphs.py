@@ -90,9 +90,7 @@ class InPlace(Around):
     def __init__(self, inner: Collector):
         super().__init__(inner)
         env = inner.env
-        for name in env.NAMES:  # a task's starts may share memory
-            setattr(env, name, getattr(env, name).clone())
-        self.held = {name: getattr(env, name) for name in env.NAMES}
+        self.held = {name: getattr(env, name).clone() for name in env.NAMES}  # a task's starts may share memory
         self.counters = torch.zeros(2, dtype=torch.int64, device=env.device)
         if inner.model.recurrent:
             inner.state = torch.zeros(env.num_envs, inner.model.hidden_size, dtype=torch.float32, device=env.device)
