@@ -115,11 +115,6 @@ class TensorEnv(Saved):
         seen = self.observe(self.state)
         return torch.cat((seen, start[:, self.state_size :]), dim=-1) if self.channels else seen
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        for name in self.NAMES:  # not in place: a task's own start may be one number for all
-            own = getattr(self, name)
-            setattr(self, name, torch.empty_like(own).copy_(state[name].view_as(own)))  # or copy_ would broadcast a smaller one
-
     def close(self) -> None:
         """Does nothing: there are no processes or files to close."""
 

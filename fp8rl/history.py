@@ -96,16 +96,16 @@ class History:
 
 
 class Saved:
-    """What has as its state a few tensors, the attributes in NAMES."""
-
-    NAMES = ()
+    """What has as its state a few tensors, the attributes in NAMES. They are loaded into new tensors, before a graph is captured:
+    in a task's own start one number may stand for all."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name).clone(memory_format=torch.contiguous_format) for name in self.NAMES}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name in self.NAMES:
-            getattr(self, name).copy_(state[name])  # in place, because a captured step may read it
+            own = getattr(self, name)
+            setattr(self, name, torch.empty_like(own).copy_(state[name].view_as(own)))  # or copy_ would broadcast a smaller one
 
 
 class RewardScale(Saved):
