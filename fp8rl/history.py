@@ -36,10 +36,8 @@ class History:
             values.append(self._of_all(row.get(name, math.nan)))
 
     def _of_all(self, number):
-        if not self.agents:
-            return float(number)
-        number = np.array(number, np.float64)  # a copy: views of numbers read at once would keep them all
-        return number if number.ndim else np.full(self.agents, number)
+        numbers = np.full(self.agents or 1, number, np.float64)  # a copy: views of numbers read at once would keep them all
+        return numbers if self.agents else numbers.item()
 
     def __len__(self) -> int:
         return len(self.columns.get("iteration", ()))

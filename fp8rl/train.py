@@ -281,12 +281,12 @@ class Run:
     def totals(self, iteration: int, stats: list[dict[str, torch.Tensor]], numbers: np.ndarray) -> dict:
         """An iteration's row, from what `advance` returns: statistics of the updates, with `TERMS` summed over processes, and the
         mean return of the episodes that ended."""
-        numbers = numbers.reshape(-1, *[self._history.agents] * bool(self._history.agents))
+        numbers = numbers.reshape(-1, len(self.configs))
         count = sum(map(len, stats))
         summary, (returns, episodes, clipped, *outside) = summarize(stats, numbers[:count]), numbers[count:]
-        sums = returns, episodes, clipped, *(summary[name] for name in TERMS)
-        (sums,) = self.group.all_reduce([torch.from_numpy(np.array([np.ravel(x) for x in sums], np.float64))])  # [7, S]
-        returns, episodes, clipped, *terms = sums.squeeze(-1).numpy()
+        sums = np.stack([returns, episodes, clipped, *(summary[name] for name in TERMS)])  # [7, S]
+        (sums,) = self.group.all_reduce([torch.from_numpy(sums)])
+        returns, episodes, clipped, *terms = sums.numpy()
         row = {"steps": (iteration + 1) * self.config.steps_per_iteration, "clipped": clipped}
         if outside:  # of continuous actions
             (row["outside"],) = outside
