@@ -42,12 +42,6 @@ def outcome(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.add(_one, distance, alpha=-0.1), distance > _limit
 
 
-def obs_bounds(extra_features: int = 0, hide_velocity: bool = False) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Lowest and highest value of each feature of an observation."""
-    low, high = (bound[: 1 if hide_velocity else 2] for bound in STATE_BOUNDS)
-    return low + (-1.0,) * extra_features, high + (1.0,) * extra_features
-
-
 class TensorEnv(Saved):
     """N (`num_envs`) environments as tensors on one device, stepped together. A task is a subclass that defines `start`,
     `advance`, if need be `observe`, and these attributes: `bounds`, the lowest and highest value of each feature of an
@@ -131,7 +125,8 @@ class Cart(TensorEnv):
         if extra_features < 0:
             raise ValueError(f"extra_features is {extra_features}: use 0 or more")
         self.start_noise, self.channels, self.hide_velocity = start_noise, extra_features, hide_velocity
-        self.bounds = obs_bounds(extra_features, hide_velocity)
+        low, high = (bound[: 1 if hide_velocity else 2] for bound in STATE_BOUNDS)
+        self.bounds = low + (-1.0,) * extra_features, high + (1.0,) * extra_features
         super().__init__(num_envs, device, seed, purpose)
 
     def start(self, numbers):

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp8rl import env as cart
-from fp8rl.env import LIMIT, MAX_STEPS, PUSH, Cart, TensorEnv, dynamics, obs_bounds, outcome
+from fp8rl.env import LIMIT, MAX_STEPS, PUSH, Cart, TensorEnv, dynamics, outcome
 from fp8rl.evaluate import play
 from fp8rl.scale.gym import interface_of
 from fp8rl.tasks.single import CustomEnv
@@ -201,7 +201,7 @@ def test_every_form_of_the_environment_takes_the_options(observed):
         check_env(gymnasium.make(NAME, **observed).unwrapped)
     vector = gymnasium.make_vec(NAME, num_envs=5, **observed)
     obs, _ = vector.reset(seed=0)
-    size = len(obs_bounds(**observed)[0])
+    size = len(Cart(1, **observed).bounds[0])
     assert obs.shape == (5, size) and vector.observation_space.contains(obs)
     assert Cart(3, **observed).obs.shape == (3, size)
 
