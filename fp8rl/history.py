@@ -161,13 +161,8 @@ class EpisodeReturns(Saved):
         return found.view(2, self.agents, -1).sum(2)
 
 
-def packed(stats: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """The statistics of updates, scalars or tensors [S], as one tensor, float64 [K] or [K, S]."""
-    return torch.stack([x.float() for s in stats for x in s.values()]).double()
-
-
 def summarize(stats: list[dict[str, torch.Tensor]], found: np.ndarray) -> dict[str, float | np.ndarray]:
-    """The statistics of an iteration's updates, `found` in what is `packed`, in one row of numbers or arrays [S]."""
+    """The statistics of an iteration's updates, whose numbers or arrays [S] are `found` in their order, in one row."""
     numbers = iter(found)
     stats = [{name: next(numbers) for name in s} for s in stats]
     column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from .config import Config
 from .env import Cart
 from .evaluate import Judge
-from .history import TERMS, EpisodeReturns, History, RewardScale, packed, summarize
+from .history import TERMS, EpisodeReturns, History, RewardScale, summarize
 from .losses import actor_critic_loss, only_here, vtrace
 from .model import ActorCritic
 from .precision import PRECISIONS, Precision
@@ -201,7 +201,7 @@ class Run:
         if self.stores:
             self.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
         stats = self.improve(rollout)
-        own = [packed(stats), *self.returns.add(rollout), self.ring.clipped.sum(-1)]
+        own = [torch.stack([x.float() for s in stats for x in s.values()]), *self.returns.add(rollout), self.ring.clipped.sum(-1)]
         if rollout.action.is_floating_point():
             own.append((rollout.by_agent(len(self.configs)).action.abs() > 1).float().mean((0, 2, 3)))  # outside the bounds
         if self.graph:
