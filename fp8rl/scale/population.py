@@ -17,7 +17,7 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 import copy
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from .storage import StoredRing, ring_bytes
 # The fields of Config in which the agents of a population may differ.
 FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "clip", "entropy_coef", "value_coef")
 FREE += ("learning_rate", "max_grad_norm", "formats")
+Part = tuple[slice, list[Rounding]]  # agents that compute together, and the rounding of every layer
 CHUNK = 16  # agents that compute together on a CPU: results of more would leave its cache before they are read again
 
 
@@ -119,21 +120,22 @@ class Agents(nn.Module):
         self.acting_parts = {kind: self.parts_of(configs, kind == "actor") for kind in ("learner", "actor")}
         self.space, self.passes = Workspace(), 0
 
-    def parts_of(self, configs: list[Config], acting: bool = False, most: int | None = None) -> list["Part"]:
+    def parts_of(self, configs: list[Config], acting: bool = False, most: int | None = None) -> list[Part]:
         """The agents in parts of at most `most`, for learning or for acting."""
         kinds = [matmuls_of(config, acting) for config in configs]
-        return [Part(agents, roundings_of(matmuls, self.shapes)) for agents, matmuls in alike(kinds, most)]
+        return [(agents, roundings_of(matmuls, self.shapes)) for agents, matmuls in alike(kinds, most)]
 
     @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return views(self.theta.detach(), self.shapes)
 
-    def results(self, part: "Part", obs: torch.Tensor, layers: list) -> list[tuple[torch.Tensor, ...]]:
+    def results(self, part: Part, obs: torch.Tensor, layers: list) -> list[tuple[torch.Tensor, ...]]:
         """Inputs, weights and outputs of each layer, rounded, for a part's agents and observations [S, R, F]."""
-        x, found = obs[part.agents], []
-        for i, ((weight, bias), rounding) in enumerate(zip(layers, part.roundings, strict=True)):
-            x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[part.agents])
-            bias, name = apply(rounding.result, bias[part.agents]), (i, part.agents.start)
+        agents, roundings = part
+        x, found = obs[agents], []
+        for i, ((weight, bias), rounding) in enumerate(zip(layers, roundings, strict=True)):
+            x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[agents])
+            bias, name = apply(rounding.result, bias[agents]), (i, agents.start)
             y = self.space.product(name, x, weight.mT, bias, by_column=weight.shape[1] < x.shape[2])
             y = apply(rounding.result, y.relu_() if i + 1 < len(self.shapes) else y)
             found.append((x, weight, y))
@@ -175,13 +177,6 @@ def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torc
     sizes = [size for rows, columns in shapes for size in (rows * columns, rows)]
     weights_and_biases = iter(theta[:, : sum(sizes)].split(sizes, dim=1))
     return [(next(weights_and_biases).unflatten(1, shape), next(weights_and_biases).unsqueeze(1)) for shape in shapes]
-
-
-class Part(NamedTuple):
-    """Agents that compute together, and the rounding of every layer."""
-
-    agents: slice
-    roundings: list[Rounding]
 
 
 def alike(values: list, most: int | None = None) -> list[tuple[slice, Any]]:
