@@ -31,6 +31,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .. import fp8
 from ..distribution import Gaussian
 from ..env import TensorEnv
+from .passes import scale_of
 from .rounding import TO
 
 BLOCK = 64  # environments in a program
@@ -165,8 +166,7 @@ def cast(x, inside, TO: tl.constexpr):
     if TO == E4M3:
         magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of which a larger one has larger bits, and NaN the largest
         bits = tl.max(tl.max(tl.where(inside[:, None], magnitude, 0), 1), 0)
-        exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 is 1.75 * 2^8
-        scale = ((tl.minimum(tl.maximum(exponent, -126), 119) + 127) << 23).to(tl.float32, bitcast=True)
+        scale = ((scale_of(bits, 3) + 127) << 23).to(tl.float32, bitcast=True)
         binade = (magnitude & 0x7F800000).to(tl.float32, bitcast=True)
         shift = tl.maximum(binade, scale * 0.015625) * 1572864.0  # 2^-6, and 1.5 * 2^20: as in lab.formats.scaled
         x = tl.where(bits < 0x7F800000, x + shift - shift, float("nan"))
