@@ -170,7 +170,6 @@ class Run:
         self.graph = graph and graph(self.advance)
         self.counter = torch.zeros((), dtype=torch.int64, device=self.learner.device) if graph else 0  # of iterations
         self.returns = EpisodeReturns(self.collector.env.num_envs, len(self.configs), self.collector.env.device)
-        self.stores = config.replay_updates > 0 or self.ring.lasting  # otherwise nothing reads the ring
 
     @property
     def history(self) -> History:
@@ -198,7 +197,7 @@ class Run:
         if not self.graph:
             self.require_finite(rollout)  # before anything learns from it
         self.learner.watch(rollout)
-        if self.stores:
+        if self.config.replay_updates or self.ring.lasting:  # otherwise nothing reads it
             self.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
         stats = self.improve(rollout)
         own = [torch.stack([x.float() for s in stats for x in s.values()]), *self.returns.add(rollout), self.ring.clipped.sum(-1)]
