@@ -38,8 +38,8 @@ def pair(configs, max_steps=None) -> list[Run]:
         if max_steps:
             run.env.max_steps, run.env._max_steps = max_steps, torch.tensor(max_steps, dtype=torch.int32)
     plain, kernel = (run.collector for run in found)
-    agents = kernel.model if many else fused.Alone(kernel.model, kernel.precision.name)
-    plain.loop, kernel.loop = unroll, kernels.Fused(kernel.env, agents)
+    acting = kernel.model.acting if many else functools.partial(fused.alone, kernel.model, kernel.precision.name)
+    plain.loop, kernel.loop = unroll, kernels.Fused(kernel.env, acting)
     return found
 
 
@@ -171,8 +171,8 @@ REFUSED = {
 def test_what_has_no_kernel_is_refused(name):
     options, reason = REFUSED[name]
     run = Population([short(**options)])
-    refused(reason, kernels.Fused, run.env, run.model, error=NotImplementedError)
-    assert kernels.tried(run.env, run.model) is None
+    refused(reason, kernels.Fused, run.env, run.model.acting, error=NotImplementedError)
+    assert kernels.tried(run.env, run.model.acting) is None
 
 
 PLAIN = [{"encoder": "gru"}, {"normalize_obs": True}, {"formats": "m=e4m3"}, {"vectorization": "sync", "env_id": "CartPole-v1"}]
@@ -181,7 +181,7 @@ PLAIN += [{"precision": "tf32"}] * torch.cuda.is_available()
 
 
 def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
-    monkeypatch.setattr(fused, "loop_of", lambda env, agents: kernels.tried(env, agents) or unroll)  # as on a GPU
+    monkeypatch.setattr(fused, "loop_of", lambda env, acting: kernels.tried(env, acting) or unroll)  # as on a GPU
     for options in ({}, {"precision": "fp8", "collect_precision": "bf16"}, {"num_envs": 128}, *PLAIN):
         machine = Machine(DEVICE, vectorization=options.get("vectorization"))
         run = build(short(**{name: x for name, x in options.items() if name != "vectorization"}), machine)
@@ -192,11 +192,11 @@ def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
 def test_a_kernel_that_does_not_run_here_is_not_used(monkeypatch):
     run = Population([short()], DEVICE)
     before = run.env.state_dict()
-    assert isinstance(kernels.tried(run.env, run.model), kernels.Fused)
+    assert isinstance(kernels.tried(run.env, run.model.acting), kernels.Fused)
     assert all(map(torch.equal, before.values(), run.env.state_dict().values()))  # it was a copy that was stepped
     monkeypatch.setattr(kernels, "play", None)
     with pytest.warns(UserWarning, match="agents act step by step, because their kernel does not run here: 'NoneType'"):
-        assert kernels.tried(run.env, run.model) is None
+        assert kernels.tried(run.env, run.model.acting) is None
 
 
 def test_rounding_to_e4m3_is_that_of_the_formats():
@@ -246,7 +246,7 @@ from triton.compiler import ASTSource
 from fp8rl.config import Config
 from fp8rl.rollout import noise_of
 from fp8rl.scale import kernels
-from fp8rl.scale.fused import Alone
+from fp8rl.scale.fused import alone
 from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
 
@@ -271,11 +271,11 @@ class Compiled:
 
 play, kernels.play = kernels.play, Compiled()
 many = Population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
-alone = build(Config(steps=100_000, precision="bf16", env_id="test_kernels:Many", layers=3, num_envs=1, rollout_length=128))
-for run, agents, capabilities in ((many, many.model, (80, 90)), (alone, Alone(alone.model, "bf16"), (90,))):
+one = build(Config(steps=100_000, precision="bf16", env_id="test_kernels:Many", layers=3, num_envs=1, rollout_length=128))
+for run, acting, capabilities in ((many, many.model.acting, (80, 90)), (one, lambda: alone(one.model, "bf16"), (90,))):
     with torch.no_grad():
         noise = noise_of(run.env, run.collector.length, run.collector.seed, "actions", 0)
-        kernels.Fused(run.env, agents)(None, run.env, noise, run.env.draw(len(noise)))
+        kernels.Fused(run.env, acting)(None, run.env, noise, run.env.draw(len(noise)))
 """
 
 

@@ -107,28 +107,22 @@ class Reusing(Around):
         return self.inner.update(batch, record, computed)
 
 
-class Alone:
-    """The acting network of a run as a population's of one agent, for `loop_of`. It has the weights that the network has when
-    `acting` is called. `precision`: the name of its precision, which must not be tf32."""
-
-    def __init__(self, model: Fast, precision: str):
-        self.model, self.precision = model, precision
-
-    def acting(self) -> SimpleNamespace:
-        """Its `parts` and `spread`, as population.Policy has them."""
-        model, layers = self.model, []
-        for layer in (model.inputs, *model.hidden, model.actor):
-            layers.append((layer.weight.detach().unsqueeze(0), layer.bias.detach().view(1, 1, -1)))
-        roundings = roundings_of(Matmuls(self.precision), [tuple(weight[0].shape) for weight, _ in layers])
-        spread = None if model.spread is None else model.spread.detach().view(1, 1, -1)
-        return SimpleNamespace(parts=[(slice(0, 1), stored(layers, roundings))], spread=spread)
+def alone(model: Fast, precision: str) -> SimpleNamespace:
+    """The acting network of a run, with its present weights, as population.Policy has a population's: `parts`, here of one agent,
+    and `spread`. `precision`: the name of its precision, which must not be tf32."""
+    layers = []
+    for layer in (model.inputs, *model.hidden, model.actor):
+        layers.append((layer.weight.detach().unsqueeze(0), layer.bias.detach().view(1, 1, -1)))
+    roundings = roundings_of(Matmuls(precision), [tuple(weight[0].shape) for weight, _ in layers])
+    spread = None if model.spread is None else model.spread.detach().view(1, 1, -1)
+    return SimpleNamespace(parts=[(slice(0, 1), stored(layers, roundings))], spread=spread)
 
 
-def loop_of(env: TensorEnv, agents) -> Callable:
-    """How agents (population.Agents, or Alone) act: all steps in one kernel (kernels.py), where Triton's kernels run and the one
-    for the task exists and runs; or else `unroll`."""
+def loop_of(env: TensorEnv, acting: Callable) -> Callable:
+    """How agents act that `acting` returns (population.Agents.acting, or `alone`): all steps in one kernel (kernels.py), where
+    Triton's kernels run and the one for the task exists and runs; or else `unroll`."""
     if not load_kernels(env.device):
         return unroll
     from .kernels import tried  # not above, because Triton takes long to import and may be missing
 
-    return tried(env, agents) or unroll
+    return tried(env, acting) or unroll

@@ -259,15 +259,15 @@ def play(start, network, rollout, counts, SIZES: tl.constexpr, ROUND: tl.constex
 
 
 class Fused:
-    """`rollout.unroll` for the networks of S agents in an environment, one launch for those of a precision. `agents`: their
-    `acting` returns what population.Policy has, `parts` and `spread`. The environment's attributes are taken as they are now.
+    """`rollout.unroll` for the networks of S agents in an environment, one launch for those of a precision. `acting` returns what
+    population.Policy has, `parts` and `spread`. The environment's attributes are taken as they are now.
     Raises NotImplementedError for what has no kernel: a task with a `step` of its own or other operations than FORMS; more than
     16 features, numbers in a state, or actions; layers that are not WIDTHS wide; other roundings; and for
     e4m3, whose scale is of all an agent's rows, more than BLOCK environments."""
 
-    def __init__(self, env: TensorEnv, agents):
-        policy = agents.acting()
-        self.agents, self.gaussian, self.envs = agents, policy.spread is not None, env.num_envs // policy.parts[-1][0].stop
+    def __init__(self, env: TensorEnv, acting: Callable):
+        policy = acting()
+        self.acting, self.gaussian, self.envs = acting, policy.spread is not None, env.num_envs // policy.parts[-1][0].stop
         width = policy.parts[0][1][0][0].shape[-1]  # of the first weights [S, I, O]
         self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, width
         used = {x for _, layers in policy.parts for each in numbers(layers) for x in divmod(each, 4)}
@@ -282,7 +282,7 @@ class Fused:
 
     def __call__(self, model, env: TensorEnv, noise: torch.Tensor, starts: tuple, state: None = None):
         """As rollout.unroll, with the agents' present weights."""
-        policy, length, count, own = self.agents.acting(), len(noise), env.num_envs, torch.contiguous_format
+        policy, length, count, own = self.acting(), len(noise), env.num_envs, torch.contiguous_format
         (F, _, A, _), empty = self.sizes, env.obs.new_empty
         states, elapsed, done = env.state.clone(memory_format=own), env.elapsed.clone(), env.done.byte()
         obs, outputs, rewards = empty(length + 1, count, F), empty(length, count, A), empty(length, count)
@@ -320,12 +320,12 @@ def numbers(layers: list[tuple]) -> tuple[int, ...]:
     return tuple(4 * ROUNDINGS.index(inputs) + ROUNDINGS.index(result) for inputs, result in found)
 
 
-def tried(env: TensorEnv, agents) -> Fused | None:
+def tried(env: TensorEnv, acting: Callable) -> Fused | None:
     """A Fused, after a short rollout on a copy. None if there is no kernel or, with a warning, if it does not run here: Triton
     needs a C compiler, and a GPU with shared memory for the weights of all layers."""
     zeros = functools.partial(torch.zeros, device=env.device)
     try:
-        loop = Fused(env, agents)
+        loop = Fused(env, acting)
         noise = zeros(16, env.num_envs, *[env.num_actions] * (loop.gaussian or env.num_actions != 2))
         with torch.no_grad():
             loop(None, copy.copy(env), noise, 16 * (zeros(env.num_envs, env.state_size + env.channels),))

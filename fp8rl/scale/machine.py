@@ -7,6 +7,7 @@ evaluation.) What is learned is defined in Config; a resumed run may change its 
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -115,7 +116,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     if reuses_forward(config, machine, env.num_envs):
         learner = fused.Reusing(learner, loop := fused.Reuse(model, learning))
     elif type(actor) is fused.Fast and isinstance(env, TensorEnv) and not (config.formats or acting.rules.tf32):
-        loop = fused.loop_of(env, fused.Alone(actor, acting.name))
+        loop = fused.loop_of(env, functools.partial(fused.alone, actor, acting.name))
     collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
     if launch:
         collector = graphs.InPlace(collector)

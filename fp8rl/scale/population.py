@@ -423,7 +423,7 @@ class Population(Run):
         optimizer = Adam(model.theta, one.learning_rate, places, model.sizes, seed)
         rewards = RewardScale(env.num_envs, device, self.agents)
         learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
-        collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model))
+        collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model.acting))
         launch = graphs.launcher(graph, scales.device)
         if launch:
             collector = graphs.InPlace(collector)
