@@ -36,8 +36,9 @@ class History:
             values.append(self._of_all(row.get(name, math.nan)))
 
     def _of_all(self, number):
-        numbers = np.full(self.agents or 1, number, np.float64)  # a copy: views of numbers read at once would keep them all
-        return numbers if self.agents else numbers.item()
+        if self.agents:
+            return np.full(self.agents, number, np.float64)  # a copy: views of numbers read at once would keep them all
+        return np.asarray(number, np.float64).item()
 
     def __len__(self) -> int:
         return len(self.columns.get("iteration", ()))
