@@ -40,7 +40,8 @@ class Config:
     seed: int = 0  # Seed for weights, starts, actions and replay.
     steps: int = 100_000  # Environment steps to train for, rounded down to whole iterations.
 
-    # A Gymnasium environment (CartPole-v1) with flat Box observations, Discrete or flat, bounded Box actions; None: the cart.
+    # A Gymnasium environment (CartPole-v1) with flat Box or Discrete observations, and Discrete or flat, bounded Box actions.
+    # None: the cart.
     env_id: str | None = None
     num_envs: int = 16  # Number of environments stepped together, N.
     # Training episodes start within this distance of 0, evaluation within 0.05. Only the cart has this and the next two.

@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Sequence, Tuple
 from helpers import SHORT, SIZED, after, refused, resumed, run_cli, small, trained
 
 from fp8rl import __main__ as cli
@@ -144,9 +144,9 @@ KINDS = {
         r"whose actions are Box\[2\] of int64: .*, with a flat Box of floats",
     ),
     "Several": ({"action_space": MultiDiscrete([2, 3])}, r"whose actions are MultiDiscrete\(\[2 3\]\): .*, with a Discrete or"),
-    "Keyed": (
-        {"observation_space": Dict(x=Discrete(8))},
-        r"whose observations are Dict\[\], not a flat Box: .*FlattenObservation",
+    "Listed": (
+        {"observation_space": Sequence(Discrete(8))},
+        r"whose observations are Sequence\[\], not a flat Box: .*TransformObservation, with a flat Box",
     ),
     "Picture": ({"observation_space": Box(0, 255, (8, 8), np.uint8)}, r"whose observations are Box\[8, 8\], not a flat Box"),
 }
@@ -242,6 +242,28 @@ def test_steps_are_gymnasium_s_own():
         assert (reward[resets] == 0).all() and not env.done[resets].any() and (obs[resets].abs() <= 0.05).all()
         ended += int(terminated.sum())
     assert ended > 3
+
+
+# Observations of other spaces than a Box, from a count and an action, and the features that they become.
+COUNT, NUMBER = Discrete(8), Box(0, 9, (1,), np.float64)
+SPACES = {
+    "Digit": (COUNT, lambda obs: int(obs[0]), [0, 1, 0, 0, 0, 0, 0, 0]),
+    "Pair": (Tuple((COUNT, NUMBER)), lambda obs: (int(obs[0]), obs[1:]), [0, 1, 0, 0, 0, 0, 0, 0, 6]),
+    "Keyed": (Dict(a=NUMBER, b=COUNT), lambda obs: {"a": obs[1:], "b": int(obs[0])}, [6, 0, 1, 0, 0, 0, 0, 0, 0]),
+}
+for name, (space, see, _) in SPACES.items():
+    register(name, kwargs={"observation_space": space, "see": see})
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_observations_of_other_spaces_become_features(name):
+    features = SPACES[name][2]
+    for vectorization in ("sync", "async"):
+        env = GymEnv(f"fp8rl-tests/{name}-v0", 2, vectorization=vectorization)
+        assert len(env.bounds[0]) == len(features) and env.obs[:, : len(features)].sum() == 2
+        obs, *_ = env.step(torch.ones(2, dtype=torch.long))  # the second of three actions from 5 up
+        assert obs.tolist() == 2 * [features]
+        env.close()
 
 
 def test_processes_and_one_process_give_the_same_rollout():

@@ -1,7 +1,7 @@
 """Any Gymnasium environment as tensors on a device.
 
 `GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `TensorEnv` that training uses. Any
-environment with flat Box observations and Discrete or flat, bounded Box actions will do.
+environment with flat Box or Discrete observations and Discrete or flat, bounded Box actions will do.
 """
 
 import contextlib
@@ -45,8 +45,17 @@ def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
         raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}{list(shape)}")
 
 
-def strict(env: gymnasium.Env) -> gymnasium.Env:
-    """Rejects observations whose shape or type differs from their space's, which some of Gymnasium's vector forms cast."""
+def flat_space(space: gymnasium.Space) -> gymnasium.Space:
+    """The space of observations as the network sees them. A Discrete one has a feature for each value, 1 where it is the value
+    and 0 elsewhere; a Tuple or a Dict has the features of its parts. A Box stays as it is: this is no network for images."""
+    return space if isinstance(space, gymnasium.spaces.Box) else gymnasium.spaces.flatten_space(space)
+
+
+def flat(env: gymnasium.Env) -> gymnasium.Env:
+    """The environment with observations of `flat_space`. Rejects those whose shape or type differs from it, which some of
+    Gymnasium's vector forms cast."""
+    if flat_space(env.observation_space) is not env.observation_space:
+        env = gymnasium.wrappers.FlattenObservation(env)
     space = env.observation_space
 
     def checked(obs):
@@ -81,8 +90,9 @@ class Interface(NamedTuple):
 
 def interface_of(env_id: str) -> Interface:
     """The interface of an environment; one without a time limit gets 10,000 steps, with a warning. Raises ValueError if Gymnasium
-    cannot make it, its observations are not a flat Box with features, or its actions are neither Discrete with 2 to 256 of them
-    nor a flat Box of bounded floating-point numbers, and EnvironmentFailed if it calls sys.exit."""
+    cannot make it, its observations are no flat Box with features and do not become one (`flat_space`), or its actions are
+    neither Discrete with 2 to 256 of them nor a flat Box of bounded floating-point numbers, and EnvironmentFailed if it calls
+    sys.exit."""
     name = env_id.rpartition(":")[2]  # without a module to import
     spec, known = KNOWN.get(name, (None, None))
     if spec and spec is gymnasium.registry.get(name):
@@ -94,11 +104,11 @@ def interface_of(env_id: str) -> Interface:
     except Exception as error:  # an unknown id, a missing package, or whatever the environment's own code raises
         reason = " ".join(str(error).split())
         raise ValueError(f"env_id is {env_id!r}, which Gymnasium cannot make ({reason}): register or install it") from error
-    observations, actions = env.observation_space, env.action_space
+    observations, actions = flat_space(env.observation_space), env.action_space
     env.close()
     if not isinstance(observations, gymnasium.spaces.Box) or len(observations.shape) != 1:
         kind = f"{type(observations).__name__}{list(observations.shape or ())}"
-        remedy = "register it wrapped in gymnasium.wrappers.FlattenObservation"
+        remedy = "register it wrapped in gymnasium.wrappers.TransformObservation, with a flat Box"
         raise ValueError(f"env_id is {env_id!r}, whose observations are {kind}, not a flat Box: {remedy}")
     if observations.shape == (0,):
         raise ValueError(f"env_id is {env_id!r}, whose observations are Box[0], without features: choose another")
@@ -149,7 +159,7 @@ class GymEnv(Saved):
         self._async = vectorization == "async"
         next_step, kwargs = gymnasium.vector.AutoresetMode.NEXT_STEP, {}
         if vectorization != "vector_entry_point":
-            kwargs = {"vector_kwargs": {"autoreset_mode": next_step}, "wrappers": [strict]}
+            kwargs = {"vector_kwargs": {"autoreset_mode": next_step}, "wrappers": [flat]}
         try:
             with children_ignore_interrupts() if self._async else contextlib.nullcontext():
                 self.envs = gymnasium.make_vec(env_id, num_envs, vectorization_mode=vectorization, **kwargs)
