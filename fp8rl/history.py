@@ -127,19 +127,19 @@ class RewardScale(Saved):
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Takes the next rollout, with a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
         before = self.open.view(self.square.shape[1], -1)
-        rewards, ends = (x.view(-1, *before.shape) for x in (rollout.reward, rollout.ended))
-        keep = torch.cat((torch.zeros_like(ends[:1]), ends[:-1])).logical_not().float() * gamma
-        # G_t = r_t + gamma G_{t-1}, from 0 in a new episode. After an infinite reward, at which an agent stops, it stays NaN.
+        rewards, keep = rollout.reward.view(-1, *before.shape), rollout.valid.view(-1, *before.shape) * gamma
+        # G_t = r_t + gamma G_{t-1}, and 0 in the dummy row before a new episode. After an infinite reward, at which an agent
+        # stops, it stays NaN.
         if recurrence := faster.kernel("recurrence", rewards.device):
             G = recurrence(rewards, keep, before)
         else:
             G = torch.empty_like(rewards)
             for now, reward, kept in zip(G.unbind(), rewards.unbind(), keep.unbind(), strict=True):
                 before = torch.mul(before, kept, out=now).add_(reward)
-        self.open.copy_(G[-1].masked_fill(ends[-1], 0).flatten())  # in place, because a captured step may read it
+        self.open.copy_(G[-1].flatten())  # in place, because a captured step may read it
         squares = G.square().sum((0, 2)).unsqueeze(1)
         squares, count = all_reduce([squares, torch.full_like(squares, rewards.numel() / len(squares))])
-        self.square.lerp_(torch.stack((squares / count, torch.ones_like(squares))), 1 - self.KEEPS ** len(G))
+        self.square.lerp_(torch.stack((squares, count)) / count, 1 - self.KEEPS ** len(G))
 
 
 class EpisodeReturns(Saved):
@@ -154,10 +154,10 @@ class EpisodeReturns(Saved):
     def add(self, rollout: Rollout) -> torch.Tensor:
         """Takes the next rollout. Returns each agent's sum of the returns of episodes that ended in it, and how many, float64
         [2, S]."""
-        ends, row = rollout.ended, torch.arange(len(rollout.flags), device=self.open.device).unsqueeze(1)
-        until = row <= torch.where(ends, row, -1).amax(0)  # up to the last end, where all rewards are of episodes that ended
-        before, left = (rollout.reward.where(rows, 0).sum(0, dtype=torch.float64) for rows in (until, ~until))
-        found = torch.stack((torch.where(until[0], self.open + before, 0), ends.sum(0)))
+        ends, row = rollout.ended, torch.arange(1, len(rollout.flags) + 1, device=self.open.device).unsqueeze(1)
+        until = row <= (ends * row).amax(0)  # up to the last end, where all rewards are of episodes that ended
+        before, left = ((rollout.reward * rows).sum(0, dtype=torch.float64) for rows in (until, ~until))
+        found = torch.stack(((self.open + before) * until[0], ends.sum(0)))
         self.open.copy_(torch.where(until[0], left, self.open + left))  # in place, because a captured step may read it
         return found.view(2, self.agents, -1).sum(2)
 

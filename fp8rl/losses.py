@@ -116,7 +116,7 @@ def actor_critic_loss(outputs, values, rollout: Rollout, config, all_reduce=only
         (squares,) = all_reduce([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
     # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which the advantage pushes it.
-    advantage = torch.where((ratio - 1) * advantage.sign() < config.clip, advantage, 0)
+    advantage = advantage * ((ratio - 1) * advantage.sign() < config.clip)
     policy_loss = -_sum(logp * advantage) / count  # no factor rho: V-trace's min(1, rho) is in the advantage
     value_loss = 0.5 * _sum((mask * (values[:-1] - target)).square()) / count
     entropy = _sum(mask * policy.entropy()) / count

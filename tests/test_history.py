@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8rl.config import Config
 from fp8rl.history import EpisodeReturns, History, RewardScale, summarize
-from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 
 def test_history_keeps_columns_and_gives_rows():
@@ -63,20 +63,21 @@ def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
 
 
 def test_the_scale_of_rewards_by_hand_for_two_agents():
-    """Two environments each; ends in consecutive rows, in the last row, and nowhere."""
+    """Two environments each; ends in the first, a middle and the last row, each with its dummy row, and nowhere."""
     rng, gamma = np.random.default_rng(0), np.array([0.9, 0.5], dtype=np.float32)
     reward = rng.normal(size=(2, 6, 4)).astype(np.float32)
     flags = np.zeros((2, 6, 4), dtype=np.uint8)
-    flags[0, 2:4, 0], flags[0, 5, 1], flags[1, 0, 3] = TERMINATED, TRUNCATED, TERMINATED
+    flags[0, 2, 0], flags[0, 5, 1], flags[1, 0, 3] = TERMINATED, TRUNCATED, TERMINATED
+    flags[0, 3, 0] = flags[1, 0, 1] = flags[1, 1, 3] = DUMMY
+    reward[flags == DUMMY] = 0
     scale, G, means = RewardScale(4, agents=2), np.zeros(4), np.zeros((2, 2))
-    for rewards, ends in zip(reward, flags, strict=True):
-        rollout = Rollout(None, None, torch.from_numpy(rewards), torch.from_numpy(ends), None)
+    for rewards, own in zip(reward, flags, strict=True):
+        rollout = Rollout(None, None, torch.from_numpy(rewards), torch.from_numpy(own), None)
         scale.add(rollout, torch.from_numpy(gamma).unsqueeze(1), lambda tensors: tensors)
         squares = np.zeros(2)
         for t, b in np.ndindex(*rewards.shape):
-            G[b] = rewards[t, b] + gamma[b // 2] * G[b]
+            G[b] = 0 if own[t, b] == DUMMY else rewards[t, b] + gamma[b // 2] * G[b]
             squares[b // 2] += G[b] ** 2
-            G[b] *= not ends[t, b]
         keep = 0.99**6
         means = keep * means + (1 - keep) * np.array([squares / 12, [1, 1]])
     np.testing.assert_allclose(scale.open, G, rtol=1e-5)
@@ -91,7 +92,7 @@ def test_what_a_captured_step_reads_stays_where_it_is():
     scale.add(rollout, 0.5, lambda tensors: tensors)
     assert returns.add(rollout).tolist() == [[2.0], [1.0]]
     assert scale.open is opened[0] and returns.open is opened[1]
-    assert scale.open.tolist() == [0.0, 1.5] and returns.open.tolist() == [0.0, 2.0]
+    assert scale.open.tolist() == [1.5, 1.5] and returns.open.tolist() == [0.0, 2.0]
 
 
 def stats_of(**changes) -> dict[str, torch.Tensor]:

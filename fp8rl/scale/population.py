@@ -16,6 +16,7 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -310,20 +311,20 @@ class Adam(Saved):
     @torch.no_grad()
     def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
         """One step of the agents in `takes`, bool [S, 1], with gradients `grad` [S, P] times `factor` [S, 1]."""
-        begun = self.count.clone()
         self.count += takes
-        size = torch.where(takes, (1 - 0.9**self.count).reciprocal() * -self.rate, 0.0)
-        keep, add = torch.where(takes, 0.999, 1.0).float(), torch.where(takes, 1 - 0.9, 0.0).float()
-        root = torch.where(takes, (1 - 0.999**self.count).sqrt(), 1.0)  # before an agent's first step it would be 0
-        all_take = takes.device.type == rng.HOST and bool(takes.all())
+        taken, steps = takes.float(), self.count.clamp(min=1)  # before an agent's first step it would divide by 0
+        size = (1 - 0.9**steps).reciprocal() * self.rate * taken
+        keep, add, root = 1 - (1 - 0.999) * taken, (1 - 0.9) * taken, (1 - 0.999**steps).sqrt()
+        rests = None if takes.device.type == rng.HOST and takes.all() else ~takes
         for agents, places in self.parts:
             g = grad[agents] * factor[agents]
-            g = g if all_take else torch.where(takes[agents], g, 0)  # what is not finite times 0 would be NaN
+            g = g if rests is None else g.masked_fill_(rests[agents], 0)  # what is not finite times 0 would be NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
-            noise = noises(places, self.seeds[agents], begun[agents], grad.shape[1], grad.device) if places.noisy else {}
+            begun = self.count[agents] - taken[agents] if places.noisy else None
+            noise = noises(places, self.seeds[agents], begun, grad.shape[1], grad.device) if places.noisy else {}
             (first, first_kept), (second, second_kept) = places.moments(first, second, self.sizes, noise)
-            theta = self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5))
+            theta = self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5), value=-1)
             if places:
                 theta.copy_(places.weights(theta, self.sizes, noise))
                 self.first[agents], self.second[agents] = first_kept, second_kept
@@ -349,18 +350,17 @@ class Scales(Saved):
         """Like Precision.step, for losses [S]; the report has [S] of each."""
         optimizer.theta.grad = None
         with self.autocast():
-            (loss * self.scale.squeeze(1)).sum().backward()
+            loss.backward(self.scale.squeeze(1))  # times its gradient
         grad = optimizer.theta.grad
         norm = grad.norm(dim=1, keepdim=True) / self.scale
-        finite = norm.isfinite()
-        takes = finite & ~self.stopped
+        finite = norm < math.inf  # and no NaN
         factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1) / self.scale
-        optimizer.step(grad, factor, takes)
-        good = torch.where(finite, self.good + 1, 0)
-        grown = torch.where(good == SCALE_GROWTH_INTERVAL, 2 * self.scale, self.scale)
-        # In place, because a captured step reads these tensors.
-        self.good.copy_(torch.where(good == SCALE_GROWTH_INTERVAL, 0, good))
-        self.scale.copy_(torch.where(self.grows, torch.where(finite, grown, self.scale / 2), self.scale))
+        optimizer.step(grad, factor, takes=finite > self.stopped)  # of bools, a > b is a and not b
+        self.good.add_(1).mul_(finite)  # in place, because a captured step reads these tensors
+        full = self.good == SCALE_GROWTH_INTERVAL
+        grown = torch.where(finite, torch.where(full, 2 * self.scale, self.scale), self.scale / 2)
+        self.scale.copy_(torch.where(self.grows, grown, self.scale))
+        self.good.masked_fill_(full, 0)
         return StepReport(norm.squeeze(1), self.scale.squeeze(1).clone(), ~finite.squeeze(1))
 
 
