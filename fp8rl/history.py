@@ -120,14 +120,14 @@ class RewardScale(Saved):
 
     @property
     def scale(self) -> torch.Tensor:
-        """What rewards are multiplied by, float32 [S, 1]: 1 if there were none."""
+        """What rewards are multiplied by, float32 [S, 1]: 1 if there were none, or none but 0."""
         square, weight = self.square
-        return torch.where(square > 0, (square / weight).rsqrt(), 1.0)
+        return (square / weight).rsqrt().nan_to_num(nan=1, posinf=1)
 
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Takes the next rollout, with a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
         before = self.open.view(self.square.shape[1], -1)
-        rewards, keep = rollout.reward.view(-1, *before.shape), rollout.valid.view(-1, *before.shape) * gamma
+        rewards, keep = rollout.reward.view(-1, *before.shape), rollout.valid.float().view(-1, *before.shape) * gamma
         # G_t = r_t + gamma G_{t-1}, and 0 in the dummy row before a new episode. After an infinite reward, at which an agent
         # stops, it stays NaN.
         if recurrence := faster.kernel("recurrence", rewards.device):
