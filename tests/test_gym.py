@@ -148,7 +148,13 @@ KINDS = {
         {"observation_space": Sequence(Discrete(8))},
         r"whose observations are Sequence\[\], not a flat Box: .*TransformObservation, with a flat Box",
     ),
-    "Picture": ({"observation_space": Box(0, 255, (8, 8), np.uint8)}, r"whose observations are Box\[8, 8\], not a flat Box"),
+    "Picture": (
+        {"observation_space": Box(0, 255, (8, 8), np.uint8)},
+        r"whose observations are Box\[8, 8\], not a flat Box: .*FlattenObservation",
+    ),
+    "Empty": ({"observation_space": Tuple([])}, r"whose observations are Tuple\[\], not a flat Box"),
+    "Huge-digit": ({"observation_space": Discrete(10**9)}, r"whose observations are Discrete\[\], not a flat Box"),
+    "Own": ({"observation_space": gymnasium.Space()}, r"whose observations are Space\[\], not a flat Box"),
 }
 OLD = "its step returns 4 values as in old gym, not obs, reward, terminated, truncated, info"
 FAILING = {
@@ -162,6 +168,10 @@ FAILING = {
     "Odd-row": ({"see": lambda obs: obs[None]}, r"ValueError: obs is float64\[1, 2\], not float64\[2\]"),
     "Odd-object": ({"see": lambda obs: obs.astype(object)}, r"ValueError: obs is object\[2\], not float64\[2\]"),
     "Odd-words": ({"see": lambda obs: obs.astype(str)}, r"ValueError: obs is <U32\[2\], not float64\[2\]"),
+    "Odd-digit": (
+        {"see": lambda obs: -1, "observation_space": Discrete(8)},
+        r"ValueError: obs is -1, which is not in Discrete\(8\)",
+    ),
     "Odd-ragged": ({"see": lambda obs: [obs, 0]}, "ValueError: setting an array element with a sequence.*"),
 }
 VECTORS = {
@@ -180,6 +190,13 @@ for name, (change, _) in VECTORS.items():
 register(
     "OddVector-nan", vector_entry_point=functools.partial(OddVector, change=lambda o, r, t, *rest: (o, r + np.nan, ~t, *rest))
 )
+
+
+class DigitVector(OddVector):
+    single_observation_space = Discrete(8)
+
+
+register("Vector-digit", vector_entry_point=functools.partial(DigitVector, change=None))
 register("Limited", max_episode_steps=7)
 register("Poisoned", kwargs={"sixth": lambda obs, *rest: (obs * np.nan, *rest)})
 register("Interrupted", kwargs={"sixth": interrupts})
@@ -222,6 +239,8 @@ def test_what_cannot_be_stepped_is_refused():
     refused(bounds, build, small(env_id=counter, codec="int8"))
     batched = "vectorization is 'vector_entry_point', which fp8rl-tests/Counter-v0 does not support"
     refused(batched, GymEnv, counter, 2, vectorization="vector_entry_point")
+    digits = "vectorization is 'vector_entry_point', which fp8rl-tests/Vector-digit-v0 does not support .* a Box of observations"
+    refused(digits, GymEnv, "fp8rl-tests/Vector-digit-v0", 2, vectorization="vector_entry_point")
     refused(
         "vectorization is 'threads': choose from sync, async, vector_entry_point", GymEnv, counter, 2, vectorization="threads"
     )
@@ -250,6 +269,7 @@ SPACES = {
     "Digit": (COUNT, lambda obs: int(obs[0]), [0, 1, 0, 0, 0, 0, 0, 0]),
     "Pair": (Tuple((COUNT, NUMBER)), lambda obs: (int(obs[0]), obs[1:]), [0, 1, 0, 0, 0, 0, 0, 0, 6]),
     "Keyed": (Dict(a=NUMBER, b=COUNT), lambda obs: {"a": obs[1:], "b": int(obs[0])}, [6, 0, 1, 0, 0, 0, 0, 0, 0]),
+    "Digits": (MultiDiscrete([2, 7]), lambda obs: obs.astype(int), [0, 1, 0, 0, 0, 0, 0, 0, 1]),
 }
 for name, (space, see, _) in SPACES.items():
     register(name, kwargs={"observation_space": space, "see": see})
@@ -260,7 +280,7 @@ def test_observations_of_other_spaces_become_features(name):
     features = SPACES[name][2]
     for vectorization in ("sync", "async"):
         env = GymEnv(f"fp8rl-tests/{name}-v0", 2, vectorization=vectorization)
-        assert len(env.bounds[0]) == len(features) and env.obs[:, : len(features)].sum() == 2
+        assert len(env.bounds[0]) == len(features) == env.obs.shape[1]
         obs, *_ = env.step(torch.ones(2, dtype=torch.long))  # the second of three actions from 5 up
         assert obs.tolist() == 2 * [features]
         env.close()

@@ -27,6 +27,7 @@ from fp8rl.scale.around import Around
 from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
 from fp8rl.tasks.by_id import task_of
+from fp8rl.tasks.cartpole import CartPole
 from fp8rl.tasks.lqr import Lqr
 from fp8rl.train import Run, train
 
@@ -102,6 +103,23 @@ def test_a_task_is_one_class(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"import my_tasks_of_test first, or add --trust"):
         checkpoint.resume(tmp_path / "a.pt")
     assert checkpoint.resume(tmp_path / "a.pt", trust=True)[0] == config
+
+
+class Positions(CartPole):
+    """Observes no velocities, which it says when it is made."""
+
+    def __init__(self, *args, **options):
+        self.bounds = tuple(bound[::2] for bound in CartPole.bounds)
+        super().__init__(*args, **options)
+
+    def observe(self, state):
+        return state[:, ::2]
+
+
+def test_a_task_may_set_its_bounds_when_it_is_made():
+    config = small(env_id="test_parts:Positions")
+    for run in (build(config), Population([config])):
+        assert after(1, run).env.obs.shape == (config.num_envs, 2)
 
 
 class OneAction(Lqr):

@@ -1,7 +1,7 @@
 """Any Gymnasium environment as tensors on a device.
 
 `GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `TensorEnv` that training uses. Any
-environment with flat Box or Discrete observations and Discrete or flat, bounded Box actions will do.
+environment with flat Box or Discrete observations, or a Tuple or Dict of such, and Discrete or flat, bounded Box actions will do.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.spaces import Box
 
 from ..distribution import Categorical, Gaussian
 from ..history import Saved
@@ -47,22 +48,28 @@ def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
 
 def flat_space(space: gymnasium.Space) -> gymnasium.Space:
     """The space of observations as the network sees them. A Discrete one has a feature for each value, 1 where it is the value
-    and 0 elsewhere; a Tuple or a Dict has the features of its parts. A Box stays as it is: this is no network for images."""
-    return space if isinstance(space, gymnasium.spaces.Box) else gymnasium.spaces.flatten_space(space)
+    and 0 elsewhere; a Tuple or a Dict has the features of its parts. What cannot become at most a million features stays as it
+    is, and so does a Box: this is no network for images."""
+    with contextlib.suppress(NotImplementedError, ValueError):  # of a class of one's own, of a Tuple without parts
+        if not isinstance(space, Box) and space.is_np_flattenable and gymnasium.spaces.flatdim(space) <= 10**6:
+            return gymnasium.spaces.flatten_space(space)
+    return space
 
 
 def flat(env: gymnasium.Env) -> gymnasium.Env:
-    """The environment with observations of `flat_space`. Rejects those whose shape or type differs from it, which some of
-    Gymnasium's vector forms cast."""
-    if flat_space(env.observation_space) is not env.observation_space:
-        env = gymnasium.wrappers.FlattenObservation(env)
+    """The environment with observations of `flat_space`. Rejects those of a Box whose shape or type differs from it, and others
+    that are not in their space, because Gymnasium casts them, or counts from the last value."""
     space = env.observation_space
 
     def checked(obs):
-        require("obs", obs, space.shape, space.dtype)
+        if isinstance(space, Box):
+            require("obs", obs, space.shape, space.dtype)
+        elif not space.contains(obs):
+            raise ValueError(f"obs is {obs!r}, which is not in {space}")
         return obs
 
-    return gymnasium.wrappers.TransformObservation(env, checked, space)
+    env = gymnasium.wrappers.TransformObservation(env, checked, space)
+    return env if isinstance(space, Box) else gymnasium.wrappers.FlattenObservation(env)
 
 
 @contextlib.contextmanager
@@ -104,11 +111,13 @@ def interface_of(env_id: str) -> Interface:
     except Exception as error:  # an unknown id, a missing package, or whatever the environment's own code raises
         reason = " ".join(str(error).split())
         raise ValueError(f"env_id is {env_id!r}, which Gymnasium cannot make ({reason}): register or install it") from error
-    observations, actions = flat_space(env.observation_space), env.action_space
+    observations, actions = env.observation_space, env.action_space
     env.close()
-    if not isinstance(observations, gymnasium.spaces.Box) or len(observations.shape) != 1:
-        kind = f"{type(observations).__name__}{list(observations.shape or ())}"
-        remedy = "register it wrapped in gymnasium.wrappers.TransformObservation, with a flat Box"
+    observations = flat_space(observations)
+    if not isinstance(observations, Box) or len(observations.shape) != 1:
+        kind, box = f"{type(observations).__name__}{list(observations.shape or ())}", isinstance(observations, Box)
+        remedy = "register it wrapped in gymnasium.wrappers."
+        remedy += "FlattenObservation" if box else "TransformObservation, with a flat Box"
         raise ValueError(f"env_id is {env_id!r}, whose observations are {kind}, not a flat Box: {remedy}")
     if observations.shape == (0,):
         raise ValueError(f"env_id is {env_id!r}, whose observations are Box[0], without features: choose another")
@@ -130,7 +139,7 @@ def actions_of(env_id: str, space: gymnasium.Space) -> tuple[int, int | tuple[np
         if 2 <= space.n <= 256:
             return int(space.n), int(space.start)
         remedy = "choose one with 2 to 256 actions, the ring stores them in a byte"
-    elif isinstance(space, gymnasium.spaces.Box):
+    elif isinstance(space, Box):
         kind, remedy = f"Box{list(space.shape)} of {space.dtype}", f"{wrap} flat Box of floats with finite bounds"
         if len(space.shape) == 1 and space.shape[0] and space.dtype.kind == "f":
             with np.errstate(all="ignore"):
@@ -166,9 +175,11 @@ class GymEnv(Saved):
         except RAISES as error:
             if not (vectorization == "vector_entry_point" and isinstance(error, gymnasium.error.Error)):
                 raise failure(env_id, error) from error
-        if not self.envs or self.envs.metadata.get("autoreset_mode") != next_step:
+        space = getattr(self.envs, "single_observation_space", None)  # in the environment's own form as it made it
+        other = space is not None and not isinstance(space, Box)
+        if not self.envs or self.envs.metadata.get("autoreset_mode") != next_step or other:
             self.close()
-            what = f"which {env_id} does not support with NEXT_STEP autoreset"
+            what = f"which {env_id} does not support with NEXT_STEP autoreset and a Box of observations"
             raise ValueError(f"vectorization is {vectorization!r}, {what}: choose sync or async")
         with self._guarded():
             obs, _ = self.envs.reset(seed=seed)

@@ -113,7 +113,8 @@ class Agents(nn.Module):
     def __init__(self, models: list[ActorCritic], configs: list[Config], device="cpu"):
         super().__init__()
         self.num_actions, self.gaussian = models[0].actor.out_features, models[0].spread is not None
-        self.shapes = shapes_of(configs[0])
+        self.shapes = [tuple(layer.weight.shape) for layer in (models[0].inputs, *models[0].hidden)]
+        self.shapes.append((self.num_actions + 1, models[0].hidden_size))
         rows = [nn.utils.parameters_to_vector(in_order(model).values()).detach() for model in models]
         self.theta = nn.Parameter(torch.stack(rows).to(device))
         self.sizes = [p.numel() for p in in_order(models[0]).values()]
@@ -467,7 +468,7 @@ def in_place(places: list[Places], name: str) -> list[tuple[slice, PlaceFormat]]
 
 
 def shapes_of(config: Config) -> list[tuple[int, int]]:
-    """Shapes of an agent's weights, of both heads as one."""
+    """Shapes of an agent's weights, as in Agents, but for a task that sets other bounds or actions when it is made."""
     task, width = task_of(config.env_id), config.hidden_size
     features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
     return [(width, features), *[(width, width)] * (config.layers - 1), ((task or Cart).num_actions + 1, width)]
