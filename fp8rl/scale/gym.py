@@ -114,11 +114,12 @@ def interface_of(env_id: str) -> Interface:
     observations, actions = env.observation_space, env.action_space
     env.close()
     observations = flat_space(observations)
-    if not isinstance(observations, Box) or len(observations.shape) != 1:
-        kind, box = f"{type(observations).__name__}{list(observations.shape or ())}", isinstance(observations, Box)
-        remedy = "register it wrapped in gymnasium.wrappers."
-        remedy += "FlattenObservation" if box else "TransformObservation, with a flat Box"
-        raise ValueError(f"env_id is {env_id!r}, whose observations are {kind}, not a flat Box: {remedy}")
+    box = isinstance(observations, Box)
+    if not box or len(observations.shape) != 1:
+        kind = f"{type(observations).__name__}{list(observations.shape or ())}"
+        wrapper = "FlattenObservation" if box else "TransformObservation, with a flat Box"
+        what = f"whose observations are {kind}, not a flat Box: register it wrapped in gymnasium.wrappers.{wrapper}"
+        raise ValueError(f"env_id is {env_id!r}, {what}")
     if observations.shape == (0,):
         raise ValueError(f"env_id is {env_id!r}, whose observations are Box[0], without features: choose another")
     low, high = (tuple(bound.astype(float).tolist()) for bound in (observations.low, observations.high))
