@@ -12,7 +12,7 @@ from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
 from fp8rl.history import RewardScale
-from fp8rl.rollout import TERMINATED, Rollout, noise_of
+from fp8rl.rollout import DUMMY, TERMINATED, Rollout, noise_of
 from fp8rl.scale.gym import GymEnv
 from fp8rl.scale.machine import Machine, build
 from fp8rl.scale.population import Population
@@ -190,11 +190,11 @@ def counting(rewards, flags) -> Rollout:
 def test_rewards_are_divided_by_the_size_of_discounted_returns():
     scale = RewardScale(1)
     assert scale.scale == 1
-    scale.add(counting([1.0, 1.0, 4.0], [0, TERMINATED, 0]), 0.5, lambda tensors: tensors)
-    assert scale.scale.item() == pytest.approx(((1 + 1.5**2 + 4**2) / 3) ** -0.5)
+    scale.add(counting([1.0, 1.0, 0.0, 4.0], [0, TERMINATED, DUMMY, 0]), 0.5, lambda tensors: tensors)
+    assert scale.scale.item() == pytest.approx(((1 + 1.5**2 + 4**2) / 4) ** -0.5)
     scale.add(counting([0.0], [0]), 0.5, lambda tensors: tensors)  # goes on from 4
-    new, old = 0.01, 0.99 * (1 - 0.99**3)
-    mean = (new * 2.0**2 + old * (1 + 1.5**2 + 4**2) / 3) / (new + old)
+    new, old = 0.01, 0.99 * (1 - 0.99**4)
+    mean = (new * 2.0**2 + old * (1 + 1.5**2 + 4**2) / 4) / (new + old)
     assert scale.scale.item() == pytest.approx(mean**-0.5, rel=1e-5)
 
 
