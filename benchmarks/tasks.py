@@ -271,8 +271,11 @@ def draw(path: Path, found: Found) -> None:
             ax.invert_yaxis()
         ax.axhline(at, color="#888888", linewidth=1, zorder=0)
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
-        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "top", "bbox": box}
-        ax.annotate(f"goal {abs(goal) if task == LQR else goal:,}{unit_of(task)}", (0.98, at), (0, -3), color="#444444", **place)
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "color": "#444444", "bbox": box}
+        free = np.nanmedian(curves["fp32"][1], axis=0)[-1] < goal and task not in (CART, LQR)  # on the left, where curves begin
+        side = {"ha": "left", "va": "bottom"} if free else {"ha": "right", "va": "top"}
+        at = (0.02, at) if free else (0.98, at)
+        ax.annotate(f"goal {abs(goal) if task == LQR else goal:,}{unit_of(task)}", at, (0, 3 if free else -3), **place, **side)
         plot.steps_axis(ax, ticks=3).set(title="linear-quadratic cart" if task == LQR else task, ylabel=label)
     for ax in axes.flat[: max(0, len(shown) - 3)]:  # another is below
         ax.set_xlabel("")
