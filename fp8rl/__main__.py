@@ -270,7 +270,7 @@ def evaluate_run(
         make_env = maker(config, HERE, seed + 2**31)  # other starts than in training
         computes = Precision(config.precision)
         with contextlib.closing(make_env(config, episodes, start_noise, "cpu", seed, "evaluation starts")) as env:
-            returns = evaluate(computes.prepare(model), env, computes, greedy, seed)
+            returns = evaluate(computes.prepare(model), env, computes, greedy, seed).astype(float)
     if not np.isfinite(returns).all():
         raise FloatingPointError(f"evaluation is not finite in {config.precision}: fix the environment's rewards, or train again")
     result = {"mean_return": float(returns.mean()), "std_return": float(returns.std()), "episodes": episodes, "greedy": greedy}
