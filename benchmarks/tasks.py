@@ -272,7 +272,7 @@ def draw(path: Path, found: Found) -> None:
         ax.axhline(at, color="#888888", linewidth=1, zorder=0)
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
         place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "color": "#444444", "bbox": box}
-        free = np.nanmedian(curves["fp32"][1], axis=0)[-1] < goal and task not in (CART, LQR)  # on the left, where curves begin
+        free = np.nanmedian(curves["fp32"][1], axis=0)[-1] < goal and task not in (CART, LQR)  # left, above the curves
         side = {"ha": "left", "va": "bottom"} if free else {"ha": "right", "va": "top"}
         at = (0.02, at) if free else (0.98, at)
         ax.annotate(f"goal {abs(goal) if task == LQR else goal:,}{unit_of(task)}", at, (0, 3 if free else -3), **place, **side)

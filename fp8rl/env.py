@@ -109,6 +109,11 @@ class TensorEnv(Saved):
         seen = self.observe(self.state)
         return torch.cat((seen, start[:, self.state_size :]), dim=-1) if self.channels else seen
 
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name in self.NAMES:  # in a task's own start one number may stand for all, which could not be written to
+            setattr(self, name, torch.empty_like(getattr(self, name)))
+        super().load_state_dict(state)
+
     def close(self) -> None:
         """Does nothing: there are no processes or files to close."""
 

@@ -96,8 +96,7 @@ class History:
 
 
 class Saved:
-    """What has as its state a few tensors, the attributes in NAMES. They are loaded into new tensors, before a graph is captured:
-    in a task's own start one number may stand for all."""
+    """What has as its state a few tensors, the attributes in NAMES."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return {name: getattr(self, name).clone(memory_format=torch.contiguous_format) for name in self.NAMES}
@@ -105,7 +104,7 @@ class Saved:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name in self.NAMES:
             own = getattr(self, name)
-            setattr(self, name, torch.empty_like(own).copy_(state[name].view_as(own)))  # or copy_ would broadcast a smaller one
+            own.copy_(state[name].view_as(own))  # in place, because a captured step may read it
 
 
 class RewardScale(Saved):

@@ -57,8 +57,9 @@ def flat_space(space: gymnasium.Space) -> gymnasium.Space:
 
 
 def flat(env: gymnasium.Env) -> gymnasium.Env:
-    """The environment with observations of `flat_space`. Rejects those of a Box whose shape or type differs from it, and others
-    that are not in their space, because Gymnasium casts them, or counts from the last value."""
+    """The environment with observations of `flat_space`. Raises ValueError for an observation whose shape or type is not its
+    Box's, which some of Gymnasium's vector forms would cast, and for one that is not in another space: of a Discrete one,
+    FlattenObservation would take -1 for the last value."""
     space = env.observation_space
 
     def checked(obs):
@@ -176,7 +177,7 @@ class GymEnv(Saved):
         except RAISES as error:
             if not (vectorization == "vector_entry_point" and isinstance(error, gymnasium.error.Error)):
                 raise failure(env_id, error) from error
-        space = getattr(self.envs, "single_observation_space", None)  # in the environment's own form as it made it
+        space = getattr(self.envs, "single_observation_space", None)  # not flattened in the environment's own form
         other = space is not None and not isinstance(space, Box)
         if not self.envs or self.envs.metadata.get("autoreset_mode") != next_step or other:
             self.close()

@@ -322,8 +322,10 @@ class Adam(Saved):
             g = g if rests is None else g.masked_fill_(rests[agents], 0)  # what is not finite times 0 would be NaN
             first = self.first[agents].lerp_(g, add[agents])
             second = self.second[agents].mul_(keep[agents]).addcmul_(g, g, value=1 - 0.999)
-            begun = self.count[agents] - taken[agents] if places.noisy else None
-            noise = noises(places, self.seeds[agents], begun, grad.shape[1], grad.device) if places.noisy else {}
+            noise = {}
+            if places.noisy:
+                begun = self.count[agents] - taken[agents]
+                noise = noises(places, self.seeds[agents], begun, grad.shape[1], grad.device)
             (first, first_kept), (second, second_kept) = places.moments(first, second, self.sizes, noise)
             theta = self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5), value=-1)
             if places:

@@ -118,7 +118,7 @@ class StoredRing(ReplayBuffer):
             raise ValueError("the ring is closed or was opened for reading: open it with writable=True to append")
         self._check(rollout)
         rollout = rollout.to(self.device)
-        counted = int(self.held > 0 and not self.new_episodes)  # its first observation, as the last one of the rollout before
+        counted = int(self.held > 0 and not self.new_episodes)  # observations, as the last of the rollout before
         if self.new_episodes and self.size:
             self._write(self._dummy_row(rollout.obs[:1]))
         self.new_episodes = False
