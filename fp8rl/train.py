@@ -29,7 +29,7 @@ from .replay import ReplayBuffer
 from .rng import seed_of
 from .rollout import Collector, Rollout, check_extremes, check_finite, extremes
 
-AHEAD = 16  # iterations that a graph may be launched before they are read; the first ones, which capture it, are read at once
+AHEAD = 16  # iterations that a graph may be launched before half of them are read; the first, which capture it, are read at once
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 
 
@@ -157,13 +157,14 @@ def plain(config: Config) -> Parts:
 
 
 class Run:
-    """A config, its Parts, a `history` with a row for each iteration, and `returns` of the running episodes. `Run(config)` has
+    """A config, its Parts, a `history` with a row for each iteration, of which those read so far are `known`, and `returns` of the
+    running episodes. `Run(config)` has
     the parts of the core; raises ValueError for a precision that is not available here and for a field that needs
     `scale.machine.build`, and MemoryError if the ring cannot be allocated. `agents`: their configs, of several that share the
     parts (scale/population.py); `config` is then what they have in common."""
 
     def __init__(self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None):
-        self.config, self.configs, self._history = config, agents or [config], History(agents and len(agents))
+        self.config, self.configs, self.known = config, agents or [config], History(agents and len(agents))
         self.waiting, self.unchecked, self.spent = [], [], 0.0  # iterations that are not read, and not checked; seconds of those
         *own, graph = parts or plain(config)
         self.collector, self.learner, self.judge, self.ring, self.group = own
@@ -171,16 +172,21 @@ class Run:
         self.counter = torch.zeros((), dtype=torch.int64, device=self.learner.device) if graph else 0  # of iterations
         self.returns = EpisodeReturns(self.collector.env.num_envs, len(self.configs), self.collector.env.device)
 
+    def __getstate__(self) -> dict:
+        """For copies: what still waits for a GPU cannot be copied."""
+        self.read()
+        return vars(self).copy()
+
     @property
     def history(self) -> History:
         """A row for each iteration. Waits for a GPU."""
         self.read()
-        return self._history
+        return self.known
 
     @property
     def iterations(self) -> int:
         """How many were launched. Does not wait."""
-        return len(self._history) + len(self.waiting)
+        return len(self.known) + len(self.waiting)
 
     @property
     def model(self) -> nn.Module:
@@ -229,27 +235,29 @@ class Run:
     def later(self, row: dict, stats: list[dict[str, torch.Tensor]], numbers: torch.Tensor) -> None:
         """Keeps what `advance` returned, with what is known of the row, to be read later: while a GPU works on an iteration, the
         host may launch the next ones."""
-        numbers = numbers.to("cpu", non_blocking=True, copy=True) if self.graph else numbers.cpu()  # or a replay overwrites them
-        self.waiting.append((row, stats, numbers))
+        device, arrived = self.learner.device, None
+        rate = torch.as_tensor(row["learning_rate"], dtype=torch.float64)
+        sent = [x.to("cpu", non_blocking=bool(self.graph), copy=True) for x in (numbers, rate)]  # or a replay overwrites them
+        if self.graph and device.type == "cuda":
+            arrived = torch.cuda.current_stream(device).record_event()
+        self.waiting.append((row, stats, *sent, arrived))
 
-    def read(self) -> None:
-        """Adds the iterations that wait to the history, each with an equal share of their seconds. Waits for a GPU."""
-        if not self.waiting:
+    def read(self, keep: int = 0) -> None:
+        """Adds the iterations that wait to the history, but for the last `keep`, each with an equal share of the seconds since the
+        last reading. Waits for a GPU to finish them."""
+        if len(self.waiting) <= keep:
             return
-        began = time.perf_counter()
-        if self.learner.device.type == "cuda":
-            torch.cuda.synchronize(self.learner.device)
-        self.spent += time.perf_counter() - began
-        each, self.spent = self.spent / len(self.waiting), 0.0
-        while self.waiting:
-            row, stats, numbers = self.waiting[0]
+        began, last = time.perf_counter(), len(self.waiting) - keep
+        if arrived := self.waiting[last - 1][-1]:
+            arrived.synchronize()
+        each, self.spent = (self.spent + time.perf_counter() - began) / last, 0.0
+        for _ in range(last):
+            row, stats, numbers, learning_rate, _ = self.waiting[0]
             found, numbers = np.split(numbers.numpy(), [5 * len(self.configs) * bool(self.graph)])
-            row |= self.totals(row["iteration"], stats, numbers)
-            row["seconds"] = each + (self._history.last["seconds"] if row["iteration"] else 0)
-            if isinstance(row["learning_rate"], torch.Tensor):
-                row["learning_rate"] = row["learning_rate"].cpu().numpy()
+            row |= self.totals(row["iteration"], stats, numbers) | {"learning_rate": learning_rate.numpy()}
+            row["seconds"] = each + (self.known.last["seconds"] if row["iteration"] else 0)
             self.waiting.pop(0)
-            self._history.add(row)
+            self.known.add(row)
             self.unchecked.append((row["iteration"], len(stats), found))
 
     def check_rows(self) -> None:
@@ -295,7 +303,7 @@ class Run:
 
     def check_learning(self, iteration: int, updates: int) -> None:
         """Stops whoever learns nothing any more, by the rows up to an iteration, of so many updates each."""
-        rows = self._history.columns["nonfinite"][: iteration + 1]
+        rows = self.known.columns["nonfinite"][: iteration + 1]
         if not np.any(rows[-1]):
             return
         bad = np.array(rows[-PATIENCE:])
@@ -317,7 +325,7 @@ class Run:
     def stop(self, agent: int, reason: Exception) -> None:
         """Raises the reason; agents that learn together go on without this one, which is evaluated as it is."""
         self.learner.stop(agent, reason)
-        self._history.failures[agent] = self._history.failures[agent] or str(reason)
+        self.known.failures[agent] = self.known.failures[agent] or str(reason)
 
     def state_dict(self, ring: bool = True) -> dict:
         """All that the run needs to continue as if it had never stopped, perhaps without the ring's rows. As in torch, the
@@ -366,14 +374,15 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
             run.learner.require_parameters()
             learning_rate = run.learner.set_learning_rate(config.learning_rate_at(iteration))
             found = (run.graph or run.advance)()
-            run.later(row := {"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan}, *found)
+            run.later({"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan}, *found)
             run.spent += time.perf_counter() - began
             evaluates = config.evaluates_at(iteration)
-            if evaluates or not run.graph or iteration < begin + AHEAD or len(run.waiting) == AHEAD:
-                run.read()  # before an evaluation, which may fail: the iteration is whole
-                if evaluates:
-                    row["eval_return"] = run.history.columns["eval_return"][-1] = run.evaluate()
-                bar.set_postfix_str(shown(row), refresh=False)
+            at_once = evaluates or not run.graph or iteration < begin + AHEAD
+            if at_once or len(run.waiting) == AHEAD:  # of which a GPU has half to work on, while this half is read
+                run.read(0 if at_once else AHEAD // 2)
+                if evaluates:  # which may fail: the iteration is whole
+                    run.known.columns["eval_return"][-1] = run.evaluate()
+                bar.set_postfix_str(shown(run.known.last), refresh=False)
             run.check_rows()
             yield run
 
