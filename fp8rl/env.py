@@ -75,7 +75,7 @@ class TensorEnv(Saved):
         return state
 
     def reset(self, start: torch.Tensor | None = None) -> torch.Tensor:
-        """Resets all environments to their rows of a tensor from `draw` (None draws one); returns `obs`."""
+        """Resets all environments to a row of `draw` (None draws one); returns `obs`."""
         start = self.draw(1)[0] if start is None else start
         self._max_steps = torch.tensor(self.max_steps, dtype=torch.int32, device="cpu")
         self.state = start[:, : self.state_size]
@@ -84,16 +84,16 @@ class TensorEnv(Saved):
         self.done = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         return self.obs
 
-    def draw(self, length: int) -> tuple[torch.Tensor, ...]:
-        """Start states and noise channels for each of `length` steps, float32 [N, state_size + channels]."""
+    def draw(self, length: int) -> torch.Tensor:
+        """Start states and noise channels for each of `length` steps, float32 [length, N, state_size + channels]."""
         shape = length, self.num_envs, self.state_size + self.channels
         numbers = rows(self.seed, self.purpose, self.draws, shape, self.device, halves=True).mul_(2).sub_(1)
         self.draws += 1
         starts = self.start(numbers[..., : self.state_size])
-        return (torch.cat((starts.mT, numbers[..., self.state_size :].mT), dim=1).mT if self.channels else starts).unbind()
+        return torch.cat((starts.mT, numbers[..., self.state_size :].mT), dim=1).mT if self.channels else starts
 
     def step(self, action: torch.Tensor, start: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a tensor from `draw` (None draws one).
+        """Takes actions [N] or [N, num_actions] (not checked: that would stall a GPU) and a row of `draw` (None draws one).
         Returns obs float32 [N, F], reward [N], terminated and truncated bool [N]; after an end a reset's obs, 0 and False."""
         start = self.draw(1)[0] if start is None else start
         moved, reward, terminated = self.advance(self.state, action)

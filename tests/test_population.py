@@ -308,7 +308,7 @@ def test_agents_draw_what_their_runs_draw(env_id):
         noise, starts = [], []
         for run in (together, *runs):
             noise.append(noise_of(run.env, 4, run.collector.seed, "actions", iteration))
-            starts.append(torch.stack(run.env.draw(4)))
+            starts.append(run.env.draw(4))
         assert torch.equal(noise[0], torch.cat(noise[1:], dim=1)) and torch.equal(starts[0], torch.cat(starts[1:], dim=1))
     assert torch.equal(together.model.theta, torch.stack([of_all(run.model) for run in runs]))
 

@@ -280,7 +280,7 @@ class Fused:
         self.advance = written(env, "advance", {"state": state, "action": action})
         self.observe = written(env, "observe", {"state": state})
 
-    def __call__(self, model, env: TensorEnv, noise: torch.Tensor, starts: tuple, state: None = None):
+    def __call__(self, model, env: TensorEnv, noise: torch.Tensor, starts: torch.Tensor, state: None = None):
         """As rollout.unroll, with the agents' present weights."""
         policy, length, count, own = self.acting(), len(noise), env.num_envs, torch.contiguous_format
         (F, _, A, _), empty = self.sizes, env.obs.new_empty
@@ -288,7 +288,7 @@ class Fused:
         obs, outputs, rewards = empty(length + 1, count, F), empty(length, count, A), empty(length, count)
         flags = torch.empty(length, count, dtype=torch.uint8, device=obs.device)
         actions = torch.empty_like(outputs) if self.gaussian else flags.long()
-        obs[0], starts, noise, deviations = env.obs, torch.stack(starts).contiguous(), noise.contiguous(), policy.spread
+        obs[0], starts, noise, deviations = env.obs, starts.contiguous(), noise.contiguous(), policy.spread
         if self.gaussian:
             deviations = Gaussian.outputs(policy.spread, policy.spread)[..., A:].exp().contiguous()
         rows = min(BLOCK, max(16, triton.next_power_of_2(self.envs)))
@@ -328,7 +328,7 @@ def tried(env: TensorEnv, acting: Callable) -> Fused | None:
         loop = Fused(env, acting)
         noise = zeros(16, env.num_envs, *[env.num_actions] * (loop.gaussian or env.num_actions != 2))
         with torch.no_grad():
-            loop(None, copy.copy(env), noise, 16 * (zeros(env.num_envs, env.state_size + env.channels),))
+            loop(None, copy.copy(env), noise, zeros(16, env.num_envs, env.state_size + env.channels))
         return loop
     except NotImplementedError:
         return None
