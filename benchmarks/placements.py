@@ -2,12 +2,13 @@
 
 Training steps per second of whole runs (collect, append, sample, update; evaluations left out), eager and as a graph, in every
 precision, at the default number of environments and at many; then every placement of learner, actor and ring. An iteration is 32
-steps of each environment and three updates. Rounds alternate; means of two. Needs CUDA: without it the script says so and writes
-nothing.
+steps of each environment and three updates. Rounds alternate; means of two, a graph's over twenty times as many iterations. Needs
+CUDA: without it the script says so and writes nothing.
 
     python benchmarks/placements.py benchmarks/results/placements.md
 """
 
+import dataclasses
 import itertools
 import statistics
 import sys
@@ -21,7 +22,8 @@ from fp8rl.report.bench import origin
 from fp8rl.scale.machine import Machine, build
 from fp8rl.train import train
 
-ROUNDS, ITERATIONS, WARM = 2, 25, 10
+ROUNDS, ITERATIONS, WARM = 2, 15, 5
+LONGER = 20  # times as many iterations of a graph
 FEW, MANY, PLACED = Config.num_envs, 4096, 1024  # environments; a CPU learns from 4,096 too slowly
 
 
@@ -30,8 +32,10 @@ def speeds(config: Config, machines: dict[str, Machine]) -> dict[str, float]:
     rounds = {name: [] for name in machines}
     for _ in range(ROUNDS):
         for name, machine in machines.items():
-            seconds = train(build(config, machine), progress=False).history.column("seconds")
-            rounds[name].append((ITERATIONS - WARM) * config.steps_per_iteration / (seconds[-1] - seconds[WARM - 1]))
+            times = LONGER if machine.graph else 1
+            run = build(dataclasses.replace(config, steps=times * config.steps), machine)
+            seconds, warm = train(run, progress=False).history.column("seconds"), times * WARM
+            rounds[name].append((len(seconds) - warm) * config.steps_per_iteration / (seconds[-1] - seconds[warm - 1]))
     return {name: statistics.mean(values) for name, values in rounds.items()}
 
 

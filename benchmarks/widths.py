@@ -211,7 +211,8 @@ if __name__ == "__main__":
     out, *chosen, form = vars(parser.parse_args()).values()
     if form == "cuda" and not torch.cuda.is_available():
         parser.error("--cuda needs a CUDA device, and there is none")
-    torch.set_num_threads(1)  # as the processes have
+    if form != "cuda":  # where only the first weights are computed on the CPU
+        torch.set_num_threads(1)  # as the processes have
     made = f"`python benchmarks/widths.py {out}{f' --{form}' if form else ''}` on {origin()}.\n"
     own = [tuple(chosen[1])] * (form == "memory")
     table = forms[form](*own) if form else learning(out.with_suffix(".csv"), *chosen)

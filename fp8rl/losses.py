@@ -21,6 +21,7 @@ rule (Schulman et al. 2017, arXiv:1707.06347), with the step's own behaviour pol
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,11 @@ from .rollout import TERMINATED, TRUNCATED, Rollout
 FLOOR = 0.05  # added to the advantages' standard deviation, so that the noise of almost equal ones is not magnified
 LOWEST = torch.finfo(torch.float32).min
 _sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over time and batch: [1, 1], or [1, S, 1] of S agents
+
+
+def _extreme(of: Callable, x: torch.Tensor) -> torch.Tensor:
+    """The same for torch.amax or torch.amin; for agents in two steps, because on a CPU torch is slow over two separate axes."""
+    return of(x, (0, -1), True) if x.dim() == 2 else of(of(x, 0, True), -1, True)
 
 
 class Targets(NamedTuple):
@@ -122,13 +128,13 @@ def actor_critic_loss(outputs, values, rollout: Rollout, config, all_reduce=only
     entropy = _sum(mask * policy.entropy()) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
     log_ratios = torch.where(valid, log_ratios, -torch.inf)
-    largest = log_ratios.amax(0, True).amax(-1, True).clamp(min=LOWEST)  # cancels in ess, and nothing overflows
+    largest = _extreme(torch.amax, log_ratios).clamp(min=LOWEST)  # cancels in ess, and nothing overflows
     ratio = (log_ratios - largest).exp()
     stats = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "min_logp": torch.where(valid, logp, torch.inf).amin(0, True).amin(-1, True),
+        "min_logp": _extreme(torch.amin, torch.where(valid, logp, torch.inf)),
         "ess": _sum(ratio).square() / (rows * _sum(ratio.square())).clamp(min=1),
     }
     return loss.squeeze(-1).squeeze(0), {name: stat.detach().squeeze(-1).squeeze(0) for name, stat in stats.items()}

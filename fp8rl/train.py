@@ -157,11 +157,10 @@ def plain(config: Config) -> Parts:
 
 
 class Run:
-    """A config, its Parts, a `history` with a row for each iteration, of which those read so far are `known`, and `returns` of the
-    running episodes. `Run(config)` has
-    the parts of the core; raises ValueError for a precision that is not available here and for a field that needs
-    `scale.machine.build`, and MemoryError if the ring cannot be allocated. `agents`: their configs, of several that share the
-    parts (scale/population.py); `config` is then what they have in common."""
+    """A config, its Parts, a `history` with a row for each iteration, and `returns` of the running episodes. `known` is the
+    history as far as it is read. `Run(config)` has the parts of the core; raises ValueError for a precision that is not available
+    here and for a field that needs `scale.machine.build`, and MemoryError if the ring cannot be allocated. `agents`: their
+    configs, of several that share the parts (scale/population.py); `config` is then what they have in common."""
 
     def __init__(self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None):
         self.config, self.configs, self.known = config, agents or [config], History(agents and len(agents))
@@ -243,8 +242,8 @@ class Run:
         self.waiting.append((row, stats, *sent, arrived))
 
     def read(self, keep: int = 0) -> None:
-        """Adds the iterations that wait to the history, but for the last `keep`, each with an equal share of the seconds since the
-        last reading. Waits for a GPU to finish them."""
+        """Adds the iterations that wait, but for the last `keep`, to the history, each with an equal share of the seconds since
+        the last reading. Waits for a GPU to finish them."""
         if len(self.waiting) <= keep:
             return
         began, last = time.perf_counter(), len(self.waiting) - keep

@@ -1,8 +1,8 @@
 """A rollout as one kernel: S agents act in their environments for T steps, in Triton.
 
 Launched one by one, the operations of a step of acting take microseconds each, and what they compute is a few kilobytes that go
-to memory and back. Here a program has one agent and up to BLOCK of its environments. It keeps their states on the chip and loops
-over time: the network's layers, the action, the physics, the reset.
+to memory and back. Here a program has one agent and some of its environments. It keeps their states on the chip and loops over
+time: the network's layers, the action, the physics, the reset.
 
 The physics of a task is not written twice. `written` traces the task's own `advance` and `observe` with torch.fx, for one
 environment, and translates each arithmetic operation (FORMS). Operations that only move numbers about (MOVES: stack, unbind,
@@ -34,8 +34,9 @@ from ..env import TensorEnv
 from .passes import scale_of
 from .rounding import TO
 
-BLOCK = 64  # environments in a program
-WIDTHS = 16, 32, 64  # units in a layer: with 128 it took an H200 three times as long as the plain loop
+WIDTHS = 16, 32, 64, 128  # units in a layer
+# Numbers in a layer's results in a program: with 128 units and 64 environments it took an H200 longer than the plain loop.
+LARGEST = 4096
 BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # what `cast` rounds to; 0 is float32
 ROUNDINGS = None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3]  # the functions that it computes, by these numbers
 SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tl.dot multiplies
@@ -174,29 +175,40 @@ def cast(x, inside, TO: tl.constexpr):
 
 
 @triton.jit
-def layer(x, weight, bias, inside, ROUND: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, LAST: tl.constexpr):
-    """A linear layer from the first FROM columns of `x` to TO, with a weight [FROM, TO] and ReLU; the LAST with [TO, FROM]. ROUND
-    has two numbers of `cast`, for the inputs times 4, and for the results."""
+def loaded(weight, bias, ROWS: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, LAST: tl.constexpr):
+    """A layer's weight [ROWS, columns] and bias [1, columns], with 0 beyond FROM and TO. In memory the weight is [FROM, TO], the
+    LAST layer's [TO, FROM]."""
     WIDE: tl.constexpr = triton.next_power_of_2(TO) if TO > SIDE else SIDE
-    i, o = tl.arange(0, x.shape[1])[:, None], tl.arange(0, WIDE)[None, :]
+    i, o = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDE)[None, :]
     w = tl.load(weight + (i + FROM * o if LAST else i * TO + o), mask=(i < FROM) & (o < TO), other=0.0)
-    y = tl.dot(cast(x, inside, ROUND // 4), w, input_precision="ieee") + tl.load(bias + o, mask=o < TO, other=0.0)
-    return cast(y if LAST else tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL), inside, ROUND % 4)
+    return w, tl.load(bias + o, mask=o < TO, other=0.0)
 
 
 @triton.jit
-def outputs_of(seen, network, agent, inside, SIZES: tl.constexpr, ROUND: tl.constexpr):
-    """An agent's outputs [B, 16] for observations [B, 16]."""
+def layers_of(network, agent, SIZES: tl.constexpr):
+    """All layers of an agent, `loaded` before the loop over time."""
     first, first_bias, hidden, hidden_bias, heads, heads_bias, _ = network
     F: tl.constexpr = SIZES[0]
     A: tl.constexpr = SIZES[2]
     H: tl.constexpr = SIZES[3]
     LAYERS: tl.constexpr = SIZES[8]
-    x = layer(seen, first + agent * F * H, first_bias + agent * H, inside, ROUND[0], F, H, False)
+    found = (loaded(first + agent * F * H, first_bias + agent * H, SIDE, F, H, False),)
     for i in tl.static_range(LAYERS - 1):
         w, b = hidden + (agent * (LAYERS - 1) + i) * H * H, hidden_bias + (agent * (LAYERS - 1) + i) * H
-        x = layer(x, w, b, inside, ROUND[i + 1], H, H, False)
-    return layer(x, heads + agent * A * H, heads_bias + agent * A, inside, ROUND[LAYERS], H, A, True)
+        found += (loaded(w, b, H, H, H, False),)
+    found += (loaded(heads + agent * A * H, heads_bias + agent * A, H, H, A, True),)
+    return found
+
+
+@triton.jit
+def outputs_of(x, layers, inside, LAYERS: tl.constexpr, ROUND: tl.constexpr):
+    """An agent's outputs [B, 16] for observations [B, 16]. ROUND has for each layer two numbers of `cast`: that of its inputs
+    times 4, plus that of its results."""
+    for i in tl.static_range(LAYERS + 1):
+        w, b = layers[i]
+        y = tl.dot(cast(x, inside, ROUND[i] // 4), w, input_precision="ieee") + b
+        x = cast(y if i == LAYERS else tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL), inside, ROUND[i] % 4)
+    return x
 
 
 @triton.jit
@@ -220,8 +232,9 @@ def play(start, network, rollout, counts, SIZES: tl.constexpr, ROUND: tl.constex
     state = tl.load(states + rows * K + column, mask=of_state, other=0.0)
     seen = tl.load(obs + rows * F + column, mask=of_obs, other=0.0)
     elapsed, done = tl.load(elapsed_of + at, mask=inside, other=0), tl.load(done_of + at, mask=inside, other=0) != 0
+    layers = layers_of(network, agent, SIZES)
     for t in range(T):
-        x = outputs_of(seen, network, agent, inside, SIZES, ROUND)
+        x = outputs_of(seen, layers, inside, SIZES[8], ROUND)
         now = at + t * ALL
         own_action = now[:, None] * A + column
         tl.store(outputs + own_action, x, mask=of_action)
@@ -263,7 +276,7 @@ class Fused:
     population.Policy has, `parts` and `spread`. The environment's attributes are taken as they are now.
     Raises NotImplementedError for what has no kernel: a task with a `step` of its own or other operations than FORMS; more than
     16 features, numbers in a state, or actions; layers that are not WIDTHS wide; other roundings; and for
-    e4m3, whose scale is of all an agent's rows, more than BLOCK environments."""
+    e4m3, whose scale is of all an agent's rows, more of them than LARGEST allows in one program."""
 
     def __init__(self, env: TensorEnv, acting: Callable):
         policy = acting()
@@ -271,7 +284,8 @@ class Fused:
         width = policy.parts[0][1][0][0].shape[-1]  # of the first weights [S, I, O]
         self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, width
         used = {x for _, layers in policy.parts for each in numbers(layers) for x in divmod(each, 4)}
-        if max(sizes[:3]) > SIDE.value or sizes[3] not in WIDTHS or (E4M3.value in used and self.envs > BLOCK):
+        self.rows = max(SIDE.value, triton.next_power_of_2(self.envs)) if E4M3.value in used else SIDE.value
+        if max(sizes[:3]) > SIDE.value or width not in WIDTHS or self.rows * width > LARGEST:
             raise NotImplementedError(f"no kernel for {sizes} numbers and {self.envs} environments")
         if any(getattr(type(env), name) is not getattr(TensorEnv, name) for name in ("step", "_observe")):
             raise NotImplementedError("the task has a step of its own")
@@ -291,20 +305,21 @@ class Fused:
         obs[0], starts, noise, deviations = env.obs, starts.contiguous(), noise.contiguous(), policy.spread
         if self.gaussian:
             deviations = Gaussian.outputs(policy.spread, policy.spread)[..., A:].exp().contiguous()
-        rows = min(BLOCK, max(16, triton.next_power_of_2(self.envs)))
+        warps = 2 if self.rows * self.sizes[3] <= 1024 else 8  # measured on an H200
         for part, layers in policy.parts:
             weights, biases, _ = zip(*layers, strict=True)
             hidden = [torch.stack(x, 1) if x else None for x in (weights[1:-1], biases[1:-1])]
             with torch.cuda.device_of(obs):  # Triton launches on the current device
-                play[part.stop - part.start, triton.cdiv(self.envs, rows)](
+                play[part.stop - part.start, triton.cdiv(self.envs, self.rows)](
                     (states, elapsed, done, noise, starts),
                     (weights[0], biases[0].contiguous(), *hidden, weights[-1], biases[-1].contiguous(), deviations),
                     (obs, outputs, actions, rewards, flags),
                     (length, self.envs, part.start, count),
-                    (*self.sizes, env.channels, env.max_steps, rows, self.gaussian, len(layers) - 1),
+                    (*self.sizes, env.channels, env.max_steps, self.rows, self.gaussian, len(layers) - 1),
                     numbers(layers),
                     self.advance,
                     self.observe,
+                    num_warps=warps,
                 )
         env.state, env.obs, env.elapsed, env.done = states, obs[-1].clone(), elapsed, done.bool()
         if self.gaussian:
