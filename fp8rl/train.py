@@ -234,12 +234,14 @@ class Run:
     def later(self, row: dict, stats: list[dict[str, torch.Tensor]], numbers: torch.Tensor) -> None:
         """Keeps what `advance` returned, with what is known of the row, to be read later: while a GPU works on an iteration, the
         host may launch the next ones."""
-        device, arrived = self.learner.device, None
-        rate = torch.as_tensor(row["learning_rate"], dtype=torch.float64)
-        sent = [x.to("cpu", non_blocking=bool(self.graph), copy=True) for x in (numbers, rate)]  # or a replay overwrites them
-        if self.graph and device.type == "cuda":
-            arrived = torch.cuda.current_stream(device).record_event()
-        self.waiting.append((row, stats, *sent, arrived))
+
+        def sent(x):  # a copy, or a replay overwrites it
+            return x.to("cpu", non_blocking=bool(self.graph), copy=True).numpy() if isinstance(x, torch.Tensor) else x
+
+        row["learning_rate"], numbers, arrived = sent(row["learning_rate"]), sent(numbers), None
+        if self.graph and self.learner.device.type == "cuda":
+            arrived = torch.cuda.current_stream(self.learner.device).record_event()
+        self.waiting.append((row, stats, numbers, arrived))
 
     def read(self, keep: int = 0) -> None:
         """Adds the iterations that wait, but for the last `keep`, to the history, each with an equal share of the seconds since
@@ -251,9 +253,9 @@ class Run:
             arrived.synchronize()
         each, self.spent = (self.spent + time.perf_counter() - began) / last, 0.0
         for _ in range(last):
-            row, stats, numbers, learning_rate, _ = self.waiting[0]
-            found, numbers = np.split(numbers.numpy(), [5 * len(self.configs) * bool(self.graph)])
-            row |= self.totals(row["iteration"], stats, numbers) | {"learning_rate": learning_rate.numpy()}
+            row, stats, numbers, _ = self.waiting[0]
+            found, numbers = np.split(numbers, [5 * len(self.configs) * bool(self.graph)])
+            row |= self.totals(row["iteration"], stats, numbers)
             row["seconds"] = each + (self.known.last["seconds"] if row["iteration"] else 0)
             self.waiting.pop(0)
             self.known.add(row)
