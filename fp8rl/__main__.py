@@ -179,9 +179,6 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
             stack.callback(signal.signal, number, signal.signal(number, remember))
         stack.push(keep)
         for _ in stack.enter_context(contextlib.closing(iterate(run, progress=run.group.rank == 0))):
-            if folder and len(run.known) > written:
-                write_metrics(folder, run.known, written)
-                written = len(run.known)
             due = checkpoint_every is None and run.group.rank == 0 and time.monotonic() - saved > 60
             # All ranks must agree: rank 0's clock counts, and a signal to any of them.
             (sums,) = run.group.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
@@ -189,6 +186,9 @@ def write_while_training(run: Run, out: Path, folder: Folder | None, checkpoint_
             if due or stop or (checkpoint_every and run.iterations % checkpoint_every == 0):
                 checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
                 saved = time.monotonic()
+            if folder and len(run.known) > written:  # of a graph, only what has been read
+                write_metrics(folder, run.known, written)
+                written = len(run.known)
             if stop:
                 break
     if len(run.history) < run.config.iterations:

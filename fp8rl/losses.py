@@ -36,7 +36,8 @@ _sum = functools.partial(torch.sum, dim=(0, -1), keepdim=True)  # over time and 
 
 
 def _extreme(of: Callable, x: torch.Tensor) -> torch.Tensor:
-    """The same for torch.amax or torch.amin; for agents in two steps, because on a CPU torch is slow over two separate axes."""
+    """The largest or smallest number over time and batch, `of` being torch.amax or torch.amin. For agents in two steps, because
+    on a CPU torch is slow over two axes that are apart."""
     return of(x, (0, -1), True) if x.dim() == 2 else of(of(x, 0, True), -1, True)
 
 

@@ -29,7 +29,7 @@ from .replay import ReplayBuffer
 from .rng import seed_of
 from .rollout import Collector, Rollout, check_extremes, check_finite, extremes
 
-AHEAD = 16  # iterations that a graph may be launched before half of them are read; the first, which capture it, are read at once
+AHEAD = 16  # iterations that may wait before the older half is read; a graph's first ones, which capture it, are read at once
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 
 
@@ -158,13 +158,17 @@ def plain(config: Config) -> Parts:
 
 class Run:
     """A config, its Parts, a `history` with a row for each iteration, and `returns` of the running episodes. `known` is the
-    history as far as it is read. `Run(config)` has the parts of the core; raises ValueError for a precision that is not available
-    here and for a field that needs `scale.machine.build`, and MemoryError if the ring cannot be allocated. `agents`: their
-    configs, of several that share the parts (scale/population.py); `config` is then what they have in common."""
+    history without rows that still wait for a GPU. `Run(config)` has the parts of the core; raises ValueError for a precision
+    that is not available here and for a field that needs `scale.machine.build`, and MemoryError if the ring cannot be allocated.
+    `agents`: their configs, of several that share the parts (scale/population.py); `config` is then what they have in common."""
 
     def __init__(self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None):
         self.config, self.configs, self.known = config, agents or [config], History(agents and len(agents))
-        self.waiting, self.unchecked, self.spent = [], [], 0.0  # iterations that are not read, and not checked; seconds of those
+        self.waiting, self.unchecked, self.began = (
+            [],
+            [],
+            0.0,
+        )  # iterations not read, and not checked; when the first of those began
         *own, graph = parts or plain(config)
         self.collector, self.learner, self.judge, self.ring, self.group = own
         self.graph = graph and graph(self.advance)
@@ -243,15 +247,16 @@ class Run:
             arrived = torch.cuda.current_stream(self.learner.device).record_event()
         self.waiting.append((row, stats, numbers, arrived))
 
-    def read(self, keep: int = 0) -> None:
+    def read(self, keep: int = 0) -> dict:
         """Adds the iterations that wait, but for the last `keep`, to the history, each with an equal share of the seconds since
-        the last reading. Waits for a GPU to finish them."""
-        if len(self.waiting) <= keep:
-            return
-        began, last = time.perf_counter(), len(self.waiting) - keep
+        the first of them was launched, or the last reading. Waits for a GPU to finish them. Returns the last one's row."""
+        row, last = {}, len(self.waiting) - keep
+        if last <= 0:
+            return row
         if arrived := self.waiting[last - 1][-1]:
             arrived.synchronize()
-        each, self.spent = (self.spent + time.perf_counter() - began) / last, 0.0
+        now = time.perf_counter()
+        each, self.began = (now - self.began) / last, now
         for _ in range(last):
             row, stats, numbers, _ = self.waiting[0]
             found, numbers = np.split(numbers, [5 * len(self.configs) * bool(self.graph)])
@@ -260,6 +265,7 @@ class Run:
             self.waiting.pop(0)
             self.known.add(row)
             self.unchecked.append((row["iteration"], len(stats), found))
+        return row
 
     def check_rows(self) -> None:
         """Stops whoever learns nothing any more, by the rows that were read since the last check."""
@@ -371,19 +377,19 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
     config, begin = run.config, len(run.history)
     with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
         for iteration in bar:
-            began = time.perf_counter()
+            if not run.waiting:  # or a GPU is at work already
+                run.began = time.perf_counter()
             run.learner.require_parameters()
             learning_rate = run.learner.set_learning_rate(config.learning_rate_at(iteration))
             found = (run.graph or run.advance)()
             run.later({"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan}, *found)
-            run.spent += time.perf_counter() - began
             evaluates = config.evaluates_at(iteration)
             at_once = evaluates or not run.graph or iteration < begin + AHEAD
             if at_once or len(run.waiting) == AHEAD:  # of which a GPU has half to work on, while this half is read
-                run.read(0 if at_once else AHEAD // 2)
+                row = run.read(0 if at_once else AHEAD // 2)
                 if evaluates:  # which may fail: the iteration is whole
-                    run.known.columns["eval_return"][-1] = run.evaluate()
-                bar.set_postfix_str(shown(run.known.last), refresh=False)
+                    row["eval_return"] = run.known.columns["eval_return"][-1] = run.evaluate()
+                bar.set_postfix_str(shown(row), refresh=False)
             run.check_rows()
             yield run
 

@@ -167,6 +167,8 @@ REFUSED = {
     "width": ({"hidden_size": 48}, "no kernel for .* 48"),
     "features": ({"extra_features": 20}, "no kernel for"),
     "scale": ({"precision": "fp8", "num_envs": 128}, "no kernel for"),
+    "scale of wide layers": ({"precision": "fp8", "num_envs": 64, "hidden_size": 128}, "no kernel for"),
+    "too many weights": ({"hidden_size": 128, "layers": 4}, "no kernel for"),
     "format": ({"formats": "acting=e3m2"}, "no kernel for these roundings"),
 }
 

@@ -29,7 +29,7 @@ from fp8rl.scale.population import Population, batches, environments
 from fp8rl.scale.rounding import TO, Matmuls, roundings_of
 from fp8rl.scale.storage import StoredRing
 from fp8rl.tasks.by_id import TASKS
-from fp8rl.train import Run, iterate
+from fp8rl.train import Run, iterate, train
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
 MIXED = {"gamma": 0.9, "lam": 0.5, "learning_rate": 3e-3, "entropy_coef": 0.0, "value_coef": 1.0, "max_grad_norm": 0.1}
@@ -404,3 +404,9 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
         refused("precision is 'fp8' and no layer can run in FP8: use a hidden_size", Population, [Config(**SHORT, **fields)])
     with unittest.mock.patch.object(population.hardware, "available", return_value=10**7):
         refused(r"population of 30 agents needs .* use at most 6 agents, or lower", Population, thirty(), error=MemoryError)
+
+
+def test_the_bar_shows_the_mean_of_all_agents(capsys):
+    run = train(Population([small(seed=seed, steps=512, eval_episodes=2) for seed in range(3)]), progress=True)
+    mean = np.mean(run.history.columns["eval_return"][-1])
+    assert f"eval_return {mean:.1f}," in capsys.readouterr().err and mean != run.history.last["eval_return"]

@@ -85,7 +85,7 @@ def train(options, tick):
     while steps < options.steps:
         optimizer.param_groups[0]["lr"] = options.learning_rate * (1 - steps / options.steps)
         with torch.inference_mode(), autocast:
-            noise, starts = torch.rand(shape), envs.draw(shape[0])
+            noise, starts = torch.rand(shape), envs.draw(shape[0]).unbind()
             for t in range(shape[0]):
                 valid[t] = ~envs.done
                 actions[t] = act(obs[t], noise[t])

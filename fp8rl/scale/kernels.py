@@ -35,8 +35,9 @@ from .passes import scale_of
 from .rounding import TO
 
 WIDTHS = 16, 32, 64, 128  # units in a layer
-# Numbers in a layer's results in a program: with 128 units and 64 environments it took an H200 longer than the plain loop.
-LARGEST = 4096
+# Numbers in a layer's results in a program, where e4m3 takes all environments of an agent: with 128 units and 64 of them it took
+# an H200 longer than the plain loop. And in all square weights, which are in shared memory.
+LARGEST, MOST = 64 * 64, 2 * 128 * 128
 BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # what `cast` rounds to; 0 is float32
 ROUNDINGS = None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3]  # the functions that it computes, by these numbers
 SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tl.dot multiplies
@@ -225,7 +226,7 @@ def play(start, network, rollout, counts, SIZES: tl.constexpr, ROUND: tl.constex
     MAX_STEPS: tl.constexpr = SIZES[5]
     ROWS: tl.constexpr = SIZES[6]
     GAUSSIAN: tl.constexpr = SIZES[7]
-    agent, own = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    agent, own = tl.program_id(1), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside, at = own < N, (FIRST_AGENT + agent).to(tl.int64) * N + own
     column, rows, rows_in = tl.arange(0, SIDE)[None, :], at[:, None], inside[:, None]
     of_state, of_obs, of_action = rows_in & (column < K), rows_in & (column < F), rows_in & (column < A)
@@ -275,8 +276,8 @@ class Fused:
     """`rollout.unroll` for the networks of S agents in an environment, one launch for those of a precision. `acting` returns what
     population.Policy has, `parts` and `spread`. The environment's attributes are taken as they are now.
     Raises NotImplementedError for what has no kernel: a task with a `step` of its own or other operations than FORMS; more than
-    16 features, numbers in a state, or actions; layers that are not WIDTHS wide; other roundings; and for
-    e4m3, whose scale is of all an agent's rows, more of them than LARGEST allows in one program."""
+    16 features, numbers in a state, or actions; layers that are not WIDTHS wide, or have more weights than MOST; other roundings;
+    and for e4m3, whose scale is of all an agent's rows, more of them than LARGEST allows in one program."""
 
     def __init__(self, env: TensorEnv, acting: Callable):
         policy = acting()
@@ -285,7 +286,8 @@ class Fused:
         self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, width
         used = {x for _, layers in policy.parts for each in numbers(layers) for x in divmod(each, 4)}
         self.rows = max(SIDE.value, triton.next_power_of_2(self.envs)) if E4M3.value in used else SIDE.value
-        if max(sizes[:3]) > SIDE.value or width not in WIDTHS or self.rows * width > LARGEST:
+        weights = (len(policy.parts[0][1]) - 2) * width**2
+        if max(sizes[:3]) > SIDE.value or width not in WIDTHS or self.rows * width > LARGEST or weights > MOST:
             raise NotImplementedError(f"no kernel for {sizes} numbers and {self.envs} environments")
         if any(getattr(type(env), name) is not getattr(TensorEnv, name) for name in ("step", "_observe")):
             raise NotImplementedError("the task has a step of its own")
@@ -310,7 +312,7 @@ class Fused:
             weights, biases, _ = zip(*layers, strict=True)
             hidden = [torch.stack(x, 1) if x else None for x in (weights[1:-1], biases[1:-1])]
             with torch.cuda.device_of(obs):  # Triton launches on the current device
-                play[part.stop - part.start, triton.cdiv(self.envs, self.rows)](
+                play[triton.cdiv(self.envs, self.rows), part.stop - part.start](
                     (states, elapsed, done, noise, starts),
                     (weights[0], biases[0].contiguous(), *hidden, weights[-1], biases[-1].contiguous(), deviations),
                     (obs, outputs, actions, rewards, flags),
