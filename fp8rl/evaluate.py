@@ -10,28 +10,44 @@ import torch
 from torch import nn
 
 from .precision import Precision
-from .rollout import inference, noise_of
+from .rollout import TERMINATED, TRUNCATED, inference, noise_of
 
 
-def play(policy, env) -> np.ndarray:
+def step_by_step(policy, env, starts):
+    """Takes a step for each row of `starts`. Yields rewards float32 [N], and whether the steps ended their episodes, bool [N]."""
+    for start in starts:
+        _, reward, _, _ = env.step(policy(env.obs), start)
+        yield reward, env.done
+
+
+def play(policy, env, steps=step_by_step) -> np.ndarray:
     """Returns float32 [N] of one episode in each of N newly created environments. The policy maps observations float32 [N, F], in
-    inference mode, to actions as in a Rollout."""
+    inference mode, to actions as in a Rollout. `steps`: how they are taken."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     ended = torch.zeros_like(total, dtype=torch.bool)
     with inference(env):
         for begin in range(0, env.max_steps, 16):
-            for step, start in zip(range(begin, env.max_steps), env.draw(16), strict=False):
-                _, reward, _, _ = env.step(policy(env.obs), start)
+            starts = env.draw(16)[: env.max_steps - begin]
+            for step, (reward, done) in enumerate(steps(policy, env, starts), begin):
                 total += (env.discount**step * reward).masked_fill_(ended, 0)
-                ended |= env.done
+                ended |= done
             if ended.all():  # not asked at every step, because it waits for a GPU
                 break
     return total.cpu().numpy()
 
 
-def evaluate(model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0) -> np.ndarray:
-    """The same for a model's policy, with the greedy action or actions sampled from `seed`, in a precision (None: fp32, CPU)."""
+def evaluate(model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0, loop=None) -> np.ndarray:
+    """The same for a model's policy, with the greedy action or actions sampled from `seed`, in a precision (None: fp32, CPU).
+    `loop`: a faster form of rollout.unroll, for greedy actions."""
     precision = precision or Precision("fp32")
+    if loop and greedy:
+
+        def at_once(policy, env, starts):
+            noise = noise_of(env, len(starts), seed, "evaluation actions", 0).zero_()  # of greedy actions
+            (_, _, rewards, flags, _), _ = loop(model, env, noise, starts, None)
+            return zip(rewards, (flags & (TERMINATED | TRUNCATED)) != 0, strict=True)
+
+        return play(None, env, at_once)
     state, steps = None, itertools.count()
 
     def policy(obs):
@@ -46,15 +62,18 @@ def evaluate(model, env, precision: Precision | None = None, greedy: bool = True
 
 class Judge:
     """Who judges: greedy episodes from the same starts every time, on the cart within 0.05 of 0. `make_env`: as train.make_cart.
-    `model`: a copy of the network on the precision's device, or None to use the learner's own."""
+    `model`: a copy of the network on the precision's device, or None to use the learner's own. `loop`: as in `evaluate`."""
 
-    def __init__(self, config, precision: Precision, make_env: Callable, model: nn.Module | None = None):
-        self.config, self.precision, self.make_env, self.model = config, precision, make_env, model
+    def __init__(self, config, precision: Precision, make_env: Callable, model: nn.Module | None = None, loop=None):
+        self.config, self.precision, self.make_env, self.model, self.loop = config, precision, make_env, model, loop
 
     def evaluate(self, learned: nn.Module) -> float:
         """Mean return of `eval_episodes` episodes with the weights of the network `learned`."""
         if self.model is not None:
             self.model.load_state_dict(learned.state_dict())
-        starts = self.config.eval_episodes, 0.05, self.precision.device, 0, "evaluation starts"
-        with contextlib.closing(self.make_env(self.config, *starts)) as env:
-            return float(evaluate(self.model or learned, env, self.precision).mean())
+        with contextlib.closing(self.new_env()) as env:
+            return float(evaluate(self.model or learned, env, self.precision, loop=self.loop).mean())
+
+    def new_env(self):
+        """Environments at the starts."""
+        return self.make_env(self.config, self.config.eval_episodes, 0.05, self.precision.device, 0, "evaluation starts")

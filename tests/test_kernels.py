@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import refused, small, trained, weights
@@ -105,6 +106,24 @@ def test_a_run_acts_with_it_as_in_the_plain_loop(options):
     assert {0, 2, 4} <= seen
 
 
+@pytest.mark.parametrize("task", [None, "CartPole-v1", "Pendulum-v1"])
+def test_it_evaluates_as_step_by_step(task):
+    """A run and a population. Episodes of at most 40 steps, so that some rows follow the last ones."""
+    config, limit = short(env_id=task, precision="fp32", eval_episodes=20), 40
+    alone, many = build(config, Machine(DEVICE)), Population([config, config], DEVICE)
+    for run, agents in ((alone, ()), (many, (2,))):
+        judge, found = run.judge, []
+        acting = functools.partial(*((many.model.policy, "learner") if agents else (fused.alone, alone.model, "fp32")))
+        for loop in (None, kernels.Fused(judge.new_env(*agents), acting)):
+            judge.loop = loop
+            with pytest.MonkeyPatch.context() as patch:
+                env = judge.new_env(*agents)
+                env.max_steps, env._max_steps = limit, torch.tensor(limit, dtype=torch.int32)
+                patch.setattr(judge, "new_env", lambda *_, env=env: env)
+                found.append(judge.evaluate(run.model))
+        assert found[0] == pytest.approx(found[1], rel=1e-4) and np.all(found[0] != 0), found
+
+
 @pytest.mark.parametrize("options", [{"env_id": "Pendulum-v1"}, {"collect_precision": "fp8"}, {"layers": 3}], ids=str)
 def test_a_run_learns_with_it(options):
     """Each rollout is by the weights that the updates before it left."""
@@ -187,7 +206,7 @@ PLAIN += [{"precision": "tf32"}] * torch.cuda.is_available()
 
 
 def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
-    monkeypatch.setattr(fused, "loop_of", lambda env, acting: kernels.tried(env, acting) or unroll)  # as on a GPU
+    monkeypatch.setattr(fused, "loop_of", lambda env, acting: kernels.tried(env, acting))  # as on a GPU
     for options in ({}, {"precision": "fp8", "collect_precision": "bf16"}, {"num_envs": 128}, *PLAIN):
         machine = Machine(DEVICE, vectorization=options.get("vectorization"))
         run = build(short(**{name: x for name, x in options.items() if name != "vectorization"}), machine)
@@ -296,4 +315,4 @@ def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
 
 def test_without_a_gpu_the_plain_loop_acts():
     for run in (Population([short()], DEVICE), build(short(), Machine(DEVICE))):
-        assert (run.collector.loop is unroll) is (DEVICE == "cpu")
+        assert (run.collector.loop is unroll) is (run.judge.loop is None) is (DEVICE == "cpu")

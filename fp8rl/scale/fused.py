@@ -120,11 +120,18 @@ def alone(model: Fast, precision: str) -> SimpleNamespace:
     return SimpleNamespace(parts=[(slice(0, 1), stored(layers, roundings))], spread=spread)
 
 
-def loop_of(env: TensorEnv, acting: Callable) -> Callable:
+def loop_of(env: TensorEnv, acting: Callable) -> Callable | None:
     """How agents act that `acting` returns (population.Agents.acting, or `alone`): all steps in one kernel (kernels.py), where
-    Triton's kernels run and the one for the task exists and runs; or else `unroll`."""
+    Triton's kernels run and the one for the task exists and runs; or else None."""
     if not load_kernels(env.device):
-        return unroll
+        return None
     from .kernels import tried  # not above, because Triton takes long to import and may be missing
 
-    return tried(env, acting) or unroll
+    return tried(env, acting)
+
+
+def loop_alone(env, model: nn.Module, precision: Precision) -> Callable | None:
+    """The same for a run's network in a precision; None for other networks and environments."""
+    if type(model) is not Fast or not isinstance(env, TensorEnv) or precision.rules.tf32:
+        return None
+    return loop_of(env, functools.partial(alone, model, precision.name))

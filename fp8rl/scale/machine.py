@@ -7,7 +7,6 @@ evaluation.) What is learned is defined in Config; a resumed run may change its 
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
@@ -112,12 +111,13 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     learner = Learner(config.settled(env), model, learning, optimizer, rewards, group.all_reduce)
     if learning.rules.forward:
         learner = Recorded(learner)
-    loop = unroll
+    loop = None
     if reuses_forward(config, machine, env.num_envs):
         learner = fused.Reusing(learner, loop := fused.Reuse(model, learning))
-    elif type(actor) is fused.Fast and isinstance(env, TensorEnv) and not (config.formats or acting.rules.tf32):
-        loop = fused.loop_of(env, functools.partial(fused.alone, actor, acting.name))
-    collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
+    elif not config.formats:
+        loop = fused.loop_alone(env, actor, acting)
+    collector = Collector(env, actor, acting, config.rollout_length, seed, loop or unroll)
+    judge = make_judge(config, machine, model)
     if launch:
         collector = graphs.InPlace(collector)
     if normalizes(config):
@@ -239,4 +239,7 @@ def make_judge(config: Config, machine: Machine, model: ActorCritic) -> Judge:
     if machine.vectorization == "async":  # which would start a process for each episode
         machine = dataclasses.replace(machine, vectorization="sync")
     own = copy.deepcopy(model).to(precision.device) if precision.device != machine.on("learn") else None
-    return Judge(config, precision, maker(config, machine, first_seed=2**31), own)
+    judge = Judge(config, precision, maker(config, machine, first_seed=2**31), own)
+    if hardware.load_kernels(precision.device) and not (config.formats or uses_gymnasium(config, machine)):
+        judge.loop = fused.loop_alone(judge.new_env(), own or model, precision)
+    return judge

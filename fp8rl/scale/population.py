@@ -16,6 +16,7 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -35,7 +36,7 @@ from ..losses import Targets, vtrace
 from ..model import ActorCritic
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
-from ..rollout import Collector, Rollout
+from ..rollout import Collector, Rollout, unroll
 from ..tasks.by_id import task_of
 from ..train import Learner, Parts, Run, make_cart, make_network
 from . import graphs, hardware
@@ -401,10 +402,14 @@ class AgentsJudge(Judge):
     """Like Judge, for agents: returns float64 [S]. All agents begin at the same starts."""
 
     def evaluate(self, learned: Agents) -> np.ndarray:
-        seeds = torch.zeros(len(learned.theta), dtype=torch.int64, device=self.precision.device)
-        env = self.make_env(self.config, self.config.eval_episodes, [0.05] * len(seeds), seeds, "evaluation starts")
-        returns = evaluate(learned.policy("learner"), env, self.precision)
-        return returns.reshape(len(seeds), -1).mean(1).astype(np.float64)
+        agents = len(learned.theta)
+        returns = evaluate(learned.policy("learner"), self.new_env(agents), self.precision, loop=self.loop)
+        return returns.reshape(agents, -1).mean(1).astype(np.float64)
+
+    def new_env(self, agents: int) -> TensorEnv:
+        """Environments at the starts."""
+        seeds = torch.zeros(agents, dtype=torch.int64, device=self.precision.device)
+        return self.make_env(self.config, self.config.eval_episodes, [0.05] * agents, seeds, "evaluation starts")
 
 
 class Population(Run):
@@ -426,13 +431,15 @@ class Population(Run):
         optimizer = Adam(model.theta, one.learning_rate, places, model.sizes, seed)
         rewards = RewardScale(env.num_envs, device, self.agents)
         learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
-        collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model.acting))
+        collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model.acting) or unroll)
         launch = graphs.launcher(graph, scales.device)
         if launch:
             collector = graphs.InPlace(collector)
         action_size = env.num_actions if model.gaussian else 0
         ring = Rings(places, one.rows, env.num_envs, env.bounds, one.codec, device, action_size=action_size)
         judge = AgentsJudge(one, scales.exact, environments)
+        if hardware.load_kernels(device):
+            judge.loop = loop_of(judge.new_env(self.agents), functools.partial(model.policy, "learner"))
         super().__init__(one, Parts(collector, learner, judge, ring, graph=launch), configs)
 
     def histories(self, configs: list[Config]) -> list[History]:
