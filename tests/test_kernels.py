@@ -265,7 +265,7 @@ def test_other_operations_are_written_as_they_are():
 
 
 COMPILES = """
-import torch, triton
+import copy, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fp8rl.config import Config
@@ -300,7 +300,7 @@ one = build(Config(steps=100_000, precision="bf16", env_id="test_kernels:Many", 
 for run, acting, capabilities in ((many, many.model.acting, (80, 90)), (one, lambda: alone(one.model, "bf16"), (90,))):
     with torch.no_grad():
         noise = noise_of(run.env, run.collector.length, run.collector.seed, "actions", 0)
-        kernels.Fused(run.env, acting)(None, run.env, noise, run.env.draw(len(noise)))
+        copy.deepcopy(kernels.Fused(run.env, acting))(None, run.env, noise, run.env.draw(len(noise)))
 """
 
 

@@ -296,6 +296,12 @@ class Fused:
         self.advance = written(env, "advance", {"state": state, "action": action})
         self.observe = written(env, "observe", {"state": state})
 
+    def __deepcopy__(self, memo: dict) -> "Fused":
+        """Of a run's copy. The translated functions are shared: Triton's cannot be copied."""
+        memo[id(self)] = twin = copy.copy(self)
+        twin.acting = copy.deepcopy(self.acting, memo)
+        return twin
+
     def __call__(self, model, env: TensorEnv, noise: torch.Tensor, starts: torch.Tensor, state: None = None):
         """As rollout.unroll, with the agents' present weights."""
         policy, length, count, own = self.acting(), len(noise), env.num_envs, torch.contiguous_format
