@@ -14,7 +14,7 @@ from .rollout import TERMINATED, TRUNCATED, inference, noise_of
 
 
 def step_by_step(policy, env, starts):
-    """Takes a step for each row of `starts`. Yields rewards float32 [N], and whether the steps ended their episodes, bool [N]."""
+    """Takes a step for each row of TensorEnv.draw. Yields rewards float32 [N], and whether episodes ended, bool [N]."""
     for start in starts:
         _, reward, _, _ = env.step(policy(env.obs), start)
         yield reward, env.done
@@ -22,13 +22,13 @@ def step_by_step(policy, env, starts):
 
 def play(policy, env, steps=step_by_step) -> np.ndarray:
     """Returns float32 [N] of one episode in each of N newly created environments. The policy maps observations float32 [N, F], in
-    inference mode, to actions as in a Rollout. `steps`: how they are taken."""
+    inference mode, to actions as in a Rollout. `steps`: what takes steps, as `step_by_step` does."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     ended = torch.zeros_like(total, dtype=torch.bool)
     with inference(env):
         for begin in range(0, env.max_steps, 16):
-            starts = env.draw(16)[: env.max_steps - begin]
-            for step, (reward, done) in enumerate(steps(policy, env, starts), begin):
+            taken = steps(policy, env, env.draw(16))
+            for step, (reward, done) in zip(range(begin, env.max_steps), taken, strict=False):
                 total += (env.discount**step * reward).masked_fill_(ended, 0)
                 ended |= done
             if ended.all():  # not asked at every step, because it waits for a GPU
@@ -38,12 +38,12 @@ def play(policy, env, steps=step_by_step) -> np.ndarray:
 
 def evaluate(model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0, loop=None) -> np.ndarray:
     """The same for a model's policy, with the greedy action or actions sampled from `seed`, in a precision (None: fp32, CPU).
-    `loop`: a faster form of rollout.unroll, for greedy actions."""
+    `loop`: a faster form of rollout.unroll, which takes greedy actions."""
     precision = precision or Precision("fp32")
-    if loop and greedy:
+    if loop:
 
-        def at_once(policy, env, starts):
-            noise = noise_of(env, len(starts), seed, "evaluation actions", 0).zero_()  # of greedy actions
+        def at_once(_, env, starts):
+            noise = noise_of(env, len(starts), seed, "evaluation actions", 0).zero_()
             (_, _, rewards, flags, _), _ = loop(model, env, noise, starts, None)
             return zip(rewards, (flags & (TERMINATED | TRUNCATED)) != 0, strict=True)
 
@@ -75,5 +75,5 @@ class Judge:
             return float(evaluate(self.model or learned, env, self.precision, loop=self.loop).mean())
 
     def new_env(self):
-        """Environments at the starts."""
+        """Environments for an evaluation, at its starts."""
         return self.make_env(self.config, self.config.eval_episodes, 0.05, self.precision.device, 0, "evaluation starts")

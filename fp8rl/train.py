@@ -164,11 +164,8 @@ class Run:
 
     def __init__(self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None):
         self.config, self.configs, self.known = config, agents or [config], History(agents and len(agents))
-        self.waiting, self.unchecked, self.began = (
-            [],
-            [],
-            0.0,
-        )  # iterations not read, and not checked; when the first of those began
+        self.waiting, self.unchecked = [], []  # iterations that are not read, and not checked
+        self.began = 0.0  # when the first that waits was launched
         *own, graph = parts or plain(config)
         self.collector, self.learner, self.judge, self.ring, self.group = own
         self.graph = graph and graph(self.advance)
@@ -249,7 +246,7 @@ class Run:
 
     def read(self, keep: int = 0) -> dict:
         """Adds the iterations that wait, but for the last `keep`, to the history, each with an equal share of the seconds since
-        the first of them was launched, or the last reading. Waits for a GPU to finish them. Returns the last one's row."""
+        the first of them was launched, or the last reading. Waits for a GPU to finish them. Returns the last one's row, or {}."""
         row, last = {}, len(self.waiting) - keep
         if last <= 0:
             return row
@@ -322,6 +319,7 @@ class Run:
     def evaluate(self) -> float | np.ndarray:
         """Mean greedy return (evaluate.Judge), of agents float64 [S]; NaN in a process that is not the first. Whoever's is not
         finite has failed, with minus infinity."""
+        self.read()  # or its time would be counted as theirs
         found = math.nan if self.group.rank else self.judge.evaluate(self.model)
         for agent in () if self.group.rank else np.flatnonzero(~np.isfinite(found)):
             reason = f"evaluation is not finite in {self.configs[agent].precision}: fix the environment's rewards"
@@ -365,6 +363,7 @@ class Run:
 
     def close(self) -> None:
         """Closes the environments and the ring, which can still be read."""
+        self.read()
         self.collector.close()
         self.ring.close()
 

@@ -1,7 +1,9 @@
 """The rollout as one kernel against the plain loop, on a GPU or in Triton's interpreter (conftest.py), and its compilation."""
 
+import copy
 import functools
 import linecache
+import operator
 import os
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from fp8rl.lab.places import PlaceFormat
 from fp8rl.rollout import unroll
 from fp8rl.scale import fused
 from fp8rl.scale.machine import Machine, build
-from fp8rl.scale.population import Population
+from fp8rl.scale.population import Agents, Population
 from fp8rl.tasks.cartpole import CartPole
 from fp8rl.train import Run
 
@@ -27,6 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 short = functools.partial(small, rollout_length=8, slice_length=8, batch_size=128)  # the interpreter takes long
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]  # of the interpreter's NumPy
 pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
+LEARNED = operator.methodcaller("policy", "learner")
 TASKS = None, "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "fp8rl/Lqr-v0"
 
 
@@ -39,8 +42,8 @@ def pair(configs, max_steps=None) -> list[Run]:
         if max_steps:
             run.env.max_steps, run.env._max_steps = max_steps, torch.tensor(max_steps, dtype=torch.int32)
     plain, kernel = (run.collector for run in found)
-    acting = kernel.model.acting if many else functools.partial(fused.alone, kernel.model, kernel.precision.name)
-    plain.loop, kernel.loop = unroll, kernels.Fused(kernel.env, acting)
+    acting = Agents.acting if many else functools.partial(fused.alone, precision=kernel.precision.name)
+    plain.loop, kernel.loop = unroll, kernels.Fused(kernel.env, kernel.model, acting)
     return found
 
 
@@ -108,20 +111,26 @@ def test_a_run_acts_with_it_as_in_the_plain_loop(options):
 
 @pytest.mark.parametrize("task", [None, "CartPole-v1", "Pendulum-v1"])
 def test_it_evaluates_as_step_by_step(task):
-    """A run and a population. Episodes of at most 40 steps, so that some rows follow the last ones."""
+    """A run, a population, and their copies. Episodes of at most 40 steps: the last launch takes eight more."""
     config, limit = short(env_id=task, precision="fp32", eval_episodes=20), 40
-    alone, many = build(config, Machine(DEVICE)), Population([config, config], DEVICE)
-    for run, agents in ((alone, ()), (many, (2,))):
-        judge, found = run.judge, []
-        acting = functools.partial(*((many.model.policy, "learner") if agents else (fused.alone, alone.model, "fp32")))
-        for loop in (None, kernels.Fused(judge.new_env(*agents), acting)):
-            judge.loop = loop
+    runs = build(config, Machine(DEVICE)), Population([config, config], DEVICE)
+    for run, acting in zip(runs, (functools.partial(fused.alone, precision="fp32"), LEARNED), strict=True):
+        run.judge.loop, found = kernels.Fused(run.judge.new_env(), run.model, acting), []
+        for judge in (run.judge, copy.deepcopy(run).judge, run.judge):
+            env = judge.new_env()
+            env.max_steps, env._max_steps = limit, torch.tensor(limit, dtype=torch.int32)
             with pytest.MonkeyPatch.context() as patch:
-                env = judge.new_env(*agents)
-                env.max_steps, env._max_steps = limit, torch.tensor(limit, dtype=torch.int32)
-                patch.setattr(judge, "new_env", lambda *_, env=env: env)
+                patch.setattr(judge, "new_env", lambda env=env: env)
                 found.append(judge.evaluate(run.model))
-        assert found[0] == pytest.approx(found[1], rel=1e-4) and np.all(found[0] != 0), found
+            run.judge.loop = None  # of the last one
+        assert np.array_equal(*found[:2]) and found[0] == pytest.approx(found[2], rel=1e-4) and np.all(found[0] != 0), found
+
+
+def test_layers_that_must_be_called_are():
+    plain, other = pair(short(precision="fp32"))
+    for run in (plain, other):
+        run.model.inputs.register_forward_hook(lambda layer, inputs, outputs: -outputs)
+    assert_same_rollouts(plain, other, rollouts=1, tolerance=0)
 
 
 @pytest.mark.parametrize("options", [{"env_id": "Pendulum-v1"}, {"collect_precision": "fp8"}, {"layers": 3}], ids=str)
@@ -156,6 +165,14 @@ def how(function):
 HOWS: dict[str, type] = {}
 
 
+class Windy(CartPole):
+    """CartPole whose starts decide about the physics, too."""
+
+    def start(self, numbers):
+        self.wind = 1 + numbers.abs().mean()
+        return super().start(numbers)
+
+
 class Stepped(CartPole):
     def step(self, action, start=None):
         return super().step(action, start)
@@ -183,6 +200,7 @@ REFUSED = {
     "clock": ({"env_id": how(lambda self, *args: args[-1] * self.elapsed)}, "advance cannot be translated"),
     "never": ({"env_id": f"{__name__}:Never"}, "advance cannot be translated"),
     "step": ({"env_id": f"{__name__}:Stepped"}, "the task has a step of its own"),
+    "wind": ({"env_id": f"{__name__}:Windy"}, "drawing starts changes the task"),
     "width": ({"hidden_size": 48}, "no kernel for .* 48"),
     "features": ({"extra_features": 20}, "no kernel for"),
     "scale": ({"precision": "fp8", "num_envs": 128}, "no kernel for"),
@@ -196,8 +214,8 @@ REFUSED = {
 def test_what_has_no_kernel_is_refused(name):
     options, reason = REFUSED[name]
     run = Population([short(**options)])
-    refused(reason, kernels.Fused, run.env, run.model.acting, error=NotImplementedError)
-    assert kernels.tried(run.env, run.model.acting) is None
+    refused(reason, kernels.Fused, run.env, run.model, Agents.acting, error=NotImplementedError)
+    assert kernels.tried(run.env, run.model, Agents.acting) is None
 
 
 PLAIN = [{"encoder": "gru"}, {"normalize_obs": True}, {"formats": "m=e4m3"}, {"vectorization": "sync", "env_id": "CartPole-v1"}]
@@ -206,7 +224,7 @@ PLAIN += [{"precision": "tf32"}] * torch.cuda.is_available()
 
 
 def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
-    monkeypatch.setattr(fused, "loop_of", lambda env, acting: kernels.tried(env, acting))  # as on a GPU
+    monkeypatch.setattr(fused, "loop_of", lambda *own: kernels.tried(*own))  # as on a GPU
     for options in ({}, {"precision": "fp8", "collect_precision": "bf16"}, {"num_envs": 128}, *PLAIN):
         machine = Machine(DEVICE, vectorization=options.get("vectorization"))
         run = build(short(**{name: x for name, x in options.items() if name != "vectorization"}), machine)
@@ -217,11 +235,11 @@ def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
 def test_a_kernel_that_does_not_run_here_is_not_used(monkeypatch):
     run = Population([short()], DEVICE)
     before = run.env.state_dict()
-    assert isinstance(kernels.tried(run.env, run.model.acting), kernels.Fused)
+    assert isinstance(kernels.tried(run.env, run.model, Agents.acting), kernels.Fused)
     assert all(map(torch.equal, before.values(), run.env.state_dict().values()))  # it was a copy that was stepped
     monkeypatch.setattr(kernels, "play", None)
-    with pytest.warns(UserWarning, match="agents act step by step, because their kernel does not run here: 'NoneType'"):
-        assert kernels.tried(run.env, run.model.acting) is None
+    with pytest.warns(UserWarning, match="agents act or are judged step by step, because a kernel does not run here: 'NoneType'"):
+        assert kernels.tried(run.env, run.model, Agents.acting) is None
 
 
 def test_rounding_to_e4m3_is_that_of_the_formats():
@@ -266,6 +284,7 @@ def test_other_operations_are_written_as_they_are():
 
 COMPILES = """
 import copy, torch, triton
+from functools import partial
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fp8rl.config import Config
@@ -273,7 +292,7 @@ from fp8rl.rollout import noise_of
 from fp8rl.scale import kernels
 from fp8rl.scale.fused import alone
 from fp8rl.scale.machine import build
-from fp8rl.scale.population import Population
+from fp8rl.scale.population import Agents, Population
 
 class Compiled:
     def __getitem__(self, grid):
@@ -297,10 +316,11 @@ class Compiled:
 play, kernels.play = kernels.play, Compiled()
 many = Population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
 one = build(Config(steps=100_000, precision="bf16", env_id="test_kernels:Many", layers=3, num_envs=1, rollout_length=128))
-for run, acting, capabilities in ((many, many.model.acting, (80, 90)), (one, lambda: alone(one.model, "bf16"), (90,))):
+for run, acting, capabilities in ((many, Agents.acting, (80, 90)), (one, partial(alone, precision="bf16"), (90,))):
     with torch.no_grad():
         noise = noise_of(run.env, run.collector.length, run.collector.seed, "actions", 0)
-        copy.deepcopy(kernels.Fused(run.env, acting))(None, run.env, noise, run.env.draw(len(noise)))
+        loop = copy.deepcopy(kernels.Fused(run.env, run.model, acting))
+        loop(run.model, run.env, noise, run.env.draw(len(noise)))
 """
 
 

@@ -33,10 +33,9 @@ class Fast(ActorCritic):
     def acting(self):
         """Like ActorCritic.acting, for one rollout: FP8 quantizes the weights now. With few rows, to call the modules would take
         as long as their arithmetic."""
-        layers = self.inputs, *self.hidden, self.actor
-        if any(type(layer) not in (nn.Linear, Float8Linear) or hooked(layer) for layer in layers):
+        if not plain(self):
             return self
-        *hidden, last = map(held, layers)
+        *hidden, last = map(held, (self.inputs, *self.hidden, self.actor))
 
         def policy(obs, state=None):
             obs = self.normalize(obs)
@@ -55,9 +54,15 @@ class Fast(ActorCritic):
             return super().heads(hidden)
         heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
         weight, bias = (torch.cat(pair) for pair in heads)
-        apart = hidden.is_cuda and hidden.dtype == torch.float32  # for few columns cuBLAS is three times slower with a bias
+        apart = hidden.is_cuda and not torch.is_autocast_enabled("cuda")  # with a bias cuBLAS takes 3 times as long
         outputs = (hidden @ weight.T + bias if apart else linear(hidden, weight, bias)).float()
         return self.outputs(outputs[..., :-1]), outputs[..., -1]
+
+
+def plain(model: Fast) -> bool:
+    """Whether the layers that act may be used without calling them."""
+    layers = model.inputs, *model.hidden, model.actor
+    return all(type(layer) in (nn.Linear, Float8Linear) and not hooked(layer) for layer in layers)
 
 
 def hooked(layer: nn.Module) -> bool:
@@ -109,9 +114,11 @@ class Reusing(Around):
         return self.inner.update(batch, record, computed)
 
 
-def alone(model: Fast, precision: str) -> SimpleNamespace:
+def alone(model: Fast, precision: str) -> SimpleNamespace | None:
     """The acting network of a run, with its present weights, as population.Policy has a population's: `parts`, here of one agent,
-    and `spread`. `precision`: the name of its precision, which must not be tf32."""
+    and `spread`. None if it must be called. `precision`: the name of its precision, which must not be tf32."""
+    if not plain(model):
+        return None
     layers = []
     for layer in (model.inputs, *model.hidden, model.actor):
         layers.append((layer.weight.detach().unsqueeze(0), layer.bias.detach().view(1, 1, -1)))
@@ -120,18 +127,19 @@ def alone(model: Fast, precision: str) -> SimpleNamespace:
     return SimpleNamespace(parts=[(slice(0, 1), stored(layers, roundings))], spread=spread)
 
 
-def loop_of(env: TensorEnv, acting: Callable) -> Callable | None:
-    """How agents act that `acting` returns (population.Agents.acting, or `alone`): all steps in one kernel (kernels.py), where
-    Triton's kernels run and the one for the task exists and runs; or else None."""
+def loop_of(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable | None:
+    """How agents act, in training or in an evaluation: all steps in one kernel (kernels.py), where Triton's kernels run and the
+    one for the task exists and runs; or else None. `acting`: of the model, what has its policies (population.Agents.acting, or
+    `alone`)."""
     if not load_kernels(env.device):
         return None
     from .kernels import tried  # not above, because Triton takes long to import and may be missing
 
-    return tried(env, acting)
+    return tried(env, model, acting)
 
 
 def loop_alone(env, model: nn.Module, precision: Precision) -> Callable | None:
     """The same for a run's network in a precision; None for other networks and environments."""
     if type(model) is not Fast or not isinstance(env, TensorEnv) or precision.rules.tf32:
         return None
-    return loop_of(env, functools.partial(alone, model, precision.name))
+    return loop_of(env, model, functools.partial(alone, precision=precision.name))

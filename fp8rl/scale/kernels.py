@@ -31,13 +31,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .. import fp8
 from ..distribution import Gaussian
 from ..env import TensorEnv
+from ..rollout import unroll
 from .passes import scale_of
 from .rounding import TO
 
 WIDTHS = 16, 32, 64, 128  # units in a layer
-# Numbers in a layer's results in a program, where e4m3 takes all environments of an agent: with 128 units and 64 of them it took
-# an H200 longer than the plain loop. And in all square weights, which are in shared memory.
-LARGEST, MOST = 64 * 64, 2 * 128 * 128
+# Numbers in a layer's results in a program, which in e4m3 has all environments of an agent. (With 128 units and 64 of them an
+# H200 took longer than in the plain loop; with 64 units more were not tried.)
+MOST_RESULTS = 64 * 64
+MOST_WEIGHTS = 2 * 128 * 128  # in the layers between the first and the heads, which are in shared memory
 BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # what `cast` rounds to; 0 is float32
 ROUNDINGS = None, TO[torch.bfloat16], TO[torch.float16], TO[fp8.E4M3]  # the functions that it computes, by these numbers
 SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tl.dot multiplies
@@ -273,38 +275,44 @@ def play(start, network, rollout, counts, SIZES: tl.constexpr, ROUND: tl.constex
 
 
 class Fused:
-    """`rollout.unroll` for the networks of S agents in an environment, one launch for those of a precision. `acting` returns what
-    population.Policy has, `parts` and `spread`. The environment's attributes are taken as they are now.
+    """`rollout.unroll` for the networks of S agents in an environment, one launch for those of a precision. `acting` makes of the
+    model what population.Policy has, `parts` and `spread`, or None, for which it is `unroll` itself. The environment's attributes
+    are taken as they are now.
     Raises NotImplementedError for what has no kernel: a task with a `step` of its own or other operations than FORMS; more than
-    16 features, numbers in a state, or actions; layers that are not WIDTHS wide, or have more weights than MOST; other roundings;
-    and for e4m3, whose scale is of all an agent's rows, more of them than LARGEST allows in one program."""
+    16 features, numbers in a state, or actions; layers that are not WIDTHS wide, or too many; other roundings; and for e4m3,
+    whose scale is of all an agent's rows, more of them than MOST_RESULTS allows in one program."""
 
-    def __init__(self, env: TensorEnv, acting: Callable):
-        policy = acting()
+    def __init__(self, env: TensorEnv, model, acting: Callable):
+        policy = acting(model)
         self.acting, self.gaussian, self.envs = acting, policy.spread is not None, env.num_envs // policy.parts[-1][0].stop
         width = policy.parts[0][1][0][0].shape[-1]  # of the first weights [S, I, O]
         self.sizes = sizes = len(env.bounds[0]), env.state_size, env.num_actions, width
         used = {x for _, layers in policy.parts for each in numbers(layers) for x in divmod(each, 4)}
         self.rows = max(SIDE.value, triton.next_power_of_2(self.envs)) if E4M3.value in used else SIDE.value
         weights = (len(policy.parts[0][1]) - 2) * width**2
-        if max(sizes[:3]) > SIDE.value or width not in WIDTHS or self.rows * width > LARGEST or weights > MOST:
+        if max(sizes[:3]) > SIDE.value or width not in WIDTHS or self.rows * width > MOST_RESULTS or weights > MOST_WEIGHTS:
             raise NotImplementedError(f"no kernel for {sizes} numbers and {self.envs} environments")
         if any(getattr(type(env), name) is not getattr(TensorEnv, name) for name in ("step", "_observe")):
             raise NotImplementedError("the task has a step of its own")
+        twin = copy.deepcopy(env)
+        before = dict(vars(twin))
+        twin.draw(1)
+        if any(x is not before.get(name) for name, x in vars(twin).items() if name != "draws"):
+            raise NotImplementedError("drawing starts changes the task")
         state = torch.zeros(1, env.state_size, device=env.device)
         action = state.new_zeros(1, env.num_actions) if self.gaussian else state.new_zeros(1, dtype=torch.int64)
         self.advance = written(env, "advance", {"state": state, "action": action})
         self.observe = written(env, "observe", {"state": state})
 
     def __deepcopy__(self, memo: dict) -> "Fused":
-        """Of a run's copy. The translated functions are shared: Triton's cannot be copied."""
-        memo[id(self)] = twin = copy.copy(self)
-        twin.acting = copy.deepcopy(self.acting, memo)
-        return twin
+        """Itself: it holds nothing of a run, and Triton's functions cannot be copied."""
+        return self
 
     def __call__(self, model, env: TensorEnv, noise: torch.Tensor, starts: torch.Tensor, state: None = None):
         """As rollout.unroll, with the agents' present weights."""
-        policy, length, count, own = self.acting(), len(noise), env.num_envs, torch.contiguous_format
+        policy, length, count, own = self.acting(model), len(noise), env.num_envs, torch.contiguous_format
+        if policy is None:
+            return unroll(model.acting(), env, noise, starts, state)
         (F, _, A, _), empty = self.sizes, env.obs.new_empty
         states, elapsed, done = env.state.clone(memory_format=own), env.elapsed.clone(), env.done.byte()
         obs, outputs, rewards = empty(length + 1, count, F), empty(length, count, A), empty(length, count)
@@ -343,19 +351,19 @@ def numbers(layers: list[tuple]) -> tuple[int, ...]:
     return tuple(4 * ROUNDINGS.index(inputs) + ROUNDINGS.index(result) for inputs, result in found)
 
 
-def tried(env: TensorEnv, acting: Callable) -> Fused | None:
+def tried(env: TensorEnv, model, acting: Callable) -> Fused | None:
     """A Fused, after a short rollout on a copy. None if there is no kernel or, with a warning, if it does not run here: Triton
     needs a C compiler, and a GPU with shared memory for the weights of all layers."""
     zeros = functools.partial(torch.zeros, device=env.device)
     try:
-        loop = Fused(env, acting)
+        loop = Fused(env, model, acting)
         noise = zeros(16, env.num_envs, *[env.num_actions] * (loop.gaussian or env.num_actions != 2))
         with torch.no_grad():
-            loop(None, copy.copy(env), noise, zeros(16, env.num_envs, env.state_size + env.channels))
+            loop(model, copy.copy(env), noise, zeros(16, env.num_envs, env.state_size + env.channels))
         return loop
     except NotImplementedError:
         return None
     except Exception as error:  # of Triton, of the compiler, of the driver
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        warnings.warn(f"agents act step by step, because their kernel does not run here: {reason}", stacklevel=2)
+        warnings.warn(f"agents act or are judged step by step, because a kernel does not run here: {reason}", stacklevel=2)
         return None

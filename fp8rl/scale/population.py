@@ -16,8 +16,8 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 
 import copy
 import dataclasses
-import functools
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -401,15 +401,18 @@ class AgentsLearner(Learner):
 class AgentsJudge(Judge):
     """Like Judge, for agents: returns float64 [S]. All agents begin at the same starts."""
 
-    def evaluate(self, learned: Agents) -> np.ndarray:
-        agents = len(learned.theta)
-        returns = evaluate(learned.policy("learner"), self.new_env(agents), self.precision, loop=self.loop)
-        return returns.reshape(agents, -1).mean(1).astype(np.float64)
+    def __init__(self, agents: int, *parts):
+        super().__init__(*parts)
+        self.agents = agents
 
-    def new_env(self, agents: int) -> TensorEnv:
-        """Environments at the starts."""
-        seeds = torch.zeros(agents, dtype=torch.int64, device=self.precision.device)
-        return self.make_env(self.config, self.config.eval_episodes, [0.05] * agents, seeds, "evaluation starts")
+    def evaluate(self, learned: Agents) -> np.ndarray:
+        policy = learned if self.loop else learned.policy("learner")
+        returns = evaluate(policy, self.new_env(), self.precision, loop=self.loop)
+        return returns.reshape(self.agents, -1).mean(1).astype(np.float64)
+
+    def new_env(self) -> TensorEnv:
+        seeds = torch.zeros(self.agents, dtype=torch.int64, device=self.precision.device)
+        return self.make_env(self.config, self.config.eval_episodes, [0.05] * self.agents, seeds, "evaluation starts")
 
 
 class Population(Run):
@@ -431,15 +434,15 @@ class Population(Run):
         optimizer = Adam(model.theta, one.learning_rate, places, model.sizes, seed)
         rewards = RewardScale(env.num_envs, device, self.agents)
         learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
-        collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model.acting) or unroll)
+        collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model, Agents.acting) or unroll)
         launch = graphs.launcher(graph, scales.device)
         if launch:
             collector = graphs.InPlace(collector)
         action_size = env.num_actions if model.gaussian else 0
         ring = Rings(places, one.rows, env.num_envs, env.bounds, one.codec, device, action_size=action_size)
-        judge = AgentsJudge(one, scales.exact, environments)
+        judge = AgentsJudge(self.agents, one, scales.exact, environments)
         if hardware.load_kernels(device):
-            judge.loop = loop_of(judge.new_env(self.agents), functools.partial(model.policy, "learner"))
+            judge.loop = loop_of(judge.new_env(), model, operator.methodcaller("policy", "learner"))
         super().__init__(one, Parts(collector, learner, judge, ring, graph=launch), configs)
 
     def histories(self, configs: list[Config]) -> list[History]:

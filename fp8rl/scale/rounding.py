@@ -10,11 +10,11 @@ from ..lab.formats import format_of
 from ..lab.places import PlaceFormat
 from ..precision import PRECISIONS, REMEDY
 
-# How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each matrix. Functions, because a
-# run's copy has the same ones.
+# How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each matrix. Plain functions,
+# which a run's copies share.
 TO = {dtype: lambda x, to=dtype: x.to(to).float() for dtype in (torch.bfloat16, torch.float16)}
-FORMATS = {dtype: PlaceFormat(format_of(name)) for name, dtype in (("e4m3", fp8.E4M3), ("e5m2", fp8.E5M2))}
-TO |= {dtype: lambda x, form=form: form.matrices(x) for dtype, form in FORMATS.items()}
+E4M3, E5M2 = (PlaceFormat(format_of(name)) for name in ("e4m3", "e5m2"))
+TO |= {fp8.E4M3: lambda x: E4M3.matrices(x), fp8.E5M2: lambda x: E5M2.matrices(x)}
 
 
 class Rounding(NamedTuple):
