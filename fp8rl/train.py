@@ -319,7 +319,7 @@ class Run:
     def evaluate(self) -> float | np.ndarray:
         """Mean greedy return (evaluate.Judge), of agents float64 [S]; NaN in a process that is not the first. Whoever's is not
         finite has failed, with minus infinity."""
-        self.read()  # or its time would be counted as theirs
+        self.read()  # or this would count as their time
         found = math.nan if self.group.rank else self.judge.evaluate(self.model)
         for agent in () if self.group.rank else np.flatnonzero(~np.isfinite(found)):
             reason = f"evaluation is not finite in {self.configs[agent].precision}: fix the environment's rewards"

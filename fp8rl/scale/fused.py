@@ -116,7 +116,7 @@ class Reusing(Around):
 
 def alone(model: Fast, precision: str) -> SimpleNamespace | None:
     """The acting network of a run, with its present weights, as population.Policy has a population's: `parts`, here of one agent,
-    and `spread`. None if it must be called. `precision`: the name of its precision, which must not be tf32."""
+    and `spread`. None if its layers must be called. `precision`: the name of its precision, which must not be tf32."""
     if not plain(model):
         return None
     layers = []

@@ -241,6 +241,6 @@ def make_judge(config: Config, machine: Machine, model: ActorCritic) -> Judge:
     own = copy.deepcopy(model).to(precision.device) if precision.device != machine.on("learn") else None
     judge = Judge(config, precision, maker(config, machine, first_seed=2**31), own)
     evaluates = not (ranks.rank_and_size()[0] or config.formats or uses_gymnasium(config, machine))
-    if evaluates and hardware.load_kernels(precision.device):  # a kernel has few bits of FP8's scale: up to 64 episodes
+    if evaluates and hardware.load_kernels(precision.device):  # in FP8 there is one for at most 64 episodes
         judge.loop = fused.loop_alone(judge.new_env(), own or model, precision)
     return judge
