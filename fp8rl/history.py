@@ -15,8 +15,8 @@ TERMS = ("loss", "policy_loss", "value_loss", "entropy")  # with several process
 class History:
     """One row of numbers per iteration, kept as `columns`, or of S `agents` together, float64 [S] for each number:
 
-    iteration, steps (environment steps so far), seconds (of training; with a graph also of the loop's body), learning_rate,
-        loss_scale
+    iteration, steps (environment steps so far), seconds (of training; while rows wait for a GPU, the caller's own work
+        counts as well), learning_rate, loss_scale
     train_return: mean return of the episodes that ended; eval_return: mean greedy return; NaN where there are none, and in
         train_return after an infinite reward
     clipped: values clipped by the ring's codec so far; outside: share of continuous actions beyond the bounds

@@ -54,7 +54,7 @@ class Fast(ActorCritic):
             return super().heads(hidden)
         heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
         weight, bias = (torch.cat(pair) for pair in heads)
-        apart = hidden.is_cuda and not torch.is_autocast_enabled("cuda")  # with a bias cuBLAS takes 3 times as long
+        apart = hidden.is_cuda and not torch.is_autocast_enabled("cuda")  # with a bias cuBLAS is slow for few columns
         outputs = (hidden @ weight.T + bias if apart else linear(hidden, weight, bias)).float()
         return self.outputs(outputs[..., :-1]), outputs[..., -1]
 
@@ -127,19 +127,11 @@ def alone(model: Fast, precision: str) -> SimpleNamespace | None:
     return SimpleNamespace(parts=[(slice(0, 1), stored(layers, roundings))], spread=spread)
 
 
-def loop_of(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable | None:
-    """How agents act, in training or in an evaluation: all steps in one kernel (kernels.py), where Triton's kernels run and the
-    one for the task exists and runs; or else None. `acting`: of the model, what has its policies (population.Agents.acting, or
-    `alone`)."""
+def loop_of(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:
+    """How agents act: all steps in one kernel (kernels.py), where Triton's kernels run and the one for the task exists and runs;
+    or else `unroll`. `acting` makes of the model what has its policies: population.Agents.acting, or `alone`."""
     if not load_kernels(env.device):
-        return None
+        return unroll
     from .kernels import tried  # not above, because Triton takes long to import and may be missing
 
-    return tried(env, model, acting)
-
-
-def loop_alone(env, model: nn.Module, precision: Precision) -> Callable | None:
-    """The same for a run's network in a precision; None for other networks and environments."""
-    if type(model) is not Fast or not isinstance(env, TensorEnv) or precision.rules.tf32:
-        return None
-    return loop_of(env, model, functools.partial(alone, precision=precision.name))
+    return tried(env, model, acting) or unroll

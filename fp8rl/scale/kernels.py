@@ -365,5 +365,5 @@ def tried(env: TensorEnv, model, acting: Callable) -> Fused | None:
         return None
     except Exception as error:  # of Triton, of the compiler, of the driver
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        warnings.warn(f"agents act or are judged step by step, because a kernel does not run here: {reason}", stacklevel=2)
+        warnings.warn(f"agents act step by step, because their kernel does not run here: {reason}", stacklevel=2)
         return None

@@ -7,6 +7,7 @@ evaluation.) What is learned is defined in Config; a resumed run may change its 
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -111,13 +112,12 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     learner = Learner(config.settled(env), model, learning, optimizer, rewards, group.all_reduce)
     if learning.rules.forward:
         learner = Recorded(learner)
-    loop = None
+    loop = unroll
     if reuses_forward(config, machine, env.num_envs):
         learner = fused.Reusing(learner, loop := fused.Reuse(model, learning))
-    elif not config.formats:
-        loop = fused.loop_alone(env, actor, acting)
-    collector = Collector(env, actor, acting, config.rollout_length, seed, loop or unroll)
-    judge = make_judge(config, machine, model)
+    elif type(actor) is fused.Fast and isinstance(env, TensorEnv) and not (config.formats or acting.rules.tf32):
+        loop = fused.loop_of(env, actor, functools.partial(fused.alone, precision=acting.name))
+    collector, judge = Collector(env, actor, acting, config.rollout_length, seed, loop), make_judge(config, machine, model)
     if launch:
         collector = graphs.InPlace(collector)
     if normalizes(config):
@@ -239,8 +239,4 @@ def make_judge(config: Config, machine: Machine, model: ActorCritic) -> Judge:
     if machine.vectorization == "async":  # which would start a process for each episode
         machine = dataclasses.replace(machine, vectorization="sync")
     own = copy.deepcopy(model).to(precision.device) if precision.device != machine.on("learn") else None
-    judge = Judge(config, precision, maker(config, machine, first_seed=2**31), own)
-    evaluates = not (ranks.rank_and_size()[0] or config.formats or uses_gymnasium(config, machine))
-    if evaluates and hardware.load_kernels(precision.device):  # in FP8 there is one for at most 64 episodes
-        judge.loop = fused.loop_alone(judge.new_env(), own or model, precision)
-    return judge
+    return Judge(config, precision, maker(config, machine, first_seed=2**31), own)

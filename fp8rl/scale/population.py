@@ -17,7 +17,6 @@ instructions for it, and agents of all precisions fit into one batch. But it sav
 import copy
 import dataclasses
 import math
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,7 +35,7 @@ from ..losses import Targets, vtrace
 from ..model import ActorCritic
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..rng import uniform
-from ..rollout import Collector, Rollout, unroll
+from ..rollout import Collector, Rollout
 from ..tasks.by_id import task_of
 from ..train import Learner, Parts, Run, make_cart, make_network
 from . import graphs, hardware
@@ -401,18 +400,11 @@ class AgentsLearner(Learner):
 class AgentsJudge(Judge):
     """Like Judge, for agents: returns float64 [S]. All agents begin at the same starts."""
 
-    def __init__(self, agents: int, *parts):
-        super().__init__(*parts)
-        self.agents = agents
-
     def evaluate(self, learned: Agents) -> np.ndarray:
-        policy = learned if self.loop else learned.policy("learner")
-        returns = evaluate(policy, self.new_env(), self.precision, loop=self.loop)
-        return returns.reshape(self.agents, -1).mean(1).astype(np.float64)
-
-    def new_env(self) -> TensorEnv:
-        seeds = torch.zeros(self.agents, dtype=torch.int64, device=self.precision.device)
-        return self.make_env(self.config, self.config.eval_episodes, [0.05] * self.agents, seeds, "evaluation starts")
+        seeds = torch.zeros(len(learned.theta), dtype=torch.int64, device=self.precision.device)
+        env = self.make_env(self.config, self.config.eval_episodes, [0.05] * len(seeds), seeds, "evaluation starts")
+        returns = evaluate(learned.policy("learner"), env, self.precision)
+        return returns.reshape(len(seeds), -1).mean(1).astype(np.float64)
 
 
 class Population(Run):
@@ -434,15 +426,13 @@ class Population(Run):
         optimizer = Adam(model.theta, one.learning_rate, places, model.sizes, seed)
         rewards = RewardScale(env.num_envs, device, self.agents)
         learner = AgentsLearner(one, model, scales, optimizer, rewards, places=places, seed=seed)
-        collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model, Agents.acting) or unroll)
+        collector = Collector(env, model, scales, one.rollout_length, seed, loop_of(env, model, Agents.acting))
         launch = graphs.launcher(graph, scales.device)
         if launch:
             collector = graphs.InPlace(collector)
         action_size = env.num_actions if model.gaussian else 0
         ring = Rings(places, one.rows, env.num_envs, env.bounds, one.codec, device, action_size=action_size)
-        judge = AgentsJudge(self.agents, one, scales.exact, environments)
-        if hardware.load_kernels(device):
-            judge.loop = loop_of(judge.new_env(), model, operator.methodcaller("policy", "learner"))
+        judge = AgentsJudge(one, scales.exact, environments)
         super().__init__(one, Parts(collector, learner, judge, ring, graph=launch), configs)
 
     def histories(self, configs: list[Config]) -> list[History]:

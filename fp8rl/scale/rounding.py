@@ -13,8 +13,8 @@ from ..precision import PRECISIONS, REMEDY
 # How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each matrix. Plain functions,
 # which a run's copies share.
 TO = {dtype: lambda x, to=dtype: x.to(to).float() for dtype in (torch.bfloat16, torch.float16)}
-E4M3, E5M2 = (PlaceFormat(format_of(name)) for name in ("e4m3", "e5m2"))
-TO |= {fp8.E4M3: lambda x: E4M3.matrices(x), fp8.E5M2: lambda x: E5M2.matrices(x)}
+KEPT = {dtype: PlaceFormat(format_of(name)) for name, dtype in (("e4m3", fp8.E4M3), ("e5m2", fp8.E5M2))}
+TO |= {dtype: lambda x, kept=kept: kept.matrices(x) for dtype, kept in KEPT.items()}
 
 
 class Rounding(NamedTuple):
