@@ -27,6 +27,8 @@ from fp8rl.train import Run, iterate, train
 # Iterations of 512 steps and three updates, for tests to which the size does not matter.
 SMALL = {"rollout_length": 32, "slice_length": 32, "batch_size": 512, "replay_updates": 2}
 SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5} | SMALL
+# And of 64 steps, for those to which not even the length of a rollout does.
+TINY = SMALL | {"rollout_length": 4, "slice_length": 4, "batch_size": 64}
 WIDE = (-1000.0, -10.0), (1000.0, 10.0)  # bounds that the times and environments of `coded` stay in
 
 SIZED = [word for name, size in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(size))]  # the same as options

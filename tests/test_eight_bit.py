@@ -47,9 +47,9 @@ def test_the_first_updates_are_those_of_a_population_of_one(formats, env_id):
 @pytest.mark.parametrize("formats", [EIGHT_BIT["formats"], "m=bf16 v=e4m3:block", "weights=fp16"])
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path, formats, encoder):
-    config = small(**{**SMALL, **EIGHT_BIT, "formats": formats, "encoder": encoder, "steps": 512, "capacity": 300})
+    config = small(**{**SMALL, **EIGHT_BIT, "formats": formats, "encoder": encoder, "steps": 256, "capacity": 150})
     whole = trained(build(config))
-    checkpoint.save(tmp_path / "a.pt", after(4, build(config)))
+    checkpoint.save(tmp_path / "a.pt", after(2, build(config)))
     again = trained(resumed(tmp_path / "a.pt"))
     assert all(torch.equal(x, kept(whole)[name]) for name, x in kept(again).items())
     assert again.history.columns["loss"] == whole.history.columns["loss"]

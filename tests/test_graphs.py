@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import Changed, after, assert_same, drawn_on_tensors, resumed, small, trained, weights
+from helpers import TINY, Changed, after, assert_same, drawn_on_tensors, resumed, small, trained, weights
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -65,13 +65,13 @@ FIELDS = [*({"precision": name} for name in available_precisions()), {"encoder":
 def test_nothing_in_a_graph_asks_the_host(fields, graphed, monkeypatch):
     graphed(lambda function, device: function)
     for alone in (True, False)[: 1 + ("encoder" not in fields)]:
-        assert len(captured(small(**fields), monkeypatch, alone=alone)) > 30
+        assert len(captured(Config(**TINY | fields), monkeypatch, alone=alone)) > 30
 
 
 def test_a_question_to_the_host_would_be_noticed(graphed, monkeypatch):
     graphed(lambda function, device: function)
     with pytest.raises(DataDependentOutputException):
-        captured(small(), monkeypatch, between=check_finite)
+        captured(Config(**TINY), monkeypatch, between=check_finite)
 
 
 class Captured(TorchDispatchMode):
@@ -97,7 +97,7 @@ def watched(function, device):
 )
 def test_nothing_in_a_graph_comes_from_the_host(fields, graphed):
     graphed(watched)
-    config = small(steps=1_024, eval_every=0, eval_episodes=1, **fields)
+    config = Config(steps=128, eval_every=0, eval_episodes=1, **TINY | fields)
     runs = [Population([config])] if "encoder" not in fields else []
     for run in runs + ([build(config)] if "formats" not in fields else []):
         with drawn_on_tensors():

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import SIZED, SMALL, cli_into, forked, refused, run_cli, weights
+from helpers import SIZED, TINY, cli_into, forked, refused, run_cli, weights
 
 from fp8rl import __main__ as cli
 from fp8rl.config import Config
@@ -31,7 +31,7 @@ from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population
 from fp8rl.train import train
 
-SHORT = {"steps": 2 * 512, "eval_every": 0, "eval_episodes": 2} | SMALL
+SHORT = {"steps": 2 * 64, "eval_every": 0, "eval_episodes": 2} | TINY
 RUNS = {
     "fp32": Config(**SHORT),
     "bf16": Config(**SHORT, precision="bf16"),

@@ -20,14 +20,14 @@ SMALL = {
     "fp8_actor_critic": {"SEED": 7, "STEPS": 10_240, "PRECISION": "fp16", "STUDY_SEEDS": 1},
     "replay_memory": {"SEED": 7, "SEEDS": 1, "CODEC_STEPS": 600, "LONG_RUN_STEPS": 40_960},
     "devices_and_graphs": {"SEED": 7, "STEPS": 1_100, "CARTPOLE_STEPS": 512},
-    "other_tasks": {"SEED": 7, "SEEDS": 1, "STEPS": 20_480, "LEARNING_RATE": 1e-3},
+    "other_tasks": {"SEED": 7, "SEEDS": 1, "STEPS": 10_240, "LEARNING_RATE": 1e-3},
     "how_few_bits": {"SEED": 7, "SEEDS": 1, "STEPS": 5_120},
 }
 SENSELESS = {
     "fp8_actor_critic": {"STEPS": 10_239, "PRECISION": "fp7", "STUDY_SEEDS": 0},
     "replay_memory": {"SEEDS": 0, "CODEC_STEPS": 511, "LONG_RUN_STEPS": 40_959},
     "devices_and_graphs": {"STEPS": 1_023, "CARTPOLE_STEPS": 511},
-    "other_tasks": {"SEEDS": 0, "STEPS": 20_479},
+    "other_tasks": {"SEEDS": 0, "STEPS": 10_239},
     "how_few_bits": {"SEEDS": 0, "STEPS": 5_119},
 }
 
