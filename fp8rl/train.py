@@ -240,9 +240,10 @@ class Run:
             return x.to("cpu", non_blocking=bool(self.graph), copy=True).numpy() if isinstance(x, torch.Tensor) else x
 
         row["learning_rate"], numbers, arrived = sent(row["learning_rate"]), sent(numbers), None
+        found, numbers = np.split(numbers, [5 * len(self.configs) * bool(self.graph)])
         if self.graph and self.learner.device.type == "cuda":
             arrived = torch.cuda.current_stream(self.learner.device).record_event()
-        self.waiting.append((row, stats, numbers, arrived))
+        self.waiting.append((row, stats, found, numbers, arrived))
 
     def read(self, keep: int = 0) -> dict:
         """Adds the iterations that wait, but for the last `keep`, to the history, each with an equal share of the seconds since
@@ -250,13 +251,13 @@ class Run:
         row, last = {}, len(self.waiting) - keep
         if last <= 0:
             return row
-        if arrived := self.waiting[last - 1][-1]:
-            arrived.synchronize()
+        for *_, arrived in self.waiting[:last]:
+            if arrived:
+                arrived.synchronize()
         now = time.perf_counter()
         each, self.began = (now - self.began) / last, now
         for _ in range(last):
-            row, stats, numbers, _ = self.waiting[0]
-            found, numbers = np.split(numbers, [5 * len(self.configs) * bool(self.graph)])
+            row, stats, found, numbers, _ = self.waiting[0]
             row |= self.totals(row["iteration"], stats, numbers)
             row["seconds"] = each + (self.known.last["seconds"] if row["iteration"] else 0)
             self.waiting.pop(0)
@@ -363,9 +364,12 @@ class Run:
 
     def close(self) -> None:
         """Closes the environments and the ring, which can still be read."""
-        self.read()
-        self.collector.close()
-        self.ring.close()
+        try:
+            if self.graph:  # without one nothing waits, unless reading it failed
+                self.read()
+        finally:
+            self.collector.close()
+            self.ring.close()
 
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import gc
 import itertools
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fp8rl import train as train_module
 from fp8rl.config import Config
 from fp8rl.precision import available_precisions
-from fp8rl.rollout import check_finite
+from fp8rl.rollout import Collector, check_finite
 from fp8rl.scale import around, checkpoint, graphs
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.machine import HERE, Machine, build
@@ -220,6 +221,26 @@ def test_rows_that_wait_share_their_time_and_are_those_of_launches_one_by_one(gr
     assert_same(run, plain)
     seconds = run.history.column("seconds")
     assert run.ring.held == run.ring.size and (np.diff(seconds) > 0).all() and seconds[-1] - seconds[15] > 23 * 0.002
+
+
+def test_a_doctor_may_begin_while_rows_wait(graphed):
+    graphed(Replayed)
+    run = build(small(steps=40 * 512, eval_every=0, eval_episodes=1))
+    for _ in iterate(run):
+        if len(run.waiting) == 5:
+            doctor = around.watched(run, ("weights=e4m3",))
+    assert len(run.history) == 40 and doctor.report()[0].verdict != "fine"
+
+
+def test_what_a_run_owns_is_closed_although_its_numbers_cannot_be_read(graphed, monkeypatch):
+    graphed(Replayed)
+    run, closed = build(small(steps=40 * 512, eval_every=0, eval_episodes=1)), []
+    with pytest.raises(ZeroDivisionError), contextlib.closing(iterate(run)) as iterations:
+        next(itertools.islice(iterations, 19, None))
+        monkeypatch.setattr(Run, "totals", lambda *_: 1 / 0)
+        for part in (Collector, StoredRing):
+            monkeypatch.setattr(part, "close", lambda self, part=part: closed.append(part))
+    assert closed == [Collector, StoredRing]
 
 
 class Own(Run):

@@ -170,6 +170,23 @@ class Stepped(CartPole):
         return super().step(action, start)
 
 
+class Gusty(CartPole):
+    """The same, in place."""
+
+    def __init__(self, *args, **options):
+        self.wind = torch.ones(())
+        super().__init__(*args, **options)
+
+    def start(self, numbers):
+        self.wind.copy_(1 + numbers.abs().mean())
+        return super().start(numbers)
+
+
+class Drawn(CartPole):
+    def draw(self, length):
+        return tuple(super().draw(length))
+
+
 class Never(CartPole):
     def advance(self, state, action):
         return *super().advance(state, action)[:2], False
@@ -192,7 +209,9 @@ REFUSED = {
     "clock": ({"env_id": how(lambda self, *args: args[-1] * self.elapsed)}, "advance cannot be translated"),
     "never": ({"env_id": f"{__name__}:Never"}, "advance cannot be translated"),
     "step": ({"env_id": f"{__name__}:Stepped"}, "the task has a step of its own"),
+    "draw": ({"env_id": f"{__name__}:Drawn"}, "the task has a draw of its own"),
     "wind": ({"env_id": f"{__name__}:Windy"}, "drawing starts changes the task"),
+    "gusts": ({"env_id": f"{__name__}:Gusty"}, "drawing starts changes the task"),
     "width": ({"hidden_size": 48}, "no kernel for .* 48"),
     "features": ({"extra_features": 20}, "no kernel for"),
     "scale": ({"precision": "fp8", "num_envs": 128}, "no kernel for"),

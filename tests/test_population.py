@@ -3,6 +3,7 @@ import functools
 import itertools
 import math
 import multiprocessing
+import pickle
 import unittest.mock
 from collections import Counter
 
@@ -53,6 +54,13 @@ def theta(run: Population, config: Config) -> torch.Tensor:
 @functools.cache
 def whole(*configs: Config) -> Population:
     return trained(Population(list(configs)))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_its_networks_can_be_pickled(precision):
+    model = Population([small(precision)]).model
+    again, obs = pickle.loads(pickle.dumps(model)), torch.rand(3, 1, 16, 2)
+    assert all(map(torch.equal, again(obs), model(obs)))
 
 
 def of_all(network) -> torch.Tensor:

@@ -103,6 +103,7 @@ def watched(run: Run, formats: tuple[str, ...], **options) -> Doctor:
         raise ValueError(f"formats has {wrong[0]!r}: the doctor rounds {' and '.join(SHOWN)} to the nearest")
     doctor = Doctor(run.learner.optimizer, formats=[text for text in formats if text not in shown], names=("adam",), **options)
     low = {text: {place: form} for text in shown for place, form, _ in read(text, SHOWN)}
+    run.read()
     run.graph = None  # a doctor reads numbers
     run.learner = Looked(run.learner, doctor, {text: Rounded(places, run.learner) for text, places in low.items()})
     return doctor

@@ -292,13 +292,16 @@ class Fused:
         weights = (len(policy.parts[0][1]) - 2) * width**2
         if max(sizes[:3]) > SIDE.value or width not in WIDTHS or self.rows * width > MOST_RESULTS or weights > MOST_WEIGHTS:
             raise NotImplementedError(f"no kernel for {sizes} numbers and {self.envs} environments")
-        if any(getattr(type(env), name) is not getattr(TensorEnv, name) for name in ("step", "_observe")):
-            raise NotImplementedError("the task has a step of its own")
+        for name in ("step", "draw", "_observe"):
+            if getattr(type(env), name) is not getattr(TensorEnv, name):
+                raise NotImplementedError(f"the task has a {name} of its own")
         twin = copy.deepcopy(env)
-        before = dict(vars(twin))
+        before = versions(twin)
         twin.draw(1)
-        if any(x is not before.get(name) for name, x in vars(twin).items() if name != "draws"):
-            raise NotImplementedError("drawing starts changes the task")
+        for name, (x, version) in versions(twin).items():
+            old, its_version = before.get(name, (None, -1))
+            if name != "draws" and (x is not old or version != its_version):  # set anew, or a tensor changed in place
+                raise NotImplementedError("drawing starts changes the task")
         state = torch.zeros(1, env.state_size, device=env.device)
         action = state.new_zeros(1, env.num_actions) if self.gaussian else state.new_zeros(1, dtype=torch.int64)
         self.advance = written(env, "advance", {"state": state, "action": action})
@@ -341,6 +344,11 @@ class Fused:
         if self.gaussian:
             outputs = Gaussian.outputs(outputs.unflatten(1, (len(policy.spread), -1)), policy.spread).flatten(1, 2)
         return (obs, actions, rewards, flags, outputs), None
+
+
+def versions(env: TensorEnv) -> dict[str, tuple]:
+    """An environment's attributes, tensors with how often they were changed."""
+    return {name: (x, getattr(x, "_version", 0)) for name, x in vars(env).items()}
 
 
 def numbers(layers: list[tuple]) -> tuple[int, ...]:

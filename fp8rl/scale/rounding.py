@@ -10,11 +10,28 @@ from ..lab.formats import format_of
 from ..lab.places import PlaceFormat
 from ..precision import PRECISIONS, REMEDY
 
-# How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each matrix. Plain functions,
-# which a run's copies share.
-TO = {dtype: lambda x, to=dtype: x.to(to).float() for dtype in (torch.bfloat16, torch.float16)}
-KEPT = {dtype: PlaceFormat(format_of(name)) for name, dtype in (("e4m3", fp8.E4M3), ("e5m2", fp8.E5M2))}
-TO |= {dtype: lambda x, kept=kept: kept.matrices(x) for dtype, kept in KEPT.items()}
+FP8 = {name: PlaceFormat(format_of(name)) for name in ("e4m3", "e5m2")}
+
+
+def to_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().float()
+
+
+def to_float16(x: torch.Tensor) -> torch.Tensor:
+    return x.half().float()
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    return FP8["e4m3"].matrices(x)
+
+
+def to_e5m2(x: torch.Tensor) -> torch.Tensor:
+    return FP8["e5m2"].matrices(x)
+
+
+# How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each matrix. A module's own
+# functions, because copies and pickles of a network share them.
+TO = {torch.bfloat16: to_bfloat16, torch.float16: to_float16, fp8.E4M3: to_e4m3, fp8.E5M2: to_e5m2}
 
 
 class Rounding(NamedTuple):
