@@ -320,15 +320,14 @@ def compare(
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
     if twice := [arm for arm, configs in arms.items() if arm_of[configs[0]] != arm]:
         raise ValueError(f"{twice[0]} is {arm_of[arms[twice[0]][0]]}: give each value once")
-    if not one_by_one:
-        if (shapes := len(set(map(shared, arm_of)))) > 1:
-            print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
-        study.require_populations(list(arm_of))  # what cannot be is refused before anything is written
+    each = study.run if one_by_one else None
+    if not one_by_one and (shapes := len(set(map(shared, arm_of)))) > 1:
+        print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
+    study.require(list(arm_of), each)  # what cannot be is refused before anything is written
     options = json.loads(json.dumps(dataclasses.asdict(comparison) | numbers))  # as they are read back
     with folder_of(out, options, overwrite) as folder:
         journal = study.Journal(out / "runs.jsonl")
         done = {config for config, arm in arm_of.items() if (arm, config) in journal.histories}
-        each = study.run if one_by_one else None
         for config, history in study.run_all(list(arm_of), run=each, done=done, threshold=comparison.threshold):
             with folder.writing():
                 journal.add(arm_of[config], config, history)

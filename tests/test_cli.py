@@ -227,6 +227,7 @@ def test_what_cannot_be_trained_is_refused_with_a_remedy_before_anything_is_writ
         (r"a network .*: lower hidden_size, layers", "train", "--hidden-size", 10_000),
         (r"population of \d+ agents .*: lower hidden_size", "study", "--hidden-size", 10_000, "--seeds", 500),
         (r"population of \d+ agents .*: use at most \d+ agents, or lower", "study", "--hidden-size", 256),
+        (r"a network .*: lower hidden_size, layers", "study", "--hidden-size", 10_000, "--one-by-one"),
         (r"env_id is 'fp8rl-tests/Physics-v0', .*pip install physics", "train", "--env-id", "fp8rl-tests/Physics-v0"),
     ):
         assert re.match(message, said := refused(*command, "--out", tmp_path / "a")), said

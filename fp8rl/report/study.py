@@ -171,11 +171,14 @@ def run_all(
         pool.shutdown(cancel_futures=True)
 
 
-def require_populations(configs: list[Config]) -> None:
-    """Raises, before any begins, what the populations of `run_all` raise."""
-    populations = [task for each, task in tasks_of(configs, cores(), None) if each is None]
+def require(configs: list[Config], run: Callable | None = None) -> None:
+    """Raises, before any begins, what `run_all` raises of configs that cannot be trained."""
+    tasks = tasks_of(configs, cores(), run)
+    populations = [task for each, task in tasks if each is None]
     for task in populations:
         require_one_population(task, "cpu", min(cores(), len(populations)))
+    for config in dict.fromkeys(dataclasses.replace(config, seed=0) for each, (config, *_) in tasks if each):
+        build(config).close()
 
 
 def tasks_of(configs: list[Config], workers: int, each: Callable | None) -> list[tuple[Callable | None, list[Config]]]:
