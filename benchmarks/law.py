@@ -260,7 +260,7 @@ def intervals_and_misses(rows: list[dict], bad: dict, lost: dict) -> list[str]:
     for verdict, wrong in (("fine", True), ("breaks", False)):
         own = [row for row in rows if row["verdict"] == verdict and bad[key_of(row)] == wrong]
         said = "called fine, though they lose more than a tenth" if wrong else "said to break, though they do not"
-        lines += ["", f"{len(own)} of {len(rows)} cells are {said}:", ""]
+        lines += ["", f"{len(own)} of {len(rows)} cells are {said}{':' if own else '.'}", *[""] * bool(own)]
         for row in sorted(own, key=lambda row: -lost[key_of(row)]):
             where = f" in {row['optimizer']}" if row.get("optimizer") else ""
             numbers = f"p = {float(row['progress']):.2g}{where}, q = {float(row['noise']):.2g}"
