@@ -2,6 +2,7 @@ import csv
 import io
 import itertools
 import json
+import signal
 from collections import Counter
 
 import numpy as np
@@ -185,6 +186,26 @@ def test_a_task_counts_as_solved_where_gymnasium_says_or_needs_a_threshold():
     assert {env_id: study.threshold_of(env_id) for env_id in found} == found
     refused("threshold is None, and Pendulum-v1", study.threshold_of, "Pendulum-v1")
     refused("env_id is 'No-v0'", study.threshold_of, "No-v0")
+
+
+def test_a_signal_waits_until_no_lock_of_a_future_is_held(one_process, monkeypatch):
+    def stop(*_):
+        raise InterruptedError
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGTERM)
+        waited.append(wait(*args))
+        return waited[0]
+
+    wait, waited = study.wait, []
+    monkeypatch.setattr(study, "wait", interrupted)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(InterruptedError):
+            list(study.run_all([Config(**TINY)], progress=False))
+        assert waited and signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @settings(max_examples=30)

@@ -154,11 +154,13 @@ def run_all(
         waiting = set(futures)
         with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
             while waiting:
-                ended, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
+                with held_signals():
+                    ended, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
+                    found = [(futures[future], future.result()) for future in ended]
                 bar.set_postfix_str(f"{len(agents)} agents, {sum(numbers[1::2]):.0f} at {threshold:g}", refresh=False)
                 bar.update(sum(numbers[::2]) - bar.n)
-                for future in ended:
-                    for config, history in zip(futures[future], future.result(), strict=True):
+                for task, histories in found:
+                    for config, history in zip(task, histories, strict=True):
                         if config not in done:
                             yield config, history
     except BrokenExecutor as error:
@@ -169,6 +171,22 @@ def run_all(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM wait for its end. What they raise inside a wait can leave the lock of a future held, and the thread that
+    ends the pool would wait for it for ever."""
+    held, main = [], threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before = {number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for number in held:
+            signal.raise_signal(number)
 
 
 def require(configs: list[Config], run: Callable | None = None) -> None:
