@@ -40,7 +40,7 @@ def used(monkeypatch):
     return use
 
 
-@settings(few, max_examples=5)
+@few
 @given(st.lists(words, min_size=1, max_size=3), words, st.sampled_from([1, 2, 7, 512, 513, 1201]), st.sampled_from(rng.PURPOSES))
 def test_words_are_those_of_plain_code(seeds, iteration, count, purpose):
     several, one = torch.tensor(seeds, device=DEVICE), torch.tensor(iteration, device=DEVICE)

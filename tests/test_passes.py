@@ -51,7 +51,7 @@ def assert_quantizes_alike(x: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @FORMATS
-@settings(max_examples=25)  # the interpreter takes long
+@settings(max_examples=50)  # the interpreter takes long
 @given(
     rows=st.integers(1, 150),
     columns=st.integers(1, 150),
@@ -156,10 +156,12 @@ def compile(kernel, constants, capability, **types):
     source = ASTSource(kernel, signature, constants)
     print(len(triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["cubin"]))
 
-for x, capability, layouts, mantissa in (("*fp32", 80, 3, 2), ("*fp32", 90, 1, 3), ("*bf16", 90, 2, 2)):
+for x, capability in (("*fp32", 80), ("*fp32", 90), ("*bf16", 90)):
     compile(passes.largest, {"BLOCK": passes.SPAN}, capability, x=x, bits="*i32")
-    own, out = {"MANTISSA": mantissa, "TILE": passes.TILE, "LAYOUTS": layouts}, ("*u8", "*u8", "*fp32")
-    compile(passes.rounded, own, capability, x=x, found="*i32", out=out, shape=("i32", "i32"))
+    for layouts, mantissa in ((1, 3), (2, 2), (3, 2)):
+        own = {"MANTISSA": mantissa, "TILE": passes.TILE, "LAYOUTS": layouts}
+        out, shape = ("*u8", "*u8", "*fp32"), ("i32", "i32")
+        compile(passes.rounded, own, capability, x=x, found="*i32", out=out, shape=shape)
 """
 
 
@@ -168,4 +170,4 @@ def test_they_compile_for_gpus_that_are_not_here(tmp_path):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     done = subprocess.run([sys.executable, "-c", COMPILES], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert [int(line) > 1_000 for line in done.stdout.split()] == [True] * 6
+    assert [int(line) > 1_000 for line in done.stdout.split()] == [True] * 12
