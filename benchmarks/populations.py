@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import psutil
+from speed.common import keep_to_avx2
 
 from fp8rl.config import Config
 from fp8rl.report import study
@@ -35,8 +36,6 @@ from fp8rl.train import iterate
 HERE, CORES = Path(__file__).parent, cores()
 AGENTS = (8, 32, 128, 512)
 GROWTH = (1, 4, 16, 64, 128, 256, 1024)
-AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-AVX2 |= {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}
 STUDY = {"seeds": 30, "alone": 2 * CORES}
 SHORT = Config(steps=20_480, eval_every=0, eval_episodes=1)  # of which memory is measured
 
@@ -156,8 +155,8 @@ def main() -> None:
     if options.cuda:
         os.environ["JAX_PLATFORMS"] = "cuda"  # or without a JAX for CUDA, this processor would stand in the table of a GPU
         subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True)  # which says so now, not at last
-    if options.avx2 and os.environ.get("ATEN_CPU_CAPABILITY") != "avx2":
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
+    if options.avx2:
+        keep_to_avx2()
     options.origin = origin()
     lines = [*speed(options), ""] if options.cuda else [*speed(options), "", *studies(), "", *growth(options), ""]
     write(options, lines)

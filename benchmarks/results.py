@@ -70,6 +70,7 @@ COMMANDS = {
     "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1 --seconds 1",
     "speed": "python benchmarks/speed/compare.py benchmarks/results --rounds 3 --seeds 5",
     "from_start": "python benchmarks/speed/from_start.py benchmarks/results/from_start.md",
+    "from_start_avx2": "python benchmarks/speed/from_start.py benchmarks/results/from_start_avx2.md --avx2",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
     "fp8_layer": "python benchmarks/fp8_layer.py benchmarks/results",
@@ -84,6 +85,7 @@ PEERS |= {
     **dict.fromkeys(("law_sb3_predicted", "law_sb3_measured", "law_sb3_cost", "law_sb3"), ("stable_baselines3",)),
     "populations": ("jax",),
     "populations_avx2": ("jax",),
+    "from_start_avx2": ("torchrl", "stable_baselines3", "jax"),
     "populations_cuda": ("jax",),
 }
 ON_CUDA = ("populations_cuda", "fp8_layer", "widths_cuda", "placements")  # in the order of `make gpu`

@@ -17,8 +17,10 @@ compiled, but after imports; compile_seconds is then when the first iteration wa
 import argparse
 import json
 import math
+import os
 import platform
 import resource
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 GAMMA, ENTROPY_COEF = 0.99, 0.01
 REWARD_SCALE = 1 - GAMMA  # keeps the critic's targets of order 1; fp8rl measures their size instead
+
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+AVX2 |= {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}
 
 THRESHOLD = 195.0
 ENDLESS = 10**12  # steps of a throughput run: the learning rate then stays at its start
@@ -139,6 +144,7 @@ def parser(variants: tuple[str, ...], precisions: tuple[str, ...], num_envs: int
     options.add_argument("--full", action="store_true", help="with --learn: go on to the last step")
     options.add_argument("--steps", type=int, default=None, help="at most, in --learn; over them the learning rate falls to 0")
     options.add_argument("--learning-rate", type=float, default=Config().learning_rate)
+    options.add_argument("--updates", type=int, default=1, help="an iteration, in JAX's loop and in ours on policy")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--threads", type=int, default=cores(), help="of torch")
     options.add_argument("--variant", choices=variants, default=variants[0])
@@ -157,6 +163,12 @@ def measure(options: argparse.Namespace, train: Callable) -> dict:
     except Stop:
         pass
     return getattr(tick, "result", {})  # another process's tick may have stopped this one
+
+
+def keep_to_avx2() -> None:
+    """Starts this program again, if need be, so that neither it nor its processes use newer instructions than AVX2's."""
+    if any(os.environ.get(name) != value for name, value in AVX2.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
 
 
 def import_lazy_parts() -> None:

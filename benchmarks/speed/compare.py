@@ -85,12 +85,12 @@ CONTESTANTS = {
 }
 
 
-def measure(script: str, *flags: str, ranks: int = 1, **options) -> list[dict]:
+def measure(script: str, *flags: str, ranks: int = 1, environment: dict | None = None, **options) -> list[dict]:
     """What a script prints, run as a process of its own."""
     words = [[f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))] for name, value in options.items()]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *launch, str(HERE / f"{script}.py"), "--json", *flags, *itertools.chain(*words)]
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"} | (environment or {})
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")

@@ -1,19 +1,28 @@
-"""How long does a user wait, from the start of a process to a trained agent?
+"""How long does a user wait, from the start of a process to a trained agent, and how fast is the loop once it runs?
 
 The wall clock of whole processes, one at a time and in turns: imports, compiling and training, in float32 with 16 environments
 and one torch thread. Evaluations are left out, and of JAX's processes the import of torch and of this package, which only the
-benchmark needs there. All learn from new rollouts of 32 steps alone, but for one, which has this package's defaults.
+benchmark needs there. All learn from new rollouts of 32 steps alone, but for one, which has this package's defaults. JAX runs
+with what it compiles, and once more with what an earlier process has compiled.
+
+Then the loop alone, this package's beside JAX's, in few environments. Both make one update an iteration on the new rollout, or
+three: ours replays for the others, JAX takes the new rollout again, which spares it a ring and V-trace.
 
     python benchmarks/speed/from_start.py benchmarks/results/from_start.md [--rounds 2]
+    python benchmarks/speed/from_start.py build/avx2.md --avx2    # with AVX2 alone, on a processor that has more
 """
 
 import argparse
+import itertools
+import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+from common import keep_to_avx2
 from compare import FIRST_SEED, HERE, measure, median
 
 from fp8rl.report.bench import origin
@@ -21,15 +30,19 @@ from fp8rl.report.bench import origin
 STEPS = (100_000, 1_000_000)
 SHAPE = {"num-envs": 16, "rollout-length": 32, "threads": 1, "learning-rate": 2e-3}
 # Contestants: a script and its other options, JAX in the form that compiles soonest.
+CACHED = "JAX, compiled before"
 CONTESTANTS = {
     "fp8rl, the defaults: 16 replayed updates": ("ours", {"variant": "defaults"}),
     "fp8rl": ("ours", {"variant": "on-policy"}),
     "JAX": ("jax_loop", {"variant": "scan"}),
+    CACHED: ("jax_loop", {"variant": "scan"}),
     "CleanRL style": ("cleanrl_style", {}),
     "TorchRL": ("torchrl_a2c", {}),
     "SB3, batched VecEnv": ("sb3", {"variant": "batched"}),
     "SB3, DummyVecEnv": ("sb3", {"variant": "dummy"}),
 }
+PACE = {"ours": {"variant": "on-policy"}, "jax_loop": {"variant": "scan"}}
+UPDATES, NUM_ENVS = (1, 3), (16, 64, 256)
 
 
 def imports() -> float:
@@ -43,10 +56,12 @@ def imports() -> float:
     return with_common - alone
 
 
-def whole(name: str, steps: int, seed: int) -> dict:
+def whole(name: str, steps: int, seed: int, cache: str) -> dict:
     """A training from the start of its process to its end: seconds without evaluations, and the greedy return."""
     (script, options), began = CONTESTANTS[name], time.perf_counter()
-    (row,) = measure(script, "--learn", "--full", **SHAPE | options, steps=steps, seed=seed)
+    kept = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    options = SHAPE | options | {"environment": kept if name == CACHED else {}}
+    (row,) = measure(script, "--learn", "--full", **options, steps=steps, seed=seed)
     seconds = time.perf_counter() - began - row["seconds_evaluating"]
     print(f"{time.strftime('%X')} {name}: {seconds:.1f} s for {row['steps']:,} steps", flush=True)
     return {"seconds": seconds, "greedy_return": row["greedy_return"]}
@@ -57,24 +72,46 @@ def table(found: dict[str, dict[int, list[dict]]], jax_imports: float) -> str:
     columns = [f"seconds for {steps:,} steps | greedy return then" for steps in STEPS]
     lines = [f"| contestant | {' | '.join(columns)} |", "| --- " * (1 + 2 * len(STEPS)) + "|"]
     for name, rows in found.items():
-        less = jax_imports if name == "JAX" else 0
+        less = jax_imports if name.startswith("JAX") else 0
         cells = [f"{median(each, 'seconds') - less:.1f} | {median(each, 'greedy_return'):.1f}" for each in rows.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def main(out: Path, rounds: int) -> None:
+def pace(rounds: int) -> str:
+    """Steps per second of both loops: medians of rounds in which they take turns, and of the ratios within a round."""
+    found = {(updates, script): {n: [] for n in NUM_ENVS} for updates in UPDATES for script in PACE}
+    for _ in range(rounds):
+        for (updates, script), rows in found.items():
+            for row in measure(script, **SHAPE | PACE[script], updates=updates, seconds=2, **{"num-envs": NUM_ENVS}):
+                rows[row["num_envs"]].append(row["train_steps_per_second"])
+    lines = ["| updates an iteration | environments | fp8rl, steps/s | JAX, steps/s | fp8rl / JAX |", "| --- " * 5 + "|"]
+    for updates, n in itertools.product(UPDATES, NUM_ENVS):
+        ours, jax = (found[updates, script][n] for script in PACE)
+        ratio = statistics.median(a / b for a, b in zip(ours, jax, strict=True))
+        lines.append(f"| {updates} | {n} | {statistics.median(ours):,.0f} | {statistics.median(jax):,.0f} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
+def main(out: Path, rounds: int, avx2: bool) -> None:
+    if avx2:
+        keep_to_avx2()
     found, jax_imports = {name: {steps: [] for steps in STEPS} for name in CONTESTANTS}, imports()
-    for each in range(rounds):
-        for name, rows in found.items():
-            for steps, own in rows.items():
-                own.append(whole(name, steps, FIRST_SEED + each))
-        note = f"Medians of {each + 1} rounds. `python benchmarks/speed/from_start.py {out}` on {origin()}.\n"
-        out.write_text(f"{table(found, jax_imports)}\n\n{note}")
+    with tempfile.TemporaryDirectory() as cache:
+        for steps in STEPS:
+            whole(CACHED, steps, FIRST_SEED, cache)  # which fills it
+        for each in range(rounds):
+            for name, rows in found.items():
+                for steps, own in rows.items():
+                    own.append(whole(name, steps, FIRST_SEED + each, cache))
+    note = f"Medians of {rounds} rounds. In the loop, medians of {2 * rounds} rounds:"
+    command = f"`python benchmarks/speed/from_start.py {shlex.join(sys.argv[1:])}` on {origin()}.\n"
+    out.write_text("\n\n".join([table(found, jax_imports), note, pace(2 * rounds), command]))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--avx2", action="store_true", help="use no newer instructions")
     main(*vars(parser.parse_args()).values())

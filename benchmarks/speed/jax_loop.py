@@ -6,6 +6,8 @@ end, so that one forward pass over T + 1 rows serves loss, GAE and bootstrap. XL
 unrolled, the scan over time steps unrolled 4 times; devices, unrolled, with a device for each core, which has its share of the
 environments where they can be shared out evenly. bf16: matmuls of bfloat16 inputs into float32, parameters in float32.
 
+Several --updates an iteration all learn from the new rollout: nothing is kept or replayed.
+
     python benchmarks/speed/jax_loop.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
 """
 
@@ -134,8 +136,8 @@ def adam(learner: Learner, gradients: list, rate) -> Learner:
     return Learner(jax.tree.map(move, learner.parameters, first, second), first, second, count)
 
 
-def iteration(carry, rate, length: int, num_envs: int, dtype, unroll: int, total: Callable = alone):
-    """Collects a rollout of this device's environments and learns from it."""
+def iteration(carry, rate, length: int, num_envs: int, dtype, unroll: int, updates: int = 1, total: Callable = alone):
+    """Collects a rollout of this device's environments and learns from it, once or several times."""
     learner, state, key = carry
     key, draw = jax.random.split(key)
     noise = jax.random.uniform(draw, (length, num_envs, 3))
@@ -148,8 +150,13 @@ def iteration(carry, rate, length: int, num_envs: int, dtype, unroll: int, total
 
     state, (obs, *rest) = lax.scan(step, state, noise, unroll=unroll)
     obs = jnp.concatenate((obs, state.obs[None]))
-    gradients = total(jax.grad(loss_of)(learner.parameters, (obs, *rest), dtype, total))
-    return (adam(learner, gradients, rate), state, key), None
+
+    def update(learner, _):
+        gradients = total(jax.grad(loss_of)(learner.parameters, (obs, *rest), dtype, total))
+        return adam(learner, gradients, rate), None
+
+    learner, _ = lax.scan(update, learner, length=updates)
+    return (learner, state, key), None
 
 
 def policy_of(parameters: list):
@@ -171,7 +178,8 @@ def train(options, tick):
     devices = math.gcd(num_envs, cores()) if options.variant == "devices" else 1
     jax.config.update("jax_num_cpu_devices", devices)  # before JAX does anything
     shape = {"length": length, "num_envs": num_envs // devices}
-    body = functools.partial(iteration, **shape, dtype=dtype, unroll=1 if options.variant == "scan" else 4)
+    how = {"dtype": dtype, "unroll": 1 if options.variant == "scan" else 4, "updates": options.updates}
+    body = functools.partial(iteration, **shape, **how)
     size = num_envs * length
     every = options.steps // 50 if options.learn else CALL_STEPS
     count = max(1, min(every, CALL_STEPS) // size)

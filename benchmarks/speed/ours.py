@@ -1,4 +1,5 @@
-"""fp8rl's own loop through fp8rl.train.iterate, as a user of the package calls it: on policy, Config(replay_updates=0).
+"""fp8rl's own loop through fp8rl.train.iterate, as a user of the package calls it: on policy, Config(replay_updates=0). Of
+several --updates an iteration, all but the first learn from the ring, as many rows as a rollout has.
 
 The variant defaults is what `train` does, with 16 replayed updates an iteration: of the options it takes the number of
 environments, steps, precision and seed alone. Under torchrun the environments are split over the processes, one torch thread
@@ -23,7 +24,11 @@ from fp8rl.train import iterate
 
 def train(options, tick):
     fields = {"seed": options.seed, "steps": options.steps, "learning_rate": options.learning_rate, "gamma": common.GAMMA}
-    config = dataclasses.replace(Loop(options.num_envs, options.rollout_length, options.precision).config(), **fields)
+    config = Loop(options.num_envs, options.rollout_length, options.precision).config()
+    if options.updates > 1:
+        fields |= {"replay_updates": options.updates - 1, "batch_size": config.steps_per_iteration}
+        fields |= {"slice_length": config.rollout_length, "capacity": Config.capacity}
+    config = dataclasses.replace(config, **fields)
     if options.variant == "defaults":
         shape = {"num_envs": options.num_envs, "steps": options.steps, "eval_every": 0, "eval_episodes": 1}
         config = Config(options.precision, seed=options.seed, **shape)
