@@ -74,16 +74,16 @@ REMEDY = f"use a hidden_size that is a multiple of {fp8.MULTIPLE} and two layers
 
 class Precision:
     """One row of the module's table, its `rules`, for a model on a device. Raises ValueError for a name that is unknown or that
-    the device cannot run, and names those it can. There is no fallback."""
+    the device cannot run, and names those it can and the `field` of a config that has it. There is no fallback."""
 
-    def __init__(self, name: str, device="cpu"):
-        self.name = name
+    def __init__(self, name: str, device="cpu", field: str = "precision"):
+        self.name, self.field = name, field
         self.device = torch.device(device)
         if name not in (names := available_precisions(device)):
             needs = "it is unknown"
             if name in PRECISIONS:
                 needs = "it needs CUDA, compute capability {}.{} or higher".format(*PRECISIONS[name].capability)
-            raise ValueError(f"precision is {name!r} and {needs}: choose from {', '.join(names)}")
+            raise ValueError(f"{field} is {name!r} and {needs}: choose from {', '.join(names)}")
         self.rules = rules = PRECISIONS[name]
         growth = SCALE_GROWTH_INTERVAL if rules.scale_grows else 2**31 - 1
         scale = {"init_scale": rules.loss_scale or 1.0, "enabled": rules.loss_scale is not None}
@@ -96,7 +96,7 @@ class Precision:
             reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)
             if all(reasons.values()):
                 why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in reasons.items())
-                raise ValueError(f"precision is {self.name!r} and no layer can run in FP8 ({why}): {REMEDY}")
+                raise ValueError(f"{self.field} is {self.name!r} and no layer can run in FP8 ({why}): {REMEDY}")
         return model
 
     @contextlib.contextmanager

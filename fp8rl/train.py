@@ -145,7 +145,8 @@ def plain(config: Config) -> Parts:
     for field in ("env_id", "encoder", "normalize_obs", "codec", "formats"):
         if getattr(config, field) not in (getattr(Config, field), False):
             raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.scale.machine.build")
-    precision, acting = Precision(config.precision), Precision(config.collect_precision or config.precision)
+    precision = Precision(config.precision)
+    acting = Precision(config.collect_precision or config.precision, field="collect_precision")
     env = make_cart(config, config.num_envs, config.start_noise, "cpu", config.seed)
     model = make_network(config, env)
     actor = model if acting.name == precision.name else acting.prepare(copy.deepcopy(model))  # before `prepare` converts layers

@@ -98,7 +98,7 @@ def test_what_cannot_be_had_is_refused():
     for fields, machine, message in (
         ({"precision": "fp7"}, {}, "precision is 'fp7' and it is unknown: choose from fp32"),
         ({"precision": "tf32"}, {}, "precision is 'tf32' and .*choose from fp32"),
-        ({"collect_precision": "tf32"}, {}, "precision is 'tf32' and .*choose from fp32"),
+        ({"collect_precision": "tf32"}, {}, "collect_precision is 'tf32' and .*choose from fp32"),
         ({"codec": "fp4"}, {}, "codec is 'fp4': choose from fp32"),
         ({"env_id": "CartPole-v1"}, {"vectorization": "threads"}, "vectorization is 'threads': choose from sync, async"),
     ):

@@ -401,15 +401,18 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
         ({"encoder": "gru"}, "encoder is gru: train it alone, a population does not have it"),
         ({"normalize_obs": True}, "normalize_obs is True: train it alone, a population does not have it"),
         ({"precision": "tf32"}, "precision is tf32: train it alone"),
+        ({"collect_precision": "tf32"}, "collect_precision is tf32: train it alone"),
         ({"precision": "fp4"}, "precision is 'fp4' and it is unknown"),
+        ({"collect_precision": "fp4"}, "collect_precision is 'fp4' and it is unknown"),
         ({"env_id": "CartPole-v1", "start_noise": 0.5}, "env_id is CartPole-v1 beside None: use another population for it"),
         ({"num_envs": 8}, "num_envs is 8 beside 16: use another population for it"),
         ({"anneal": False}, "anneal is False beside True: use another population for it"),
         ({"precision": "bf16", "formats": "forward=e4m3"}, "formats rounds matmuls beside bf16: use fp32 in precision and"),
     ):
         refused(message, Population, [Config(**SHORT), Config(seed=1, **SHORT, **fields)])
-    for fields in ({"precision": "fp8", "hidden_size": 24}, {"collect_precision": "fp8", "layers": 1}):
-        refused("precision is 'fp8' and no layer can run in FP8: use a hidden_size", Population, [Config(**SHORT, **fields)])
+    for field, other in (("precision", {"hidden_size": 24}), ("collect_precision", {"layers": 1})):
+        message = f"{field} is 'fp8' and no layer can run in FP8: use a hidden_size"
+        refused(message, Population, [Config(**SHORT, **{field: "fp8"}, **other)])
     with unittest.mock.patch.object(population.hardware, "available", return_value=10**7):
         refused(r"population of 30 agents needs .* use at most 6 agents, or lower", Population, thirty(), error=MemoryError)
 

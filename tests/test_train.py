@@ -178,7 +178,7 @@ def test_what_a_run_cannot_be_made_of_is_refused():
     for fields, message in (
         ({"precision": "fp7"}, "precision is 'fp7' and it is unknown: choose from fp32"),
         ({"precision": "tf32"}, "precision is 'tf32' and .*choose from fp32"),
-        ({"collect_precision": "tf32"}, "precision is 'tf32' and .*choose from fp32"),
+        ({"collect_precision": "tf32"}, "collect_precision is 'tf32' and .*choose from fp32"),
         ({"env_id": "CartPole-v1"}, "env_id" + elsewhere),
         ({"encoder": "gru"}, "encoder" + elsewhere),
         ({"normalize_obs": True}, "normalize_obs" + elsewhere),

@@ -70,8 +70,9 @@ class Comparison:
             raise ValueError(f"margin is {self.margin}: use a finite number, 0 or more")
         if not math.isfinite(self.threshold or 0):
             raise ValueError(f"threshold is {self.threshold}: use a finite number")
-        for name in (*self.precisions, self.collect_precision or self.precisions[0]):
+        for name in self.precisions:
             Precision(name)
+        Precision(self.collect_precision or self.precisions[0], field="collect_precision")
 
     def arms(self, suffix: str = "", **fields) -> dict[str, list[Config]]:
         """The arms, name -> a config for each seed, with this suffix of their names and these fields of their configs."""

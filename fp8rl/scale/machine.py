@@ -92,7 +92,7 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
         hardware.load_kernels(machine.on(part))
     seed = seed_of(config.seed, "weights", group.rank) if group.rank else config.seed
     learning = Precision(config.precision, machine.on("learn"))
-    acting = Precision(config.collect_precision or config.precision, machine.on("collect"))
+    acting = Precision(config.collect_precision or config.precision, machine.on("collect"), "collect_precision")
     iteration = len(state["history"].get("iteration", ())) if state else 0  # Gymnasium starts other episodes then
     first_seed = seed_of(seed_of(config.seed, "starts", iteration), "starts", group.rank)
     make_env = maker(config, machine, first_seed)

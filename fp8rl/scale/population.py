@@ -71,8 +71,9 @@ def obstacle(config: Config) -> str | None:
     for name in ("encoder", "normalize_obs"):
         if getattr(config, name) not in (getattr(Config, name), False):
             return f"{name} is {getattr(config, name)}: train it alone, a population does not have it"
-    if "tf32" in (config.precision, config.collect_precision):
-        return "precision is tf32: train it alone, TF32 is a switch of the whole process"
+    for name in ("precision", "collect_precision"):
+        if getattr(config, name) == "tf32":
+            return f"{name} is tf32: train it alone, TF32 is a switch of the whole process"
     return None
 
 
@@ -449,13 +450,12 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
     for config in configs:
         if reason := obstacle(config):
             raise ValueError(reason)
-        for name in (config.precision, config.collect_precision or config.precision):
-            Precision(name, device)
+        for field in ("precision", "collect_precision"):
+            Precision(getattr(config, field) or config.precision, device, field)
+            roundings_of(matmuls_of(config, acting=field != "precision"), shapes_of(config), field)
         if shared(config) != one:
             name = next(name for name, value in vars(shared(config)).items() if value != getattr(one, name))
             raise ValueError(f"{name} is {getattr(config, name)} beside {getattr(one, name)}: use another population for it")
-        for acting in (False, True):
-            roundings_of(matmuls_of(config, acting), shapes_of(config))
     agents, free = len(configs), hardware.available(device) // at_once
     each = max(bytes_per_agent(config) for config in configs)
     if agents * each > free:

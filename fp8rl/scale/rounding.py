@@ -52,8 +52,9 @@ class Matmuls(NamedTuple):
     gradients: PlaceFormat | None = None
 
 
-def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:
-    """Rounding of linear layers with weights of given shapes, one after the other. Raises ValueError if FP8 takes none."""
+def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "precision") -> list[Rounding]:
+    """Rounding of linear layers with weights of given shapes, one after the other. Raises ValueError if FP8 takes none, which
+    names the `field` of a config."""
     precision, operands, gradients = matmuls
     if operands or gradients:
         operands, gradients = operands and operands.matrices, gradients and gradients.matrices
@@ -67,7 +68,7 @@ def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Roundi
             rounded = bool(found) and found[-1].result is to  # the inputs, already
             found.append(Rounding(None if rounded else to, to, to, to))
     if rules.forward and all(fp8.misfit(*reversed(shape)) for shape in shapes):
-        raise ValueError(f"precision is {precision!r} and no layer can run in FP8: {REMEDY}")
+        raise ValueError(f"{field} is {precision!r} and no layer can run in FP8: {REMEDY}")
     return found
 
 
