@@ -77,7 +77,7 @@ COMMANDS = {
     "widths_cuda": "python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda",
 }
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3")}
-PEERS |= dict.fromkeys(("speed", "from_start"), ("torchrl", "stable_baselines3", "jax"))
+PEERS |= dict.fromkeys(("speed", "from_start", "from_start_avx2"), ("torchrl", "stable_baselines3", "jax"))
 PEERS |= {
     "ladder": ("Box2D",),
     "tasks": ("stable_baselines3",),
@@ -85,7 +85,6 @@ PEERS |= {
     **dict.fromkeys(("law_sb3_predicted", "law_sb3_measured", "law_sb3_cost", "law_sb3"), ("stable_baselines3",)),
     "populations": ("jax",),
     "populations_avx2": ("jax",),
-    "from_start_avx2": ("torchrl", "stable_baselines3", "jax"),
     "populations_cuda": ("jax",),
 }
 ON_CUDA = ("populations_cuda", "fp8_layer", "widths_cuda", "placements")  # in the order of `make gpu`

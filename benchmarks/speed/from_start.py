@@ -83,7 +83,8 @@ def pace(rounds: int) -> str:
     found = {(updates, script): {n: [] for n in NUM_ENVS} for updates in UPDATES for script in PACE}
     for _ in range(rounds):
         for (updates, script), rows in found.items():
-            for row in measure(script, **SHAPE | PACE[script], updates=updates, seconds=2, **{"num-envs": NUM_ENVS}):
+            options = SHAPE | PACE[script] | {"updates": updates, "seconds": 2, "num-envs": NUM_ENVS}
+            for row in measure(script, **options):
                 rows[row["num_envs"]].append(row["train_steps_per_second"])
     lines = ["| updates an iteration | environments | fp8rl, steps/s | JAX, steps/s | fp8rl / JAX |", "| --- " * 5 + "|"]
     for updates, n in itertools.product(UPDATES, NUM_ENVS):
