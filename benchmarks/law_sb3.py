@@ -246,7 +246,9 @@ def table(out: Path) -> None:
     lines += law.intervals_and_misses(rows, bad, lost)
     returns = {(row["task"], row["cell"]): row["returns"] for row in csv.DictReader((RESULTS / "law_sb3_measured.csv").open())}
     pairs = [
-        f"{name} {returns[name, 'float32']} and {returns[name, CONTROL]}" for name in ALGORITHMS if (name, CONTROL) in returns
+        f"{name} {returns[name, 'float32']} and {returns[name, CONTROL]}, which is a loss of {loss:.0%}"
+        for name in ALGORITHMS
+        if (loss := lost.get((law.Setting(name, rate_of(name)), CONTROL))) is not None
     ]
     lines += ["", f"Returns of float32 on the cells' seeds and on as many others: {'; '.join(pairs)}."]
     costs = list(csv.DictReader((RESULTS / "law_sb3_cost.csv").open()))
