@@ -2,8 +2,8 @@
 
 The wall clock of whole processes, one at a time and in turns: imports, compiling and training, in float32 with 16 environments
 and one torch thread. Evaluations are left out, and of JAX's processes the import of torch and of this package, which only the
-benchmark needs there. All learn from new rollouts of 32 steps alone, but for one, which has this package's defaults. JAX runs
-with what it compiles, and once more with what an earlier process has compiled.
+benchmark needs there. All learn from new rollouts of 32 steps alone, but for one, which has this package's defaults. JAX compiles
+at every start; "compiled before" finds what an earlier process compiled in a cache on disk.
 
 Then the loop alone, this package's beside JAX's, in few environments. Both make one update an iteration on the new rollout, or
 three: ours replays for the others, JAX takes the new rollout again, which spares it a ring and V-trace.
@@ -29,8 +29,8 @@ from fp8rl.report.bench import origin
 
 STEPS = (100_000, 1_000_000)
 SHAPE = {"num-envs": 16, "rollout-length": 32, "threads": 1, "learning-rate": 2e-3}
-# Contestants: a script and its other options, JAX in the form that compiles soonest.
 CACHED = "JAX, compiled before"
+# Contestants: a script and its other options, JAX in the form that compiles soonest.
 CONTESTANTS = {
     "fp8rl, the defaults: 16 replayed updates": ("ours", {"variant": "defaults"}),
     "fp8rl": ("ours", {"variant": "on-policy"}),
@@ -41,8 +41,7 @@ CONTESTANTS = {
     "SB3, batched VecEnv": ("sb3", {"variant": "batched"}),
     "SB3, DummyVecEnv": ("sb3", {"variant": "dummy"}),
 }
-PACE = {"ours": {"variant": "on-policy"}, "jax_loop": {"variant": "scan"}}
-UPDATES, NUM_ENVS = (1, 3), (16, 64, 256)
+LOOPS, UPDATES, NUM_ENVS = ("ours", "jax_loop"), (1, 3), (16, 64, 256)  # whose pace is compared
 
 
 def imports() -> float:
@@ -80,15 +79,15 @@ def table(found: dict[str, dict[int, list[dict]]], jax_imports: float) -> str:
 
 def pace(rounds: int) -> str:
     """Steps per second of both loops: medians of rounds in which they take turns, and of the ratios within a round."""
-    found = {(updates, script): {n: [] for n in NUM_ENVS} for updates in UPDATES for script in PACE}
+    found = {(updates, script): {n: [] for n in NUM_ENVS} for updates in UPDATES for script in LOOPS}
     for _ in range(rounds):
         for (updates, script), rows in found.items():
-            options = SHAPE | PACE[script] | {"updates": updates, "seconds": 2, "num-envs": NUM_ENVS}
+            options = SHAPE | {"updates": updates, "seconds": 2, "num-envs": NUM_ENVS}
             for row in measure(script, **options):
                 rows[row["num_envs"]].append(row["train_steps_per_second"])
     lines = ["| updates an iteration | environments | fp8rl, steps/s | JAX, steps/s | fp8rl / JAX |", "| --- " * 5 + "|"]
     for updates, n in itertools.product(UPDATES, NUM_ENVS):
-        ours, jax = (found[updates, script][n] for script in PACE)
+        ours, jax = (found[updates, script][n] for script in LOOPS)
         ratio = statistics.median(a / b for a, b in zip(ours, jax, strict=True))
         lines.append(f"| {updates} | {n} | {statistics.median(ours):,.0f} | {statistics.median(jax):,.0f} | {ratio:.2f} |")
     return "\n".join(lines)
