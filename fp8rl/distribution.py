@@ -19,7 +19,8 @@ LOG_STD = -2.5, 2.0
 
 
 class Categorical:
-    """Distribution of actions int64 [..., B] from logits float32 [..., B, A]. `log_policy` has their log-probabilities."""
+    """Distribution of actions int64 [..., B] from logits float32 [..., B, A], of which some, not all, may be -inf: actions that
+    are masked out. `log_policy` has the log-probabilities of the actions."""
 
     ENTROPY_COEF = 0.01  # of the loss, unless a config has one
 
@@ -52,7 +53,9 @@ class Categorical:
 
     def entropy(self) -> torch.Tensor:
         """Entropies [..., B] in nats, differential ones for continuous actions."""
-        return -(self.log_policy.exp() * self.log_policy).sum(-1)
+        # An action with the logit -inf has probability 0 and adds nothing; 0 times -inf would be NaN.
+        finite = self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
+        return -(self.log_policy.exp() * finite).sum(-1)
 
 
 class Gaussian:

@@ -128,7 +128,8 @@ class RewardScale(Saved):
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Takes the next rollout, with a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
         before = self.open.view(self.square.shape[1], -1)
-        rewards, keep = rollout.reward.view(-1, *before.shape), rollout.valid.float().view(-1, *before.shape) * gamma
+        rewards = torch.where(rollout.valid, rollout.reward, 0).view(-1, *before.shape)
+        keep = rollout.valid.float().view(-1, *before.shape) * gamma
         # G_t = r_t + gamma G_{t-1}, and 0 in the dummy row before a new episode. After an infinite reward, at which an agent
         # stops, it stays NaN.
         if recurrence := faster.kernel("recurrence", rewards.device):
@@ -157,8 +158,9 @@ class EpisodeReturns(Saved):
         [2, S]."""
         ends, row = rollout.ended, torch.arange(1, len(rollout.flags) + 1, device=self.open.device).unsqueeze(1)
         until = row <= (ends * row).amax(0)  # up to the last end, where all rewards are of episodes that ended
-        before, left = ((rollout.reward * rows).sum(0, dtype=torch.float64) for rows in (until, ~until))
-        found = torch.stack(((self.open + before) * until[0], ends.sum(0)))
+        rewards = torch.where(rollout.valid, rollout.reward, 0)
+        before, left = (torch.where(rows, rewards, 0).sum(0, dtype=torch.float64) for rows in (until, ~until))
+        found = torch.stack((torch.where(until[0], self.open + before, 0), ends.sum(0)))
         self.open.copy_(torch.where(until[0], left, self.open + left))  # in place, because a captured step may read it
         return found.view(2, self.agents, -1).sum(2)
 

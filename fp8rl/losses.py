@@ -46,22 +46,44 @@ class Targets(NamedTuple):
 
     value: torch.Tensor
     advantage: torch.Tensor
-    ratio: torch.Tensor  # not clipped
+    ratio: torch.Tensor  # not clipped; 1 on dummy rows
 
 
-def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0) -> Targets:
-    """V-trace (see above) from float32 values [T+1, B] of obs rows 0 to T; rewards and discounts [T, B]; log_ratios [T, B],
-    log pi - log mu of the actions taken, or zeros to leave out the correction; and valid, bool [T, B], False on dummy rows.
+def vtrace(values, rewards, discounts, log_ratios, valid, lam: float = 1.0, *, ended=None, final_values=None) -> Targets:
+    """V-trace targets and advantages of a batch of trajectories, time first (equations above).
+
+    values        float32 [T+1, B], the critic's values of obs rows 0 to T
+    rewards       float32 [T, B]
+    discounts     float32 [T, B], 0 in a row whose action terminated its episode
+    log_ratios    float32 [T, B], log pi - log mu of the actions taken, or zeros to leave out the correction
+    valid         bool [T, B], False on dummy rows, where rewards and log_ratios may be anything, NaN too
+    lam           lambda, from 0 to 1
+
+    The row after an end is expected to hold the final observation: that is this package's layout, and Gymnasium's NEXT_STEP. In
+    data of the SAME_STEP layout (many simulators of robots), it holds the first observation of the next episode. For such data
+    name the rows that ended an episode, `ended` bool [T, B], and the values of the final observations there, `final_values`
+    float32 [T, B] (elsewhere they are ignored): those rows then bootstrap from them, and the trace is cut. Only this function
+    takes that layout; the ring and `actor_critic_loss` do not. Raises ValueError for one of the two without the other.
 
         >>> import torch
         >>> ones, none = torch.ones(3, 4), torch.zeros(3, 4)
         >>> vtrace(torch.zeros(4, 4), rewards=ones, discounts=0.9 * ones, log_ratios=none, valid=ones.bool()).value[:, 0]
         tensor([2.7100, 1.9000, 1.0000])
     """
-    ratio = log_ratios.exp()
+    if (ended is None) != (final_values is None):
+        missing = "ended" if ended is None else "final_values"
+        raise ValueError(f"{missing} is None: give ended and final_values together, or neither")
+    next_values = values[1:]
+    if ended is not None:
+        next_values = torch.where(ended, final_values, next_values)
+    # Where, not times 0: 0 * NaN is NaN, and the value after a termination may be that of a row without meaning.
+    bootstrap = torch.where(discounts != 0, discounts * next_values, 0)
+    ratio = torch.where(valid, log_ratios, 0).exp()
     weight = ratio.clamp(max=1) * valid
-    delta = weight * (rewards + discounts * values[1:] - values[:-1])
+    delta = torch.where(valid, weight * (rewards + bootstrap - values[:-1]), 0)
     decay = discounts * lam * weight
+    if ended is not None:
+        decay = torch.where(ended, 0, decay)
     recurrence = None if delta.requires_grad else faster.kernel("recurrence", delta.device)  # a kernel has no gradient
     if recurrence:
         advantage = recurrence(delta, decay, reverse=True)
@@ -110,23 +132,26 @@ def actor_critic_loss(outputs, values, rollout: Rollout, config, all_reduce=only
     valid = rollout.valid
     mask = valid.float()
     rows = _sum(mask)
-    policy = distribution_of(rollout.action)(outputs.split((len(mask), 1))[0])
-    logp = policy.log_prob(rollout.action)
-    log_ratios = (logp - rollout.behavior_logp).detach()
+    # A dummy row's action was ignored, so it may be anything: one that is masked out, or NaN.
+    taken = valid.unsqueeze(-1) if rollout.action.is_floating_point() else valid
+    action = torch.where(taken, rollout.action, 0)
+    policy = distribution_of(action)(outputs.split((len(mask), 1))[0])
+    logp = torch.where(valid, policy.log_prob(action), 0)
+    log_ratios = torch.where(valid, logp.detach() - rollout.behavior_logp, 0)
     discounts = discounts_of(rollout.flags, config.gamma, config.bootstrap_truncation)
     corrected = log_ratios if config.importance_correction else torch.zeros_like(log_ratios)
     target, advantage, ratio = targets_of(values.detach(), rollout.reward, discounts, corrected, valid, config.lam)
     count, advantage_sum = all_reduce([rows, _sum(advantage)])  # dummy rows hold 0, so these are sums over valid rows
     count = count.clamp(min=1)
     if config.normalize_advantage:
-        advantage = mask * (advantage - advantage_sum / count)
+        advantage = torch.where(valid, advantage - advantage_sum / count, 0)
         (squares,) = all_reduce([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
     # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which the advantage pushes it.
     advantage = advantage * ((ratio - 1) * advantage.sign() < config.clip)
     policy_loss = -_sum(logp * advantage) / count  # no factor rho: V-trace's min(1, rho) is in the advantage
-    value_loss = 0.5 * _sum((mask * (values[:-1] - target)).square()) / count
-    entropy = _sum(mask * policy.entropy()) / count
+    value_loss = 0.5 * _sum(torch.where(valid, values[:-1] - target, 0).square()) / count
+    entropy = _sum(torch.where(valid, policy.entropy(), 0)) / count
     loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * entropy
     log_ratios = torch.where(valid, log_ratios, -torch.inf)
     largest = _extreme(torch.amax, log_ratios).clamp(min=LOWEST)  # cancels in ess, and nothing overflows

@@ -2,6 +2,7 @@ import math
 import pickle
 
 import numpy as np
+import pytest
 import torch
 from helpers import SHORT, trained
 from hypothesis import given
@@ -82,6 +83,20 @@ def test_the_scale_of_rewards_by_hand_for_two_agents():
         means = keep * means + (1 - keep) * np.array([squares / 12, [1, 1]])
     np.testing.assert_allclose(scale.open, G, rtol=1e-5)
     np.testing.assert_allclose(scale.scale.squeeze(1), np.sqrt(means[1] / means[0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("what", [math.nan, math.inf])
+def test_what_a_dummy_row_holds_reaches_neither_returns_nor_the_scale_of_rewards(what):
+    flags = torch.tensor([[TERMINATED, 0], [DUMMY, 0], [0, TRUNCATED], [0, DUMMY]], dtype=torch.uint8)
+    reward = torch.arange(8.0).view(4, 2) + 1
+    results = []
+    for dummy in (0.0, what):
+        rollout = Rollout(None, None, torch.where(flags == DUMMY, dummy, reward), flags, None)
+        scale, returns = RewardScale(2), EpisodeReturns(2)
+        scale.add(rollout, 0.9, lambda tensors: tensors)
+        results.append((scale.scale, scale.open, returns.add(rollout), returns.open))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y) and x.isfinite().all()
 
 
 def test_what_a_captured_step_reads_stays_where_it_is():

@@ -3,11 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from helpers import random_rollout
+from helpers import random_rollout, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.config import Config
+from fp8rl.distribution import Categorical
 from fp8rl.losses import FLOOR, actor_critic_loss, discounts_of, vtrace
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
@@ -51,7 +52,7 @@ def test_vtrace_equals_its_slow_twin(seed, length, lam):
     value, advantage = vtrace_as_written(*case, lam)
     np.testing.assert_allclose(ours.value.numpy(), value, atol=1e-6)
     np.testing.assert_allclose(ours.advantage.numpy(), advantage, atol=1e-6)
-    np.testing.assert_allclose(ours.ratio.numpy(), case[1].exp().numpy())
+    np.testing.assert_allclose(ours.ratio.numpy(), np.where(case[2].valid, case[1].exp().numpy(), 1))
 
 
 @given(seeds, lengths)
@@ -227,3 +228,95 @@ def test_normalization_survives_a_mean_far_larger_than_the_deviation(seed, mean,
     exact = rewards.double()[0]
     expected = -0.5 * (exact - exact.mean()) / (exact.std(correction=0) + FLOOR) / 512  # of the logit of the action taken
     torch.testing.assert_close(gradient[0, :, 0].double(), expected, rtol=1e-3, atol=0.01 * 0.5 / 512)
+
+
+NOT_NUMBERS = st.sampled_from([np.nan, np.inf, -np.inf])
+
+
+@given(seeds, lengths, lambdas, NOT_NUMBERS)
+def test_what_a_dummy_row_holds_reaches_no_target(seed, length, lam, what):
+    values, log_ratios, rollout = random_rollout(seed, length)
+    reward = torch.where(rollout.valid, rollout.reward, what)
+    changed = targets_of(values, torch.where(rollout.valid, log_ratios, what), rollout._replace(reward=reward), lam)
+    for x, y in zip(targets_of(values, log_ratios, rollout, lam), changed, strict=True):
+        assert torch.equal(x, y)
+
+
+@given(seeds, lengths, lambdas, NOT_NUMBERS)
+def test_the_value_after_a_termination_reaches_no_target(seed, length, lam, what):
+    values, log_ratios, rollout = random_rollout(seed, length)
+    terminated = (rollout.flags & TERMINATED) != 0
+    changed = values.clone()
+    changed[1:] = torch.where(terminated, what, values[1:])
+    expected, found = (targets_of(x, log_ratios, rollout, lam).advantage for x in (values, changed))
+    assert torch.equal(expected, found) or terminated.any()  # of the dummy row itself
+    assert torch.equal(expected[rollout.valid], found[rollout.valid])
+
+
+@given(seeds, lengths, st.booleans(), st.booleans(), NOT_NUMBERS)
+def test_what_a_dummy_row_holds_reaches_neither_loss_nor_gradient(seed, length, continuous, normalize, what):
+    values, _, rollout = random_rollout(seed, length)
+    generator = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(length + 1, 3, 2, dtype=torch.float64, generator=generator).requires_grad_()
+    if continuous:
+        rollout = rollout._replace(action=torch.randn(length, 3, 1, dtype=torch.float64, generator=generator))
+    changed = rollout._replace(
+        reward=torch.where(rollout.valid, rollout.reward, what),
+        behavior_logp=torch.where(rollout.valid, rollout.behavior_logp, what),
+        action=torch.where(rollout.valid.unsqueeze(-1), rollout.action, what)
+        if continuous
+        else torch.where(rollout.valid, rollout.action, -1),
+    )
+    results = []
+    for batch in (rollout, changed):
+        loss, stats = loss_of(outputs, values, batch, normalize_advantage=normalize)
+        results.append((loss, *stats.values(), *torch.autograd.grad(loss, outputs)))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y) and x.isfinite().all()
+
+
+@given(seeds, st.integers(2, 5), st.floats(0, 1))
+def test_actions_that_are_masked_out_have_no_part_in_the_loss(seed, actions, gamma):
+    """A logit of -inf for an action that is never taken: as if there were no such action."""
+    values, _, rollout = random_rollout(seed, 6)
+    few = torch.randn(7, 3, actions, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    more = torch.cat((few.detach(), torch.full((7, 3, 1), -torch.inf, dtype=torch.float64)), dim=-1).requires_grad_()
+    (loss, stats), (masked, masked_stats) = (loss_of(logits, values, rollout) for logits in (few, more))
+    torch.testing.assert_close(masked, loss)
+    torch.testing.assert_close(masked_stats, stats)
+    (expected,), (gradient,) = torch.autograd.grad(loss, few), torch.autograd.grad(masked, more)
+    torch.testing.assert_close(gradient[..., :-1], expected)
+    assert not gradient[..., -1].any()
+
+
+def test_the_entropy_of_two_equal_actions_and_one_that_is_masked_out():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]]).requires_grad_()
+    entropy = Categorical(logits).entropy()
+    entropy.sum().backward()
+    assert entropy.item() == pytest.approx(np.log(2)) and not logits.grad.any()
+
+
+def test_a_row_that_is_followed_by_the_next_episode_bootstraps_from_its_own_final_value():
+    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
+    case = torch.tensor([[1.0], [100.0]]), zero, one, zero, one.bool()
+    assert vtrace(*case).advantage.item() == 99  # of the next episode's first observation
+    assert vtrace(*case, ended=one.bool(), final_values=one).advantage.item() == 0
+    refused("final_values is None", vtrace, *case, ended=one.bool())
+    refused("ended is None", vtrace, *case, final_values=one)
+
+
+@given(seeds, lengths, lambdas)
+def test_both_layouts_of_the_same_episodes_have_the_same_targets(seed, length, lam):
+    """Without its dummy rows, and with the values of final observations apart, a rollout is of the SAME_STEP layout."""
+    values, log_ratios, rollout = random_rollout(seed, length, batch=1)
+    discounts, keep = discounts_of(rollout.flags, GAMMA).double(), rollout.valid[:, 0]
+    expected = vtrace(values, rollout.reward, discounts, log_ratios, rollout.valid, lam)
+    ended = rollout.ended
+    final_values = torch.where(ended, values[1:], torch.nan)
+    if ended[-1]:  # the row after it is not there yet, and may be anything
+        values = torch.cat((values[:-1], torch.full_like(values[:1], torch.nan)))
+    rows = torch.cat((keep, torch.ones(1, dtype=torch.bool)))
+    parts = (x[keep] for x in (rollout.reward, discounts, log_ratios, rollout.valid))
+    found = vtrace(values[rows], *parts, lam, ended=ended[keep], final_values=final_values[keep])
+    for x, y in zip(expected, found, strict=True):
+        torch.testing.assert_close(x[keep], y, atol=1e-12, rtol=0)
