@@ -54,6 +54,7 @@ def mismatch(run: Population) -> tuple[float, float]:
     effective sample size of the ratios rho, on a new rollout: medians over the agents."""
     batch = run.collect().by_agent(run.agents)
     valid, log_ratio = batch.valid, (learner_logp(run.model, batch) - batch.behavior_logp).double()
+    log_ratio = torch.where(valid, log_ratio, 0)
     ratio, rows = log_ratio.exp() * valid, valid.sum((0, 2))
     divergence = (valid * (log_ratio.exp() - 1 - log_ratio)).sum((0, 2)) / rows
     return divergence.median().item(), (ratio.sum((0, 2)).square() / (rows * ratio.square().sum((0, 2)))).median().item()
