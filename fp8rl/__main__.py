@@ -44,9 +44,9 @@ from .scale import checkpoint, hardware, ranks
 from .scale.around import SHOWN, watched
 from .scale.files import opened, read_json
 from .scale.gym import EnvironmentFailed
-from .scale.machine import HERE, Machine, build, maker
+from .scale.machine import HERE, Machine, build, maker, ring_rows
 from .scale.population import shared
-from .scale.storage import ring_bytes
+from .scale.storage import free_on_disk, ring_bytes
 from .train import Run, iterate
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print one JSON object.")]
@@ -456,25 +456,30 @@ def examine(
 
 
 def predict_and_measure(
-    config: tyro.conf.OmitArgPrefixes[Config], machine: tyro.conf.OmitArgPrefixes[Machine], json_output: Json = False
+    config: tyro.conf.OmitArgPrefixes[Config],
+    machine: tyro.conf.OmitArgPrefixes[Machine],
+    json_output: Json = False,
 ) -> None:
-    """Predict the bytes of a config's replay ring, allocate it and measure. In a memmap folder it is there to stay.
+    """Predict the bytes of a config's replay ring, allocate it and measure. A ring in a memmap folder has the whole capacity,
+    and stays there.
 
     Args:
         config: what would be trained.
         machine: where.
     """
-    before = hardware.available(machine.on("store"))
+    available = free_on_disk(machine.memmap) if machine.memmap else hardware.available(machine.on("store"))
     with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
         run = build(config, machine)
         run.close()
-    predicted = ring_bytes(config.rows, config.num_envs, run.ring.obs_size, config.codec, run.ring.action_size)
+    rows = ring_rows(config, machine)
+    transitions = rows * config.num_envs
+    predicted = ring_bytes(rows, config.num_envs, run.ring.obs_size, config.codec, run.ring.action_size)
     result = {
         "predicted_bytes": predicted,
         "measured_bytes": run.ring.nbytes,
-        "bytes_per_transition": predicted / (config.rows * config.num_envs),
-        "transitions": config.rows * config.num_envs,
-        "available_bytes": before,
+        "bytes_per_transition": predicted / transitions,
+        "transitions": transitions,
+        "available_bytes": available,
     }
     print(json.dumps(result) if json_output else "\n".join(f"{name:20} {value:>20,}" for name, value in result.items()))
 
