@@ -21,6 +21,7 @@ from fp8rl.report import bench
 from fp8rl.scale import checkpoint, hardware
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.codec import CODECS
+from fp8rl.scale.layouts import LAYOUTS
 from fp8rl.scale.machine import build
 from fp8rl.scale.storage import StoredRing
 from fp8rl.tasks.cartpole import CartPole
@@ -411,9 +412,11 @@ def memory_of(capsys, *options) -> dict:
 @pytest.mark.parametrize("case", MEMORY)
 @pytest.mark.parametrize("codec", CODECS)
 def test_memory_predicts_what_it_measures_in_memory_and_in_a_folder(case, codec, tmp_path, capsys):
-    for folder in ([], ["--memmap", tmp_path / "ring"]):
-        result = memory_of(capsys, *MEMORY[case], "--codec", codec, *folder)
-        assert result["predicted_bytes"] == result["measured_bytes"], folder
+    stores = {layout: ["--layout", layout] for layout in LAYOUTS}
+    stores["compact, in a folder"] = ["--memmap", tmp_path / "ring"]
+    for store, options in stores.items():
+        result = memory_of(capsys, *MEMORY[case], "--codec", codec, *options)
+        assert result["predicted_bytes"] == result["measured_bytes"], store
         assert result["predicted_bytes"] == result["bytes_per_transition"] * result["transitions"]
     on_disk = sum(path.stat().st_size for path in (tmp_path / "ring").glob("*.bin") if path.name != "clock.bin")
     assert on_disk == result["measured_bytes"]
@@ -426,6 +429,19 @@ def test_memory_counts_the_whole_capacity_of_a_ring_in_a_folder_and_the_room_on_
     assert result["predicted_bytes"] == 18_000_000 and result["transitions"] == 1_000_000
     assert result["available_bytes"] == 12_345_678_901
     assert memory_of(capsys, *options)["predicted_bytes"] == 1_769_760  # in memory, only what the run can fill
+
+
+def test_memory_compares_layouts(tmp_path, capsys, refused):
+    found = [memory_of(capsys, "--layout", layout, "--codec", "bf16", "--extra-features", 62) for layout in LAYOUTS]
+    assert [result["layout"] for result in found] == ["compact", "full", "delta"]
+    assert [result["bytes_per_transition"] for result in found] == [138, 266, 202]
+    run_cli("memory", "--layout", "delta")
+    assert "layout                              delta\n" in capsys.readouterr().out
+    assert refused("memory", "--layout", "rows") == "layout is 'rows': choose from compact, full, delta\n"
+    folder = tmp_path / "ring"
+    said = refused("memory", "--layout", "full", "--memmap", folder)
+    assert said == f"memmap is {folder} and layout 'full': leave memmap out, or use the compact layout\n"
+    assert not folder.exists()
 
 
 class Talks(CartPoleEnv):
