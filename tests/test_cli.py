@@ -3,8 +3,10 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -18,6 +20,8 @@ from fp8rl.config import Config
 from fp8rl.report import bench
 from fp8rl.scale import checkpoint, hardware
 from fp8rl.scale import machine as machine_module
+from fp8rl.scale.codec import CODECS
+from fp8rl.scale.layouts import LAYOUTS
 from fp8rl.scale.machine import build
 from fp8rl.scale.storage import StoredRing
 from fp8rl.tasks.cartpole import CartPole
@@ -388,6 +392,56 @@ def test_memory_predicts_and_measures(capsys):
     assert result["predicted_bytes"] == result["measured_bytes"] == 1_200_000 and result["bytes_per_transition"] == 12
     run_cli("memory", "--env-id", "CartPole-v1", "--steps", 5_000)
     assert "bytes_per_transition                 26.0" in capsys.readouterr().out
+
+
+MEMORY = {
+    "more steps than the ring has room for": ["--capacity", 3_000, "--steps", 10_240],
+    "fewer steps than the ring has room for": ["--capacity", 100_000, "--steps", 2_048],
+    "one transition for each environment left over": ["--capacity", 3_007, "--steps", 10_240],
+    "no replay": ["--replay-updates", 0, "--steps", 2_048],
+    "continuous actions": ["--env-id", "Pendulum-v1", "--capacity", 100_000, "--steps", 2_048],
+}
+
+
+def memory_of(capsys, *options) -> dict:
+    """What `memory` says of these options."""
+    run_cli("memory", *options, "--json")
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("case", MEMORY)
+@pytest.mark.parametrize("codec", CODECS)
+def test_memory_predicts_what_it_measures_in_memory_and_in_a_folder(case, codec, tmp_path, capsys):
+    stores = {layout: ["--layout", layout] for layout in LAYOUTS}
+    stores["compact, in a folder"] = ["--memmap", tmp_path / "ring"]
+    for store, options in stores.items():
+        result = memory_of(capsys, *MEMORY[case], "--codec", codec, *options)
+        assert result["predicted_bytes"] == result["measured_bytes"], store
+        assert result["predicted_bytes"] == result["bytes_per_transition"] * result["transitions"]
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "ring").glob("*.bin") if path.name != "clock.bin")
+    assert on_disk == result["measured_bytes"]
+
+
+def test_memory_counts_the_whole_capacity_of_a_ring_in_a_folder_and_the_room_on_its_disk(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12_345_678_901))
+    options = ["--capacity", 1_000_000, "--steps", 100_000]
+    result = memory_of(capsys, *options, "--memmap", tmp_path / "new" / "ring")
+    assert result["predicted_bytes"] == 18_000_000 and result["transitions"] == 1_000_000
+    assert result["available_bytes"] == 12_345_678_901
+    assert memory_of(capsys, *options)["predicted_bytes"] == 1_769_760  # in memory, only what the run can fill
+
+
+def test_memory_compares_layouts(tmp_path, capsys, refused):
+    found = [memory_of(capsys, "--layout", layout, "--codec", "bf16", "--extra-features", 62) for layout in LAYOUTS]
+    assert [result["layout"] for result in found] == ["compact", "full", "delta"]
+    assert [result["bytes_per_transition"] for result in found] == [138, 266, 202]
+    run_cli("memory", "--layout", "delta")
+    assert "layout                              delta\n" in capsys.readouterr().out
+    assert refused("memory", "--layout", "rows") == "layout is 'rows': choose from compact, full, delta\n"
+    folder = tmp_path / "ring"
+    said = refused("memory", "--layout", "full", "--memmap", folder)
+    assert said == f"memmap is {folder} and layout 'full': leave memmap out, or use the compact layout\n"
+    assert not folder.exists()
 
 
 class Talks(CartPoleEnv):

@@ -223,9 +223,17 @@ def make_task(config: Config, num_envs: int, start_noise: float, device, seed, p
     return task_of(config.env_id)(num_envs, device=device, seed=seed, purpose=purpose)
 
 
+def ring_rows(config: Config, machine: Machine) -> int:
+    """Time steps that a run's replay ring has room for. A ring in a folder may serve later runs, so it has the whole capacity.
+    A ring in memory has as many as the run can fill, if that is fewer."""
+    if machine.memmap:
+        return config.capacity // config.num_envs
+    return config.rows
+
+
 def make_ring(config: Config, machine: Machine, env) -> StoredRing:
-    """The ring that `machine` asks for. One in a folder may serve later runs, so it has the whole capacity."""
-    rows = config.capacity // config.num_envs if machine.memmap else config.rows
+    """The replay ring of a config on a machine."""
+    rows = ring_rows(config, machine)
     action_size = env.num_actions if env.distribution is Gaussian else 0
     ring = StoredRing(rows, env.num_envs, env.bounds, config.codec, machine.on("store"), machine.memmap, action_size)
     if machine.memmap:  # another ring is empty

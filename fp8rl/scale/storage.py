@@ -41,6 +41,13 @@ def ring_bytes(rows: int, num_envs: int, obs_size: int = 2, codec: str = "fp32",
     return rows * num_envs * sum(sizes_of(row_of(obs_size, action_size, type_of_codes(codec))).values())
 
 
+def free_on_disk(folder: str | Path) -> int:
+    """Bytes that are free on the disk of a folder, which need not exist yet."""
+    folder = Path(folder)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
 class StoredRing(ReplayBuffer):
     """A ReplayBuffer with any codec, in memory or in a folder of files. `bounds`: lowest and highest value of each feature of an
     observation, infinite if it has none. `folder`: its path; a ring that is there is continued if its settings are the same, or,
@@ -211,8 +218,8 @@ class MappedFolder:
         """Rejects a new folder that holds something else or does not fit on the disk, before anything is written."""
         if self.folder.is_dir() and any(path.name != "lock" for path in self.folder.iterdir()):
             raise OSError(f"memmap is {self.folder}, which holds files but no complete ring: choose another, or delete it")
-        existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-        if needed > (free := shutil.disk_usage(existing).free):
+        free = free_on_disk(self.folder)
+        if needed > free:
             raise OSError(f"memmap is {self.folder} and needs {needed:,} bytes, the disk has {free:,} free: lower capacity")
 
     def _make(self, about: dict, files: dict[Path, int]) -> None:
