@@ -2,13 +2,14 @@
 
 import copy
 import doctest
+import operator
 import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -83,8 +84,8 @@ def twin(theta: torch.Tensor, grads: list[torch.Tensor], sizes: list[int], place
         drawn = uniform(seed, "rounding", n, (len(places.noisy), theta.shape[1])) if places.noisy else []
         noise = {name: row.unsqueeze(0) for name, row in zip(places.noisy, drawn, strict=True)}
         m, v = m.lerp(g, (1 - 0.9) * one), v.mul(0.999 * one).addcmul(g, g, value=1 - 0.999)
-        (first, m), (second, v) = places.moments(m, v, sizes, noise)
         size, root = (1 - 0.9**count).reciprocal() * -(lr * one), (1 - 0.999**count).sqrt()
+        (first, m), (second, v) = places.moments(m, v, sizes, noise, (1 - 0.9**count) / root)
         theta = places.weights(theta.addcdiv(first * size, second.sqrt().div(root).add(eps)), sizes, noise)
     return theta, m, v
 
@@ -425,3 +426,50 @@ def test_stochastic_rounding_learns_where_rounding_to_the_nearest_cannot():
         final[text] = sum(losses[-100:]).item() / 100
     assert final["e4m3:stochastic"] < losses[0] / 4
     assert final["e8m3"] > losses[0] / 2 and (copy.deepcopy(module).weight == 0.75).all()
+
+
+def longest_step(gradients: torch.Tensor, eps: float, **formats) -> float:
+    """The longest step of any weight, in learning rates, on gradients [updates, P]."""
+    p = torch.zeros(gradients.shape[1], requires_grad=True)
+    optimizer, longest = LowBitAdam([p], lr=1.0, eps=eps, **formats), 0.0
+    for gradient in gradients:
+        before = p.detach().clone()
+        p.grad = gradient.clone()
+        optimizer.step()
+        longest = max(longest, (p.detach() - before).abs().max().item())
+    return longest
+
+
+def falls_silent(updates: int, position: int, loud: int, size: float = 64) -> torch.Tensor:
+    """Gradients of noise of 3e-6, but at one position 1 for so many updates, and 0 afterwards."""
+    gradients = 3e-6 * torch.randn(updates, size, generator=torch.Generator().manual_seed(0))
+    gradients[:, position] = 0
+    gradients[:loud, position] = 1
+    return gradients
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-5])
+def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent(eps):
+    gradients = falls_silent(2_000, 0, 200)
+    assert longest_step(gradients, 1e-8) == pytest.approx(1, abs=0.01)
+    assert longest_step(gradients, eps, m="e4m3", root="e4m3") < 1.25
+
+
+WORDS = st.sampled_from(["", ":block", ":unscaled", ":stochastic", ":unscaled:stochastic", ":block:stochastic", ":stored"])
+BITS = st.sampled_from(["e4m3", "e5m2", "e3m2", "e2m1", "e8m0"])
+
+
+@given(
+    *(st.none() | st.builds(operator.add, BITS, WORDS) for _ in range(2)),
+    st.sampled_from(["v", "root"]),
+    st.integers(0, 39),
+    st.integers(1, 60),
+    st.floats(-6, 3),
+    st.sampled_from([0.0, 1e-8]),
+)
+@settings(max_examples=60)
+def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(m, v, second, position, loud, size, eps):
+    """Float32's own are at most 1, or 3.2 where a gradient is much larger than those before it."""
+    gradients = 10.0**size * falls_silent(100, position, loud, size=40)
+    exact = longest_step(gradients, 1e-8 * 10.0**size)
+    assert longest_step(gradients, eps, m=m, **{second: v}) < 2 * max(exact, 1)

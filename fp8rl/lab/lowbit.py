@@ -153,7 +153,8 @@ class LowBitAdam(torch.optim.Optimizer):
         g, m, v = (x.reshape(1, -1) for x in (p.grad, *(unpack(*self.stored(p, name)) for name in ("m", "v"))))
         v = v.square_() if self.second == "root" else v
         m, v = m.lerp_(g, 1 - beta1), v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        (m, m_kept), (v, v_kept) = self.places.moments(m, v, size, noise)
+        limit = (1 - beta1**step) / correction  # of |m| / sqrt(v), where the step is as long as the learning rate
+        (m, m_kept), (v, v_kept) = self.places.moments(m, v, size, noise, limit.to(m.device))
         row = p.reshape(1, -1).addcdiv(m * rate, v.sqrt().div_(correction).add_(group["eps"]))
         self.state[p] = {**self.state[p], "step": step}
         self.store(p, "m", m_kept)
