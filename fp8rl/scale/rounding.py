@@ -55,6 +55,25 @@ class Matmuls(NamedTuple):
 def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "precision") -> list[Rounding]:
     """Rounding of linear layers with weights of given shapes, one after the other. Raises ValueError if FP8 takes none, which
     names the `field` of a config."""
+    precision = matmuls.precision
+    in_formats = matmuls.operands or matmuls.gradients
+    if not in_formats and PRECISIONS[precision].forward and all(fp8.misfit(*reversed(shape)) for shape in shapes):
+        raise ValueError(f"{field} is {precision!r} and no layer can run in FP8: {REMEDY}")
+    return in_sequence(matmuls, shapes)
+
+
+def roundings_of_network(matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "precision") -> list[Rounding]:
+    """Roundings of a network with weights of given shapes, of which the last two are the actor's and the critic's head. Where
+    both heads are rounded alike, they have one Rounding, because they are computed as one layer. Where they are not, as with an
+    actor in FP8 beside a critic with one output, they have two. Raises what `roundings_of` raises."""
+    *encoder, actor, critic = shapes
+    of_actor = roundings_of(matmuls, [*encoder, actor], field)
+    of_critic = in_sequence(matmuls, [*encoder, critic])
+    return of_actor if of_actor == of_critic else [*of_actor, of_critic[-1]]
+
+
+def in_sequence(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:
+    """As `roundings_of`, also where FP8 takes no layer."""
     precision, operands, gradients = matmuls
     if operands or gradients:
         operands, gradients = operands and operands.matrices, gradients and gradients.matrices
@@ -67,8 +86,6 @@ def roundings_of(matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "
         else:
             rounded = bool(found) and found[-1].result is to  # the inputs, already
             found.append(Rounding(None if rounded else to, to, to, to))
-    if rules.forward and all(fp8.misfit(*reversed(shape)) for shape in shapes):
-        raise ValueError(f"{field} is {precision!r} and no layer can run in FP8: {REMEDY}")
     return found
 
 
