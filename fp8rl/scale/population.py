@@ -268,32 +268,33 @@ class AgentsFunction(torch.autograd.Function):
             theta_grad[:, -net.num_actions :].zero_()  # deviations, which `Agents.forward` adds to the outputs
         layers, encoder = views(theta_grad, net.shapes), len(net.shapes) - 1
 
-        def backward_of(i: int, g: torch.Tensor) -> torch.Tensor | None:
-            """Writes the gradients of layer i, of a gradient of its outputs. Returns that of its inputs, unless it is the first."""
-            x, weight, _ = kept[i]
-            x, (weight_grad, bias_grad), rounding = x[:, : ctx.learned], own[i], roundings[i]
-            exact, g = g, apply(rounding.gradient, g)
+        def backward_of(i: int, g: torch.Tensor, part: Part, kept: list, own: list) -> torch.Tensor | None:
+            """Writes the gradients of layer i of a part, from the one of its outputs. Returns its inputs', None if it is the
+            first."""
+            (agents, roundings), (x, weight, _), (weight_grad, bias_grad) = part, kept[i], own[i]
+            x, result = x[:, : ctx.learned], roundings[i].result
+            exact, g = g, apply(roundings[i].gradient, g)
             product = space.product(("weight", i), g.mT, x, by_column=x.shape[2] < g.shape[2])
-            weight_grad[agents] = apply(rounding.result, product)
+            weight_grad[agents] = apply(result, product)
             # Autocast's gradients are 16-bit numbers for the bias, too. FP8 rounds only what it multiplies.
-            summed = exact if rounding.result is None else g
-            bias_grad[agents] = apply(rounding.result, summed.sum(1, keepdim=True))
+            summed = exact if result is None else g
+            bias_grad[agents] = apply(result, summed.sum(1, keepdim=True))
             return space.product(("gradient", i), g, weight) if i else None
 
-        for (agents, roundings), kept in zip(net.parts, ctx.kept, strict=True):
+        for part, kept in zip(net.parts, ctx.kept, strict=True):
+            agents, roundings = part
             own = heads_apart(layers, roundings)
             g = grad[agents, : ctx.learned]
             if len(own) == len(layers):
-                g = backward_of(encoder, g)
+                g = backward_of(encoder, g, part, kept, own)
             else:
                 actor, critic = g.split((net.num_actions, 1), dim=-1)
-                g = backward_of(encoder, actor)
-                of_critic = backward_of(encoder + 1, critic)
-                g = g.add_(of_critic)
+                g = backward_of(encoder, actor, part, kept, own)
+                g.add_(backward_of(encoder + 1, critic, part, kept, own))
             for i in reversed(range(encoder)):
                 y = kept[i][2][:, : ctx.learned]
                 torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)  # of ReLU, in place
-                g = backward_of(i, g)
+                g = backward_of(i, g, part, kept, own)
         return None, theta_grad, None, None
 
 
