@@ -145,7 +145,8 @@ def rounds_by(layer: nn.Linear, rounding: Rounding) -> bool:
     """Whether a layer rounds its input and weight as `rounding` does, and nobody watches it."""
     if not isinstance(layer, Float8Linear):
         return rounding.weights not in (TO[E4M3], TO[E5M2])
-    return layer.watcher is None and rounding.inputs is rounding.weights is TO[layer.forward_type]
+    one_scale = layer.scales == "tensor"
+    return one_scale and layer.watcher is None and rounding.inputs is rounding.weights is TO[layer.forward_type]
 
 
 def loop_of(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:
