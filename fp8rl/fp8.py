@@ -17,13 +17,13 @@ Layout: CUDA's kernel multiplies a row-major [M, K] by a column-major [K, N] mat
 by e5m2. So the first product takes a free transpose of W, the second a copy of W in the other layout, and the third copies of
 both matrices. The CPU has no such rules, but they are enforced there too.
 
-A number that is not finite becomes NaN, and decides no scale: the scale is that of the finite numbers. So a NaN or an infinity
-in a row of x or g makes this row of y or dx NaN and leaves the others as they are. The weight gradient contracts rows, so there it
-stays NaN, and the optimizer step is skipped.
+A number that is not finite becomes NaN, and decides no scale: the scale is that of the finite numbers. So a NaN or an infinity in
+a row of x or g makes this row of y or dx NaN and leaves the others as they are. The weight gradient contracts rows. So it has NaN
+as well, and the optimizer step is skipped.
 
-An outlier is another matter: one row a million times as large as the others takes their digits, because they share its scale. With
-`scales="row"` each row of x and g has a scale of its own in the output and the input gradient (as in torch._scaled_mm and torchao).
-The weight gradient contracts rows, and a scale cannot change along a sum. So there x and g have one scale each, as always.
+An outlier is another matter: a row a million times as large as the others takes their digits, because they share its scale. With
+`scales="row"` each row of x and g has a scale of its own in the output and the input gradient, as in torch._scaled_mm and in
+torchao. The weight gradient contracts rows, and a scale cannot change along a sum. So there x and g have one scale each.
 
 Quantizing is several passes over a tensor, and a copy in the other layout one more. A kernel (faster.py) reads the tensor twice
 and writes both layouts. `torch.compile` makes few passes of the plain form, in a Float8Linear too, on a CPU with the same bits.
@@ -73,9 +73,9 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, scales: str = "tensor") -> Quantized:
-    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own or, with `scales="row"`, with one for
-    each row. What is not finite becomes NaN. Raises ValueError for another shape, `dtype` or `scales`, and TypeError if `x` is not
-    float32 or bfloat16: float16 may already have lost what FP8 would have scaled."""
+    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own or, with `scales="row"`, with one
+    for each row. What is not finite becomes NaN. Raises ValueError for another shape, `dtype` or `scales`, and TypeError if `x`
+    is not float32 or bfloat16: float16 may already have lost what FP8 would have scaled."""
     require_scales(scales)
     if x.dtype not in TAKEN:
         raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
@@ -128,9 +128,9 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
-    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N]. Each has one scale, or `a` one for each
-    row and `b` one for each column. `emulate` works in float32, exactly but for the order of the sum; None uses torch's kernel
-    where there is one. Raises ValueError for what a GPU's cannot take."""
+    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N]. Each has one scale, or `a` one for
+    each row and `b` one for each column. `emulate` works in float32, exactly but for the order of the sum; None uses torch's
+    kernel where there is one. Raises ValueError for what a GPU's cannot take."""
     left, right = a.data.shape, b.data.shape
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
         raise ValueError(f"shapes are {list(left)} and {list(right)}: use matrices [M, K] and [K, N] of one inner dimension K")
@@ -165,37 +165,73 @@ def has_kernel(device: torch.device | str) -> bool:
     return device.type == "cpu" and TorchVersion(torch.__version__) >= (2, 13)
 
 
-class _Float8Matmuls(torch.autograd.Function):
-    """The three matmuls in the module's docstring, of `weight` or of what it was quantized to before, `w8`."""
+NO_SECOND_DERIVATIVE = "Float8Linear has no second derivative: leave layers that need one in float32"
+NO_VMAP = "Float8Linear cannot be in torch.func.vmap: give it the whole batch [..., I] instead, or leave the layer in float32"
+NO_FORWARD_MODE = (
+    "Float8Linear has no forward-mode derivative: use reverse mode (backward, torch.func.grad), or leave it in float32"
+)
+
+
+class _Refusing(torch.autograd.Function):
+    """Says in one line what a layer in FP8 does not do."""
 
     @staticmethod
-    def forward(ctx, x, weight, layer, w8):
-        of_x, of_weight = ctx.needs_input_grad[:2]
-        x8, later_x8 = in_layouts(x, layer.forward_type, columns=of_weight, scales=layer.scales)
-        w8, later_w8 = (w8, w8) if w8 else in_layouts(weight, layer.forward_type, columns=of_x)
-        if layer.watcher:
-            layer.watcher("input", x, x8)
-            layer.watcher("weight", weight, w8)
-        ctx.save_for_backward(*(later_x8 if of_weight else (None, None)), *(later_w8 if of_x else (None, None)))
-        ctx.layer, ctx.input_dtype = layer, x.dtype
+    def vmap(info, in_dims, *args):
+        raise RuntimeError(NO_VMAP)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise RuntimeError(NO_FORWARD_MODE)
+
+
+class _Float8Matmuls(_Refusing):
+    """The three matmuls in the module's docstring. `x` and `weight` only get the gradients. What is multiplied are the data and
+    scales of x8 and w8, and for the backward pass of `later_x8` and `later_w8`, whose data and scale are None if unused."""
+
+    @staticmethod
+    def forward(x, weight, layer, x_data, x_scale, w_data, w_scale, *later):
+        x8, w8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale)
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx, inputs, output):
+        x, weight, ctx.layer, _, _, _, _, *later = inputs
+        ctx.save_for_backward(weight, *later)
+        ctx.input_dtype = x.dtype
+
+    @staticmethod
     def backward(ctx, grad):
-        x_data, x_scale, w_data, w_scale = ctx.saved_tensors
-        of_x, of_weight = ctx.needs_input_grad[:2]  # the first not in a first layer, whose input is data
-        g8, later_g8 = in_layouts(grad, ctx.layer.backward_type, rows=of_x, columns=of_weight, scales=ctx.layer.scales)
-        if ctx.layer.watcher:
-            ctx.layer.watcher("gradient", grad, g8 or later_g8)
+        weight, *later = ctx.saved_tensors
+        arguments = grad, weight, ctx.layer, ctx.input_dtype, *ctx.needs_input_grad[:2], *later
+        # With create_graph, as in torch.func.grad, it must be known later that this was not differentiable.
+        gradients = _Float8Gradients.apply if torch.is_grad_enabled() else _Float8Gradients.forward
+        return *gradients(*arguments), *[None] * 9
+
+
+class _Float8Gradients(_Refusing):
+    """The backward pass of _Float8Matmuls, which itself has none. `weight` connects a second derivative with it."""
+
+    @staticmethod
+    def forward(grad, weight, layer, input_dtype, of_x, of_weight, x_data, x_scale, w_data, w_scale):
+        g8, later_g8 = in_layouts(grad, layer.backward_type, rows=of_x, columns=of_weight, scales=layer.scales)
+        if layer.watcher:
+            layer.watcher("gradient", grad, g8 or later_g8)
         grad_x = grad_w = None
         if of_x:
             w8 = Quantized(w_data, w_scale).column_major()
-            grad_x = scaled_matmul(g8, w8, ctx.layer.emulate).to(ctx.input_dtype)  # [B, O] @ [O, I]
+            grad_x = scaled_matmul(g8, w8, layer.emulate).to(input_dtype)  # [B, O] @ [O, I]
         if of_weight:
             x8 = Quantized(x_data, x_scale).column_major()
-            grad_w = scaled_matmul(later_g8.column_major().t(), x8, ctx.layer.emulate)  # [O, B] @ [B, I]
-        return grad_x, grad_w, None, None
+            grad_w = scaled_matmul(later_g8.column_major().t(), x8, layer.emulate)  # [O, B] @ [B, I]
+        return grad_x, grad_w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(NO_SECOND_DERIVATIVE)
 
 
 class Float8Linear(nn.Linear):
@@ -210,8 +246,9 @@ class Float8Linear(nn.Linear):
         >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model
 
     With `scales="row"`, each row of the input and of the gradient has a scale of its own. Measured on a layer of 32 inputs and 48
-    outputs, with 20 normal rows of which one is a million times as large: the outputs of the other 19 rows differ from float32's by
-    98% of their norm with one scale for the tensor, and by 3.8% with one for each row. Without the outlier both differ by 3.8%.
+    outputs, with 20 normal rows of which one is a million times as large: the outputs of the other 19 rows differ from float32's
+    by 98% of their norm with one scale for the tensor, and by 3.8% with one for each row. Without the outlier both differ by
+    3.8%.
 
     `watcher`, if any, is called for every tensor that is quantized, with its name (input, weight, gradient), it and the result.
     """
@@ -229,11 +266,22 @@ class Float8Linear(nn.Linear):
         if missing:  # the weight gradient contracts rows, and kernels need some
             flat = F.pad(flat, (0, 0, 0, missing))
         weight = self.weight if torch.is_grad_enabled() else self.weight.detach()  # or it would be prepared for a backward pass
-        y = _Float8Matmuls.apply(flat, weight, self, w8)
+        y = self.product(flat, weight, w8)
         y = y[:rows] if missing else y  # a slice of all of it would cost a copy in the backward pass
         if self.bias is not None:
             y = y + self.bias if missing else y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, w8: Quantized | None) -> torch.Tensor:
+        """x W^T of a matrix [B, I]. Quantizes x, and the weight if there is no `w8`, in the layouts that backward needs."""
+        of_x, of_weight = (each.requires_grad and torch.is_grad_enabled() for each in (x, weight))
+        x8, later_x8 = in_layouts(x.detach(), self.forward_type, columns=of_weight, scales=self.scales)
+        w8, later_w8 = (w8, w8) if w8 else in_layouts(weight.detach(), self.forward_type, columns=of_x)
+        if self.watcher:
+            self.watcher("input", x.detach(), x8)
+            self.watcher("weight", weight.detach(), w8)
+        later = *(later_x8 if of_weight else (None, None)), *(later_w8 if of_x else (None, None))
+        return _Float8Matmuls.apply(x, weight, self, *x8, *w8, *later)
 
     def held(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """`forward` for as long as the weight stays as it is now: it is quantized only once. Hooks are not called."""

@@ -1,4 +1,5 @@
 import copy
+import functools
 import shutil
 
 import ml_dtypes
@@ -542,6 +543,57 @@ def test_the_error_of_the_rows_beside_an_outlier(scales, least, most):
 def test_a_layer_with_scales_of_rows_does_not_depend_on_the_batch():
     layer, x, _ = converted((E4M3, E5M2), "row", 0)
     assert torch.equal(layer(x), torch.cat([layer(x[:7]), layer(x[7:])]))
+
+
+# Transformed
+
+SMALL = (nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+def squares(model, parameters, x) -> torch.Tensor:
+    return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_torch_func_gives_the_gradients_of_backward_bit_for_bit(scales):
+    model = copy.deepcopy(nn.Sequential(*SMALL))
+    convert_linears(model, scales=scales)
+    parameters, x = dict(model.named_parameters()), torch.randn(20, 16, requires_grad=True)
+    squares(model, parameters, x).backward()
+    found, of_x = torch.func.grad(functools.partial(squares, model), argnums=(0, 1))(parameters, x.detach())
+    assert all(torch.equal(found[name], p.grad) for name, p in parameters.items()) and torch.equal(of_x, x.grad)
+    y, pull = torch.func.vjp(model, x.detach())
+    assert torch.equal(pull(2 * y)[0], x.grad)
+    (again,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    assert torch.equal(again, x.grad)
+
+
+def test_what_torch_func_cannot_do_with_it_is_said_in_one_line():
+    model, x = nn.Sequential(*copy.deepcopy(SMALL)), torch.randn(20, 16)
+    convert_linears(model)
+    parameters, several = dict(model.named_parameters()), torch.randn(3, 20, 16)
+    loss = functools.partial(squares, model)
+    grad, options = torch.func.grad(loss), {"error": RuntimeError}
+    batch = "Float8Linear cannot be in torch.func.vmap: give it the whole batch"
+    refused(batch, torch.func.vmap(model), several, **options)
+    refused(batch, torch.func.vmap(grad, in_dims=(None, 0)), parameters, several, **options)
+    refused(batch, torch.func.jacrev(model), x, **options)
+    forward_mode = "Float8Linear has no forward-mode derivative: use reverse mode"
+    refused(forward_mode, torch.func.jvp, model, (x,), (x,), **options)
+    refused(forward_mode, torch.func.hessian(lambda x: loss(parameters, x)), x, **options)
+    twice = torch.func.grad(lambda x: torch.func.grad(loss, argnums=1)(parameters, x).square().sum())
+    refused("Float8Linear has no second derivative: leave layers that need one in float32", twice, x, **options)
+
+
+@pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda y: y.square().sum()])
+@pytest.mark.parametrize("of", ["x", "weight"])
+def test_a_second_derivative_is_refused_in_one_line(loss, of):
+    """Also where the gradient of the output is a constant."""
+    model, x = nn.Sequential(*copy.deepcopy(SMALL)), torch.randn(20, 16, requires_grad=True)
+    convert_linears(model)
+    first = x if of == "x" else model[0].weight
+    (grad,) = torch.autograd.grad(loss(model(x)), first, create_graph=True)
+    refused("Float8Linear has no second derivative", grad.square().sum().backward, error=RuntimeError)
 
 
 # Compiled

@@ -6,9 +6,10 @@ used, and how they run on a CPU: launches.py.)
 
 Quantizing a matrix to float8 takes two readings, because the scale must be known before any number is rounded. The first finds
 the largest magnitude. A float32's bits without its sign, as a whole number, are in the order of magnitudes: so programs need only
-one atomic maximum each, whatever their order. Those of infinities and NaN, which are above all, are left out. The second reading divides by the scale, rounds and
-writes. It works on tiles, because a tile can be transposed on the chip: a matmul's column-major operand, in plain code one more
-reading and a writing of scattered bytes, costs only its own bytes. Rounding is whole-number arithmetic, which every GPU has.
+one atomic maximum each, whatever their order. Those of infinities and NaN, which are above all, are left out. The second reading
+divides by the scale, rounds and writes. It works on tiles, because a tile can be transposed on the chip: a matmul's column-major
+operand, in plain code one more reading and a writing of scattered bytes, costs only its own bytes. Rounding is whole-number
+arithmetic, which every GPU has.
 """
 
 import torch

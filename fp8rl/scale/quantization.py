@@ -14,9 +14,10 @@ LOOKED_AT = 2**20  # numbers of a larger matrix, its first rows, or looking woul
 
 
 def measure(x: torch.Tensor, quantized: fp8.Quantized) -> dict[str, torch.Tensor]:
-    """Effects of quantizing a matrix, float32 scalars, from at most LOOKED_AT of its numbers: the fraction of finite elements beyond
-    the format's largest number (`saturated`) and of nonzero ones that became 0 (`flushed`), the largest `scale`, the signal-to-noise
-    ratio 10 log10(sum x^2 / sum error^2) (`snr_db`), and the number of elements that were not finite (`nonfinite`)."""
+    """Effects of quantizing a matrix, float32 scalars, from at most LOOKED_AT of its numbers: the fraction of finite elements
+    beyond the format's largest number (`saturated`) and of nonzero ones that became 0 (`flushed`), the largest `scale`, the
+    signal-to-noise ratio 10 log10(sum x^2 / sum error^2) (`snr_db`), and the number of elements that were not finite
+    (`nonfinite`)."""
     rows = max(1, LOOKED_AT // x.shape[-1])
     scale = quantized.scale if quantized.shared else quantized.scale[:rows]
     x, quantized = x[:rows].float(), fp8.Quantized(quantized.data[:rows], scale)
