@@ -1,4 +1,5 @@
 import copy
+import functools
 import shutil
 
 import ml_dtypes
@@ -134,15 +135,45 @@ def test_any_finite_number_stays_finite_and_near(dtype, x):
 
 def test_no_rows_are_quantized_to_no_rows():
     for shape in ((0, 16), (16, 0), (2, 0, 16), (0, 4, 16)):
-        assert quantize(torch.zeros(shape)).dequantize().shape == shape
+        for scales in ("tensor", "row"):
+            assert quantize(torch.zeros(shape), E4M3, scales).dequantize().shape == shape
 
 
 @FORMATS
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_one_bad_number_makes_the_whole_tensor_nan(dtype, bad):
-    x = torch.ones(16, 16)
-    x[3, 5] = bad
-    assert quantize(x, dtype).dequantize().isnan().all()
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@given(seed=seeds, bad=st.sampled_from([torch.inf, -torch.inf, torch.nan]))
+def test_a_bad_number_is_nan_and_leaves_the_others_as_they_are(dtype, scales, seed, bad):
+    generator = torch.Generator().manual_seed(seed)
+    x, _ = random_pair(seed, 5, 16, 1)
+    row, column = (torch.randint(size, (), generator=generator) for size in x.shape)
+    x[row, column] = 0
+    expected = quantize(x, dtype, scales)
+    x[row, column] = bad
+    found = quantize(x, dtype, scales)
+    assert torch.equal(found.scale, expected.scale) and found.dequantize()[row, column].isnan()
+    found.data[row, column] = 0
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert quantize(torch.full_like(x, bad), dtype, scales).dequantize().isnan().all()
+
+
+@FORMATS
+@given(seed=seeds)
+def test_with_a_scale_for_each_row_each_is_quantized_as_if_alone(dtype, seed):
+    x, _ = random_pair(seed, 4, 16, 1)
+    x = x * 10 ** torch.tensor([[-6.0], [0.0], [6.0], [0.0]])
+    together = quantize(x, dtype, "row")
+    alone = torch.cat([quantize(row[None], dtype).dequantize() for row in x])
+    assert torch.equal(together.dequantize(), alone) and together.scale.shape == (4, 1)
+    assert torch.equal(together.t().dequantize(), alone.T)
+    assert torch.equal(quantize(x.view(2, 2, 16), dtype, "row").dequantize(), alone.view(2, 2, 16))
+
+
+def test_scales_of_other_kinds_are_refused():
+    refused("scales is 'column': choose from tensor, row", quantize, torch.ones(2, 2), E4M3, "column")
+    refused("scales is 'column': choose from tensor, row", convert_linears, nn.Linear(16, 16), scales="column")
+    rows, columns = quantize(torch.ones(16, 16), E4M3, "row"), quantize(torch.ones(16, 16)).t()
+    refused(r"the second matrix has scales \[16, 1\]: use one, or \[1, 16\]", scaled_matmul, rows, rows.column_major())
+    refused(r"the first matrix has scales \[1, 16\]: use one, or", scaled_matmul, rows._replace(scale=rows.scale.t()), columns)
 
 
 def test_quantize_refuses_other_types():
@@ -192,6 +223,10 @@ def test_emulated_twin_equals_the_cpu_kernel_bit_for_bit(dtype, seed, rows, inne
     a, b = random_pair(seed, rows, inner, columns)
     qa, qb = quantize(a, dtype), quantize(b).t()
     assert torch.equal(scaled_matmul(qa, qb, emulate=False), scaled_matmul(qa, qb, emulate=True))
+    by_row, by_column = quantize(a, dtype, "row"), quantize(b, E4M3, "row").t()
+    product = scaled_matmul(by_row, by_column, emulate=False)
+    assert torch.equal(product, scaled_matmul(by_row, by_column, emulate=True))
+    torch.testing.assert_close(product, by_row.dequantize() @ by_column.dequantize(), rtol=1e-4, atol=1e-5 * product.abs().max())
 
 
 @pytest.mark.parametrize("emulate", [None, True])
@@ -439,7 +474,126 @@ def test_a_gradient_that_overflows_is_not_saturated_away(pair):
     grad = grad.clone()
     grad[7, 7] = torch.inf
     _, grad_x, grad_w, _ = gradients(layer, x, grad)
-    assert grad_x.isnan().all() and grad_w.isnan().all()
+    assert grad_x[7].isnan().all() and grad_w[7].isnan().all()
+    assert grad_x.isnan().any(1).sum() == 1 and grad_w.isnan().any(1).sum() == 1
+
+
+def converted(formats, scales: str, seed: int) -> tuple[Float8Linear, torch.Tensor, torch.Tensor]:
+    """A layer, its input and the gradient of its output."""
+    torch.manual_seed(seed)
+    layer = nn.Linear(32, 48)
+    convert_linears(layer, *formats, scales=scales)
+    return layer, torch.randn(20, 32), torch.randn(20, 48)
+
+
+BAD = st.sampled_from([torch.nan, torch.inf, -torch.inf])
+
+
+@given(scales=st.sampled_from(["tensor", "row"]), row=st.integers(0, 19), bad=BAD, seed=seeds)
+def test_a_bad_row_of_the_input_stays_in_its_row_and_spoils_the_weight_s_gradient(scales, row, bad, seed):
+    layer, x, grad = converted((E4M3, E5M2), scales, seed)
+    x[row] = 0
+    y, grad_x, _, _ = gradients(layer, x, grad)
+    x[row, 5] = bad
+    bad_y, bad_grad_x, grad_w, _ = gradients(layer, x, grad)
+    others = torch.arange(20) != row
+    assert bad_y[row].isnan().all() and torch.equal(bad_y[others], y[others])
+    assert torch.equal(bad_grad_x, grad_x) and grad_w[:, 5].isnan().all()
+
+
+@given(
+    scales=st.sampled_from(["tensor", "row"]), row=st.integers(0, 19), bad=BAD, backward=st.sampled_from([E4M3, E5M2]), seed=seeds
+)
+def test_a_bad_row_of_the_gradient_stays_in_its_row_and_spoils_the_weight_s_gradient(scales, row, bad, backward, seed):
+    layer, x, grad = converted((E4M3, backward), scales, seed)
+    grad[row] = 0
+    _, grad_x, _, _ = gradients(layer, x, grad)
+    grad[row, 5] = bad
+    _, bad_grad_x, grad_w, _ = gradients(layer, x, grad)
+    others = torch.arange(20) != row
+    assert bad_grad_x[row].isnan().all() and torch.equal(bad_grad_x[others], grad_x[others])
+    assert grad_w[5].isnan().all()
+
+
+@given(row=st.integers(0, 19), factor=st.sampled_from([1e6, -1e6, 1e12]), backward=st.sampled_from([E4M3, E5M2]), seed=seeds)
+def test_with_scales_of_rows_an_outlier_leaves_the_others_bit_for_bit(row, factor, backward, seed):
+    layer, x, grad = converted((E4M3, backward), "row", seed)
+    y, grad_x, _, _ = gradients(layer, x, grad)
+    many_x, many_grad = x.clone(), grad.clone()
+    many_x[row] *= factor
+    many_grad[row] *= factor
+    many_y, many_grad_x, grad_w, _ = gradients(layer, many_x, many_grad)
+    others = torch.arange(20) != row
+    assert torch.equal(many_y[others], y[others]) and torch.equal(many_grad_x[others], grad_x[others])
+    exact = many_grad.double().T @ many_x.double()  # in which the outlier is all there is
+    assert (grad_w - exact).norm() < 0.15 * exact.norm()
+
+
+@pytest.mark.parametrize("scales, least, most", [("tensor", 0.97, 0.99), ("row", 0.037, 0.039)])
+def test_the_error_of_the_rows_beside_an_outlier(scales, least, most):
+    """The numbers in the docstring of Float8Linear."""
+    layer, x, _ = converted((E4M3, E5M2), scales, 0)
+    x[3] *= 1e6
+    others = torch.arange(20) != 3
+    exact = F.linear(x, layer.weight, layer.bias)[others]
+    error = layer(x)[others] - exact
+    assert least < error.norm() / exact.norm() < most
+
+
+def test_a_layer_with_scales_of_rows_does_not_depend_on_the_batch():
+    layer, x, _ = converted((E4M3, E5M2), "row", 0)
+    assert torch.equal(layer(x), torch.cat([layer(x[:7]), layer(x[7:])]))
+
+
+# Transformed
+
+SMALL = (nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+def squares(model, parameters, x) -> torch.Tensor:
+    return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_torch_func_gives_the_gradients_of_backward_bit_for_bit(scales):
+    model = copy.deepcopy(nn.Sequential(*SMALL))
+    convert_linears(model, scales=scales)
+    parameters, x = dict(model.named_parameters()), torch.randn(20, 16, requires_grad=True)
+    squares(model, parameters, x).backward()
+    found, of_x = torch.func.grad(functools.partial(squares, model), argnums=(0, 1))(parameters, x.detach())
+    assert all(torch.equal(found[name], p.grad) for name, p in parameters.items()) and torch.equal(of_x, x.grad)
+    y, pull = torch.func.vjp(model, x.detach())
+    assert torch.equal(pull(2 * y)[0], x.grad)
+    (again,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    assert torch.equal(again, x.grad)
+
+
+def test_what_torch_func_cannot_do_with_it_is_said_in_one_line():
+    model, x = nn.Sequential(*copy.deepcopy(SMALL)), torch.randn(20, 16)
+    convert_linears(model)
+    parameters, several = dict(model.named_parameters()), torch.randn(3, 20, 16)
+    loss = functools.partial(squares, model)
+    grad, options = torch.func.grad(loss), {"error": RuntimeError}
+    batch = "Float8Linear cannot be in torch.func.vmap: give it the whole batch"
+    refused(batch, torch.func.vmap(model), several, **options)
+    refused(batch, torch.func.vmap(grad, in_dims=(None, 0)), parameters, several, **options)
+    refused(batch, torch.func.jacrev(model), x, **options)
+    forward_mode = "Float8Linear has no forward-mode derivative: use reverse mode"
+    refused(forward_mode, torch.func.jvp, model, (x,), (x,), **options)
+    refused(forward_mode, torch.func.hessian(lambda x: loss(parameters, x)), x, **options)
+    twice = torch.func.grad(lambda x: torch.func.grad(loss, argnums=1)(parameters, x).square().sum())
+    refused("Float8Linear has no second derivative: leave layers that need one in float32", twice, x, **options)
+
+
+@pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda y: y.square().sum()])
+@pytest.mark.parametrize("of", ["x", "weight"])
+def test_a_second_derivative_is_refused_in_one_line(loss, of):
+    """Also where the gradient of the output is a constant."""
+    model, x = nn.Sequential(*copy.deepcopy(SMALL)), torch.randn(20, 16, requires_grad=True)
+    convert_linears(model)
+    first = x if of == "x" else model[0].weight
+    (grad,) = torch.autograd.grad(loss(model(x)), first, create_graph=True)
+    refused("Float8Linear has no second derivative", grad.square().sum().backward, error=RuntimeError)
 
 
 # Compiled

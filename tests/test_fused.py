@@ -12,7 +12,7 @@ from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY
 from fp8rl.scale import checkpoint, machine
-from fp8rl.scale.fused import Fast, Reusing
+from fp8rl.scale.fused import Fast, Reusing, alone
 from fp8rl.scale.machine import HERE, build, reuses_forward
 from fp8rl.train import Run
 
@@ -96,6 +96,67 @@ def test_layers_with_hooks_or_of_another_type_are_called():
     before.remove()
     model.hidden[0] = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 16))
     assert model.acting() is model
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8+bf16"])
+def test_a_head_in_fp8_is_so_whatever_the_number_of_rows(precision):
+    precision = Precision(precision)
+    model = precision.prepare(Fast(num_actions=16))
+    obs = torch.rand(1024, 2)
+    with precision.autocast():
+        outputs, values = model(obs)
+        hidden = model.encode(obs)
+        expected = model.actor(hidden), model.critic(hidden).squeeze(-1).float()
+    assert torch.equal(outputs, expected[0]) and torch.equal(values, expected[1])
+    parameters = list(model.parameters())
+    ours = torch.autograd.grad(outputs.square().sum() + values.sum(), parameters)
+    theirs = torch.autograd.grad(expected[0].square().sum() + expected[1].sum(), parameters)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("rows", [21, 1024])
+@pytest.mark.parametrize("head", ["actor", "critic"])
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_hooks_of_heads_are_called_whatever_the_number_of_rows(rows, head, kind):
+    model, seen = Fast(), []
+    getattr(getattr(model, head), f"register_{kind}_hook")(lambda *_: seen.append(head))
+    outputs, values = model(torch.rand(rows, 2))
+    (outputs.sum() + values.sum()).backward()
+    assert seen == [head]
+
+
+def test_hooks_of_all_modules_are_called():
+    model, seen = Fast(), []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda layer, *_: seen.append(layer))
+    try:
+        model(torch.rand(1024, 2))
+        model.acting().policy(torch.rand(3, 2))
+    finally:
+        handle.remove()
+    assert seen.count(model.actor) == 2 and seen.count(model.inputs) == 2 and model.critic in seen
+
+
+def test_a_kernel_for_a_rollout_takes_only_layers_that_are_as_the_precision_says():
+    for name in ("fp32", "fp8"):
+        model = Precision(name).prepare(Fast())
+        assert alone(model, name)
+        assert alone(model, "fp8" if name == "fp32" else "fp32") is None
+    model.hidden[0].watcher = lambda *_: None
+    assert alone(model, "fp8") is None
+    model.hidden[0].watcher = None
+    model.hidden[0].forward_type = fp8.E5M2
+    assert alone(model, "fp8") is None
+
+
+def test_layers_without_a_bias_are_called():
+    model = Fast()
+    for name in ("actor", "critic"):
+        setattr(model, name, torch.nn.Linear(64, getattr(model, name).out_features, bias=False))
+    obs = torch.rand(1024, 2)
+    outputs, values = model(obs)
+    hidden = model.encode(obs)
+    assert torch.equal(outputs, model.actor(hidden)) and torch.equal(values, model.critic(hidden).squeeze(-1))
+    assert model.acting() is model and alone(model, "fp32") is None
 
 
 def test_a_copy_acts_with_weights_of_its_own():

@@ -1,5 +1,7 @@
+import copy
 import dataclasses
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from helpers import SHORT, after, assert_same, numbers, refused, resumed, reusin
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.scale import checkpoint
-from fp8rl.scale.machine import HERE, Machine, build, check
+from fp8rl.scale.machine import HERE, NETWORKS, Machine, build, check
 from fp8rl.train import Run, iterate
 
 
@@ -258,3 +260,11 @@ def test_every_placement_trains(places):
     run = trained(build(small(steps=20_480), Machine(*places)))
     assert run.history.final_return >= 195
     assert next(run.model.parameters()).device.type == places[0] and run.ring.device.type == places[2]
+
+
+@pytest.mark.parametrize("encoder, normalized", NETWORKS)
+def test_every_network_can_be_copied_and_pickled(encoder, normalized):
+    network, obs = NETWORKS[encoder, normalized](), torch.rand(3, 5, 2)
+    expected = network(obs)
+    for twin in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert type(twin) is type(network) and all(map(torch.equal, twin(obs), expected))

@@ -32,11 +32,11 @@ def here(monkeypatch):
 
 
 def assert_same_bytes(found: Quantized, expected: Quantized) -> None:
-    """Scale and bytes, but for the signs of NaN."""
+    """Scale and bytes."""
     assert found.data.dtype == expected.data.dtype and found.data.shape == expected.data.shape
-    torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.scale, expected.scale)
     one, other = (x.data.contiguous().view(torch.uint8) for x in (found, expected))
-    assert torch.equal(*(x & 0x7F if expected.scale.isnan() else x for x in (one, other)))
+    assert torch.equal(one, other)
 
 
 def assert_quantizes_alike(x: torch.Tensor, dtype: torch.dtype) -> None:
@@ -102,6 +102,16 @@ def results(layer: Float8Linear, x: torch.Tensor, grad: torch.Tensor) -> list[to
     return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
 
 
+@FORMATS
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_place(dtype, bad):
+    x = torch.randn(70, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x[33, 7] = bad
+    assert_quantizes_alike(x, dtype)
+    assert passes.quantize(x, dtype)[0].dequantize().isnan().nonzero().tolist() == [[33, 7]]
+    assert_quantizes_alike(torch.full_like(x, bad), dtype)
+
+
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 48, 150])
 def test_a_layer_computes_with_it_what_it_computes_without(here, monkeypatch, rows, source):
@@ -115,6 +125,18 @@ def test_a_layer_computes_with_it_what_it_computes_without(here, monkeypatch, ro
         assert torch.equal(layer(x), found[0]) and calls[3:] == 2 * [(True, False)]  # no backward pass will come
     layer(x).backward(grad)  # a first layer, whose input is data
     assert calls[5:] == [(True, True), (True, False), (False, True)]
+    monkeypatch.delitem(faster.KERNELS, "quantize")
+    assert all(map(torch.equal, found, results(layer, x, grad)))
+
+
+def test_with_a_scale_for_each_row_only_the_columns_are_its_work(here, monkeypatch):
+    layer = Float8Linear(32, 80).to(DEVICE)
+    layer.scales = "row"
+    x, grad = torch.randn(48, 32, device=DEVICE), torch.randn(48, 80, device=DEVICE)
+    calls, quantize = [], faster.KERNELS["quantize"]
+    monkeypatch.setitem(faster.KERNELS, "quantize", lambda *args: calls.append(args[2:]) or quantize(*args))
+    found = results(layer, x, grad)
+    assert calls == [(False, True), (True, True), (False, True)]  # input, weight and gradient
     monkeypatch.delitem(faster.KERNELS, "quantize")
     assert all(map(torch.equal, found, results(layer, x, grad)))
 

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl import fp8
 from fp8rl.config import Config
-from fp8rl.env import Cart
+from fp8rl.distribution import Gaussian
+from fp8rl.env import STATE_BOUNDS, Cart
 from fp8rl.lab.places import in_order
 from fp8rl.losses import actor_critic_loss
 from fp8rl.replay import ReplayBuffer
@@ -27,7 +28,7 @@ from fp8rl.scale import checkpoint, population
 from fp8rl.scale.hardware import keep_freed_memory
 from fp8rl.scale.machine import build
 from fp8rl.scale.population import Population, batches, environments
-from fp8rl.scale.rounding import TO, Matmuls, roundings_of
+from fp8rl.scale.rounding import TO, Matmuls, roundings_of, roundings_of_network
 from fp8rl.scale.storage import StoredRing
 from fp8rl.tasks.by_id import TASKS
 from fp8rl.train import Run, iterate, train
@@ -134,6 +135,97 @@ def test_the_first_gradient_is_a_run_s_own(precision):
     for parameter, theirs in zip(in_order(alone.model).values(), first, strict=True):
         ours = state[parameter]["exp_avg"].flatten()
         assert (ours - theirs).norm() <= (1e-4 if precision in ("fp32", "fp8") else 2e-2) * ours.norm()
+
+
+class Levels(Cart):
+    """The cart with more than two actions, of which the lower half pushes to the left."""
+
+    bounds = STATE_BOUNDS
+
+    def __init__(self, num_envs, device="cpu", seed=0, purpose="starts"):
+        super().__init__(num_envs, 0.5, device, seed, purpose=purpose)
+
+    def advance(self, state, action):
+        return super().advance(state, (2 * action >= self.num_actions).long())
+
+
+class Fifteen(Levels):
+    num_actions = 15
+
+
+class Sixteen(Levels):
+    num_actions = 16
+
+
+class SixteenPushes(Levels):
+    """With continuous actions, whose deviations follow the heads in an agent's parameters."""
+
+    num_actions, distribution = 16, Gaussian
+
+    def advance(self, state, action):
+        return super().advance(state, (action.sum(-1) > 0).long() * self.num_actions)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("task", [Fifteen, Sixteen, SixteenPushes])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
+    """Outputs, values, what the agent acts by, and gradients. In FP8, an actor with 16 outputs multiplies in it and the critic
+    does not; with 15, neither does, though both together have 16."""
+    config = small(precision, env_id=f"test_population:{task.__name__}", layers=layers)
+    if layers == 1 and task is Fifteen and "fp8" in precision:
+        refused("precision is 'fp8.*' and no layer can run in FP8", Population, [config])
+        return
+    alone, among = build(config), Population([config])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():  # an actor starts with so small weights that its errors would not be seen
+        for parameter in (alone.model.actor.weight, alone.model.actor.bias, alone.model.critic.bias):
+            parameter.uniform_(-0.1, 0.1, generator=generator)
+        among.model.theta[0] = of_all(alone.model)
+    obs = torch.rand(4, 16, 2, generator=generator) - 0.5
+    close = {"fp32": 1e-6, "fp8": 1e-6, "fp16": 2e-3}.get(precision, 2e-2)
+    with alone.learner.precision.autocast():
+        outputs, values = alone.model(obs)
+        with torch.no_grad():
+            acted = alone.model.acting().policy(obs[0])[0]
+    ours, our_values = among.model(obs.unsqueeze(1))
+    for policy in (among.model.acting(), among.model.policy("learner")):
+        torch.testing.assert_close(policy.policy(obs[0])[0], acted, rtol=close, atol=close)
+    torch.testing.assert_close(ours.squeeze(1), outputs, rtol=close, atol=close)
+    torch.testing.assert_close(our_values.squeeze(1), values, rtol=close, atol=close)
+    weight = torch.randn(outputs.shape, generator=generator)
+    weight[-1] = 0  # the last step is only bootstrapped from
+    ((outputs * weight).sum() + values[:-1].square().sum()).backward()
+    ((ours.squeeze(1) * weight).sum() + our_values[:-1].square().sum()).backward()
+    for parameter, found in zip(in_order(alone.model).values(), among.model.theta.grad[0].split(among.model.sizes), strict=True):
+        error = (found.view_as(parameter) - parameter.grad).norm()
+        assert error <= (1e-5 if precision in ("fp32", "fp8") else 2e-2) * parameter.grad.norm()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("task", [Fifteen, Sixteen])
+def test_with_as_many_actions_the_first_gradient_is_a_run_s_own(precision, task):
+    """With an agent of another precision beside it."""
+    fields = {"num_envs": 4, "rollout_length": 16, "steps": 64, "slice_length": 16, "batch_size": 64, "replay_updates": 0}
+    configs = [small(name, env_id=f"test_population:{task.__name__}", **fields) for name in ("fp32", precision)]
+    alone, together = trained(build(configs[1])), trained(Population(configs[precision == "fp32" :]))
+    agent, state = place(together, configs[1]), alone.learner.optimizer.state
+    first = together.learner.optimizer.first[agent].split(together.model.sizes)
+    for parameter, theirs in zip(in_order(alone.model).values(), first, strict=True):
+        ours = state[parameter]["exp_avg"].flatten()
+        assert (ours - theirs).norm() <= (1e-4 if precision in ("fp32", "fp8") else 2e-2) * ours.norm()
+
+
+def test_heads_that_are_rounded_alike_stay_one_layer():
+    two, sixteen = [(64, 2), (64, 64), (2, 64), (1, 64)], [(64, 2), (64, 64), (16, 64), (1, 64)]
+    for name in PRECISIONS:
+        assert roundings_of_network(Matmuls(name), two) == roundings_of(Matmuls(name), [(64, 2), (64, 64), (3, 64)])
+        assert len(roundings_of_network(Matmuls(name), sixteen)) == 3 + ("fp8" in name)
+    *_, actor, critic = roundings_of_network(Matmuls("fp8+bf16"), sixteen)
+    assert actor.inputs is actor.weights is TO[fp8.E4M3] and critic == (TO[torch.bfloat16],) * 4
+    actor_only = roundings_of_network(Matmuls("fp8"), [(64, 2), (16, 64), (1, 64)])
+    assert actor_only[1].inputs is TO[fp8.E4M3] and actor_only[2] == (None,) * 4
+    refused("precision is 'fp8' and no layer can run", roundings_of_network, Matmuls("fp8"), [(64, 2), (15, 64), (1, 64)])
 
 
 PUBLISHED = {name: x for name, x in vars(Config.published(steps=1_024)).items() if x != getattr(Config, name) and name != "seed"}

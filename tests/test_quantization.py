@@ -34,6 +34,22 @@ def test_of_a_large_matrix_the_first_rows_are_measured(monkeypatch):
     assert {name: value.item() for name, value in found.items()} == {name: value.item() for name, value in first.items()}
 
 
+def test_with_scales_of_rows_it_measures_each_row_by_its_own(monkeypatch):
+    x = torch.randn(100, 64)
+    x[3] *= 1e6
+    by_row, by_tensor = (measure(x[:, :], quantize(x, E4M3, scales)) for scales in ("row", "tensor"))
+    assert by_row["flushed"] == 0 < by_tensor["flushed"] and by_row["scale"] == by_tensor["scale"]
+    monkeypatch.setattr(quantization, "LOOKED_AT", 1024)
+    first = quantize(x[:16], E4M3, "row")
+    assert measure(x, quantize(x, E4M3, "row")) == measure(x[:16], first)
+
+
+def test_what_is_not_finite_is_not_counted_as_saturated():
+    x = torch.tensor([[torch.nan, torch.inf, -torch.inf, 1.0]])
+    found = measure(x, quantize(x))
+    assert found["saturated"] == 0 and found["nonfinite"] == 3 and found["scale"].isfinite()
+
+
 def test_recorded_names_layer_tensor_and_statistic():
     model, x, grad = nn.Sequential(Float8Linear(64, 64)), torch.randn(32, 64), 1e-5 * torch.randn(32, 64)
     with recorded(model) as statistics:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..env import TensorEnv
-from ..fp8 import Float8Linear
+from ..fp8 import E4M3, E5M2, Float8Linear
 from ..lab.lowbit import Hook
 from ..model import ActorCritic
 from ..precision import Precision
@@ -18,13 +18,14 @@ from ..rollout import Rollout, unroll
 from ..train import Learner
 from .around import Around
 from .hardware import load_kernels
-from .rounding import Matmuls, roundings_of, stored
+from .rounding import TO, Matmuls, Rounding, roundings_of, stored
 
 MANY = 2**16  # numbers in a hidden layer from which on both heads are computed in one
 
 
 class Fast(ActorCritic):
-    """An ActorCritic that acts without calling its modules, and of many rows computes both heads in one layer."""
+    """An ActorCritic that acts without calling its modules, and of many rows computes both heads in one layer, unless a
+    head is in FP8 or has hooks."""
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
         """What comes before the first layer, here nothing (normalized.py)."""
@@ -50,7 +51,9 @@ class Fast(ActorCritic):
         return *self.forward(obs), None
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if hidden.numel() < MANY:
+        # As one layer, heads would not be called, and one in FP8 would be computed in float32.
+        together = all(type(head) is nn.Linear and uncalled(head) for head in (self.actor, self.critic))
+        if hidden.numel() < MANY or not together:
             return super().heads(hidden)
         heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
         weight, bias = (torch.cat(pair) for pair in heads)
@@ -62,13 +65,22 @@ class Fast(ActorCritic):
 def plain(model: Fast) -> bool:
     """Whether the layers that act may be used without calling them."""
     layers = model.inputs, *model.hidden, model.actor
-    return all(type(layer) in (nn.Linear, Float8Linear) and not hooked(layer) for layer in layers)
+    return all(type(layer) in (nn.Linear, Float8Linear) and uncalled(layer) for layer in layers)
+
+
+def uncalled(layer: nn.Module) -> bool:
+    """Whether a layer computes the same when its weight and bias are used without calling it: it has both, a forward pass of its
+    class, and no hooks."""
+    return layer.bias is not None and "forward" not in vars(layer) and not hooked(layer)
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Whether a layer has hooks that must be called. LowBitAdam's need not be: during a rollout the weights are there."""
-    hooks = *layer._forward_pre_hooks.values(), *layer._forward_hooks.values()
-    return any(not isinstance(hook, Hook) for hook in hooks)
+    """Whether a layer has hooks that must be called, of its own or of all modules. LowBitAdam's need not be: during a rollout the
+    weights are there."""
+    forward = *layer._forward_pre_hooks.values(), *layer._forward_hooks.values()
+    backward = *layer._backward_pre_hooks.values(), *layer._backward_hooks.values()
+    of_all = nn.modules.module._has_any_global_hook()
+    return bool(of_all or backward) or any(not isinstance(hook, Hook) for hook in forward)
 
 
 def held(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -116,15 +128,25 @@ class Reusing(Around):
 
 def alone(model: Fast, precision: str) -> SimpleNamespace | None:
     """The acting network of a run, with its present weights, as population.Policy has a population's: `parts`, here of one agent,
-    and `spread`. None if its layers must be called. `precision`: the name of its precision, which must not be tf32."""
+    and `spread`. None if its layers must be called,
+    or are in FP8 where the precision has none, or the other way round. `precision`: its name, which must not be tf32."""
     if not plain(model):
         return None
-    layers = []
-    for layer in (model.inputs, *model.hidden, model.actor):
-        layers.append((layer.weight.detach().unsqueeze(0), layer.bias.detach().view(1, 1, -1)))
-    roundings = roundings_of(Matmuls(precision), [tuple(weight[0].shape) for weight, _ in layers])
+    modules = model.inputs, *model.hidden, model.actor
+    layers = [(layer.weight.detach().unsqueeze(0), layer.bias.detach().view(1, 1, -1)) for layer in modules]
+    roundings = roundings_of(Matmuls(precision), [tuple(layer.weight.shape) for layer in modules])
+    if not all(map(rounds_by, modules, roundings)):
+        return None
     spread = None if model.spread is None else model.spread.detach().view(1, 1, -1)
     return SimpleNamespace(parts=[(slice(0, 1), stored(layers, roundings))], spread=spread)
+
+
+def rounds_by(layer: nn.Linear, rounding: Rounding) -> bool:
+    """Whether a layer rounds its input and weight as `rounding` does, and nobody watches it."""
+    if not isinstance(layer, Float8Linear):
+        return rounding.weights not in (TO[E4M3], TO[E5M2])
+    one_scale = layer.scales == "tensor"
+    return one_scale and layer.watcher is None and rounding.inputs is rounding.weights is TO[layer.forward_type]
 
 
 def loop_of(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:

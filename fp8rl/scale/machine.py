@@ -74,9 +74,23 @@ class Machine:
 
 HERE = Machine()
 LARGE = 2**18  # bytes of a layer's results for one step of all environments
+
+
+class NormalizedFast(Normalized, fused.Fast):
+    """A network without memory that standardizes its observations."""
+
+
+class NormalizedRecurrent(Normalized, Recurrent):
+    """A network with memory that standardizes its observations."""
+
+
 # By encoder and whether they normalize.
-NETWORKS = {("mlp", False): fused.Fast, ("gru", False): Recurrent}
-NETWORKS |= {(name, True): type("Normalized", (Normalized, plain), {}) for (name, _), plain in NETWORKS.items()}
+NETWORKS = {
+    ("mlp", False): fused.Fast,
+    ("gru", False): Recurrent,
+    ("mlp", True): NormalizedFast,
+    ("gru", True): NormalizedRecurrent,
+}
 
 
 def build(config: Config, machine: Machine = HERE, state: dict | None = None, kind: type[Run] = Run) -> Run:

@@ -5,10 +5,11 @@ number as few times as its mathematics allow, computes on the chip, and writes e
 used, and how they run on a CPU: launches.py.)
 
 Quantizing a matrix to float8 takes two readings, because the scale must be known before any number is rounded. The first finds
-the largest magnitude. A float32's bits without its sign, as a whole number, are in the order of magnitudes, and NaN's are above
-all: so programs need only one atomic maximum each, whatever their order. The second reading divides by the scale, rounds and
-writes. It works on tiles, because a tile can be transposed on the chip: a matmul's column-major operand, in plain code one more
-reading and a writing of scattered bytes, costs only its own bytes. Rounding is whole-number arithmetic, which every GPU has.
+the largest magnitude. A float32's bits without its sign, as a whole number, are in the order of magnitudes: so programs need only
+one atomic maximum each, whatever their order. Those of infinities and NaN, which are above all, are left out. The second reading
+divides by the scale, rounds and writes. It works on tiles, because a tile can be transposed on the chip: a matmul's column-major
+operand, in plain code one more reading and a writing of scattered bytes, costs only its own bytes. Rounding is whole-number
+arithmetic, which every GPU has.
 """
 
 import torch
@@ -32,9 +33,10 @@ def read(x, inside):
 
 @triton.jit
 def largest(x, bits, SIZE, BLOCK: tl.constexpr):
-    """Raises `bits`, an int32, to those of the largest of SIZE magnitudes."""
+    """Raises `bits`, an int32, to those of the largest finite one of SIZE magnitudes."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     own = read(x + at, at < SIZE).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    own = tl.where(own < 0x7F800000, own, 0)
     tl.atomic_max(bits, tl.max(own, 0), sem="relaxed")
 
 
@@ -68,7 +70,7 @@ def encoded(x, MANTISSA: tl.constexpr):
 @triton.jit
 def rounded(x, found, out, shape, MANTISSA: tl.constexpr, TILE: tl.constexpr, LAYOUTS: tl.constexpr):
     """Bytes of a tile of a matrix of a `shape` [M, N]. `out`: into rows [M, N] and columns [N, M], the first, the second, or both
-    LAYOUTS (1, 2, 3), and the scale. `found` has the bits of the largest magnitude."""
+    LAYOUTS (1, 2, 3), and the scale. `found` has the bits of the largest finite magnitude."""
     rows, columns, scale = out
     M, N = shape
     TALL: tl.constexpr = TILE[0]
@@ -78,13 +80,14 @@ def rounded(x, found, out, shape, MANTISSA: tl.constexpr, TILE: tl.constexpr, LA
     column = (tl.program_id(0) % tiles).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     bits = tl.load(found)
     exponent = scale_of(bits, MANTISSA)
-    finite = bits < 0x7F800000
     if tl.program_id(0) == 0:
-        tl.store(scale, tl.where(finite, (exponent + 127) << 23, 0x7FC00000).to(tl.float32, bitcast=True))
+        tl.store(scale, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
     inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)  # by a power of two, multiplying is dividing
     inside = (row < M)[:, None] & (column < N)[None, :]
-    codes = encoded(read(x + row[:, None] * N + column[None, :], inside) * inverse, MANTISSA)
-    codes = (codes | tl.where(finite, 0, 0x7F)).to(tl.uint8)  # all 1 but the sign is NaN
+    values = read(x + row[:, None] * N + column[None, :], inside)
+    finite = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+    codes = encoded(values * inverse, MANTISSA)
+    codes = tl.where(finite, codes, 0x7F).to(tl.uint8)  # all 1 but the sign is NaN
     if LAYOUTS % 2:
         tl.store(rows + row[:, None] * N + column[None, :], codes, mask=inside)
     if LAYOUTS // 2:
@@ -96,7 +99,7 @@ def quantize(
     x: torch.Tensor, dtype: torch.dtype = E4M3, rows: bool = True, columns: bool = True
 ) -> tuple[Quantized | None, Quantized | None]:
     """`fp8.quantize` of a float32 or bfloat16 matrix [M, N] that is not empty, to E4M3 or E5M2: row-major and column-major, or
-    None in place of one that is not wanted. Bit for bit, but for the signs of NaN."""
+    None in place of one that is not wanted. Bit for bit."""
     x = x.contiguous()
     bits, scale = x.new_zeros((), dtype=torch.int32), x.new_empty((), dtype=torch.float32)
     data = [x.new_empty(shape if wanted else 0, dtype=dtype) for shape, wanted in ((x.shape, rows), (x.shape[::-1], columns))]

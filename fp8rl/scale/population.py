@@ -41,13 +41,15 @@ from ..train import Learner, Parts, Run, make_cart, make_network
 from . import graphs, hardware
 from .fused import loop_of
 from .machine import bytes_at_work, make_task
-from .rounding import Matmuls, Rounding, apply, roundings_of, stored
+from .rounding import Matmuls, Rounding, apply, roundings_of_network, stored
 from .storage import StoredRing, ring_bytes
 
 # The fields of Config in which the agents of a population may differ.
 FREE = ("seed", "precision", "collect_precision", "start_noise", "gamma", "lam", "clip", "entropy_coef", "value_coef")
 FREE += ("learning_rate", "max_grad_norm", "formats")
-Part = tuple[slice, list[Rounding]]  # agents that compute together, and the rounding of every layer
+# Agents that compute together, and the rounding of every layer. The heads of actor and critic are one layer, unless they are
+# rounded differently: then the last two roundings are the actor's and the critic's.
+Part = tuple[slice, list[Rounding]]
 CHUNK = 16  # agents that compute together on a CPU: results of more would leave its cache before they are read again
 
 
@@ -126,7 +128,9 @@ class Agents(nn.Module):
     def parts_of(self, configs: list[Config], acting: bool = False, most: int | None = None) -> list[Part]:
         """The agents in parts of at most `most`, for learning or for acting."""
         kinds = [matmuls_of(config, acting) for config in configs]
-        return [(agents, roundings_of(matmuls, self.shapes)) for agents, matmuls in alike(kinds, most)]
+        *encoder, (_, width) = self.shapes
+        shapes = [*encoder, (self.num_actions, width), (1, width)]
+        return [(agents, roundings_of_network(matmuls, shapes)) for agents, matmuls in alike(kinds, most)]
 
     @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -135,14 +139,16 @@ class Agents(nn.Module):
     def results(self, part: Part, obs: torch.Tensor, layers: list) -> list[tuple[torch.Tensor, ...]]:
         """Inputs, weights and outputs of each layer, rounded, for a part's agents and observations [S, R, F]."""
         agents, roundings = part
+        encoder = len(self.shapes) - 1
         x, found = obs[agents], []
-        for i, ((weight, bias), rounding) in enumerate(zip(layers, roundings, strict=True)):
-            x, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[agents])
+        for i, ((weight, bias), rounding) in enumerate(zip(heads_apart(layers, roundings), roundings, strict=True)):
+            inputs, weight = apply(rounding.inputs, x), apply(rounding.weights, weight[agents])
             bias, name = apply(rounding.result, bias[agents]), (i, agents.start)
-            y = self.space.product(name, x, weight.mT, bias, by_column=weight.shape[1] < x.shape[2])
-            y = apply(rounding.result, y.relu_() if i + 1 < len(self.shapes) else y)
-            found.append((x, weight, y))
-            x = y
+            y = self.space.product(name, inputs, weight.mT, bias, by_column=weight.shape[1] < inputs.shape[2])
+            y = apply(rounding.result, y.relu_() if i < encoder else y)
+            found.append((inputs, weight, y))
+            if i < encoder:  # both heads take what the encoder gives
+                x = y
         return found
 
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,6 +188,15 @@ def views(theta: torch.Tensor, shapes: list[tuple[int, int]]) -> list[tuple[torc
     return [(next(weights_and_biases).unflatten(1, shape), next(weights_and_biases).unsqueeze(1)) for shape in shapes]
 
 
+def heads_apart(layers: list[tuple], roundings: list[Rounding]) -> list[tuple]:
+    """Weights [S, O, I] and biases [S, 1, O] of layers, with both heads as one, for `roundings`: where these are of one layer
+    more, the heads of actor and critic are two layers, views of the one."""
+    if len(layers) == len(roundings):
+        return layers
+    *encoder, (weight, bias) = layers
+    return [*encoder, (weight[:, :-1], bias[..., :-1]), (weight[:, -1:], bias[..., -1:])]
+
+
 def alike(values: list, most: int | None = None) -> list[tuple[slice, Any]]:
     """Values, equal ones that follow each other as one, with the slice of their indices, which has at most `most`."""
     found = []
@@ -203,7 +218,8 @@ class Policy:
         *hidden, (heads, heads_bias) = net.layers
         layers = *hidden, (heads[:, :-1], heads_bias[..., :-1])
         for agents, roundings in parts:
-            self.parts.append((agents, stored([(weight[agents], bias[agents]) for weight, bias in layers], roundings)))
+            own = [(weight[agents], bias[agents]) for weight, bias in layers]
+            self.parts.append((agents, stored(own, roundings[: len(own)])))  # without that of a critic
 
     def policy(self, obs: torch.Tensor, state: None = None) -> tuple[torch.Tensor, None]:
         """Maps observations [S N, F] to outputs [S N, A or 2 A]."""
@@ -234,7 +250,12 @@ class AgentsFunction(torch.autograd.Function):
         net.passes += 1
         ctx.net, ctx.number, ctx.learned, layers = net, net.passes, learned, net.layers
         ctx.kept = [net.results(part, obs, layers) for part in net.parts]
-        return torch.cat([kept[-1][-1].mT for kept in ctx.kept]).mT
+        encoder = len(net.shapes) - 1
+        outputs = []
+        for kept in ctx.kept:
+            heads = [y.mT for *_, y in kept[encoder:]]
+            outputs.append(heads[0] if len(heads) == 1 else torch.cat(heads, dim=1))
+        return torch.cat(outputs).mT
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -245,22 +266,35 @@ class AgentsFunction(torch.autograd.Function):
         theta_grad = torch.empty_like(net.theta)
         if net.gaussian:
             theta_grad[:, -net.num_actions :].zero_()  # deviations, which `Agents.forward` adds to the outputs
-        layers = list(enumerate(views(theta_grad, net.shapes)))
-        for (agents, roundings), kept in zip(net.parts, ctx.kept, strict=True):
+        layers, encoder = views(theta_grad, net.shapes), len(net.shapes) - 1
+
+        def backward_of(i: int, g: torch.Tensor, part: Part, kept: list, own: list) -> torch.Tensor | None:
+            """Writes the gradients of layer i of a part, from the one of its outputs. Returns its inputs', None if it is the
+            first."""
+            (agents, roundings), (x, weight, _), (weight_grad, bias_grad) = part, kept[i], own[i]
+            x, result = x[:, : ctx.learned], roundings[i].result
+            exact, g = g, apply(roundings[i].gradient, g)
+            product = space.product(("weight", i), g.mT, x, by_column=x.shape[2] < g.shape[2])
+            weight_grad[agents] = apply(result, product)
+            # Autocast's gradients are 16-bit numbers for the bias, too. FP8 rounds only what it multiplies.
+            summed = exact if result is None else g
+            bias_grad[agents] = apply(result, summed.sum(1, keepdim=True))
+            return space.product(("gradient", i), g, weight) if i else None
+
+        for part, kept in zip(net.parts, ctx.kept, strict=True):
+            agents, roundings = part
+            own = heads_apart(layers, roundings)
             g = grad[agents, : ctx.learned]
-            for i, (weight_grad, bias_grad) in reversed(layers):
-                x, weight, y = kept[i]
-                x, y = x[:, : ctx.learned], y[:, : ctx.learned]
-                if i + 1 < len(layers):
-                    torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)  # of ReLU, in place
-                exact, g = g, apply(roundings[i].gradient, g)
-                product = space.product(("weight", i), g.mT, x, by_column=x.shape[2] < g.shape[2])
-                weight_grad[agents] = apply(roundings[i].result, product)
-                # Autocast's gradients are 16-bit numbers for the bias, too. FP8 rounds only what it multiplies.
-                summed = exact if roundings[i].result is None else g
-                bias_grad[agents] = apply(roundings[i].result, summed.sum(1, keepdim=True))
-                if i:
-                    g = space.product(("gradient", i), g, weight)
+            if len(own) == len(layers):
+                g = backward_of(encoder, g, part, kept, own)
+            else:
+                actor, critic = g.split((net.num_actions, 1), dim=-1)
+                g = backward_of(encoder, actor, part, kept, own)
+                g.add_(backward_of(encoder + 1, critic, part, kept, own))
+            for i in reversed(range(encoder)):
+                y = kept[i][2][:, : ctx.learned]
+                torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)  # of ReLU, in place
+                g = backward_of(i, g, part, kept, own)
         return None, theta_grad, None, None
 
 
@@ -453,7 +487,7 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
             raise ValueError(reason)
         for field in ("precision", "collect_precision"):
             Precision(getattr(config, field) or config.precision, device, field)
-            roundings_of(matmuls_of(config, acting=field != "precision"), shapes_of(config), field)
+            roundings_of_network(matmuls_of(config, acting=field != "precision"), shapes_of(config), field)
         if shared(config) != one:
             name = next(name for name, value in vars(shared(config)).items() if value != getattr(one, name))
             raise ValueError(f"{name} is {getattr(config, name)} beside {getattr(one, name)}: use another population for it")
@@ -471,10 +505,12 @@ def in_place(places: list[Places], name: str) -> list[tuple[slice, PlaceFormat]]
 
 
 def shapes_of(config: Config) -> list[tuple[int, int]]:
-    """Shapes of an agent's weights, as in Agents, but for a task that sets other bounds or actions when it is made."""
+    """Shapes of an agent's weights, the last two those of the heads of actor and critic, but for a task that sets other bounds or
+    actions when it is made."""
     task, width = task_of(config.env_id), config.hidden_size
     features = len(task.bounds[0]) if task else 2 - config.hide_velocity + config.extra_features
-    return [(width, features), *[(width, width)] * (config.layers - 1), ((task or Cart).num_actions + 1, width)]
+    encoder = [(width, features), *[(width, width)] * (config.layers - 1)]
+    return [*encoder, ((task or Cart).num_actions, width), (1, width)]
 
 
 def bytes_per_agent(config: Config) -> int:

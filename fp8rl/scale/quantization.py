@@ -14,18 +14,20 @@ LOOKED_AT = 2**20  # numbers of a larger matrix, its first rows, or looking woul
 
 
 def measure(x: torch.Tensor, quantized: fp8.Quantized) -> dict[str, torch.Tensor]:
-    """Effects of quantizing a matrix, float32 scalars, from at most LOOKED_AT of its numbers: the fraction of elements beyond the
-    format's largest number (`saturated`) and of nonzero ones that became 0 (`flushed`), the largest `scale`, the signal-to-noise
-    ratio 10 log10(sum x^2 / sum error^2) (`snr_db`), and the number of elements that were not finite (`nonfinite`)."""
+    """Effects of quantizing a matrix, float32 scalars, from at most LOOKED_AT of its numbers: the fraction of finite elements
+    beyond the format's largest number (`saturated`) and of nonzero ones that became 0 (`flushed`), the largest `scale`, the
+    signal-to-noise ratio 10 log10(sum x^2 / sum error^2) (`snr_db`), and the number of elements that were not finite
+    (`nonfinite`)."""
     rows = max(1, LOOKED_AT // x.shape[-1])
-    x, quantized = x[:rows].float(), quantized._replace(data=quantized.data[:rows])
+    scale = quantized.scale if quantized.shared else quantized.scale[:rows]
+    x, quantized = x[:rows].float(), fp8.Quantized(quantized.data[:rows], scale)
     error = x - quantized.dequantize()
     nonzero = (x != 0).sum().clamp(min=1)
     limit = fp8.LARGEST[quantized.data.dtype]
     return {
-        "saturated": ((x / quantized.scale).abs() > limit).float().mean(),
+        "saturated": (((x / scale).abs() > limit) & x.isfinite()).float().mean(),
         "flushed": ((quantized.data.float() == 0) & (x != 0)).sum() / nonzero,
-        "scale": quantized.scale.amax(),
+        "scale": scale.amax(),
         "snr_db": 10 * (x.square().sum() / error.square().sum()).log10(),
         "nonfinite": (~x.isfinite()).sum().float(),
     }
