@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -372,7 +373,7 @@ def test_bytes():
         ({"v": "e5m2", "root": "e4m3"}, "formats has root twice"),
         ({"weights": "e4m3:stored"}, "formats has 'weights=e4m3:stored': follow the format by"),
         ({"forward": "e4m3"}, "formats has the place 'forward': choose from weights, m, v, root$"),
-        ({"amsgrad": False}, "formats has the place 'amsgrad': choose from weights"),
+        ({"amsgrad": True}, "amsgrad is True: leave it out, LowBitAdam does not have it"),
         ({"lr": -1.0}, "lr, eps and betas are -1.0"),
         ({"betas": (0.9, 1.0)}, "use at least 0, and betas below 1"),
         ({"params": [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]}, r"a parameter is torch.bfloat16 \[2\]: use float32"),
@@ -473,3 +474,46 @@ def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(m, 
     gradients = 10.0**size * falls_silent(100, position, loud, size=40)
     exact = longest_step(gradients, 1e-8 * 10.0**size)
     assert longest_step(gradients, eps, m=m, **{second: v}) < 2 * max(exact, 1)
+
+
+@pytest.mark.parametrize("formats", [way for way in WAYS if "stored" not in str(way)])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_weight_decay_and_maximize_are_those_of_adamw(formats, maximize):
+    """The first step: without formats that of AdamW, but for the order of roundings; with one for weights, that rounded."""
+    options = {"lr": 0.1, "weight_decay": 0.1, "maximize": maximize}
+    ours = torch.randn(64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    optimizer = LowBitAdam([ours], **options, **formats)
+    theirs = ours.detach().clone().requires_grad_()  # from the weights as they are kept
+    adamw = torch.optim.AdamW([theirs], **options)
+    for p in (ours, theirs):
+        p.grad = torch.linspace(-1, 1, 64)
+    optimizer.step()
+    adamw.step()
+    error = 1e-6
+    if weights := optimizer.places.get("weights"):
+        error = 2.0**-weights.format.mantissa * theirs.detach().abs().max()
+    assert (ours - theirs).abs().max() <= error
+
+
+def test_a_decay_below_a_step_of_the_format_is_not_lost_on_average():
+    """Each step takes 0.01% off the weights, and numbers of bfloat16 are 0.4% apart: rounded stochastically they shrink all the
+    same, rounded to the nearest they stay."""
+    means = {}
+    for formats in ("bf16:stochastic", "bf16"):
+        p = torch.full((4_096,), 1.25, requires_grad=True)
+        optimizer = LowBitAdam([p], lr=1e-3, weight_decay=0.1, weights=formats)
+        for _ in range(100):
+            p.grad = torch.zeros_like(p)
+            optimizer.step()
+        means[formats] = p.mean().item()
+    assert means["bf16:stochastic"] == pytest.approx(1.25 * (1 - 1e-4) ** 100, abs=5e-4)
+    assert means["bf16"] == 1.25
+
+
+def test_options_of_adam_that_it_does_not_have_are_refused_by_their_names():
+    p = torch.zeros(4, requires_grad=True)
+    for name in ("amsgrad", "fused", "capturable"):
+        refused(f"{name} is True: leave it out", LowBitAdam, [p], **{name: True})
+        LowBitAdam([p], **{name: False})
+    refused("weight_decay is -1: use 0 or more", LowBitAdam, [p], weight_decay=-1)
+    refused("formats has the place 'weigths'", LowBitAdam, [p], weigths="bf16")

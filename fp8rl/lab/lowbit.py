@@ -18,6 +18,7 @@ moments there remain 1 and 2, in 16 bits 2 and 4, and 4 for each scale.
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ from ..fp8 import power_of_two_scale
 from .formats import DTYPES, blocks, unblocked
 from .places import BLOCK, NONE, STATE, PlaceFormat, noises, places_of
 
+# What torch's Adam and AdamW have besides. They may be given with a value that asks for nothing.
+OPTIONS_OF_ADAM = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "decoupled_weight_decay")
 Row = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -70,7 +73,9 @@ class Hook:
 
 class LowBitAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) with formats of places.py for weights, m, and v or its root; without one they are
-    float32. Weights are first rounded to the nearest. Change them in place, under `torch.no_grad()` and after `attach` within
+    float32. `weight_decay` is decoupled, as in AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): it multiplies the weights by
+    1 - lr weight_decay before the step, and what comes of both is rounded once. `maximize` climbs. Other options of torch's Adam
+    are refused. Weights are first rounded to the nearest. Change them in place, under `torch.no_grad()` and after `attach` within
     `unpacked`: a change of a parameter's `.data` is not seen.
 
     >>> model = torch.nn.Linear(64, 64)
@@ -82,7 +87,23 @@ class LowBitAdam(torch.optim.Optimizer):
     stored: 3.01 bytes a parameter, 3.00 without scales
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, seed=0, **formats: str | None):
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        *,
+        maximize=False,
+        seed=0,
+        **formats: str | None,
+    ):
+        if unknown := [name for name in formats if name in OPTIONS_OF_ADAM and formats[name]]:
+            raise ValueError(f"{unknown[0]} is {formats[unknown[0]]}: leave it out, LowBitAdam does not have it")
+        formats = {name: text for name, text in formats.items() if name not in OPTIONS_OF_ADAM}
+        if not 0 <= weight_decay < math.inf:
+            raise ValueError(f"weight_decay is {weight_decay}: use 0 or more")
         if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(f"lr, eps and betas are {lr}, {eps} and {betas}: use at least 0, and betas below 1")
         named = dict.fromkeys(STATE) | formats  # in one order
@@ -93,7 +114,8 @@ class LowBitAdam(torch.optim.Optimizer):
         self.parameters: list[torch.Tensor] = []  # in the order of the groups
         # filled: they hold their weights. depth: calls that are using them. pending: a backward pass and a step are due.
         self.filled, self.attached, self.depth, self.pending = True, False, 0, False
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict) -> None:
         """As in torch. Raises ValueError for a parameter that is empty or not float32."""
@@ -150,12 +172,16 @@ class LowBitAdam(torch.optim.Optimizer):
         (beta1, beta2), size = group["betas"], [p.numel()]
         step = self.state[p]["step"] + 1
         rate, correction = (1 - beta1**step).reciprocal() * -group["lr"], (1 - beta2**step).sqrt()
-        g, m, v = (x.reshape(1, -1) for x in (p.grad, *(unpack(*self.stored(p, name)) for name in ("m", "v"))))
+        grad = -p.grad if group["maximize"] else p.grad
+        g, m, v = (x.reshape(1, -1) for x in (grad, *(unpack(*self.stored(p, name)) for name in ("m", "v"))))
         v = v.square_() if self.second == "root" else v
         m, v = m.lerp_(g, 1 - beta1), v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         limit = (1 - beta1**step) / correction  # of |m| / sqrt(v), where the step is as long as the learning rate
         (m, m_kept), (v, v_kept) = self.places.moments(m, v, size, noise, limit.to(m.device))
-        row = p.reshape(1, -1).addcdiv(m * rate, v.sqrt().div_(correction).add_(group["eps"]))
+        row = p.reshape(1, -1)
+        if group["weight_decay"]:  # of the weights before they are rounded, or a small decay would always be lost
+            row = row * (1 - group["lr"] * group["weight_decay"])
+        row = row.addcdiv(m * rate, v.sqrt().div_(correction).add_(group["eps"]))
         self.state[p] = {**self.state[p], "step": step}
         self.store(p, "m", m_kept)
         self.store(p, self.second, v_kept.sqrt() if self.second == "root" else v_kept)
