@@ -65,6 +65,7 @@ def trained(task: str, formats: str, ratios: str) -> tuple[np.ndarray, float, fl
     torch.set_num_threads(1)
     corrects = ratios != "none"
     shape = {"env_id": task, "eval_every": 0, "formats": formats, "importance_correction": corrects, **TASKS[task]}
+    shape["clip"] = Config.clip if corrects else None  # which needs the ratios, too
     run = Population([Config(seed=1000 + seed, **shape) for seed in range(SEEDS)])
     if ratios == "wrong":
         run.collector = Mistaken(run.collector)

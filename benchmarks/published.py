@@ -23,8 +23,11 @@ SEEDS = range(9000, 9030)  # the settings of the arms were tried on 100 to 115
 BUDGET = {"steps": 40_960, "eval_every": 2_048}
 LEVEL = 100  # half of what an episode can return
 MANY = {"num_envs": 16, "start_noise": 0.5, "replay_updates": 16}  # 16 times the steps an iteration, and the updates
+RATIO = {"importance_correction": True}
+CLIP = {"clip": Config.clip}
 ONE = {
-    "+ importance ratio, and so the clip": {"importance_correction": True},
+    "+ importance ratio": RATIO,
+    "+ PPO's clip": CLIP,
     "+ bootstrap at time limits": {"bootstrap_truncation": True},
     "+ scaled rewards, normalized advantages": {"scale_rewards": True, "normalize_advantage": True},
     "+ entropy bonus": {"entropy_coef": None},
@@ -35,7 +38,7 @@ ONE = {
     "+ slices of 16 steps": {"slice_length": 16},
 }
 ALONE = ONE | {
-    "+ importance ratio without the clip": {"importance_correction": True, "clip": 1e9},
+    "+ importance ratio and clip": RATIO | CLIP,
     "+ slices of 4 steps": {"slice_length": 4},
     "+ slices of 16 steps, lambda 0": {"slice_length": 16, "lam": 0},
     "+ updates on the new rollout alone": {"fresh_updates": 1, "replay_updates": 0},
@@ -44,14 +47,21 @@ LADDER = ONE | {
     "+ slices of 128 steps": {"slice_length": 128},
     "+ one update in 16 on the new rollout, which makes it ours": {"fresh_updates": 1, "replay_updates": 15},
 }
+NO_RATIO = {"importance_correction": False}
+NO_CLIP = {"clip": None}
+SINGLE = {"slice_length": 1}
 BACK = {
-    "- importance ratio, and so the clip": {"importance_correction": False},
+    "- importance ratio": NO_RATIO,
+    "- PPO's clip": NO_CLIP,
+    "- importance ratio and clip": NO_RATIO | NO_CLIP,
     "- bootstrap at time limits": {"bootstrap_truncation": False},
     "- scaled rewards, normalized advantages": {"scale_rewards": False, "normalize_advantage": False},
     "- entropy bonus": {"entropy_coef": 0},
     "- falling learning rate": {"anneal": False},
-    "- slices: single transitions": {"slice_length": 1},
-    "- slices: single transitions, and no importance ratio": {"slice_length": 1, "importance_correction": False},
+    "- slices: single transitions": SINGLE,
+    "- slices: single transitions, and no importance ratio": SINGLE | NO_RATIO,
+    "- slices: single transitions, and no clip": SINGLE | NO_CLIP,
+    "- slices: single transitions, no importance ratio and no clip": SINGLE | NO_RATIO | NO_CLIP,
 }
 COLUMNS = ("settings", "seeds that reach 100", "fall below 100 later", "end below 100", "median final return", "lowest")
 

@@ -68,11 +68,13 @@ class Config:
     # Discount per step; 0.99 looks about 100 steps ahead. None: 1 - 4 / time limit, from 0.98 to 0.995.
     gamma: float | None = None
     lam: float = 0.98  # Lambda of V-trace: 0 bootstraps after one step, 1 only at the end of the slice or at a truncation.
-    importance_correction: bool = True  # Weight replayed steps by importance ratios. False is a common bug, kept to show it.
+    # Weight replayed steps by importance ratios in V-trace. False is a common bug, kept to show it; it leaves the clip on.
+    importance_correction: bool = True
     bootstrap_truncation: bool = True  # Bootstrap from the final state of a truncated episode. False is another common bug.
     normalize_advantage: bool = True  # Subtract the batch mean from the advantages and divide by their standard deviation.
     # PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or below 1 - clip (negative).
-    clip: float = 0.2
+    # None: no clip, all steps count.
+    clip: float | None = 0.2
     scale_rewards: bool = True  # Divide rewards by the root mean square of their discounted sums: targets are of order 1.
     # Weight of the entropy bonus, which keeps the policy from becoming deterministic too early. None: 0.01 for discrete actions,
     # 0 for continuous ones, whose deviation has a floor (distribution.py).
@@ -104,8 +106,6 @@ class Config:
         self._require("capacity", self.capacity // self.num_envs >= rows, enough)
         self._require("steps", self.iterations >= 1, f"use at least one iteration, {self.steps_per_iteration} steps")
         self._require("layers", self.encoder != "gru" or self.layers > 1, "use at least 2 with gru, which is the last one")
-        if self.learning_rate is None:
-            object.__setattr__(self, "learning_rate", 1e-3 * math.sqrt(64 / self.hidden_size))
         if self.env_id is not None:
             for name in ("extra_features", "hide_velocity", "start_noise"):
                 self._require(name, getattr(self, name) == getattr(Config, name), f"leave it out, {self.env_id} does not have it")
@@ -162,14 +162,24 @@ class Config:
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
     def settled(self, env) -> "Config":
-        """The config with what None leaves to the task: `gamma` and `entropy_coef`, by the time limit and the kind of actions of
-        a TensorEnv or of what has its attributes."""
-        found = {"gamma": min(max(1 - 4 / env.max_steps, 0.98), 0.995), "entropy_coef": env.distribution.ENTROPY_COEF}
-        return replace(self, **{name: value for name, value in found.items() if getattr(self, name) is None})
+        """The config with a number in every field whose None leaves it to the width or to the task, a TensorEnv or what has its
+        attributes: `learning_rate` by the width, `gamma` by the time limit, `entropy_coef` by the kind of actions. The config
+        itself keeps None, so that `dataclasses.replace` with another width or task follows it."""
+        derived = {
+            "learning_rate": 1e-3 * math.sqrt(64 / self.hidden_size),
+            "gamma": min(max(1 - 4 / env.max_steps, 0.98), 0.995),
+            "entropy_coef": env.distribution.ENTROPY_COEF,
+        }
+        return replace(self, **{name: value for name, value in derived.items() if getattr(self, name) is None})
 
     def learning_rate_at(self, iteration: int) -> float:
-        rate = self.learning_rate * (1 - iteration / self.iterations if self.anneal else 1)
-        return rate / (1 + iteration * self.steps_per_iteration / self.halved_after) if self.halved_after else rate
+        """The learning rate of an iteration. Only of a config that is `settled`."""
+        rate = self.learning_rate
+        if self.anneal:
+            rate = rate * (1 - iteration / self.iterations)
+        if self.halved_after:
+            rate = rate / (1 + iteration * self.steps_per_iteration / self.halved_after)
+        return rate
 
     def evaluates_at(self, iteration: int) -> bool:
         """Whether an evaluation follows an iteration: the last one, or one that crosses a multiple of eval_every."""
@@ -179,8 +189,10 @@ class Config:
     @classmethod
     def published(cls, **changes) -> "Config":
         """The loop of the demo that this project started from: one environment, uniform single transitions, no importance
-        correction, no entropy bonus, time limits treated as terminations, 64 transitions learned per 128 collected."""
+        correction and no clip, no entropy bonus, time limits treated as terminations. It learns 64 transitions for each 128 that it
+        collects."""
         loop = {"num_envs": 1, "start_noise": 0.0, "rollout_length": 128, "slice_length": 1, "batch_size": 64, "fresh_updates": 0}
         loop |= {"replay_updates": 1, "capacity": 10_000, "gamma": 0.99, "entropy_coef": 0, "learning_rate": 1e-3}
+        loop |= {"clip": None}
         off = ("scale_rewards", "importance_correction", "bootstrap_truncation", "normalize_advantage", "anneal")
         return cls(**loop | dict.fromkeys(off, False) | changes)

@@ -127,6 +127,10 @@ class RewardScale(Saved):
 
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Takes the next rollout, with a discount that is a number or float32 [S, 1]. `all_reduce` sums over processes."""
+        num_envs = rollout.reward[0].numel()
+        if num_envs != len(self.open):
+            beside = f"num_envs is {num_envs} in the rollout and {len(self.open)} in the scale of rewards"
+            raise ValueError(f"{beside}: use one number")
         before = self.open.view(self.square.shape[1], -1)
         rewards = torch.where(rollout.valid, rollout.reward, 0).view(-1, *before.shape)
         keep = rollout.valid.float().view(-1, *before.shape) * gamma

@@ -110,8 +110,9 @@ def only_here(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def actor_critic_loss(outputs, values, rollout: Rollout, config, all_reduce=only_here, targets_of=vtrace):
     """Loss of the shared network on a rollout: policy gradient + value_coef * value loss - entropy_coef * entropy, means over
     valid rows. The policy term is -log pi(a|x) times the V-trace advantage, divided by its standard deviation + FLOOR after its
-    mean is subtracted (`normalize_advantage`), and 0 where PPO's rule says so (`clip`); the value loss is half the squared
-    distance to the V-trace target (Espeholt et al. 2018, section 4.2).
+    mean is subtracted (`normalize_advantage`), and 0 where PPO's rule says so (`clip`, whether or not V-trace has the ratios,
+    `importance_correction`); the value loss is half the squared distance to the V-trace target (Espeholt et al. 2018,
+    section 4.2).
 
     Returns the loss (float32 scalar) and a dict of statistics without gradient: policy_loss, value_loss, entropy (nats), min_logp
     (smallest log-probability of an action taken) and ess (effective sample size of the ratios as a fraction of the rows: Kish,
@@ -140,15 +141,17 @@ def actor_critic_loss(outputs, values, rollout: Rollout, config, all_reduce=only
     log_ratios = torch.where(valid, logp.detach() - rollout.behavior_logp, 0)
     discounts = discounts_of(rollout.flags, config.gamma, config.bootstrap_truncation)
     corrected = log_ratios if config.importance_correction else torch.zeros_like(log_ratios)
-    target, advantage, ratio = targets_of(values.detach(), rollout.reward, discounts, corrected, valid, config.lam)
+    target, advantage, _ = targets_of(values.detach(), rollout.reward, discounts, corrected, valid, config.lam)
     count, advantage_sum = all_reduce([rows, _sum(advantage)])  # dummy rows hold 0, so these are sums over valid rows
     count = count.clamp(min=1)
     if config.normalize_advantage:
         advantage = torch.where(valid, advantage - advantage_sum / count, 0)
         (squares,) = all_reduce([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
-    # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which the advantage pushes it.
-    advantage = advantage * ((ratio - 1) * advantage.sign() < config.clip)
+    if config.clip is not None:
+        # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which the advantage pushes it.
+        ratio = log_ratios.exp()
+        advantage = advantage * ((ratio - 1) * advantage.sign() < config.clip)
     policy_loss = -_sum(logp * advantage) / count  # no factor rho: V-trace's min(1, rho) is in the advantage
     value_loss = 0.5 * _sum(torch.where(valid, values[:-1] - target, 0).square()) / count
     entropy = _sum(torch.where(valid, policy.entropy(), 0)) / count

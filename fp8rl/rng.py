@@ -25,6 +25,7 @@ import torch
 from . import faster
 
 PURPOSES = ("weights", "starts", "actions", "replay", "rounding", "targets", "evaluation starts", "evaluation actions")
+PURPOSES += ("more replay",)
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 FEW = 2**14  # with so few numbers the calls take longer than the arithmetic
 HOST = "cpu"  # the type of device whose words NumPy computes, and whose numbers can be read without waiting for it
@@ -124,3 +125,13 @@ def below(limit: int, numbers) -> torch.Tensor:
 def seed_of(seed: int, purpose: str, iteration: int = 0) -> int:
     """A seed for generators that are not of this module, such as an environment's own: 32 bits."""
     return int(words(seed, purpose, iteration, 1)[0])
+
+
+def seeds_of(seed, purpose: str, iteration: int):
+    """`seed_of` for a seed that may be an integer tensor [S]: int64 [S] on its device then."""
+    if not isinstance(seed, torch.Tensor):
+        return seed_of(seed, purpose, iteration)
+    found = words(seed, purpose, iteration, 1, seed.device)[:, 0]
+    if isinstance(found, np.ndarray):
+        return torch.from_numpy(found.astype(np.int64))
+    return found.long() & 0xFFFFFFFF

@@ -26,7 +26,7 @@ from .losses import actor_critic_loss, only_here, vtrace
 from .model import ActorCritic
 from .precision import PRECISIONS, Precision
 from .replay import ReplayBuffer
-from .rng import seed_of
+from .rng import seed_of, seeds_of
 from .rollout import Collector, Rollout, check_extremes, check_finite, extremes
 
 AHEAD = 16  # iterations that may wait before the older half is read; a graph's first ones, which capture it, are read at once
@@ -34,16 +34,18 @@ PATIENCE = 20  # consecutive iterations without a finite gradient before a run g
 
 
 class Learner:
-    """Who learns: a network and what trains it. `config` has the coefficients of the loss, `rewards` is the scale of rewards in
-    it; `all_reduce` and `targets_of` as in `actor_critic_loss`."""
+    """Who learns: a network and what trains it. `config` has the coefficients of the loss; `rewards` is the scale of rewards in
+    it, by default one for as many environments as the first rollout that it watches has;
+    `all_reduce` and `targets_of` as in `actor_critic_loss`."""
 
     targets_of = staticmethod(vtrace)
 
     def __init__(self, config: Config, model: nn.Module, precision: Precision, optimizer, rewards=None, all_reduce=only_here):
-        if None in (config.gamma, config.entropy_coef):
-            raise ValueError("gamma or entropy_coef is None, which leaves it to the task: use config.settled(env)")
+        for name in ("learning_rate", "gamma", "entropy_coef"):
+            if getattr(config, name) is None:
+                raise ValueError(f"{name} is None, which leaves it to the width or the task: use config.settled(env)")
         self.config, self.model, self.precision, self.optimizer = config, model, precision, optimizer
-        self.rewards, self.all_reduce, self.device = rewards or RewardScale(1), all_reduce, precision.device
+        self.rewards, self.all_reduce, self.device = rewards, all_reduce, precision.device
         self.packed = "weights" in getattr(optimizer, "places", ())  # the optimizer keeps them, in few bits (lab/lowbit.py)
 
     def require_parameters(self) -> None:
@@ -61,6 +63,8 @@ class Learner:
     def watch(self, rollout: Rollout) -> None:
         """Lets the scale of rewards follow a new rollout."""
         if self.config.scale_rewards:
+            if self.rewards is None:
+                self.rewards = RewardScale(rollout.reward.shape[1], rollout.reward.device)
             self.rewards.add(rollout, self.config.gamma, self.all_reduce)
 
     def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
@@ -75,7 +79,8 @@ class Learner:
         """The loss of a batch from any device, and its statistics. `computed`: the batch's outputs and values with gradient, if
         the forward pass is done already."""
         batch = batch.to(self.device)
-        batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
+        if self.rewards is not None:
+            batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
         computed = self.forward(batch) if computed is None else computed
         return actor_critic_loss(*computed, batch, self.config, self.all_reduce, self.targets_of)
 
@@ -90,7 +95,9 @@ class Learner:
         raise reason
 
     def state_dict(self) -> dict:
-        parts = {"optimizer": self.optimizer, "scaler": self.precision.scaler, "rewards": self.rewards}
+        parts = {"optimizer": self.optimizer, "scaler": self.precision.scaler}
+        if self.rewards is not None:
+            parts["rewards"] = self.rewards
         model = dict(self.model.named_buffers()) if self.packed else self.model.state_dict()
         return {"model": model} | {name: part.state_dict() for name, part in parts.items()}
 
@@ -105,7 +112,10 @@ class Learner:
             own = scaler.state_dict()
             saved = own | {name: saved[name] for name in ("scale", "_growth_tracker") if own}
         scaler.load_state_dict(saved)
-        self.rewards.load_state_dict(state["rewards"])
+        if self.rewards is None and "rewards" in state:
+            self.rewards = RewardScale(len(state["rewards"]["open"]), self.device)
+        if self.rewards is not None:
+            self.rewards.load_state_dict(state["rewards"])
 
 
 class OneProcess:
@@ -152,8 +162,9 @@ def plain(config: Config) -> Parts:
     actor = model if acting.name == precision.name else acting.prepare(copy.deepcopy(model))  # before `prepare` converts layers
     model = precision.prepare(model)
     collector = Collector(env, actor, acting, config.rollout_length, config.seed)
-    optimizer, rewards = adam(model, config.learning_rate), RewardScale(env.num_envs)
-    learner = Learner(config.settled(env), model, precision, optimizer, rewards)
+    settled = config.settled(env)
+    optimizer, rewards = adam(model, settled.learning_rate), RewardScale(env.num_envs)
+    learner = Learner(settled, model, precision, optimizer, rewards)
     return Parts(collector, learner, Judge(config, precision, make_cart), ReplayBuffer(config.rows, env.num_envs, env.bounds))
 
 
@@ -229,9 +240,16 @@ class Run:
         return stats
 
     def sample(self, update: int = 0) -> Rollout:
-        """Slices from the ring, for an update of this iteration."""
-        length, number = self.config.slice_length, self.counter * self.config.updates + update
-        return self.ring.sample(self.config.batch_size // length // self.group.size, length, self.collector.seed, number)
+        """Slices from the ring, for an update of this iteration. Every update of a run has draws of its own, also of a subclass
+        that samples more often than `config.updates` in an iteration."""
+        length = self.config.slice_length
+        slices = self.config.batch_size // length // self.group.size
+        seed = self.collector.seed
+        number = self.counter * self.config.updates + update
+        if update >= self.config.updates:  # that number is one of the next iteration's
+            seed = seeds_of(seed, "more replay", update)
+            number = self.counter
+        return self.ring.sample(slices, length, seed, number)
 
     def later(self, row: dict, stats: list[dict[str, torch.Tensor]], numbers: torch.Tensor) -> None:
         """Keeps what `advance` returned, with what is known of the row, to be read later: while a GPU works on an iteration, the
@@ -384,7 +402,7 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
             if not run.waiting:  # or a GPU is at work already
                 run.began = time.perf_counter()
             run.learner.require_parameters()
-            learning_rate = run.learner.set_learning_rate(config.learning_rate_at(iteration))
+            learning_rate = run.learner.set_learning_rate(run.learner.config.learning_rate_at(iteration))
             found = (run.graph or run.advance)()
             run.later({"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan}, *found)
             evaluates = config.evaluates_at(iteration)

@@ -93,13 +93,27 @@ def test_discount_and_entropy_bonus_follow_from_the_task():
         config = Config().settled(task)
         assert (config.gamma, config.entropy_coef) == (gamma, entropy_coef)
     assert Config().settled(SimpleNamespace(max_steps=1_000, distribution=Gaussian)).gamma == 0.995
-    chosen = Config(gamma=0.5, entropy_coef=0.3)
+    chosen = Config(gamma=0.5, entropy_coef=0.3, learning_rate=0.1)
     assert chosen.settled(Cart) == chosen
 
 
 def test_the_learning_rate_follows_from_the_width():
-    assert [Config(hidden_size=size).learning_rate for size in (16, 64, 256, 1024)] == [2e-3, 1e-3, 5e-4, 2.5e-4]
-    assert Config(hidden_size=16, learning_rate=0.5).learning_rate == 0.5
+    def learning_rate(config: Config) -> float:
+        return config.settled(Cart).learning_rate
+
+    assert [learning_rate(Config(hidden_size=size)) for size in (16, 64, 256, 1024)] == [2e-3, 1e-3, 5e-4, 2.5e-4]
+    assert learning_rate(Config(hidden_size=16, learning_rate=0.5)) == 0.5
+
+
+def test_what_follows_from_the_width_or_the_task_follows_a_change_of_it():
+    """A field that is None stays None in the config, also of one that was read back."""
+    for config in (Config(), Config.of(Config().to_json())):
+        wide = dataclasses.replace(config, hidden_size=1024).settled(Cart)
+        assert wide == Config(hidden_size=1024).settled(Cart) and wide.learning_rate == 2.5e-4
+        other = dataclasses.replace(config, env_id="Pendulum-v1").settled(Pendulum)
+        assert other == Config(env_id="Pendulum-v1").settled(Pendulum)
+    derived = [name for name, value in vars(Config()).items() if value is None]
+    assert set(derived) == {"collect_precision", "env_id", "normalize_obs", "gamma", "entropy_coef", "learning_rate"}
 
 
 def test_evaluations_come_when_asked():

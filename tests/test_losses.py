@@ -129,7 +129,7 @@ def loss_of(logits, values, rollout, **changes):
     return actor_critic_loss(logits, values, rollout, dataclasses.replace(SETTINGS, **changes))
 
 
-@given(seeds, lengths, st.booleans(), st.booleans(), st.sampled_from([0.2, 2.0, 1e9]))
+@given(seeds, lengths, st.booleans(), st.booleans(), st.sampled_from([0.2, 2.0, None]))
 def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, normalize, clip):
     values, _, rollout = random_rollout(seed, length)
     logits = torch.randn(length + 1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
@@ -141,13 +141,16 @@ def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, 
     rows = [(t, b) for t in range(length) for b in range(3) if rollout.valid[t, b]]
     logp = torch.stack([log_policy[t, b, rollout.action[t, b]] for t, b in rows])
     all_logp = log_policy[:-1].gather(-1, rollout.action[..., None])[..., 0].detach()
-    log_ratios = all_logp - rollout.behavior_logp if correct else torch.zeros_like(all_logp)
-    target, advantage = (torch.from_numpy(x) for x in vtrace_as_written(values.detach(), log_ratios, rollout, 0.95))
+    log_ratios = all_logp - rollout.behavior_logp
+    corrected = log_ratios if correct else torch.zeros_like(log_ratios)
+    target, advantage = (torch.from_numpy(x) for x in vtrace_as_written(values.detach(), corrected, rollout, 0.95))
     advantage = torch.stack([advantage[row] for row in rows])
     if normalize:
         advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + FLOOR)
     for i, row in enumerate(rows):  # the policy has moved far enough
         ratio = log_ratios[row].exp()
+        if clip is None:
+            continue
         if (advantage[i] > 0 and ratio >= 1 + clip) or (advantage[i] < 0 and ratio <= 1 - clip):
             advantage[i] = 0
     policy_loss = -(logp * advantage).mean()
@@ -166,7 +169,7 @@ def test_statistics_by_hand():
     action, half = torch.tensor([[1], [0], [0]]), torch.full((3, 1), np.log(0.5))
     values = torch.tensor([[1.0], [2.0], [7.0], [7.0]]).requires_grad_()
     rollout = Rollout(torch.zeros(4, 1, 2), action, torch.ones(3, 1), flags, half.float())
-    loss, stats = loss_of(logits, values, rollout, lam=0.0, normalize_advantage=False, clip=1e9)
+    loss, stats = loss_of(logits, values, rollout, lam=0.0, normalize_advantage=False, clip=None)
     # Ratios 1.6, clipped to 1, and 0.4; deltas 1 + 0.9 * 2 - 1 = 1.8 and 0.4 * (1 - 2) = -0.4; the second row ends the episode.
     expected = {"policy_loss": -(1.8 * np.log(0.8) - 0.4 * np.log(0.2)) / 2, "value_loss": 0.5 * (1.8**2 + 0.4**2) / 2}
     expected |= {"entropy": -(0.2 * np.log(0.2) + 0.8 * np.log(0.8)), "min_logp": np.log(0.2), "ess": 2**2 / (2 * 2.72)}
@@ -223,7 +226,7 @@ def test_normalization_survives_a_mean_far_larger_than_the_deviation(seed, mean,
     flags, actions = torch.full((1, 512), TERMINATED, dtype=torch.uint8), torch.zeros(1, 512, dtype=torch.int64)
     rollout = Rollout(torch.zeros(2, 512, 2), actions, rewards, flags, torch.zeros(1, 512))
     logits = torch.zeros(2, 512, 2, requires_grad=True)
-    loss, _ = loss_of(logits, torch.zeros(2, 512), rollout, importance_correction=False, entropy_coef=0.0)
+    loss, _ = loss_of(logits, torch.zeros(2, 512), rollout, importance_correction=False, clip=None, entropy_coef=0.0)
     (gradient,) = torch.autograd.grad(loss, logits)
     exact = rewards.double()[0]
     expected = -0.5 * (exact - exact.mean()) / (exact.std(correction=0) + FLOOR) / 512  # of the logit of the action taken

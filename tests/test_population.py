@@ -513,3 +513,17 @@ def test_the_bar_shows_the_mean_of_all_agents(capsys):
     run = train(Population([small(seed=seed, steps=512, eval_episodes=2) for seed in range(3)]), progress=True)
     mean = np.mean(run.history.columns["eval_return"][-1])
     assert f"eval_return {mean:.1f}," in capsys.readouterr().err and mean != run.history.last["eval_return"]
+
+
+def test_agents_histories_and_networks_are_in_the_callers_order():
+    """Also where precisions take turns; and the order changes nothing of an agent but the order of a matmul's sums."""
+    configs = [Config(precision, seed=seed, **SHORT) for seed in range(2) for precision in ("fp8", "fp32", "bf16")]
+    mixed = trained(Population(configs))
+    ordered = trained(Population(sorted(configs, key=lambda config: config.precision)))
+    assert mixed.configs == configs
+    for k, config in enumerate(configs):
+        other = ordered.configs.index(config)
+        assert mixed.history.each[k].column("loss").tolist() == pytest.approx(ordered.history.each[other].column("loss").tolist())
+        for p, q in zip(mixed.model.network(k).parameters(), ordered.model.network(other).parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
+    assert [config.precision for config in batches(configs, 10)[0]] == ["bf16", "bf16", "fp32", "fp32", "fp8", "fp8"]

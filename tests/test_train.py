@@ -11,11 +11,14 @@ from helpers import SHORT, Changed, after, assert_same, log_probabilities, refus
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import Judge
+from fp8rl.history import RewardScale
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import Collector
 from fp8rl.scale import checkpoint
 from fp8rl.scale.around import Around
+from fp8rl.scale.machine import build
+from fp8rl.scale.population import Population
 from fp8rl.train import Learner, Run, iterate, make_cart, train
 
 
@@ -278,3 +281,37 @@ def test_a_checkpoint_is_a_run_s_state(tmp_path):
     again = Run(run.config)
     again.load_state_dict(state)
     assert_same(trained(again), trained(run))
+
+
+def test_a_learner_without_a_scale_of_rewards_makes_one_for_the_environments_it_sees():
+    """As if it had been given one of as many environments, and not one over all of them as a single episode."""
+    run = build(small(steps=1_024))
+    rollout = run.collect()
+    settled = run.config.settled(run.env)
+    alone = Learner(settled, run.model, run.learner.precision, run.learner.optimizer)
+    given = Learner(settled, run.model, run.learner.precision, run.learner.optimizer, RewardScale(run.env.num_envs))
+    for learner in (alone, given):
+        learner.watch(rollout)
+    assert torch.equal(alone.rewards.open, given.rewards.open) and torch.equal(alone.rewards.scale, given.rewards.scale)
+    refused("num_envs is 16 in the rollout and 1 ", RewardScale(1).add, rollout, 0.9, lambda tensors: tensors)
+
+
+def test_a_learner_without_a_scale_of_rewards_is_restored_with_one():
+    run = build(small(steps=1_024))
+    settled = run.config.settled(run.env)
+    first, other = (Learner(settled, run.model, run.learner.precision, run.learner.optimizer) for _ in range(2))
+    other.load_state_dict(first.state_dict())
+    assert other.rewards is None
+    first.watch(run.collect())
+    other.load_state_dict(first.state_dict())
+    assert torch.equal(other.rewards.scale, first.rewards.scale)
+
+
+def test_a_run_that_samples_more_often_than_it_updates_never_draws_the_same_twice():
+    config = small(steps=2_560)
+    for run in (build(config), Population([config, dataclasses.replace(config, seed=1)])):
+        draws = []
+        for _ in iterate(run):
+            draws += [run.sample(update).obs for update in range(3 * config.updates)]
+        again = [(i, j) for i, j in itertools.combinations(range(len(draws)), 2) if torch.equal(draws[i], draws[j])]
+        assert not again

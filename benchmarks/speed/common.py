@@ -143,7 +143,7 @@ def parser(variants: tuple[str, ...], precisions: tuple[str, ...], num_envs: int
     options.add_argument("--learn", action="store_true", help="train until a greedy evaluation reaches 195")
     options.add_argument("--full", action="store_true", help="with --learn: go on to the last step")
     options.add_argument("--steps", type=int, default=None, help="at most, in --learn; over them the learning rate falls to 0")
-    options.add_argument("--learning-rate", type=float, default=Config().learning_rate)
+    options.add_argument("--learning-rate", type=float, default=Config().settled(Cart).learning_rate)
     options.add_argument("--updates", type=int, default=1, help="per iteration: of jax_loop, and of ours on policy")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--threads", type=int, default=cores(), help="of torch")

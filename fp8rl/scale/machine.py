@@ -116,14 +116,15 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
     actor = acting.prepare(copy.deepcopy(model)) if apart else model  # before `prepare` converts the learner's
     model = learning.prepare(model)
     launch = graphs.launcher(kind is Run and captures(config, machine, group.size), learning.device)
+    settled = config.settled(env)
     if config.formats:
         formats = dict(entry.split("=", 1) for entry in config.formats.split())
-        optimizer = LowBitAdam(in_order(model).items(), config.learning_rate, eps=1e-5, seed=seed, **formats)
+        optimizer = LowBitAdam(in_order(model).items(), settled.learning_rate, eps=1e-5, seed=seed, **formats)
         optimizer.attach(model)
     else:
-        optimizer = adam(model, config.learning_rate, capturable=launch is not None)
+        optimizer = adam(model, settled.learning_rate, capturable=launch is not None)
     rewards = RewardScale(env.num_envs, env.device)
-    learner = Learner(config.settled(env), model, learning, optimizer, rewards, group.all_reduce)
+    learner = Learner(settled, model, learning, optimizer, rewards, group.all_reduce)
     if learning.rules.forward:
         learner = Recorded(learner)
     loop = unroll

@@ -54,11 +54,13 @@ CHUNK = 16  # agents that compute together on a CPU: results of more would leave
 
 
 def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
-    """Splits configs into lists that can each be a population, of at most `most` agents, in the order given."""
+    """Splits configs into lists that can each be a population, of at most `most` agents. In a list, agents of one precision and
+    formats follow each other; otherwise they are in the order given."""
     found: dict[Config, list[Config]] = {}
     for config in configs:
         found.setdefault(shared(config), []).append(config)
-    return [like[i : i + most] for like in found.values() for i in range(0, len(like), most)]
+    lists = [like[i : i + most] for like in found.values() for i in range(0, len(like), most)]
+    return [sorted(each, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats)) for each in lists]
 
 
 def shared(config: Config) -> Config:
@@ -445,13 +447,13 @@ class AgentsJudge(Judge):
 
 class Population(Run):
     """A run of S agents on a device, whose configs may differ in the fields of FREE. `graph`: on CUDA, launch
-    each iteration as one graph. `configs`: the agents', ordered by precision. Raises ValueError for a config that cannot be in a
+    each iteration as one graph. Agents are in the order of `configs`, in histories and networks too; those of one precision and
+    formats that follow each other are computed together, which is faster. Raises ValueError for a config that cannot be in a
     population, or for two that cannot be in the same one, and MemoryError if they do not fit."""
 
     def __init__(self, configs: list[Config], device="cpu", graph: bool = True):
         require_one_population(configs, device)
         hardware.load_kernels(device)
-        configs = sorted(configs, key=lambda c: (c.precision, c.collect_precision or c.precision, c.formats))
         task = task_of(configs[0].env_id) or Cart
         self.agents, one = len(configs), one_of([config.settled(task) for config in configs], device)
         seed = torch.tensor([config.seed for config in configs], device=device)
@@ -529,6 +531,8 @@ def one_of(configs: list[Config], device) -> Config:
     one = copy.copy(configs[0])
     for name in FREE:
         values = [getattr(config, name) for config in configs]
+        if name == "clip" and len(set(values)) > 1:  # without a clip, any ratio is within it
+            values = [math.inf if clip is None else clip for clip in values]
         if len(set(values)) > 1 and not isinstance(values[0], str | None):
             object.__setattr__(one, name, torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1))
     return one
