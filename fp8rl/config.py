@@ -189,8 +189,8 @@ class Config:
     @classmethod
     def published(cls, **changes) -> "Config":
         """The loop of the demo that this project started from: one environment, uniform single transitions, no importance
-        correction and no clip, no entropy bonus, time limits treated as terminations. It learns 64 transitions for each 128 that it
-        collects."""
+        correction and no clip, no entropy bonus, time limits treated as terminations. It learns 64 transitions
+        for each 128 that it collects."""
         loop = {"num_envs": 1, "start_noise": 0.0, "rollout_length": 128, "slice_length": 1, "batch_size": 64, "fresh_updates": 0}
         loop |= {"replay_updates": 1, "capacity": 10_000, "gamma": 0.99, "entropy_coef": 0, "learning_rate": 1e-3}
         loop |= {"clip": None}
