@@ -135,9 +135,6 @@ class _Float8Matmuls(torch.autograd.Function):
         of_x, of_weight = ctx.needs_input_grad[:2]
         x8, later_x8 = in_layouts(x, layer.forward_type, columns=of_weight)
         w8, later_w8 = (w8, w8) if w8 else in_layouts(weight, layer.forward_type, columns=of_x)
-        if layer.watcher:
-            layer.watcher("input", x, x8)
-            layer.watcher("weight", weight, w8)
         ctx.save_for_backward(*(later_x8 if of_weight else (None, None)), *(later_w8 if of_x else (None, None)))
         ctx.layer, ctx.input_dtype = layer, x.dtype
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
@@ -148,8 +145,6 @@ class _Float8Matmuls(torch.autograd.Function):
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad[:2]  # the first not in a first layer, whose input is data
         g8, later_g8 = in_layouts(grad, ctx.layer.backward_type, rows=of_x, columns=of_weight)
-        if ctx.layer.watcher:
-            ctx.layer.watcher("gradient", grad, g8 or later_g8)
         grad_x = grad_w = None
         if of_x:
             w8 = Quantized(w_data, w_scale).column_major()
@@ -170,13 +165,10 @@ class Float8Linear(nn.Linear):
         >>> convert_linears(model)
         {'0': None, '2': 'its 10 outputs are not a multiple of 16'}
         >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model
-
-    `watcher`, if any, is called for every tensor that is quantized, with its name (input, weight, gradient), it and the result.
     """
 
     forward_type, backward_type = E4M3, E5M2  # of inputs and weights, and of gradients
     emulate: bool | None = None  # as in scaled_matmul
-    watcher: Callable[[str, torch.Tensor, Quantized], None] | None = None
 
     def forward(self, x: torch.Tensor, w8: Quantized | None = None) -> torch.Tensor:
         """`w8`: the weight, if it has been quantized already."""

@@ -108,10 +108,10 @@ class Reusing(Around):
         super().__init__(inner)
         self.reuse = reuse
 
-    def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
+    def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
         computed = self.reuse.computed if batch.obs is self.reuse.obs else None
         self.reuse.obs = self.reuse.computed = None  # once: after an update the weights are others
-        return self.inner.update(batch, record, computed)
+        return self.inner.update(batch, computed)
 
 
 def alone(model: Fast, precision: str) -> SimpleNamespace | None:
