@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import io
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ from PIL import Image
 from fp8rl.config import Config
 from fp8rl.report.bench import seconds_of
 from fp8rl.report.fingerprint import SETTLED, trainings
+from fp8rl.report.statistics import fails
 
 
 @pytest.mark.parametrize(("algorithm", "task"), [("DQN", "Acrobot-v1"), ("TD3", "Pendulum-v1"), ("SAC", "Pendulum-v1")])
@@ -67,11 +69,51 @@ def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
     import tasks
 
     monkeypatch.setattr(breakage_map, "STEPS", 512)  # an iteration
-    plain, coarse = breakage_map.run(tasks.LQR, 2e-3, {("weights", "e8m0"): {"formats": "weights=e8m0"}}, seeds=2)
+    plain, coarse, untrained = breakage_map.run(tasks.LQR, 2e-3, {("weights", "e8m0"): {"formats": "weights=e8m0"}}, seeds=2)
     assert float(plain["median"]) > 1 and float(plain["score"]) == 1
-    (fast,) = breakage_map.run(tasks.LQR, 5e-3, {}, seeds=2)
+    fast, _ = breakage_map.run(tasks.LQR, 5e-3, {}, seeds=2)
     assert fast["median"] != plain["median"]
     assert float(coarse["low"]) <= float(coarse["score"]) <= float(coarse["high"])
+    assert untrained["place"] == "untrained" and float(untrained["median"]) > float(plain["median"])
+
+
+@pytest.mark.parametrize(
+    ("task", "medians", "interval", "expected"),
+    [
+        ("the cart", (198.0, 198.6, 6.6), (-0.4, 0.1), "equal"),
+        ("the cart", (180.0, 198.6, 6.6), (-20.0, -17.0), "between"),  # loses less than a tenth of 192
+        ("the cart", (179.0, 198.6, 6.6), (-21.0, -18.0), "fails"),
+        ("fp8rl/Lqr-v0", (1.1, 1.05, 51.05), (1.01, 1.1), "equal"),  # costs
+        ("fp8rl/Lqr-v0", (6.0, 1.05, 51.05), (5.0, 6.5), "between"),
+        ("fp8rl/Lqr-v0", (6.1, 1.05, 51.05), (5.0, 6.5), "fails"),
+        ("fp8rl/Lqr-v0", (math.nan, 1.05, 51.05), (math.nan, math.nan), "fails"),
+    ],
+)
+def test_a_verdict_is_failure_if_more_than_a_tenth_of_the_gain_is_lost(task, medians, interval, expected):
+    assert breakage_map.verdict(task, *medians, *interval) == expected
+
+
+def test_the_committed_verdicts_follow_from_the_numbers_beside_them():
+    rows = law.map_rows()
+    before = breakage_map.before_training(rows)
+    plain = {(row["task"], row["learning_rate"]): float(row["median"]) for row in rows if row["place"] == "float32"}
+    for row in rows:
+        sign = -1 if row["task"] == breakage_map.LQR else 1
+        numbers = float(row["median"]), plain[row["task"], row["learning_rate"]], before[row["task"]]
+        assert (row["verdict"] == "fails") == fails(*(sign * x for x in numbers)), row
+
+
+def test_below_the_codecs_table_every_failing_seed_is_named_and_the_control_is_judged(monkeypatch):
+    spec = importlib.util.spec_from_file_location("codecs_benchmark", results.ROOT / "benchmarks/codecs.py")
+    spec.loader.exec_module(codecs := importlib.util.module_from_spec(spec))  # by its path: Python has a module of this name
+
+    monkeypatch.setattr(codecs, "SEEDS", range(5000, 5003))
+    plain, one, control = np.array([198.0, 199.0, 200.0]), np.array([198.0, 178.5, 182.0]), np.array([5.9, 6.0, 6.1])
+    text = codecs.failures({"fp32": plain, "int8": one, codecs.CONTROL: control}, start=6.0)
+    assert "Seeds that fail: int8: 5001 at 178.50; control: int8, 128 times coarser: all 3, at 5.90 to 6.10." in text
+    assert text.endswith("The control is expected to fail in every seed, and it does.")
+    text = codecs.failures({"fp32": plain, codecs.CONTROL: plain}, start=6.0)
+    assert "Seeds that fail: none." in text and text.endswith("and it does not.")
 
 
 def test_mismatch_scores_as_the_tasks_do(monkeypatch):
