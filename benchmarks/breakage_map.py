@@ -5,22 +5,27 @@ else in float32, on seeds 1000 and up, on which nothing was chosen. Adam takes i
 a cell's score is its return minus float32's, on the linear-quadratic cart its cost divided by float32's, both seed by seed. Two
 learning rates each, which fall linearly to 0, and settings that stay the same when defaults change. A cell
 
-    fails               if less than half of its seeds reach 195; if its cost is more than twice float32's
+    fails               if its median agent loses more than a tenth of float32's gain, which is float32's final score minus the
+                        score before training (fp8rl/report/statistics.py)
     equals float32      if the 95% interval of the score lies above -0.5; below 1.2 (being better is no fault)
     lies in between     otherwise
 
+The score before training is that of 32 agents that learn nothing, in the lines "untrained".
+
     python benchmarks/breakage_map.py map benchmarks/results/breakage_map
     python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md
+    python benchmarks/breakage_map.py verdicts benchmarks/results
 
 The second command repeats some cells, and the agent with eight bits in every place, with seeds 1000 to 1099. Both write after
-each task and learning rate. law.py draws the map. `--only` makes some places or claims again and keeps the others. The discount,
-0.985 instead of 0.99, was chosen after a look at the cart's cells, and lines of value targets were added to the claims when the
-map had shown that they fail.
+each task and learning rate. The third gives verdicts anew, from the numbers in the files of both. law.py draws the map. `--only`
+makes some places or claims again and keeps the others. The discount, 0.985 instead of 0.99, was chosen after a look at the cart's
+cells, and lines of value targets were added to the claims when the map had shown that they fail.
 """
 
 import argparse
 import collections
 import csv
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +37,7 @@ from fp8rl.config import Config
 from fp8rl.lab.places import EIGHT_BIT
 from fp8rl.report import study
 from fp8rl.report.bench import origin
+from fp8rl.report.statistics import fails
 
 STEPS, SEEDS = 51_200, 32
 SETTINGS = EARLIER | {"gamma": 0.985, "lam": 0.95, "capacity": 100_000, "halved_after": 0}
@@ -75,7 +81,7 @@ CLAIMS = {
     "all of it in eight bits": EIGHT_BIT,
 }
 COLUMNS = ("task", "learning_rate", "place", "format", "median", "score", "low", "high", "seeds_at_195", "verdict")
-BASELINE = ("float32", "float32")
+BASELINE, UNTRAINED = ("float32", "float32"), ("untrained", "untrained")
 VERDICTS = ("equal", "between", "fails")
 
 
@@ -94,11 +100,15 @@ def measure(task: str, final_return: float) -> float:
     return float(np.log1p(above_optimum(final_return) / 100)) if task == LQR else final_return
 
 
-def verdict(task: str, scores: np.ndarray, difference: np.ndarray, low: float, high: float) -> str:
-    """What the module's docstring says of a cell's scores and of their differences from float32's."""
-    if task == CART:
-        return "fails" if (scores >= study.THRESHOLD).mean() < 0.5 else "equal" if low > -0.5 else "between"
-    return "fails" if np.median(difference) > np.log(2) else "equal" if high < np.log(1.2) else "between"
+def verdict(task: str, median: float, plain: float, before: float, low: float, high: float) -> str:
+    """What the module's docstring says of a cell: from medians over the agents of the cell, of float32's and of agents `before`
+    training, and from the interval of the score. On the linear-quadratic cart these are costs relative to the optimum and their
+    ratio, elsewhere returns and their difference."""
+    sign = -1 if task == LQR else 1  # a cost is a negative return
+    if fails(sign * median, sign * plain, sign * before):
+        return "fails"
+    good = high < 1.2 if task == LQR else low > -0.5
+    return "equal" if good else "between"
 
 
 def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dict]:
@@ -108,19 +118,23 @@ def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dic
         name: [Config(seed=1000 + seed + seeds * (name in controls), **shape, **fields) for seed in range(seeds)]
         for name, fields in {BASELINE: {}, **arms}.items()
     }
+    learns_nothing = {"steps": 2_048, "learning_rate": 1e-12}
+    configs[UNTRAINED] = [dataclasses.replace(config, **learns_nothing) for config in configs[BASELINE]]
     found = dict(study.run_all([config for arm in configs.values() for config in arm]))
-    plain, rows = None, []
-    for name, arm in configs.items():
-        scores = np.array([measure(task, found[config].final_return) for config in arm])
-        plain = scores if plain is None else plain
-        difference = scores - plain
-        low, high = study.bootstrap_interval(difference)
+    every = {name: np.array([measure(task, found[config].final_return) for config in arm]) for name, arm in configs.items()}
+    shown = np.exp if task == LQR else np.asarray
+    plain, before = (float(np.median(shown(every[name]))) for name in (BASELINE, UNTRAINED))
+    rows = []
+    for name, scores in every.items():
+        difference = scores - every[BASELINE]
+        median, score, low, high = (
+            float(np.median(shown(scores))),
+            *(float(shown(x)) for x in (study.iqm(difference), *study.bootstrap_interval(difference))),
+        )
         place, form = name if isinstance(name, tuple) else (name, "")
-        shown = np.exp if task == LQR else float
-        values = (np.median(shown(scores) if task == LQR else scores), *map(shown, (study.iqm(difference), low, high)))
-        numbers = [f"{float(value):.4g}" if task == LQR else f"{float(value):.2f}" for value in values]
+        numbers = [f"{value:.4g}" if task == LQR else f"{value:.2f}" for value in (median, score, low, high)]
         reached = int((scores >= study.THRESHOLD).sum()) if task == CART else ""
-        row = (task, f"{rate:g}", place, form, *numbers, reached, verdict(task, scores, difference, low, high))
+        row = (task, f"{rate:g}", place, form, *numbers, reached, verdict(task, median, plain, before, low, high))
         rows.append(dict(zip(COLUMNS, row, strict=True)))
     return rows
 
@@ -134,20 +148,64 @@ def map_of(out: Path, only: list[str]) -> None:
     arms = {cell: {"formats": formats} for cell, formats in cells().items() if not only or cell[0] in only}
     for task, rates in RATES.items():
         for rate in rates:
-            rows += run(task, rate, arms, SEEDS)[bool(only) :]
-            with table.open("w") as file:
-                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
+            new = run(task, rate, arms, SEEDS)
+            rows += [row for row in new if not only or row["place"] in only]
+            write(table, rows)
             note = f"`python benchmarks/breakage_map.py map {out}` on {origin()}."
             out.with_suffix(".md").write_text(f"{counts(rows)}\n\n{note}\n")
+
+
+def write(table: Path, rows: list[dict]) -> None:
+    with table.open("w") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def before_training(rows: list[dict]) -> dict[str, float]:
+    """The median score of untrained agents, by task."""
+    return {row["task"]: float(row["median"]) for row in rows if row["place"] == UNTRAINED[0]}
+
+
+def verdicts_again(folder: Path, *_) -> None:
+    """Gives verdicts anew to the lines of both tables, from the numbers in them. These are rounded, so a cell that did not fail
+    and does not fail now keeps its verdict. If the map lacks untrained agents, they are added, which takes a minute."""
+    table, claimed = folder / "breakage_map.csv", folder / "breakage_claims.md"
+    rows = list(csv.DictReader(table.open()))
+    if not before_training(rows):
+        for task, rates in RATES.items():
+            (line,) = [row for row in run(task, rates[0], {}, SEEDS) if row["place"] == UNTRAINED[0]]
+            rows += [line | {"learning_rate": f"{rate:g}"} for rate in rates]
+    before = before_training(rows)
+    plain = {(row["task"], row["learning_rate"]): float(row["median"]) for row in rows if row["place"] == BASELINE[0]}
+    for row in rows:
+        numbers = (float(row[name]) for name in ("low", "high"))
+        if row["place"] != UNTRAINED[0]:
+            reference = plain[row["task"], row["learning_rate"]]
+            found = verdict(row["task"], float(row["median"]), reference, before[row["task"]], *numbers)
+            row["verdict"] = found if "fails" in (found, row["verdict"]) else row["verdict"]
+    write(table, rows)
+    summary = table.with_suffix(".md")
+    summary.write_text(f"{counts(rows)}\n\n{summary.read_text().strip().splitlines()[-1]}\n")
+
+    lines, plain = claimed.read_text().splitlines(), {}
+    for i, line in enumerate(lines):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and cells[0] in RATES:
+            task, rate, name, median, against, reached, old = cells
+            low, high = map(float, against.split("[")[1].rstrip("]").split(", "))
+            plain |= {(task, rate): float(median)} if name == BASELINE[0] else {}
+            found = verdict(task, float(median), plain[task, rate], before[task], low, high)
+            found = found if "fails" in (found, old) else old
+            lines[i] = f"| {' | '.join([*cells[:5], reached, found])} |"
+    claimed.write_text("\n".join(lines) + "\n")
 
 
 def counts(rows: list[dict]) -> str:
     """How many cells of each task and learning rate have which verdict."""
     lines = [f"| task | learning rate | cells | {' | '.join(VERDICTS)} |", "| --- " * 6 + "|"]
     found = collections.Counter(
-        (row["task"], row["learning_rate"], row["verdict"]) for row in rows if row["place"] != BASELINE[0]
+        (row["task"], row["learning_rate"], row["verdict"]) for row in rows if row["place"] not in (BASELINE[0], UNTRAINED[0])
     )
     for task, rate in dict.fromkeys((task, rate) for task, rate, _ in found):
         each = [found[task, rate, verdict] for verdict in VERDICTS]
@@ -177,9 +235,9 @@ def claims(out: Path, only: list[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("map", "claims"))
+    parser.add_argument("what", choices=("map", "claims", "verdicts"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="places of the map, or names of claims")
     options = parser.parse_args()
     torch.set_num_threads(1)  # as every run has
-    {"map": map_of, "claims": claims}[options.what](options.out, options.only)
+    {"map": map_of, "claims": claims, "verdicts": verdicts_again}[options.what](options.out, options.only)

@@ -4,7 +4,9 @@ Thirty seeds each, differences seed by seed. First the defaults, one update on t
 with each codec; one arm has everything in FP8, learner, actor and stored
 observations. Since the fresh update could make up for a spoiled ring, the second group learns from the ring alone. There int8 is
 made coarser too, by bounds wider than the space's: 16 times, steps of 0.5 in position, to see what is tolerated; and 128 times,
-where all observations within 2 of the origin are stored as 0: the control, which must fail.
+where all observations within 2 of the origin are stored as 0: the control, which must fail. A seed fails if it loses more than a
+tenth of float32's gain, which is float32's final return on this seed minus the median return before training
+(fp8rl/report/statistics.py).
 
     python benchmarks/codecs.py benchmarks/results/codecs
 """
@@ -13,6 +15,7 @@ import functools
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 
@@ -20,11 +23,13 @@ from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.report import plot, study
 from fp8rl.report.bench import origin
+from fp8rl.report.statistics import fails
 from fp8rl.scale.machine import build
 from fp8rl.scale.storage import StoredRing
 from fp8rl.train import train
 
 SEEDS = range(5000, 5030)
+CONTROL = "control: int8, 128 times coarser"
 GROUPS = {
     "Fresh and replayed": {
         "fp32": {},
@@ -39,10 +44,10 @@ GROUPS = {
         "int8, ring alone": {"fresh_updates": 0, "codec": "int8"},
         "fp8, ring alone": {"fresh_updates": 0, "codec": "fp8"},
         "int8, 16 times coarser": {"fresh_updates": 0, "codec": "int8"},
-        "control: int8, 128 times coarser": {"fresh_updates": 0, "codec": "int8"},
+        CONTROL: {"fresh_updates": 0, "codec": "int8"},
     },
 }
-COARSER = {"int8, 16 times coarser": 16, "control: int8, 128 times coarser": 128}
+COARSER = {"int8, 16 times coarser": 16, CONTROL: 128}
 
 
 def run_coarser(factor: int, config: Config) -> History:
@@ -53,10 +58,41 @@ def run_coarser(factor: int, config: Config) -> History:
     return train(run, progress=False).history
 
 
+def before_training() -> float:
+    """The median return of agents that have learned nothing."""
+    configs = [Config(seed=seed, steps=2_048, learning_rate=1e-12, eval_every=0) for seed in SEEDS]
+    found = dict(study.run_all(configs))
+    return float(np.median([found[config].final_return for config in configs]))
+
+
+def failures(final: dict[str, np.ndarray], start: float) -> str:
+    """What stands below a group's table: every seed that fails, with its return, and whether the control failed as it must.
+    `final` has the returns [seeds] by arm, float32's first; `start` is the return before training."""
+    plain = next(iter(final.values()))
+    failed = {
+        name: {seed: x for seed, x, reference in zip(SEEDS, returns, plain, strict=True) if fails(x, reference, start)}
+        for name, returns in final.items()
+    }
+    lines = []
+    for name, seeds in failed.items():
+        if len(seeds) == len(SEEDS):
+            lines.append(f"{name}: all {len(seeds)}, at {min(seeds.values()):.2f} to {max(seeds.values()):.2f}")
+        elif seeds:
+            lines.append(f"{name}: {', '.join(f'{seed} at {x:.2f}' for seed, x in seeds.items())}")
+    text = (
+        "A seed fails if it loses more than a tenth of float32's gain, which is float32's return on this seed minus the median "
+    )
+    text += f"return before training, {start:.2f}. Seeds that fail: {'; '.join(lines) or 'none'}."
+    if CONTROL in failed:
+        answer = "it does" if len(failed[CONTROL]) == len(SEEDS) else "it does not"
+        text += f" The control is expected to fail in every seed, and {answer}."
+    return text
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)  # as every run has
     out.mkdir(parents=True, exist_ok=True)
-    results, text = [], ""
+    results, text, start = [], "", before_training()
     figure = Figure(figsize=(11, 7), layout="constrained")
     for row, (group, arms) in zip(figure.subplots(2, 2), GROUPS.items(), strict=True):
         curves, found = {}, []
@@ -68,6 +104,7 @@ def main(out: Path) -> None:
             curves[arm] = study.stack([history for _, history in finished], "eval_return")
         results += found
         text += f"{group}:\n\n{study.table(found, list(arms))}\n"
+        text += failures(study.scores(found, "final_return"), start) + "\n\n"
         plot.learning_curves(row[0], curves)
         row[0].set_title(f"{group.lower()}: interquartile mean, 10th to 90th percentile of {len(SEEDS)} seeds", fontsize=9)
         plot.intervals(row[1], study.scores(found, "final_return"), "final greedy return")

@@ -6,12 +6,13 @@ m, v and the root of v), what only the loss shows (operands of the matmuls, grad
 targets), and the acting policy, whose p is an effective sample size. Beside a prediction stands what was measured:
 
     chosen      the two carts at two learning rates each, from breakage_map.csv: on these cells the doctor's line was chosen. A
-                cell is bad if the map does not call it equal to float32
+                cell is bad if the map says that it fails
     held out    CartPole-v1, Pendulum-v1 and Acrobot-v1 at up to three learning rates, and networks of 16 and 256 units, on which
                 nothing was chosen: four agents for each cell; and, in two settings that take long, two agents for each of 25
-                cells of what the optimizer keeps: LunarLander-v3, which has no tensor form, and CartPole-v1 with 1,024 units. A
-                cell is bad if the median agent loses more than a tenth of what float32 gains over an untrained agent, on the same
-                seeds
+                cells of what the optimizer keeps: LunarLander-v3, which has no tensor form, and CartPole-v1 with 1,024 units
+
+A cell is bad if it fails: in the median over the same seeds its agents lose more than a tenth of float32's gain, which is
+float32's final score minus the score before training (fp8rl/report/statistics.py).
 
     python benchmarks/law.py predict benchmarks/results/law_predicted.csv
     python benchmarks/law.py measure benchmarks/results/law_measured.csv [--only CartPole-v1]
@@ -42,6 +43,7 @@ from fp8rl.lab import doctor
 from fp8rl.lab.places import STATE
 from fp8rl.report import plot, study
 from fp8rl.report.bench import origin
+from fp8rl.report.statistics import TENTH, is_failure, share_lost
 from fp8rl.scale.around import SHOWN, watched
 from fp8rl.scale.machine import build
 from fp8rl.train import iterate
@@ -149,14 +151,14 @@ def auc(scores: np.ndarray, bad: np.ndarray) -> float:
 
 
 def losses(path: Path = RESULTS / "law_measured.csv") -> dict[tuple[Setting, str], float]:
-    """Measured cells: what the median agent loses, as a share of what float32 gains over an untrained agent."""
+    """Measured cells: what the median agent loses, as a share of float32's gain (`share_lost`)."""
     found, returns = {}, {}
     for row in csv.DictReader(path.open()) if path.exists() else ():
         returns[Setting.of(row), row["cell"]] = np.array([float(x) for x in row["returns"].split()])
     for (setting, cell), own in returns.items():
         if cell not in ("float32", UNTRAINED) and {(setting, arm) for arm in ("float32", UNTRAINED)} <= {*returns}:
             exact, before = returns[setting, "float32"], returns[setting, UNTRAINED]
-            found[setting, cell] = float(np.median(exact - own) / np.median(exact - before))
+            found[setting, cell] = share_lost(own, exact, before)
     return found
 
 
@@ -168,10 +170,10 @@ def map_rows() -> list[dict[str, str]]:
 def bad_cells() -> dict[tuple[Setting, str], bool]:
     """What was measured: by setting and cell whether it is bad."""
     names = {key: text.replace(":stored", "") for key, text in breakage_map.cells().items()}
-    found = {key: loss > 0.1 for key, loss in losses().items()}
+    found = {key: is_failure(loss) for key, loss in losses().items()}
     for row in map_rows():
         if (row["place"], row["format"]) in names:
-            found[Setting.of(row), names[row["place"], row["format"]]] = row["verdict"] != "equal"
+            found[Setting.of(row), names[row["place"], row["format"]]] = row["verdict"] == "fails"
     return found
 
 
@@ -185,9 +187,9 @@ def draw(out: Path, rows: list[dict]) -> None:
             x, y = np.array([(x, 100 * lost[key]) for key, x in own.items() if key in lost]).T
             ax.plot(x.clip(2.0**-8, 2.0**10), y.clip(-10, 110), label=name, **{**style, "linestyle": ""}, alpha=0.7)
         ax.set_xscale("log", base=2)
-        ax.axhline(10, color="#888888", linewidth=0.8)
+        ax.axhline(100 * TENTH, color="#888888", linewidth=0.8)
     axes[0].axvspan(1 / doctor.BREAKS, doctor.BREAKS, color="#DDDDDD", zorder=0)
-    axes[0].annotate("bad: above this line", (0.01, 12), xycoords=("axes fraction", "data"), fontsize=8, color="#444444")
+    axes[0].annotate("fails: above this line", (0.01, 12), xycoords=("axes fraction", "data"), fontsize=8, color="#444444")
     axes[0].set(xlabel="progress p (points at an edge are beyond it)", ylabel="return lost (% of what float32 gains)")
     axes[0].set_title("progress tells what breaks (grey: the doctor says fine or unknown)", fontsize=11)
     axes[1].set_xlabel("noise q")
@@ -326,8 +328,9 @@ def table(out: Path) -> None:
     lines += by_progress(tested, bad)
     lines += intervals_and_misses(tested, bad, losses())
     draw_map(out.with_stem(out.stem + "_map").with_suffix(".png"), every)
-    note = "Breaks: progress below a quarter of float32's, or above four times. Unknown: beyond a third or three times, or noise "
-    note += f"above 2.5. The acting policy: breaks below {doctor.FEW}, unknown up to {doctor.ENOUGH}."
+    note = "A cell is bad if it loses more than a tenth of float32's gain, which is float32's final score minus the score before "
+    note += "training. Breaks: progress below a quarter of float32's, or above four times. Unknown: beyond a third or three "
+    note += f"times, or noise above 2.5. The acting policy: breaks below {doctor.FEW}, unknown up to {doctor.ENOUGH}."
     out.write_text("\n".join(lines) + f"\n\n{note} `python benchmarks/law.py table {out}` on {origin()}.\n")
 
 

@@ -36,6 +36,7 @@ from fp8rl.lab import doctor
 from fp8rl.lab.lowbit import LowBitAdam
 from fp8rl.lab.places import places_of
 from fp8rl.report.bench import origin
+from fp8rl.report.statistics import is_failure
 
 WATCHED, EPISODES = 900, 50
 # Two seeds for a cell, and three for A2C: float32, measured first, failed in one of its first two. PPO had two, too: with ten,
@@ -236,7 +237,7 @@ def combined() -> list[dict]:
 
 def table(out: Path) -> None:
     lost = law.losses(RESULTS / "law_sb3_measured.csv")
-    bad = {key: loss > 0.1 for key, loss in lost.items()}
+    bad = {key: is_failure(loss) for key, loss in lost.items()}
     rows = [row for row in combined() if law.key_of(row) in bad]
     lines = [f"| {' | '.join(law.COLUMNS)} |", "| --- " * len(law.COLUMNS) + "|", law.line("all", rows, bad)]
     for algorithm, (task, steps, _) in ALGORITHMS.items():
@@ -250,6 +251,7 @@ def table(out: Path) -> None:
         for name in ALGORITHMS
         if (loss := lost.get((law.Setting(name, rate_of(name)), CONTROL))) is not None
     ]
+    lines += ["", "A cell is bad if it loses more than a tenth of float32's gain: its final score minus that before training."]
     lines += ["", f"Returns of float32 on the cells' seeds and on as many others: {'; '.join(pairs)}."]
     costs = list(csv.DictReader((RESULTS / "law_sb3_cost.csv").open()))
     alone, watched = (np.median([float(row["seconds"]) for row in costs if row["watched"] == flag]) for flag in "01")

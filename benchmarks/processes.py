@@ -38,7 +38,7 @@ from fp8rl.report import bench
 from fp8rl.report.bench import origin
 from fp8rl.rollout import Collector
 from fp8rl.scale import machine, ranks
-from fp8rl.scale.gym import GymEnv
+from fp8rl.scale.gym import VECTORIZATIONS, GymEnv
 from fp8rl.scale.machine import build
 from fp8rl.train import train
 
@@ -160,21 +160,20 @@ def collecting_table() -> list[str]:
     """Rates of collecting alone in Gymnasium environments."""
     for name, env in {"Busy": Busy, "Waiting": Waiting}.items():
         gymnasium.register(f"{name}CartPole-v1", env, max_episode_steps=500)
-    kinds = {"CartPole-v1": ("sync", "async", "vector_entry_point")}
-    kinds |= {f"{name}CartPole-v1": ("sync", "async") for name in ("Busy", "Waiting")}
+    names = ("CartPole-v1", "BusyCartPole-v1", "WaitingCartPole-v1")
     lines = ["Collecting alone, steps per second, and how many times sync's:", ""]
-    lines += ["| environment | copies | sync | async | vector_entry_point |", "| --- " * 5 + "|"]
+    lines += ["| environment | copies | sync | async |", "| --- " * 4 + "|"]
     model, precision = ActorCritic(4), Precision("fp32")
-    for env_id, vectorizations in kinds.items():
+    for env_id in names:
         for n in (4, 16):
-            envs = {name: GymEnv(env_id, n, vectorization=name) for name in vectorizations}
+            envs = {name: GymEnv(env_id, n, vectorization=name) for name in VECTORIZATIONS}
             collectors = {name: Collector(env, model, precision, length=32) for name, env in envs.items()}
             steps = {name: functools.partial(each.collect, model) for name, each in collectors.items()}
             seconds = bench.seconds_of(steps, ROUNDS, 0.6, device="cpu")
             for env in envs.values():
                 env.close()
             cells = [f"{32 * n / t:,.0f} ({seconds['sync'] / t:.2f})" for t in seconds.values()]
-            lines.append(f"| {env_id} | {n} | {' | '.join(cells + [''] * (3 - len(cells)))} |")
+            lines.append(f"| {env_id} | {n} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     kinds = f"A step of BusyCartPole sums {WORK:,} numbers more, one of WaitingCartPole sleeps {PAUSE * 1e3:g} ms more."
     return [*lines, "", kinds]

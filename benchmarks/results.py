@@ -5,9 +5,11 @@
     python benchmarks/results.py --put         # none: puts what is there, and says above stale tables that they are
     python benchmarks/results.py --status      # lists all; fails if README.md shows a stale one and does not say so
 
-A table is fresh if the code that made it and the present code have the same fingerprint (`fp8rl.report.bench.fingerprint`), which
-changes with what trainings and the doctor compute and with defaults, in each of the parts that the table rests on (RESTS_ON). Of
-times it says only that the trainings are the same, and another order of sums, such as another processor has, is no change.
+A table is fresh if the code that made it and the present code have the same fingerprint (fp8rl/report/fingerprint.py) in each of
+the parts that the table rests on (RESTS_ON): then both compute the same numbers there. A table that was made before a part was
+recorded is stale, because nobody knows what that code computed. For a table of times a fingerprint says only that the trainings
+are the same. Another order of sums, such as another processor has, is no change.
+
 Fingerprints differ by kind of processor, so results/fingerprints.json has those of the present code for each kind that it ran on.
 A new kind is believed; where a known one differs from what it was, those of all others are of earlier code and are forgotten. A
 table's fingerprint stands in its last line, or else in results/made.json, with the minutes that it took; one that has none is
@@ -27,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from fp8rl.report.bench import fingerprint
+from fp8rl.report.fingerprint import fingerprint
 from fp8rl.scale.hardware import hardware
 
 ROOT = Path(__file__).parent.parent
@@ -88,10 +90,45 @@ PEERS |= {
     "populations_cuda": ("jax",),
 }
 ON_CUDA = ("populations_cuda", "fp8_layer", "widths_cuda", "placements")  # in the order of `make gpu`
-# What a table's numbers rest on beside the defaults: parts of a fingerprint. Settings of a table's own are "settled".
-PARTS = ("defaults", "settled", "doctor", "averages")
-RESTS_ON = dict.fromkeys(("breakage_map", "breakage_claims", "mismatch", "hostile", "replay_sampling"), ("settled",))
-RESTS_ON |= {"law": PARTS[:3], **dict.fromkeys(("sums", "planted", "law_sb3"), PARTS[1:])}
+PARTS = ("defaults", "settled", "doctor", "averages")  # those of a fingerprint's first hashes; the others have names in it
+# The parts of a fingerprint that each table's numbers rest on. Tables whose settings are their own rest on "settled" and not on
+# the defaults. Where a table has tasks without a tensor form, Gymnasium steps them and the network normalizes.
+IN_GYMNASIUM = ("gymnasium", "normalized")
+SINGLE_RUNS = ("defaults", "autocast", "float8linear")  # in several precisions
+RESTS_ON = {
+    "study": ("defaults", "settled", "places", "populations"),
+    "film": ("defaults", "float8linear", "populations"),
+    "codecs": ("defaults", "codecs"),
+    "replay_sampling": ("settled", "codecs"),
+    "recurrence": ("defaults", "float8linear", "gru"),
+    "tasks": ("defaults", "settled", "float8linear", "populations", "tasks", *IN_GYMNASIUM),
+    "off_policy": ("defaults", "tasks"),
+    "gaps": ("defaults", "tasks", *IN_GYMNASIUM),
+    "breakage_map": ("settled", "places", "tasks"),
+    "breakage_claims": ("settled", "places", "tasks"),
+    "law": ("defaults", "settled", "doctor", "lowbit", "places", "tasks", *IN_GYMNASIUM),
+    "sums": ("settled", "doctor", "averages", "tasks"),
+    "planted": ("settled", "doctor", "averages", "lowbit"),
+    "law_sb3": ("settled", "doctor", "averages", "lowbit"),
+    "mismatch": ("settled", "places", "tasks"),
+    "processes": ("defaults", "autocast", "gymnasium", "ranks", "reuse"),
+    "hostile": ("settled", "autocast"),
+    "ladder": ("defaults", "tasks", *IN_GYMNASIUM),
+    "published": ("defaults",),
+    "widths": ("defaults", "settled", "populations", "tasks"),
+    "widths_memory": SINGLE_RUNS,
+    "widths_speed": SINGLE_RUNS,
+    "populations": ("defaults",),
+    "populations_avx2": ("defaults",),
+    "populations_cuda": ("defaults",),
+    "speed": ("defaults", "autocast", "ranks", "reuse"),
+    "from_start": ("defaults",),
+    "from_start_avx2": ("defaults",),
+    "length": ("defaults",),
+    "placements": SINGLE_RUNS,
+    "fp8_layer": ("float8linear",),
+    "widths_cuda": SINGLE_RUNS,
+}
 # Where it is not NAME.md, or NAME.csv of the step of a table; and what a table goes on from.
 FILES = {"study": "study/table.md", "codecs": "codecs/table.md", "film": "film.gif", "sums_measured": "sums.csv"}
 FILES |= {"fp8_layer": "fp8_layer_NVIDIA_H200.json"}
@@ -142,14 +179,16 @@ def code_of(name: str) -> str:
     """The fingerprint of the code that made a table, or "". That of a step is its table's if it has none."""
     path, table = file_of(name), STEP.sub("", name)
     text = path.read_text() if path.suffix == ".md" and path.exists() else ""
-    found = re.findall(r"code ([\da-f]{8}(?:-[\da-f]{8})+)", text)
+    found = re.findall(r"code ([\da-f]{8}(?:-[\da-f]{8})+(?:, \w+ [\da-f]{8})*)", text)
     return found[-1] if found else made().get(name, {}).get("fingerprint") or (code_of(table) if table != name else "")
 
 
 def parts_of(code: str) -> dict[str, str]:
-    """A fingerprint's parts. One of two hashes, as they once were, stands for all parts."""
-    first, *others = ["-".join(code.split("-")[:2]), *code.split("-")[2:]]
-    return dict(zip(PARTS, (first, *(others or [first] * 3)), strict=True))
+    """A fingerprint's parts, by name. One of two hashes, as they once were, stands for the four of PARTS."""
+    hashes, *named = code.split(", ")
+    first, *others = ["-".join(hashes.split("-")[:2]), *hashes.split("-")[2:]]
+    parts = dict(zip(PARTS, (first, *(others or [first] * 3)), strict=True))
+    return parts | dict(part.split() for part in named)
 
 
 def known() -> dict[str, set[str]]:
@@ -179,13 +218,21 @@ def here() -> str:
 
 def late(name: str) -> list[str]:
     """Which of a table's steps and itself are of earlier code."""
-    present, parts = known(), RESTS_ON.get(STEP.sub("", name), PARTS[:1])
-    codes = {each: code_of(each) for each in COMMANDS if name in (each, STEP.sub("", each))}
-    return [
-        each
-        for each, code in codes.items()
-        if not code or any(parts_of(code)[part] not in present.get(part, ()) for part in parts)
-    ]
+    return [each for each in COMMANDS if name in (each, STEP.sub("", each)) and why_stale(each)]
+
+
+def why_stale(name: str) -> str:
+    """Why a table, or one step of it, counts as one of earlier code: which of the parts that it rests on have changed, and which
+    its fingerprint does not have. Empty for a fresh one."""
+    code, present = code_of(name), known()
+    if not code:
+        return "no fingerprint"
+    hashes, parts = parts_of(code), RESTS_ON[STEP.sub("", name)]
+    changed = [part for part in parts if part in hashes and hashes[part] not in present.get(part, ())]
+    missing = [part for part in parts if part not in hashes]
+    reasons = [f"{', '.join(changed)} changed"] * bool(changed)
+    reasons += [f"made before {', '.join(missing)} {'was' if len(missing) == 1 else 'were'} recorded"] * bool(missing)
+    return "; ".join(reasons)
 
 
 def mark(name: str) -> str:
@@ -193,7 +240,7 @@ def mark(name: str) -> str:
     if name not in COMMANDS or not (names := late(name)):
         return ""
     again = names[0] if names == [name] else f'"{" ".join(dict.fromkeys((*names, name)))}"'
-    return f"*Of earlier code ({code_of(names[0]) or 'no fingerprint'}): `make results ONLY={again}` makes it again.*\n\n"
+    return f"*Of earlier code ({why_stale(names[0])}): `make results ONLY={again}` makes it again.*\n\n"
 
 
 def filled(text: str) -> str:
@@ -227,12 +274,12 @@ def put() -> None:
 
 
 def status() -> list[list[str]]:
-    """Of each table: its name, the day of git's last change to its file, fingerprint, state, minutes, and what it needs."""
+    """Of each table: its name, the day of git's last change to its file, state, minutes, what it needs, and why it is stale."""
     rows = []
     for name in COMMANDS:
         day = subprocess.run(["git", "log", "-1", "--format=%cs", "--", file_of(name)], cwd=ROOT, capture_output=True, text=True)
         minutes = made().get(name, {}).get("minutes")
-        row = [name, day.stdout.strip(), code_of(name), "stale" if late(name) else "fresh", minutes, needs(name)]
+        row = [name, day.stdout.strip(), "stale" if late(name) else "fresh", minutes, needs(name), why_stale(name)]
         rows.append([str(x) if x not in ("", None) else "-" for x in row])
     return rows
 
@@ -272,8 +319,8 @@ def main(names: list[str]) -> None:
     code = fingerprint()
     changed = remember(code, here())
     if names == ["--status"]:
-        for row in (["table", "of", "fingerprint", "", "minutes", "needs"], *status()):
-            print("{:17} {:10} {:44} {:5} {:>7}  {}".format(*row))
+        for row in (["table", "of", "", "minutes", "needs", "why"], *status()):
+            print("{:17} {:10} {:5} {:>7}  {:30} {}".format(*row))
         known = [entry["minutes"] for entry in made().values() if entry.get("minutes")]
         print(
             f"{sum(not late(name) for name in COMMANDS)} of {len(COMMANDS)} are fresh; {len(known)} took {sum(known):.0f} minutes"

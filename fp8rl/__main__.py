@@ -38,6 +38,7 @@ from .lab.lowbit import LowBitAdam
 from .lab.places import EIGHT_BIT
 from .precision import Precision
 from .report import bench, plot, study
+from .report.fingerprint import fingerprint as code_fingerprint
 from .report.folder import Folder, read_mark, require_free
 from .report.statistics import iqm
 from .scale import checkpoint, hardware, ranks
@@ -402,7 +403,7 @@ def measure(
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
     if fingerprint:
-        print(bench.fingerprint())
+        print(code_fingerprint())
         return
     if not loop.hidden_size:
         raise ValueError("hidden_size is empty: give at least one value")

@@ -214,8 +214,6 @@ class _Float8Gradients(_Refusing):
     @staticmethod
     def forward(grad, weight, layer, input_dtype, of_x, of_weight, x_data, x_scale, w_data, w_scale):
         g8, later_g8 = in_layouts(grad, layer.backward_type, rows=of_x, columns=of_weight, scales=layer.scales)
-        if layer.watcher:
-            layer.watcher("gradient", grad, g8 or later_g8)
         grad_x = grad_w = None
         if of_x:
             w8 = Quantized(w_data, w_scale).column_major()
@@ -249,14 +247,11 @@ class Float8Linear(nn.Linear):
     outputs, with 20 normal rows of which one is a million times as large: the outputs of the other 19 rows differ from float32's
     by 98% of their norm with one scale for the tensor, and by 3.8% with one for each row. Without the outlier both differ by
     3.8%.
-
-    `watcher`, if any, is called for every tensor that is quantized, with its name (input, weight, gradient), it and the result.
     """
 
     forward_type, backward_type = E4M3, E5M2  # of inputs and weights, and of gradients
     scales: str = "tensor"  # or "row": of the input, and of the gradient that gives the input's
     emulate: bool | None = None  # as in scaled_matmul
-    watcher: Callable[[str, torch.Tensor, Quantized], None] | None = None
 
     def forward(self, x: torch.Tensor, w8: Quantized | None = None) -> torch.Tensor:
         """`w8`: the weight, if it has been quantized already."""
@@ -277,9 +272,6 @@ class Float8Linear(nn.Linear):
         of_x, of_weight = (each.requires_grad and torch.is_grad_enabled() for each in (x, weight))
         x8, later_x8 = in_layouts(x.detach(), self.forward_type, columns=of_weight, scales=self.scales)
         w8, later_w8 = (w8, w8) if w8 else in_layouts(weight.detach(), self.forward_type, columns=of_x)
-        if self.watcher:
-            self.watcher("input", x.detach(), x8)
-            self.watcher("weight", weight.detach(), w8)
         later = *(later_x8 if of_weight else (None, None)), *(later_w8 if of_x else (None, None))
         return _Float8Matmuls.apply(x, weight, self, *x8, *w8, *later)
 

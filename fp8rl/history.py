@@ -22,7 +22,6 @@ class History:
     clipped: values clipped by the ring's codec so far; outside: share of continuous actions beyond the bounds
     loss, policy_loss, value_loss, entropy, ess: means over the iteration's updates; min_logp: the smallest
     grad_norm: the largest finite one, or 0; nonfinite: number of updates without one; skipped: by the scaler
-    with FP8 also "fp8." and a name (scale/quantization.py)
 
     `failures` has for each agent why it takes no more steps, or None.
     """
@@ -173,7 +172,7 @@ def summarize(stats: list[dict[str, torch.Tensor]], found: np.ndarray) -> dict[s
     """The statistics of an iteration's updates, whose numbers or arrays [S] are `found` in their order, in one row."""
     numbers = iter(found)
     stats = [{name: next(numbers) for name in s} for s in stats]
-    column = {name: np.array([s[name] for s in stats]) for name in stats[0] if not name.startswith("fp8.")}
+    column = {name: np.array([s[name] for s in stats]) for name in stats[0]}
     finite = np.isfinite(column["grad_norm"])
     return {
         **{name: column[name].mean(axis=0) for name in (*TERMS, "ess")},
@@ -182,5 +181,4 @@ def summarize(stats: list[dict[str, torch.Tensor]], found: np.ndarray) -> dict[s
         "nonfinite": (~finite).sum(axis=0),
         "skipped": column["skipped"].sum(axis=0),
         "loss_scale": column["loss_scale"][-1],
-        **{name: x for name, x in stats[-1].items() if name.startswith("fp8.")},
     }

@@ -28,7 +28,7 @@ class Rollout(NamedTuple):
     reward: torch.Tensor  # float32 [T, B]
     flags: torch.Tensor  # uint8 [T, B], the bits above
     behavior_logp: torch.Tensor  # float32 [T, B], the log-probability of the action under the behaviour policy
-    state: torch.Tensor | None = None  # float32 [2, B, W], a recurrent policy's state before row 0 and before row T
+    state: torch.Tensor | None = None  # float32 [B, W], a recurrent policy's state before row 0
 
     @property
     def valid(self) -> torch.Tensor:
@@ -158,9 +158,9 @@ class Collector:
         with mode, self.precision.autocast():  # one region, so that autocast casts the weights once
             (*rows, outputs), state = self.loop(policy, self.env, noise, starts, before)
         *rows, self.state = (x.clone() if x is not None and x.is_inference() else x for x in (*rows, state))
-        if state is not None:
-            state = torch.stack((torch.zeros_like(state) if before is None else before, self.state))
-        return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]), state)
+        if state is not None:  # a copy, because the next state may be written into the same tensor (scale/graphs.py)
+            before = torch.zeros_like(self.state) if before is None else before.clone()
+        return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]), before)
 
     def state_dict(self) -> dict:
         return {"env": self.env.state_dict(), "state": None if self.state is None else self.state.clone()}

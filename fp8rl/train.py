@@ -67,10 +67,9 @@ class Learner:
                 self.rewards = RewardScale(rollout.reward.shape[1], rollout.reward.device)
             self.rewards.add(rollout, self.config.gamma, self.all_reduce)
 
-    def update(self, batch: Rollout, record: bool = False, computed=None) -> dict[str, torch.Tensor]:
+    def update(self, batch: Rollout, computed=None) -> dict[str, torch.Tensor]:
         """One gradient step on a batch from any device. Returns the statistics of the loss and of the step, scalars; with several
-        processes those of the loss are this part's. `record` asks for what costs more, which some parts around this one have.
-        `computed`: as in `loss`."""
+        processes those of the loss are this part's. `computed`: as in `loss`."""
         loss, stats = self.loss(batch, computed)
         report = self.precision.step(loss, self.optimizer, self.config.max_grad_norm, self.all_reduce)
         return {"loss": loss.detach(), **stats, **report._asdict()}
@@ -86,7 +85,7 @@ class Learner:
 
     def forward(self, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's outputs and values for a batch on its device."""
-        memory = (None if batch.state is None else batch.state[0], batch.first) if self.model.recurrent else ()
+        memory = (batch.state, batch.first) if self.model.recurrent else ()
         with self.precision.autocast():
             return self.model(batch.obs, *memory)
 
@@ -236,7 +235,7 @@ class Run:
         stats = []
         for k in range(self.config.updates):
             batch = rollout if k < self.config.fresh_updates else self.sample(k)  # from older policies: V-trace corrects
-            stats.append(self.learner.update(batch, record=k + 1 == self.config.updates))
+            stats.append(self.learner.update(batch))
         return stats
 
     def sample(self, update: int = 0) -> Rollout:

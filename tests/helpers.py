@@ -137,7 +137,7 @@ def resumed(path, machine=HERE) -> Run:
 def log_probabilities(model, precision: Precision, rollout: Rollout) -> torch.Tensor:
     """What a policy gives a rollout's actions, from its forward pass over all rows."""
     with torch.no_grad(), precision.autocast():
-        logits, _ = model(rollout.obs, None if rollout.state is None else rollout.state[0], rollout.first)
+        logits, _ = model(rollout.obs, rollout.state, rollout.first)
     return torch.distributions.Categorical(logits=logits[:-1]).log_prob(rollout.action)
 
 

@@ -1,10 +1,7 @@
-import functools
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8rl.config import Config
 from fp8rl.report import bench
 from fp8rl.scale import machine
 from fp8rl.scale.machine import Machine
@@ -62,19 +59,3 @@ def test_the_floor_takes_the_layout_that_is_fastest(monkeypatch):
     a, b, out = bench.fastest_product(32, 64, 3, torch.float32, "cpu")
     assert found == [8] and [x.shape for x in (a, b, out)] == [(32, 64), (64, 3), (32, 3)]
     assert all(x.t().is_contiguous() for x in (a, b, out))
-
-
-def test_a_fingerprint_changes_in_the_parts_that_have(monkeypatch):
-    def parts(**fields):
-        with monkeypatch.context() as patch:
-            patch.setattr(bench, "Config", functools.partial(Config, **fields))
-            return bench.fingerprint().split("-")
-
-    plain, gamma, clip = parts(), parts(gamma=0.97), parts(clip=0.21)
-    assert [a == b for a, b in zip(plain, gamma, strict=True)] == [False, False, True, True, True]
-    assert [a == b for a, b in zip(plain, clip, strict=True)] == [False, False, False, True, True]
-    torch.set_num_threads(2)
-    try:
-        assert parts() == plain and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)

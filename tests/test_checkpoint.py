@@ -86,10 +86,10 @@ def test_a_network_of_another_kind_is_read_without_its_environment(fields, tmp_p
 
 def test_a_forged_history_is_refused():
     history = History()
-    history.add(dict.fromkeys(checkpoint.ALWAYS, 1.0) | {"fp8.hidden.0.input.scale": 1.0})
+    history.add(dict.fromkeys(checkpoint.ALWAYS, 1.0))
     state = history.state_dict()
     checkpoint.check_history(state)
-    for name in ("$(touch PWNED)", "fp8.a b", "fp8.", "fp8.a\n", "x", 1):
+    for name in ("$(touch PWNED)", "fp8.hidden.0.input.scale", "x", 1):
         refused("history has the column .*, which does not exist", checkpoint.check_history, state | {name: state["steps"]})
     for values in (torch.zeros(2).double(), torch.zeros(1), torch.zeros(1, 1).double(), torch.zeros(1, dtype=torch.int64)):
         refused("history has the column 'loss' in another", checkpoint.check_history, state | {"loss": values})

@@ -17,7 +17,7 @@ from helpers import SIZED, run_cli, small
 
 from fp8rl import __main__ as cli
 from fp8rl.config import Config
-from fp8rl.report import bench
+from fp8rl.report.fingerprint import fingerprint
 from fp8rl.scale import checkpoint, hardware
 from fp8rl.scale import machine as machine_module
 from fp8rl.scale.codec import CODECS
@@ -108,7 +108,7 @@ def test_a_run_of_the_plain_loop_resumes_from_the_command_line(tmp_path, capsys)
     checkpoint.save(tmp_path / "checkpoint.pt", plain)
     for _ in range(2):
         run_cli("train", "--resume", tmp_path)
-        assert len(rows := metrics_of(tmp_path)) == 4 and "fp8.hidden.0.input.snr_db" in rows[0]  # which only `build` records
+        assert len(metrics_of(tmp_path)) == 4
     assert "fp8 on cpu, emulated: FP8 in hidden.0, not in inputs, actor, critic" in capsys.readouterr().out
 
 
@@ -529,4 +529,5 @@ def test_bench_prints_json_a_width(capsys):
 
 def test_a_fingerprint_is_that_of_the_numbers(capsys):
     run_cli("bench", "--fingerprint")
-    assert re.fullmatch(r"[\da-f]{8}(-[\da-f]{8}){4}\n", said := capsys.readouterr().out) and said.strip() == bench.fingerprint()
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"[\da-f]{8}(-[\da-f]{8}){4}(, \w+ [\da-f]{8})+\n", said) and said.strip() == fingerprint()

@@ -141,9 +141,6 @@ def test_a_kernel_for_a_rollout_takes_only_layers_that_are_as_the_precision_says
         model = Precision(name).prepare(Fast())
         assert alone(model, name)
         assert alone(model, "fp8" if name == "fp32" else "fp32") is None
-    model.hidden[0].watcher = lambda *_: None
-    assert alone(model, "fp8") is None
-    model.hidden[0].watcher = None
     model.hidden[0].forward_type = fp8.E5M2
     assert alone(model, "fp8") is None
 

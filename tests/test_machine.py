@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, numbers, refused, resumed, reusing, small, trained, weights
+from helpers import SHORT, after, assert_same, refused, resumed, reusing, small, trained, weights
 
 from fp8rl.config import Config
 from fp8rl.env import Cart
@@ -53,6 +53,7 @@ class Narrow(Task):
         {"precision": "fp32"},
         {"precision": "bf16", "collect_precision": "fp32"},
         {"precision": "fp16"},
+        {"precision": "fp8"},
         {"capacity": 1_000},
         {"extra_features": 2, "hide_velocity": True},
     ],
@@ -61,15 +62,6 @@ class Narrow(Task):
 def test_what_is_built_trains_the_agent_of_the_plain_loop_bit_for_bit(fields):
     config = Config(**SHORT, **fields)
     assert_same(trained(build(config)), trained(config))
-
-
-def test_in_fp8_it_records_besides_what_quantization_does():
-    config = Config(**SHORT, precision="fp8")
-    plain, built = trained(config), trained(build(config))
-    assert torch.equal(weights(plain), weights(built))
-    more = numbers(built).keys() - numbers(plain).keys()
-    assert {name.rsplit(".", 1)[0].split(".")[-1] for name in more} == {"input", "weight", "gradient"}
-    assert all(name.startswith("fp8.") and len(numbers(built)[name]) == 4 for name in more)
 
 
 FIELDS = ("device", "collect_device", "store_device", "evaluate_device")

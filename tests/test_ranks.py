@@ -171,7 +171,7 @@ def test_two_ranks_train_one_agent(name, two):
     config = RUNS[name]
     assert torch.equal(first, second) and first.isfinite().all()
     assert not torch.equal(first, weights(build(config)))
-    own = {"ess", "min_logp", "eval_return", *(column for column in columns if column.startswith("fp8."))}  # of a rank's part
+    own = {"ess", "min_logp", "eval_return"}  # of a rank's part
     for column in columns.keys() - own:
         np.testing.assert_array_equal(columns[column], others[column], column)
     assert columns["steps"].tolist() == [config.steps_per_iteration * (i + 1) for i in range(config.iterations)]

@@ -5,6 +5,7 @@ from helpers import log_probabilities, small, trained
 from fp8rl.env import Cart
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, Collector
+from fp8rl.scale.graphs import InPlace
 from fp8rl.scale.machine import build
 from fp8rl.scale.recurrent import Recurrent
 
@@ -88,10 +89,19 @@ def test_a_memory_s_rollout_can_be_gone_through_again_as_it_was_acted(name):
     collector = Collector(Cart(16, 0.5, hide_velocity=True), model, precision, 32)
     for _ in range(4):  # across rollouts and episodes
         before, rollout = collector.state, collector.collect(model)
-        assert rollout.state.shape == (2, 16, 64) and torch.equal(rollout.state[1], collector.state)
-        assert torch.equal(rollout.state[0], torch.zeros(16, 64) if before is None else before)
+        assert torch.equal(rollout.state, torch.zeros(16, 64) if before is None else before)
         torch.testing.assert_close(log_probabilities(model, precision, rollout), rollout.behavior_logp)
     assert (rollout.flags & DUMMY).any()
+
+
+def test_a_rollout_keeps_the_state_before_it_when_the_next_state_is_written_in_place():
+    torch.manual_seed(0)
+    model = Recurrent(1)
+    collector = InPlace(Collector(Cart(16, 0.5, hide_velocity=True), model, Precision("fp32"), 32))
+    collector.collect(model)
+    before = collector.state.clone()
+    rollout = collector.collect(model)
+    assert torch.equal(rollout.state, before) and not torch.equal(collector.state, before)
 
 
 def test_a_memory_needs_no_velocity():

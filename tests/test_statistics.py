@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fp8rl.report.statistics import bootstrap_interval, iqm
+from fp8rl.report.statistics import bootstrap_interval, fails, iqm, share_lost
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,11 @@ def test_bootstrap_interval_covers_the_truth_about_19_times_of_20():
     intervals = [bootstrap_interval(rng.normal(size=30), resamples=500) for _ in range(200)]
     covered = sum(low <= 0 <= high for low, high in intervals)
     assert 0.88 * 200 <= covered <= 200 * 0.995
+
+
+def test_a_failure_is_a_loss_of_more_than_a_tenth_of_the_gain():
+    assert share_lost(90, 110, 10) == 0.2 and share_lost(120, 110, 10) == -0.1
+    assert [fails(score, 110, 10) for score in (120, 101, 99, -np.inf, np.nan)] == [False, False, True, True, True]
+    assert fails(-3.5, -1, -21) and not fails(-2.5, -1, -21)  # costs are negative scores
+    reference, start = np.array([100.0, 200.0, 300.0]), np.zeros(3)
+    assert share_lost(np.array([90.0, 190.0, 0.0]), reference, start) == 0.05  # medians: one bad seed of three is no failure

@@ -73,8 +73,12 @@ def test_table_pairs_by_seed_and_judges():
     results += [result("d", seed, 200) for seed in range(5)]  # 2 above in the middle, up to 4 in a resample
     rows = rows_of(study.table(results, ["a", "b", "c", "d"]))[2:]
     assert [row[0] for row in rows] == ["a", "b", "c", "d"] and [row[5] for row in rows] == ["pass", "pass", "fail", "fail"]
-    assert rows[0][1].startswith("198.00 [19") and rows[0][2:5] == ["196.00", "5 of 5", ""]
-    assert rows[1][4] == "-1.00 [-1.00, -1.00]" and rows[3][4].startswith("+2.00 [+") and rows[2][2:4] == ["194.90", "4 of 5"]
+    assert rows[0][1].startswith("198.00 [19") and rows[0][2:5] == ["196.00 (seed 0)", "5 of 5", ""]
+    assert (
+        rows[1][4] == "-1.00 [-1.00, -1.00]"
+        and rows[3][4].startswith("+2.00 [+")
+        and rows[2][2:4] == ["194.90 (seed 0)", "4 of 5"]
+    )
     rows = rows_of(study.table(results, ["a", "b", "d"], threshold=197.5, margin=4))
     verdicts = [(row[3], row[5]) for row in rows[2:]]
     assert rows[0][3] == "seeds at 197.5" and verdicts == [("3 of 5", "fail"), ("2 of 5", "fail"), ("5 of 5", "pass")]
@@ -89,7 +93,7 @@ def test_table_judges_no_few_seeds_and_counts_those_that_failed():
         ("197.50", "+0.00", "fewer than 5 seeds"),
     ]
     both = rows_of(study.table(results, ["a", "b"]))[2:]
-    assert both[1][2:4] == ["-inf", "4 of 5, 1 failed"] and [row[5] for row in both] == ["pass", "fail"]
+    assert both[1][2:4] == ["-inf (seed 4)", "4 of 5, 1 failed"] and [row[5] for row in both] == ["pass", "fail"]
 
 
 @pytest.mark.parametrize("values, text", [([1, 3, 2], "2"), ([1, np.nan, 2], "2"), ([1, np.nan, np.nan], "not reached")])

@@ -70,9 +70,9 @@ class Noting(Around):
         super().__init__(inner)
         self.calls = []
 
-    def update(self, batch, record=False):
-        self.calls.append((batch, record))
-        return self.inner.update(batch, record)
+    def update(self, batch):
+        self.calls.append(batch)
+        return self.inner.update(batch)
 
 
 def test_each_rollout_is_learned_from_once_and_then_the_ring():
@@ -82,9 +82,8 @@ def test_each_rollout_is_learned_from_once_and_then_the_ring():
     run.learner = Noting(run.learner)
     assert_same(trained(run), plain)
     fresh, others = run.learner.calls[::3], [call for k, call in enumerate(run.learner.calls) if k % 3]
-    assert len(rollouts) == 4 and all(batch is own for (batch, _), own in zip(fresh, rollouts, strict=True))
-    assert all(batch.reward.shape == (32, 16) and all(batch is not own for own in rollouts) for batch, _ in others)
-    assert [record for _, record in run.learner.calls] == 4 * [False, False, True]
+    assert len(rollouts) == 4 and all(batch is own for batch, own in zip(fresh, rollouts, strict=True))
+    assert all(batch.reward.shape == (32, 16) and all(batch is not own for own in rollouts) for batch in others)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

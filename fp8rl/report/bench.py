@@ -8,7 +8,6 @@ no loop that multiplies these matrices can be faster. Loop and floor alternate.
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import statistics
 import time
@@ -17,8 +16,6 @@ from collections.abc import Callable
 import torch
 
 from ..config import Config
-from ..lab.doctor import Doctor
-from ..lab.places import EIGHT_BIT
 from ..precision import PRECISIONS, Precision, available_precisions
 from ..scale import ranks
 from ..scale.around import Around
@@ -26,11 +23,8 @@ from ..scale.graphs import WARMUP, launcher
 from ..scale.hardware import hardware, is_emulated
 from ..scale.machine import HERE, Machine, build, reuses_forward
 from ..scale.population import Population
-from ..train import iterate, train
-
-# Of a fingerprint: the settings that benchmarks name, so that their numbers stay when these defaults change.
-SETTLED = {"rollout_length": 32, "slice_length": 16, "batch_size": 256, "replay_updates": 4, "capacity": 2_000, "gamma": 0.98}
-SETTLED |= {"lam": 0.95, "entropy_coef": 0.01, "learning_rate": 1e-2, "halved_after": 1024, "normalize_obs": False}
+from ..train import iterate
+from .fingerprint import fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,42 +67,6 @@ class Loop:
         speeds = [bench_loop(one, machine, 0.5, 1)["train_steps_per_second"] for one in configs]
         (speeds,) = ranks.all_reduce([torch.tensor(speeds)])
         return configs[int(speeds.argmax())]
-
-
-def fingerprint() -> str:
-    """Five hashes, of weights after a few updates and of verdicts: a single run with the defaults, a population in fp32 and FP8
-    with them, an agent in eight bits with SETTLED, the doctor on an optimizer, and on an average. Equal as long as the numbers
-    of the package are, on one kind of processor with one version of torch."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would order sums otherwise
-    try:
-        shape = {"steps": 2 * Config().steps_per_iteration, "eval_every": 0, "eval_episodes": 1}  # the first clips nothing
-        configs = [Config(name, **shape) for name in ("fp32", "fp8")]
-        settled = Config(**shape | {"steps": 2048} | SETTLED | EIGHT_BIT)
-        runs = build(configs[0]), Population(configs), Population([settled])
-        models = [train(run, progress=False).model for run in runs]
-        found = [torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes() for model in models]
-        found += [repr(verdicts).encode() for verdicts in examined()]
-    finally:
-        torch.set_num_threads(threads)
-    return "-".join(hashlib.sha256(each).hexdigest()[:8] for each in found)
-
-
-def examined() -> list[list[tuple]]:
-    """What the doctor finds in a layer that learns to add, and in an average of its weights: p, q and verdicts."""
-    noise = torch.Generator().manual_seed(0)
-    weight = torch.randn(1, 16, generator=noise).requires_grad_()
-    doctor = Doctor(optimizer := torch.optim.Adam([weight], lr=1e-2))
-    doctor.follow("target", [weight], 0.01)
-    for _ in range(128):
-        x = torch.randn(32, 16, generator=noise)
-        optimizer.zero_grad()
-        loss = functools.partial(lambda x: (torch.nn.functional.linear(x, weight) - x.sum(1, keepdim=True)).square().mean(), x)
-        loss().backward()
-        doctor.look(loss)
-        optimizer.step()
-    report = doctor.report()
-    return [[(*each[1:5], each.verdict) for each in report if each.optimizer == name] for name in ("optimizer 0", "average")]
 
 
 def origin() -> str:

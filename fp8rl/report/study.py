@@ -333,6 +333,7 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD, ma
     (seed by seed). An arm passes when every seed ends at the threshold or above it and the difference's interval lies within
     +-margin; with fewer than FEWEST seeds there is no interval and no verdict. A seed that failed counts as minus infinity."""
     final, first = scores(results, "final_return"), scores(results, "first_step_at_threshold")
+    seeds = scores(results, "seed")
     heads = f"final return, IQM [95%] | lowest seed | seeds at {threshold:g} | minus {arms[0]}, IQM [95%] | verdict"
     lines = [f"| arm | {heads} | first at {threshold:g}, median steps |", f"|{' --- |' * 7}"]
     for name in arms:
@@ -343,7 +344,8 @@ def table(results: list[dict], arms: list[str], threshold: float = THRESHOLD, ma
         verdict = f"fewer than {FEWEST} seeds" if len(values) < FEWEST else "pass" if passes else "fail"
         reached = f"{(values >= threshold).sum()} of {len(values)}" + (f", {failed} failed" if failed else "")
         minus = "" if name == arms[0] else with_interval(difference, signed=True)
-        cells = name, with_interval(values), f"{values.min():.2f}", reached, minus, verdict, median_of(first[name], ",.0f")
+        lowest = f"{values.min():.2f} (seed {seeds[name][values.argmin()]})"
+        cells = name, with_interval(values), lowest, reached, minus, verdict, median_of(first[name], ",.0f")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -7,7 +7,6 @@ for an entry marked as a folder. So checksums and marks are checked first. torch
 
 import dataclasses
 import functools
-import re
 import sys
 import zipfile
 from pathlib import Path
@@ -98,7 +97,7 @@ def check_history(state: dict, agents: int | None = None) -> None:
         raise ValueError(f"history lacks one of the columns {', '.join(ALWAYS)}: restore the original")
     shape = (*columns["iteration"].shape[:1], *([agents] if agents else [])) if columns else ()
     for name, values in columns.items():
-        if name not in COLUMNS and not re.fullmatch(r"fp8(\.\w+)+", str(name), re.ASCII):
+        if name not in COLUMNS:
             raise ValueError(f"history has the column {name!r}, which does not exist: leave it out")
         if values.dtype != np.float64 or values.shape != shape:
             raise ValueError(f"history has the column {name!r} in another type or shape than {shape}: restore the original")

@@ -120,10 +120,10 @@ class Reusing(Around):
         super().__init__(inner)
         self.reuse = reuse
 
-    def update(self, batch: Rollout, record: bool = False) -> dict[str, torch.Tensor]:
+    def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
         computed = self.reuse.computed if batch.obs is self.reuse.obs else None
         self.reuse.obs = self.reuse.computed = None  # once: after an update the weights are others
-        return self.inner.update(batch, record, computed)
+        return self.inner.update(batch, computed)
 
 
 def alone(model: Fast, precision: str) -> SimpleNamespace | None:
@@ -146,7 +146,7 @@ def rounds_by(layer: nn.Linear, rounding: Rounding) -> bool:
     if not isinstance(layer, Float8Linear):
         return rounding.weights not in (TO[E4M3], TO[E5M2])
     one_scale = layer.scales == "tensor"
-    return one_scale and layer.watcher is None and rounding.inputs is rounding.weights is TO[layer.forward_type]
+    return one_scale and rounding.inputs is rounding.weights is TO[layer.forward_type]
 
 
 def loop_of(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:

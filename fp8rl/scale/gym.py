@@ -19,7 +19,7 @@ from ..distribution import Categorical, Gaussian
 from ..history import Saved
 from ..tasks.by_id import task_of
 
-VECTORIZATIONS = ("sync", "async", "vector_entry_point")
+VECTORIZATIONS = ("sync", "async")
 # What an environment's own code may raise. sys.exit() must not end the program silently; Ctrl-C is not the environment's.
 RAISES = Exception, SystemExit
 KNOWN: dict[str, tuple] = {}  # interfaces by name, with the registration that each is of: a name may be registered again
@@ -153,10 +153,9 @@ def actions_of(env_id: str, space: gymnasium.Space) -> tuple[int, int | tuple[np
 
 class GymEnv(Saved):
     """N copies of a Gymnasium environment on the CPU, in place of a TensorEnv whose tensors are on `device`; environment i starts
-    from `seed` + i. `vectorization`: sync, one after the other in this process; async, each in its own process; or
-    vector_entry_point, the environment's own batched form, if it has one. Raises ValueError for an environment of another kind,
-    or a vectorization that is unknown or not supported. Everything raises EnvironmentFailed if the environment raises or exits,
-    does not follow the API, or one of its processes died."""
+    from `seed` + i. `vectorization`: sync, one after the other in this process; or async, each in its own process. Raises
+    ValueError for an environment of another kind or an unknown vectorization. Everything raises EnvironmentFailed if the
+    environment raises or exits, does not follow the API, or one of its processes died."""
 
     NAMES = ()  # no state: Gymnasium has no way to save an environment, and a resumed run starts new episodes
 
@@ -168,24 +167,16 @@ class GymEnv(Saved):
         self.discount = getattr(task_of(env_id.rpartition(":")[2]), "discount", 1.0)  # without a module to import
         self.env_id, self.num_envs, self.device, self.envs = env_id, num_envs, torch.device(device), None
         self._async = vectorization == "async"
-        next_step, kwargs = gymnasium.vector.AutoresetMode.NEXT_STEP, {}
-        if vectorization != "vector_entry_point":
-            kwargs = {"vector_kwargs": {"autoreset_mode": next_step}, "wrappers": [flat]}
+        options = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
         try:
             with children_ignore_interrupts() if self._async else contextlib.nullcontext():
-                self.envs = gymnasium.make_vec(env_id, num_envs, vectorization_mode=vectorization, **kwargs)
+                self.envs = gymnasium.make_vec(
+                    env_id, num_envs, vectorization_mode=vectorization, vector_kwargs=options, wrappers=[flat]
+                )
         except RAISES as error:
-            if not (vectorization == "vector_entry_point" and isinstance(error, gymnasium.error.Error)):
-                raise failure(env_id, error) from error
-        space = getattr(self.envs, "single_observation_space", None)  # not flattened in the environment's own form
-        other = space is not None and not isinstance(space, Box)
-        if not self.envs or self.envs.metadata.get("autoreset_mode") != next_step or other:
-            self.close()
-            what = f"which {env_id} does not support with NEXT_STEP autoreset and a Box of observations"
-            raise ValueError(f"vectorization is {vectorization!r}, {what}: choose sync or async")
+            raise failure(env_id, error) from error
         with self._guarded():
             obs, _ = self.envs.reset(seed=seed)
-            require("obs", obs, (num_envs, len(self.bounds[0])))
         self.obs = self._tensor(obs, torch.float32)
         self.done = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
 
@@ -206,9 +197,6 @@ class GymEnv(Saved):
             actions = (low + (actions.clip(-1, 1) + 1) / 2 * (high - low)).astype(low.dtype).clip(low, high)
         with self._guarded():
             obs, reward, terminated, truncated, _ = self.envs.step(actions)
-            require("obs", obs, (self.num_envs, len(self.bounds[0])))
-            for name, array in {"reward": reward, "terminated": terminated, "truncated": truncated}.items():
-                require(name, array, (self.num_envs,))
         live = ~self.done  # a step that resets has no reward and no end, whatever the environment returns
         self.obs = self._tensor(obs, torch.float32)
         terminated, truncated = (self._tensor(flag, torch.bool) & live for flag in (terminated, truncated))

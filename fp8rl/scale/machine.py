@@ -29,7 +29,6 @@ from . import fused, graphs, hardware, ranks
 from .around import Unpacked
 from .gym import GymEnv
 from .normalized import Following, Normalized
-from .quantization import Recorded
 from .recurrent import Recurrent
 from .storage import StoredRing
 
@@ -45,9 +44,8 @@ class Machine:
     # Folder to store the replay ring in, instead of memory. If it already holds a ring of the same settings, that ring is
     # continued.
     memmap: str | None = None
-    # How copies of a Gymnasium environment are stepped: sync, one after the other; async, each in its own process, for slow
-    # ones; or vector_entry_point, the environment's own batched form, if it has one. None steps this package's own tensor form
-    # (tasks/), or sync if it has none.
+    # How copies of a Gymnasium environment are stepped: sync, one after the other; or async, each in its own process, for slow
+    # ones. None steps this package's own tensor form (tasks/), or sync if it has none.
     vectorization: str | None = None
     # Launch each iteration as one CUDA graph (graphs.py), where that is possible: with all parts on one GPU, in one process and
     # in the package's own environments, without normalized observations and formats.
@@ -125,8 +123,6 @@ def build(config: Config, machine: Machine = HERE, state: dict | None = None, ki
         optimizer = adam(model, settled.learning_rate, capturable=launch is not None)
     rewards = RewardScale(env.num_envs, env.device)
     learner = Learner(settled, model, learning, optimizer, rewards, group.all_reduce)
-    if learning.rules.forward:
-        learner = Recorded(learner)
     loop = unroll
     if reuses_forward(config, machine, env.num_envs):
         learner = fused.Reusing(learner, loop := fused.Reuse(model, learning))
