@@ -31,6 +31,7 @@ PLACES = ("forward", "backward", "weights", "m", "v", "root", "observations", "a
 STATE = ("weights", "m", "v", "root")
 WORDS = ("unscaled", "block", "stochastic", "stored")
 BLOCK = 32
+SLACK = 1.01  # a first step is exactly as long as the learning rate, so without it the order of roundings would decide
 NONE: dict[str, torch.Tensor] = {}
 # The fields of Config that keep weights, moments and replayed observations in one byte a number, and multiply in FP8.
 EIGHT_BIT = {"precision": "fp8", "codec": "fp8", "formats": "weights=e4m3:stochastic m=e4m3 root=e4m3"}
@@ -91,6 +92,7 @@ class Places(dict[str, PlaceFormat]):
             |m| as kept        is rounded towards 0 where it would be more than limit times the root as kept, and more than |m|
             v saturates        (it has no scale) the step is at most as long as the learning rate
         """
+        limit = SLACK * limit
         m_format = self.get("m")
         v_name = "root" if "root" in self else "v"
         v_format = self.get(v_name)
