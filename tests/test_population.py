@@ -98,7 +98,7 @@ def test_so_it_is_in_every_precision(k):
     alone, among = Population([config]), Population(thirty())
     for run in (alone, among):
         after(1, run)
-    close = config.learning_rate * 2 * 2.0**-7  # of two updates
+    close = config.settled(Cart).learning_rate * 2 * 2.0**-7  # of two updates
     torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=0, atol=close)
 
 
@@ -112,7 +112,7 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     fields |= {"lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
     configs = [small(precision, seed=seed, **fields) for seed in (1, 3, 5)]
     alone, among = Run(configs[1]), Population(configs)
-    far, near_zero = {"fp32": 5e-5, "fp16": 2e-3}.get(precision, 5e-2), 0.01 * configs[1].learning_rate
+    far, near_zero = {"fp32": 5e-5, "fp16": 2e-3}.get(precision, 5e-2), 0.01 * configs[1].settled(Cart).learning_rate
     for _ in zip(iterate(alone), iterate(among), strict=True):
         ours, theirs = (dict(model.named_parameters()) for model in (among.model.network(place(among, configs[1])), alone.model))
         for name, weight in theirs.items():
