@@ -85,7 +85,8 @@ class Places(dict[str, PlaceFormat]):
 
         Rounded each by itself, they can be a quotient that float32 never has: a root of v that has become 0, or an m that has
         been rounded up from almost 0, makes a step of thousands of learning rates. With a `limit`, as LowBitAdam has it, they are
-        rounded in view of each other; without one (populations, which show what plain rounding does) each by itself. It is the quotient |m| / sqrt(v) at which a step is as long as the learning rate, a number or [S, 1]:
+        rounded in view of each other; without one (populations, which show what plain rounding does) each by
+        itself. It is the quotient |m| / sqrt(v) at which a step is as long as the learning rate, a number or [S, 1]:
 
             v > 0              is kept as the smallest number or more, never as 0
             |m| > limit root   the root is not rounded down
