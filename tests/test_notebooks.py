@@ -23,10 +23,6 @@ def source(cell) -> str:
     return "".join(cell["source"])
 
 
-def lines(cell) -> int:
-    return sum(bool(line.strip()) for line in source(cell).splitlines())
-
-
 def tags(cell) -> list[str]:
     return cell["metadata"].get("tags", [])
 
