@@ -110,10 +110,14 @@ def test_below_the_codecs_table_every_failing_seed_is_named_and_the_control_is_j
     monkeypatch.setattr(codecs, "SEEDS", range(5000, 5003))
     plain, one, control = np.array([198.0, 199.0, 200.0]), np.array([198.0, 178.5, 182.0]), np.array([5.9, 6.0, 6.1])
     text = codecs.failures({"fp32": plain, "int8": one, codecs.CONTROL: control}, start=6.0)
-    assert "Seeds that fail: int8: 5001 at 178.50; control: int8, 128 times coarser: all 3, at 5.90 to 6.10." in text
-    assert text.endswith("The control is expected to fail in every seed, and it does.")
+    every = "control: int8, 128 times coarser: all, which end at 5.90 to 6.10."
+    assert f"Seeds that fail: int8: 5001 at 178.50; {every}" in text
+    assert text.endswith("The control is expected to fail in the median over its seeds, and it does: 3 of 3 fail.")
+    control[1] = 187.1
+    text = codecs.failures({"fp32": plain, codecs.CONTROL: control}, start=6.0)
+    assert "all but 5001 at 187.10; the others end at 5.90 to 6.10." in text and text.endswith("and it does: 2 of 3 fail.")
     text = codecs.failures({"fp32": plain, codecs.CONTROL: plain}, start=6.0)
-    assert "Seeds that fail: none." in text and text.endswith("and it does not.")
+    assert "Seeds that fail: none." in text and text.endswith("and it does not: 0 of 3 fail.")
 
 
 def test_mismatch_scores_as_the_tasks_do(monkeypatch):
