@@ -35,7 +35,7 @@ def kept(run: Run) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
-@pytest.mark.parametrize("formats", ["weights=e4m3:stochastic m=e4m3 root=e4m3", "weights=bf16"])
+@pytest.mark.parametrize("formats", ["weights=e4m3:stochastic m=e4m3 root=e4m3", "v=e5m2:stored", "weights=bf16"])
 def test_the_first_updates_are_those_of_a_population_of_one(formats, env_id):
     config = small(formats=formats, env_id=env_id, **{**SMALL, "steps": 64})
     ours, theirs = kept(trained(build(config)))["weights"], trained(Population([config])).model.theta.detach()[0]

@@ -63,10 +63,32 @@ def by_hand(text: str, theta: torch.Tensor, grads: list[torch.Tensor], rate: flo
             return torch.cat([rounded(part, kept.format) for part in parts])
         return torch.cat([scaled(part, kept.format, 32 if "block" in kept.words else None) for part in parts])
 
+    def beside(x, name, bound):
+        """The number next to each of `x`, as it is kept, up (`bound` 0) or towards 0 (1)."""
+        kept, parts = places[name], x.abs().split(SIZES)
+        noise = [torch.full_like(part, float(bound)) for part in parts]
+        if "unscaled" in kept.words:
+            found = [rounded(part, kept.format, n) for part, n in zip(parts, noise, strict=True)]
+        else:
+            block = 32 if "block" in kept.words else None
+            found = [scaled(part, kept.format, block, n) for part, n in zip(parts, noise, strict=True)]
+        return torch.cat(found).copysign(x)
+
     theta, m, v = keep(theta, "weights"), torch.zeros(9), torch.zeros(9)
     for t, grad in enumerate(grads, 1):
         m, v = torch.lerp(m, grad, 1 - 0.9), 0.999 * v + (1 - 0.999) * grad * grad
-        kept_m, kept_v = keep(m, "m"), keep(v.sqrt(), "root") ** 2 if "root" in places else keep(v, "v")
+        limit = 1.01 * (1 - 0.9**t) / (1 - 0.999**t) ** 0.5  # of |m| / sqrt(v): a step as long as the learning rate
+        second = "root" if "root" in places else "v"
+        x = v.sqrt() if second == "root" else v
+        x_kept = keep(x, second)
+        if second in places:
+            not_down = (x_kept == 0) | (m.abs() > limit * v.sqrt())
+            x_kept = torch.where(not_down, torch.maximum(x_kept, beside(x, second, 0)), x_kept)
+        kept_v = x_kept**2 if second == "root" else x_kept
+        kept_m = keep(m, "m")
+        if "m" in places:
+            too_long = kept_m.abs() > torch.maximum(m.abs(), limit * kept_v.sqrt())
+            kept_m = torch.where(too_long, beside(m, "m", 1), kept_m)
         used_m = kept_m if "m" in places and "stored" in places["m"].words else m
         of_v = places.get("v") or places.get("root")
         used_v = kept_v if of_v and "stored" in of_v.words else v

@@ -47,7 +47,7 @@ from torch._utils import _flatten_dense_tensors as flattened  # one call for all
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .places import PLACES, STATE, PlaceFormat, places_of
+from .places import PLACES, SLACK, STATE, PlaceFormat, places_of
 
 FORMATS = ("weights=bf16", "weights=bf16:stochastic", "weights=fp16", "weights=e4m3", "weights=e4m3:stochastic")
 FORMATS += ("m=bf16", "m=e4m3", "m=e4m3:unscaled", "v=bf16", "v=bf16:stochastic", "v=fp16:unscaled", "v=e5m2", "v=e4m3")
@@ -129,8 +129,16 @@ class Rows:
         self.normal = column((form.format.normal + 127 + form.scaled << 23 for form in forms), np.int32)
         self.nearest, self.random = sum("stochastic" not in form.words for form in forms), np.random.default_rng(seed)
 
-    def round(self, x: np.ndarray, least: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """The rows, float32, rounded. `least` [C, T, 1]: the largest magnitude of each whole tensor, of which `x` is a sample."""
+    def round(
+        self,
+        x: np.ndarray,
+        least: np.ndarray,
+        out: np.ndarray | None = None,
+        moments: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """The rows, float32, rounded. `least` [C, T, 1]: the largest magnitude of each whole tensor, of which `x` is a sample.
+        `moments`: of rows that are moments, rounded in view of float32's other moment as in `Places.moments`: two arrays
+        [C, T, P], of magnitudes above 0 up to which a number is not rounded down, and beyond which it is not rounded up."""
         bits = x.view(np.int32) & 0x7FFFFFFF
         top = np.maximum(bits.max(-1, keepdims=True), least.view(np.int32))
         # The scale is the smallest that brings `top` to at most the largest number. It multiplies the smallest normal number.
@@ -146,9 +154,22 @@ class Rows:
             down = np.floor(rest)
             rest -= down
             np.add(down, self.random.random(down.shape, np.float32) < rest, out=rest)
+        if moments is not None:
+            self.bound(x, out, step, *moments)
         out *= step
         np.minimum(out, self.limit, out=out)
         return np.maximum(out, -self.limit, out=out)
+
+    @staticmethod
+    def bound(x: np.ndarray, out: np.ndarray, step: np.ndarray, least: np.ndarray, most: np.ndarray) -> None:
+        """Rounds up in `out`, numbers `x` in units of `step` [C, T, P], what is below `least` or has become 0, and rounds towards
+        0 what is beyond `most`. Rows for which `least` is NaN, and those for which `most` is infinite, stay as they are."""
+        short = (np.abs(out) * step < np.abs(x)) & ((np.abs(x) < least) | ((out == 0) & (x != 0) & ~np.isnan(least)))
+        long = np.abs(out) * step > np.maximum(np.abs(x), most)
+        if short.any():
+            out[short] = np.ceil(x[short] / step[short])
+        if long.any():
+            out[long] = np.trunc(x[long] / step[long])
 
 
 class Sample:
@@ -329,6 +350,7 @@ class Watched:
         kept = [entry for text in ("m=fp32", "v=fp32") for entry in read(text, STATE)] + kept
         self.kind = np.array([STATE.index(place) for place, *_ in kept])
         self.weights, self.roots = (self.kind == 0).reshape(-1, 1, 1), np.flatnonzero(self.kind == STATE.index("root"))
+        self.in_few_bits = bool((self.kind[2:] > 0).any())  # whether any moments are kept so
         self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
         self.kept, self.versions, self.updates, self.looks = None, None, 0, Looks(self)
         self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
@@ -421,11 +443,23 @@ class Watched:
             rows *= keeps[i]
             rows += adds[i].take(kind, 0)
             rows[self.roots] = np.sqrt(rows[self.roots])
-            self.format.round(rows, self.least, out=new)
+            self.format.round(rows, self.least, new, self.bounds(rows, beta1[i], beta2[i]) if self.in_few_bits else None)
             if not all_live[i]:  # the optimizer leaves them and their moments alone
                 np.copyto(new, old, where=~live[i])
             self.window.append((update[i], live[i], readings[i]))
             self.steps += 1
+
+    def bounds(self, rows: np.ndarray, beta1, beta2) -> tuple[np.ndarray, np.ndarray]:
+        """What `Rows.round` takes as `moments`, for rows [C, T, P] of which the first two are float32's m and v."""
+        step = self.steps + 1
+        limit = SLACK * (1 - beta1**step) / np.sqrt(1 - beta2**step)  # as in Places.moments
+        m, root = np.abs(rows[0]), np.sqrt(rows[1])
+        least = np.full_like(rows, np.nan)
+        least[self.kind == STATE.index("v")] = (m / limit) ** 2
+        least[self.roots] = m / limit
+        most = np.full_like(rows, np.inf)
+        most[self.kind == STATE.index("m")] = limit * root
+        return least, most
 
     def moved(self) -> np.ndarray:
         """How far each row's weights have moved in the window, float32 [C, T, P]: those of moments by Adam's steps, without their
@@ -670,7 +704,7 @@ def verdict(place: str, windows: np.ndarray, looked: bool = False) -> tuple[floa
         kept = "roots of v" if place == "root" else place
         why = f"{kept} do not follow float32's, because their changes are too small for the format"
         if lost > 0.01:
-            why = f"{lost:.0%} of the {kept} are kept as 0" + ", and Adam then divides by eps alone" * (place != "m")
+            why = f"{lost:.0%} of the {kept} are kept as 0"
     elif looked:
         why = f"{lost:.0%} of the gradients become 0" if lost > 0.01 else "the gradients do not follow float32's"
     else:

@@ -79,22 +79,20 @@ class Places(dict[str, PlaceFormat]):
         return self["weights"].each(x, sizes, noise.get("weights")) if "weights" in self else x
 
     def moments(
-        self, first, second, sizes: list[int], noise: dict[str, torch.Tensor], limit: torch.Tensor | None = None
+        self, first, second, sizes: list[int], noise: dict[str, torch.Tensor], limit: torch.Tensor | float = math.inf
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Adam's moments [S, P] as the step takes them and as they are kept, [(m, m), (v, v)].
 
         Rounded each by itself, they can be a quotient that float32 never has: a root of v that has become 0, or an m that has
-        been rounded up from almost 0, makes a step of thousands of learning rates. With a `limit`, as LowBitAdam has it, they are
-        rounded in view of each other; without one (populations, which show what plain rounding does) each by
-        itself. It is the quotient |m| / sqrt(v) at which a step is as long as the learning rate, a number or [S, 1]:
+        been rounded up from almost 0, makes a step of thousands of learning rates. So they are rounded in view of each other.
+        `limit` is the quotient |m| / sqrt(v) at which a step is as long as the learning rate, a number or [S, 1]:
 
             v > 0              is kept as the smallest number or more, never as 0
             |m| > limit root   the root is not rounded down
             |m| as kept        is rounded towards 0 where it would be more than limit times the root as kept, and more than |m|
             v saturates        (it has no scale) the step is at most as long as the learning rate
         """
-        bounded = limit is not None
-        limit = SLACK * limit if bounded else math.inf
+        limit = SLACK * limit
         m_format = self.get("m")
         v_name = "root" if "root" in self else "v"
         v_format = self.get(v_name)
@@ -106,21 +104,19 @@ class Places(dict[str, PlaceFormat]):
         if v_format:
             x = root if v_name == "root" else second
             x_kept = v_format.each(x, sizes, noise.get(v_name))
-            if bounded:
-                x_up = v_format.each(x, sizes, torch.zeros_like(x))  # noise of 0 rounds up
-                x_kept = torch.where((x_kept == 0) | (m > limit * root), torch.maximum(x_kept, x_up), x_kept)
+            x_up = v_format.each(x, sizes, torch.zeros_like(x))  # noise of 0 rounds up
+            x_kept = torch.where((x_kept == 0) | (m > limit * root), torch.maximum(x_kept, x_up), x_kept)
             second_kept = x_kept.square() if v_name == "root" else x_kept  # exact up to 11 bits of mantissa
             root_kept = x_kept if v_name == "root" else x_kept.sqrt()
-            if bounded and not v_format.scaled:
+            if not v_format.scaled:
                 saturates = x > v_format.format.largest
                 second_step = torch.where(saturates, torch.maximum(second, (m / limit).square()), second)
         first_kept = first
         if m_format:
             first_kept = m_format.each(first, sizes, noise.get("m"))
-            if bounded:
-                most = torch.maximum(m, limit * root_kept)
-                down = m_format.each(m, sizes, torch.ones_like(m)).copysign(first)  # noise of 1 rounds down
-                first_kept = torch.where(first_kept.abs() > most, down, first_kept)
+            most = torch.maximum(m, limit * root_kept)
+            down = m_format.each(m, sizes, torch.ones_like(m)).copysign(first)  # noise of 1 rounds down
+            first_kept = torch.where(first_kept.abs() > most, down, first_kept)
         first_step = first_kept if m_format and "stored" in m_format.words else first
         second_step = second_kept if v_format and "stored" in v_format.words else second_step
         return [(first_step, first_kept), (second_step, second_kept)]

@@ -353,6 +353,7 @@ class Adam(Saved):
         taken, steps = takes.float(), self.count.clamp(min=1)  # before an agent's first step it would divide by 0
         size = (1 - 0.9**steps).reciprocal() * self.rate * taken
         keep, add, root = 1 - (1 - 0.999) * taken, (1 - 0.9) * taken, (1 - 0.999**steps).sqrt()
+        limit = (1 - 0.9**steps) / root  # of |m| / sqrt(v), where the step is as long as the learning rate
         rests = None if takes.device.type == rng.HOST and takes.all() else ~takes
         for agents, places in self.parts:
             g = grad[agents] * factor[agents]
@@ -363,7 +364,7 @@ class Adam(Saved):
             if places.noisy:
                 begun = self.count[agents] - taken[agents]
                 noise = noises(places, self.seeds[agents], begun, grad.shape[1], grad.device)
-            (first, first_kept), (second, second_kept) = places.moments(first, second, self.sizes, noise)
+            (first, first_kept), (second, second_kept) = places.moments(first, second, self.sizes, noise, limit[agents])
             theta = self.theta[agents].addcdiv_(first * size[agents], second.sqrt().div_(root[agents]).add_(1e-5), value=-1)
             if places:
                 theta.copy_(places.weights(theta, self.sizes, noise))
