@@ -454,6 +454,8 @@ def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent(eps):
     gradients = falls_silent(2_000, 0, 200)
     assert longest_step(gradients, 1e-8) == pytest.approx(1, abs=0.01)
     assert longest_step(gradients, eps, m="e4m3", root="e4m3") < 1.25
+    control = longest_step(gradients, eps, m="e4m3:independent", root="e4m3:independent")
+    assert control > (2 if eps == 1e-5 else 100)
 
 
 WORDS = st.sampled_from(["", ":block", ":unscaled", ":stochastic", ":unscaled:stochastic", ":block:stochastic", ":stored"])

@@ -20,6 +20,7 @@ STEP = {"v": "v=e4m3:stored", "before": "v=e4m3", "root": "root=e4m3:stored", "m
 STEP |= {
     "unscaled": "v=e5m2:unscaled:stored",
     "block": "m=e4m3:block:stored",
+    "independent": "m=e3m2:stored:independent v=e4m3:unscaled:stored:independent",
     "weights": "weights=e4m3",
     "all": "weights=e3m2 m=e4m3",
 }
@@ -30,8 +31,9 @@ def test_bad_places_are_refused():
         ("w=e4m3", "formats has the place 'w': choose from forward, backward"),
         ("v", "formats has 'v': format is '': use"),
         ("v=e0m3", "formats has 'v=e0m3': format is 'e0m3': use"),
-        ("v=e4m3:loose", "formats has 'v=e4m3:loose': follow the format by any of unscaled, block, stochastic, stored"),
-        ("weights=e4m3:stored", r"formats has .*stored: only m, v, root"),
+        ("v=e4m3:loose", "formats has 'v=e4m3:loose': follow the format by any of unscaled, block, stochastic, stored, ind"),
+        ("weights=e4m3:stored", r"formats has .*independent and stored: only m, v, root"),
+        ("weights=e4m3:independent", r"formats has .*independent and stored: only m, v, root"),
         ("forward=e4m3:stochastic", "formats has .*: only weights, m, v, root and targets can be stochastic"),
         ("v=e4m3 v=e5m2", "formats has v twice"),
         ("v=e4m3 root=e5m2", "formats has root twice: name each place once, and v or its root"),
@@ -77,16 +79,17 @@ def by_hand(text: str, theta: torch.Tensor, grads: list[torch.Tensor], rate: flo
     theta, m, v = keep(theta, "weights"), torch.zeros(9), torch.zeros(9)
     for t, grad in enumerate(grads, 1):
         m, v = torch.lerp(m, grad, 1 - 0.9), 0.999 * v + (1 - 0.999) * grad * grad
+        words = {name: places[name].words for name in places}
         limit = 1.01 * (1 - 0.9**t) / (1 - 0.999**t) ** 0.5  # of |m| / sqrt(v): a step as long as the learning rate
         second = "root" if "root" in places else "v"
         x = v.sqrt() if second == "root" else v
         x_kept = keep(x, second)
-        if second in places:
+        if second in places and "independent" not in words[second]:
             not_down = (x_kept == 0) | (m.abs() > limit * v.sqrt())
             x_kept = torch.where(not_down, torch.maximum(x_kept, beside(x, second, 0)), x_kept)
         kept_v = x_kept**2 if second == "root" else x_kept
         kept_m = keep(m, "m")
-        if "m" in places:
+        if "m" in places and "independent" not in words["m"]:
             too_long = kept_m.abs() > torch.maximum(m.abs(), limit * kept_v.sqrt())
             kept_m = torch.where(too_long, beside(m, "m", 1), kept_m)
         used_m = kept_m if "m" in places and "stored" in places["m"].words else m

@@ -350,7 +350,7 @@ class Watched:
         kept = [entry for text in ("m=fp32", "v=fp32") for entry in read(text, STATE)] + kept
         self.kind = np.array([STATE.index(place) for place, *_ in kept])
         self.weights, self.roots = (self.kind == 0).reshape(-1, 1, 1), np.flatnonzero(self.kind == STATE.index("root"))
-        self.in_few_bits = bool((self.kind[2:] > 0).any())  # whether any moments are kept so
+        self.bounded = np.array([not form.independent for _, form, _ in kept])  # rows that Places.moments rounds with a limit
         self.sample, self.format = Sample(self.parameters, sample, seed), Rows([form for _, form, _ in kept], seed)
         self.kept, self.versions, self.updates, self.looks = None, None, 0, Looks(self)
         self.hooks = [optimizer.register_step_pre_hook(self.before), optimizer.register_step_post_hook(self.after)]
@@ -443,7 +443,7 @@ class Watched:
             rows *= keeps[i]
             rows += adds[i].take(kind, 0)
             rows[self.roots] = np.sqrt(rows[self.roots])
-            self.format.round(rows, self.least, new, self.bounds(rows, beta1[i], beta2[i]) if self.in_few_bits else None)
+            self.format.round(rows, self.least, new, self.bounds(rows, beta1[i], beta2[i]))
             if not all_live[i]:  # the optimizer leaves them and their moments alone
                 np.copyto(new, old, where=~live[i])
             self.window.append((update[i], live[i], readings[i]))
@@ -455,10 +455,10 @@ class Watched:
         limit = SLACK * (1 - beta1**step) / np.sqrt(1 - beta2**step)  # as in Places.moments
         m, root = np.abs(rows[0]), np.sqrt(rows[1])
         least = np.full_like(rows, np.nan)
-        least[self.kind == STATE.index("v")] = (m / limit) ** 2
-        least[self.roots] = m / limit
+        least[self.bounded & (self.kind == STATE.index("v"))] = (m / limit) ** 2
+        least[self.bounded & (self.kind == STATE.index("root"))] = m / limit
         most = np.full_like(rows, np.inf)
-        most[self.kind == STATE.index("m")] = limit * root
+        most[self.bounded & (self.kind == STATE.index("m"))] = limit * root
         return least, most
 
     def moved(self) -> np.ndarray:
@@ -704,7 +704,7 @@ def verdict(place: str, windows: np.ndarray, looked: bool = False) -> tuple[floa
         kept = "roots of v" if place == "root" else place
         why = f"{kept} do not follow float32's, because their changes are too small for the format"
         if lost > 0.01:
-            why = f"{lost:.0%} of the {kept} are kept as 0"
+            why = f"{lost:.0%} of the {kept} are kept as 0" + ", and Adam then divides by eps alone" * (place != "m")
     elif looked:
         why = f"{lost:.0%} of the gradients become 0" if lost > 0.01 else "the gradients do not follow float32's"
     else:

@@ -16,9 +16,10 @@ update takes its step in float32 from what is stored, and rounds the result. A f
     block        a scale for each 32 numbers instead
     stochastic   round up or down at random so that the mean is right; otherwise to the nearest
     stored       (m, v, root) take Adam's step from the moments as they were stored; otherwise it is taken just before
+    independent  (m, v, root) round without regard to the other moment, as most low-bit optimizers do; otherwise m and v are
+                 rounded so that no step becomes much longer than float32's (`Places.moments`)
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ from .formats import Format, format_of, rounded, scaled
 
 PLACES = ("forward", "backward", "weights", "m", "v", "root", "observations", "acting", "targets")
 STATE = ("weights", "m", "v", "root")
-WORDS = ("unscaled", "block", "stochastic", "stored")
+WORDS = ("unscaled", "block", "stochastic", "stored", "independent")
+OF_MOMENTS = {"stored", "independent"}  # words that only m, v and root can have
 BLOCK = 32
 SLACK = 1.01  # a first step is exactly as long as the learning rate, so without it the order of roundings would decide
 NONE: dict[str, torch.Tensor] = {}
@@ -47,6 +49,11 @@ class PlaceFormat(NamedTuple):
     def scaled(self) -> bool:
         """Whether there is a scale. With 8 exponent bits, as many as float32 has, it would do nothing."""
         return "unscaled" not in self.words and self.format.exponent < 8
+
+    @property
+    def independent(self) -> bool:
+        """Whether a moment of Adam is rounded without regard to the other one."""
+        return "independent" in self.words
 
     @property
     def block(self) -> bool:
@@ -79,7 +86,7 @@ class Places(dict[str, PlaceFormat]):
         return self["weights"].each(x, sizes, noise.get("weights")) if "weights" in self else x
 
     def moments(
-        self, first, second, sizes: list[int], noise: dict[str, torch.Tensor], limit: torch.Tensor | float = math.inf
+        self, first, second, sizes: list[int], noise: dict[str, torch.Tensor], limit: torch.Tensor | float
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Adam's moments [S, P] as the step takes them and as they are kept, [(m, m), (v, v)].
 
@@ -91,6 +98,8 @@ class Places(dict[str, PlaceFormat]):
             |m| > limit root   the root is not rounded down
             |m| as kept        is rounded towards 0 where it would be more than limit times the root as kept, and more than |m|
             v saturates        (it has no scale) the step is at most as long as the learning rate
+
+        A moment that is `independent` is rounded by itself.
         """
         limit = SLACK * limit
         m_format = self.get("m")
@@ -104,19 +113,21 @@ class Places(dict[str, PlaceFormat]):
         if v_format:
             x = root if v_name == "root" else second
             x_kept = v_format.each(x, sizes, noise.get(v_name))
-            x_up = v_format.each(x, sizes, torch.zeros_like(x))  # noise of 0 rounds up
-            x_kept = torch.where((x_kept == 0) | (m > limit * root), torch.maximum(x_kept, x_up), x_kept)
+            if not v_format.independent:
+                x_up = v_format.each(x, sizes, torch.zeros_like(x))  # noise of 0 rounds up
+                x_kept = torch.where((x_kept == 0) | (m > limit * root), torch.maximum(x_kept, x_up), x_kept)
             second_kept = x_kept.square() if v_name == "root" else x_kept  # exact up to 11 bits of mantissa
             root_kept = x_kept if v_name == "root" else x_kept.sqrt()
-            if not v_format.scaled:
+            if not (v_format.independent or v_format.scaled):
                 saturates = x > v_format.format.largest
                 second_step = torch.where(saturates, torch.maximum(second, (m / limit).square()), second)
         first_kept = first
         if m_format:
             first_kept = m_format.each(first, sizes, noise.get("m"))
-            most = torch.maximum(m, limit * root_kept)
-            down = m_format.each(m, sizes, torch.ones_like(m)).copysign(first)  # noise of 1 rounds down
-            first_kept = torch.where(first_kept.abs() > most, down, first_kept)
+            if not m_format.independent:
+                most = torch.maximum(m, limit * root_kept)
+                down = m_format.each(m, sizes, torch.ones_like(m)).copysign(first)  # noise of 1 rounds down
+                first_kept = torch.where(first_kept.abs() > most, down, first_kept)
         first_step = first_kept if m_format and "stored" in m_format.words else first
         second_step = second_kept if v_format and "stored" in v_format.words else second_step
         return [(first_step, first_kept), (second_step, second_kept)]
@@ -133,8 +144,9 @@ def places_of(text: str, names: tuple[str, ...] = PLACES) -> Places:
             raise ValueError(f"formats has the place {name!r}: choose from {', '.join(names)}")
         if name in found or {name, *found} >= {"v", "root"}:
             raise ValueError(f"formats has {name} twice: name each place once, and v or its root")
-        if not {*words} <= {*WORDS} or ("stored" in words and name not in ("m", "v", "root")):
-            raise ValueError(f"formats has {entry!r}: follow the format by any of {', '.join(WORDS)} (stored: only m, v, root)")
+        if not {*words} <= {*WORDS} or ({*words} & OF_MOMENTS and name not in ("m", "v", "root")):
+            allowed = f"{', '.join(WORDS)} ({' and '.join(sorted(OF_MOMENTS))}: only m, v, root)"
+            raise ValueError(f"formats has {entry!r}: follow the format by any of {allowed}")
         if "stochastic" in words and name not in (*STATE, "targets"):
             raise ValueError(f"formats has {entry!r}: only {', '.join(STATE)} and targets can be stochastic")
         try:
