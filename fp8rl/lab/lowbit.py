@@ -7,6 +7,8 @@ moments there remain 1 and 2, in 16 bits 2 and 4, and 4 for each scale.
     moments    A step unpacks and updates them, uses them, and only then rounds them (as torchao's low-bit optimizers do; blocks
                with scales: Dettmers et al. 2022, arXiv:2110.02861). The root of v needs half of v's range of exponents (Bjorck
                et al. 2021, arXiv:2102.13565).
+               They are rounded so that no step becomes much longer than float32's (`Places.moments`), unless the word
+               `independent` asks for each to be rounded by itself.
     weights    A step is often far smaller than the distance from a number to the next, and rounding to the nearest would undo it.
                Stochastic rounding is right in the mean (Gupta et al. 2015, arXiv:1502.02551), without a float32 copy.
     in use     No layer computes with codes. They are unpacked into the parameters for a forward pass and until the step after
