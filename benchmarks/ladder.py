@@ -54,7 +54,7 @@ RUNGS = {
     "+ 128 steps a rollout and a slice": {"rollout_length": 128, "slice_length": 128},
     "+ batches of 1,024, 8 replayed updates": {"batch_size": 1_024, "replay_updates": 8},
     "+ 16 replayed updates": {"replay_updates": 16},
-    "+ learning rate from 0.001 linearly to 0": {"share": 0, "learning_rate": 1e-3},
+    "+ learning rate from 0.001 linearly to 0": {"share": 0, "learning_rate": None},
     "+ discount 1 - 4 / time limit, from 0.98 to 0.995": {"horizon": None, "gamma": None},
     "+ no entropy bonus for continuous actions": {"entropy_coef": None},
     "+ normalized observations, in Gymnasium": {"normalize_obs": None},

@@ -45,7 +45,11 @@ ALONE = ONE | {
 }
 LADDER = ONE | {
     "+ slices of 128 steps": {"slice_length": 128},
-    "+ one update in 16 on the new rollout, which makes it ours": {"fresh_updates": 1, "replay_updates": 15},
+    "+ one update in 16 on the new rollout, which makes it ours": {
+        "fresh_updates": 1,
+        "replay_updates": 15,
+        "learning_rate": None,  # the same number, now from the width
+    },
 }
 NO_RATIO = {"importance_correction": False}
 NO_CLIP = {"clip": None}

@@ -31,6 +31,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from .config import Config
+from .env import Cart
 from .evaluate import evaluate
 from .history import History
 from .lab import doctor
@@ -49,6 +50,7 @@ from .scale.layouts import LAYOUTS, STORES, layout_bytes
 from .scale.machine import HERE, Machine, build, maker, ring_rows
 from .scale.population import shared
 from .scale.storage import free_on_disk
+from .tasks.by_id import task_of
 from .train import Run, iterate
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print one JSON object.")]
@@ -320,8 +322,11 @@ def compare(
         suffix = "".join(f", {name} {in_words(value)}" for name, value in fields.items() if len(numbers[name]) > 1)
         arms |= comparison.arms(suffix, **fields)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
-    if twice := [arm for arm, configs in arms.items() if arm_of[configs[0]] != arm]:
-        raise ValueError(f"{twice[0]} is {arm_of[arms[twice[0]][0]]}: give each value once")
+    last_arm = {in_numbers(configs[0]): arm for arm, configs in arms.items()}  # None and the number that it stands for are one
+    for arm, configs in arms.items():
+        other = last_arm[in_numbers(configs[0])]
+        if other != arm:
+            raise ValueError(f"{arm} is {other}: give each value once")
     each = study.run if one_by_one else None
     if not one_by_one and (shapes := len(set(map(shared, arm_of)))) > 1:
         print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
@@ -336,6 +341,16 @@ def compare(
             if history.failures[0]:
                 print(f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failures[0]}", file=sys.stderr)
         write_study(folder, journal.histories, arms, comparison)
+
+
+def in_numbers(config: Config) -> Config:
+    """A config with numbers where None leaves them to the width or to a task that is known without making it."""
+    task = task_of(config.env_id) if config.env_id else Cart
+    if task:
+        return config.settled(task)
+    if config.learning_rate is None:
+        return dataclasses.replace(config, learning_rate=config.learning_rate_of_width)
+    return config
 
 
 def in_words(value: float | None) -> str:

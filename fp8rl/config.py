@@ -161,12 +161,17 @@ class Config:
         """Time steps in the replay ring: as many as `capacity` has room for, or as a run can fill."""
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
+    @property
+    def learning_rate_of_width(self) -> float:
+        """Adam's first learning rate where `learning_rate` is None."""
+        return 1e-3 * math.sqrt(64 / self.hidden_size)
+
     def settled(self, env) -> "Config":
         """The config with a number in every field whose None leaves it to the width or to the task, a TensorEnv or what has its
         attributes: `learning_rate` by the width, `gamma` by the time limit, `entropy_coef` by the kind of actions. The config
         itself keeps None, so that `dataclasses.replace` with another width or task follows it."""
         derived = {
-            "learning_rate": 1e-3 * math.sqrt(64 / self.hidden_size),
+            "learning_rate": self.learning_rate_of_width,
             "gamma": min(max(1 - 4 / env.max_steps, 0.98), 0.995),
             "entropy_coef": env.distribution.ENTROPY_COEF,
         }

@@ -191,6 +191,7 @@ BAD = {
     "learning_rate": (["study", "--learning-rate", "1e-3", "0.001"],),
     "precisions": (["study", "--precisions", "fp32", "fp32"],),
     "fp32, learning_rate None": (["study", "--precisions", "fp32", "--learning-rate", "None", "1e-3"],),
+    "fp32, gamma None": (["study", "--precisions", "fp32", "--gamma", "None", "0.98"],),
     "num_envs": (["train", "--num-envs", "-3"],),
     "capacity": (["train", "--capacity", "100"], ["study", "--num-envs", "16", "20000"]),
     "batch_size": (["train", "--batch-size", "500"],),
