@@ -34,9 +34,9 @@ PATIENCE = 20  # consecutive iterations without a finite gradient before a run g
 
 
 class Learner:
-    """Who learns: a network and what trains it. `config` has the coefficients of the loss; `rewards` is the scale of rewards in
-    it, by default one for as many environments as the first rollout that it watches has;
-    `all_reduce` and `targets_of` as in `actor_critic_loss`."""
+    """Who learns: a network and what trains it. `config` has the coefficients of the loss. `rewards` is the scale of rewards in
+    it, by default one for as many environments as the first rollout that it watches has. `all_reduce` and `targets_of` are those
+    of `actor_critic_loss`."""
 
     targets_of = staticmethod(vtrace)
 

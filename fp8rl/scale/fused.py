@@ -142,7 +142,7 @@ def alone(model: Fast, precision: str) -> SimpleNamespace | None:
 
 
 def rounds_by(layer: nn.Linear, rounding: Rounding) -> bool:
-    """Whether a layer rounds its input and weight as `rounding` does, and nobody watches it."""
+    """Whether a layer rounds its input and weight as `rounding` does."""
     if not isinstance(layer, Float8Linear):
         return rounding.weights not in (TO[E4M3], TO[E5M2])
     one_scale = layer.scales == "tensor"

@@ -31,8 +31,7 @@ def to_e5m2(x: torch.Tensor) -> torch.Tensor:
 
 # How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each matrix of finite numbers. A
 # number that is not finite makes the whole matrix NaN, where fp8.quantize makes only this number NaN: either way the agent's
-# gradient is not finite, and it takes no step. They are functions of a module:
-# copies and pickles of a network share them.
+# gradient is not finite, and it takes no step. They are functions of a module: copies and pickles of a network share them.
 TO = {torch.bfloat16: to_bfloat16, torch.float16: to_float16, fp8.E4M3: to_e4m3, fp8.E5M2: to_e5m2}
 
 
