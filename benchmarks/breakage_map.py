@@ -1,13 +1,17 @@
 """Where does learning break when numbers are kept in few bits?
 
-Each cell of the map is a place (fp8rl/lab/places.py) and a format: 32 agents that keep this place's numbers in it and everything
-else in float32, on seeds 1000 and up, on which nothing was chosen. Adam takes its steps from the moments as stored. On the cart
-a cell's score is its return minus float32's, on the linear-quadratic cart its cost divided by float32's, both seed by seed. Two
-learning rates each, which fall linearly to 0, and settings that stay the same when defaults change. A cell
+Each cell of the map is a place (fp8rl/bits/places.py) and a format: 32 agents that keep this
+place's numbers in it and everything else in float32, on seeds 1000 and up, on which nothing was
+chosen. Adam takes its steps from the moments as stored. On the cart a cell's score is its return
+minus float32's, on the linear-quadratic cart its cost divided by float32's, both seed by seed. Two
+learning rates each, which fall linearly to 0, and settings that stay the same when defaults change.
+A cell
 
-    fails               if its median agent loses more than a tenth of float32's gain, which is float32's final score minus the
-                        score before training (fp8rl/report/statistics.py)
-    equals float32      if the 95% interval of the score lies above -0.5; below 1.2 (being better is no fault)
+    fails               if its median agent loses more than a tenth of float32's gain, which is
+                        float32's final score minus the
+                        score before training (fp8rl/study/statistics.py)
+    equals float32      if the 95% interval of the score lies above -0.5; below 1.2 (being better is
+                        no fault)
     lies in between     otherwise
 
 The score before training is that of 32 agents that learn nothing, in the lines "untrained".
@@ -16,11 +20,11 @@ The score before training is that of 32 agents that learn nothing, in the lines 
     python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md
     python benchmarks/breakage_map.py verdicts benchmarks/results
 
-The second command repeats some cells, and the agent with eight bits in every place, with seeds 1000 to 1099. Both write after
-each task and learning rate. The third gives verdicts anew, from the numbers in the files of both. law.py draws the map. `--only`
-makes some places or claims again and keeps the others. The discount, 0.985 instead of 0.99, was chosen after a look at the cart's
-cells, and lines of value targets were added to the claims when the map had shown that they fail.
-"""
+The second command repeats some cells, and the agent with eight bits in every place, with seeds 1000
+to 1099. Both write after each task and learning rate. The third gives verdicts anew, from the
+numbers in the files of both. law.py draws the map. `--only` makes some places or claims again and
+keeps the others. The discount, 0.985 instead of 0.99, was chosen after a look at the cart's cells,
+and lines of value targets were added to the claims when the map had shown that they fail."""
 
 import argparse
 import collections
@@ -33,11 +37,11 @@ import torch
 from ladder import EARLIER
 from tasks import CART, LQR, above_optimum
 
+from fp8rl.bits.places import EIGHT_BIT
 from fp8rl.config import Config
-from fp8rl.lab.places import EIGHT_BIT
-from fp8rl.report import study
-from fp8rl.report.bench import origin
-from fp8rl.report.statistics import fails
+from fp8rl.study import comparison
+from fp8rl.study.statistics import fails
+from fp8rl.study.throughput import origin
 
 STEPS, SEEDS = 51_200, 32
 SETTINGS = EARLIER | {"gamma": 0.985, "lam": 0.95, "capacity": 100_000, "halved_after": 0}
@@ -80,7 +84,18 @@ CLAIMS = {
     "advantages and value targets, one bit of mantissa, stochastic": "targets=e8m1:stochastic",
     "all of it in eight bits": EIGHT_BIT,
 }
-COLUMNS = ("task", "learning_rate", "place", "format", "median", "score", "low", "high", "seeds_at_195", "verdict")
+COLUMNS = (
+    "task",
+    "learning_rate",
+    "place",
+    "format",
+    "median",
+    "score",
+    "low",
+    "high",
+    "seeds_at_195",
+    "verdict",
+)
 BASELINE, UNTRAINED = ("float32", "float32"), ("untrained", "untrained")
 VERDICTS = ("equal", "between", "fails")
 
@@ -91,7 +106,9 @@ def cells() -> dict[tuple[str, str], str]:
     for place in PLACES:
         name, *words = place.split()
         for form in (form for group in FORMATS.values() for form in group):
-            found[place, form] = f"{name}={':'.join([form, *words])}" + ":stored" * (name in ("m", "v", "root"))
+            found[place, form] = f"{name}={':'.join([form, *words])}" + ":stored" * (
+                name in ("m", "v", "root")
+            )
     return found
 
 
@@ -101,9 +118,10 @@ def measure(task: str, final_return: float) -> float:
 
 
 def verdict(task: str, median: float, plain: float, before: float, low: float, high: float) -> str:
-    """What the module's docstring says of a cell: from medians over the agents of the cell, of float32's and of agents `before`
-    training, and from the interval of the score. On the linear-quadratic cart these are costs relative to the optimum and their
-    ratio, elsewhere returns and their difference."""
+    """What the module's docstring says of a cell: from medians over the agents of the cell, of
+    float32's and of agents `before` training, and from the interval of the score. On the
+    linear-quadratic cart these are costs relative to the optimum and their ratio, elsewhere returns
+    and their difference."""
     sign = -1 if task == LQR else 1  # a cost is a negative return
     if fails(sign * median, sign * plain, sign * before):
         return "fails"
@@ -112,16 +130,30 @@ def verdict(task: str, median: float, plain: float, before: float, low: float, h
 
 
 def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dict]:
-    """Trains arms (name -> fields of Config) and returns a row of COLUMNS for each. `controls`: names of arms on other seeds."""
-    shape = SETTINGS | {"env_id": None if task == CART else task, "steps": STEPS, "eval_every": 0, "learning_rate": rate}
+    """Trains arms (name -> fields of Config) and returns a row of COLUMNS for each. `controls`:
+    names of arms on other seeds."""
+    shape = SETTINGS | {
+        "env_id": None if task == CART else task,
+        "steps": STEPS,
+        "eval_every": 0,
+        "learning_rate": rate,
+    }
     configs = {
-        name: [Config(seed=1000 + seed + seeds * (name in controls), **shape, **fields) for seed in range(seeds)]
+        name: [
+            Config(seed=1000 + seed + seeds * (name in controls), **shape, **fields)
+            for seed in range(seeds)
+        ]
         for name, fields in {BASELINE: {}, **arms}.items()
     }
     learns_nothing = {"steps": 2_048, "learning_rate": 1e-12}
-    configs[UNTRAINED] = [dataclasses.replace(config, **learns_nothing) for config in configs[BASELINE]]
-    found = dict(study.run_all([config for arm in configs.values() for config in arm]))
-    every = {name: np.array([measure(task, found[config].final_return) for config in arm]) for name, arm in configs.items()}
+    configs[UNTRAINED] = [
+        dataclasses.replace(config, **learns_nothing) for config in configs[BASELINE]
+    ]
+    found = dict(comparison.run_all([config for arm in configs.values() for config in arm]))
+    every = {
+        name: np.array([measure(task, found[config].final_return) for config in arm])
+        for name, arm in configs.items()
+    }
     shown = np.exp if task == LQR else np.asarray
     plain, before = (float(np.median(shown(every[name]))) for name in (BASELINE, UNTRAINED))
     rows = []
@@ -129,23 +161,41 @@ def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dic
         difference = scores - every[BASELINE]
         median, score, low, high = (
             float(np.median(shown(scores))),
-            *(float(shown(x)) for x in (study.iqm(difference), *study.bootstrap_interval(difference))),
+            *(
+                float(shown(x))
+                for x in (comparison.iqm(difference), *comparison.bootstrap_interval(difference))
+            ),
         )
         place, form = name if isinstance(name, tuple) else (name, "")
-        numbers = [f"{value:.4g}" if task == LQR else f"{value:.2f}" for value in (median, score, low, high)]
-        reached = int((scores >= study.THRESHOLD).sum()) if task == CART else ""
-        row = (task, f"{rate:g}", place, form, *numbers, reached, verdict(task, median, plain, before, low, high))
+        numbers = [
+            f"{value:.4g}" if task == LQR else f"{value:.2f}"
+            for value in (median, score, low, high)
+        ]
+        reached = int((scores >= comparison.THRESHOLD).sum()) if task == CART else ""
+        row = (
+            task,
+            f"{rate:g}",
+            place,
+            form,
+            *numbers,
+            reached,
+            verdict(task, median, plain, before, low, high),
+        )
         rows.append(dict(zip(COLUMNS, row, strict=True)))
     return rows
 
 
 def map_of(out: Path, only: list[str]) -> None:
-    """Trains the cells, and writes their table and how many have which verdict. `only` some places, if any are named; the
-    others are kept."""
+    """Trains the cells, and writes their table and how many have which verdict. `only` some places,
+    if any are named; the others are kept."""
     table, rows = out.with_suffix(".csv"), []
     if only:
         rows = [row for row in csv.DictReader(table.open()) if row["place"] not in only]
-    arms = {cell: {"formats": formats} for cell, formats in cells().items() if not only or cell[0] in only}
+    arms = {
+        cell: {"formats": formats}
+        for cell, formats in cells().items()
+        if not only or cell[0] in only
+    }
     for task, rates in RATES.items():
         for rate in rates:
             new = run(task, rate, arms, SEEDS)
@@ -168,21 +218,30 @@ def before_training(rows: list[dict]) -> dict[str, float]:
 
 
 def verdicts_again(folder: Path, *_) -> None:
-    """Gives verdicts anew to the lines of both tables, from the numbers in them. These are rounded, so a cell that did not fail
-    and does not fail now keeps its verdict. If the map lacks untrained agents, they are added, which takes a minute."""
+    """Gives verdicts anew to the lines of both tables, from the numbers in them. These are rounded,
+    so a cell that did not fail and does not fail now keeps its verdict. If the map lacks untrained
+    agents, they are added, which takes a minute."""
     table, claimed = folder / "breakage_map.csv", folder / "breakage_claims.md"
     rows = list(csv.DictReader(table.open()))
     if not before_training(rows):
         for task, rates in RATES.items():
-            (line,) = [row for row in run(task, rates[0], {}, SEEDS) if row["place"] == UNTRAINED[0]]
+            (line,) = [
+                row for row in run(task, rates[0], {}, SEEDS) if row["place"] == UNTRAINED[0]
+            ]
             rows += [line | {"learning_rate": f"{rate:g}"} for rate in rates]
     before = before_training(rows)
-    plain = {(row["task"], row["learning_rate"]): float(row["median"]) for row in rows if row["place"] == BASELINE[0]}
+    plain = {
+        (row["task"], row["learning_rate"]): float(row["median"])
+        for row in rows
+        if row["place"] == BASELINE[0]
+    }
     for row in rows:
         numbers = (float(row[name]) for name in ("low", "high"))
         if row["place"] != UNTRAINED[0]:
             reference = plain[row["task"], row["learning_rate"]]
-            found = verdict(row["task"], float(row["median"]), reference, before[row["task"]], *numbers)
+            found = verdict(
+                row["task"], float(row["median"]), reference, before[row["task"]], *numbers
+            )
             row["verdict"] = found if "fails" in (found, row["verdict"]) else row["verdict"]
     write(table, rows)
     summary = table.with_suffix(".md")
@@ -205,7 +264,9 @@ def counts(rows: list[dict]) -> str:
     """How many cells of each task and learning rate have which verdict."""
     lines = [f"| task | learning rate | cells | {' | '.join(VERDICTS)} |", "| --- " * 6 + "|"]
     found = collections.Counter(
-        (row["task"], row["learning_rate"], row["verdict"]) for row in rows if row["place"] not in (BASELINE[0], UNTRAINED[0])
+        (row["task"], row["learning_rate"], row["verdict"])
+        for row in rows
+        if row["place"] not in (BASELINE[0], UNTRAINED[0])
     )
     for task, rate in dict.fromkeys((task, rate) for task, rate, _ in found):
         each = [found[task, rate, verdict] for verdict in VERDICTS]
@@ -214,30 +275,48 @@ def counts(rows: list[dict]) -> str:
 
 
 def claims(out: Path, only: list[str]) -> None:
-    """Trains the cells of CLAIMS on a hundred seeds, and writes their table. `only` some of them, if any are named; the others
-    are kept."""
-    head = "| task | learning rate | kept in few bits | median | against float32, IQM [95%] | seeds at 195 | verdict |\n"
+    """Trains the cells of CLAIMS on a hundred seeds, and writes their table. `only` some of them,
+    if any are named; the others are kept."""
+    head = (
+        "| task | learning rate | kept in few bits | median | against float32, "
+        "IQM [95%] | seeds at 195 | verdict |\n"
+    )
     head += "| --- " * 7 + "|\n"
     kept = out.read_text().splitlines() if out.exists() else []
-    starts = [f"| {task} | {rate:g} | {name} |" for task in RATES for rate in RATES[task] for name in (BASELINE[0], *CLAIMS)]
+    starts = [
+        f"| {task} | {rate:g} | {name} |"
+        for task in RATES
+        for rate in RATES[task]
+        for name in (BASELINE[0], *CLAIMS)
+    ]
     table = {start: line for start in starts for line in kept if line.startswith(start)}
     chosen = {name: held for name, held in CLAIMS.items() if name in (only or CLAIMS)}
-    arms = {name: held if isinstance(held, dict) else {"formats": held} for name, held in chosen.items()}
+    arms = {
+        name: held if isinstance(held, dict) else {"formats": held} for name, held in chosen.items()
+    }
     for task, rates in RATES.items():
         for rate in rates:
             for r in run(task, rate, arms, 100, controls=[next(iter(CLAIMS))]):
                 against = f"{r['score']} [{r['low']}, {r['high']}]"
                 start = f"| {task} | {rate:g} | {r['place']} |"
-                table[start] = f"{start} {r['median']} | {against} | {r['seeds_at_195']} | {r['verdict']} |"
+                table[start] = (
+                    f"{start} {r['median']} | {against} | {r['seeds_at_195']} | {r['verdict']} |"
+                )
             text = head + "\n".join(table[start] for start in starts if start in table)
-            out.write_text(f"{text}\n\n`python benchmarks/breakage_map.py claims {out}` on {origin()}.\n")
+            out.write_text(
+                f"{text}\n\n`python benchmarks/breakage_map.py claims {out}` on {origin()}.\n"
+            )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("map", "claims", "verdicts"))
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="places of the map, or names of claims")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="places of the map, or names of claims"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)  # as every run has
-    {"map": map_of, "claims": claims, "verdicts": verdicts_again}[options.what](options.out, options.only)
+    {"map": map_of, "claims": claims, "verdicts": verdicts_again}[options.what](
+        options.out, options.only
+    )

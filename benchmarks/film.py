@@ -1,9 +1,10 @@
-"""What training does, for the first screen of the README: a film of an agent in FP8 before and after it, and how the return of
-training episodes grows in each precision.
+"""What training does, for the first screen of the README: a film of an agent in FP8 before and
+after it, and how the return of training episodes grows in each precision.
 
-Both agents of the film sample their actions, as in training, and begin at the same place. The curves are of the study's first ten
-seeds with the defaults: the mean over seeds of episodes that ended in an iteration, and over three iterations. These episodes
-begin up to 0.5 from the origin and sample their actions, so their returns are below those of evaluations.
+Both agents of the film sample their actions, as in training, and begin at the same place. The
+curves are of the study's first ten seeds with the defaults: the mean over seeds of episodes that
+ended in an iteration, and over three iterations. These episodes begin up to 0.5 from the origin and
+sample their actions, so their returns are below those of evaluations.
 
     python benchmarks/film.py benchmarks/results
 """
@@ -23,8 +24,8 @@ from speed.common import end_labels
 from torch import nn
 
 from fp8rl.config import Config
-from fp8rl.report import plot, study
-from fp8rl.tasks.single import CustomEnv
+from fp8rl.study import comparison, figures
+from fp8rl.tasks.custom_env import CustomEnv
 from fp8rl.train import Run, train
 
 SEEDS = range(5000, 5010)
@@ -50,23 +51,31 @@ def film(
     fps: int = 12,
     start: tuple[float, float] | None = None,
 ) -> bytes:
-    """An endlessly looping GIF of the first `steps` frames of an episode, or fewer if it ends, drawn by the environment's own
-    render. A policy maps an observation, float32 tensor [2], to an action. Several, by their captions, are shown one below the
-    other; then one that has left the track keeps its last picture. `start`: position and velocity to start from, instead of drawn
+    """An endlessly looping GIF of the first `steps` frames of an episode, or fewer if it ends,
+    drawn by the environment's own render. A policy maps an observation, float32 tensor [2], to an
+    action. Several, by their captions, are shown one below the other; then one that has left the
+    track keeps its last picture. `start`: position and velocity to start from, instead of drawn
     ones."""
     policies = policy if isinstance(policy, dict) else {"": policy}
-    episodes = {caption: _episode(each, start_noise, steps, seed, start) for caption, each in policies.items()}
+    episodes = {
+        caption: _episode(each, start_noise, steps, seed, start)
+        for caption, each in policies.items()
+    }
     longest, rows = max(map(len, episodes.values())), []
     for caption, frames in episodes.items():
         ended = [_captioned(frames[-1], f"{caption}: off the track")] * (longest - len(frames))
         rows.append([_captioned(frame, caption) for frame in frames] + ended)
-    first, *rest = [Image.fromarray(np.vstack(frames)).quantize(32) for frames in zip(*rows, strict=True)]
+    first, *rest = [
+        Image.fromarray(np.vstack(frames)).quantize(32) for frames in zip(*rows, strict=True)
+    ]
     file = io.BytesIO()
     first.save(file, "GIF", save_all=True, append_images=rest, duration=1000 // fps, loop=0)
     return file.getvalue()
 
 
-def _episode(policy, start_noise: float, steps: int, seed: int, start: tuple[float, float] | None) -> list[np.ndarray]:
+def _episode(
+    policy, start_noise: float, steps: int, seed: int, start: tuple[float, float] | None
+) -> list[np.ndarray]:
     env = CustomEnv(start_noise, render_mode="rgb_array")
     obs, _ = env.reset(seed=seed)
     if start is not None:
@@ -82,7 +91,9 @@ def _episode(policy, start_noise: float, steps: int, seed: int, start: tuple[flo
 def _captioned(frame: np.ndarray, caption: str) -> np.ndarray:
     """The frame with a caption in its upper left corner."""
     image = Image.fromarray(frame)
-    ImageDraw.Draw(image).text((76, 40), caption, "black", ImageFont.truetype(font_manager.findfont("DejaVu Sans"), 18))
+    ImageDraw.Draw(image).text(
+        (76, 40), caption, "black", ImageFont.truetype(font_manager.findfont("DejaVu Sans"), 18)
+    )
     return np.asarray(image)
 
 
@@ -97,7 +108,9 @@ def before_and_after() -> bytes:
 def draw(curves: dict, path: Path) -> None:
     figure = Figure(figsize=(5, 5), layout="constrained")
     ax = figure.add_subplot()
-    plot.series(ax, curves, "return of a training episode, at most 200", window=3).set(xlim=(0, Config.steps), ylim=(0, 205))
+    figures.series(ax, curves, "return of a training episode, at most 200", window=3).set(
+        xlim=(0, Config.steps), ylim=(0, 205)
+    )
     ax.set_title(f"four precisions learn alike: mean of {len(SEEDS)} seeds", fontsize=11)
     end_labels(ax, size=11)
     figure.savefig(path, dpi=160)
@@ -106,9 +119,15 @@ def draw(curves: dict, path: Path) -> None:
 def main(out: Path) -> None:
     torch.set_num_threads(1)  # as every run has
     (out / "film.gif").write_bytes(before_and_after())
-    configs = {name: [Config(name, seed=seed, eval_every=0) for seed in SEEDS] for name in plot.PRECISIONS}
-    found = dict(study.run_all([config for arm in configs.values() for config in arm]))
-    curves = {name: study.stack([found[config] for config in arm], "train_return") for name, arm in configs.items()}
+    configs = {
+        name: [Config(name, seed=seed, eval_every=0) for seed in SEEDS]
+        for name in figures.PRECISIONS
+    }
+    found = dict(comparison.run_all([config for arm in configs.values() for config in arm]))
+    curves = {
+        name: comparison.stack([found[config] for config in arm], "train_return")
+        for name, arm in configs.items()
+    }
     draw(curves, out / "curves.png")
 
 

@@ -1,10 +1,13 @@
-"""From which width on is FP8 faster? One square linear layer, forward and backward, in fp32, tf32, bf16 and fp8.
+"""From which width on is FP8 faster? One square linear layer, forward and backward, in fp32, tf32,
+bf16 and fp8.
 
-FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts: two readings of each tensor by
-a kernel where Triton is installed (scale/passes.py), otherwise several passes. That overhead grows with the bytes, the matmul
-with the bytes times the width. The width at which they balance is measured per batch size, and only on hardware with FP8 tensor
-cores: elsewhere the float8 numbers are multiplied in float32 and a time would be meaningless, so the script says so and writes
-nothing. Otherwise it writes fp8_layer_HARDWARE.json. A step is a CUDA graph, as in training, so that launching costs nothing.
+FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts:
+two readings of each tensor by a kernel where Triton is installed (gpu/triton_quantize.py),
+otherwise several passes. That overhead grows with the bytes, the matmul with the bytes times the
+width. The width at which they balance is measured per batch size, and only on hardware with FP8
+tensor cores: elsewhere the float8 numbers are multiplied in float32 and a time would be
+meaningless, so the script says so and writes nothing. Otherwise it writes fp8_layer_HARDWARE.json.
+A step is a CUDA graph, as in training, so that launching costs nothing.
 
     python benchmarks/fp8_layer.py [OUT]     # benchmarks/results by default
 """
@@ -17,10 +20,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fp8rl.gpu.cuda_graphs import Graphed
+from fp8rl.hardware import arithmetic, load_kernels
 from fp8rl.precision import Precision
-from fp8rl.report.bench import seconds_of
-from fp8rl.scale.graphs import Graphed
-from fp8rl.scale.hardware import arithmetic, load_kernels
+from fp8rl.study.throughput import seconds_of
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
 WIDTHS = tuple(2**n for n in range(6, 14))
@@ -28,8 +31,8 @@ BATCHES = (1024, 4096, 16384, 65536)
 
 
 def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") -> dict:
-    """For each precision a function that runs one layer forward and backward, on CUDA as a graph: name -> callable. All share one
-    input and one output gradient, which take most of the memory."""
+    """For each precision a function that runs one layer forward and backward, on CUDA as a graph:
+    name -> callable. All share one input and one output gradient, which take most of the memory."""
     x = torch.randn(batch, width, device=device, requires_grad=True)
     grad = torch.randn(batch, width, device=device)
 
@@ -50,8 +53,8 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
 
 
 def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
-    """The smallest width from which fp8 is faster than another precision at every larger width; None if it is slower at the
-    largest.
+    """The smallest width from which fp8 is faster than another precision at every larger width;
+    None if it is slower at the largest.
 
     Args:
         times: width -> precision -> seconds.
@@ -67,22 +70,38 @@ def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
 
 def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
     if not torch.cuda.is_available() or arithmetic("cuda") != "hardware":
-        print("fp8_layer skipped: it needs a CUDA device of compute capability 8.9 or higher, and there is none here")
+        print(
+            "fp8_layer skipped: it needs a CUDA device of compute capability 8.9 or higher, "
+            "and there is none here"
+        )
         return
     load_kernels("cuda")
     name = torch.cuda.get_device_name()
     path = out / f"fp8_layer_{name.replace(' ', '_')}.json"
     part = path.with_suffix(".part")
-    result = {"hardware": name, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    result = {
+        "hardware": name,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
     result |= {"seconds": {}, "break_even_width": {}}
     out.mkdir(parents=True, exist_ok=True)
     for batch in batches:
         times = result["seconds"][batch] = {}
         for width in widths:
             times[width] = seconds_of(layer_steps(width, batch), rounds=5, round_seconds=0.02)
-            part.write_text(json.dumps(result, indent=1) + "\n")  # a later, larger one may run out of memory
-        result["break_even_width"][batch] = {against: break_even(times, against) for against in PRECISIONS[:3]}
-        print(f"batch {batch}: fp8 is faster from width", result["break_even_width"][batch], flush=True)
+            part.write_text(
+                json.dumps(result, indent=1) + "\n"
+            )  # a later, larger one may run out of memory
+        result["break_even_width"][batch] = {
+            against: break_even(times, against) for against in PRECISIONS[:3]
+        }
+        print(
+            f"batch {batch}: fp8 is faster from width",
+            result["break_even_width"][batch],
+            flush=True,
+        )
     part.write_text(json.dumps(result, indent=1) + "\n")
     part.replace(path)
     print(f"results in {path}")

@@ -1,11 +1,14 @@
-"""Does anything get lost when runs and studies are killed, when two want one folder, or when a checkpoint is not what it seems?
+"""Does anything get lost when runs and studies are killed, when two want one folder, or when a
+checkpoint is not what it seems?
 
-Runs with default settings are ended at random moments (KILL, TERM and INT in turn), resumed, and compared to the same run left
-to itself, bit for bit. So are studies, whose processes must be gone two seconds after them. Two trainings, two resumptions, or a
-training and a study are started together in one folder: one must win. Checkpoints are damaged (cut short, a bit flipped, a
-pickle spliced in) or forged (pickles, modules to import, paths, sizes); each must be refused in one line or equal the original,
-and none may run code or write anything. Folders of runs, studies and rings are filled by a stranger: links, second names of
-other files, pipes, devices, garbage and forgeries under the names that commands open; nothing outside them may change.
+Runs with default settings are ended at random moments (KILL, TERM and INT in turn), resumed, and
+compared to the same run left to itself, bit for bit. So are studies, whose processes must be gone
+two seconds after them. Two trainings, two resumptions, or a training and a study are started
+together in one folder: one must win. Checkpoints are damaged (cut short, a bit flipped, a pickle
+spliced in) or forged (pickles, modules to import, paths, sizes); each must be refused in one line
+or equal the original, and none may run code or write anything. Folders of runs, studies and rings
+are filled by a stranger: links, second names of other files, pipes, devices, garbage and forgeries
+under the names that commands open; nothing outside them may change.
 
     python benchmarks/hostile.py benchmarks/results/hostile.md [--share 0.1]
 """
@@ -35,30 +38,44 @@ import psutil
 import torch
 
 from fp8rl import __main__ as cli
+from fp8rl.build import Machine, build
 from fp8rl.config import Config
+from fp8rl.disk import checkpoint
+from fp8rl.disk.mapped_ring import StoredRing
+from fp8rl.disk.run_folder import FILES, MARK, Folder, require_free
 from fp8rl.env import Cart
+from fp8rl.hardware import cores
 from fp8rl.history import History
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.report.bench import origin
-from fp8rl.report.folder import FILES, MARK, Folder, require_free
-from fp8rl.report.study import Journal
 from fp8rl.rollout import Collector
-from fp8rl.scale import checkpoint
-from fp8rl.scale.hardware import cores
-from fp8rl.scale.machine import Machine, build
-from fp8rl.scale.storage import StoredRing
+from fp8rl.study.comparison import Journal
+from fp8rl.study.throughput import origin
 from fp8rl.train import iterate, train
 
 RUN = [sys.executable, "-m", "fp8rl"]
-STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "4", "--steps", "40960", "--num-envs", "16", "8"]  # two batches
+STUDY = [
+    "study",
+    "--precisions",
+    "fp32",
+    "bf16",
+    "--seeds",
+    "4",
+    "--steps",
+    "40960",
+    "--num-envs",
+    "16",
+    "8",
+]  # two batches
 SHORT = ["train", "--steps", "10240", "--eval-episodes", "2"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 KILLS, STUDY_KILLS, TOGETHER, DAMAGES, FORGERIES, STRANGERS = 100, 20, 50, 10_000, 200, 10_000
 
 
 def start(*arguments) -> subprocess.Popen:
-    return subprocess.Popen([*RUN, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*RUN, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
 
 def weights(out: Path) -> list[torch.Tensor]:
@@ -70,8 +87,9 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 def killed(i: int, folder: Path, seconds: float, whole: list[torch.Tensor]) -> tuple[str, str]:
-    """Ends a default run at a random moment of its `seconds` of training, or in every fourth trial of the start before them,
-    resumes it (or starts it again, if it had not begun), and says what came of it."""
+    """Ends a default run at a random moment of its `seconds` of training, or in every fourth trial
+    of the start before them, resumes it (or starts it again, if it had not begun), and says what
+    came of it."""
     out, rng = folder / str(i), np.random.default_rng(i)
     number = SIGNALS[i % 3]
     process = start("train", "--out", out)
@@ -96,27 +114,40 @@ def killed(i: int, folder: Path, seconds: float, whole: list[torch.Tensor]) -> t
 
 
 def killed_study(i: int, folder: Path, seconds: float, whole: list[dict]) -> tuple[str, str]:
-    """Ends a study at a random moment, looks for its processes, calls it again and compares its results."""
+    """Ends a study at a random moment, looks for its processes, calls it again and compares its
+    results."""
     out, rng = folder / f"study{i}", np.random.default_rng(i)
     number = SIGNALS[i % 3]
     process = start(*STUDY, "--out", out)
     time.sleep(rng.uniform(0.2, 1) * seconds)
-    children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    children = (
+        psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    )
     process.send_signal(number)
     process.wait()
-    alive = [child for child in psutil.wait_procs(children, timeout=2)[1] if child.status() != psutil.STATUS_ZOMBIE]
+    alive = [
+        child
+        for child in psutil.wait_procs(children, timeout=2)[1]
+        if child.status() != psutil.STATUS_ZOMBIE
+    ]
     again = start(*STUDY, "--out", out)
     err = again.communicate()[1]
     good = again.returncode == 0 and results(out) == whole
     shutil.rmtree(out)
     fate = "equal" if good else f"NOT EQUAL: {err[-200:]}"
-    return number.name, f"{fate}, no process left" if not alive else f"{fate}, {len(alive)} PROCESSES LEFT"
+    return (
+        number.name,
+        f"{fate}, no process left" if not alive else f"{fate}, {len(alive)} PROCESSES LEFT",
+    )
 
 
 def results(out: Path) -> list[dict]:
     """A study's results but for the seconds."""
     with (out / "results.csv").open() as file:
-        return [{name: x for name, x in row.items() if "seconds" not in name} for row in csv.DictReader(file)]
+        return [
+            {name: x for name, x in row.items() if "seconds" not in name}
+            for row in csv.DictReader(file)
+        ]
 
 
 def together(i: int, folder: Path, whole: list[torch.Tensor]) -> tuple[str, str]:
@@ -224,16 +255,36 @@ def forge(path: Path, count: int) -> collections.Counter:
 
 
 SIZES = {"rollout_length": 32, "slice_length": 32, "batch_size": 32, "replay_updates": 2}
-TINY = Config(precision="fp16", steps=64, num_envs=2, capacity=100, eval_episodes=1, hidden_size=8, **SIZES)
+TINY = Config(
+    precision="fp16", steps=64, num_envs=2, capacity=100, eval_episodes=1, hidden_size=8, **SIZES
+)
 HISTORY = History()
 HISTORY.add({"iteration": 0, "steps": 32, "seconds": 0.1, "eval_return": 7.0})
 # What stands in the place of a string or number of a file.
-FORGED = ("x\n$(touch PWNED)", "../PWNED", -1, 2**70, 10**400, math.nan, -math.inf, None, [], {}, True)
+FORGED = (
+    "x\n$(touch PWNED)",
+    "../PWNED",
+    -1,
+    2**70,
+    10**400,
+    math.nan,
+    -math.inf,
+    None,
+    [],
+    {},
+    True,
+)
 
 
 def leaves(content, path: tuple = ()) -> list[tuple]:
     """Where the strings and numbers in nested containers are: keys and indices."""
-    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list | tuple) else None
+    inner = (
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content)
+        if isinstance(content, list | tuple)
+        else None
+    )
     if inner is not None:
         return [found for key, each in inner for found in leaves(each, (*path, key))]
     return [] if isinstance(content, torch.Tensor) else [path]
@@ -301,7 +352,11 @@ def fate_of(command, *arguments) -> str:
     try:
         command(*arguments)
     except (ValueError, OSError, MemoryError) as error:
-        return "refused" if "\n" not in str(error) and str(error) else f"REFUSED IN SEVERAL LINES: {error}"
+        return (
+            "refused"
+            if "\n" not in str(error) and str(error)
+            else f"REFUSED IN SEVERAL LINES: {error}"
+        )
     except Exception as error:
         return f"TRACEBACK: {error!r}"
     return "used"
@@ -319,9 +374,15 @@ def originals(root: Path) -> dict[str, dict[str, bytes]]:
         cli.write_metrics(folder, run.history, 0)
     study(root / "study")
     store(root / "ring")
-    found = {name: {path.name: path.read_bytes() for path in (root / name).iterdir()} for name in ("run", "study", "ring")}
+    found = {
+        name: {path.name: path.read_bytes() for path in (root / name).iterdir()}
+        for name in ("run", "study", "ring")
+    }
     shutil.rmtree(root)
-    return {name: found["study" if name == "study" else "ring" if "ring" in name else "run"] for name in COMMANDS}
+    return {
+        name: found["study" if name == "study" else "ring" if "ring" in name else "run"]
+        for name in COMMANDS
+    }
 
 
 def device(path: Path, outside: Path) -> None:
@@ -348,7 +409,9 @@ def spoil(path: Path, rng: np.random.Generator) -> None:
     """Writes garbage or a forgery in place of a file."""
     whole, kind = path.read_bytes() if path.exists() else b"x\ny", rng.integers(3)
     if kind == 0:
-        path.write_bytes((b"", b"[" * 10**5, b"null", b"\xff\x00", b"1" * 5000, rng.bytes(100))[rng.integers(6)])
+        path.write_bytes(
+            (b"", b"[" * 10**5, b"null", b"\xff\x00", b"1" * 5000, rng.bytes(100))[rng.integers(6)]
+        )
     elif kind == 1:
         path.write_bytes(whole[: rng.integers(len(whole) or 1)] + rng.bytes(8))
     else:
@@ -356,7 +419,8 @@ def spoil(path: Path, rng: np.random.Generator) -> None:
 
 
 def forge_file(path: Path, whole: bytes, rng: np.random.Generator) -> None:
-    """Writes a file with one of its strings or numbers forged; one that is damaged already, backwards."""
+    """Writes a file with one of its strings or numbers forged; one that is damaged already,
+    backwards."""
     value = FORGED[rng.integers(len(FORGED))]
     try:
         archive = path.name == "checkpoint.pt"
@@ -372,7 +436,12 @@ def snapshot(root: Path) -> dict:
     """Everything in a folder: path -> mode, size, time of the last change, and content."""
     found = {path: path.lstat() for path in [root, *root.rglob("*")]}
     return {
-        path: (s.st_mode, s.st_size, s.st_mtime_ns, path.read_bytes() if stat.S_ISREG(s.st_mode) else "")
+        path: (
+            s.st_mode,
+            s.st_size,
+            s.st_mtime_ns,
+            path.read_bytes() if stat.S_ISREG(s.st_mode) else "",
+        )
         for path, s in found.items()
     }
 
@@ -404,7 +473,9 @@ class Strangers:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, old)
         shutil.rmtree(self.out)
-        os.utime(self.out.parent, ns=(0, self.before[self.out.parent][2]))  # of which this has changed the time
+        os.utime(
+            self.out.parent, ns=(0, self.before[self.out.parent][2])
+        )  # of which this has changed the time
         return fate if snapshot(self.out.parent) == self.before else "CHANGED WHAT IS OUTSIDE"
 
     def fates(self, count: int) -> collections.Counter:
@@ -421,7 +492,11 @@ class Strangers:
                 path = out / (names[rng.integers(len(names))] + ".tmp" * int(rng.random() < 0.2))
                 if path.is_dir() or (path.exists() and not path.is_file()):
                     continue  # planted already
-                if rng.random() < 0.4 and not path.is_symlink() and (not path.exists() or path.stat().st_nlink == 1):
+                if (
+                    rng.random() < 0.4
+                    and not path.is_symlink()
+                    and (not path.exists() or path.stat().st_nlink == 1)
+                ):
                     spoil(path, rng)
                 else:
                     path.unlink(missing_ok=True)
@@ -434,7 +509,9 @@ class Strangers:
 
 
 def table(head: str, outcomes: collections.Counter) -> list[str]:
-    rows = [f"| {kind} | {outcome} | {count:,} |" for (kind, outcome), count in sorted(outcomes.items())]
+    rows = [
+        f"| {kind} | {outcome} | {count:,} |" for (kind, outcome), count in sorted(outcomes.items())
+    ]
     return [f"| {head} | outcome | times |", "| --- | --- | --- |", *rows, ""]
 
 
@@ -453,7 +530,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(workers) as pool:
         folder = Path(name)
         whole = list(train(build(Config()), progress=False).model.state_dict().values())
-        for job in [start("train", "--out", folder / f"whole{i}") for i in range(workers)]:  # as many as will run side by side
+        for job in [
+            start("train", "--out", folder / f"whole{i}") for i in range(workers)
+        ]:  # as many as will run side by side
             job.communicate()
         seconds = time.time() - (folder / "whole0/config.json").stat().st_mtime
         assert same(weights(folder / "whole0"), whole)
@@ -464,18 +543,29 @@ def main() -> None:
         study, seconds = results(folder / "study"), time.monotonic() - begun
         fates = [killed_study(i, folder, seconds, study) for i in range(count(STUDY_KILLS))]
         lines += table("study ended by", collections.Counter(fates))
-        short = list(train(build(Config(steps=10_240, eval_episodes=2)), progress=False).model.state_dict().values())
+        short = list(
+            train(build(Config(steps=10_240, eval_episodes=2)), progress=False)
+            .model.state_dict()
+            .values()
+        )
         fates = pool.map(lambda i: together(i, folder, short), range(3 * count(TOGETHER)))
         lines += table("started together in one folder", collections.Counter(fates))
         (folder / "inside").mkdir()
         os.chdir(folder / "inside")
-        checkpoint.save("checkpoint.pt", next(iterate(build(Config(steps=512, capacity=600, eval_episodes=1, **SIZES)))))
+        checkpoint.save(
+            "checkpoint.pt",
+            next(iterate(build(Config(steps=512, capacity=600, eval_episodes=1, **SIZES)))),
+        )
         lines += table("checkpoint damaged", damage(Path("checkpoint.pt"), count(DAMAGES)))
         lines += table("checkpoint forged", forge(Path("checkpoint.pt"), count(FORGERIES)))
-        lines += table("folder of a stranger", Strangers(folder / "strangers").fates(count(STRANGERS)))
+        lines += table(
+            "folder of a stranger", Strangers(folder / "strangers").fates(count(STRANGERS))
+        )
         assert not os.path.exists("hostile-code-ran")
         os.chdir(Path(__file__).parent.parent)
-    command = f"python benchmarks/hostile.py {options.out}" + (f" --share {options.share:g}" if options.share != 1 else "")
+    command = f"python benchmarks/hostile.py {options.out}" + (
+        f" --share {options.share:g}" if options.share != 1 else ""
+    )
     out.write_text("\n".join(lines) + f"\n`{command}` on {origin()}.\n")
     print("\n".join(lines))
 

@@ -1,14 +1,16 @@
-"""Which settings learn LunarLander, too, where the earlier defaults failed? And what do they cost the tasks that were learned?
+"""Which settings learn LunarLander, too, where the earlier defaults failed? And what do they cost
+the tasks that were learned?
 
-A ladder: each rung changes one setting of the rung before, from the earlier defaults to today's. The seeds are below 1000: this
-is where settings are chosen, not where results are reported. LunarLander-v3 trains in Gymnasium, one agent at a time, and
-needs Box2D; the other tasks train as tensors, in populations. "Held" counts seeds of CartPole as in tasks.py. Samples a step are
-the rows that updates learn from for each step of an environment, and say what an update costs.
+A ladder: each rung changes one setting of the rung before, from the earlier defaults to today's.
+The seeds are below 1000: this is where settings are chosen, not where results are reported.
+LunarLander-v3 trains in Gymnasium, one agent at a time, and needs Box2D; the other tasks train as
+tensors, in populations. "Held" counts seeds of CartPole as in tasks.py. Samples a step are the rows
+that updates learn from for each step of an environment, and say what an update costs.
 
     python benchmarks/ladder.py benchmarks/results/ladder.md
 
-Finished seeds go to a .csv beside the table, so it can be stopped at any time and goes on with those that are missing.
-"""
+Finished seeds go to a .csv beside the table, so it can be stopped at any time and goes on with
+those that are missing."""
 
 import csv
 import sys
@@ -19,8 +21,8 @@ import tasks
 import torch
 
 from fp8rl.config import Config
-from fp8rl.report import study
-from fp8rl.report.bench import origin
+from fp8rl.study import comparison
+from fp8rl.study.throughput import origin
 
 LANDER = "LunarLander-v3"
 # Seeds, steps, and the environment's time limit.
@@ -45,7 +47,8 @@ EARLIER = {  # the defaults until this ladder was climbed, which some other benc
     "halved_after": 40_000,
     "normalize_obs": False,
 }
-# The learning rate halves after a share of the training, and the horizon of the discount is half of the time limit.
+# The learning rate halves after a share of the training, and the horizon of the discount is half of
+# the time limit.
 RUNGS = {
     "the earlier defaults": EARLIER,
     "+ learning rate half after 40% of the steps": {"share": 0.4},
@@ -59,7 +62,12 @@ RUNGS = {
     "+ no entropy bonus for continuous actions": {"entropy_coef": None},
     "+ normalized observations, in Gymnasium": {"normalize_obs": None},
 }
-COLUMNS = ("settings", "samples a step", *(f"{task}, median (lowest)" for task in TASKS), "CartPole held")
+COLUMNS = (
+    "settings",
+    "samples a step",
+    *(f"{task}, median (lowest)" for task in TASKS),
+    "CartPole held",
+)
 FIELDS = ("rung", "task", "seed", "returns")
 
 
@@ -84,7 +92,9 @@ def line(rung: str, found: dict) -> str:
     """A rung's line of the table."""
     one, cells, held = configs_of(rung, LANDER)[0], [], ""
     for task, (seeds, *_) in TASKS.items():
-        scores = [np.array([tasks.score(task, x) for x in found[rung, task, seed]]) for seed in seeds]
+        scores = [
+            np.array([tasks.score(task, x) for x in found[rung, task, seed]]) for seed in seeds
+        ]
         last = np.array([each[-1] for each in scores])
         cells.append(f"{np.median(last):.2f} ({last.min():.2f})")
         if task == tasks.CARTPOLE:
@@ -104,9 +114,11 @@ def main(out: Path) -> None:
         kept.write_text(",".join(FIELDS) + "\n")
     with kept.open() as file:
         for row in csv.DictReader(file):
-            found[row["rung"], row["task"], int(row["seed"])] = [float(x) for x in row["returns"].split()]
+            found[row["rung"], row["task"], int(row["seed"])] = [
+                float(x) for x in row["returns"].split()
+            ]
     done = {config for config, where in places.items() if found.keys() >= {*where}}
-    for config, history in study.run_all(list(places), done=done):
+    for config, history in comparison.run_all(list(places), done=done):
         returns = history.evaluations()[1].tolist()
         with kept.open("a", newline="") as file:
             for where in places[config]:

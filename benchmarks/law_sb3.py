@@ -1,19 +1,22 @@
-"""Does the doctor foresee what breaks learning in somebody else's code? Stable-Baselines3's PPO, A2C, DQN, SAC and TD3.
+"""Does the doctor foresee what breaks learning in somebody else's code? Stable-Baselines3's PPO,
+A2C, DQN, SAC and TD3.
 
-As in law.py, whose definitions these are: the doctor watches one float32 agent of each algorithm, on a seed that no cell trains,
-and what it predicts is committed before anything is measured. Settings are near those of Stable-Baselines3 or its zoo, take about
-as few steps as float32 needs, and were chosen on seeds below 1000. A2C has Adam in place of RMSprop.
+As in law.py, whose definitions these are: the doctor watches one float32 agent of each algorithm,
+on a seed that no cell trains, and what it predicts is committed before anything is measured.
+Settings are near those of Stable-Baselines3 or its zoo, take about as few steps as float32 needs,
+and were chosen on seeds below 1000. A2C has Adam in place of RMSprop.
 
     python benchmarks/law_sb3.py predict benchmarks/results/law_sb3_predicted.csv
     python benchmarks/law_sb3.py measure benchmarks/results/law_sb3_measured.csv [--only SAC TD3]
     python benchmarks/law_sb3.py cost benchmarks/results/law_sb3_cost.csv
     python benchmarks/law_sb3.py table benchmarks/results/law_sb3.md
 
-A cell keeps one place of every optimizer of the algorithm in few bits: the policy's, or the actor's, the critics' and that of
-SAC's temperature. The doctor judges each optimizer on its own. The rule for the cell, fixed before anything was measured: its
-verdict is the worst of them, its p the one farthest from 1, its q the largest. Other cells keep the target networks in few bits.
-They test the doctor's rule for averages, which was chosen on the loops of planted.py; their predictions came last.
-"""
+A cell keeps one place of every optimizer of the algorithm in few bits: the policy's, or the
+actor's, the critics' and that of SAC's temperature. The doctor judges each optimizer on its own.
+The rule for the cell, fixed before anything was measured: its verdict is the worst of them, its p
+the one farthest from 1, its q the largest. Other cells keep the target networks in few bits. They
+test the doctor's rule for averages, which was chosen on the loops of planted.py; their predictions
+came last."""
 
 import argparse
 import copy
@@ -32,15 +35,16 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.noise import NormalActionNoise
 from zoo import SETTINGS, decays
 
-from fp8rl.lab import doctor
-from fp8rl.lab.lowbit import LowBitAdam
-from fp8rl.lab.places import places_of
-from fp8rl.report.bench import origin
-from fp8rl.report.statistics import is_failure
+from fp8rl.bits import doctor
+from fp8rl.bits.low_bit_adam import LowBitAdam
+from fp8rl.bits.places import places_of
+from fp8rl.study.statistics import is_failure
+from fp8rl.study.throughput import origin
 
 WATCHED, EPISODES = 900, 50
-# Two seeds for a cell, and three for A2C: float32, measured first, failed in one of its first two. PPO had two, too: with ten,
-# five cells that had lost more than a tenth lose less. So had DQN, all of whose cells had: with six, four lose less.
+# Two seeds for a cell, and three for A2C: float32, measured first, failed in one of its first two.
+# PPO had two, too: with ten, five cells that had lost more than a tenth lose less. So had DQN, all
+# of whose cells had: with six, four lose less.
 SEEDS = {"PPO": 10, "A2C": 3, "DQN": 6, "SAC": 2, "TD3": 2}
 FIRST_SEED = 9000
 # Task, steps and settings. "linear x": from x to 0 over the training.
@@ -49,7 +53,13 @@ ALGORITHMS = {
     "A2C": (
         "CartPole-v1",
         100_000,
-        {"n_envs": 8, "n_steps": 16, "gae_lambda": 0.9, "learning_rate": "linear 4e-3", "use_rms_prop": False},
+        {
+            "n_envs": 8,
+            "n_steps": 16,
+            "gae_lambda": 0.9,
+            "learning_rate": "linear 4e-3",
+            "use_rms_prop": False,
+        },
     ),
     "DQN": (
         "CartPole-v1",
@@ -81,7 +91,14 @@ ALGORITHMS = {
         },
     ),
 }
-CELLS = ("weights=bf16", "weights=bf16:stochastic", "weights=e4m3", "weights=e4m3:stochastic", "m=e4m3", "m=e4m3:unscaled")
+CELLS = (
+    "weights=bf16",
+    "weights=bf16:stochastic",
+    "weights=e4m3",
+    "weights=e4m3:stochastic",
+    "m=e4m3",
+    "m=e4m3:unscaled",
+)
 CELLS += ("v=bf16", "v=e5m2", "v=e4m3", "v=e4m3:unscaled", "root=e4m3", "root=e4m3:unscaled")
 TARGETS = ("target=bf16", "target=bf16:stochastic")
 CONTROL = "control"  # float32 on other seeds: what the choice of seeds alone loses
@@ -96,14 +113,18 @@ def rate_of(algorithm: str) -> float:
 
 def model_of(algorithm: str, seed: int) -> BaseAlgorithm:
     task, _, settings = ALGORITHMS[algorithm]
-    settings = {name: decays(x) if str(x).startswith("linear ") else copy.deepcopy(x) for name, x in settings.items()}
+    settings = {
+        name: decays(x) if str(x).startswith("linear ") else copy.deepcopy(x)
+        for name, x in settings.items()
+    }
     env = make_vec_env(task, settings.pop("n_envs", 1), seed)
     return getattr(sb3, algorithm)("MlpPolicy", env, seed=seed, device="cpu", **settings)
 
 
 def keep(model: BaseAlgorithm, formats: str) -> list[LowBitAdam]:
-    """Puts a LowBitAdam of these formats in place of each Adam that the model holds in itself or in its attributes. Parameters
-    hold the numbers that are stored: after each step they are rounded."""
+    """Puts a LowBitAdam of these formats in place of each Adam that the model holds in itself or in
+    its attributes. Parameters hold the numbers that are stored: after each step they are
+    rounded."""
     found = []
     for holder in (model, *vars(model).values()):
         for name, own in list(getattr(holder, "__dict__", {}).items()):
@@ -118,7 +139,11 @@ def keep(model: BaseAlgorithm, formats: str) -> list[LowBitAdam]:
 
 def targets_of(model: BaseAlgorithm) -> list[torch.Tensor]:
     """The parameters of the target networks; none for PPO and A2C."""
-    return [p for name in ("critic_target", "actor_target", "q_net_target") for p in parameters_of(getattr(model, name, None))]
+    return [
+        p
+        for name in ("critic_target", "actor_target", "q_net_target")
+        for p in parameters_of(getattr(model, name, None))
+    ]
 
 
 def parameters_of(network: torch.nn.Module | None) -> list[torch.Tensor]:
@@ -126,14 +151,22 @@ def parameters_of(network: torch.nn.Module | None) -> list[torch.Tensor]:
 
 
 def rounds_targets(model: BaseAlgorithm, form: str):
-    """A callback that rounds the target networks: it is called at every step, before the update that follows."""
+    """A callback that rounds the target networks: it is called at every step, before the update
+    that follows."""
     kept, draw = places_of(f"weights={form}")["weights"], torch.Generator().manual_seed(model.seed)
 
     def callback(_locals: dict, _globals: dict) -> bool:
         with torch.no_grad():
             for p in targets_of(model):
                 row = p.reshape(1, -1)
-                p.copy_(kept(row, torch.rand(row.shape, generator=draw) if "stochastic" in kept.words else None).view_as(p))
+                p.copy_(
+                    kept(
+                        row,
+                        torch.rand(row.shape, generator=draw)
+                        if "stochastic" in kept.words
+                        else None,
+                    ).view_as(p)
+                )
         return True
 
     return callback
@@ -142,15 +175,22 @@ def rounds_targets(model: BaseAlgorithm, form: str):
 def is_kept(optimizer: LowBitAdam) -> bool:
     """Whether the weights in use are numbers of their format."""
     rows = [p.detach().reshape(1, -1) for p in optimizer.parameters]
-    return all(torch.equal(optimizer.places.weights(x, [x.numel()]), x) for x in rows if x.isfinite().all())
+    return all(
+        torch.equal(optimizer.places.weights(x, [x.numel()]), x) for x in rows if x.isfinite().all()
+    )
 
 
 def mean_return(algorithm: str, seed: int, arm: str) -> float:
-    """What the deterministic policy earns after training, a mean of the same episodes for all; -inf if it has become NaN."""
+    """What the deterministic policy earns after training, a mean of the same episodes for all; -inf
+    if it has become NaN."""
     task, steps, _ = ALGORITHMS[algorithm]
     model = model_of(algorithm, seed)
     if arm != UNTRAINED:
-        formats = "" if arm in ("float32", CONTROL, *TARGETS) else arm + ":stored" * (not arm.startswith("weights"))
+        formats = (
+            ""
+            if arm in ("float32", CONTROL, *TARGETS)
+            else arm + ":stored" * (not arm.startswith("weights"))
+        )
         optimizers = keep(model, formats)
         try:
             model.learn(steps, rounds_targets(model, arm.split("=")[1]) if arm in TARGETS else None)
@@ -179,9 +219,19 @@ def predict(out: Path) -> None:
         model.learn(steps)
         with out.open("a", newline="") as file:
             for found in watching.report():
-                numbers, cell = (f"{x:.4g}" for x in (found.progress, found.noise, found.lost)), f"{found.place}={found.format}"
+                numbers, cell = (
+                    (f"{x:.4g}" for x in (found.progress, found.noise, found.lost)),
+                    f"{found.place}={found.format}",
+                )
                 if (algorithm, cell) not in done:
-                    row = (algorithm, rate_of(algorithm), found.optimizer, cell, *numbers, found.verdict)
+                    row = (
+                        algorithm,
+                        rate_of(algorithm),
+                        found.optimizer,
+                        cell,
+                        *numbers,
+                        found.verdict,
+                    )
                     csv.writer(file, lineterminator="\n").writerow(row)
 
 
@@ -193,8 +243,13 @@ def measure(out: Path, only: list[str]) -> None:
         for algorithm in only or ALGORITHMS:
             if arm in TARGETS and algorithm in ("PPO", "A2C"):  # which have none
                 continue
-            row = rows.setdefault((algorithm, arm), dict(zip(KEY, (algorithm, rate_of(algorithm), arm), strict=True)))
-            found, first = row.get("returns", "").split(), FIRST_SEED + SEEDS[algorithm] * (arm == CONTROL)
+            row = rows.setdefault(
+                (algorithm, arm), dict(zip(KEY, (algorithm, rate_of(algorithm), arm), strict=True))
+            )
+            found, first = (
+                row.get("returns", "").split(),
+                FIRST_SEED + SEEDS[algorithm] * (arm == CONTROL),
+            )
             for seed in range(first + len(found), first + SEEDS[algorithm]):
                 row["returns"] = " ".join([*found, f"{mean_return(algorithm, seed, arm):.6g}"])
                 found = row["returns"].split()
@@ -205,7 +260,8 @@ def measure(out: Path, only: list[str]) -> None:
 
 
 def cost(out: Path) -> None:
-    """Processor time of PPO alone and watched by a doctor, in turns. Raises AssertionError if the trained weights differ."""
+    """Processor time of PPO alone and watched by a doctor, in turns. Raises AssertionError if the
+    trained weights differ."""
     rows, weights = [], []
     for watched in (False, True) * 7:
         model = model_of("PPO", WATCHED)
@@ -221,7 +277,8 @@ def cost(out: Path) -> None:
 
 
 def combined() -> list[dict]:
-    """The prediction for each cell, from those for its optimizers: by the rule of the module's docstring."""
+    """The prediction for each cell, from those for its optimizers: by the rule of the module's
+    docstring."""
     found: dict[tuple, list] = {}
     for row in csv.DictReader((RESULTS / "law_sb3_predicted.csv").open()):
         found.setdefault(tuple(row[name] for name in KEY), []).append(row)
@@ -231,7 +288,10 @@ def combined() -> list[dict]:
         noise = max((row["noise"] for row in own), key=float)
         verdict = max((row["verdict"] for row in own), key=("fine", "unknown", "breaks").index)
         optimizer = far["optimizer"] if len(own) > 1 else ""
-        rows.append(dict(zip(KEY, key, strict=True)) | {**far, "optimizer": optimizer, "noise": noise, "verdict": verdict})
+        rows.append(
+            dict(zip(KEY, key, strict=True))
+            | {**far, "optimizer": optimizer, "noise": noise, "verdict": verdict}
+        )
     return rows
 
 
@@ -239,25 +299,56 @@ def table(out: Path) -> None:
     lost = law.losses(RESULTS / "law_sb3_measured.csv")
     bad = {key: is_failure(loss) for key, loss in lost.items()}
     rows = [row for row in combined() if law.key_of(row) in bad]
-    lines = [f"| {' | '.join(law.COLUMNS)} |", "| --- " * len(law.COLUMNS) + "|", law.line("all", rows, bad)]
+    lines = [
+        f"| {' | '.join(law.COLUMNS)} |",
+        "| --- " * len(law.COLUMNS) + "|",
+        law.line("all", rows, bad),
+    ]
     for algorithm, (task, steps, _) in ALGORITHMS.items():
         own = [row for row in rows if row["task"] == algorithm]
         if own:
-            lines.append(law.line(f"{algorithm}, {task}, {steps:,} steps, {SEEDS[algorithm]} seeds", own, bad))
+            lines.append(
+                law.line(
+                    f"{algorithm}, {task}, {steps:,} steps, {SEEDS[algorithm]} seeds", own, bad
+                )
+            )
     lines += law.intervals_and_misses(rows, bad, lost)
-    returns = {(row["task"], row["cell"]): row["returns"] for row in csv.DictReader((RESULTS / "law_sb3_measured.csv").open())}
+    returns = {
+        (row["task"], row["cell"]): row["returns"]
+        for row in csv.DictReader((RESULTS / "law_sb3_measured.csv").open())
+    }
     pairs = [
-        f"{name} {returns[name, 'float32']} and {returns[name, CONTROL]}, which is a loss of {loss:.0%}"
+        f"{name} {returns[name, 'float32']} and {returns[name, CONTROL]}, "
+        f"which is a loss of {loss:.0%}"
         for name in ALGORITHMS
         if (loss := lost.get((law.Setting(name, rate_of(name)), CONTROL))) is not None
     ]
-    lines += ["", "A cell is bad if it loses more than a tenth of float32's gain: its final score minus that before training."]
-    lines += ["", f"Returns of float32 on the cells' seeds and on as many others: {'; '.join(pairs)}."]
+    lines += [
+        "",
+        "A cell is bad if it loses more than a tenth of float32's gain: "
+        "its final score minus that before training.",
+    ]
+    lines += [
+        "",
+        f"Returns of float32 on the cells' seeds and on as many others: {'; '.join(pairs)}.",
+    ]
     costs = list(csv.DictReader((RESULTS / "law_sb3_cost.csv").open()))
-    alone, watched = (np.median([float(row["seconds"]) for row in costs if row["watched"] == flag]) for flag in "01")
-    paid = f"The doctor's cost: PPO on 50,000 steps takes {watched / alone:.2f} times the processor time with it (medians of "
-    paid += f"{len(costs) // 2} runs each, {watched:.1f} s and {alone:.1f} s), and the trained weights are the same bit for bit."
-    out.write_text("\n".join([*lines, "", paid]) + f"\n\n`python benchmarks/law_sb3.py table {out}` on {origin()}.\n")
+    alone, watched = (
+        np.median([float(row["seconds"]) for row in costs if row["watched"] == flag])
+        for flag in "01"
+    )
+    paid = (
+        f"The doctor's cost: PPO on 50,000 steps takes {watched / alone:.2f} times the "
+        "processor time with it (medians of "
+    )
+    paid += (
+        f"{len(costs) // 2} runs each, {watched:.1f} s and {alone:.1f} s), "
+        "and the trained weights are the same bit for bit."
+    )
+    out.write_text(
+        "\n".join([*lines, "", paid])
+        + f"\n\n`python benchmarks/law_sb3.py table {out}` on {origin()}.\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Loops that the doctor has not seen, with places where numbers can be kept in few bits (planted.py).
+"""Loops that the doctor has not seen, with places where numbers can be kept in few bits
+(planted.py).
 
-SAC, DQN, PPO, a regression and a recurrent network: plain PyTorch, on Gymnasium's own tasks or toy data. What is planted in one
-is written as a place of an optimizer's, "alpha.weights=bf16", or an average's, "average.target=bf16"; without a name it is that
-of all of them. Beside the doctor's places there is eps: the divisor of Adam's step.
-"""
+SAC, DQN, PPO, a regression and a recurrent network: plain PyTorch, on Gymnasium's own tasks or toy
+data. What is planted in one is written as a place of an optimizer's, "alpha.weights=bf16", or an
+average's, "average.target=bf16"; without a name it is that of all of them. Beside the doctor's
+places there is eps: the divisor of Adam's step."""
 
 import copy
 import itertools
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fp8rl.lab.doctor import AVERAGES, FORMATS, Doctor
-from fp8rl.lab.places import PlaceFormat, places_of
+from fp8rl.bits.doctor import AVERAGES, FORMATS, Doctor
+from fp8rl.bits.places import PlaceFormat, places_of
 
 
 class Kit:
@@ -38,7 +39,9 @@ class Kit:
         if (form := self.form(owner, place)) is None:
             return x
         row = x.detach().reshape(1, -1)
-        return form(row, torch.rand(row.shape, generator=self.draw) if "stochastic" in form.words else None).reshape(x.shape)
+        return form(
+            row, torch.rand(row.shape, generator=self.draw) if "stochastic" in form.words else None
+        ).reshape(x.shape)
 
     def mlp(self, owner: str, *sizes: int) -> nn.Sequential:
         """Layers of given sizes, and ReLU between them, that one of the optimizers trains."""
@@ -55,10 +58,13 @@ class Kit:
                 self.optimizers[name] = Kept(self, name, self.optimizers[name].param_groups, decay)
         if self.watch:
             formats = (*FORMATS, "v=fp16", "root=fp16")
-            self.doctor = Doctor(*self.optimizers.values(), formats=formats, names=[*self.optimizers])
+            self.doctor = Doctor(
+                *self.optimizers.values(), formats=formats, names=[*self.optimizers]
+            )
 
     def step(self, name: str, loss: Callable[[], torch.Tensor], look: bool = True) -> None:
-        """A step of an optimizer on a loss. Raises FloatingPointError if weights are then no longer finite."""
+        """A step of an optimizer on a loss. Raises FloatingPointError if weights are then no longer
+        finite."""
         if self.watch and look:
             self.doctor.look(loss, name)
         self.optimizers[name].zero_grad()
@@ -93,7 +99,9 @@ class Linear(nn.Linear):
     def forward(self, x):
         if not any(self.kit.form(self.owner, place) for place in ("forward", "backward")):
             return super().forward(x)
-        x, weight = (y + (self.kit.keep(self.owner, "forward", y) - y).detach() for y in (x, self.weight))  # straight through
+        x, weight = (
+            y + (self.kit.keep(self.owner, "forward", y) - y).detach() for y in (x, self.weight)
+        )  # straight through
         out = F.linear(x, weight, self.bias)
         if out.requires_grad:
             out.register_hook(lambda grad: self.kit.keep(self.owner, "backward", grad))
@@ -101,7 +109,8 @@ class Linear(nn.Linear):
 
 
 class Kept(torch.optim.Optimizer):
-    """Adam (Kingma and Ba 2015) or AdamW that takes its step from weights and moments as they are kept."""
+    """Adam (Kingma and Ba 2015) or AdamW that takes its step from weights and moments as they are
+    kept."""
 
     def __init__(self, kit: Kit, name: str, groups, decay: float):
         super().__init__(groups, {})
@@ -111,13 +120,19 @@ class Kept(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
-                own = self.state[p] or {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "steps": 0}
+                own = self.state[p] or {
+                    "m": torch.zeros_like(p),
+                    "v": torch.zeros_like(p),
+                    "steps": 0,
+                }
                 (beta1, beta2), rate, steps = group["betas"], group["lr"], own["steps"] + 1
                 m = self.kit.keep(self.name, "m", beta1 * own["m"] + (1 - beta1) * p.grad)
                 v = self.kit.keep(self.name, "v", beta2 * own["v"] + (1 - beta2) * p.grad.square())
                 v = self.kit.keep(self.name, "root", v.sqrt()).square()
                 self.state[p] = {"m": m, "v": v, "steps": steps}
-                divisor = self.kit.keep(self.name, "eps", (v / (1 - beta2**steps)).sqrt() + group["eps"])
+                divisor = self.kit.keep(
+                    self.name, "eps", (v / (1 - beta2**steps)).sqrt() + group["eps"]
+                )
                 new = p * (1 - rate * self.decay) - rate / (1 - beta1**steps) * m / divisor
                 p.copy_(self.kit.keep(self.name, "weights", new))
                 if not p.isfinite().all():
@@ -132,12 +147,16 @@ class Replay:
 
     def add(self, *parts) -> None:
         parts = zip(parts, self.widths, strict=True)
-        rows = torch.cat([torch.as_tensor(x, dtype=torch.float32).reshape(-1, width) for x, width in parts], 1)
+        rows = torch.cat(
+            [torch.as_tensor(x, dtype=torch.float32).reshape(-1, width) for x, width in parts], 1
+        )
         self.rows[(self.count + torch.arange(len(rows))) % len(self.rows)] = rows
         self.count += len(rows)
 
     def sample(self, batch: int) -> tuple[torch.Tensor, ...]:
-        return self.rows[torch.randint(min(self.count, len(self.rows)), (batch,))].split(self.widths, 1)
+        return self.rows[torch.randint(min(self.count, len(self.rows)), (batch,))].split(
+            self.widths, 1
+        )
 
 
 def returns(task: str, act: Callable, seed: int, episodes: int = 20) -> float:
@@ -151,11 +170,19 @@ def returns(task: str, act: Callable, seed: int, episodes: int = 20) -> float:
 
 
 def sac(kit: Kit, updates: int = 5_000) -> dict[str, float]:
-    """Soft actor-critic on Pendulum-v1, four environments and an update a step (Haarnoja et al. 2018, arXiv:1812.05905)."""
+    """Soft actor-critic on Pendulum-v1, four environments and an update a step (Haarnoja et al.
+    2018, arXiv:1812.05905)."""
     envs, replay, done = gym.make_vec("Pendulum-v1", 4), Replay(3, 1, 1, 3), np.zeros(4, bool)
-    actor, critics = kit.mlp("actor", 3, 64, 64, 2), nn.ModuleList(kit.mlp("critic", 4, 64, 64, 1) for _ in range(2))
+    actor, critics = (
+        kit.mlp("actor", 3, 64, 64, 2),
+        nn.ModuleList(kit.mlp("critic", 4, 64, 64, 1) for _ in range(2)),
+    )
     targets, log_alpha = copy.deepcopy(critics), nn.Parameter(torch.zeros(1))
-    kit.train(actor=(actor.parameters(), 1e-3), critic=(critics.parameters(), 1e-3), alpha=([log_alpha], 3e-4))
+    kit.train(
+        actor=(actor.parameters(), 1e-3),
+        critic=(critics.parameters(), 1e-3),
+        alpha=([log_alpha], 3e-4),
+    )
     follow = kit.average("target", targets.parameters(), 0.005)
 
     def policy(obs):
@@ -171,31 +198,46 @@ def sac(kit: Kit, updates: int = 5_000) -> dict[str, float]:
     for i in range(updates):
         action = policy(torch.from_numpy(obs))[0].detach() if i > 100 else 2 * torch.rand(4, 1) - 1
         new, reward, _, cut, _ = envs.step(2 * action.numpy())
-        replay.add(*(x[~done] for x in (obs, action.numpy(), reward / 8, new)))  # after an episode's end a step only resets
+        replay.add(
+            *(x[~done] for x in (obs, action.numpy(), reward / 8, new))
+        )  # after an episode's end a step only resets
         obs, done = new, cut
         if i < 100:
             continue
         s, a, r, s2 = replay.sample(128)
         with torch.no_grad():
             a2, log2 = policy(s2)
-            goal = r + 0.99 * (value(targets, s2, a2).min(-1, keepdim=True)[0] - log_alpha.exp() * log2)
+            goal = r + 0.99 * (
+                value(targets, s2, a2).min(-1, keepdim=True)[0] - log_alpha.exp() * log2
+            )
 
         def actor_loss(s=s):
             a, log = policy(s)
-            return (log_alpha.exp().detach() * log - value(critics, s, a).min(-1, keepdim=True)[0]).mean()
+            return (
+                log_alpha.exp().detach() * log - value(critics, s, a).min(-1, keepdim=True)[0]
+            ).mean()
 
-        kit.step("critic", lambda s=s, a=a, goal=goal: (value(critics, s, a) - goal).square().mean())
+        kit.step(
+            "critic", lambda s=s, a=a, goal=goal: (value(critics, s, a) - goal).square().mean()
+        )
         kit.step("actor", actor_loss)
         entropy = -policy(s)[1].detach().mean()
-        kit.step("alpha", lambda entropy=entropy: (log_alpha.exp() * (entropy + 1)).sum(), look=False)
+        kit.step(
+            "alpha", lambda entropy=entropy: (log_alpha.exp() * (entropy + 1)).sum(), look=False
+        )
         follow(critics.parameters())
     now, slow = (nn.utils.parameters_to_vector(x.parameters()).detach() for x in (critics, targets))
     found = returns("Pendulum-v1", lambda obs: 2 * actor(obs)[:, :1].tanh(), kit.seed)
-    return {"return": found, "temperature": log_alpha.exp().item(), "target's distance": float((now - slow).norm() / now.norm())}
+    return {
+        "return": found,
+        "temperature": log_alpha.exp().item(),
+        "target's distance": float((now - slow).norm() / now.norm()),
+    }
 
 
 def dqn(kit: Kit, updates: int = 8_000) -> dict[str, float]:
-    """Double DQN on CartPole-v1, eight environments and an update a step (van Hasselt et al. 2016, arXiv:1509.06461)."""
+    """Double DQN on CartPole-v1, eight environments and an update a step (van Hasselt et al. 2016,
+    arXiv:1509.06461)."""
     envs, replay, done = gym.make_vec("CartPole-v1", 8), Replay(4, 1, 1, 4, 1), np.zeros(8, bool)
     net = kit.mlp("net", 4, 64, 64, 2)
     kit.train(net=(net.parameters(), 1e-3))
@@ -203,7 +245,9 @@ def dqn(kit: Kit, updates: int = 8_000) -> dict[str, float]:
     for i in range(updates):
         kit.optimizers["net"].param_groups[0]["lr"] = 1e-3 * (1 - i / updates)
         greedy = net(torch.from_numpy(obs)).argmax(-1)
-        action = torch.where(torch.rand(8) < max(0.05, 1 - i / 1_000), torch.randint(2, (8,)), greedy).numpy()
+        action = torch.where(
+            torch.rand(8) < max(0.05, 1 - i / 1_000), torch.randint(2, (8,)), greedy
+        ).numpy()
         new, reward, ended, cut, _ = envs.step(action)
         replay.add(*(x[~done] for x in (obs, action, reward, new, ~ended)))
         obs, done = new, ended | cut
@@ -217,7 +261,8 @@ def dqn(kit: Kit, updates: int = 8_000) -> dict[str, float]:
 
 
 def ppo(kit: Kit, rate: float = 1e-3, iterations: int = 60, length: int = 128) -> dict[str, float]:
-    """PPO on CartPole-v1 (Schulman et al. 2017, arXiv:1707.06347), whose value targets are normalized by running averages."""
+    """PPO on CartPole-v1 (Schulman et al. 2017, arXiv:1707.06347), whose value targets are
+    normalized by running averages."""
     envs, done = gym.make_vec("CartPole-v1", 8), np.zeros(8, bool)
     actor, critic = kit.mlp("net", 4, 64, 64, 2), kit.mlp("net", 4, 64, 64, 1)
     kit.train(net=([*actor.parameters(), *critic.parameters()], rate))
@@ -249,13 +294,20 @@ def ppo(kit: Kit, rate: float = 1e-3, iterations: int = 60, length: int = 128) -
         for part in (part for _ in range(4) for part in torch.randperm(len(rows[0])).split(256)):
             s1, a1, before1, gain1, goal1 = (x[part] for x in rows)
             normalize((goal1.mean(0, keepdim=True), goal1.square().mean(0, keepdim=True)))
-            goal1, gain1 = (goal1 - mean) / deviation(), (gain1 - gain1.mean()) / (gain1.std() + 1e-8)
+            goal1, gain1 = (
+                (goal1 - mean) / deviation(),
+                (gain1 - gain1.mean()) / (gain1.std() + 1e-8),
+            )
 
             def loss(s=s1, a=a1, before=before1, gain=gain1, goal=goal1):
                 policy = torch.distributions.Categorical(logits=actor(s))
                 ratio = (policy.log_prob(a) - before).exp()
                 gained = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-                return (critic(s).squeeze(-1) - goal).square().mean() / 2 - gained - 0.01 * policy.entropy().mean()
+                return (
+                    (critic(s).squeeze(-1) - goal).square().mean() / 2
+                    - gained
+                    - 0.01 * policy.entropy().mean()
+                )
 
             kit.step("net", loss)
     found = returns("CartPole-v1", lambda obs: actor(obs).argmax(-1), kit.seed)
@@ -290,7 +342,9 @@ def recurrent(kit: Kit, updates: int = 1_500) -> dict[str, float]:
         return (out(h).squeeze(-1) - (x * marks).sum(1)).square().mean()
 
     def batch(size):
-        marks = torch.zeros(size, 12).scatter_(1, torch.stack((torch.randint(6, (size,)), torch.randint(6, 12, (size,))), 1), 1)
+        marks = torch.zeros(size, 12).scatter_(
+            1, torch.stack((torch.randint(6, (size,)), torch.randint(6, 12, (size,))), 1), 1
+        )
         return torch.rand(size, 12), marks
 
     for _ in range(updates):

@@ -1,14 +1,16 @@
-"""What more processes bring to one run on this machine's CPU, and one process from the forward passes that acted.
+"""What more processes bring to one run on this machine's CPU, and one process from the forward
+passes that acted.
 
-Two ways to use a second core, each against one: two ranks that share environments and learning (scale/ranks.py), and Gymnasium
-environments in processes of their own. And with many environments, a learner that goes on from the forward passes that acted
-(`reuses_forward` in scale/machine.py). Rounds alternate between what is compared; every rate is a median over them. One torch
-thread in each process. What other programs took of the processor meanwhile is written down too: it weighs on two processes more
-than on one.
+Two ways to use a second core, each against one: two ranks that share environments and learning
+(processes.py), and Gymnasium environments in processes of their own. And with many environments, a
+learner that goes on from the forward passes that acted (`reuses_forward` in build.py). Rounds
+alternate between what is compared; every rate is a median over them. One torch thread in each
+process. What other programs took of the processor meanwhile is written down too: it weighs on two
+processes more than on one.
 
-Ranks train at the config's defaults, but for the number of environments N, rollouts of 32 steps, two replayed batches as large as
-a rollout and a ring of 100 N transitions; the learner of the third table but for N and the ring. The first fifth of a run's
-iterations is left out, evaluations too.
+Ranks train at the config's defaults, but for the number of environments N, rollouts of 32 steps,
+two replayed batches as large as a rollout and a ring of 100 N transitions; the learner of the third
+table but for N and the ring. The first fifth of a run's iterations is left out, evaluations too.
 
     python benchmarks/processes.py benchmarks/results/processes.md
 """
@@ -30,16 +32,17 @@ import psutil
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 
+from fp8rl import build as composition
+from fp8rl import processes
+from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.report import bench
-from fp8rl.report.bench import origin
 from fp8rl.rollout import Collector
-from fp8rl.scale import machine, ranks
-from fp8rl.scale.gym import VECTORIZATIONS, GymEnv
-from fp8rl.scale.machine import build
+from fp8rl.study import throughput
+from fp8rl.study.throughput import origin
+from fp8rl.tasks.gymnasium_env import VECTORIZATIONS, GymEnv
 from fp8rl.train import train
 
 SIZES = {16: 150, 256: 60, 2048: 15}  # environments: iterations that are timed
@@ -66,8 +69,17 @@ class Waiting(CartPoleEnv):
 
 def config_of(num_envs: int, iterations: int, **fields) -> Config:
     length = 32
-    shape = {"num_envs": num_envs, "rollout_length": length, "slice_length": length, "batch_size": length * num_envs}
-    shape |= {"capacity": 100 * num_envs, "replay_updates": 2, "steps": length * num_envs * iterations}
+    shape = {
+        "num_envs": num_envs,
+        "rollout_length": length,
+        "slice_length": length,
+        "batch_size": length * num_envs,
+    }
+    shape |= {
+        "capacity": 100 * num_envs,
+        "replay_updates": 2,
+        "steps": length * num_envs * iterations,
+    }
     return Config(**shape | {"eval_every": 0, "eval_episodes": 1} | fields)
 
 
@@ -83,10 +95,10 @@ def serve(rank: int, size: int, port: int, jobs) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks.start()
+    processes.start()
     while config := jobs.recv():
         jobs.send(rate(train(build(config), progress=False).history))
-    ranks.stop()
+    processes.stop()
 
 
 class Group:
@@ -99,7 +111,10 @@ class Group:
             port = free.getsockname()[1]
         self.jobs, theirs = zip(*(context.Pipe() for _ in range(size)), strict=True)
         ends = enumerate(theirs)
-        self.processes = [context.Process(target=serve, args=(rank, size, port, end), daemon=True) for rank, end in ends]
+        self.processes = [
+            context.Process(target=serve, args=(rank, size, port, end), daemon=True)
+            for rank, end in ends
+        ]
         for process in self.processes:
             process.start()
 
@@ -118,18 +133,31 @@ class Group:
 
 def alternating(runs: dict, rounds: int) -> dict[object, float]:
     """Medians of functions of the round's number, after a round that does not count."""
-    results = [{name: run(number) for name, run in runs.items()} for number in range(-1, rounds)][1:]
+    results = [{name: run(number) for name, run in runs.items()} for number in range(-1, rounds)][
+        1:
+    ]
     return {name: statistics.median(result[name] for result in results) for name in runs}
 
 
 def training_tables() -> list[str]:
     one, two = Group(1), Group(2)
-    lines = ["Training, steps per second:", "", "| environments | one process | two ranks | ratio |", "| --- " * 4 + "|"]
+    lines = [
+        "Training, steps per second:",
+        "",
+        "| environments | one process | two ranks | ratio |",
+        "| --- " * 4 + "|",
+    ]
     for n, iterations in SIZES.items():
         config = config_of(n, iterations)
-        runs = {name: lambda _, g=group, c=config: g.train(c) for name, group in {"one": one, "two": two}.items()}
+        runs = {
+            name: lambda _, g=group, c=config: g.train(c)
+            for name, group in {"one": one, "two": two}.items()
+        }
         speed = alternating(runs, ROUNDS)
-        lines.append(f"| {n:,} | {speed['one']:,.0f} | {speed['two']:,.0f} | {speed['two'] / speed['one']:.2f} |")
+        lines.append(
+            f"| {n:,} | {speed['one']:,.0f} | {speed['two']:,.0f} | "
+            f"{speed['two'] / speed['one']:.2f} |"
+        )
         print(lines[-1], flush=True)
     two.close()
     one.close()
@@ -138,19 +166,36 @@ def training_tables() -> list[str]:
 
 def reusing_table() -> list[str]:
     """Training with forward passes repeated and reused, whatever `reuses_forward` says."""
-    lines = ["Training in one process, steps per second, by how the learner gets its forward passes:", ""]
-    lines += ["| environments | precision | repeated | reused | ratio | by default |", "| --- " * 6 + "|"]
+    lines = [
+        "Training in one process, steps per second, by how the learner gets its forward passes:",
+        "",
+    ]
+    lines += [
+        "| environments | precision | repeated | reused | ratio | by default |",
+        "| --- " * 6 + "|",
+    ]
     for (n, iterations), precision in itertools.product(FORWARD.items(), ("fp32", "bf16")):
-        shape = {"num_envs": n, "capacity": max(Config.capacity, 130 * n), "steps": 128 * n * iterations}
+        shape = {
+            "num_envs": n,
+            "capacity": max(Config.capacity, 130 * n),
+            "steps": 128 * n * iterations,
+        }
         config = Config(precision, eval_every=0, eval_episodes=1, **shape)
 
         def trained(_, large: float, config=config) -> float:
-            with mock.patch.object(machine, "LARGE", large):
+            with mock.patch.object(composition, "LARGE", large):
                 return rate(train(build(config), progress=False).history)
 
-        speed = alternating({large: functools.partial(trained, large=large) for large in (math.inf, 0)}, FEWER)
-        default = "reused" if machine.reuses_forward(config, machine.HERE, n) else "repeated"
-        cells = f"{speed[math.inf]:,.0f} | {speed[0]:,.0f} | {speed[0] / speed[math.inf]:.2f} | {default}"
+        speed = alternating(
+            {large: functools.partial(trained, large=large) for large in (math.inf, 0)}, FEWER
+        )
+        default = (
+            "reused" if composition.reuses_forward(config, composition.HERE, n) else "repeated"
+        )
+        cells = (
+            f"{speed[math.inf]:,.0f} | {speed[0]:,.0f} | {speed[0] / speed[math.inf]:.2f} | "
+            f"{default}"
+        )
         lines.append(f"| {n:,} | {precision} | {cells} |")
         print(lines[-1], flush=True)
     return lines
@@ -167,15 +212,22 @@ def collecting_table() -> list[str]:
     for env_id in names:
         for n in (4, 16):
             envs = {name: GymEnv(env_id, n, vectorization=name) for name in VECTORIZATIONS}
-            collectors = {name: Collector(env, model, precision, length=32) for name, env in envs.items()}
-            steps = {name: functools.partial(each.collect, model) for name, each in collectors.items()}
-            seconds = bench.seconds_of(steps, ROUNDS, 0.6, device="cpu")
+            collectors = {
+                name: Collector(env, model, precision, length=32) for name, env in envs.items()
+            }
+            steps = {
+                name: functools.partial(each.collect, model) for name, each in collectors.items()
+            }
+            seconds = throughput.seconds_of(steps, ROUNDS, 0.6, device="cpu")
             for env in envs.values():
                 env.close()
             cells = [f"{32 * n / t:,.0f} ({seconds['sync'] / t:.2f})" for t in seconds.values()]
             lines.append(f"| {env_id} | {n} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
-    kinds = f"A step of BusyCartPole sums {WORK:,} numbers more, one of WaitingCartPole sleeps {PAUSE * 1e3:g} ms more."
+    kinds = (
+        f"A step of BusyCartPole sums {WORK:,} numbers more, "
+        f"one of WaitingCartPole sleeps {PAUSE * 1e3:g} ms more."
+    )
     return [*lines, "", kinds]
 
 
@@ -188,12 +240,19 @@ def others_seconds() -> float:
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     began, before = time.perf_counter(), others_seconds()
-    collecting = collecting_table()  # first: its processes are forks, of a process that has not trained yet
+    collecting = (
+        collecting_table()
+    )  # first: its processes are forks, of a process that has not trained yet
     lines = [*training_tables(), "", *reusing_table(), "", *collecting]
     others = (others_seconds() - before) / (time.perf_counter() - began)
-    about = f"Medians of {ROUNDS} alternating rounds, of {FEWER} for forward passes; one torch thread each; "
+    about = (
+        f"Medians of {ROUNDS} alternating rounds, of {FEWER} for forward passes; "
+        "one torch thread each; "
+    )
     about += f"other programs kept {max(0, others):.2f} cores busy meanwhile"
-    out.write_text("\n".join(lines) + f"\n\n{about}. `python benchmarks/processes.py {out}` on {origin()}.\n")
+    out.write_text(
+        "\n".join(lines) + f"\n\n{about}. `python benchmarks/processes.py {out}` on {origin()}.\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Why does the published loop fail (Config.published), and which setting mends it?
 
-Three tables of the cart, thirty seeds a line: the published loop with one setting of ours; with one more on every line, up to our
-loop; and ours with one setting of the published loop. All have the same budget: as many environment steps, and an update for each
-128 of them, which for ours are 16 an iteration instead of the default 17. A batch is 64 transitions or, where a line says so,
-1,024, so samples are not the same. The steps of an update and of an evaluation are, so all are evaluated at the same moments.
+Three tables of the cart, thirty seeds a line: the published loop with one setting of ours; with one
+more on every line, up to our loop; and ours with one setting of the published loop. All have the
+same budget: as many environment steps, and an update for each 128 of them, which for ours are 16 an
+iteration instead of the default 17. A batch is 64 transitions or, where a line says so, 1,024, so
+samples are not the same. The steps of an update and of an evaluation are, so all are evaluated at
+the same moments.
 
     python benchmarks/published.py benchmarks/results/published.md
 """
@@ -16,13 +18,17 @@ import tasks
 import torch
 
 from fp8rl.config import Config
-from fp8rl.report import study
-from fp8rl.report.bench import origin
+from fp8rl.study import comparison
+from fp8rl.study.throughput import origin
 
 SEEDS = range(9000, 9030)  # the settings of the arms were tried on 100 to 115
 BUDGET = {"steps": 40_960, "eval_every": 2_048}
 LEVEL = 100  # half of what an episode can return
-MANY = {"num_envs": 16, "start_noise": 0.5, "replay_updates": 16}  # 16 times the steps an iteration, and the updates
+MANY = {
+    "num_envs": 16,
+    "start_noise": 0.5,
+    "replay_updates": 16,
+}  # 16 times the steps an iteration, and the updates
 RATIO = {"importance_correction": True}
 CLIP = {"clip": Config.clip}
 ONE = {
@@ -59,7 +65,10 @@ BACK = {
     "- PPO's clip": NO_CLIP,
     "- importance ratio and clip": NO_RATIO | NO_CLIP,
     "- bootstrap at time limits": {"bootstrap_truncation": False},
-    "- scaled rewards, normalized advantages": {"scale_rewards": False, "normalize_advantage": False},
+    "- scaled rewards, normalized advantages": {
+        "scale_rewards": False,
+        "normalize_advantage": False,
+    },
     "- entropy bonus": {"entropy_coef": 0},
     "- falling learning rate": {"anneal": False},
     "- slices: single transitions": SINGLE,
@@ -67,7 +76,14 @@ BACK = {
     "- slices: single transitions, and no clip": SINGLE | NO_CLIP,
     "- slices: single transitions, no importance ratio and no clip": SINGLE | NO_RATIO | NO_CLIP,
 }
-COLUMNS = ("settings", "seeds that reach 100", "fall below 100 later", "end below 100", "median final return", "lowest")
+COLUMNS = (
+    "settings",
+    "seeds that reach 100",
+    "fall below 100 later",
+    "end below 100",
+    "median final return",
+    "lowest",
+)
 
 
 def arms() -> dict[str, dict[str, list[Config]]]:
@@ -82,8 +98,14 @@ def arms() -> dict[str, dict[str, list[Config]]]:
         ladder[name] = published(**settings)
     first = {"the published loop": published()}
     alone = first | {name: published(**changes) for name, changes in ALONE.items()}
-    back = {"our loop": published(**settings)} | {name: published(**settings | changes) for name, changes in BACK.items()}
-    heads = "The published loop with one change:", "With one more on every line:", "Our loop with one change:"
+    back = {"our loop": published(**settings)} | {
+        name: published(**settings | changes) for name, changes in BACK.items()
+    }
+    heads = (
+        "The published loop with one change:",
+        "With one more on every line:",
+        "Our loop with one change:",
+    )
     return dict(zip(heads, (alone, first | ladder, back), strict=True))
 
 
@@ -99,10 +121,15 @@ def line(name: str, returns: np.ndarray) -> str:
 def main(out: Path) -> None:
     torch.set_num_threads(1)  # as the processes have, for the line under the tables
     tables, text = arms(), ""
-    configs = dict.fromkeys(config for lines in tables.values() for arm in lines.values() for config in arm)
-    found = dict(study.run_all(list(configs)))
+    configs = dict.fromkeys(
+        config for lines in tables.values() for arm in lines.values() for config in arm
+    )
+    found = dict(comparison.run_all(list(configs)))
     for head, lines in tables.items():
-        returns = {name: study.stack([found[config] for config in arm], "eval_return")[1] for name, arm in lines.items()}
+        returns = {
+            name: comparison.stack([found[config] for config in arm], "eval_return")[1]
+            for name, arm in lines.items()
+        }
         text += f"{head}\n\n{tasks.table(COLUMNS, [line(name, each) for name, each in returns.items()])}\n"
     out.write_text(f"{text}`python benchmarks/published.py {out}` on {origin()}.\n")
 

@@ -1,9 +1,9 @@
 """What a memory is worth where the velocity is hidden.
 
-Ten seeds of 100,000 steps each, with the defaults: a memoryless policy that sees the velocity, one that does not, and a GRU
-that does not, in fp32 and in FP8. Mean greedy returns of 100 episodes that start within 0.05 of the origin (the usual
-evaluation: there even pushing against the position alone keeps the cart close), within 0.5 (where training starts) and within
-1.0 (where it never was).
+Ten seeds of 100,000 steps each, with the defaults: a memoryless policy that sees the velocity, one
+that does not, and a GRU that does not, in fp32 and in FP8. Mean greedy returns of 100 episodes that
+start within 0.05 of the origin (the usual evaluation: there even pushing against the position alone
+keeps the cart close), within 0.5 (where training starts) and within 1.0 (where it never was).
 
     python benchmarks/recurrence.py benchmarks/results/recurrence.md
 """
@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate
-from fp8rl.report import study
-from fp8rl.report.bench import origin
-from fp8rl.scale.machine import build
+from fp8rl.study import comparison
+from fp8rl.study.throughput import origin
 from fp8rl.train import train
 
 SEEDS = range(5000, 5010)
@@ -43,16 +43,26 @@ def run(config: Config) -> list[float]:
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)  # as every run has
-    heads = [f"{name} from within {start:g}" for start in STARTS for name in ("return, IQM [95%],", "lowest seed")]
+    heads = [
+        f"{name} from within {start:g}"
+        for start in STARTS
+        for name in ("return, IQM [95%],", "lowest seed")
+    ]
     lines = [f"| arm | {' | '.join(heads)} |", "| --- " * (1 + len(heads)) + "|"]
     for arm, fields in ARMS.items():
         configs = [Config(seed=seed, eval_every=0, **fields) for seed in SEEDS]
-        finished = dict(study.run_all(configs, run=run))
+        finished = dict(comparison.run_all(configs, run=run))
         returns = np.array([finished[config] for config in configs])
-        cells = [cell for column in returns.T for cell in (study.with_interval(column), f"{column.min():.2f}")]
+        cells = [
+            cell
+            for column in returns.T
+            for cell in (comparison.with_interval(column), f"{column.min():.2f}")
+        ]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    out.write_text("\n".join(lines) + f"\n\n`python benchmarks/recurrence.py {out}` on {origin()}.\n")
+    out.write_text(
+        "\n".join(lines) + f"\n\n`python benchmarks/recurrence.py {out}` on {origin()}.\n"
+    )
 
 
 if __name__ == "__main__":

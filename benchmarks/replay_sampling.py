@@ -1,26 +1,39 @@
-"""What drawing a training batch from a replay buffer costs, beside two other libraries, and what capacity does to it.
+"""What drawing a training batch from a replay buffer costs, beside two other libraries, and what
+capacity does to it.
 
-A batch is 512 slices of 32 steps, 16,384 transitions: observations of two float32 features, action, reward, flags and behaviour
-log-probability, from 16 environments whose episodes last 200 steps. One thread. Every buffer is full. Contestants:
+A batch is 512 slices of 32 steps, 16,384 transitions: observations of two float32 features, action,
+reward, flags and behaviour log-probability, from 16 environments whose episodes last 200 steps. One
+thread. Every buffer is full. Contestants:
 
-    fp8rl      three codecs, in RAM and memory-mapped. Observations come back as float32, actions as int64.
-    TorchRL    `TensorDictReplayBuffer` over `LazyTensorStorage` or `LazyMemmapStorage`, with a `SliceSampler` and its documented
-               fast settings: `end_key` rather than `traj_key`; `cache_values=True`, which keeps the episodes' boundaries while
-               nothing is written; `compile=True` (needs a C++ compiler). `truncated_key=None` and `init_key=None` spare marks
-               that we do not make either. One dimension in which episodes lie whole, as its collectors write them with
-               `trajs_per_batch`, so a slice is consecutive memory as in ours. `strict_length=True`, its default, filters
-               nothing here. Off: `prefetch`, which takes another thread, and transforms. "No next observations" is what its
-               collectors write with `compact_obs=True`, drawn without rebuilding them. "Boundaries not cached" is what the first
+    fp8rl      three codecs, in RAM and memory-mapped. Observations come back as float32, actions as
+               int64.
+    TorchRL    `TensorDictReplayBuffer` over `LazyTensorStorage` or `LazyMemmapStorage`, with a
+               `SliceSampler` and its documented
+               fast settings: `end_key` rather than `traj_key`; `cache_values=True`, which keeps the
+               episodes' boundaries while
+               nothing is written; `compile=True` (needs a C++ compiler). `truncated_key=None` and
+               `init_key=None` spare marks
+               that we do not make either. One dimension in which episodes lie whole, as its
+               collectors write them with
+               `trajs_per_batch`, so a slice is consecutive memory as in ours. `strict_length=True`,
+               its default, filters
+               nothing here. Off: `prefetch`, which takes another thread, and transforms. "No next
+               observations" is what its
+               collectors write with `compact_obs=True`, drawn without rebuilding them. "Boundaries
+               not cached" is what the first
                draw after a write costs.
-    SB3        `ReplayBuffer` of Stable-Baselines3 has no slices and no log-probabilities: it draws 16,384 single transitions.
-               `optimize_memory_usage` stores each observation once, and refuses `handle_timeout_termination`. No fast settings
+    SB3        `ReplayBuffer` of Stable-Baselines3 has no slices and no log-probabilities: it draws
+               16,384 single transitions.
+               `optimize_memory_usage` stores each observation once, and refuses
+               `handle_timeout_termination`. No fast settings
                are documented; observations are as they are, without a `VecNormalize`.
 
 TorchRL's slices stay within an episode, ours may cross its end, where a dummy row says so.
 
-The floor is what memory alone takes: for random slices drawn beforehand, one element of every 64-byte line that they lie in, of
-each of our arrays (fp32), by `index_select`. No index is computed and nothing else is copied. The processor can wait for
-many such lines at once, for fewer when it copies everything between them: the floor is not reached by a plain gather.
+The floor is what memory alone takes: for random slices drawn beforehand, one element of every
+64-byte line that they lie in, of each of our arrays (fp32), by `index_select`. No index is computed
+and nothing else is copied. The processor can wait for many such lines at once, for fewer when it
+copies everything between them: the floor is not reached by a plain gather.
 
     python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md
 """
@@ -40,11 +53,11 @@ from stable_baselines3.common.buffers import ReplayBuffer as SB3Buffer
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
+from fp8rl.disk.mapped_ring import StoredRing
 from fp8rl.env import STATE_BOUNDS
-from fp8rl.report import bench
-from fp8rl.report.bench import origin
 from fp8rl.rollout import DUMMY, TRUNCATED, Rollout
-from fp8rl.scale.storage import StoredRing
+from fp8rl.study import throughput
+from fp8rl.study.throughput import origin
 
 SLICES, LENGTH, NUM_ENVS, EPISODE = 512, 32, 16, 200
 CAPACITIES = (10_000, 10_000_000)
@@ -66,15 +79,27 @@ def our_ring(capacity: int, **settings) -> StoredRing:
     flags = torch.zeros(shape, dtype=torch.uint8)
     flags[EPISODE - 1 :: EPISODE + 1] = TRUNCATED
     flags[EPISODE :: EPISODE + 1] = DUMMY
-    rollout = Rollout(obs, torch.randint(3, shape), torch.rand(shape), flags, torch.rand(shape).log())
+    rollout = Rollout(
+        obs, torch.randint(3, shape), torch.rand(shape), flags, torch.rand(shape).log()
+    )
     while ring.size < ring.rows - 1:
         ring.append(rollout)
     return ring
 
 
-def torchrl_buffer(capacity: int, folder: Path | None = None, cache: bool = True, compact: bool = False):
-    storage = LazyMemmapStorage(capacity, scratch_dir=folder) if folder else LazyTensorStorage(capacity)
-    fast = {"end_key": ("next", "done"), "cache_values": cache, "compile": True, "truncated_key": None, "init_key": None}
+def torchrl_buffer(
+    capacity: int, folder: Path | None = None, cache: bool = True, compact: bool = False
+):
+    storage = (
+        LazyMemmapStorage(capacity, scratch_dir=folder) if folder else LazyTensorStorage(capacity)
+    )
+    fast = {
+        "end_key": ("next", "done"),
+        "cache_values": cache,
+        "compile": True,
+        "truncated_key": None,
+        "init_key": None,
+    }
     sampler = SliceSampler(num_slices=SLICES, **fast)
     buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=SLICES * LENGTH)
     size = min(capacity, CHUNK * NUM_ENVS)
@@ -83,7 +108,11 @@ def torchrl_buffer(capacity: int, folder: Path | None = None, cache: bool = True
     following = {"reward": torch.rand(size, 1), "done": done, "terminated": torch.zeros_like(done)}
     if not compact:
         following["observation"] = observations(size)
-    now = {"observation": observations(size), "action": torch.randint(3, (size,)), "log_prob": torch.rand(size).log()}
+    now = {
+        "observation": observations(size),
+        "action": torch.randint(3, (size,)),
+        "log_prob": torch.rand(size).log(),
+    }
     data = TensorDict({**now, "next": TensorDict(following, [size])}, [size])
     for _ in range(capacity // size):
         buffer.extend(data.clone(recurse=False))  # `extend` adds a key to what it is given
@@ -97,7 +126,10 @@ def sb3_buffer(capacity: int, optimize: bool) -> SB3Buffer:
     about = {"optimize_memory_usage": optimize, "handle_timeout_termination": not optimize}
     buffer = SB3Buffer(capacity, *spaces, device="cpu", n_envs=NUM_ENVS, **about)
     obs = observations(EPISODE + 1, NUM_ENVS).numpy()
-    action, reward = np.random.randint(3, size=(EPISODE, NUM_ENVS)), np.random.rand(EPISODE, NUM_ENVS)
+    action, reward = (
+        np.random.randint(3, size=(EPISODE, NUM_ENVS)),
+        np.random.rand(EPISODE, NUM_ENVS),
+    )
     for row in itertools.cycle(range(EPISODE)):
         ends = row == EPISODE - 1
         infos = [{"TimeLimit.truncated": ends}] * NUM_ENVS
@@ -107,15 +139,20 @@ def sb3_buffer(capacity: int, optimize: bool) -> SB3Buffer:
 
 
 def floor_of(ring: StoredRing, batches: int = 128):
-    """A function that touches the memory lines of another batch at every call. Its batches outgrow the caches."""
-    starts = torch.randint(ring.size - LENGTH, (batches, SLICES)) + ring.rows * torch.randint(NUM_ENVS, (batches, SLICES))
+    """A function that touches the memory lines of another batch at every call. Its batches outgrow
+    the caches."""
+    starts = torch.randint(ring.size - LENGTH, (batches, SLICES)) + ring.rows * torch.randint(
+        NUM_ENVS, (batches, SLICES)
+    )
     touches = []
     for name, field in ring.fields.items():
         width = field[0, 0].numel()
         steps = LENGTH + (name == "obs")
         line = 64 // field.itemsize
         offsets = torch.tensor([*range(0, steps * width, line), steps * width - 1])
-        touches.append((field.flatten(), (starts.unsqueeze(1) * width + offsets.unsqueeze(-1)).flatten(1)))
+        touches.append(
+            (field.flatten(), (starts.unsqueeze(1) * width + offsets.unsqueeze(-1)).flatten(1))
+        )
     numbers = itertools.cycle(range(batches))
 
     def touch():
@@ -149,20 +186,33 @@ def contestants(capacity: int, folder: Path) -> dict:
 def report(times: dict, command: str) -> str:
     small, large = CAPACITIES
     lines = [
-        f"One batch of {SLICES} slices of {LENGTH} steps, median microseconds of {ROUNDS} alternating rounds:",
+        f"One batch of {SLICES} slices of {LENGTH} steps, "
+        f"median microseconds of {ROUNDS} alternating rounds:",
         "",
-        f"| buffer | {small:,} transitions | times ours | {large:,} transitions | times ours | large over small |",
+        f"| buffer | {small:,} transitions | times ours | {large:,} transitions | times ours "
+        "| large over small |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in [name for capacity, name in times if capacity == small]:
         a, b = times[small, name], times[large, name]
         against = f"{a / times[small, OURS]:.2f} | {b:,.0f} | {b / times[large, OURS]:.2f}"
         lines.append(f"| {name} | {a:,.0f} | {against} | {b / a:.2f} |")
-    lines += ["", f"Times ours: against {OURS}, at the same capacity. SB3 draws single transitions: it has no slices.", ""]
+    lines += [
+        "",
+        f"Times ours: against {OURS}, at the same capacity. SB3 draws single transitions: "
+        "it has no slices.",
+        "",
+    ]
     for name in (OURS, OURS.replace("RAM", "memmap")):
         more, memory = (times[large, who] - times[small, who] for who in (name, f"floor of {name}"))
-        lines.append(f"{name}: {more:+,.0f} µs from small to large; touching the memory lines alone: {memory:+,.0f} µs.\n")
-    versions = ", ".join(f"{package} {version(package)}" for package in ("torchrl", "tensordict", "stable-baselines3"))
+        lines.append(
+            f"{name}: {more:+,.0f} µs from small to large; touching the memory lines alone: "
+            f"{memory:+,.0f} µs.\n"
+        )
+    versions = ", ".join(
+        f"{package} {version(package)}"
+        for package in ("torchrl", "tensordict", "stable-baselines3")
+    )
     return "\n".join(lines) + f"\n`{command}` on {origin()}, {versions}; one thread.\n"
 
 
@@ -175,8 +225,11 @@ def main(out: Path) -> None:
             filled = contestants(capacity, Path(folder) / str(capacity))
             draws |= {(capacity, name): draw for name, draw in filled.items()}
         os.sync()  # or writing the mapped files back would run into the timing
-        seconds = bench.seconds_of(draws, ROUNDS, device="cpu")
-    text = report({key: 1e6 * value for key, value in seconds.items()}, f"python benchmarks/replay_sampling.py {out}")
+        seconds = throughput.seconds_of(draws, ROUNDS, device="cpu")
+    text = report(
+        {key: 1e6 * value for key, value in seconds.items()},
+        f"python benchmarks/replay_sampling.py {out}",
+    )
     out.write_text(text)
     print(text)
 

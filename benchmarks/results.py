@@ -1,20 +1,24 @@
-"""Makes the tables of benchmarks/README.md again, and puts each into the READMEs, between `<!-- FILE -->` and `<!-- end -->`.
+"""Makes the tables of benchmarks/README.md again, and puts each into the READMEs, between `<!--
+FILE -->` and `<!-- end -->`.
 
-    python benchmarks/results.py               # all that are stale, which takes hours; goes on after the last one when repeated
+    python benchmarks/results.py               # all that are stale, which takes hours; goes on
+                                               after the last one when repeated
     python benchmarks/results.py study speed   # these
-    python benchmarks/results.py --put         # none: puts what is there, and says above stale tables that they are
-    python benchmarks/results.py --status      # lists all; fails if README.md shows a stale one and does not say so
+    python benchmarks/results.py --put         # none: puts what is there, and says above stale
+                                               tables that they are
+    python benchmarks/results.py --status      # lists all; fails if README.md shows a stale one and
+                                               does not say so
 
-A table is fresh if the code that made it and the present code have the same fingerprint (fp8rl/report/fingerprint.py) in each of
-the parts that the table rests on (RESTS_ON): then both compute the same numbers there. A table that was made before a part was
-recorded is stale, because nobody knows what that code computed. For a table of times a fingerprint says only that the trainings
-are the same. Another order of sums, such as another processor has, is no change.
+A table is fresh if the code that made it and the present code have the same fingerprint
+(fp8rl/study/fingerprint.py) in each of the parts that the table rests on (RESTS_ON): then both
+compute the same numbers there. A table that was made before a part was recorded is stale, because
+nobody knows what that code computed. For a table of times a fingerprint says only that the
+trainings are the same. Another order of sums, such as another processor has, is no change.
 
-Fingerprints differ by kind of processor, so results/fingerprints.json has those of the present code for each kind that it ran on.
-A new kind is believed; where a known one differs from what it was, those of all others are of earlier code and are forgotten. A
-table's fingerprint stands in its last line, or else in results/made.json, with the minutes that it took; one that has none is
-stale.
-"""
+Fingerprints differ by kind of processor, so results/fingerprints.json has those of the present code
+for each kind that it ran on. A new kind is believed; where a known one differs from what it was,
+those of all others are of earlier code and are forgotten. A table's fingerprint stands in its last
+line, or else in results/made.json, with the minutes that it took; one that has none is stale."""
 
 import datetime
 import importlib.util
@@ -29,14 +33,17 @@ from pathlib import Path
 
 import torch
 
-from fp8rl.report.fingerprint import fingerprint
-from fp8rl.scale.hardware import hardware
+from fp8rl.hardware import hardware
+from fp8rl.study.fingerprint import fingerprint
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 READMES = ROOT / "README.md", ROOT / "benchmarks/README.md"
 MADE, KNOWN = RESULTS / "made.json", RESULTS / "fingerprints.json"
-STUDY = "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 100 --first-seed 5000 --steps 100000"
+STUDY = (
+    "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 100 "
+    "--first-seed 5000 --steps 100000"
+)
 COMMANDS = {
     "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
     "film": "python benchmarks/film.py benchmarks/results",
@@ -79,20 +86,35 @@ COMMANDS = {
     "widths_cuda": "python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda",
 }
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3")}
-PEERS |= dict.fromkeys(("speed", "from_start", "from_start_avx2"), ("torchrl", "stable_baselines3", "jax"))
+PEERS |= dict.fromkeys(
+    ("speed", "from_start", "from_start_avx2"), ("torchrl", "stable_baselines3", "jax")
+)
 PEERS |= {
     "ladder": ("Box2D",),
     "tasks": ("stable_baselines3",),
     "off_policy": ("stable_baselines3",),
-    **dict.fromkeys(("law_sb3_predicted", "law_sb3_measured", "law_sb3_cost", "law_sb3"), ("stable_baselines3",)),
+    **dict.fromkeys(
+        ("law_sb3_predicted", "law_sb3_measured", "law_sb3_cost", "law_sb3"), ("stable_baselines3",)
+    ),
     "populations": ("jax",),
     "populations_avx2": ("jax",),
     "populations_cuda": ("jax",),
 }
-ON_CUDA = ("populations_cuda", "fp8_layer", "widths_cuda", "placements")  # in the order of `make gpu`
-PARTS = ("defaults", "settled", "doctor", "averages")  # those of a fingerprint's first hashes; the others have names in it
-# The parts of a fingerprint that each table's numbers rest on. Tables whose settings are their own rest on "settled" and not on
-# the defaults. Where a table has tasks without a tensor form, Gymnasium steps them and the network normalizes.
+ON_CUDA = (
+    "populations_cuda",
+    "fp8_layer",
+    "widths_cuda",
+    "placements",
+)  # in the order of `make gpu`
+PARTS = (
+    "defaults",
+    "settled",
+    "doctor",
+    "averages",
+)  # those of a fingerprint's first hashes; the others have names in it
+# The parts of a fingerprint that each table's numbers rest on. Tables whose settings are their own
+# rest on "settled" and not on the defaults. Where a table has tasks without a tensor form,
+# Gymnasium steps them and the network normalizes.
 IN_GYMNASIUM = ("gymnasium", "normalized")
 SINGLE_RUNS = ("defaults", "autocast", "float8linear")  # in several precisions
 RESTS_ON = {
@@ -130,10 +152,18 @@ RESTS_ON = {
     "widths_cuda": SINGLE_RUNS,
 }
 # Where it is not NAME.md, or NAME.csv of the step of a table; and what a table goes on from.
-FILES = {"study": "study/table.md", "codecs": "codecs/table.md", "film": "film.gif", "sums_measured": "sums.csv"}
+FILES = {
+    "study": "study/table.md",
+    "codecs": "codecs/table.md",
+    "film": "film.gif",
+    "sums_measured": "sums.csv",
+}
 FILES |= {"fp8_layer": "fp8_layer_NVIDIA_H200.json"}
 JOURNALS = {name: (f"{name}.csv",) for name in ("ladder", "gaps", "off_policy")}
-JOURNALS |= {"widths": ("widths.csv",), "planted": ("planted_predicted.csv", "planted_measured.csv")}
+JOURNALS |= {
+    "widths": ("widths.csv",),
+    "planted": ("planted_predicted.csv", "planted_measured.csv"),
+}
 FIGURES = {"curves.png": "film", "law_map.png": "breakage_map"}  # where it is not NAME.png
 CODES = json.loads(KNOWN.read_text())  # by part and kind of processor
 STEP = re.compile("_(predicted|measured|cost)$")
@@ -167,7 +197,11 @@ def made() -> dict[str, dict]:
 
 def minutes_of(name: str) -> float | None:
     """The minutes that a table and its steps took, or None if those of one are not known."""
-    found = [made().get(each, {}).get("minutes") for each in COMMANDS if name in (each, STEP.sub("", each))]
+    found = [
+        made().get(each, {}).get("minutes")
+        for each in COMMANDS
+        if name in (each, STEP.sub("", each))
+    ]
     return None if None in found else sum(found)
 
 
@@ -176,15 +210,21 @@ def write(path: Path, found: dict) -> None:
 
 
 def code_of(name: str) -> str:
-    """The fingerprint of the code that made a table, or "". That of a step is its table's if it has none."""
+    """The fingerprint of the code that made a table, or "". That of a step is its table's if it has
+    none."""
     path, table = file_of(name), STEP.sub("", name)
     text = path.read_text() if path.suffix == ".md" and path.exists() else ""
     found = re.findall(r"code ([\da-f]{8}(?:-[\da-f]{8})+(?:, \w+ [\da-f]{8})*)", text)
-    return found[-1] if found else made().get(name, {}).get("fingerprint") or (code_of(table) if table != name else "")
+    return (
+        found[-1]
+        if found
+        else made().get(name, {}).get("fingerprint") or (code_of(table) if table != name else "")
+    )
 
 
 def parts_of(code: str) -> dict[str, str]:
-    """A fingerprint's parts, by name. One of two hashes, as they once were, stands for the four of PARTS."""
+    """A fingerprint's parts, by name. One of two hashes, as they once were, stands for the four of
+    PARTS."""
     hashes, *named = code.split(", ")
     first, *others = ["-".join(hashes.split("-")[:2]), *hashes.split("-")[2:]]
     parts = dict(zip(PARTS, (first, *(others or [first] * 3)), strict=True))
@@ -197,7 +237,8 @@ def known() -> dict[str, set[str]]:
 
 
 def remember(code: str, kind: str) -> bool:
-    """Adds this machine's fingerprint of the present code to CODES. Returns whether it has changed here."""
+    """Adds this machine's fingerprint of the present code to CODES. Returns whether it has changed
+    here."""
     changed = False
     for part, own in parts_of(code).items():
         kinds = CODES.setdefault(part, {})
@@ -209,10 +250,15 @@ def remember(code: str, kind: str) -> bool:
 
 
 def here() -> str:
-    """The kind of this processor, and torch's version. Processors of one name may have models that order sums otherwise."""
+    """The kind of this processor, and torch's version. Processors of one name may have models that
+    order sums otherwise."""
     info = Path("/proc/cpuinfo")
-    model = re.findall(r"(?m)^cpu family\s*: (\d+)|^model\s*: (\d+)", info.read_text() if info.exists() else "")[:2]
-    name, *rest = re.match(r"(.+?), \d+ cores, (.+?), threads.*(torch \d+\.\d+)", hardware()).groups()
+    model = re.findall(
+        r"(?m)^cpu family\s*: (\d+)|^model\s*: (\d+)", info.read_text() if info.exists() else ""
+    )[:2]
+    name, *rest = re.match(
+        r"(.+?), \d+ cores, (.+?), threads.*(torch \d+\.\d+)", hardware()
+    ).groups()
     return ", ".join([" ".join([name, *(family or number for family, number in model)]), *rest])
 
 
@@ -222,16 +268,20 @@ def late(name: str) -> list[str]:
 
 
 def why_stale(name: str) -> str:
-    """Why a table, or one step of it, counts as one of earlier code: which of the parts that it rests on have changed, and which
-    its fingerprint does not have. Empty for a fresh one."""
+    """Why a table, or one step of it, counts as one of earlier code: which of the parts that it
+    rests on have changed, and which its fingerprint does not have. Empty for a fresh one."""
     code, present = code_of(name), known()
     if not code:
         return "no fingerprint"
     hashes, parts = parts_of(code), RESTS_ON[STEP.sub("", name)]
-    changed = [part for part in parts if part in hashes and hashes[part] not in present.get(part, ())]
+    changed = [
+        part for part in parts if part in hashes and hashes[part] not in present.get(part, ())
+    ]
     missing = [part for part in parts if part not in hashes]
     reasons = [f"{', '.join(changed)} changed"] * bool(changed)
-    reasons += [f"made before {', '.join(missing)} {'was' if len(missing) == 1 else 'were'} recorded"] * bool(missing)
+    reasons += [
+        f"made before {', '.join(missing)} {'was' if len(missing) == 1 else 'were'} recorded"
+    ] * bool(missing)
     return "; ".join(reasons)
 
 
@@ -240,11 +290,15 @@ def mark(name: str) -> str:
     if name not in COMMANDS or not (names := late(name)):
         return ""
     again = names[0] if names == [name] else f'"{" ".join(dict.fromkeys((*names, name)))}"'
-    return f"*Of earlier code ({why_stale(names[0])}): `make results ONLY={again}` makes it again.*\n\n"
+    return (
+        f"*Of earlier code ({why_stale(names[0])}): "
+        f"`make results ONLY={again}` makes it again.*\n\n"
+    )
 
 
 def filled(text: str) -> str:
-    """A README with the tables as they are in their files, marked if stale, and the last columns of its index."""
+    """A README with the tables as they are in their files, marked if stale, and the last columns of
+    its index."""
 
     def block(found: re.Match) -> str:
         file = found[1].removeprefix("benchmarks/results/")
@@ -259,7 +313,10 @@ def filled(text: str) -> str:
     def row(found: re.Match) -> str:
         name, minutes = found[2], minutes_of(found[2])
         state = "**stale**" if late(name) else "fresh"
-        return f"{found[1]} {'-' if minutes is None else f'{minutes:.0f}'} | {', '.join(filter(None, (state, needs(name))))} |"
+        return (
+            f"{found[1]} {'-' if minutes is None else f'{minutes:.0f}'} | "
+            f"{', '.join(filter(None, (state, needs(name))))} |"
+        )
 
     text = re.sub(r"\*Of earlier code \(.*\n\n", "", text)
     shown = {name_of(file) for file in re.findall(r"<!-- \S*results/(\S+\.md) -->", text)}
@@ -274,25 +331,44 @@ def put() -> None:
 
 
 def status() -> list[list[str]]:
-    """Of each table: its name, the day of git's last change to its file, state, minutes, what it needs, and why it is stale."""
+    """Of each table: its name, the day of git's last change to its file, state, minutes, what it
+    needs, and why it is stale."""
     rows = []
     for name in COMMANDS:
-        day = subprocess.run(["git", "log", "-1", "--format=%cs", "--", file_of(name)], cwd=ROOT, capture_output=True, text=True)
+        day = subprocess.run(
+            ["git", "log", "-1", "--format=%cs", "--", file_of(name)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         minutes = made().get(name, {}).get("minutes")
-        row = [name, day.stdout.strip(), "stale" if late(name) else "fresh", minutes, needs(name), why_stale(name)]
+        row = [
+            name,
+            day.stdout.strip(),
+            "stale" if late(name) else "fresh",
+            minutes,
+            needs(name),
+            why_stale(name),
+        ]
         rows.append([str(x) if x not in ("", None) else "-" for x in row])
     return rows
 
 
 def unmarked(readme: str) -> list[str]:
     """The stale tables of which a README shows a table or a figure without a mark."""
-    before, after = (re.findall(r"\*Of earlier code .* ONLY=\"?(?:\w+ )*(\w+)", text) for text in (readme, filled(readme)))
+    before, after = (
+        re.findall(r"\*Of earlier code .* ONLY=\"?(?:\w+ )*(\w+)", text)
+        for text in (readme, filled(readme))
+    )
     return [name for name in after if name not in before]
 
 
 def make(name: str, code: str) -> None:
-    """Runs a table's command, and records its minutes. What a stale table went on from is deleted first."""
-    journals = [RESULTS / file for file in JOURNALS.get(name, ())] + [file_of(name)] * bool(STEP.search(name))
+    """Runs a table's command, and records its minutes. What a stale table went on from is deleted
+    first."""
+    journals = [RESULTS / file for file in JOURNALS.get(name, ())] + [file_of(name)] * bool(
+        STEP.search(name)
+    )
     before = made().get(name, {})
     goes_on = bool(journals) and (not late(name) or before.get("unfinished") == code)
     if not goes_on:
@@ -302,11 +378,22 @@ def make(name: str, code: str) -> None:
     entry = (before if goes_on else {}) | {"unfinished": code}
     try:
         subprocess.run([sys.executable, *shlex.split(COMMANDS[name])[1:]], cwd=ROOT, check=True)
-        entry = {"fingerprint": code, "date": datetime.date.today().isoformat(), "processor": here()}
+        entry = {
+            "fingerprint": code,
+            "date": datetime.date.today().isoformat(),
+            "processor": here(),
+        }
     finally:
         spent = (time.monotonic() - began) / 60
         if journals or "unfinished" not in entry:  # or the table is as it was
-            write(MADE, made() | {name: entry | {"minutes": minutes if minutes is None else round(minutes + spent, 1)}})
+            write(
+                MADE,
+                made()
+                | {
+                    name: entry
+                    | {"minutes": minutes if minutes is None else round(minutes + spent, 1)}
+                },
+            )
     if name == "study":  # in a folder of its own, which it can go on in
         for file in ("results.csv", "table.md", "curves.png"):
             shutil.copy(ROOT / "build/study" / file, RESULTS / "study" / file)
@@ -315,7 +402,9 @@ def make(name: str, code: str) -> None:
 def main(names: list[str]) -> None:
     unknown = [name for name in names if name not in COMMANDS]
     if unknown and names not in (["--status"], ["--put"]):
-        sys.exit(f"{', '.join(unknown)}: choose from {', '.join(COMMANDS)}, or --status or --put alone")
+        sys.exit(
+            f"{', '.join(unknown)}: choose from {', '.join(COMMANDS)}, or --status or --put alone"
+        )
     code = fingerprint()
     changed = remember(code, here())
     if names == ["--status"]:
@@ -323,11 +412,21 @@ def main(names: list[str]) -> None:
             print("{:17} {:10} {:5} {:>7}  {:30} {}".format(*row))
         known = [entry["minutes"] for entry in made().values() if entry.get("minutes")]
         print(
-            f"{sum(not late(name) for name in COMMANDS)} of {len(COMMANDS)} are fresh; {len(known)} took {sum(known):.0f} minutes"
+            f"{sum(not late(name) for name in COMMANDS)} of {len(COMMANDS)} are fresh; "
+            f"{len(known)} took {sum(known):.0f} minutes"
         )
-        print("The fingerprint has changed here: python benchmarks/results.py --put" if changed else f"This code: {code}")
+        print(
+            "The fingerprint has changed here: python benchmarks/results.py --put"
+            if changed
+            else f"This code: {code}"
+        )
         wrong = unmarked(READMES[0].read_text())
-        sys.exit(f"README.md shows {', '.join(wrong)}, stale and not marked: python benchmarks/results.py --put" if wrong else 0)
+        sys.exit(
+            f"README.md shows {', '.join(wrong)}, stale and not marked: "
+            "python benchmarks/results.py --put"
+            if wrong
+            else 0
+        )
     write(KNOWN, CODES)
     put()
     failed = []

@@ -1,24 +1,28 @@
 """Does one algorithm with one set of defaults learn every task, in every precision?
 
-The package's tasks, trained with the config's defaults on seeds that nobody had tuned on, a hundred in float32 and in FP8, thirty
-or ten in other precisions and with the state in eight bits (`train --eight-bit`): as tensors, in populations. Beside them ten
-seeds through Gymnasium, one at a time, and ten of Stable-Baselines3's A2C and PPO with the settings of its zoo (zoo.py), for
-which the benchmarks' requirements are needed. All are judged in the same episodes, of the tasks as tensors. Tasks that only
-Gymnasium has, with Box2D or MuJoCo, come last: ten seeds in float32 and in FP8, one at a time, and five of Stable-Baselines3's
-PPO. Its seeds of the first five tasks, from 1000 up or 2000 of the cart, were judged before the random numbers by counter, in
-other episodes of the same kind, which flatters its percentages of the linear-quadratic cart by about half a percent. There its
+The package's tasks, trained with the config's defaults on seeds that nobody had tuned on, a hundred
+in float32 and in FP8, thirty or ten in other precisions and with the state in eight bits (`train
+--eight-bit`): as tensors, in populations. Beside them ten seeds through Gymnasium, one at a time,
+and ten of Stable-Baselines3's A2C and PPO with the settings of its zoo (zoo.py), for which the
+benchmarks' requirements are needed. All are judged in the same episodes, of the tasks as tensors.
+Tasks that only Gymnasium has, with Box2D or MuJoCo, come last: ten seeds in float32 and in FP8, one
+at a time, and five of Stable-Baselines3's PPO. Its seeds of the first five tasks, from 1000 up or
+2000 of the cart, were judged before the random numbers by counter, in other episodes of the same
+kind, which flatters its percentages of the linear-quadratic cart by about half a percent. There its
 settings are Pendulum's, on the cart CartPole's.
 
-A seed's score is its last greedy evaluation, the mean of 100 episodes. On the linear-quadratic cart it is minus the cost above
-the optimum in percent. "Held" counts seeds of CartPole whose evaluations, every 10,000 steps, never fell below 400 again once
-one had reached 475. The cart has a paired interval against fp32 instead.
+A seed's score is its last greedy evaluation, the mean of 100 episodes. On the linear-quadratic cart
+it is minus the cost above the optimum in percent. "Held" counts seeds of CartPole whose
+evaluations, every 10,000 steps, never fell below 400 again once one had reached 475. The cart has a
+paired interval against fp32 instead.
 
-    python benchmarks/tasks.py benchmarks/results/tasks.md [--only CartPole-v1] [--arms fp32 fp8] [--again]
+    python benchmarks/tasks.py benchmarks/results/tasks.md [--only CartPole-v1] [--arms fp32 fp8]
+    [--again]
 
-The evaluations of every finished seed go to a .csv beside the table, from which the table and a .png of learning curves are
-made. So the benchmark can be stopped at any time, and goes on with the seeds that are missing. A seed counts only as long as the
-settings of its arm are what they were; after other changes use --again, which begins with an empty .csv.
-"""
+The evaluations of every finished seed go to a .csv beside the table, from which the table and a
+.png of learning curves are made. So the benchmark can be stopped at any time, and goes on with the
+seeds that are missing. A seed counts only as long as the settings of its arm are what they were;
+after other changes use --again, which begins with an empty .csv."""
 
 import argparse
 import csv
@@ -40,24 +44,30 @@ import zoo
 from optimum import optimal_returns
 from torch import nn
 
+from fp8rl.bits.places import EIGHT_BIT
+from fp8rl.build import Machine, build, make_task
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import Judge
+from fp8rl.hardware import cores
 from fp8rl.history import History
-from fp8rl.lab.places import EIGHT_BIT
-from fp8rl.report import plot, study
-from fp8rl.report.bench import origin
-from fp8rl.scale.hardware import cores
-from fp8rl.scale.machine import Machine, build, make_task
+from fp8rl.study import comparison, figures
+from fp8rl.study.throughput import origin
 from fp8rl.tasks import lqr
 from fp8rl.tasks.by_id import task_of
 from fp8rl.train import make_cart, train
 
 CART, CARTPOLE, LQR, WIDE = "the cart", "CartPole-v1", "fp8rl/Lqr-v0", "fp8rl/WideStarts-v0"
-gymnasium.register(WIDE, "fp8rl.tasks.single:CustomEnv", kwargs={"start_noise": Config.start_noise}, max_episode_steps=200)
-# First seed, steps, steps between evaluations, and the score that a seed should reach; on Hopper and HalfCheetah what the zoo of
-# Stable-Baselines3 reports of its PPO. Settings were changed several times after a look at seeds from 1000 and from 5000 up, so
-# they are reported on others. Stable-Baselines3's settings were not, so its seeds have stayed the same (configs_of).
+gymnasium.register(
+    WIDE,
+    "fp8rl.tasks.custom_env:CustomEnv",
+    kwargs={"start_noise": Config.start_noise},
+    max_episode_steps=200,
+)
+# First seed, steps, steps between evaluations, and the score that a seed should reach; on Hopper
+# and HalfCheetah what the zoo of Stable-Baselines3 reports of its PPO. Settings were changed
+# several times after a look at seeds from 1000 and from 5000 up, so they are reported on others.
+# Stable-Baselines3's settings were not, so its seeds have stayed the same (configs_of).
 TASKS = {
     CART: (8000, 100_000, 10_000, 195),
     CARTPOLE: (8000, 500_000, 10_000, 475),
@@ -67,19 +77,36 @@ TASKS = {
     "LunarLander-v3": (8000, 1_000_000, 50_000, 200),
     "InvertedPendulum-v5": (8000, 200_000, 10_000, 1000),
     "Hopper-v5": (8000, 1_000_000, 50_000, 2400),
-    "HalfCheetah-v5": (8000, 1_000_000, 200_000, 5800),  # an evaluation takes as many steps as a tenth of the training
+    "HalfCheetah-v5": (
+        8000,
+        1_000_000,
+        200_000,
+        5800,
+    ),  # an evaluation takes as many steps as a tenth of the training
 }
-PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp8")} | {"eight-bit state": EIGHT_BIT}
+PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp8")} | {
+    "eight-bit state": EIGHT_BIT
+}
 GYMNASIUM, PEERS = "fp32 in Gymnasium", {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
 ARMS = (*PRECISIONS, GYMNASIUM, *PEERS)
 DRAWN = ("fp32", "fp8", *PEERS)
 SHORT = ("fp32", "bf16", "fp8", "eight-bit state", *PEERS)  # columns of the short table
-COLUMNS = ("task", "arm", "steps", "median score", "lowest", "seeds that reach the goal", "held", "minus fp32, IQM [95%]")
+COLUMNS = (
+    "task",
+    "arm",
+    "steps",
+    "median score",
+    "lowest",
+    "seeds that reach the goal",
+    "held",
+    "minus fp32, IQM [95%]",
+)
 COLUMNS += ("seconds a seed",)
 
 
 class Seed(NamedTuple):
-    """What a seed has earned in its evaluations, float64 [E], and its seconds of training, in a population its share of them."""
+    """What a seed has earned in its evaluations, float64 [E], and its seconds of training, in a
+    population its share of them."""
 
     returns: np.ndarray
     seconds: float
@@ -130,7 +157,8 @@ class Timed(NamedTuple):
 
 
 def through_gymnasium(config: Config) -> History:
-    """Trains a config in Gymnasium's own environments. Seconds are the processor's, without evaluations, as zoo.Judge's are."""
+    """Trains a config in Gymnasium's own environments. Seconds are the processor's, without
+    evaluations, as zoo.Judge's are."""
     run = build(config, Machine(vectorization="sync"))
     if make_env := make_cart if config.env_id == WIDE else task_of(config.env_id) and make_task:
         run.judge = Judge(config, run.learner.precision, make_env)
@@ -144,7 +172,9 @@ def arms_of(task: str) -> list[str]:
     """The arms that there are for a task."""
     if task in (CART, LQR) or task_of(task):
         return list(ARMS)
-    return ["fp32", "fp8"] + [name for name, algorithm in PEERS.items() if (algorithm, task) in zoo.SETTINGS]
+    return ["fp32", "fp8"] + [
+        name for name, algorithm in PEERS.items() if (algorithm, task) in zoo.SETTINGS
+    ]
 
 
 def configs_of(task: str, arm: str) -> list[Config]:
@@ -165,23 +195,37 @@ def mark_of(task: str, arm: str) -> str:
     config, settings = dataclasses.asdict(configs_of(task, arm)[0]), {}
     if arm in PEERS:  # for which only these fields of the config count
         settings = zoo.SETTINGS[PEERS[arm], config["env_id"]]
-        config = {name: config[name] for name in ("env_id", "seed", "steps", "start_noise", "eval_every", "eval_episodes")}
+        config = {
+            name: config[name]
+            for name in ("env_id", "seed", "steps", "start_noise", "eval_every", "eval_episodes")
+        }
     return f"{zlib.crc32(json.dumps([config, settings], sort_keys=True).encode()):08x}"
 
 
 def train_missing(task: str, arms: list[str], journal: Path) -> None:
-    """Trains the seeds of some arms that the journal does not have, and adds each as soon as it is done."""
+    """Trains the seeds of some arms that the journal does not have, and adds each as soon as it is
+    done."""
     found, arm_of = read(journal), {config: arm for arm in arms for config in configs_of(task, arm)}
     run = None  # precisions of a task as tensors train together; any other arm comes alone
     if arms[0] in PEERS:
         run = functools.partial(zoo.train, PEERS[arms[0]])
     elif arms[0] not in PRECISIONS or GYMNASIUM not in arms_of(task):
         run = through_gymnasium
-    size = {config: len(each) for _, each in study.tasks_of(list(arm_of), cores(), run) for config in each}
+    size = {
+        config: len(each)
+        for _, each in comparison.tasks_of(list(arm_of), cores(), run)
+        for config in each
+    }
     done = {config for config, arm in arm_of.items() if (task, arm, config.seed) in found}
-    for config, history in study.run_all(list(arm_of), run=run, done=done):
+    for config, history in comparison.run_all(list(arm_of), run=run, done=done):
         arm, (_, returns) = arm_of[config], history.evaluations()
-        row = [task, arm, config.seed, mark_of(task, arm), f"{history.last['seconds'] / size[config]:.4f}"]
+        row = [
+            task,
+            arm,
+            config.seed,
+            mark_of(task, arm),
+            f"{history.last['seconds'] / size[config]:.4f}",
+        ]
         with journal.open("a") as file:
             file.write(",".join(map(str, [*row, " ".join(f"{x:.6g}" for x in returns)])) + "\n")
 
@@ -190,7 +234,9 @@ def read(journal: Path) -> Found:
     """The finished seeds."""
     head = "task,arm,seed,settings,seconds,returns\n"
     text = journal.read_text() if journal.exists() else head
-    journal.write_text(text[: text.rfind("\n") + 1])  # a line that was being written when the benchmark was killed is no seed
+    journal.write_text(
+        text[: text.rfind("\n") + 1]
+    )  # a line that was being written when the benchmark was killed is no seed
     found = {}
     for row in csv.DictReader(journal.read_text().splitlines()):
         task, arm = row["task"], row["arm"]
@@ -208,23 +254,42 @@ def line(task: str, arm: str, found: Found) -> str:
     holds = f"{sum(map(held, mine.values()))} of {len(mine)}" if task == CARTPOLE else "-"
     difference, plain = "-", [found.get((task, "fp32", seed)) for seed in mine]
     if task == CART and arm in PRECISIONS and arm != "fp32" and all(plain):
-        difference = study.with_interval(scores - [score(task, each.returns[-1]) for each in plain], signed=True)
-    cells = [task, arm, f"{steps:,}", *(f"{x:.2f}{unit_of(task)}" for x in (np.median(scores), scores.min()))]
+        difference = comparison.with_interval(
+            scores - [score(task, each.returns[-1]) for each in plain], signed=True
+        )
+    cells = [
+        task,
+        arm,
+        f"{steps:,}",
+        *(f"{x:.2f}{unit_of(task)}" for x in (np.median(scores), scores.min())),
+    ]
     cells += [f"{(scores >= goal).sum()} of {len(mine)}", holds, difference]
     cells.append(f"{np.mean([each.seconds for each in mine.values()]):.1f}")
     return f"| {' | '.join(cells)} |"
 
 
 def write(out: Path, found: Found) -> None:
-    """Makes the table of the seeds found, in which other lines stay as they are, and a short one, with a line for each task."""
-    names, arms = [(task, arm) for task in TASKS for arm in ARMS], {(task, arm) for task, arm, _ in found}
+    """Makes the table of the seeds found, in which other lines stay as they are, and a short one,
+    with a line for each task."""
+    names, arms = (
+        [(task, arm) for task in TASKS for arm in ARMS],
+        {(task, arm) for task, arm, _ in found},
+    )
     before = out.read_text().splitlines() if out.exists() else []
-    lines = {name: old for name in names for old in before if old.startswith(f"| {' | '.join(name)} |")}
+    lines = {
+        name: old for name in names for old in before if old.startswith(f"| {' | '.join(name)} |")
+    }
     lines |= {name: line(*name, found) for name in names if name in arms}
     made = f"`python benchmarks/tasks.py {out}` on {origin()}.\n"
     goals = ", ".join(f"{task} {goal}" for task, (*_, goal) in TASKS.items())
-    note = f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best return is {best_of(CART):.2f}. "
-    note += "Seconds are of training, on one core while the other trains, too: as tensors a seed's share of its population's, "
+    note = (
+        f"Goals: {goals} (minus the percent of cost above the optimum). The cart's best "
+        f"return is {best_of(CART):.2f}. "
+    )
+    note += (
+        "Seconds are of training, on one core while the other trains, too: "
+        "as tensors a seed's share of its population's, "
+    )
     note += f"one at a time the processor's alone. {made}"
     out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
 
@@ -233,7 +298,9 @@ def write(out: Path, found: Found) -> None:
         cells = [short(lines[task, arm]) if (task, arm) in lines else "-" for arm in measured]
         head = f"{task}, {steps:,} steps, goal {goal:,}{unit_of(task)}"
         rows += [f"| {' | '.join([head, *cells])} |"] * (set(cells) != {"-"})
-    out.with_stem(out.stem + "_short").write_text(table(("median; seeds that reach the goal", *measured), rows) + "\n" + made)
+    out.with_stem(out.stem + "_short").write_text(
+        table(("median; seeds that reach the goal", *measured), rows) + "\n" + made
+    )
 
 
 def table(columns: tuple[str, ...], lines: list[str]) -> str:
@@ -242,48 +309,90 @@ def table(columns: tuple[str, ...], lines: list[str]) -> str:
 
 
 def short(line: str) -> str:
-    """A line of the table as one cell: the median, the seeds that reach the goal and, on CartPole, those that held it."""
-    _, task, _, _, median, _, reached, holds, *_ = line.replace(" |", "|").replace("| ", "|").split("|")
+    """A line of the table as one cell: the median, the seeds that reach the goal and, on CartPole,
+    those that held it."""
+    _, task, _, _, median, _, reached, holds, *_ = (
+        line.replace(" |", "|").replace("| ", "|").split("|")
+    )
     return f"{median}; {reached}" + (f", {holds.split()[0]} held" if task == CARTPOLE else "")
 
 
 def draw(path: Path, found: Found) -> None:
-    """Learning curves of some arms, a panel for each task that has any, with its goal. In each of them up is better."""
-    shown = [task for task in TASKS if any((task, arm) == each[:2] for each in found for arm in DRAWN)]
+    """Learning curves of some arms, a panel for each task that has any, with its goal. In each of
+    them up is better."""
+    shown = [
+        task for task in TASKS if any((task, arm) == each[:2] for each in found for arm in DRAWN)
+    ]
     rows = -(-len(shown) // 3)
-    figure, axes = plt.subplots(rows, 3, figsize=(9, 2.6 * rows + 0.5), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        rows, 3, figsize=(9, 2.6 * rows + 0.5), layout="constrained", squeeze=False
+    )
     for ax, task in zip(axes.flat, shown, strict=False):
         _, steps, every, goal = TASKS[task]
         curves, count = {}, steps // every
         for arm in DRAWN:
-            seeds = [each.returns[:count] for (name, of, _), each in found.items() if (name, of) == (task, arm)]
-            returns = np.array(seeds or [np.full(count, np.nan)])  # so that the other arms keep their colours
+            seeds = [
+                each.returns[:count]
+                for (name, of, _), each in found.items()
+                if (name, of) == (task, arm)
+            ]
+            returns = np.array(
+                seeds or [np.full(count, np.nan)]
+            )  # so that the other arms keep their colours
             lost = {CART: best_of(CART) - returns, LQR: above_optimum(returns)}
             curves[arm] = every * np.arange(1, count + 1), lost.get(task, returns)
-        plot.learning_curves(ax, curves, marks=False).get_legend().remove()
+        figures.learning_curves(ax, curves, marks=False).get_legend().remove()
         for line in ax.lines:
             line.set_markersize(3)
         at, label = goal, "return"
         if task in (CART, LQR):
             at = best_of(CART) - goal if task == CART else -goal
-            label = f"return below {best_of(CART):.2f}" if task == CART else "cost above optimum (%)"
+            label = (
+                f"return below {best_of(CART):.2f}" if task == CART else "cost above optimum (%)"
+            )
             ax.set_yscale("log")
             ax.invert_yaxis()
         ax.axhline(at, color="#888888", linewidth=1, zorder=0)
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1}
-        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "color": "#444444", "bbox": box}
-        free = np.nanmedian(curves["fp32"][1], axis=0)[-1] < goal and task not in (CART, LQR)  # left, above the curves
+        place = {
+            "xycoords": ("axes fraction", "data"),
+            "textcoords": "offset points",
+            "color": "#444444",
+            "bbox": box,
+        }
+        free = np.nanmedian(curves["fp32"][1], axis=0)[-1] < goal and task not in (
+            CART,
+            LQR,
+        )  # left, above the curves
         side = {"ha": "left", "va": "bottom"} if free else {"ha": "right", "va": "top"}
         at = (0.02, at) if free else (0.98, at)
-        ax.annotate(f"goal {abs(goal) if task == LQR else goal:,}{unit_of(task)}", at, (0, 3 if free else -3), **place, **side)
-        plot.steps_axis(ax, ticks=3).set(title="linear-quadratic cart" if task == LQR else task, ylabel=label)
+        ax.annotate(
+            f"goal {abs(goal) if task == LQR else goal:,}{unit_of(task)}",
+            at,
+            (0, 3 if free else -3),
+            **place,
+            **side,
+        )
+        figures.steps_axis(ax, ticks=3).set(
+            title="linear-quadratic cart" if task == LQR else task, ylabel=label
+        )
     for ax in axes.flat[: max(0, len(shown) - 3)]:  # another is below
         ax.set_xlabel("")
     for ax in axes.flat[len(shown) :]:
         ax.axis("off")
     handles = axes[0, 0].get_legend_handles_labels()
-    note = "Up is better in every panel. Lines: interquartile means. Bands: 10th to 90th percentile of the seeds."
-    figure.legend(*handles, loc="outside upper center", ncols=len(handles[0]), title=note, fontsize=11, frameon=False)
+    note = (
+        "Up is better in every panel. Lines: interquartile means. Bands: "
+        "10th to 90th percentile of the seeds."
+    )
+    figure.legend(
+        *handles,
+        loc="outside upper center",
+        ncols=len(handles[0]),
+        title=note,
+        fontsize=11,
+        frameon=False,
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -295,12 +404,15 @@ def main(out: Path, only: list[str], arms: list[str], again: bool) -> None:
         journal.unlink(missing_ok=True)
     if not importlib.util.find_spec("stable_baselines3") and set(arms) & PEERS.keys():
         sys.exit(
-            "stable_baselines3 is missing: pip install --no-deps -r benchmarks/requirements.txt, or choose --arms without it"
+            "stable_baselines3 is missing: pip install --no-deps -r "
+            "benchmarks/requirements.txt, or choose --arms without it"
         )
     for task in only or TASKS:
         wanted = [arm for arm in arms if arm in arms_of(task)]
         together = [arm for arm in wanted if arm in PRECISIONS]
-        for group in ([together] if together else []) + [[arm] for arm in wanted if arm not in PRECISIONS]:
+        for group in ([together] if together else []) + [
+            [arm] for arm in wanted if arm not in PRECISIONS
+        ]:
             try:
                 train_missing(task, group, journal)
             finally:

@@ -1,24 +1,28 @@
-"""Do the defaults learn with networks of any width and depth, and what does a width cost in memory and time?
+"""Do the defaults learn with networks of any width and depth, and what does a width cost in memory
+and time?
 
-The cart and CartPole-v1 with the steps and goals of tasks.py, at four widths and, at a width of 64, with one to three layers, on
-seeds on which nothing was chosen. The rule for the learning rate, 0.001 times the root of 64 / units, came after a look at seeds
-from 8200 up, where at 0.001 three of sixty runs with 16 units ended just below 195; so other widths have seeds from 8300 up. The
-agents of a line train as populations of up to 30, each population in a process of its own with one thread. "Held" is that of
-tasks.py. In one layer there is nothing that FP8 can multiply.
+The cart and CartPole-v1 with the steps and goals of tasks.py, at four widths and, at a width of 64,
+with one to three layers, on seeds on which nothing was chosen. The rule for the learning rate,
+0.001 times the root of 64 / units, came after a look at seeds from 8200 up, where at 0.001 three of
+sixty runs with 16 units ended just below 195; so other widths have seeds from 8300 up. The agents
+of a line train as populations of up to 30, each population in a process of its own with one thread.
+"Held" is that of tasks.py. In one layer there is nothing that FP8 can multiply.
 
-With --speed it times single runs and populations of the cart instead, replay included: from which width does bfloat16 pay here?
-Steps a second are of the processor's time, of one core, so that programs beside this one count little. With --cuda the same on a
-GPU, by the clock, each iteration as one graph, with 1,024 environments and up to 8,192 units, in every precision that it has, and
-its peak memory. With --memory, what an agent of a population adds to the peak of a process of its own, in three iterations on the
-cart, and how many times that is what `bytes_per_agent` predicts.
+With --speed it times single runs and populations of the cart instead, replay included: from which
+width does bfloat16 pay here? Steps a second are of the processor's time, of one core, so that
+programs beside this one count little. With --cuda the same on a GPU, by the clock, each iteration
+as one graph, with 1,024 environments and up to 8,192 units, in every precision that it has, and its
+peak memory. With --memory, what an agent of a population adds to the peak of a process of its own,
+in three iterations on the cart, and how many times that is what `bytes_per_agent` predicts.
 
-    python benchmarks/widths.py benchmarks/results/widths.md [--only CartPole-v1] [--widths 16 64] [--arms fp32] [--seeds 10]
+    python benchmarks/widths.py benchmarks/results/widths.md [--only CartPole-v1] [--widths 16 64]
+    [--arms fp32] [--seeds 10]
     python benchmarks/widths.py benchmarks/results/widths_speed.md --speed
     python benchmarks/widths.py benchmarks/results/widths_memory.md --memory
     python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda
 
-Finished seeds go to a .csv beside the table, so it can be stopped at any time and goes on with those that are missing.
-"""
+Finished seeds go to a .csv beside the table, so it can be stopped at any time and goes on with
+those that are missing."""
 
 import argparse
 import contextlib
@@ -37,22 +41,46 @@ import psutil
 import tasks
 import torch
 
+from fp8rl.build import HERE, Machine, build
 from fp8rl.config import Config
+from fp8rl.gpu.cuda_graphs import WARMUP
+from fp8rl.hardware import keep_freed_memory
+from fp8rl.population.population import Population, bytes_per_agent
 from fp8rl.precision import available_precisions
-from fp8rl.report.bench import origin
-from fp8rl.scale.graphs import WARMUP
-from fp8rl.scale.hardware import keep_freed_memory
-from fp8rl.scale.machine import HERE, Machine, build
-from fp8rl.scale.population import Population, bytes_per_agent
+from fp8rl.study.throughput import origin
 from fp8rl.train import Run, iterate, train
 
-# First seeds. The learning rate of widths other than 64 was changed after a look at seeds from 8200 up, so they have others.
+# First seeds. The learning rate of widths other than 64 was changed after a look at seeds from 8200
+# up, so they have others.
 FIRST, WIDTHS = {64: 8200}, (16, 64, 256, 1024)
 ARMS = ("fp32", "bf16", "fp8", "eight-bit state")
-SHAPES = {(16, 2): 30, (64, 1): 10, (64, 2): 30, (64, 3): 10, (256, 2): 30, (1024, 2): 30}  # width and layers: seeds
-ALONE, TOGETHER, AGENTS = ("fp32", "bf16", "fp8"), ("fp32", "fp8"), 8  # what --speed times, and how many agents are together
-ON_CUDA, CUDA = tuple(2**n for n in range(6, 14)), Machine("cuda") if torch.cuda.is_available() else HERE
-COLUMNS = ("task", "width", "layers", "arm", "median score", "lowest", "seeds that reach the goal", "held")
+SHAPES = {
+    (16, 2): 30,
+    (64, 1): 10,
+    (64, 2): 30,
+    (64, 3): 10,
+    (256, 2): 30,
+    (1024, 2): 30,
+}  # width and layers: seeds
+ALONE, TOGETHER, AGENTS = (
+    ("fp32", "bf16", "fp8"),
+    ("fp32", "fp8"),
+    8,
+)  # what --speed times, and how many agents are together
+ON_CUDA, CUDA = (
+    tuple(2**n for n in range(6, 14)),
+    Machine("cuda") if torch.cuda.is_available() else HERE,
+)
+COLUMNS = (
+    "task",
+    "width",
+    "layers",
+    "arm",
+    "median score",
+    "lowest",
+    "seeds that reach the goal",
+    "held",
+)
 FIELDS = ("task", "width", "layers", "arm", "seed", "settings", "returns")
 
 
@@ -60,9 +88,18 @@ def configs_of(task: str, width: int, layers: int, arm: str) -> list[Config]:
     """A config for each seed of a line."""
     _, steps, every, _ = tasks.TASKS[task]
     env_id = None if task == tasks.CART else task
-    shape = {"env_id": env_id, "steps": steps, "eval_every": every, "hidden_size": width, "layers": layers}
+    shape = {
+        "env_id": env_id,
+        "steps": steps,
+        "eval_every": every,
+        "hidden_size": width,
+        "layers": layers,
+    }
     count = 0 if layers == 1 and "fp8" in tasks.PRECISIONS[arm].values() else SHAPES[width, layers]
-    return [Config(seed=FIRST.get(width, 8300) + k, **shape | tasks.PRECISIONS[arm]) for k in range(count)]
+    return [
+        Config(seed=FIRST.get(width, 8300) + k, **shape | tasks.PRECISIONS[arm])
+        for k in range(count)
+    ]
 
 
 def mark_of(config: Config) -> str:
@@ -75,8 +112,13 @@ def rows_of(configs: list[Config]) -> list[dict]:
     torch.set_num_threads(1)
     keep_freed_memory()
     population = train(Population(configs), progress=False)
-    returns = [" ".join(f"{x:.6g}" for x in history.evaluations()[1]) for history in population.histories(configs)]
-    return [{"settings": mark_of(c), "returns": each} for c, each in zip(configs, returns, strict=True)]
+    returns = [
+        " ".join(f"{x:.6g}" for x in history.evaluations()[1])
+        for history in population.histories(configs)
+    ]
+    return [
+        {"settings": mark_of(c), "returns": each} for c, each in zip(configs, returns, strict=True)
+    ]
 
 
 def grown(configs: list[Config]) -> int:
@@ -84,7 +126,9 @@ def grown(configs: list[Config]) -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     train(Population(configs[:1]), progress=False)
-    before = psutil.Process().memory_info().rss  # with what any training loads, and one agent's, which the process keeps
+    before = (
+        psutil.Process().memory_info().rss
+    )  # with what any training loads, and one agent's, which the process keeps
     train(Population(configs), progress=False)
     peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     return (peak - before) // (len(configs) - 1)
@@ -103,12 +147,24 @@ def memory(widths: tuple[int, ...] = WIDTHS) -> str:
         agents = min(32, 8192 // width)
         cells = [f"{width:,}", str(agents)]
         for name in ALONE:
-            shape = {"hidden_size": width, "steps": iterations, "eval_every": 0, "eval_episodes": 10}
+            shape = {
+                "hidden_size": width,
+                "steps": iterations,
+                "eval_every": 0,
+                "eval_episodes": 10,
+            }
             configs = [Config(name, seed=k, **shape) for k in range(agents)]
             found = alone(grown, configs)
             cells += [f"{found / 1e6:.2f}", f"{found / bytes_per_agent(configs[0]):.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return tasks.table(("width", "agents", *(x for name in ALONE for x in (f"{name}, MB an agent", "times predicted"))), lines)
+    return tasks.table(
+        (
+            "width",
+            "agents",
+            *(x for name in ALONE for x in (f"{name}, MB an agent", "times predicted")),
+        ),
+        lines,
+    )
 
 
 def read(journal: Path) -> dict[str, dict]:
@@ -133,7 +189,8 @@ def line(task: str, width: int, layers: int, arm: str, found: dict[str, dict]) -
 
 
 def speed(run: Run, clock: Callable[[], float] = time.process_time, seconds: float = 5) -> float:
-    """Steps of all agents of a run in a second of a clock, by default the processor's time, over so many seconds."""
+    """Steps of all agents of a run in a second of a clock, by default the processor's time, over so
+    many seconds."""
     with contextlib.closing(iterate(run)) as iterations:
         for _ in range(WARMUP + 2):  # loads what training needs, and captures graphs
             next(iterations)
@@ -151,18 +208,37 @@ def speeds() -> str:
     for width in WIDTHS:
         shape = {"hidden_size": width, "steps": 10**9, "eval_every": 0}
         found = [speed(build(Config(name, **shape))) for name in ALONE]
-        together = [speed(Population([Config(name, seed=k, **shape) for k in range(AGENTS)])) for name in TOGETHER]
-        cells = [f"{width:,}", *(f"{x:,.0f}" for x in found), f"{found[1] / found[0]:.2f}", *(f"{x:,.0f}" for x in together)]
+        together = [
+            speed(Population([Config(name, seed=k, **shape) for k in range(AGENTS)]))
+            for name in TOGETHER
+        ]
+        cells = [
+            f"{width:,}",
+            *(f"{x:,.0f}" for x in found),
+            f"{found[1] / found[0]:.2f}",
+            *(f"{x:,.0f}" for x in together),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], flush=True)
-    names = ("width", *(f"{name} alone" for name in ALONE), "bf16 / fp32", *(f"{AGENTS} agents in {name}" for name in TOGETHER))
+    names = (
+        "width",
+        *(f"{name} alone" for name in ALONE),
+        "bf16 / fp32",
+        *(f"{AGENTS} agents in {name}" for name in TOGETHER),
+    )
     return tasks.table(names, lines)
 
 
 def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> Iterator[str]:
     """The table of speeds and memory by width on a GPU, after every row."""
     names, lines = available_precisions(CUDA.device), []
-    shape = {"num_envs": 1024, "rollout_length": 32, "slice_length": 32, "batch_size": 16_384, "capacity": 330_000}
+    shape = {
+        "num_envs": 1024,
+        "rollout_length": 32,
+        "slice_length": 32,
+        "batch_size": 16_384,
+        "capacity": 330_000,
+    }
     for width in widths:
         cells = [f"{width:,}"]
         for name in names:
@@ -170,7 +246,12 @@ def speeds_on_cuda(widths: tuple[int, ...] = ON_CUDA) -> Iterator[str]:
             torch.cuda.empty_cache()
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
-            run = build(Config(name, hidden_size=width, replay_updates=2, steps=10**9, eval_every=0, **shape), CUDA)
+            run = build(
+                Config(
+                    name, hidden_size=width, replay_updates=2, steps=10**9, eval_every=0, **shape
+                ),
+                CUDA,
+            )
             each = speed(run, time.perf_counter, seconds=0.5)
             peak = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
             cells.append(f"{each:,.0f}; {peak / 1e9:.2f} GB")
@@ -183,8 +264,13 @@ def learning(journal: Path, only: list[str], widths: list[int], arms: list[str],
     """The table of what is learned, after the training of what the journal does not have."""
     found, wanted = read(journal), (tasks.CART, tasks.CARTPOLE)
     for (width, layers), task, arm in itertools.product(SHAPES, wanted, ARMS):
-        names, most = (task, width, layers, arm), min(30, 2560 // width)  # wider ones in smaller steps
-        configs = configs_of(*names)[:seeds] if task in only and width in widths and arm in arms else []
+        names, most = (
+            (task, width, layers, arm),
+            min(30, 2560 // width),
+        )  # wider ones in smaller steps
+        configs = (
+            configs_of(*names)[:seeds] if task in only and width in widths and arm in arms else []
+        )
         for group in (configs[i : i + most] for i in range(0, len(configs), most)):
             if all(mark_of(config) in found for config in group):
                 continue
@@ -194,7 +280,10 @@ def learning(journal: Path, only: list[str], widths: list[int], arms: list[str],
                     found[row["settings"]] = row
                     csv.DictWriter(file, FIELDS, lineterminator="\n").writerow(row)
             print(line(*names, found), flush=True)
-    lines = [line(task, *shape, arm, found) for task, shape, arm in itertools.product(wanted, SHAPES, ARMS)]
+    lines = [
+        line(task, *shape, arm, found)
+        for task, shape, arm in itertools.product(wanted, SHAPES, ARMS)
+    ]
     return tasks.table(COLUMNS, list(filter(None, lines)))
 
 

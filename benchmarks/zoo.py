@@ -1,10 +1,10 @@
-"""Stable-Baselines3's algorithms with the settings of RL Baselines3 Zoo (its hyperparams/ at commit 22e3ff2), trained with the
-same seeds as this package's runs and judged in the same 100 episodes.
+"""Stable-Baselines3's algorithms with the settings of RL Baselines3 Zoo (its hyperparams/ at commit
+22e3ff2), trained with the same seeds as this package's runs and judged in the same 100 episodes.
 
-Gymnasium's environments are stepped by DummyVecEnv, as the zoo does; numbers of environments are the zoo's. DQN, TD3 and SAC take
-the zoo's steps, A2C and PPO ours: for PPO on CartPole five times the zoo's, for PPO on Pendulum ten times, for A2C on Acrobot
-twice. The zoo knows neither the cart nor the linear-quadratic one; they take CartPole's and Pendulum's settings.
-"""
+Gymnasium's environments are stepped by DummyVecEnv, as the zoo does; numbers of environments are
+the zoo's. DQN, TD3 and SAC take the zoo's steps, A2C and PPO ours: for PPO on CartPole five times
+the zoo's, for PPO on Pendulum ten times, for A2C on Acrobot twice. The zoo knows neither the cart
+nor the linear-quadratic one; they take CartPole's and Pendulum's settings."""
 
 import contextlib
 import time
@@ -16,8 +16,8 @@ from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import play
 from fp8rl.history import History
-from fp8rl.scale.gym import GymEnv
 from fp8rl.tasks.by_id import task_of
+from fp8rl.tasks.gymnasium_env import GymEnv
 
 CART, LQR = None, "fp8rl/Lqr-v0"
 SETTINGS = {
@@ -44,7 +44,13 @@ SETTINGS = {
         "learning_rate": "linear 1e-3",
         "clip_range": "linear 0.2",
     },
-    ("PPO", "Acrobot-v1"): {"n_envs": 16, "normalize": True, "n_steps": 256, "gae_lambda": 0.94, "n_epochs": 4},
+    ("PPO", "Acrobot-v1"): {
+        "n_envs": 16,
+        "normalize": True,
+        "n_steps": 256,
+        "gae_lambda": 0.94,
+        "n_epochs": 4,
+    },
     ("PPO", "Pendulum-v1"): {
         "n_envs": 4,
         "n_steps": 1024,
@@ -62,7 +68,12 @@ SETTINGS["PPO", "LunarLander-v3"] = {
     "n_epochs": 4,
     "ent_coef": 0.01,
 }
-WIDE = {"log_std_init": -2, "ortho_init": False, "activation_fn": "ReLU", "net_arch": {"pi": [256, 256], "vf": [256, 256]}}
+WIDE = {
+    "log_std_init": -2,
+    "ortho_init": False,
+    "activation_fn": "ReLU",
+    "net_arch": {"pi": [256, 256], "vf": [256, 256]},
+}
 SETTINGS["PPO", "Hopper-v5"] = {
     "normalize": True,
     "n_envs": 1,
@@ -138,8 +149,9 @@ def decays(setting: str):
 
 
 class Judge:
-    """Evaluates at every multiple of `eval_every` and at the end; called after every step. `seconds` is the processor's time for
-    all else. Where a multiple of `eval_every` is the last step, the update that follows it is not judged."""
+    """Evaluates at every multiple of `eval_every` and at the end; called after every step.
+    `seconds` is the processor's time for all else. Where a multiple of `eval_every` is the last
+    step, the update that follows it is not judged."""
 
     def __init__(self, config: Config):
         self.config, self.history, self.seconds = config, History(), 0.0
@@ -164,40 +176,66 @@ class Judge:
         self.seconds += time.process_time() - self.resumed
         normalizer = self.model.get_vec_normalize_env()
         if self.config.env_id is None or task_of(self.config.env_id):
-            env = (task_of(self.config.env_id) or Cart)(self.config.eval_episodes, purpose="evaluation starts")
+            env = (task_of(self.config.env_id) or Cart)(
+                self.config.eval_episodes, purpose="evaluation starts"
+            )
         else:
-            env = GymEnv(self.config.env_id, self.config.eval_episodes, seed=2**31)  # as machine.make_judge
-        largest = getattr(self.model.action_space, "high", None)  # of a push; there is none of a choice
+            env = GymEnv(
+                self.config.env_id, self.config.eval_episodes, seed=2**31
+            )  # as machine.make_judge
+        largest = getattr(
+            self.model.action_space, "high", None
+        )  # of a push; there is none of a choice
 
         def policy(obs: torch.Tensor) -> torch.Tensor:
             seen = obs.numpy()
-            action, _ = self.model.predict(normalizer.normalize_obs(seen) if normalizer else seen, deterministic=True)
-            return torch.as_tensor(action if largest is None else action / largest)  # tensor tasks take [-1, 1]
+            action, _ = self.model.predict(
+                normalizer.normalize_obs(seen) if normalizer else seen, deterministic=True
+            )
+            return torch.as_tensor(
+                action if largest is None else action / largest
+            )  # tensor tasks take [-1, 1]
 
-        row = {"iteration": len(self.history), "steps": self.model.num_timesteps, "seconds": self.seconds}
+        row = {
+            "iteration": len(self.history),
+            "steps": self.model.num_timesteps,
+            "seconds": self.seconds,
+        }
         with contextlib.closing(env):
             self.history.add(row | {"eval_return": float(np.mean(play(policy, env)))})
         self.resumed = time.process_time()
 
 
 def train(algorithm: str, config: Config) -> History:
-    """Trains an algorithm on a config's task, seed and steps; of the config's other fields only those of evaluations count."""
+    """Trains an algorithm on a config's task, seed and steps; of the config's other fields only
+    those of evaluations count."""
     import stable_baselines3 as sb3
     from stable_baselines3.common.env_util import make_vec_env
 
     torch.set_num_threads(1)
-    settings = {name: decays(x) if str(x).startswith("linear ") else x for name, x in SETTINGS[algorithm, config.env_id].items()}
+    settings = {
+        name: decays(x) if str(x).startswith("linear ") else x
+        for name, x in SETTINGS[algorithm, config.env_id].items()
+    }
     single = {"env_kwargs": {"start_noise": config.start_noise}} if config.env_id is None else {}
-    env = make_vec_env(config.env_id or "fp8rl/CustomEnv-v0", settings.pop("n_envs", 1), config.seed, **single)
+    env = make_vec_env(
+        config.env_id or "fp8rl/CustomEnv-v0", settings.pop("n_envs", 1), config.seed, **single
+    )
     if settings.pop("normalize", False):
         env = sb3.common.vec_env.VecNormalize(env, gamma=settings.get("gamma", 0.99))
-    torch.optim.Adam([torch.zeros(1, requires_grad=True)])  # imports what it needs for a second, which is no training
+    torch.optim.Adam(
+        [torch.zeros(1, requires_grad=True)]
+    )  # imports what it needs for a second, which is no training
     judge = Judge(config)
     if "activation_fn" in settings.get("policy_kwargs", {}):
         policy = settings["policy_kwargs"]
-        settings["policy_kwargs"] = policy | {"activation_fn": getattr(torch.nn, policy["activation_fn"])}
+        settings["policy_kwargs"] = policy | {
+            "activation_fn": getattr(torch.nn, policy["activation_fn"])
+        }
     if deviation := settings.pop("noise", None):  # of one action
-        settings["action_noise"] = sb3.common.noise.NormalActionNoise(np.zeros(1), np.full(1, deviation))
+        settings["action_noise"] = sb3.common.noise.NormalActionNoise(
+            np.zeros(1), np.full(1, deviation)
+        )
     model = getattr(sb3, algorithm)("MlpPolicy", env, seed=config.seed, device="cpu", **settings)
     model.learn(config.steps, callback=judge)
     env.close()

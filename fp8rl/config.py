@@ -1,5 +1,6 @@
-"""Config: what a run learns. Types and ranges are checked when a Config is made, whether from Python, JSON or the command line;
-names of precisions, codecs and formats when a run is built. Devices and speed are in scale/machine.py."""
+"""Config: what a run learns. Types and ranges are checked when a Config is made, whether from
+Python, JSON or the command line; names of precisions, codecs and formats when a run is built.
+Devices and speed are in build.py."""
 
 import contextlib
 import json
@@ -13,13 +14,25 @@ import numpy as np
 
 ENCODERS = ("mlp", "gru")
 RANGES = (  # fields, the test of their values, and the remedy
-    ("steps num_envs rollout_length capacity slice_length batch_size", lambda x: x >= 1, "use at least 1"),
+    (
+        "steps num_envs rollout_length capacity slice_length batch_size",
+        lambda x: x >= 1,
+        "use at least 1",
+    ),
     ("eval_episodes hidden_size layers", lambda x: x >= 1, "use at least 1"),
-    ("steps num_envs rollout_length capacity slice_length batch_size", lambda x: x <= 10**15, "use at most 1e15"),
+    (
+        "steps num_envs rollout_length capacity slice_length batch_size",
+        lambda x: x <= 10**15,
+        "use at most 1e15",
+    ),
     ("replay_updates eval_every halved_after", lambda x: x <= 10**15, "use at most 1e15"),
     ("extra_features eval_episodes", lambda x: x <= 10**6, "use at most a million"),
     ("hidden_size layers", lambda x: x <= 10**4, "use at most ten thousand"),
-    ("replay_updates eval_every halved_after extra_features entropy_coef value_coef seed", lambda x: x >= 0, "use 0 or more"),
+    (
+        "replay_updates eval_every halved_after extra_features entropy_coef value_coef seed",
+        lambda x: x >= 0,
+        "use 0 or more",
+    ),
     ("seed", lambda x: x < 2**32, "use a number less than 2**32"),
     ("entropy_coef value_coef", lambda x: x < math.inf, "use a finite number"),
     ("learning_rate max_grad_norm clip", lambda x: 0 < x < math.inf, "use a positive number"),
@@ -31,63 +44,92 @@ RANGES = (  # fields, the test of their values, and the remedy
 
 @dataclass(frozen=True)
 class Config:
-    """What a run learns (train.py). The same Config and machine give the same numbers, bit for bit on a CPU with the same number
-    of torch threads. Raises ValueError for a field out of range, with its name and what to use instead."""
+    """What a run learns (train.py). The same Config and machine give the same numbers, bit for bit
+    on a CPU with the same number of torch threads. Raises ValueError for a field out of range, with
+    its name and what to use instead."""
 
-    precision: str = "fp32"  # Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16.
-    collect_precision: str | None = None  # Precision of the acting policy's matmuls; None is the learner's.
-    formats: str = ""  # Places that are kept in fewer bits (lab/places.py), as in "v=e5m2 weights=e4m3:stochastic".
+    precision: str = (
+        "fp32"  # Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16.
+    )
+    collect_precision: str | None = (
+        None  # Precision of the acting policy's matmuls; None is the learner's.
+    )
+    # Places that are kept in fewer bits (bits/places.py), as in "v=e5m2 weights=e4m3:stochastic".
+    formats: str = ""
     seed: int = 0  # Seed for weights, starts, actions and replay.
     steps: int = 100_000  # Environment steps to train for, rounded down to whole iterations.
 
-    # A Gymnasium environment (CartPole-v1) with flat Box or Discrete observations, and Discrete or flat, bounded Box actions.
-    # None: the cart.
+    # A Gymnasium environment (CartPole-v1) with flat Box or Discrete observations, and Discrete or
+    # flat, bounded Box actions. None: the cart.
     env_id: str | None = None
     num_envs: int = 16  # Number of environments stepped together, N.
-    # Training episodes start within this distance of 0, evaluation within 0.05. Only the cart has this and the next two.
+    # Training episodes start within this distance of 0, evaluation within 0.05. Only the cart has
+    # this and the next two.
     start_noise: float = 0.5
     extra_features: int = 0  # Noise channels appended to the observation.
-    hide_velocity: bool = False  # Leave the velocity out of the observation, so that the policy needs memory.
-    # mlp, or gru, which has memory (scale/recurrent.py). Its replayed slices start from a zero state.
+    hide_velocity: bool = (
+        False  # Leave the velocity out of the observation, so that the policy needs memory.
+    )
+    # mlp, or gru, which has memory (recurrent.py). Its replayed slices start from a zero state.
     encoder: str = "mlp"
-    # Standardize each feature by its running mean and deviation (scale/normalized.py). None: where Gymnasium steps the only form
-    # of the environment; the features of the package's own tasks are of order 1 as they are.
+    # Standardize each feature by its running mean and deviation (normalization.py). None: where
+    # Gymnasium steps the only form of the environment; the features of the package's own tasks are
+    # of order 1 as they are.
     normalize_obs: bool | None = None
     hidden_size: int = 64  # Units in each layer of the network.
-    layers: int = 2  # Layers between the observation and the heads; of a gru the last one is the GRU.
+    layers: int = (
+        2  # Layers between the observation and the heads; of a gru the last one is the GRU.
+    )
     rollout_length: int = 128  # Steps collected from each environment per iteration, T.
-    # Transitions in the replay ring (rows times environments), of about ten rollouts: from much older ones it learns more slowly.
+    # Transitions in the replay ring (rows times environments), of about ten rollouts: from much
+    # older ones it learns more slowly.
     capacity: int = 20_000
-    codec: str = "fp32"  # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (scale/codec.py).
+    # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (observation_codec.py).
+    codec: str = "fp32"
     slice_length: int = 128  # Consecutive steps in a replayed slice; 1 replays single transitions.
     batch_size: int = 1_024  # Transitions in a replayed batch, a multiple of slice_length.
     fresh_updates: int = 1  # Updates on each new rollout: 1, or 0 to learn from replay only.
-    # Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless a Machine stores it in a folder.
+    # Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless a Machine
+    # stores it in a folder.
     replay_updates: int = 16
 
-    # Discount per step; 0.99 looks about 100 steps ahead. None: 1 - 4 / time limit, from 0.98 to 0.995.
+    # Discount per step; 0.99 looks about 100 steps ahead. None: 1 - 4 / time limit, from 0.98 to
+    # 0.995.
     gamma: float | None = None
-    lam: float = 0.98  # Lambda of V-trace: 0 bootstraps after one step, 1 only at the end of the slice or at a truncation.
-    # Weight replayed steps by importance ratios in V-trace. False is a common bug, kept to show it; it leaves the clip on.
+    # Lambda of V-trace: 0 bootstraps after one step, 1 only at the end of the slice or at a
+    # truncation.
+    lam: float = 0.98
+    # Weight replayed steps by importance ratios in V-trace. False is a common bug, kept to show it;
+    # it leaves the clip on.
     importance_correction: bool = True
-    bootstrap_truncation: bool = True  # Bootstrap from the final state of a truncated episode. False is another common bug.
-    normalize_advantage: bool = True  # Subtract the batch mean from the advantages and divide by their standard deviation.
-    # PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or below 1 - clip (negative).
-    # None: no clip, all steps count.
+    bootstrap_truncation: bool = (
+        True  # Bootstrap from the final state of a truncated episode. False is another common bug.
+    )
+    normalize_advantage: bool = (
+        True  # Subtract the batch mean from the advantages and divide by their standard deviation.
+    )
+    # PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or
+    # below 1 - clip (negative). None: no clip, all steps count.
     clip: float | None = 0.2
-    scale_rewards: bool = True  # Divide rewards by the root mean square of their discounted sums: targets are of order 1.
-    # Weight of the entropy bonus, which keeps the policy from becoming deterministic too early. None: 0.01 for discrete actions,
-    # 0 for continuous ones, whose deviation has a floor (distribution.py).
+    # Divide rewards by the root mean square of their discounted sums: targets are of order 1.
+    scale_rewards: bool = True
+    # Weight of the entropy bonus, which keeps the policy from becoming deterministic too early.
+    # None: 0.01 for discrete actions, 0 for continuous ones, whose deviation has a floor
+    # (distribution.py).
     entropy_coef: float | None = None
     value_coef: float = 0.5  # Weight of the value loss.
-    # Adam's, at first. None: 0.001 for 64 units, and in proportion to 1 / sqrt(hidden_size), 0.002 for 16 and 0.0005 for 256.
+    # Adam's, at first. None: 0.001 for 64 units, and in proportion to 1 / sqrt(hidden_size), 0.002
+    # for 16 and 0.0005 for 256.
     learning_rate: float | None = None
-    anneal: bool = True  # Multiply the learning rate by the share of training left, so that the last policy settles.
+    # Multiply the learning rate by the share of training left, so that the last policy settles.
+    anneal: bool = True
     # Also divide it by 1 + steps / halved_after: half after so many steps. 0 turns this off.
     halved_after: int = 0
     max_grad_norm: float = 0.5  # Gradients are clipped to this L2 norm.
 
-    eval_every: int = 5_000  # Environment steps between greedy evaluations; 0 evaluates only at the end.
+    eval_every: int = (
+        5_000  # Environment steps between greedy evaluations; 0 evaluates only at the end.
+    )
     eval_episodes: int = 100  # Episodes per evaluation.
 
     def __post_init__(self):
@@ -95,29 +137,48 @@ class Config:
             object.__setattr__(self, field.name, self._converted(field.name, field.type))
         for names, good, remedy in RANGES:
             for name in names.split():
-                self._require(name, getattr(self, name) is None or good(getattr(self, name)), remedy)
+                self._require(
+                    name, getattr(self, name) is None or good(getattr(self, name)), remedy
+                )
         self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
         divides = self.batch_size % self.slice_length == 0
         self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
-        replays = self.slice_length <= self.rollout_length or not self.replay_updates  # at first there is only one rollout
+        replays = (
+            self.slice_length <= self.rollout_length or not self.replay_updates
+        )  # at first there is only one rollout
         self._require("slice_length", replays, f"use at most rollout_length, {self.rollout_length}")
         rows = self.rollout_length + 1  # one more for the ring's open row (replay.py)
         enough = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
         self._require("capacity", self.capacity // self.num_envs >= rows, enough)
-        self._require("steps", self.iterations >= 1, f"use at least one iteration, {self.steps_per_iteration} steps")
-        self._require("layers", self.encoder != "gru" or self.layers > 1, "use at least 2 with gru, which is the last one")
+        self._require(
+            "steps",
+            self.iterations >= 1,
+            f"use at least one iteration, {self.steps_per_iteration} steps",
+        )
+        self._require(
+            "layers",
+            self.encoder != "gru" or self.layers > 1,
+            "use at least 2 with gru, which is the last one",
+        )
         if self.env_id is not None:
             for name in ("extra_features", "hide_velocity", "start_noise"):
-                self._require(name, getattr(self, name) == getattr(Config, name), f"leave it out, {self.env_id} does not have it")
+                self._require(
+                    name,
+                    getattr(self, name) == getattr(Config, name),
+                    f"leave it out, {self.env_id} does not have it",
+                )
 
     def _require(self, name: str, good: bool, remedy: str) -> None:
         if not good:
             raise ValueError(f"{name} is {getattr(self, name)!r}: {remedy}")
 
     def _converted(self, name: str, kind: type):
-        """A field's value as a plain Python type, for JSON and checkpoints; takes NumPy numbers, and 1e4 for an int."""
+        """A field's value as a plain Python type, for JSON and checkpoints; takes NumPy numbers,
+        and 1e4 for an int."""
         value, kinds = getattr(self, name), get_args(kind) or (kind,)  # of `float | None` both
-        number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's numbers are Real too, its bool is not
+        number = isinstance(value, Real) and not isinstance(
+            value, bool
+        )  # NumPy's numbers are Real too, its bool is not
         if number and ((int in kinds and value % 1 == 0) or float in kinds):
             with contextlib.suppress(OverflowError):  # of a whole number with hundreds of digits
                 return kinds[0](value)
@@ -135,7 +196,8 @@ class Config:
 
     @classmethod
     def of(cls, found: str | dict) -> "Config":
-        """A Config from a dict of fields, or from the text that `to_json` wrote; missing fields have their defaults."""
+        """A Config from a dict of fields, or from the text that `to_json` wrote; missing fields
+        have their defaults."""
         found = json.loads(found) if isinstance(found, str) else found
         if not isinstance(found, dict):
             raise ValueError(f"config is {found!r}: use a JSON object of fields")
@@ -158,7 +220,8 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Time steps in the replay ring: as many as `capacity` has room for, or as a run can fill."""
+        """Time steps in the replay ring: as many as `capacity` has room for, or as a run can
+        fill."""
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
     @property
@@ -167,15 +230,18 @@ class Config:
         return 1e-3 * math.sqrt(64 / self.hidden_size)
 
     def settled(self, env) -> "Config":
-        """The config with a number in every field whose None leaves it to the width or to the task, a TensorEnv or what has its
-        attributes: `learning_rate` by the width, `gamma` by the time limit, `entropy_coef` by the kind of actions. The config
-        itself keeps None, so that `dataclasses.replace` with another width or task follows it."""
+        """The config with a number in every field whose None leaves it to the width or to the task,
+        a TensorEnv or what has its attributes: `learning_rate` by the width, `gamma` by the time
+        limit, `entropy_coef` by the kind of actions. The config itself keeps None, so that
+        `dataclasses.replace` with another width or task follows it."""
         derived = {
             "learning_rate": self.learning_rate_of_width,
             "gamma": min(max(1 - 4 / env.max_steps, 0.98), 0.995),
             "entropy_coef": env.distribution.ENTROPY_COEF,
         }
-        return replace(self, **{name: value for name, value in derived.items() if getattr(self, name) is None})
+        return replace(
+            self, **{name: value for name, value in derived.items() if getattr(self, name) is None}
+        )
 
     def learning_rate_at(self, iteration: int) -> float:
         """The learning rate of an iteration. Only of a config that is `settled`."""
@@ -187,17 +253,39 @@ class Config:
         return rate
 
     def evaluates_at(self, iteration: int) -> bool:
-        """Whether an evaluation follows an iteration: the last one, or one that crosses a multiple of eval_every."""
+        """Whether an evaluation follows an iteration: the last one, or one that crosses a multiple
+        of eval_every."""
         before, after = (self.steps_per_iteration * i for i in (iteration, iteration + 1))
-        return iteration + 1 == self.iterations or (self.eval_every > 0 and before // self.eval_every < after // self.eval_every)
+        return iteration + 1 == self.iterations or (
+            self.eval_every > 0 and before // self.eval_every < after // self.eval_every
+        )
 
     @classmethod
     def published(cls, **changes) -> "Config":
-        """The loop of the demo that this project started from: one environment, uniform single transitions, no importance
-        correction and no clip, no entropy bonus, time limits treated as terminations. It learns 64 transitions
-        for each 128 that it collects."""
-        loop = {"num_envs": 1, "start_noise": 0.0, "rollout_length": 128, "slice_length": 1, "batch_size": 64, "fresh_updates": 0}
-        loop |= {"replay_updates": 1, "capacity": 10_000, "gamma": 0.99, "entropy_coef": 0, "learning_rate": 1e-3}
+        """The loop of the demo that this project started from: one environment, uniform single
+        transitions, no importance correction and no clip, no entropy bonus, time limits treated as
+        terminations. It learns 64 transitions for each 128 that it collects."""
+        loop = {
+            "num_envs": 1,
+            "start_noise": 0.0,
+            "rollout_length": 128,
+            "slice_length": 1,
+            "batch_size": 64,
+            "fresh_updates": 0,
+        }
+        loop |= {
+            "replay_updates": 1,
+            "capacity": 10_000,
+            "gamma": 0.99,
+            "entropy_coef": 0,
+            "learning_rate": 1e-3,
+        }
         loop |= {"clip": None}
-        off = ("scale_rewards", "importance_correction", "bootstrap_truncation", "normalize_advantage", "anneal")
+        off = (
+            "scale_rewards",
+            "importance_correction",
+            "bootstrap_truncation",
+            "normalize_advantage",
+            "anneal",
+        )
         return cls(**loop | dict.fromkeys(off, False) | changes)

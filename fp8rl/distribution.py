@@ -1,26 +1,31 @@
-"""Distributions of actions: softmax over a few actions, or independent Gaussians for continuous ones.
+"""Distributions of actions: softmax over a few actions, or independent Gaussians for continuous
+ones.
 
-A network's outputs are logits [..., A], or means and logarithms of standard deviations [..., 2 A]. Actions are sampled from them
-and independent noise: argmax(logits + Gumbel noise) is a sample from softmax(logits) (Gumbel 1954; Maddison et al. 2014,
-arXiv:1411.0030), and mean + deviation * Gaussian noise is one from the Gaussian. Continuous actions are scaled: [-1, 1] spans
-the environment's bounds. A sample may lie outside: the environment clips it, but its log-probability is that of the sample.
+A network's outputs are logits [..., A], or means and logarithms of standard deviations [..., 2 A].
+Actions are sampled from them and independent noise: argmax(logits + Gumbel noise) is a sample from
+softmax(logits) (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), and mean + deviation *
+Gaussian noise is one from the Gaussian. Continuous actions are scaled: [-1, 1] spans the
+environment's bounds. A sample may lie outside: the environment clips it, but its log-probability is
+that of the sample.
 
-All is float32, under any autocast: small deviations would be 0 in float16 (Bjorck et al. 2021, arXiv:2102.13565).
-"""
+All is float32, under any autocast: small deviations would be 0 in float16 (Bjorck et al. 2021,
+arXiv:2102.13565)."""
 
 import math
 
 import torch
 
-# Bounds of the logarithm of a standard deviation. Noise only costs return where the best policy is deterministic, as on a
-# linear-quadratic task, so the deviation shrinks as long as it may. The gradient by the mean is as large as 1 / deviation, and
-# with tiny ones every update throws the policy far: a deviation of 0.08, 4% of the range of actions, is a floor.
+# Bounds of the logarithm of a standard deviation. Noise only costs return where the best policy is
+# deterministic, as on a linear-quadratic task, so the deviation shrinks as long as it may. The
+# gradient by the mean is as large as 1 / deviation, and with tiny ones every update throws the
+# policy far: a deviation of 0.08, 4% of the range of actions, is a floor.
 LOG_STD = -2.5, 2.0
 
 
 class Categorical:
-    """Distribution of actions int64 [..., B] from logits float32 [..., B, A], of which some, not all, may be -inf: actions that
-    are masked out. `log_policy` has the log-probabilities of the actions."""
+    """Distribution of actions int64 [..., B] from logits float32 [..., B, A], of which some, not
+    all, may be -inf: actions that are masked out. `log_policy` has the log-probabilities of the
+    actions."""
 
     ENTROPY_COEF = 0.01  # of the loss, unless a config has one
 
@@ -30,14 +35,20 @@ class Categorical:
 
     @staticmethod
     def numbers(num_actions: int) -> int:
-        """How many random numbers an action takes: one for each, but of two actions only the difference counts."""
+        """How many random numbers an action takes: one for each, but of two actions only the
+        difference counts."""
         return 1 if num_actions == 2 else num_actions
 
     @staticmethod
     def noise(numbers: torch.Tensor) -> torch.Tensor:
-        """Noise from uniform numbers in (0, 1), float32 [..., `numbers(A)`]: Gumbel noise of that shape or, for two actions,
-        logistic noise [...], which is the difference of two Gumbel numbers."""
-        return numbers.squeeze(-1).logit() if numbers.shape[-1] == 1 else numbers.log().neg_().log_().neg_()
+        """Noise from uniform numbers in (0, 1), float32 [..., `numbers(A)`]: Gumbel noise of that
+        shape or, for two actions, logistic noise [...], which is the difference of two Gumbel
+        numbers."""
+        return (
+            numbers.squeeze(-1).logit()
+            if numbers.shape[-1] == 1
+            else numbers.log().neg_().log_().neg_()
+        )
 
     @staticmethod
     def sample(logits: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
@@ -53,24 +64,28 @@ class Categorical:
 
     def entropy(self) -> torch.Tensor:
         """Entropies [..., B] in nats, differential ones for continuous actions."""
-        # An action with the logit -inf has probability 0 and adds nothing; 0 times -inf would be NaN.
+        # An action with the logit -inf has probability 0 and adds nothing; 0 times -inf would be
+        # NaN.
         finite = self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
         return -(self.log_policy.exp() * finite).sum(-1)
 
 
 class Gaussian:
-    """Distribution of actions float32 [..., B, A] from means and logarithms of standard deviations, together [..., B, 2 A]."""
+    """Distribution of actions float32 [..., B, A] from means and logarithms of standard deviations,
+    together [..., B, 2 A]."""
 
-    ENTROPY_COEF = 0.0  # with a bonus the deviation grows beyond the range of actions, where it costs nothing more
+    # With a bonus the deviation grows beyond the range of actions, where it costs nothing more
+    ENTROPY_COEF = 0.0
 
     def __init__(self, outputs: torch.Tensor):
         self.mean, self.log_std = outputs.chunk(2, dim=-1)
 
     @staticmethod
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., 2 A] from means [..., A] and a parameter `spread` [A], a quarter of the logarithms: Adam moves it by
-        about the sum of its learning rates, by default 1.1 in a million steps, too little for a logarithm. The gradient passes
-        the clamp, or a deviation beyond a bound would stay there for good."""
+        """Outputs [..., 2 A] from means [..., A] and a parameter `spread` [A], a quarter of the
+        logarithms: Adam moves it by about the sum of its learning rates, by default 1.1 in a
+        million steps, too little for a logarithm. The gradient passes the clamp, or a deviation
+        beyond a bound would stay there for good."""
         log_std = 4 * spread
         bounded = log_std + (log_std.clamp(*LOG_STD) - log_std).detach()
         return torch.cat((mean, bounded.expand_as(mean)), dim=-1)

@@ -1,5 +1,6 @@
-"""Evaluation: one episode in each of many environments, with greedy or sampled actions. A return is the sum of an episode's
-rewards, at most 200 for the cart; undiscounted, unless the task is defined with a discount."""
+"""Evaluation: one episode in each of many environments, with greedy or sampled actions. A return is
+the sum of an episode's rewards, at most 200 for the cart; undiscounted, unless the task is defined
+with a discount."""
 
 import contextlib
 import itertools
@@ -14,8 +15,8 @@ from .rollout import inference, noise_of
 
 
 def play(policy, env) -> np.ndarray:
-    """Returns float32 [N] of one episode in each of N newly created environments. The policy maps observations float32 [N, F], in
-    inference mode, to actions as in a Rollout."""
+    """Returns float32 [N] of one episode in each of N newly created environments. The policy maps
+    observations float32 [N, F], in inference mode, to actions as in a Rollout."""
     total = torch.zeros(env.num_envs, dtype=torch.float32, device=env.device)
     ended = torch.zeros_like(total, dtype=torch.bool)
     with inference(env):
@@ -29,8 +30,11 @@ def play(policy, env) -> np.ndarray:
     return total.cpu().numpy()
 
 
-def evaluate(model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0) -> np.ndarray:
-    """The same for a model's policy, with the greedy action or actions sampled from `seed`, in a precision (None: fp32, CPU)."""
+def evaluate(
+    model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0
+) -> np.ndarray:
+    """The same for a model's policy, with the greedy action or actions sampled from `seed`, in a
+    precision (None: fp32, CPU)."""
     precision = precision or Precision("fp32")
     state, steps = None, itertools.count()
 
@@ -45,10 +49,13 @@ def evaluate(model, env, precision: Precision | None = None, greedy: bool = True
 
 
 class Judge:
-    """Who judges: greedy episodes from the same starts every time, on the cart within 0.05 of 0. `make_env`: as train.make_cart.
-    `model`: a copy of the network on the precision's device, or None to use the learner's own."""
+    """Who judges: greedy episodes from the same starts every time, on the cart within 0.05 of 0.
+    `make_env`: as train.make_cart. `model`: a copy of the network on the precision's device, or
+    None to use the learner's own."""
 
-    def __init__(self, config, precision: Precision, make_env: Callable, model: nn.Module | None = None):
+    def __init__(
+        self, config, precision: Precision, make_env: Callable, model: nn.Module | None = None
+    ):
         self.config, self.precision, self.make_env, self.model = config, precision, make_env, model
 
     def evaluate(self, learned: nn.Module) -> float:

@@ -1,34 +1,41 @@
-"""FP8 numerics: quantize, scaled matmul, and a linear layer whose three matmuls multiply float8 tensors.
+"""FP8 numerics: quantize, scaled matmul, and a linear layer whose three matmuls multiply float8
+tensors.
 
-Formats (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433). A float8 number has one sign bit and
+Formats (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433). A float8
+number has one sign bit and
     e4m3   4 exponent, 3 mantissa bits: +-448, smallest 2^-9, no infinity.   Forward: activations and weights need precision.
     e5m2   5 exponent, 2 mantissa bits: +-57344, smallest 2^-16, has inf.    Gradients: they need range.
-Each tensor is divided by its scale first, and the product multiplied by both scales. A scale is computed anew for every tensor
-("dynamic", not "delayed"): the smallest power of two with which its largest magnitude fits. Scaling by it is exact, so the only
-error is the rounding to float8, and it does not matter whether a machine applies the scales before or after the sum.
+Each tensor is divided by its scale first, and the product multiplied by both scales. A scale is
+computed anew for every tensor ("dynamic", not "delayed"): the smallest power of two with which its
+largest magnitude fits. Scaling by it is exact, so the only error is the rounding to float8, and it
+does not matter whether a machine applies the scales before or after the sum.
 
-The three matmuls of a linear layer y = x W^T + b with x [B, I], W [O, I] and the gradient g [B, O] of y:
+The three matmuls of a linear layer y = x W^T + b with x [B, I], W [O, I] and the gradient g [B, O]
+of y:
     output            y  = x   @ W^T     e4m3 x e4m3     contracts I
     input gradient    dx = g   @ W       e5m2 x e4m3     contracts O
     weight gradient   dW = g^T @ x       e5m2 x e4m3     contracts B
 Products are summed in float32. Master weights, the bias and its gradient stay in float32.
 
-Layout: CUDA's kernel multiplies a row-major [M, K] by a column-major [K, N] matrix, with K and N multiples of 16, and never e5m2
-by e5m2. So the first product takes a free transpose of W, the second a copy of W in the other layout, and the third copies of
-both matrices. The CPU has no such rules, but they are enforced there too.
+Layout: CUDA's kernel multiplies a row-major [M, K] by a column-major [K, N] matrix, with K and N
+multiples of 16, and never e5m2 by e5m2. So the first product takes a free transpose of W, the
+second a copy of W in the other layout, and the third copies of both matrices. The CPU has no such
+rules, but they are enforced there too.
 
-A number that is not finite becomes NaN, and decides no scale: the scale is that of the finite numbers. So a NaN or an infinity in
-a row of x or g makes this row of y or dx NaN and leaves the others as they are. The weight gradient contracts rows. So it has NaN
-as well, and the optimizer step is skipped.
+A number that is not finite becomes NaN, and decides no scale: the scale is that of the finite
+numbers. So a NaN or an infinity in a row of x or g makes this row of y or dx NaN and leaves the
+others as they are. The weight gradient contracts rows. So it has NaN as well, and the optimizer
+step is skipped.
 
-An outlier is another matter: a row a million times as large as the others takes their digits, because they share its scale. With
-`scales="row"` each row of x and g has a scale of its own in the output and the input gradient, as in torch._scaled_mm and in
-torchao. The weight gradient contracts rows, and a scale cannot change along a sum. So there x and g have one scale each.
+An outlier is another matter: a row a million times as large as the others takes their digits,
+because they share its scale. With `scales="row"` each row of x and g has a scale of its own in the
+output and the input gradient, as in torch._scaled_mm and in torchao. The weight gradient contracts
+rows, and a scale cannot change along a sum. So there x and g have one scale each.
 
-Quantizing is several passes over a tensor, and a copy in the other layout one more. A kernel (faster.py) reads the tensor twice
-and writes both layouts. `torch.compile` makes few passes of the plain form, in a Float8Linear too, on a CPU with the same bits.
-FP8 pays off only in wide layers on hardware that multiplies float8: benchmarks/fp8_layer.py measures it.
-"""
+Quantizing is several passes over a tensor, and a copy in the other layout one more. A kernel
+(kernels.py) reads the tensor twice and writes both layouts. `torch.compile` makes few passes of the
+plain form, in a Float8Linear too, on a CPU with the same bits. FP8 pays off only in wide layers on
+hardware that multiplies float8: benchmarks/fp8_layer.py measures it."""
 
 import functools
 import math
@@ -40,7 +47,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from . import faster
+from . import kernels
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -53,7 +60,9 @@ class Quantized(NamedTuple):
     """Matrices with the values data * scale."""
 
     data: torch.Tensor  # float8 [..., M, N]
-    scale: torch.Tensor  # float32, powers of two: [...], or with a scale for each row [..., M, 1], for each column [..., 1, N]
+    # Float32, powers of two: [...], or with a scale for each row [..., M, 1], for each column [...,
+    # 1, N]
+    scale: torch.Tensor
 
     @property
     def shared(self) -> bool:
@@ -61,7 +70,8 @@ class Quantized(NamedTuple):
         return self.scale.dim() < self.data.dim()
 
     def t(self) -> "Quantized":
-        """The transpose, not copied: a row-major matrix becomes column-major, and scales of rows those of columns."""
+        """The transpose, not copied: a row-major matrix becomes column-major, and scales of rows
+        those of columns."""
         return Quantized(self.data.t(), self.scale if self.shared else self.scale.t())
 
     def column_major(self) -> "Quantized":
@@ -73,22 +83,33 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, scales: str = "tensor") -> Quantized:
-    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own or, with `scales="row"`, with one
-    for each row. What is not finite becomes NaN. Raises ValueError for another shape, `dtype` or `scales`, and TypeError if `x`
-    is not float32 or bfloat16: float16 may already have lost what FP8 would have scaled."""
+    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own or,
+    with `scales="row"`, with one for each row. What is not finite becomes NaN. Raises ValueError
+    for another shape, `dtype` or `scales`, and TypeError if `x` is not float32 or bfloat16: float16
+    may already have lost what FP8 would have scaled."""
     require_scales(scales)
     if x.dtype not in TAKEN:
-        raise TypeError(f"x is {x.dtype}: quantize takes float32 or bfloat16, cast before values leave float16's range")
+        raise TypeError(
+            f"x is {x.dtype}: quantize takes float32 or bfloat16, "
+            "cast before values leave float16's range"
+        )
     if x.dim() < 2 or dtype not in LARGEST:
-        raise ValueError(f"x has shape {list(x.shape)} and dtype is {dtype}: use matrices [..., M, N], and E4M3 or E5M2")
+        raise ValueError(
+            f"x has shape {list(x.shape)} and dtype is {dtype}: use matrices [..., M, N], "
+            "and E4M3 or E5M2"
+        )
     x = x.float().contiguous()  # row-major, whatever the input's strides
     magnitude = x.nan_to_num(0.0, 0.0, 0.0).abs()  # 0 in place of what is not finite
     largest = magnitude.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
     if scales == "tensor":
         largest = largest.amax((-2, -1)) if x.shape[-2] else x.new_zeros(x.shape[:-2])
     scale = power_of_two_scale(largest, LARGEST[dtype])
-    x = x.nan_to_num(torch.nan, torch.nan, torch.nan)  # or `cast` would make an infinity the largest number
-    return Quantized(cast(x / (scale[..., None, None] if scales == "tensor" else scale), dtype), scale)
+    x = x.nan_to_num(
+        torch.nan, torch.nan, torch.nan
+    )  # or `cast` would make an infinity the largest number
+    return Quantized(
+        cast(x / (scale[..., None, None] if scales == "tensor" else scale), dtype), scale
+    )
 
 
 def require_scales(scales: str) -> None:
@@ -98,77 +119,121 @@ def require_scales(scales: str) -> None:
 
 
 def in_layouts(
-    x: torch.Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = True, scales: str = "tensor"
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rows: bool = True,
+    columns: bool = True,
+    scales: str = "tensor",
 ) -> tuple[Quantized | None, Quantized | None]:
-    """`quantize` of a matrix [M, N]: as it is, with these `scales`, and for its `column_major()`, always with one scale. A kernel
-    makes both at once, or None in place of one that is not wanted. Without one both are the same matrix, which `column_major`
-    copies when it is called."""
+    """`quantize` of a matrix [M, N]: as it is, with these `scales`, and for its `column_major()`,
+    always with one scale. A kernel makes both at once, or None in place of one that is not wanted.
+    Without one both are the same matrix, which `column_major` copies when it is called."""
     if scales == "row":
         by_row = quantize(x, dtype, scales) if rows else None
         by_column = in_layouts(x, dtype, rows=False)[1] if columns else None
         return by_row, by_column
-    kernel = None if torch.compiler.is_compiling() else faster.kernel("quantize", x.device)
+    kernel = None if torch.compiler.is_compiling() else kernels.kernel("quantize", x.device)
     if kernel is None or x.dtype not in TAKEN or not x.numel():
         return 2 * (quantize(x, dtype),)
     return kernel(x, dtype, rows, columns)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds to the nearest float8, ties to even. Without the clamp, e4m3 gives NaN before torch 2.12, and e5m2 infinity."""
+    """Rounds to the nearest float8, ties to even. Without the clamp, e4m3 gives NaN before torch
+    2.12, and e5m2 infinity."""
     return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
 def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
-    """The smallest power of two s, from 2^-126 up, with largest / s <= limit (for 0 the same as for 0.5), but none with which
-    limit * s would not be finite: float32's very largest numbers saturate. NaN if `largest` is not finite."""
-    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
+    """The smallest power of two s, from 2^-126 up, with largest / s <= limit (for 0 the same as for
+    0.5), but none with which limit * s would not be finite: float32's very largest numbers
+    saturate. NaN if `largest` is not finite."""
+    mantissa, exponent = torch.frexp(
+        largest
+    )  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
     limit_mantissa, limit_exponent = math.frexp(limit)
-    exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(-126, 128 - limit_exponent)
-    return torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
+    exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(
+        -126, 128 - limit_exponent
+    )
+    return torch.where(
+        largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan
+    )
 
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
-    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N]. Each has one scale, or `a` one for
-    each row and `b` one for each column. `emulate` works in float32, exactly but for the order of the sum; None uses torch's
-    kernel where there is one. Raises ValueError for what a GPU's cannot take."""
+    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N]. Each has
+    one scale, or `a` one for each row and `b` one for each column. `emulate` works in float32,
+    exactly but for the order of the sum; None uses torch's kernel where there is one. Raises
+    ValueError for what a GPU's cannot take."""
     left, right = a.data.shape, b.data.shape
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
-        raise ValueError(f"shapes are {list(left)} and {list(right)}: use matrices [M, K] and [K, N] of one inner dimension K")
+        raise ValueError(
+            f"shapes are {list(left)} and {list(right)}: use matrices [M, K] and [K, "
+            "N] of one inner dimension K"
+        )
     for name, size in {"inner dimension": right[0], "column count": right[1]}.items():
         if size % MULTIPLE:
-            raise ValueError(f"{name} is {size}: FP8 kernels need a multiple of {MULTIPLE}, pad it or stay in float32")
+            raise ValueError(
+                f"{name} is {size}: FP8 kernels need a multiple of {MULTIPLE}, "
+                "pad it or stay in float32"
+            )
     if a.data.dtype == b.data.dtype == E5M2:
-        raise ValueError("both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, quantize one as e4m3")
+        raise ValueError(
+            "both matrices are e5m2: FP8 kernels multiply e4m3 with e4m3 or e5m2, "
+            "quantize one as e4m3"
+        )
     if not a.data.is_contiguous() or not b.data.t().is_contiguous():
-        raise ValueError("layout is not row-major times column-major: make the first contiguous, the second column_major()")
+        raise ValueError(
+            "layout is not row-major times column-major: make the first contiguous, "
+            "the second column_major()"
+        )
     for name, scale, size in (("first", a.scale, (left[0], 1)), ("second", b.scale, (1, right[1]))):
         if scale.dim() and scale.shape != size:
-            raise ValueError(f"the {name} matrix has scales {list(scale.shape)}: use one, or {list(size)}, none along the sum")
+            raise ValueError(
+                f"the {name} matrix has scales {list(scale.shape)}: use one, or {list(size)}, "
+                "none along the sum"
+            )
     device = a.data.device
-    with torch.autocast(device.type, enabled=False):  # a surrounding bfloat16 autocast would round the result
+    with torch.autocast(
+        device.type, enabled=False
+    ):  # a surrounding bfloat16 autocast would round the result
         if emulate or (emulate is None and not has_kernel(device)):
-            # Row-major, like the second matrix in the CPU's kernel, so that both sum in the same order, bit for bit.
+            # Row-major, like the second matrix in the CPU's kernel, so that both sum in the same
+            # order, bit for bit.
             return (a.data.float() @ b.data.float().contiguous()) * (a.scale * b.scale)
         whole = F.ScalingType.TensorWise
-        if not (a.shared and b.shared):  # after the sum, powers of two scale as exactly as before it
+        if not (
+            a.shared and b.shared
+        ):  # after the sum, powers of two scale as exactly as before it
             one = a.scale.new_ones(())
-            product = F.scaled_mm(a.data, b.data, one, whole, one, whole, output_dtype=torch.float32)
+            product = F.scaled_mm(
+                a.data, b.data, one, whole, one, whole, output_dtype=torch.float32
+            )
             return product.mul_(a.scale * b.scale)
-        return F.scaled_mm(a.data, b.data, a.scale, whole, b.scale, whole, output_dtype=torch.float32)
+        return F.scaled_mm(
+            a.data, b.data, a.scale, whole, b.scale, whole, output_dtype=torch.float32
+        )
 
 
 def has_kernel(device: torch.device | str) -> bool:
-    """Whether torch multiplies float8 matrices to float32: on CUDA from compute capability 8.9, on CPUs from torch 2.13."""
+    """Whether torch multiplies float8 matrices to float32: on CUDA from compute capability 8.9, on
+    CPUs from torch 2.13."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 9)
     return device.type == "cpu" and TorchVersion(torch.__version__) >= (2, 13)
 
 
-NO_SECOND_DERIVATIVE = "Float8Linear has no second derivative: leave layers that need one in float32"
-NO_VMAP = "Float8Linear cannot be in torch.func.vmap: give it the whole batch [..., I] instead, or leave the layer in float32"
+NO_SECOND_DERIVATIVE = (
+    "Float8Linear has no second derivative: leave layers that need one in float32"
+)
+NO_VMAP = (
+    "Float8Linear cannot be in torch.func.vmap: give it the whole batch [..., I] instead, "
+    "or leave the layer in float32"
+)
 NO_FORWARD_MODE = (
-    "Float8Linear has no forward-mode derivative: use reverse mode (backward, torch.func.grad), or leave it in float32"
+    "Float8Linear has no forward-mode derivative: use reverse mode (backward, "
+    "torch.func.grad), or leave it in float32"
 )
 
 
@@ -185,8 +250,9 @@ class _Refusing(torch.autograd.Function):
 
 
 class _Float8Matmuls(_Refusing):
-    """The three matmuls in the module's docstring. `x` and `weight` only get the gradients. What is multiplied are the data and
-    scales of x8 and w8, and for the backward pass of `later_x8` and `later_w8`, whose data and scale are None if unused."""
+    """The three matmuls in the module's docstring. `x` and `weight` only get the gradients. What is
+    multiplied are the data and scales of x8 and w8, and for the backward pass of `later_x8` and
+    `later_w8`, whose data and scale are None if unused."""
 
     @staticmethod
     def forward(x, weight, layer, x_data, x_scale, w_data, w_scale, *later):
@@ -203,24 +269,32 @@ class _Float8Matmuls(_Refusing):
     def backward(ctx, grad):
         weight, *later = ctx.saved_tensors
         arguments = grad, weight, ctx.layer, ctx.input_dtype, *ctx.needs_input_grad[:2], *later
-        # With create_graph, as in torch.func.grad, it must be known later that this was not differentiable.
+        # With create_graph, as in torch.func.grad, it must be known later that this was not
+        # differentiable.
         gradients = _Float8Gradients.apply if torch.is_grad_enabled() else _Float8Gradients.forward
         return *gradients(*arguments), *[None] * 9
 
 
 class _Float8Gradients(_Refusing):
-    """The backward pass of _Float8Matmuls, which itself has none. `weight` connects a second derivative with it."""
+    """The backward pass of _Float8Matmuls, which itself has none. `weight` connects a second
+    derivative with it."""
 
     @staticmethod
-    def forward(grad, weight, layer, input_dtype, of_x, of_weight, x_data, x_scale, w_data, w_scale):
-        g8, later_g8 = in_layouts(grad, layer.backward_type, rows=of_x, columns=of_weight, scales=layer.scales)
+    def forward(
+        grad, weight, layer, input_dtype, of_x, of_weight, x_data, x_scale, w_data, w_scale
+    ):
+        g8, later_g8 = in_layouts(
+            grad, layer.backward_type, rows=of_x, columns=of_weight, scales=layer.scales
+        )
         grad_x = grad_w = None
         if of_x:
             w8 = Quantized(w_data, w_scale).column_major()
             grad_x = scaled_matmul(g8, w8, layer.emulate).to(input_dtype)  # [B, O] @ [O, I]
         if of_weight:
             x8 = Quantized(x_data, x_scale).column_major()
-            grad_w = scaled_matmul(later_g8.column_major().t(), x8, layer.emulate)  # [O, B] @ [B, I]
+            grad_w = scaled_matmul(
+                later_g8.column_major().t(), x8, layer.emulate
+            )  # [O, B] @ [B, I]
         return grad_x, grad_w
 
     @staticmethod
@@ -233,8 +307,9 @@ class _Float8Gradients(_Refusing):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in float8 and keeps its parameters in float32, under the same names as nn.Linear. Forward
-    takes float32 or bfloat16 [..., I] and returns float32 [..., O], with I and O multiples of 16.
+    """A linear layer that multiplies in float8 and keeps its parameters in float32, under the same
+    names as nn.Linear. Forward takes float32 or bfloat16 [..., I] and returns float32 [..., O],
+    with I and O multiples of 16.
 
         >>> import torch
         >>> from fp8rl.fp8 import convert_linears
@@ -243,11 +318,11 @@ class Float8Linear(nn.Linear):
         {'0': None, '2': 'its 10 outputs are not a multiple of 16'}
         >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model
 
-    With `scales="row"`, each row of the input and of the gradient has a scale of its own. Measured on a layer of 32 inputs and 48
-    outputs, with 20 normal rows of which one is a million times as large: the outputs of the other 19 rows differ from float32's
-    by 98% of their norm with one scale for the tensor, and by 3.8% with one for each row. Without the outlier both differ by
-    3.8%.
-    """
+    With `scales="row"`, each row of the input and of the gradient has a scale of its own. Measured
+    on a layer of 32 inputs and 48 outputs, with 20 normal rows of which one is a million times as
+    large: the outputs of the other 19 rows differ from float32's by 98% of their norm with one
+    scale for the tensor, and by 3.8% with one for each row. Without the outlier both differ by
+    3.8%."""
 
     forward_type, backward_type = E4M3, E5M2  # of inputs and weights, and of gradients
     scales: str = "tensor"  # or "row": of the input, and of the gradient that gives the input's
@@ -260,40 +335,62 @@ class Float8Linear(nn.Linear):
         missing = -rows % MULTIPLE if rows else MULTIPLE
         if missing:  # the weight gradient contracts rows, and kernels need some
             flat = F.pad(flat, (0, 0, 0, missing))
-        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()  # or it would be prepared for a backward pass
+        weight = (
+            self.weight if torch.is_grad_enabled() else self.weight.detach()
+        )  # or it would be prepared for a backward pass
         y = self.product(flat, weight, w8)
-        y = y[:rows] if missing else y  # a slice of all of it would cost a copy in the backward pass
+        y = (
+            y[:rows] if missing else y
+        )  # a slice of all of it would cost a copy in the backward pass
         if self.bias is not None:
             y = y + self.bias if missing else y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, w8: Quantized | None) -> torch.Tensor:
-        """x W^T of a matrix [B, I]. Quantizes x, and the weight if there is no `w8`, in the layouts that backward needs."""
+        """x W^T of a matrix [B, I]. Quantizes x, and the weight if there is no `w8`, in the layouts
+        that backward needs."""
         of_x, of_weight = (each.requires_grad and torch.is_grad_enabled() for each in (x, weight))
-        x8, later_x8 = in_layouts(x.detach(), self.forward_type, columns=of_weight, scales=self.scales)
-        w8, later_w8 = (w8, w8) if w8 else in_layouts(weight.detach(), self.forward_type, columns=of_x)
+        x8, later_x8 = in_layouts(
+            x.detach(), self.forward_type, columns=of_weight, scales=self.scales
+        )
+        w8, later_w8 = (
+            (w8, w8) if w8 else in_layouts(weight.detach(), self.forward_type, columns=of_x)
+        )
         later = *(later_x8 if of_weight else (None, None)), *(later_w8 if of_x else (None, None))
         return _Float8Matmuls.apply(x, weight, self, *x8, *w8, *later)
 
     def held(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`forward` for as long as the weight stays as it is now: it is quantized only once. Hooks are not called."""
-        return functools.partial(self.forward, w8=in_layouts(self.weight.detach(), self.forward_type, columns=False)[0])
+        """`forward` for as long as the weight stays as it is now: it is quantized only once. Hooks
+        are not called."""
+        return functools.partial(
+            self.forward, w8=in_layouts(self.weight.detach(), self.forward_type, columns=False)[0]
+        )
 
 
 def convert_linears(
-    model: nn.Module, forward: torch.dtype = E4M3, backward: torch.dtype = E5M2, scales: str = "tensor"
+    model: nn.Module,
+    forward: torch.dtype = E4M3,
+    backward: torch.dtype = E5M2,
+    scales: str = "tensor",
 ) -> dict[str, str | None]:
-    """Makes linear layers Float8Linear, in place: parameters, hooks and all else stay. Returns for each, by name, None if it was
-    converted, else the reason why not. `scales` is that of the layers. Raises ValueError if there is none of this name."""
+    """Makes linear layers Float8Linear, in place: parameters, hooks and all else stay. Returns for
+    each, by name, None if it was converted, else the reason why not. `scales` is that of the
+    layers. Raises ValueError if there is none of this name."""
     require_scales(scales)
-    modules = model.named_modules(remove_duplicate=False)  # a tied layer appears under each of its names
+    modules = model.named_modules(
+        remove_duplicate=False
+    )  # a tied layer appears under each of its names
     linears = {name: layer for name, layer in modules if isinstance(layer, nn.Linear)}
-    reasons = {name: misfit(layer.in_features, layer.out_features) for name, layer in linears.items()}
+    reasons = {
+        name: misfit(layer.in_features, layer.out_features) for name, layer in linears.items()
+    }
     for name, layer in linears.items():
         if type(layer) not in (nn.Linear, Float8Linear):
             reasons[name] = f"it is a {type(layer).__name__}, not a plain nn.Linear"
         elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerEncoderLayer):
-            reasons[name] = "a TransformerEncoderLayer in eval mode reads its weights and does not call it"
+            reasons[name] = (
+                "a TransformerEncoderLayer in eval mode reads its weights and does not call it"
+            )
         elif layer.weight.dtype != torch.float32:
             reasons[name] = f"its weights are {layer.weight.dtype}"
         elif not reasons[name]:

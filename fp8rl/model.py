@@ -1,10 +1,10 @@
 """The agent: one encoder, shared by the actor (what to do) and the critic (how well it will go).
 
-By default two layers of 64 ReLU units. Weights start orthogonal, with gain sqrt(2) before a ReLU, 1 for the critic, and 0.01 for
-the actor, so that the first policy is almost uniform (as in CleanRL's PPO). The standard deviations of continuous actions do not
-depend on the observation. Parameters stay float32: a precision changes only the matmuls. A policy with memory
-(scale/recurrent.py) has the same methods and uses the states that this one ignores.
-"""
+By default two layers of 64 ReLU units. Weights start orthogonal, with gain sqrt(2) before a ReLU, 1
+for the critic, and 0.01 for the actor, so that the first policy is almost uniform (as in CleanRL's
+PPO). The standard deviations of continuous actions do not depend on the observation. Parameters
+stay float32: a precision changes only the matmuls. A policy with memory (recurrent.py) has the same
+methods and uses the states that this one ignores."""
 
 import math
 
@@ -14,9 +14,14 @@ from torch import nn
 from .distribution import Categorical, Gaussian
 
 
-def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator | None = None) -> nn.Linear:
-    """A float32 linear layer on the CPU with zero bias and orthogonal weights from `generator` (None is torch's global one)."""
-    layer = nn.Linear(inputs, outputs, device="meta")  # or it would draw weights from the global generator
+def linear(
+    inputs: int, outputs: int, gain: float, generator: torch.Generator | None = None
+) -> nn.Linear:
+    """A float32 linear layer on the CPU with zero bias and orthogonal weights from `generator`
+    (None is torch's global one)."""
+    layer = nn.Linear(
+        inputs, outputs, device="meta"
+    )  # or it would draw weights from the global generator
     weight = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu")
     layer.weight = nn.Parameter(nn.init.orthogonal_(weight, gain, generator))
     layer.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32, device="cpu"))
@@ -24,26 +29,39 @@ def linear(inputs: int, outputs: int, gain: float, generator: torch.Generator | 
 
 
 class ActorCritic(nn.Module):
-    """Policy and value of observations of `obs_size` features, for `num_actions` actions (dimensions of an action if
-    `distribution` is Gaussian), with `layers` layers of `hidden_size` units and weights from `generator` (None is torch's global
-    one). Its outputs [..., A or 2 A] are what `distribution` takes. They and the values are float32 under any autocast."""
+    """Policy and value of observations of `obs_size` features, for `num_actions` actions
+    (dimensions of an action if `distribution` is Gaussian), with `layers` layers of `hidden_size`
+    units and weights from `generator` (None is torch's global one). Its outputs [..., A or 2 A] are
+    what `distribution` takes. They and the values are float32 under any autocast."""
 
     recurrent = False
 
-    def __init__(self, obs_size=2, num_actions=2, hidden_size=64, layers=2, generator=None, distribution=Categorical):
+    def __init__(
+        self,
+        obs_size=2,
+        num_actions=2,
+        hidden_size=64,
+        layers=2,
+        generator=None,
+        distribution=Categorical,
+    ):
         super().__init__()
         self.hidden_size = hidden_size
         self.inputs = linear(obs_size, hidden_size, math.sqrt(2), generator)
         self.make_hidden(layers - 1, generator)
         self.actor = linear(hidden_size, num_actions, 0.01, generator)
         self.critic = linear(hidden_size, 1, 1.0, generator)
-        spread = torch.full((num_actions,), -0.125, dtype=torch.float32, device="cpu")  # deviations of 0.6
+        spread = torch.full(
+            (num_actions,), -0.125, dtype=torch.float32, device="cpu"
+        )  # deviations of 0.6
         self.spread = nn.Parameter(spread) if distribution is Gaussian else None
 
     def make_hidden(self, count: int, generator: torch.Generator | None) -> None:
         """Makes the layers between the first one and the heads; a subclass may have others."""
         size = self.hidden_size
-        self.hidden = nn.ModuleList(linear(size, size, math.sqrt(2), generator) for _ in range(count))
+        self.hidden = nn.ModuleList(
+            linear(size, size, math.sqrt(2), generator) for _ in range(count)
+        )
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
         """The encoder, from observations [..., obs_size] to [..., hidden_size]."""
@@ -52,13 +70,19 @@ class ActorCritic(nn.Module):
             x = layer(x).relu()
         return x
 
-    def forward(self, obs: torch.Tensor, state=None, first=None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [..., A or 2 A] and values [...] of observations [..., obs_size]. The other arguments are for a policy with
-        memory: its state before the first row, and the rows that start an episode (`Rollout.first`)."""
+    def forward(
+        self, obs: torch.Tensor, state=None, first=None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [..., A or 2 A] and values [...] of observations [..., obs_size]. The other
+        arguments are for a policy with memory: its state before the first row, and the rows that
+        start an episode (`Rollout.first`)."""
         return self.heads(self.encode(obs))
 
-    def policy(self, obs: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs [B, A or 2 A] for observations [B, obs_size] and the previous state, and the next state (None here)."""
+    def policy(
+        self, obs: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Outputs [B, A or 2 A] for observations [B, obs_size] and the previous state, and the next
+        state (None here)."""
         return self.outputs(self.actor(self.encode(obs))), None
 
     def acting(self) -> "ActorCritic":
@@ -70,5 +94,8 @@ class ActorCritic(nn.Module):
         return self.outputs(self.actor(hidden)), self.critic(hidden).squeeze(-1).float()
 
     def outputs(self, actor: torch.Tensor) -> torch.Tensor:
-        """The distribution's parameters float32 [..., A or 2 A], from the actor's numbers [..., A]."""
-        return actor.float() if self.spread is None else Gaussian.outputs(actor.float(), self.spread)
+        """The distribution's parameters float32 [..., A or 2 A], from the actor's numbers [...,
+        A]."""
+        return (
+            actor.float() if self.spread is None else Gaussian.outputs(actor.float(), self.spread)
+        )

@@ -13,13 +13,14 @@
     fp8        e4m3 forward, e5m2 gradients (fp8.py)    only skips bad steps     everywhere, from capability 8.9 in hardware
     fp8+bf16   fp8, and bf16 for layers not in FP8      as fp8                   as fp8
 
-A machine emulates, with the same numerics, types that it has no instructions for (on many CPUs bfloat16 and float16).
+A machine emulates, with the same numerics, types that it has no instructions for (on many CPUs
+bfloat16 and float16).
 
-In the core, parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no scaling. float16 ends at
-65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss, unscales the gradients before clipping, skips the step and
-halves the scale when a gradient is not finite, and doubles it after SCALE_GROWTH_INTERVAL good steps in a row. FP8 scales each
-tensor; its GradScaler stays at 1 and only skips steps.
-"""
+In the core, parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no
+scaling. float16 ends at 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss, unscales
+the gradients before clipping, skips the step and halves the scale when a gradient is not finite,
+and doubles it after SCALE_GROWTH_INTERVAL good steps in a row. FP8 scales each tensor; its
+GradScaler stays at 1 and only skips steps."""
 
 import contextlib
 from typing import NamedTuple
@@ -29,19 +30,27 @@ from torch import nn
 
 from . import fp8
 
-SCALE_GROWTH_INTERVAL = 100  # GradScaler's default, 2000, is more steps than a run of the cart takes: the scale would never grow
+# GradScaler's default, 2000, is more steps than a run of the cart takes: the scale would never grow
+SCALE_GROWTH_INTERVAL = 100
 
 
 class Rules(NamedTuple):
-    """What a precision does; the defaults do nothing. A new precision is one more entry of PRECISIONS."""
+    """What a precision does; the defaults do nothing. A new precision is one more entry of
+    PRECISIONS."""
 
     autocast: torch.dtype | None = None  # torch.autocast's type for matmuls
-    forward: torch.dtype | None = None  # float8 type of inputs and weights in the layers that FP8 can take
+    forward: torch.dtype | None = (
+        None  # float8 type of inputs and weights in the layers that FP8 can take
+    )
     backward: torch.dtype | None = None  # float8 type of the gradients of their outputs
-    loss_scale: float | None = None  # of the first step; with one, a step whose gradient is not finite is skipped
+    loss_scale: float | None = (
+        None  # of the first step; with one, a step whose gradient is not finite is skipped
+    )
     scale_grows: bool = False  # and shrinks, as GradScaler's does; otherwise it stays as it is
     tf32: bool = False  # CUDA rounds float32 operands to TF32
-    capability: tuple[int, int] | None = None  # the CUDA compute capability that it needs; None runs everywhere
+    capability: tuple[int, int] | None = (
+        None  # the CUDA compute capability that it needs; None runs everywhere
+    )
 
 
 PRECISIONS = {
@@ -56,8 +65,12 @@ PRECISIONS = {
 
 def available_precisions(device="cpu") -> list[str]:
     """Names of the precisions that `device` can run."""
-    capability = torch.cuda.get_device_capability(device) if torch.device(device).type == "cuda" else (0, 0)
-    return [name for name, rules in PRECISIONS.items() if capability >= (rules.capability or (0, 0))]
+    capability = (
+        torch.cuda.get_device_capability(device) if torch.device(device).type == "cuda" else (0, 0)
+    )
+    return [
+        name for name, rules in PRECISIONS.items() if capability >= (rules.capability or (0, 0))
+    ]
 
 
 class StepReport(NamedTuple):
@@ -69,12 +82,15 @@ class StepReport(NamedTuple):
 
 
 # Where FP8 can take no layer.
-REMEDY = f"use a hidden_size that is a multiple of {fp8.MULTIPLE} and two layers or more, or choose bf16"
+REMEDY = (
+    f"use a hidden_size that is a multiple of {fp8.MULTIPLE} and two layers or more, or choose bf16"
+)
 
 
 class Precision:
-    """One row of the module's table, its `rules`, for a model on a device. Raises ValueError for a name that is unknown or that
-    the device cannot run, and names those it can and the `field` of a config that has it. There is no fallback."""
+    """One row of the module's table, its `rules`, for a model on a device. Raises ValueError for a
+    name that is unknown or that the device cannot run, and names those it can and the `field` of a
+    config that has it. There is no fallback."""
 
     def __init__(self, name: str, device="cpu", field: str = "precision"):
         self.name, self.field = name, field
@@ -82,7 +98,9 @@ class Precision:
         if name not in (names := available_precisions(device)):
             needs = "it is unknown"
             if name in PRECISIONS:
-                needs = "it needs CUDA, compute capability {}.{} or higher".format(*PRECISIONS[name].capability)
+                needs = "it needs CUDA, compute capability {}.{} or higher".format(
+                    *PRECISIONS[name].capability
+                )
             raise ValueError(f"{field} is {name!r} and {needs}: choose from {', '.join(names)}")
         self.rules = rules = PRECISIONS[name]
         growth = SCALE_GROWTH_INTERVAL if rules.scale_grows else 2**31 - 1
@@ -90,33 +108,53 @@ class Precision:
         self.scaler = torch.amp.GradScaler(self.device.type, growth_interval=growth, **scale)
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Moves the model to the device and, for FP8, converts its eligible linear layers; ValueError if there are none."""
+        """Moves the model to the device and, for FP8, converts its eligible linear layers;
+        ValueError if there are none."""
         model = model.to(self.device)
         if self.rules.forward:
             reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)
             if all(reasons.values()):
-                why = "; ".join(f"{name or 'the model'}: {reason}" for name, reason in reasons.items())
-                raise ValueError(f"{self.field} is {self.name!r} and no layer can run in FP8 ({why}): {REMEDY}")
+                why = "; ".join(
+                    f"{name or 'the model'}: {reason}" for name, reason in reasons.items()
+                )
+                raise ValueError(
+                    f"{self.field} is {self.name!r} and no layer can run in FP8 ({why}): {REMEDY}"
+                )
         return model
 
     @contextlib.contextmanager
     def autocast(self):
         """Runs a forward pass in this precision."""
         dtype = self.rules.autocast
-        cached = not torch.is_grad_enabled()  # gradients would be summed in low precision, in the cached copy of a weight
-        cast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached)
+        cached = (
+            not torch.is_grad_enabled()
+        )  # gradients would be summed in low precision, in the cached copy of a weight
+        cast = torch.autocast(
+            self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached
+        )
         with self.matmul_mode(), cast:
             yield
-        torch.clear_autocast_cache()  # in a caller's own region, the cached casts would outlive the next update
+        # In a caller's own region, the cached casts would outlive the next update
+        torch.clear_autocast_cache()
 
-    def step(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_grad_norm: float, all_reduce=None) -> StepReport:
-        """Backward, unscale, clip to an L2 norm, step. In that order, because the norm of scaled gradients is meaningless.
-        `all_reduce` sums a list of gradients over processes that share the loss. A capturable optimizer never waits for a GPU."""
+    def step(
+        self,
+        loss: torch.Tensor,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float,
+        all_reduce=None,
+    ) -> StepReport:
+        """Backward, unscale, clip to an L2 norm, step. In that order, because the norm of scaled
+        gradients is meaningless. `all_reduce` sums a list of gradients over processes that share
+        the loss. A capturable optimizer never waits for a GPU."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scale = self.scaler.scale(one)  # unlike get_scale() this does not wait for a GPU
         optimizer.zero_grad(set_to_none=True)
-        with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):  # a surrounding one would cast FP8's matmuls
+        with (
+            self.matmul_mode(),
+            torch.autocast(self.device.type, enabled=False),
+        ):  # a surrounding one would cast FP8's matmuls
             self.scaler.scale(loss).backward()
         if all_reduce:
             for p, grad in zip(parameters, all_reduce([p.grad for p in parameters]), strict=True):
@@ -126,13 +164,16 @@ class Precision:
         self.scaler.step(optimizer)
         self.scaler.update()
         skipped = self.scaler.scale(one) < scale  # it becomes smaller only by a skip
-        if self.rules.loss_scale and not self.rules.scale_grows:  # back to where it was, or it would end at 0
+        if (
+            self.rules.loss_scale and not self.rules.scale_grows
+        ):  # back to where it was, or it would end at 0
             self.scaler.update(one * self.rules.loss_scale)
         return StepReport(grad_norm, self.scaler.scale(one), skipped)
 
     @contextlib.contextmanager
     def matmul_mode(self):
-        """On CUDA, sets torch's process-wide TF32 switch for this precision and restores it afterwards."""
+        """On CUDA, sets torch's process-wide TF32 switch for this precision and restores it
+        afterwards."""
         if self.device.type != "cuda":
             yield
             return

@@ -1,9 +1,9 @@
-"""Rollouts: a policy acts in N environments for T steps, and the transitions are stored, with the log-probability of each action
-under this behaviour policy, for importance ratios.
+"""Rollouts: a policy acts in N environments for T steps, and the transitions are stored, with the
+log-probability of each action under this behaviour policy, for importance ratios.
 
-The end of an episode is followed by a DUMMY row, in which the environment ignored the action and reset (NEXT_STEP autoreset). It
-leads from the final observation to the first one of the next episode, so every observation is stored once.
-"""
+The end of an episode is followed by a DUMMY row, in which the environment ignored the action and
+reset (NEXT_STEP autoreset). It leads from the final observation to the first one of the next
+episode, so every observation is stored once."""
 
 import contextlib
 import math
@@ -16,7 +16,8 @@ from .precision import Precision
 from .rng import rows
 
 TERMINATED, TRUNCATED, DUMMY = 1, 2, 4  # bits in a row's flags
-# Largest magnitudes that float32 can learn from (norms square the gradient), each with a wrapper that scales larger ones down.
+# Largest magnitudes that float32 can learn from (norms square the gradient), each with a wrapper
+# that scales larger ones down.
 LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
 
 
@@ -27,7 +28,9 @@ class Rollout(NamedTuple):
     action: torch.Tensor  # int64 [T, B], or float32 [T, B, A] if continuous (distribution.py)
     reward: torch.Tensor  # float32 [T, B]
     flags: torch.Tensor  # uint8 [T, B], the bits above
-    behavior_logp: torch.Tensor  # float32 [T, B], the log-probability of the action under the behaviour policy
+    behavior_logp: (
+        torch.Tensor
+    )  # float32 [T, B], the log-probability of the action under the behaviour policy
     state: torch.Tensor | None = None  # float32 [B, W], a recurrent policy's state before row 0
 
     @property
@@ -42,7 +45,8 @@ class Rollout(NamedTuple):
 
     @property
     def first(self) -> torch.Tensor:
-        """bool [T+1, B]: rows of obs that start an episode. Row 0 is always False: its history is in `state`."""
+        """bool [T+1, B]: rows of obs that start an episode. Row 0 is always False: its history is
+        in `state`."""
         begins = (self.flags & DUMMY) != 0
         return torch.cat((torch.zeros_like(begins[:1]), begins))
 
@@ -52,24 +56,41 @@ class Rollout(NamedTuple):
 
     def to(self, device) -> "Rollout":
         """The rollout on a device: itself if it is there."""
-        return self if self.obs.device == torch.device(device) else Rollout(*(x if x is None else x.to(device) for x in self))
+        return (
+            self
+            if self.obs.device == torch.device(device)
+            else Rollout(*(x if x is None else x.to(device) for x in self))
+        )
 
 
 def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:
-    """Of each of S agents the smallest and largest observation and the smallest and largest reward, both NaN if one is, and 1 if
-    an action is NaN, else 0: float32 [5, S]."""
+    """Of each of S agents the smallest and largest observation and the smallest and largest reward,
+    both NaN if one is, and 1 if an action is NaN, else 0: float32 [5, S]."""
     numbers = [getattr(rollout, name) for name in LARGEST]
     if agents > 1:
-        numbers = [x.unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1) for x in numbers]
-    found = [extreme for x in numbers for extreme in (x.aminmax(dim=1) if agents > 1 else x.aminmax())]  # one pass each
+        numbers = [
+            x.unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1) for x in numbers
+        ]
+    found = [
+        extreme for x in numbers for extreme in (x.aminmax(dim=1) if agents > 1 else x.aminmax())
+    ]  # one pass each
     nan = torch.zeros_like(found[0])
     if rollout.action.is_floating_point():
-        nan = rollout.action.isnan().unflatten(1, (agents, -1)).transpose(0, 1).flatten(1).any(1).float().view_as(nan)
+        nan = (
+            rollout.action.isnan()
+            .unflatten(1, (agents, -1))
+            .transpose(0, 1)
+            .flatten(1)
+            .any(1)
+            .float()
+            .view_as(nan)
+        )
     return torch.stack([*found, nan]).view(5, agents)
 
 
 def check_finite(rollout: Rollout) -> None:
-    """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for an action that is NaN."""
+    """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for
+    an action that is NaN."""
     check_extremes(extremes(rollout).flatten().tolist())
 
 
@@ -79,40 +100,63 @@ def check_extremes(found: list[float]) -> None:
     for name, (bound, wrapper) in LARGEST.items():
         low, high = next(numbers), next(numbers)
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise ValueError(f"{name} from the environment is not finite: fix the environment, nothing can be learned from it")
+            raise ValueError(
+                f"{name} from the environment is not finite: fix the environment, "
+                "nothing can be learned from it"
+            )
         if max(-low, high) > bound:
-            large, remedy = f"{max(-low, high):.0e}, over {bound:.0e}", f"register it wrapped in gymnasium.wrappers.{wrapper}"
-            raise ValueError(f"{name} from the environment reaches {large}, too large to compute with: {remedy}")
+            large, remedy = (
+                f"{max(-low, high):.0e}, over {bound:.0e}",
+                f"register it wrapped in gymnasium.wrappers.{wrapper}",
+            )
+            raise ValueError(
+                f"{name} from the environment reaches {large}, too large to compute with: {remedy}"
+            )
     if next(numbers):
-        raise ValueError("action is not a number, because the policy's weights are not: lower learning_rate")
+        raise ValueError(
+            "action is not a number, because the policy's weights are not: lower learning_rate"
+        )
 
 
 def noise_of(env, length: int, seed, purpose: str, iteration: int) -> torch.Tensor:
-    """The noise of the actions of `length` steps of N environments, float32 [length, N, numbers of an action]."""
+    """The noise of the actions of `length` steps of N environments, float32 [length, N, numbers of
+    an action]."""
     shape = length, env.num_envs, env.distribution.numbers(env.num_actions)
     return env.distribution.noise(rows(seed, purpose, iteration, shape, env.device))
 
 
 @contextlib.contextmanager
 def inference(env):
-    """Inference mode. Autograd cannot use tensors made in it, so at the end those that the environment holds become copies."""
+    """Inference mode. Autograd cannot use tensors made in it, so at the end those that the
+    environment holds become copies."""
     try:
         with torch.inference_mode():
             yield
     finally:
-        vars(env).update({k: x.clone() for k, x in vars(env).items() if isinstance(x, torch.Tensor) and x.is_inference()})
+        vars(env).update(
+            {
+                k: x.clone()
+                for k, x in vars(env).items()
+                if isinstance(x, torch.Tensor) and x.is_inference()
+            }
+        )
 
 
-def unroll(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The loop over time, from the actions' noise [T, N, A], the environment's random numbers (`TensorEnv.draw`) and a recurrent
-    state. Returns obs, action, reward and flags as in Rollout, the outputs [T, N, A or 2 A], and the state at the end."""
+def unroll(
+    model, env, noise, starts, state
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """The loop over time, from the actions' noise [T, N, A], the environment's random numbers
+    (`TensorEnv.draw`) and a recurrent state. Returns obs, action, reward and flags as in Rollout,
+    the outputs [T, N, A or 2 A], and the state at the end."""
     obs, outputs, actions, rewards, ends, done = [env.obs], [], [], [], [], env.done
     for numbers, start in zip(noise.unbind(), starts, strict=True):
         output, state = model.policy(env.obs, state)
         outputs.append(output)
         actions.append(env.distribution.sample(output, numbers))
         if state is not None:
-            state = torch.where(env.done.unsqueeze(-1), 0, state)  # this step resets, and a new episode begins with state 0
+            state = torch.where(
+                env.done.unsqueeze(-1), 0, state
+            )  # this step resets, and a new episode begins with state 0
         next_obs, reward, terminated, truncated = env.step(actions[-1], start)
         obs.append(next_obs)
         rewards.append(reward)
@@ -120,13 +164,20 @@ def unroll(model, env, noise, starts, state) -> tuple[tuple[torch.Tensor, ...], 
     ends = torch.stack(ends).view(len(noise), 2, -1).byte()  # [T, 2, N]: terminated, truncated
     flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
     flags += DUMMY * torch.cat((done.unsqueeze(0), flags[:-1] != 0)).byte()
-    return (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags, torch.stack(outputs)), state
+    return (
+        torch.stack(obs),
+        torch.stack(actions),
+        torch.stack(rewards),
+        flags,
+        torch.stack(outputs),
+    ), state
 
 
 class Collector:
-    """Who collects: N environments, and the policy that acts in them. `env` is a TensorEnv, or has those of its attributes and
-    methods that scale/gym.py has. `model` acts in `precision`; it may be the learner's own network. `length` is T, `seed` that of
-    the actions' noise, as in TensorEnv. `loop`: `unroll`, or a faster form of it.
+    """Who collects: N environments, and the policy that acts in them. `env` is a TensorEnv, or has
+    those of its attributes and methods that tasks/gymnasium_env.py has. `model` acts in
+    `precision`; it may be the learner's own network. `length` is T, `seed` that of the actions'
+    noise, as in TensorEnv. `loop`: `unroll`, or a faster form of it.
 
         >>> from fp8rl.env import Cart
         >>> from fp8rl.model import ActorCritic
@@ -135,8 +186,17 @@ class Collector:
         torch.Size([8, 4])
     """
 
-    def __init__(self, env, model: nn.Module, precision: Precision, length: int, seed=0, loop=unroll):
-        self.env, self.model, self.precision, self.length, self.seed, self.loop = env, model, precision, length, seed, loop
+    def __init__(
+        self, env, model: nn.Module, precision: Precision, length: int, seed=0, loop=unroll
+    ):
+        self.env, self.model, self.precision, self.length, self.seed, self.loop = (
+            env,
+            model,
+            precision,
+            length,
+            seed,
+            loop,
+        )
         self.state: torch.Tensor | None = None  # of a recurrent policy, float32 [N, W]; None is 0
         self.rollouts = 0  # collected so far, the iteration of their random numbers
 
@@ -147,7 +207,8 @@ class Collector:
 
     @torch.no_grad()
     def collect(self, learned: nn.Module) -> Rollout:
-        """The next T steps of every environment, with the weights of the network `learned`: a Rollout [T, N]."""
+        """The next T steps of every environment, with the weights of the network `learned`: a
+        Rollout [T, N]."""
         self.sync(learned)
         noise = noise_of(self.env, self.length, self.seed, "actions", self.rollouts)
         starts = self.env.draw(self.length)
@@ -157,19 +218,31 @@ class Collector:
             mode, policy = inference(self.env), self.model.acting()
         with mode, self.precision.autocast():  # one region, so that autocast casts the weights once
             (*rows, outputs), state = self.loop(policy, self.env, noise, starts, before)
-        *rows, self.state = (x.clone() if x is not None and x.is_inference() else x for x in (*rows, state))
-        if state is not None:  # a copy, because the next state may be written into the same tensor (scale/graphs.py)
+        *rows, self.state = (
+            x.clone() if x is not None and x.is_inference() else x for x in (*rows, state)
+        )
+        if (
+            state is not None
+            # A copy, because the next state may be written into the same tensor (gpu/cuda_graphs.py)
+        ):
             before = torch.zeros_like(self.state) if before is None else before.clone()
         return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]), before)
 
     def state_dict(self) -> dict:
-        return {"env": self.env.state_dict(), "state": None if self.state is None else self.state.clone()}
+        return {
+            "env": self.env.state_dict(),
+            "state": None if self.state is None else self.state.clone(),
+        }
 
     def load_state_dict(self, state: dict, rollouts: int) -> None:
         """Goes on as the collector whose `state_dict` this is, after so many rollouts."""
         self.env.load_state_dict(state["env"])
         saved = state["state"]
-        kept = (torch.float32, (self.env.num_envs, self.model.hidden_size)) if self.model.recurrent else None
+        kept = (
+            (torch.float32, (self.env.num_envs, self.model.hidden_size))
+            if self.model.recurrent
+            else None
+        )
         if saved is not None and (saved.dtype, tuple(saved.shape)) != kept:
             raise ValueError("state is not one of this policy: resume with the run's own config")
         self.state = None if saved is None else saved.to(self.env.device, copy=True)

@@ -1,10 +1,12 @@
-"""Training: collect T steps from N environments, learn from them once, learn from replay K times, repeat.
+"""Training: collect T steps from N environments, learn from them once, learn from replay K times,
+repeat.
 
-The new rollout is on-policy, except for rounding if the actor has a precision of its own; the slices replayed from the ring are
-not. Both go through V-trace (losses.py). `iterate` is the whole algorithm. It works on a `Run`: a config, and parts that own
-their state. A collector acts (rollout.py), a learner updates, a judge evaluates (evaluate.py), a ring replays (replay.py), a
-history remembers. What changes where or how fast is a part around one of these; scale/machine.py composes them.
-"""
+The new rollout is on-policy, except for rounding if the actor has a precision of its own; the
+slices replayed from the ring are not. Both go through V-trace (losses.py). `iterate` is the whole
+algorithm. It works on a `Run`: a config, and parts that own their state. A collector acts
+(rollout.py), a learner updates, a judge evaluates (evaluate.py), a ring replays (replay.py), a
+history remembers. What changes where or how fast is a part around one of these; build.py composes
+them."""
 
 import contextlib
 import copy
@@ -29,35 +31,63 @@ from .replay import ReplayBuffer
 from .rng import seed_of, seeds_of
 from .rollout import Collector, Rollout, check_extremes, check_finite, extremes
 
-AHEAD = 16  # iterations that may wait before the older half is read; a graph's first ones, which capture it, are read at once
+# Iterations that may wait before the older half is read; a graph's first ones, which capture it,
+# are read at once
+AHEAD = 16
 PATIENCE = 20  # consecutive iterations without a finite gradient before a run gives up
 
 
 class Learner:
-    """Who learns: a network and what trains it. `config` has the coefficients of the loss. `rewards` is the scale of rewards in
-    it, by default one for as many environments as the first rollout that it watches has. `all_reduce` and `targets_of` are those
-    of `actor_critic_loss`."""
+    """Who learns: a network and what trains it. `config` has the coefficients of the loss.
+    `rewards` is the scale of rewards in it, by default one for as many environments as the first
+    rollout that it watches has. `all_reduce` and `targets_of` are those of `actor_critic_loss`."""
 
     targets_of = staticmethod(vtrace)
 
-    def __init__(self, config: Config, model: nn.Module, precision: Precision, optimizer, rewards=None, all_reduce=only_here):
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        precision: Precision,
+        optimizer,
+        rewards=None,
+        all_reduce=only_here,
+    ):
         for name in ("learning_rate", "gamma", "entropy_coef"):
             if getattr(config, name) is None:
-                raise ValueError(f"{name} is None, which leaves it to the width or the task: use config.settled(env)")
-        self.config, self.model, self.precision, self.optimizer = config, model, precision, optimizer
+                raise ValueError(
+                    f"{name} is None, which leaves it to the width or the task: "
+                    "use config.settled(env)"
+                )
+        self.config, self.model, self.precision, self.optimizer = (
+            config,
+            model,
+            precision,
+            optimizer,
+        )
         self.rewards, self.all_reduce, self.device = rewards, all_reduce, precision.device
-        self.packed = "weights" in getattr(optimizer, "places", ())  # the optimizer keeps them, in few bits (lab/lowbit.py)
+        self.packed = "weights" in getattr(
+            optimizer, "places", ()
+        )  # the optimizer keeps them, in few bits (bits/low_bit_adam.py)
 
     def require_parameters(self) -> None:
         """Raises ValueError if the model has other parameters than at first."""
         learns = {id(p) for p in self.model.parameters() if p.requires_grad}
         if learns - {id(p) for group in self.optimizer.param_groups for p in group["params"]}:
-            raise ValueError("optimizer does not have all of the model's parameters: build the run again")
+            raise ValueError(
+                "optimizer does not have all of the model's parameters: build the run again"
+            )
 
     def set_learning_rate(self, learning_rate: float) -> float:
         """Sets the optimizer's learning rate and returns it."""
-        group = self.optimizer.param_groups[0]  # a tensor changes in place, because a captured step reads it
-        group["lr"] = group["lr"].fill_(learning_rate) if isinstance(group["lr"], torch.Tensor) else learning_rate
+        group = self.optimizer.param_groups[
+            0
+        ]  # a tensor changes in place, because a captured step reads it
+        group["lr"] = (
+            group["lr"].fill_(learning_rate)
+            if isinstance(group["lr"], torch.Tensor)
+            else learning_rate
+        )
         return learning_rate
 
     def watch(self, rollout: Rollout) -> None:
@@ -68,15 +98,18 @@ class Learner:
             self.rewards.add(rollout, self.config.gamma, self.all_reduce)
 
     def update(self, batch: Rollout, computed=None) -> dict[str, torch.Tensor]:
-        """One gradient step on a batch from any device. Returns the statistics of the loss and of the step, scalars; with several
-        processes those of the loss are this part's. `computed`: as in `loss`."""
+        """One gradient step on a batch from any device. Returns the statistics of the loss and of
+        the step, scalars; with several processes those of the loss are this part's. `computed`: as
+        in `loss`."""
         loss, stats = self.loss(batch, computed)
-        report = self.precision.step(loss, self.optimizer, self.config.max_grad_norm, self.all_reduce)
+        report = self.precision.step(
+            loss, self.optimizer, self.config.max_grad_norm, self.all_reduce
+        )
         return {"loss": loss.detach(), **stats, **report._asdict()}
 
     def loss(self, batch: Rollout, computed=None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a batch from any device, and its statistics. `computed`: the batch's outputs and values with gradient, if
-        the forward pass is done already."""
+        """The loss of a batch from any device, and its statistics. `computed`: the batch's outputs
+        and values with gradient, if the forward pass is done already."""
         batch = batch.to(self.device)
         if self.rewards is not None:
             batch = batch._replace(reward=batch.reward * self.rewards.scale.to(self.device))
@@ -90,7 +123,8 @@ class Learner:
             return self.model(batch.obs, *memory)
 
     def stop(self, agent: int, reason: Exception) -> None:
-        """Ends learning. Agents that learn together need not raise: one of them then takes no more steps."""
+        """Ends learning. Agents that learn together need not raise: one of them then takes no more
+        steps."""
         raise reason
 
     def state_dict(self) -> dict:
@@ -106,7 +140,9 @@ class Learner:
         self.model.load_state_dict(state["model"], strict=not self.packed)
         load_optimizer(self.optimizer, state["optimizer"])
         scaler, saved = self.precision.scaler, state["scaler"]
-        if isinstance(scaler, torch.amp.GradScaler):  # once it has tensors, they take only numbers; its settings are its own
+        if isinstance(
+            scaler, torch.amp.GradScaler
+        ):  # once it has tensors, they take only numbers; its settings are its own
             scaler.scale(torch.ones((), device=self.device))
             own = scaler.state_dict()
             saved = own | {name: saved[name] for name in ("scale", "_growth_tracker") if own}
@@ -118,7 +154,7 @@ class Learner:
 
 
 class OneProcess:
-    """The processes that share a run, when there is one (several: scale/ranks.py)."""
+    """The processes that share a run, when there is one (several: processes.py)."""
 
     rank, size = 0, 1
     all_reduce = staticmethod(only_here)
@@ -134,12 +170,16 @@ class Parts(NamedTuple):
     judge: Judge
     ring: ReplayBuffer
     group: OneProcess = OneProcess()
-    graph: Callable | None = None  # of a function, the same as one launch (scale/graphs.py)
+    graph: Callable | None = None  # of a function, the same as one launch (gpu/cuda_graphs.py)
 
 
-def make_cart(config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts") -> Cart:
+def make_cart(
+    config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts"
+) -> Cart:
     """The cart, N times."""
-    return Cart(num_envs, start_noise, device, seed, config.extra_features, config.hide_velocity, purpose)
+    return Cart(
+        num_envs, start_noise, device, seed, config.extra_features, config.hide_velocity, purpose
+    )
 
 
 def make_network(config: Config, env, network: type = ActorCritic) -> ActorCritic:
@@ -150,38 +190,60 @@ def make_network(config: Config, env, network: type = ActorCritic) -> ActorCriti
 
 
 def plain(config: Config) -> Parts:
-    """The parts of a run of the core alone, on the CPU. Raises ValueError for a field that needs more."""
+    """The parts of a run of the core alone, on the CPU. Raises ValueError for a field that needs
+    more."""
     for field in ("env_id", "encoder", "normalize_obs", "codec", "formats"):
         if getattr(config, field) not in (getattr(Config, field), False):
-            raise ValueError(f"{field} is {getattr(config, field)}: make this run with fp8rl.scale.machine.build")
+            raise ValueError(
+                f"{field} is {getattr(config, field)}: make this run with fp8rl.build.build"
+            )
     precision = Precision(config.precision)
     acting = Precision(config.collect_precision or config.precision, field="collect_precision")
     env = make_cart(config, config.num_envs, config.start_noise, "cpu", config.seed)
     model = make_network(config, env)
-    actor = model if acting.name == precision.name else acting.prepare(copy.deepcopy(model))  # before `prepare` converts layers
+    actor = (
+        model if acting.name == precision.name else acting.prepare(copy.deepcopy(model))
+    )  # before `prepare` converts layers
     model = precision.prepare(model)
     collector = Collector(env, actor, acting, config.rollout_length, config.seed)
     settled = config.settled(env)
     optimizer, rewards = adam(model, settled.learning_rate), RewardScale(env.num_envs)
     learner = Learner(settled, model, precision, optimizer, rewards)
-    return Parts(collector, learner, Judge(config, precision, make_cart), ReplayBuffer(config.rows, env.num_envs, env.bounds))
+    return Parts(
+        collector,
+        learner,
+        Judge(config, precision, make_cart),
+        ReplayBuffer(config.rows, env.num_envs, env.bounds),
+    )
 
 
 class Run:
-    """A config, its Parts, a `history` with a row for each iteration, and `returns` of the running episodes. `known` is the
-    history without rows that still wait for a GPU. `Run(config)` has the parts of the core; raises ValueError for a precision
-    that is not available here and for a field that needs `scale.machine.build`, and MemoryError if the ring cannot be allocated.
-    `agents`: their configs, of several that share the parts (scale/population.py); `config` is then what they have in common."""
+    """A config, its Parts, a `history` with a row for each iteration, and `returns` of the running
+    episodes. `known` is the history without rows that still wait for a GPU. `Run(config)` has the
+    parts of the core; raises ValueError for a precision that is not available here and for a field
+    that needs `build.build`, and MemoryError if the ring cannot be allocated. `agents`: their
+    configs, of several that share the parts (population/population.py); `config` is then what they
+    have in common."""
 
-    def __init__(self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None):
-        self.config, self.configs, self.known = config, agents or [config], History(agents and len(agents))
+    def __init__(
+        self, config: Config, parts: Parts | None = None, agents: list[Config] | None = None
+    ):
+        self.config, self.configs, self.known = (
+            config,
+            agents or [config],
+            History(agents and len(agents)),
+        )
         self.waiting, self.unchecked = [], []  # iterations that are not read, and not checked
         self.began = 0.0  # when the first that waits was launched
         *own, graph = parts or plain(config)
         self.collector, self.learner, self.judge, self.ring, self.group = own
         self.graph = graph and graph(self.advance)
-        self.counter = torch.zeros((), dtype=torch.int64, device=self.learner.device) if graph else 0  # of iterations
-        self.returns = EpisodeReturns(self.collector.env.num_envs, len(self.configs), self.collector.env.device)
+        self.counter = (
+            torch.zeros((), dtype=torch.int64, device=self.learner.device) if graph else 0
+        )  # of iterations
+        self.returns = EpisodeReturns(
+            self.collector.env.num_envs, len(self.configs), self.collector.env.device
+        )
 
     def __getstate__(self) -> dict:
         """For copies: what still waits for a GPU cannot be copied."""
@@ -208,20 +270,31 @@ class Run:
         return self.collector.env
 
     def advance(self) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
-        """One iteration: collects a rollout, and learns from it and from the ring. Returns the statistics of each update, and
-        float64 [K] all numbers that `totals` and `check` read. In a graph, nothing here is read on the host."""
+        """One iteration: collects a rollout, and learns from it and from the ring. Returns the
+        statistics of each update, and float64 [K] all numbers that `totals` and `check` read. In a
+        graph, nothing here is read on the host."""
         rollout = self.collect()  # T steps of N environments
         if not self.graph:
             self.require_finite(rollout)  # before anything learns from it
         self.learner.watch(rollout)
         if self.config.replay_updates or self.ring.lasting:  # otherwise nothing reads it
-            self.ring.append(rollout)  # before the updates: the first iteration has nothing else to replay
+            self.ring.append(
+                rollout
+            )  # before the updates: the first iteration has nothing else to replay
         stats = self.improve(rollout)
-        own = [torch.stack([x.float() for s in stats for x in s.values()]), *self.returns.add(rollout), self.ring.clipped.sum(-1)]
+        own = [
+            torch.stack([x.float() for s in stats for x in s.values()]),
+            *self.returns.add(rollout),
+            self.ring.clipped.sum(-1),
+        ]
         if rollout.action.is_floating_point():
-            own.append((rollout.by_agent(len(self.configs)).action.abs() > 1).float().mean((0, 2, 3)))  # outside the bounds
+            own.append(
+                (rollout.by_agent(len(self.configs)).action.abs() > 1).float().mean((0, 2, 3))
+            )  # outside the bounds
         if self.graph:
-            own.insert(0, extremes(rollout, len(self.configs)))  # which are checked when they are read
+            own.insert(
+                0, extremes(rollout, len(self.configs))
+            )  # which are checked when they are read
         self.counter += 1
         return stats, torch.cat([x.to(self.learner.device).double().flatten() for x in own])
 
@@ -230,17 +303,21 @@ class Run:
         return self.collector.collect(self.model)
 
     def improve(self, rollout: Rollout) -> list[dict[str, torch.Tensor]]:
-        """What follows a rollout: updates on it and on slices of the ring. Returns the statistics of each. A subclass may have
-        another schedule, such as several epochs over the new rollout. (A subclass is not captured in a graph.)"""
+        """What follows a rollout: updates on it and on slices of the ring. Returns the statistics
+        of each. A subclass may have another schedule, such as several epochs over the new rollout.
+        (A subclass is not captured in a graph.)"""
         stats = []
         for k in range(self.config.updates):
-            batch = rollout if k < self.config.fresh_updates else self.sample(k)  # from older policies: V-trace corrects
+            batch = (
+                rollout if k < self.config.fresh_updates else self.sample(k)
+            )  # from older policies: V-trace corrects
             stats.append(self.learner.update(batch))
         return stats
 
     def sample(self, update: int = 0) -> Rollout:
-        """Slices from the ring, for an update of this iteration. Every update of a run has draws of its own, also of a subclass
-        that samples more often than `config.updates` in an iteration."""
+        """Slices from the ring, for an update of this iteration. Every update of a run has draws of
+        its own, also of a subclass that samples more often than `config.updates` in an
+        iteration."""
         length = self.config.slice_length
         slices = self.config.batch_size // length // self.group.size
         seed = self.collector.seed
@@ -251,11 +328,15 @@ class Run:
         return self.ring.sample(slices, length, seed, number)
 
     def later(self, row: dict, stats: list[dict[str, torch.Tensor]], numbers: torch.Tensor) -> None:
-        """Keeps what `advance` returned, with what is known of the row, to be read later: while a GPU works on an iteration, the
-        host may launch the next ones."""
+        """Keeps what `advance` returned, with what is known of the row, to be read later: while a
+        GPU works on an iteration, the host may launch the next ones."""
 
         def sent(x):  # a copy, or a replay overwrites it
-            return x.to("cpu", non_blocking=bool(self.graph), copy=True).numpy() if isinstance(x, torch.Tensor) else x
+            return (
+                x.to("cpu", non_blocking=bool(self.graph), copy=True).numpy()
+                if isinstance(x, torch.Tensor)
+                else x
+            )
 
         row["learning_rate"], numbers, arrived = sent(row["learning_rate"]), sent(numbers), None
         found, numbers = np.split(numbers, [5 * len(self.configs) * bool(self.graph)])
@@ -264,8 +345,9 @@ class Run:
         self.waiting.append((row, stats, found, numbers, arrived))
 
     def read(self, keep: int = 0) -> dict:
-        """Adds the iterations that wait, but for the last `keep`, to the history, each with an equal share of the seconds since
-        the first of them was launched, or the last reading. Waits for a GPU to finish them. Returns the last one's row, or {}."""
+        """Adds the iterations that wait, but for the last `keep`, to the history, each with an
+        equal share of the seconds since the first of them was launched, or the last reading. Waits
+        for a GPU to finish them. Returns the last one's row, or {}."""
         row, last = {}, len(self.waiting) - keep
         if last <= 0:
             return row
@@ -284,7 +366,8 @@ class Run:
         return row
 
     def check_rows(self) -> None:
-        """Stops whoever learns nothing any more, by the rows that were read since the last check."""
+        """Stops whoever learns nothing any more, by the rows that were read since the last
+        check."""
         while self.unchecked:
             iteration, updates, found = self.unchecked.pop(0)
             if len(found):
@@ -301,19 +384,33 @@ class Run:
     def check(self, found: np.ndarray) -> None:
         """Stops whoever returned a rollout with bad `extremes`, of [5, S]."""
         with contextlib.suppress(ValueError):  # of all together first, which is faster
-            return check_extremes([*(f(x) for f, x in zip((np.min, np.max, np.min, np.max, np.max), found, strict=True))])
+            return check_extremes(
+                [
+                    *(
+                        f(x)
+                        for f, x in zip(
+                            (np.min, np.max, np.min, np.max, np.max), found, strict=True
+                        )
+                    )
+                ]
+            )
         for agent, own in enumerate(found.T.tolist()):
             try:
                 check_extremes(own)
             except ValueError as error:
                 self.stop(agent, error)
 
-    def totals(self, iteration: int, stats: list[dict[str, torch.Tensor]], numbers: np.ndarray) -> dict:
-        """An iteration's row, from what `advance` returns: statistics of the updates, with `TERMS` summed over processes, and the
-        mean return of the episodes that ended."""
+    def totals(
+        self, iteration: int, stats: list[dict[str, torch.Tensor]], numbers: np.ndarray
+    ) -> dict:
+        """An iteration's row, from what `advance` returns: statistics of the updates, with `TERMS`
+        summed over processes, and the mean return of the episodes that ended."""
         numbers = numbers.reshape(-1, len(self.configs))
         count = sum(map(len, stats))
-        summary, (returns, episodes, clipped, *outside) = summarize(stats, numbers[:count]), numbers[count:]
+        summary, (returns, episodes, clipped, *outside) = (
+            summarize(stats, numbers[:count]),
+            numbers[count:],
+        )
         sums = np.stack([returns, episodes, clipped, *(summary[name] for name in TERMS)])  # [7, S]
         (sums,) = self.group.all_reduce([torch.from_numpy(sums)])
         returns, episodes, clipped, *terms = sums.numpy()
@@ -325,45 +422,63 @@ class Run:
         return {**row, **summary, **dict(zip(TERMS, terms, strict=True))}
 
     def check_learning(self, iteration: int, updates: int) -> None:
-        """Stops whoever learns nothing any more, by the rows up to an iteration, of so many updates each."""
+        """Stops whoever learns nothing any more, by the rows up to an iteration, of so many updates
+        each."""
         rows = self.known.columns["nonfinite"][: iteration + 1]
         if not np.any(rows[-1]):
             return
         bad = np.array(rows[-PATIENCE:])
         scaled = [PRECISIONS[config.precision].loss_scale is not None for config in self.configs]
-        for agent in np.flatnonzero(np.where(scaled, (len(bad) == PATIENCE) & (bad.min(0) == updates), bad[-1] > 0)):
-            where = f"at step {(iteration + 1) * self.config.steps_per_iteration} in {self.configs[agent].precision}"
-            self.stop(agent, FloatingPointError(f"gradient not finite {where}: lower learning_rate"))
+        for agent in np.flatnonzero(
+            np.where(scaled, (len(bad) == PATIENCE) & (bad.min(0) == updates), bad[-1] > 0)
+        ):
+            where = (
+                f"at step {(iteration + 1) * self.config.steps_per_iteration} in "
+                f"{self.configs[agent].precision}"
+            )
+            self.stop(
+                agent, FloatingPointError(f"gradient not finite {where}: lower learning_rate")
+            )
 
     def evaluate(self) -> float | np.ndarray:
-        """Mean greedy return (evaluate.Judge), of agents float64 [S]; NaN in a process that is not the first. Whoever's is not
-        finite has failed, with minus infinity."""
+        """Mean greedy return (evaluate.Judge), of agents float64 [S]; NaN in a process that is not
+        the first. Whoever's is not finite has failed, with minus infinity."""
         self.read()  # or this would count as their time
         found = math.nan if self.group.rank else self.judge.evaluate(self.model)
         for agent in () if self.group.rank else np.flatnonzero(~np.isfinite(found)):
-            reason = f"evaluation is not finite in {self.configs[agent].precision}: fix the environment's rewards"
+            reason = (
+                f"evaluation is not finite in {self.configs[agent].precision}: "
+                "fix the environment's rewards"
+            )
             self.stop(agent, ValueError(reason))  # not of the run, which may be saved and go on
             found[agent] = -math.inf
         return found
 
     def stop(self, agent: int, reason: Exception) -> None:
-        """Raises the reason; agents that learn together go on without this one, which is evaluated as it is."""
+        """Raises the reason; agents that learn together go on without this one, which is evaluated
+        as it is."""
         self.learner.stop(agent, reason)
         self.known.failures[agent] = self.known.failures[agent] or str(reason)
 
     def state_dict(self, ring: bool = True) -> dict:
-        """All that the run needs to continue as if it had never stopped, perhaps without the ring's rows. As in torch, the
-        tensors of model and optimizer are not copies. Raises what `iterate` does, of iterations that it has not checked yet."""
+        """All that the run needs to continue as if it had never stopped, perhaps without the ring's
+        rows. As in torch, the tensors of model and optimizer are not copies. Raises what `iterate`
+        does, of iterations that it has not checked yet."""
         self.read()
         self.check_rows()
         parts = {"returns": self.returns.state_dict(), "history": self.history.state_dict()}
-        parts |= {**self.collector.state_dict(), **self.learner.state_dict(), "ring": self.ring.state_dict() if ring else None}
+        parts |= {
+            **self.collector.state_dict(),
+            **self.learner.state_dict(),
+            "ring": self.ring.state_dict() if ring else None,
+        }
         return self.group.whole(parts)
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores another run's `state_dict` into a run that has not started, and then continues bit for bit on a CPU, without
-        the ring's rows with an empty ring. Raises ValueError if the state does not fit the config, OSError if the rows are in
-        another folder than this run's, and torch.OutOfMemoryError; the run is then closed."""
+        """Restores another run's `state_dict` into a run that has not started, and then continues
+        bit for bit on a CPU, without the ring's rows with an empty ring. Raises ValueError if the
+        state does not fit the config, OSError if the rows are in another folder than this run's,
+        and torch.OutOfMemoryError; the run is then closed."""
         try:
             state = self.group.part(state)
             self.history.load_state_dict(state["history"])
@@ -374,11 +489,21 @@ class Run:
             if state["ring"] is not None:
                 self.ring.load_state_dict(state["ring"])
                 self.ring.require_actions(self.env.num_actions)
-        except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError) as error:
+        except (
+            OSError,
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            RuntimeError,
+            AttributeError,
+        ) as error:
             self.close()
             if isinstance(error, OSError | torch.OutOfMemoryError):
                 raise
-            raise ValueError("the state does not fit the config: resume with the run's own config") from error
+            raise ValueError(
+                "the state does not fit the config: resume with the run's own config"
+            ) from error
 
     def close(self) -> None:
         """Closes the environments and the ring, which can still be read."""
@@ -391,22 +516,33 @@ class Run:
 
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
-    """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar. The run is closed at the end.
-    Raises ValueError for a rollout as in `check_finite` and for an evaluation that is not finite, and FloatingPointError at the
-    first gradient that is not finite; with a loss scaler only after PATIENCE iterations in a row without a finite one. With a
-    graph it notices up to AHEAD iterations later, when they are read."""
+    """Trains, yielding the run after every iteration: the whole algorithm. `progress` shows a bar.
+    The run is closed at the end. Raises ValueError for a rollout as in `check_finite` and for an
+    evaluation that is not finite, and FloatingPointError at the first gradient that is not finite;
+    with a loss scaler only after PATIENCE iterations in a row without a finite one. With a graph it
+    notices up to AHEAD iterations later, when they are read."""
     config, begin = run.config, len(run.history)
-    with contextlib.closing(run), tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar:
+    with (
+        contextlib.closing(run),
+        tqdm(range(begin, config.iterations), unit="iteration", disable=not progress) as bar,
+    ):
         for iteration in bar:
             if not run.waiting:  # or a GPU is at work already
                 run.began = time.perf_counter()
             run.learner.require_parameters()
-            learning_rate = run.learner.set_learning_rate(run.learner.config.learning_rate_at(iteration))
+            learning_rate = run.learner.set_learning_rate(
+                run.learner.config.learning_rate_at(iteration)
+            )
             found = (run.graph or run.advance)()
-            run.later({"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan}, *found)
+            run.later(
+                {"iteration": iteration, "learning_rate": learning_rate, "eval_return": math.nan},
+                *found,
+            )
             evaluates = config.evaluates_at(iteration)
             at_once = evaluates or not run.graph or iteration < begin + AHEAD
-            if at_once or len(run.waiting) == AHEAD:  # of which a GPU has half to work on, while this half is read
+            if (
+                at_once or len(run.waiting) == AHEAD
+            ):  # of which a GPU has half to work on, while this half is read
                 row = run.read(0 if at_once else AHEAD // 2)
                 if evaluates:  # which may fail: the iteration is whole
                     row["eval_return"] = run.known.columns["eval_return"][-1] = run.evaluate()
@@ -425,27 +561,48 @@ def train(run: Run | Config, progress: bool = True) -> Run:
 
 def shown(row: dict[str, float]) -> str:
     """Text for the progress bar."""
-    parts = [f"{name} {np.mean(row[name]):.1f}" for name in ("train_return", "eval_return") if not np.isnan(row[name]).any()]
-    return ", ".join([*parts, f"{row['steps'] / row['seconds']:,.0f} steps/s", f"loss scale {np.min(row['loss_scale']):g}"])
+    parts = [
+        f"{name} {np.mean(row[name]):.1f}"
+        for name in ("train_return", "eval_return")
+        if not np.isnan(row[name]).any()
+    ]
+    return ", ".join(
+        [
+            *parts,
+            f"{row['steps'] / row['seconds']:,.0f} steps/s",
+            f"loss scale {np.min(row['loss_scale']):g}",
+        ]
+    )
 
 
 def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:
-    """Fused Adam over a model's parameters. On CUDA its step counts and learning rate are on the device, so that it never waits
-    for the host; a CUDA graph also needs `capturable`."""
+    """Fused Adam over a model's parameters. On CUDA its step counts and learning rate are on the
+    device, so that it never waits for the host; a CUDA graph also needs `capturable`."""
     device = model.actor.weight.device
-    rate = torch.tensor(learning_rate, dtype=torch.float32, device=device) if device.type == "cuda" else learning_rate
-    return torch.optim.Adam(model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=capturable)
+    rate = (
+        torch.tensor(learning_rate, dtype=torch.float32, device=device)
+        if device.type == "cuda"
+        else learning_rate
+    )
+    return torch.optim.Adam(
+        model.parameters(), lr=rate, eps=1e-5, fused=True, capturable=capturable
+    )
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Loads an optimizer's state but keeps this one's settings and learning rate. Raises ValueError for moments of other shapes,
-    which Adam's fused step would read and write beyond their ends."""
+    """Loads an optimizer's state but keeps this one's settings and learning rate. Raises ValueError
+    for moments of other shapes, which Adam's fused step would read and write beyond their ends."""
     if not isinstance(optimizer, torch.optim.Optimizer):  # a population's
         return optimizer.load_state_dict(state)
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
     groups = [{**own, "params": saved["params"]} for own, saved in pairs]
-    optimizer.load_state_dict({**state, "state": copy.deepcopy(state["state"]), "param_groups": groups})  # or tensors were shared
+    optimizer.load_state_dict(
+        {**state, "state": copy.deepcopy(state["state"]), "param_groups": groups}
+    )  # or tensors were shared
     for p, moments in optimizer.state.items() if isinstance(optimizer, torch.optim.Adam) else ():
         shapes = {"step": torch.Size(()), "exp_avg": p.shape, "exp_avg_sq": p.shape}
         if {name: x.shape for name, x in moments.items()} != shapes:
-            raise ValueError("the optimizer's state is not one of these parameters: resume with the run's own config")
+            raise ValueError(
+                "the optimizer's state is not one of these parameters: "
+                "resume with the run's own config"
+            )

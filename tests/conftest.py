@@ -6,12 +6,14 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fp8rl.report import study
+from fp8rl.study import comparison
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # read when triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
-settings.register_profile("fp8rl", deadline=None)  # how fast a machine is must not pass or fail a test
+settings.register_profile(
+    "fp8rl", deadline=None
+)  # how fast a machine is must not pass or fail a test
 settings.load_profile("fp8rl")
 
 
@@ -24,7 +26,7 @@ class InThisProcess:
     """Works at once and here, in place of the processes of a study."""
 
     def __init__(self, workers, context, initializer, arguments):
-        (study._numbers,) = arguments
+        (comparison._numbers,) = arguments
 
     def submit(self, function, *arguments) -> Future:
         future = Future()
@@ -37,8 +39,9 @@ class InThisProcess:
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """Starting processes takes longer than what they do; that they give the same numbers is tested elsewhere."""
-    monkeypatch.setattr(study, "ProcessPoolExecutor", InThisProcess)
+    """Starting processes takes longer than what they do; that they give the same numbers is tested
+    elsewhere."""
+    monkeypatch.setattr(comparison, "ProcessPoolExecutor", InThisProcess)
 
 
 def pytest_collection_finish(session) -> None:
@@ -48,6 +51,6 @@ def pytest_collection_finish(session) -> None:
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Puts the short notebooks last. Of two processes, the first then begins with the long ones and the second with the tests,
-    and when one has nothing left, it takes over tests from the other."""
+    """Puts the short notebooks last. Of two processes, the first then begins with the long ones and
+    the second with the tests, and when one has nothing left, it takes over tests from the other."""
     items.sort(key=lambda item: item.name in ("devices_and_graphs.ipynb", "replay_memory.ipynb"))

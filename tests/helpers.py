@@ -15,13 +15,13 @@ import torch
 
 from fp8rl import __main__ as cli
 from fp8rl import rng
+from fp8rl.around import Around
+from fp8rl.build import HERE, build
 from fp8rl.config import Config
+from fp8rl.disk import checkpoint
+from fp8rl.fast_forward import Reuse, Reusing
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector, Rollout
-from fp8rl.scale import checkpoint
-from fp8rl.scale.around import Around
-from fp8rl.scale.fused import Reuse, Reusing
-from fp8rl.scale.machine import HERE, build
 from fp8rl.train import Run, iterate, train
 
 # Iterations of 512 steps and three updates, for tests to which the size does not matter.
@@ -31,13 +31,16 @@ SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5} | SMALL
 TINY = SMALL | {"rollout_length": 4, "slice_length": 4, "batch_size": 64}
 WIDE = (-1000.0, -10.0), (1000.0, 10.0)  # bounds that the times and environments of `coded` stay in
 
-SIZED = [word for name, size in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(size))]  # the same as options
+SIZED = [
+    word for name, size in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(size))
+]  # the same as options
 small = functools.partial(Config, **SMALL)
 trained = functools.partial(train, progress=False)
 
 
 class Changed(Around):
-    """A collector whose rollouts a function changes: run.collector = Changed(run.collector, function)."""
+    """A collector whose rollouts a function changes: run.collector = Changed(run.collector,
+    function)."""
 
     def __init__(self, inner, change):
         super().__init__(inner)
@@ -61,7 +64,8 @@ def drawn_on_tensors():
 
 
 def bang_bang(state: torch.Tensor) -> torch.Tensor:
-    """The reference controller: push against p + 3 v. Takes states [..., 2], returns actions [...] (int64)."""
+    """The reference controller: push against p + 3 v. Takes states [..., 2], returns actions [...]
+    (int64)."""
     return (state[..., 0] + 3 * state[..., 1] < 0).long()
 
 
@@ -105,9 +109,12 @@ SERVER = multiprocessing.get_context("forkserver")
 
 
 def forked(target, *arguments) -> multiprocessing.Process:
-    """A process forked from a server that has imported everything, which takes longer than what the processes of these tests do.
-    (If a study has started the server before, it has only torch, and the process imports the rest.)"""
-    SERVER.set_forkserver_preload(["fp8rl.__main__", "torch._dynamo"])  # the second comes with a process's first optimizer
+    """A process forked from a server that has imported everything, which takes longer than what the
+    processes of these tests do. (If a study has started the server before, it has only torch, and
+    the process imports the rest.)"""
+    SERVER.set_forkserver_preload(
+        ["fp8rl.__main__", "torch._dynamo"]
+    )  # the second comes with a process's first optimizer
     process = SERVER.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
@@ -121,7 +128,8 @@ def cli_into(said: Path, *arguments) -> None:
 
 
 def reusing(run: Run) -> Run:
-    """The run, which now learns from the forward passes that acted, as one with many environments does by itself."""
+    """The run, which now learns from the forward passes that acted, as one with many environments
+    does by itself."""
     learner = run.learner
     assert isinstance(run.collector, Collector)  # none around it, which would keep its loop
     run.collector.loop = Reuse(learner.model, learner.precision)
@@ -142,7 +150,8 @@ def log_probabilities(model, precision: Precision, rollout: Rollout) -> torch.Te
 
 
 def coded(start: int, length: int, num_envs: int) -> Rollout:
-    """A rollout whose numbers tell their time and environment: obs (time, env), reward 4 time + env, and so on."""
+    """A rollout whose numbers tell their time and environment: obs (time, env), reward 4 time +
+    env, and so on."""
     time = torch.arange(start, start + length + 1).float().unsqueeze(-1).expand(-1, num_envs)
     env = torch.arange(num_envs).float().expand(length + 1, -1)
     obs = torch.stack((time, env), dim=-1)
@@ -156,10 +165,17 @@ def number_of(obs: torch.Tensor) -> torch.Tensor:
 
 
 def noise(start: int, length: int, num_envs: int, features: int = 2) -> Rollout:
-    """A rollout of random numbers that goes on from one of the same seed sequence: observation t depends on t alone."""
+    """A rollout of random numbers that goes on from one of the same seed sequence: observation t
+    depends on t alone."""
     rows = [torch.Generator().manual_seed(t) for t in range(start, start + length + 1)]
     obs = torch.stack([2 * torch.rand(num_envs, features, generator=g) - 1 for g in rows])
-    return Rollout(obs, torch.zeros(length, num_envs).long(), obs[1:, :, 0], torch.zeros(length, num_envs).byte(), obs[1:, :, 1])
+    return Rollout(
+        obs,
+        torch.zeros(length, num_envs).long(),
+        obs[1:, :, 0],
+        torch.zeros(length, num_envs).byte(),
+        obs[1:, :, 1],
+    )
 
 
 def same(one: Rollout, other: Rollout) -> bool:
@@ -167,7 +183,8 @@ def same(one: Rollout, other: Rollout) -> bool:
 
 
 def random_rollout(seed: int, length: int, batch: int = 3, on_policy: bool = False):
-    """Values float64 [T+1, B], log ratios [T, B] and a rollout whose episodes end at random, each end followed by a dummy row."""
+    """Values float64 [T+1, B], log ratios [T, B] and a rollout whose episodes end at random, each
+    end followed by a dummy row."""
     rng = np.random.default_rng(seed)
     flags = np.zeros((length, batch), dtype=np.uint8)
     for t, b in np.ndindex(length, batch):
@@ -178,7 +195,13 @@ def random_rollout(seed: int, length: int, batch: int = 3, on_policy: bool = Fal
     tensor = lambda *shape: torch.from_numpy(rng.normal(size=shape))  # noqa: E731
     reward = tensor(length, batch) * torch.from_numpy((flags & DUMMY) == 0)
     action = torch.from_numpy(rng.integers(2, size=(length, batch)))
-    rollout = Rollout(tensor(length + 1, batch, 2), action, reward, torch.from_numpy(flags), tensor(length, batch) * 0.1 - 0.7)
+    rollout = Rollout(
+        tensor(length + 1, batch, 2),
+        action,
+        reward,
+        torch.from_numpy(flags),
+        tensor(length, batch) * 0.1 - 0.7,
+    )
     log_ratios = torch.zeros(length, batch).double() if on_policy else tensor(length, batch)
     return tensor(length + 1, batch), log_ratios, rollout
 

@@ -21,17 +21,21 @@ from helpers import bang_bang, figures, small
 from PIL import Image
 
 from fp8rl.config import Config
-from fp8rl.report.bench import seconds_of
-from fp8rl.report.fingerprint import SETTLED, trainings
-from fp8rl.report.statistics import fails
+from fp8rl.study.fingerprint import SETTLED, trainings
+from fp8rl.study.statistics import fails
+from fp8rl.study.throughput import seconds_of
 
 
-@pytest.mark.parametrize(("algorithm", "task"), [("DQN", "Acrobot-v1"), ("TD3", "Pendulum-v1"), ("SAC", "Pendulum-v1")])
+@pytest.mark.parametrize(
+    ("algorithm", "task"), [("DQN", "Acrobot-v1"), ("TD3", "Pendulum-v1"), ("SAC", "Pendulum-v1")]
+)
 def test_off_policy_algorithms_train(algorithm, task):
     pytest.importorskip("stable_baselines3")
     import zoo
 
-    history = zoo.train(algorithm, small(env_id=task, steps=256, rollout_length=16, slice_length=16, eval_every=128))
+    history = zoo.train(
+        algorithm, small(env_id=task, steps=256, rollout_length=16, slice_length=16, eval_every=128)
+    )
     assert history.column("steps").tolist() == [128, 256]
 
 
@@ -50,17 +54,38 @@ def test_a_seed_that_never_reaches_the_goal_counts_as_the_latest():
         assert [reached, steps, seconds] == cells
 
 
-CONTESTANTS = [("ours", "defaults"), ("ours", "on-policy"), ("cleanrl_style", "eager"), ("torchrl_a2c", "eager")]
+CONTESTANTS = [
+    ("ours", "defaults"),
+    ("ours", "on-policy"),
+    ("cleanrl_style", "eager"),
+    ("torchrl_a2c", "eager"),
+]
 CONTESTANTS += [("sb3", "batched"), ("jax_loop", "scan"), ("jax_loop", "devices")]
 
 
 @pytest.mark.parametrize(("script", "variant"), CONTESTANTS)
 def test_every_contestant_trains_with_the_default_learning_rate(script, variant):
-    package = {"torchrl_a2c": "torchrl", "sb3": "stable_baselines3", "jax_loop": "jax"}.get(script, "torch")
+    package = {"torchrl_a2c": "torchrl", "sb3": "stable_baselines3", "jax_loop": "jax"}.get(
+        script, "torch"
+    )
     if not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed")
-    options = ["--variant", variant, "--threads", "1", "--num-envs", "16", "--learn", "--full", "--steps", "4096", "--json"]
-    done = subprocess.run([sys.executable, f"benchmarks/speed/{script}.py", *options], capture_output=True, text=True)
+    options = [
+        "--variant",
+        variant,
+        "--threads",
+        "1",
+        "--num-envs",
+        "16",
+        "--learn",
+        "--full",
+        "--steps",
+        "4096",
+        "--json",
+    ]
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/speed/{script}.py", *options], capture_output=True, text=True
+    )
     assert not done.returncode, done.stderr
     assert json.loads(done.stdout)["steps"] >= 4096
 
@@ -69,7 +94,9 @@ def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
     import tasks
 
     monkeypatch.setattr(breakage_map, "STEPS", 512)  # an iteration
-    plain, coarse, untrained = breakage_map.run(tasks.LQR, 2e-3, {("weights", "e8m0"): {"formats": "weights=e8m0"}}, seeds=2)
+    plain, coarse, untrained = breakage_map.run(
+        tasks.LQR, 2e-3, {("weights", "e8m0"): {"formats": "weights=e8m0"}}, seeds=2
+    )
     assert float(plain["median"]) > 1 and float(plain["score"]) == 1
     fast, _ = breakage_map.run(tasks.LQR, 5e-3, {}, seeds=2)
     assert fast["median"] != plain["median"]
@@ -81,7 +108,12 @@ def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
     ("task", "medians", "interval", "expected"),
     [
         ("the cart", (198.0, 198.6, 6.6), (-0.4, 0.1), "equal"),
-        ("the cart", (180.0, 198.6, 6.6), (-20.0, -17.0), "between"),  # loses less than a tenth of 192
+        (
+            "the cart",
+            (180.0, 198.6, 6.6),
+            (-20.0, -17.0),
+            "between",
+        ),  # loses less than a tenth of 192
         ("the cart", (179.0, 198.6, 6.6), (-21.0, -18.0), "fails"),
         ("fp8rl/Lqr-v0", (1.1, 1.05, 51.05), (1.01, 1.1), "equal"),  # costs
         ("fp8rl/Lqr-v0", (6.0, 1.05, 51.05), (5.0, 6.5), "between"),
@@ -89,33 +121,55 @@ def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
         ("fp8rl/Lqr-v0", (math.nan, 1.05, 51.05), (math.nan, math.nan), "fails"),
     ],
 )
-def test_a_verdict_is_failure_if_more_than_a_tenth_of_the_gain_is_lost(task, medians, interval, expected):
+def test_a_verdict_is_failure_if_more_than_a_tenth_of_the_gain_is_lost(
+    task, medians, interval, expected
+):
     assert breakage_map.verdict(task, *medians, *interval) == expected
 
 
 def test_the_committed_verdicts_follow_from_the_numbers_beside_them():
     rows = law.map_rows()
     before = breakage_map.before_training(rows)
-    plain = {(row["task"], row["learning_rate"]): float(row["median"]) for row in rows if row["place"] == "float32"}
+    plain = {
+        (row["task"], row["learning_rate"]): float(row["median"])
+        for row in rows
+        if row["place"] == "float32"
+    }
     for row in rows:
         sign = -1 if row["task"] == breakage_map.LQR else 1
-        numbers = float(row["median"]), plain[row["task"], row["learning_rate"]], before[row["task"]]
+        numbers = (
+            float(row["median"]),
+            plain[row["task"], row["learning_rate"]],
+            before[row["task"]],
+        )
         assert (row["verdict"] == "fails") == fails(*(sign * x for x in numbers)), row
 
 
 def test_below_the_codecs_table_every_failing_seed_is_named_and_the_control_is_judged(monkeypatch):
-    spec = importlib.util.spec_from_file_location("codecs_benchmark", results.ROOT / "benchmarks/codecs.py")
-    spec.loader.exec_module(codecs := importlib.util.module_from_spec(spec))  # by its path: Python has a module of this name
+    spec = importlib.util.spec_from_file_location(
+        "codecs_benchmark", results.ROOT / "benchmarks/codecs.py"
+    )
+    spec.loader.exec_module(
+        codecs := importlib.util.module_from_spec(spec)
+    )  # by its path: Python has a module of this name
 
     monkeypatch.setattr(codecs, "SEEDS", range(5000, 5003))
-    plain, one, control = np.array([198.0, 199.0, 200.0]), np.array([198.0, 178.5, 182.0]), np.array([5.9, 6.0, 6.1])
+    plain, one, control = (
+        np.array([198.0, 199.0, 200.0]),
+        np.array([198.0, 178.5, 182.0]),
+        np.array([5.9, 6.0, 6.1]),
+    )
     text = codecs.failures({"fp32": plain, "int8": one, codecs.CONTROL: control}, start=6.0)
     every = "control: int8, 128 times coarser: all, which end at 5.90 to 6.10."
     assert f"Seeds that fail: int8: 5001 at 178.50; {every}" in text
-    assert text.endswith("The control is expected to fail in the median over its seeds, and it does: 3 of 3 fail.")
+    assert text.endswith(
+        "The control is expected to fail in the median over its seeds, and it does: 3 of 3 fail."
+    )
     control[1] = 187.1
     text = codecs.failures({"fp32": plain, codecs.CONTROL: control}, start=6.0)
-    assert "all but 5001 at 187.10; the others end at 5.90 to 6.10." in text and text.endswith("and it does: 2 of 3 fail.")
+    assert "all but 5001 at 187.10; the others end at 5.90 to 6.10." in text and text.endswith(
+        "and it does: 2 of 3 fail."
+    )
     text = codecs.failures({"fp32": plain, codecs.CONTROL: plain}, start=6.0)
     assert "Seeds that fail: none." in text and text.endswith("and it does not: 0 of 3 fail.")
 
@@ -149,7 +203,10 @@ def test_break_even_is_the_width_from_which_fp8_stays_faster():
         (1, 1, 1): 64,
         (1, 1, 9): None,
     }.items():
-        times = {width: {"fp8": seconds, "bf16": 5} for width, seconds in zip((64, 128, 256), fp8, strict=True)}
+        times = {
+            width: {"fp8": seconds, "bf16": 5}
+            for width, seconds in zip((64, 128, 256), fp8, strict=True)
+        }
         assert fp8_layer.break_even(times, "bf16") == expected
 
 
@@ -179,7 +236,10 @@ def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
     if not list(tmp_path.iterdir()):
         pytest.skip("this GPU has no FP8")
     (path,) = tmp_path.iterdir()
-    assert torch.cuda.get_device_name().replace(" ", "_") in path.name and "break_even_width" in path.read_text()
+    assert (
+        torch.cuda.get_device_name().replace(" ", "_") in path.name
+        and "break_even_width" in path.read_text()
+    )
 
 
 def test_tasks_of_gymnasium_alone_have_arms_of_their_own():
@@ -187,11 +247,19 @@ def test_tasks_of_gymnasium_alone_have_arms_of_their_own():
 
     arms = {task: tasks.arms_of(task) for task in tasks.TASKS}
     assert arms[tasks.CART] == arms["Acrobot-v1"] == list(tasks.ARMS)
-    assert arms["LunarLander-v3"] == ["fp32", "fp8", "SB3 PPO"] and arms["InvertedPendulum-v5"] == ["fp32", "fp8"]
-    assert [len(tasks.configs_of(task, "fp8")) for task in (tasks.CART, "LunarLander-v3")] == [100, 10]
+    assert arms["LunarLander-v3"] == ["fp32", "fp8", "SB3 PPO"] and arms["InvertedPendulum-v5"] == [
+        "fp32",
+        "fp8",
+    ]
+    assert [len(tasks.configs_of(task, "fp8")) for task in (tasks.CART, "LunarLander-v3")] == [
+        100,
+        10,
+    ]
 
 
-@pytest.mark.parametrize(("task", "package"), [("LunarLander-v3", "Box2D"), ("Hopper-v5", "mujoco")])
+@pytest.mark.parametrize(
+    ("task", "package"), [("LunarLander-v3", "Box2D"), ("Hopper-v5", "mujoco")]
+)
 def test_such_tasks_train(task, package):
     pytest.importorskip(package, reason=f"{task} needs benchmarks/requirements.txt")
     import tasks
@@ -205,9 +273,17 @@ def test_rungs_change_one_thing_at_a_time():
     import tasks
 
     rungs = [ladder.configs_of(rung, ladder.LANDER)[0] for rung in ladder.RUNGS]
-    assert rungs[0].halved_after == 40_000 and rungs[1].halved_after == 200_000 and rungs[2].gamma == 0.998
+    assert (
+        rungs[0].halved_after == 40_000
+        and rungs[1].halved_after == 200_000
+        and rungs[2].gamma == 0.998
+    )
     assert rungs[-1] == Config(env_id=ladder.LANDER, steps=500_000, eval_every=0)
-    found = {("the earlier defaults", task, seed): [100.0, 480.0] for task, (seeds, *_) in ladder.TASKS.items() for seed in seeds}
+    found = {
+        ("the earlier defaults", task, seed): [100.0, 480.0]
+        for task, (seeds, *_) in ladder.TASKS.items()
+        for seed in seeds
+    }
     line = ladder.line("the earlier defaults", found)
     assert "| 480.00 (480.00) |" in line and "| 16 of 16 |" in line
     assert ladder.configs_of("+ discount 1 - 2 / time limit", tasks.CART)[0].gamma == 0.99
@@ -218,11 +294,15 @@ def test_the_ladder_from_the_published_loop_ends_at_ours_on_one_budget():
 
     alone, ladder, back = published.arms().values()
     first, last = (list(ladder.values())[i][0] for i in (0, -1))
-    assert first == alone["the published loop"][0] == Config.published(seed=9000, **published.BUDGET)
+    assert (
+        first == alone["the published loop"][0] == Config.published(seed=9000, **published.BUDGET)
+    )
     assert last == back["our loop"][0] == Config(seed=9000, replay_updates=15, **published.BUDGET)
     configs = [configs[0] for lines in (alone, ladder, back) for configs in lines.values()]
     assert {config.steps_per_iteration / config.updates for config in configs} == {128}
-    line = published.line("an arm", np.array([[50.0, 150.0, 99.0], [120.0, 130.0, 140.0], [1.0, 2.0, 3.0]]))
+    line = published.line(
+        "an arm", np.array([[50.0, 150.0, 99.0], [120.0, 130.0, 140.0], [1.0, 2.0, 3.0]])
+    )
     assert line == "| an arm | 2 of 3 | 1 of 3 | 2 of 3 | 99.0 | 3.0 |"
 
 
@@ -254,16 +334,25 @@ def test_speed_by_width_on_a_gpu_has_every_precision(monkeypatch):
     import widths
 
     seen = []
-    monkeypatch.setattr(widths, "speed", lambda run, clock, seconds: seen.append(run.config) or run.close() or 12_345.0)
+    monkeypatch.setattr(
+        widths,
+        "speed",
+        lambda run, clock, seconds: seen.append(run.config) or run.close() or 12_345.0,
+    )
     (table,) = widths.speeds_on_cuda((64,))
     *_, line = table.splitlines()
     names = widths.available_precisions(widths.CUDA.device)
     assert line == f"| 64 |{' 12,345; 0.00 GB |' * len(names)}" or torch.cuda.is_available()
-    assert [config.precision for config in seen] == names and {config.hidden_size for config in seen} == {64}
+    assert [config.precision for config in seen] == names and {
+        config.hidden_size for config in seen
+    } == {64}
 
 
 def test_film_starts_where_it_is_told():
-    first = [Image.open(io.BytesIO(film.film(bang_bang, steps=1, start=(p, 0.0)))).convert("RGB") for p in (0.0, 1.0, 1.0)]
+    first = [
+        Image.open(io.BytesIO(film.film(bang_bang, steps=1, start=(p, 0.0)))).convert("RGB")
+        for p in (0.0, 1.0, 1.0)
+    ]
     assert first[0].tobytes() != first[1].tobytes() == first[2].tobytes()
 
 
@@ -284,8 +373,12 @@ def test_several_films_run_side_by_side_with_captions():
         both.seek(k)
         frames.append(np.asarray(both.convert("RGB")))
     assert not np.array_equal(frames[0][:240], np.asarray(alone.convert("RGB")))  # the caption
-    assert not np.array_equal(frames[1][240:], frames[2][240:])  # now it says that the cart is off the track
-    end = np.abs(frames[2].astype(int) - frames[3]).mean((1, 2))  # but for its palette a picture that is kept stays the same
+    assert not np.array_equal(
+        frames[1][240:], frames[2][240:]
+    )  # now it says that the cart is off the track
+    end = np.abs(frames[2].astype(int) - frames[3]).mean(
+        (1, 2)
+    )  # but for its palette a picture that is kept stays the same
     assert end[240:].mean() < 0.5 < end[:240].mean()
 
 
@@ -293,7 +386,14 @@ def test_the_map_is_drawn_beside_its_prediction(tmp_path, monkeypatch):
     cells = breakage_map.cells()
     verdicts = iter(["equal", "fails"] * 2 * len(cells))
     rows = [
-        {"task": task, "learning_rate": f"{rate:g}", "place": place, "format": form, "verdict": next(verdicts), "cell": text}
+        {
+            "task": task,
+            "learning_rate": f"{rate:g}",
+            "place": place,
+            "format": form,
+            "verdict": next(verdicts),
+            "cell": text,
+        }
         for task, rates in breakage_map.RATES.items()
         for rate in rates
         for (place, form), text in cells.items()
@@ -303,8 +403,12 @@ def test_the_map_is_drawn_beside_its_prediction(tmp_path, monkeypatch):
     law.draw_map(tmp_path / "map.png", [row | {"verdict": "breaks"} for row in rows[: len(cells)]])
     axes = law.plt.gcf().axes
     shades = [{patch.get_facecolor() for patch in ax.patches} for ax in axes]
-    assert shades[0] == shades[1] and len(shades[0]) == 2  # what is equal at both rates, and what fails
-    assert axes[0].lines and not axes[1].lines  # foreseen to break at the first cart's lower rate alone
+    assert (
+        shades[0] == shades[1] and len(shades[0]) == 2
+    )  # what is equal at both rates, and what fails
+    assert (
+        axes[0].lines and not axes[1].lines
+    )  # foreseen to break at the first cart's lower rate alone
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -320,9 +424,13 @@ def test_what_is_planted_is_really_kept(kind):
             kit.step("net", lambda x=x: (net(x) - x[:, :1].sin()).square().mean())
         return torch.cat([p.detach().flatten() for p in net.parameters()])
 
-    plain, exact, few = (fit(planted) for planted in ("", "net.m=fp32 forward=fp32 net.eps=fp32", "net.weights=bf16"))
+    plain, exact, few = (
+        fit(planted) for planted in ("", "net.m=fp32 forward=fp32 net.eps=fp32", "net.weights=bf16")
+    )
     torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-5)
-    assert torch.equal(few.bfloat16().float(), few) and not torch.equal(plain.bfloat16().float(), plain)
+    assert torch.equal(few.bfloat16().float(), few) and not torch.equal(
+        plain.bfloat16().float(), plain
+    )
     with pytest.raises(FloatingPointError):
         fit("net.v=e2m0:unscaled net.eps=e2m0:unscaled")
 
@@ -330,13 +438,18 @@ def test_what_is_planted_is_really_kept(kind):
 def test_planted_predicts_first_and_then_measures_what_is_missing(monkeypatch, tmp_path):
     import planted
 
-    monkeypatch.setattr(planted, "LOOPS", {"regression": functools.partial(planted.regression, updates=64)})
+    monkeypatch.setattr(
+        planted, "LOOPS", {"regression": functools.partial(planted.regression, updates=64)}
+    )
     row = ("regression", "no master copy", "net.weights=bf16", "net.weights=bf16", ("error",))
     monkeypatch.setattr(planted, "FAILURES", [row])
     for _ in range(2):
         planted.main(tmp_path / "a.md")
     found = (tmp_path / "a.md").read_text()
-    assert "| regression | no master copy (`net.weights=bf16`) | " in found and "| regression | 6 | 0 | 0 |" in found
+    assert (
+        "| regression | no master copy (`net.weights=bf16`) | " in found
+        and "| regression | 6 | 0 | 0 |" in found
+    )
     monkeypatch.setattr(planted, "LOOPS", {"regression": None})  # nothing is trained again
     planted.main(tmp_path / "a.md")
     assert (tmp_path / "a.md").read_text() == found
@@ -348,7 +461,9 @@ def test_stable_baselines3_trains_with_the_weights_that_are_stored():
 
     weights, optimizers = [], []
     for formats in (None, "", "weights=e4m3"):
-        model = law_sb3.model_of("PPO", seed=5)  # draws from global generators, so models train one after the other
+        model = law_sb3.model_of(
+            "PPO", seed=5
+        )  # draws from global generators, so models train one after the other
         optimizers += [] if formats is None else law_sb3.keep(model, formats)
         model.learn(512)
         weights.append([*model.policy.parameters()])
@@ -360,7 +475,10 @@ def test_stable_baselines3_trains_with_the_weights_that_are_stored():
     assert not law_sb3.is_kept(optimizers[1])
     sac = law_sb3.model_of("SAC", seed=5)
     found = law_sb3.keep(sac, "")
-    assert all(any(x is own for own in found) for x in (sac.actor.optimizer, sac.critic.optimizer, sac.ent_coef_optimizer))
+    assert all(
+        any(x is own for own in found)
+        for x in (sac.actor.optimizer, sac.critic.optimizer, sac.ent_coef_optimizer)
+    )
 
 
 FIVE = "aaaaaaaa-bbbbbbbb-cccccccc-dddddddd-eeeeeeee"  # as fingerprints were before parts had names
@@ -390,7 +508,10 @@ def without(part: str) -> str:
     ("code", "stale"),
     [
         (CODE, []),
-        (CODE.replace("aaaaaaaa", "00000000"), ["tasks", "law"]),  # other defaults, or another single run
+        (
+            CODE.replace("aaaaaaaa", "00000000"),
+            ["tasks", "law"],
+        ),  # other defaults, or another single run
         (CODE.replace("bbbbbbbb", "00000000"), ["tasks", "law"]),
         (CODE.replace("cccccccc", "00000000"), ALL),  # another algorithm
         (CODE.replace("dddddddd", "00000000"), ["law", "planted"]),  # another doctor
@@ -407,15 +528,24 @@ def without(part: str) -> str:
 )
 def test_a_table_is_stale_if_what_it_rests_on_has_changed(made, code, stale):
     for name in ALL:
-        (made / f"{name}.md").write_text(f"| 1 |\n\n`a command` on a machine; code {code}.\n" if code else "| 1 |\n")
+        (made / f"{name}.md").write_text(
+            f"| 1 |\n\n`a command` on a machine; code {code}.\n" if code else "| 1 |\n"
+        )
     assert [name for name in ALL if results.late(name)] == stale
 
 
 def test_a_mark_says_in_one_line_what_has_changed_and_what_is_not_known(made):
-    code = without("populations").replace("gymnasium 1", "gymnasium 0").replace("normalized 1", "normalized 0")
+    code = (
+        without("populations")
+        .replace("gymnasium 1", "gymnasium 0")
+        .replace("normalized 1", "normalized 0")
+    )
     (made / "tasks.md").write_text(f"`a command` on a machine; code {code}.\n")
     why = "gymnasium, normalized changed; made before populations was recorded"
-    assert results.mark("tasks") == f"*Of earlier code ({why}): `make results ONLY=tasks` makes it again.*\n\n"
+    assert (
+        results.mark("tasks")
+        == f"*Of earlier code ({why}): `make results ONLY=tasks` makes it again.*\n\n"
+    )
 
 
 def test_the_last_line_of_a_table_is_read_with_all_its_parts(made):
@@ -435,16 +565,26 @@ def test_every_table_names_parts_that_a_fingerprint_has():
 def test_a_table_is_as_old_as_its_oldest_step(made):
     (made / "law.md").write_text(f"`a command` on a machine; code {CODE}.\n")
     assert not results.late("law")  # whose steps are as it is
-    results.MADE.write_text(json.dumps({"law_measured": {"fingerprint": CODE.replace("aaaaaaaa", "00000000")}}))
-    assert results.late("law") == ["law_measured"] and 'ONLY="law_measured law"' in results.mark("law")
+    results.MADE.write_text(
+        json.dumps({"law_measured": {"fingerprint": CODE.replace("aaaaaaaa", "00000000")}})
+    )
+    assert results.late("law") == ["law_measured"] and 'ONLY="law_measured law"' in results.mark(
+        "law"
+    )
 
 
 def test_a_fingerprint_that_changes_on_a_machine_is_forgotten_on_all(made):
     other = "11111111-22222222-33333333-44444444-55555555, gru 66666666"
     assert not results.remember(other, "another kind") and not results.remember(CODE, "one kind")
-    assert results.known()["settled"] == {"cccccccc", "33333333"} and results.known()["gru"] == {"12345678", "66666666"}
+    assert results.known()["settled"] == {"cccccccc", "33333333"} and results.known()["gru"] == {
+        "12345678",
+        "66666666",
+    }
     assert results.remember("99999999" + CODE[8:], "one kind")  # defaults
-    assert results.known()["defaults"] == {"99999999-bbbbbbbb"} and results.known()["settled"] == {"cccccccc", "33333333"}
+    assert results.known()["defaults"] == {"99999999-bbbbbbbb"} and results.known()["settled"] == {
+        "cccccccc",
+        "33333333",
+    }
 
 
 def test_settled_are_the_settings_that_tables_name():
@@ -454,7 +594,10 @@ def test_settled_are_the_settings_that_tables_name():
 def test_only_stale_tables_and_figures_are_marked_until_they_are_made_again(made, monkeypatch):
     monkeypatch.setattr(results, "ROOT", made)
     path = "benchmarks/results/tasks.md"
-    table, readme = made / path, f"a\n\n<!-- {path} -->\n<!-- end -->\n\n![b](results/tasks.png)\n\n![c](results/law.png)\n"
+    table, readme = (
+        made / path,
+        f"a\n\n<!-- {path} -->\n<!-- end -->\n\n![b](results/tasks.png)\n\n![c](results/law.png)\n",
+    )
     table.parent.mkdir(parents=True)
     readme += "\n| q | a | [tasks](#tasks) | - | - |\n"
     for code, marks in (("", ["tasks", "law"]), (f"; code {CODE}", ["law"])):
@@ -466,7 +609,9 @@ def test_only_stale_tables_and_figures_are_marked_until_they_are_made_again(made
         assert re.findall("ONLY=.*(tasks|law)", found) == marks
         assert ("| **stale**, stable_baselines3 |" in found) == ("tasks" in marks)
     (made / "law.md").write_text(f"code {CODE}")
-    assert results.filled(found) == results.filled(readme) and "Of earlier code" not in results.filled(found)
+    assert results.filled(found) == results.filled(
+        readme
+    ) and "Of earlier code" not in results.filled(found)
 
 
 def test_a_stale_table_begins_anew_and_goes_on_after_an_interruption(made, monkeypatch):
@@ -511,10 +656,14 @@ def test_the_index_has_every_table_and_its_numbers_are_the_tables_own():
     for _, answer, name in rows:
         own = results.file_of(name)
         found = own.read_text() if own.suffix != ".gif" else ""
-        assert {x.replace(",", "") for x in figures(answer)} <= {x.replace(",", "") for x in figures(found)}, name
+        assert {x.replace(",", "") for x in figures(answer)} <= {
+            x.replace(",", "") for x in figures(found)
+        }, name
     for name in results.COMMANDS:
         assert (
-            str(results.file_of(name).relative_to(results.RESULTS)) in text or results.STEP.search(name) or name == "breakage_map"
+            str(results.file_of(name).relative_to(results.RESULTS)) in text
+            or results.STEP.search(name)
+            or name == "breakage_map"
         )
 
 
@@ -524,4 +673,6 @@ def test_links_of_pages_lead_somewhere(name):
     for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text()):
         target = path.parent / file if file else path
         headings = re.findall(r"(?m)^#+ (.+)$", target.read_text()) if anchor else []
-        assert target.exists() and (not anchor or anchor in [head.lower().replace(" ", "-") for head in headings]), (file, anchor)
+        assert target.exists() and (
+            not anchor or anchor in [head.lower().replace(" ", "-") for head in headings]
+        ), (file, anchor)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from helpers import SHORT, after, assert_same, refused, resumed, small, trained
 
+from fp8rl.build import build
 from fp8rl.config import Config
+from fp8rl.disk import checkpoint
 from fp8rl.history import History
 from fp8rl.model import ActorCritic
-from fp8rl.scale import checkpoint
-from fp8rl.scale.machine import build
-from fp8rl.scale.population import Population
+from fp8rl.population.population import Population
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +66,18 @@ def test_a_checkpoint_is_a_run_s_config_and_state_which_saving_does_not_change(p
     assert equal(before, run.state_dict()) and equal(checkpoint.resume(path)[1], before)
     model, config = checkpoint.load(path)
     weights = torch.load(path, weights_only=True)["run"]["model"]  # which need no class of ours
-    assert config == run.config and equal(model.state_dict(), dict(weights)) and equal(dict(weights), before["model"])
+    assert (
+        config == run.config
+        and equal(model.state_dict(), dict(weights))
+        and equal(dict(weights), before["model"])
+    )
 
 
-FIELDS = [{"encoder": "gru", "hide_velocity": True}, {"env_id": "CartPole-v1"}, {"layers": 3, "hidden_size": 32}]
+FIELDS = [
+    {"encoder": "gru", "hide_velocity": True},
+    {"env_id": "CartPole-v1"},
+    {"layers": 3, "hidden_size": 32},
+]
 FIELDS += [{"formats": "weights=e4m3"}]
 
 
@@ -90,9 +98,22 @@ def test_a_forged_history_is_refused():
     state = history.state_dict()
     checkpoint.check_history(state)
     for name in ("$(touch PWNED)", "fp8.hidden.0.input.scale", "x", 1):
-        refused("history has the column .*, which does not exist", checkpoint.check_history, state | {name: state["steps"]})
-    for values in (torch.zeros(2).double(), torch.zeros(1), torch.zeros(1, 1).double(), torch.zeros(1, dtype=torch.int64)):
-        refused("history has the column 'loss' in another", checkpoint.check_history, state | {"loss": values})
+        refused(
+            "history has the column .*, which does not exist",
+            checkpoint.check_history,
+            state | {name: state["steps"]},
+        )
+    for values in (
+        torch.zeros(2).double(),
+        torch.zeros(1),
+        torch.zeros(1, 1).double(),
+        torch.zeros(1, dtype=torch.int64),
+    ):
+        refused(
+            "history has the column 'loss' in another",
+            checkpoint.check_history,
+            state | {"loss": values},
+        )
         refused("history has the column", checkpoint.check_history, state | {"loss": values}, 1)
     refused("history lacks one of", checkpoint.check_history, {"steps": state["steps"]})
     for failures in ([], [1], [None, None]):
@@ -103,7 +124,11 @@ def test_a_checkpoint_of_a_population_is_resumed_and_not_loaded(tmp_path):
     configs = [Config(**SHORT, seed=seed) for seed in range(2)]
     population = after(2, Population(configs))
     checkpoint.save(tmp_path / "checkpoint.pt", population)
-    refused("checkpoint .* is of a population: read it with resume", checkpoint.load, tmp_path / "checkpoint.pt")
+    refused(
+        "checkpoint .* is of a population: read it with resume",
+        checkpoint.load,
+        tmp_path / "checkpoint.pt",
+    )
     found, state = checkpoint.resume(tmp_path / "checkpoint.pt")
     again = Population(found)
     again.load_state_dict(state)
@@ -118,12 +143,16 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_says_so(path, run, monkeypa
         raise OSError(28, "No space left on device")
 
     before = path.read_bytes()
-    message = r"checkpoint .*checkpoint\.pt cannot be written \(No space left on device\): make room"
+    message = (
+        r"checkpoint .*checkpoint\.pt cannot be written \(No space left on device\): make room"
+    )
     for part, name in ((torch, "save"), (os, "fsync")):
         with monkeypatch.context() as patch:
             patch.setattr(part, name, fails)
             refused(message, checkpoint.save, path, run, error=OSError)
-        assert path.read_bytes() == before and [p.name for p in path.parent.iterdir()] == ["checkpoint.pt"]
+        assert path.read_bytes() == before and [p.name for p in path.parent.iterdir()] == [
+            "checkpoint.pt"
+        ]
 
 
 def rezip(path, change) -> None:
@@ -135,7 +164,9 @@ def rezip(path, change) -> None:
 
 def pickled(data: bytes):
     """Puts `data` in the place of the pickled part."""
-    return lambda path, _: rezip(path, lambda name, old: (data if name.endswith("data.pkl") else old,))
+    return lambda path, _: rezip(
+        path, lambda name, old: (data if name.endswith("data.pkl") else old,)
+    )
 
 
 def with_part(**changes):
@@ -148,18 +179,36 @@ BROKEN = {
     "cut short": ("cannot be read", lambda path, _: path.write_bytes(path.read_bytes()[:1000])),
     "empty": ("cannot be read", lambda path, _: path.write_bytes(b"")),
     "hostile": ("cannot be read", lambda path, _: path.write_bytes(HOSTILE)),
-    "hostile inside": ("cannot be read", lambda path, content: torch.save({**content, "config": Hostile()}, path)),
+    "hostile inside": (
+        "cannot be read",
+        lambda path, content: torch.save({**content, "config": Hostile()}, path),
+    ),
     "hostile spliced in": ("cannot be read", pickled(HOSTILE)),
     "not torch's zip": ("cannot be read", pickled(b"")),
-    "compressed": ("cannot be read", lambda path, _: rezip(path, lambda name, data: (data, zipfile.ZIP_DEFLATED))),
-    "another program's": ("is not of format", lambda path, content: torch.save(content["run"]["model"], path)),
+    "compressed": (
+        "cannot be read",
+        lambda path, _: rezip(path, lambda name, data: (data, zipfile.ZIP_DEFLATED)),
+    ),
+    "another program's": (
+        "is not of format",
+        lambda path, content: torch.save(content["run"]["model"], path),
+    ),
     "no dict": ("is not of format", lambda path, _: torch.save([1, 2], path)),
-    "an older format's": ("is not of format", lambda path, content: torch.save({**content, "format": "fp8rl-3"}, path)),
+    "an older format's": (
+        "is not of format",
+        lambda path, content: torch.save({**content, "format": "fp8rl-3"}, path),
+    ),
     "another architecture's": ("does not fit", with_part(model=OTHER)),
     "a model left out": ("does not fit", with_part(model={})),
-    "another version's": (": config has", lambda path, content: torch.save({**content, "config": {"none": 1}}, path)),
+    "another version's": (
+        ": config has",
+        lambda path, content: torch.save({**content, "config": {"none": 1}}, path),
+    ),
     "of a huge stride": ("cannot be read", with_part(state=torch.zeros(1).expand(2**40))),
-    "of a stride of 0": ("cannot be read", with_part(state=[{"x": (torch.zeros(4).as_strided((2,), (0,)),)}])),
+    "of a stride of 0": (
+        "cannot be read",
+        with_part(state=[{"x": (torch.zeros(4).as_strided((2,), (0,)),)}]),
+    ),
     "of a stride of 2": ("cannot be read", with_part(state=torch.zeros(4)[::2])),
 }
 
@@ -173,7 +222,12 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(kind, path):
 
 
 def test_what_does_not_fit_is_named(path):
-    refused(r".*nothing\.pt does not exist", checkpoint.resume, path.parent / "nothing.pt", error=FileNotFoundError)
+    refused(
+        r".*nothing\.pt does not exist",
+        checkpoint.resume,
+        path.parent / "nothing.pt",
+        error=FileNotFoundError,
+    )
     config, state = checkpoint.resume(path)
     message = "the state does not fit the config: resume with the run's own config"
     for part in ("model", "optimizer", "env", "returns", "ring"):
@@ -181,7 +235,11 @@ def test_what_does_not_fit_is_named(path):
             refused(message, build, config, state={**state, part: wrong})
     content = torch.load(path, weights_only=True)
     torch.save({**content, "config": {**content["config"], "gamma": 7.0}}, path)
-    refused(r"checkpoint .*checkpoint\.pt: gamma is 7\.0: use a number from 0 to 1", checkpoint.load, path)
+    refused(
+        r"checkpoint .*checkpoint\.pt: gamma is 7\.0: use a number from 0 to 1",
+        checkpoint.load,
+        path,
+    )
     assert checkpoint.load(path, gamma=0.5, precision="fp32")[1].precision == "fp32"
 
 
@@ -189,7 +247,9 @@ def test_moments_of_other_shapes_are_refused(path):
     config, state = checkpoint.resume(path)
     for name in ("step", "exp_avg", "exp_avg_sq"):
         forged = copy.deepcopy(state)
-        forged["optimizer"]["state"][2][name] = torch.zeros(3)  # torch's fused step would write beyond its end
+        forged["optimizer"]["state"][2][name] = torch.zeros(
+            3
+        )  # torch's fused step would write beyond its end
         refused("the state does not fit the config", build, config, state=forged)
 
 
@@ -204,12 +264,20 @@ FORGED = [
 
 @pytest.mark.parametrize(("place", "value"), FORGED, ids=str)
 def test_a_forged_tensor_is_refused(place, value):
-    fields = {"formats": "weights=e4m3"} if "optimizer" in place else {"encoder": "gru"} if "state" in place else {}
+    fields = (
+        {"formats": "weights=e4m3"}
+        if "optimizer" in place
+        else {"encoder": "gru"}
+        if "state" in place
+        else {}
+    )
     run = after(1, build(small(steps=1_024, eval_episodes=1, **fields)))
     state = inner = copy.deepcopy(run.state_dict())
     for name in place[:-1]:
         inner = inner[name]
-    inner[place[-1]] = value if isinstance(value, torch.Tensor) else torch.full_like(inner[place[-1]], value)
+    inner[place[-1]] = (
+        value if isinstance(value, torch.Tensor) else torch.full_like(inner[place[-1]], value)
+    )
     refused("the state does not fit the config", build, run.config, state=state)
 
 
@@ -225,7 +293,8 @@ def test_a_tensor_that_wants_a_gradient_and_weights_without_a_shape_are_refused(
 
 
 def outcome(path, damaged: bytes, original) -> bool | None:
-    """Whether what is read of damaged bytes is the original; None if they are refused in one line."""
+    """Whether what is read of damaged bytes is the original; None if they are refused in one
+    line."""
     path.write_bytes(damaged)
     try:
         config, state = checkpoint.resume(path)
@@ -247,7 +316,10 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(path, saved):
 
 def test_an_entry_marked_as_a_folder_is_refused(path, saved):
     """torch would not read it, and give what happens to be in memory."""
-    original, places = checkpoint.resume(path), [found.start() for found in re.finditer(b"PK\\x01\\x02", saved[1])]
+    original, places = (
+        checkpoint.resume(path),
+        [found.start() for found in re.finditer(b"PK\\x01\\x02", saved[1])],
+    )
     assert len(places) > 20
     for begin in places:
         damaged = bytearray(saved[1])
@@ -256,7 +328,12 @@ def test_an_entry_marked_as_a_folder_is_refused(path, saved):
 
 
 def test_a_cut_or_spliced_file_is_refused_or_equal_and_runs_nothing(path, saved):
-    original, rng, outcomes, size = checkpoint.resume(path), np.random.default_rng(0), [], len(saved[1])
+    original, rng, outcomes, size = (
+        checkpoint.resume(path),
+        np.random.default_rng(0),
+        [],
+        len(saved[1]),
+    )
     for i in range(100):
         damaged = bytearray(saved[1])
         if i % 2:
@@ -265,7 +342,11 @@ def test_a_cut_or_spliced_file_is_refused_or_equal_and_runs_nothing(path, saved)
             start, length = rng.integers(size), rng.integers(1, 500)
             damaged[start : start + length] = HOSTILE
         outcomes.append(outcome(path, damaged, original))
-    assert False not in outcomes and outcomes.count(None) > 50 and not (path.parent / "hostile-code-ran").exists()
+    assert (
+        False not in outcomes
+        and outcomes.count(None) > 50
+        and not (path.parent / "hostile-code-ran").exists()
+    )
 
 
 def test_a_saved_run_continues_bit_for_bit_and_the_file_serves_again(path, run):

@@ -16,14 +16,15 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from helpers import SIZED, run_cli, small
 
 from fp8rl import __main__ as cli
+from fp8rl import build as machine_module
+from fp8rl import hardware
+from fp8rl.build import build
 from fp8rl.config import Config
-from fp8rl.report.fingerprint import fingerprint
-from fp8rl.scale import checkpoint, hardware
-from fp8rl.scale import machine as machine_module
-from fp8rl.scale.codec import CODECS
-from fp8rl.scale.layouts import LAYOUTS
-from fp8rl.scale.machine import build
-from fp8rl.scale.storage import StoredRing
+from fp8rl.disk import checkpoint
+from fp8rl.disk.mapped_ring import StoredRing
+from fp8rl.observation_codec import CODECS
+from fp8rl.study.fingerprint import fingerprint
+from fp8rl.study.replay_layouts import LAYOUTS
 from fp8rl.tasks.cartpole import CartPole
 from fp8rl.train import Run, iterate
 
@@ -40,14 +41,20 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def refused(capsys):
-    """What the command line says of arguments that it refuses: one line, exit code 2, and nothing on stdout."""
+    """What the command line says of arguments that it refuses: one line, exit code 2, and nothing
+    on stdout."""
 
     def said(*arguments) -> str:
         capsys.readouterr()
         with pytest.raises(SystemExit) as caught:
             run_cli(*arguments)
         out, error = capsys.readouterr()
-        assert caught.value.code == 2 and error.startswith("fp8rl: ") and error.count("\n") == 1 and not out, arguments
+        assert (
+            caught.value.code == 2
+            and error.startswith("fp8rl: ")
+            and error.count("\n") == 1
+            and not out
+        ), arguments
         return error.removeprefix("fp8rl: ")
 
     return said
@@ -62,40 +69,75 @@ def metrics_of(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_doctor_writes_its_report_and_ends_with_an_error_if_a_required_format_is_not_fine(tmp_path, refused, capsys):
+def test_doctor_writes_its_report_and_ends_with_an_error_if_a_required_format_is_not_fine(
+    tmp_path, refused, capsys
+):
     arguments = ["doctor", *TINY, "--steps", "8192", "--out", tmp_path / "a"]
     run_cli(*arguments, "--judge", "m=bf16", "targets=e4m3", "--require", "weights=bf16:stochastic")
     assert files_of(tmp_path / "a") == [".fp8rl", "report.json", "report.md", "report.png"]
     found = json.loads((tmp_path / "a" / "report.json").read_text())
-    assert [(each["place"], each["verdict"]) for each in found] == [("m", "fine"), ("weights", "fine"), ("targets", "fine")]
+    assert [(each["place"], each["verdict"]) for each in found] == [
+        ("m", "fine"),
+        ("weights", "fine"),
+        ("targets", "fine"),
+    ]
     assert (tmp_path / "a" / "report.md").read_text().strip() in capsys.readouterr().out
-    assert refused(*arguments).startswith(f"out is {tmp_path / 'a'}, which holds another run: use a new folder")
+    assert refused(*arguments).startswith(
+        f"out is {tmp_path / 'a'}, which holds another run: use a new folder"
+    )
     with pytest.raises(SystemExit):
         run_cli(*arguments[:-2], "--judge", "m=bf16", "--require", "v=e3m0:unscaled")
     assert "v=e3m0:unscaled is not fine in adam (breaks: " in capsys.readouterr().err
 
 
 def test_train_writes_its_four_files(trained):
-    assert files_of(trained) == [".fp8rl", "checkpoint.pt", "config.json", "metrics.csv", "reward_curve.png"]
-    assert Config.of((trained / "config.json").read_text()) == small(precision="bf16", seed=1, steps=1024, eval_episodes=2)
+    assert files_of(trained) == [
+        ".fp8rl",
+        "checkpoint.pt",
+        "config.json",
+        "metrics.csv",
+        "reward_curve.png",
+    ]
+    assert Config.of((trained / "config.json").read_text()) == small(
+        precision="bf16", seed=1, steps=1024, eval_episodes=2
+    )
     rows = metrics_of(trained)
     assert [row["steps"] for row in rows] == ["512", "1024"] and float(rows[-1]["eval_return"]) > 0
     assert checkpoint.load(trained / "checkpoint.pt")[1].precision == "bf16"
     assert (trained / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_eval_repeats_the_last_evaluation_of_training_or_samples_or_computes_in_another_precision(trained, capsys):
+def test_eval_repeats_the_last_evaluation_of_training_or_samples_or_computes_in_another_precision(
+    trained, capsys
+):
     found = []
     for options in ((), ("--no-greedy",), ("--precision", "fp8")):
         run_cli("eval", trained, "--episodes", 2, "--json", *options)
         found.append(json.loads(capsys.readouterr().out))
-        assert set(found[-1]) == {"mean_return", "std_return", "episodes", "greedy"} and found[-1]["episodes"] == 2
-    assert [result["greedy"] for result in found] == [True, False, True] and 0 < found[1]["mean_return"] <= 200
-    assert found[0]["mean_return"] == pytest.approx(float(metrics_of(trained)[-1]["eval_return"]), rel=1e-6)
+        assert (
+            set(found[-1]) == {"mean_return", "std_return", "episodes", "greedy"}
+            and found[-1]["episodes"] == 2
+        )
+    assert [result["greedy"] for result in found] == [True, False, True] and 0 < found[1][
+        "mean_return"
+    ] <= 200
+    assert found[0]["mean_return"] == pytest.approx(
+        float(metrics_of(trained)[-1]["eval_return"]), rel=1e-6
+    )
 
 
 def test_a_run_with_a_memory_and_a_wide_view_is_evaluated_alike(tmp_path, capsys):
-    run_cli("train", *TINY, "--encoder", "gru", "--hide-velocity", "--extra-features", 2, "--out", tmp_path / "a")
+    run_cli(
+        "train",
+        *TINY,
+        "--encoder",
+        "gru",
+        "--hide-velocity",
+        "--extra-features",
+        2,
+        "--out",
+        tmp_path / "a",
+    )
     run_cli("eval", tmp_path / "a", "--episodes", 2)
     final = capsys.readouterr().out.split("final greedy return ")[1].split()[0]
     run_cli("eval", tmp_path / "a", "--episodes", 2)
@@ -109,7 +151,10 @@ def test_a_run_of_the_plain_loop_resumes_from_the_command_line(tmp_path, capsys)
     for _ in range(2):
         run_cli("train", "--resume", tmp_path)
         assert len(metrics_of(tmp_path)) == 4
-    assert "fp8 on cpu, emulated: FP8 in hidden.0, not in inputs, actor, critic" in capsys.readouterr().out
+    assert (
+        "fp8 on cpu, emulated: FP8 in hidden.0, not in inputs, actor, critic"
+        in capsys.readouterr().out
+    )
 
 
 # Studies
@@ -123,9 +168,23 @@ def study(out, *options) -> list[dict[str, str]]:
 
 
 def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process):
-    options = ["--precisions", "fp32", "fp8", "--collect-precision", "fp8", "--controls", "--seeds", 1, "--first-seed", 5]
+    options = [
+        "--precisions",
+        "fp32",
+        "fp8",
+        "--collect-precision",
+        "fp8",
+        "--controls",
+        "--seeds",
+        1,
+        "--first-seed",
+        5,
+    ]
     rows = study(tmp_path / "study", *options, "--steps", 512, *SIZED)
-    assert [tuple(row[name] for name in ("arm", "precision", "collect_precision", "seed")) for row in rows] == [
+    assert [
+        tuple(row[name] for name in ("arm", "precision", "collect_precision", "seed"))
+        for row in rows
+    ] == [
         ("control: fp32, other seeds", "fp32", "fp32", "6"),
         ("control: v in e4m3, unscaled", "fp32", "fp32", "5"),
         ("fp32", "fp32", "fp32", "5"),
@@ -133,10 +192,18 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process)
         ("fp8", "fp8", "fp8", "5"),
     ]
     text = (tmp_path / "study/table.md").read_text()
-    assert text in capsys.readouterr().out and "`python -m fp8rl study --precisions fp32 fp8 " in text
+    assert (
+        text in capsys.readouterr().out and "`python -m fp8rl study --precisions fp32 fp8 " in text
+    )
     assert (tmp_path / "study/curves.png").read_bytes().startswith(b"\x89PNG")
     study(tmp_path / "plain", "--precisions", "fp32", "--seeds", 1, "--steps", 512, *SIZED)
-    assert files_of(tmp_path / "plain") == [".fp8rl", "curves.png", "results.csv", "runs.jsonl", "table.md"]
+    assert files_of(tmp_path / "plain") == [
+        ".fp8rl",
+        "curves.png",
+        "results.csv",
+        "runs.jsonl",
+        "table.md",
+    ]
 
 
 def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_process):
@@ -145,25 +212,57 @@ def test_study_crosses_numbers_with_precisions_and_seeds(tmp_path, capsys, one_p
     study(tmp_path / "study", *options, "--eval-episodes", 2)
     out = capsys.readouterr().out
     assert "16 agents of 2 shapes, a batch for each" in out
-    arms = [line.split(" | ")[0].strip("| ") for line in out.splitlines() if line.startswith("| fp")]
-    assert arms == [f"{p}, num_envs {n}, gamma {g}" for n in (16, 8) for g in (0.5, 0.9) for p in ("fp32", "fp8")]
+    arms = [
+        line.split(" | ")[0].strip("| ") for line in out.splitlines() if line.startswith("| fp")
+    ]
+    assert arms == [
+        f"{p}, num_envs {n}, gamma {g}"
+        for n in (16, 8)
+        for g in (0.5, 0.9)
+        for p in ("fp32", "fp8")
+    ]
 
 
 def test_study_takes_other_tasks_and_their_thresholds(tmp_path, capsys, one_process, refused):
     options = ["--precisions", "fp32", "--seeds", 2, "--steps", 512, *SIZED, "--eval-episodes", 2]
     study(tmp_path / "study", "--env-id", "CartPole-v1", *options)
     assert "| seeds at 475 |" in capsys.readouterr().out
-    another = ["study", "--env-id", "CartPole-v1", *options, "--threshold", 200, "--out", tmp_path / "study"]
+    another = [
+        "study",
+        "--env-id",
+        "CartPole-v1",
+        *options,
+        "--threshold",
+        200,
+        "--out",
+        tmp_path / "study",
+    ]
     assert "holds another study" in refused(*another)  # because it has another goal
     study(tmp_path / "pendulum", "--env-id", "Pendulum-v1", "--threshold", -2000, *options)
     assert "| 2 of 2 |" in capsys.readouterr().out
 
 
 def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
-    options = ["--precisions", "fp32", "fp8", "--seeds", 1, "--steps", 2_560, *SIZED, "--eval-episodes", 5]
-    together, alone = study(tmp_path / "together", *options), study(tmp_path / "alone", *options, "--one-by-one")
+    options = [
+        "--precisions",
+        "fp32",
+        "fp8",
+        "--seeds",
+        1,
+        "--steps",
+        2_560,
+        *SIZED,
+        "--eval-episodes",
+        5,
+    ]
+    together, alone = (
+        study(tmp_path / "together", *options),
+        study(tmp_path / "alone", *options, "--one-by-one"),
+    )
     for one, other in zip(together, alone, strict=True):
-        assert one["arm"] == other["arm"] and float(one["final_return"]) == pytest.approx(float(other["final_return"]), abs=0.3)
+        assert one["arm"] == other["arm"] and float(one["final_return"]) == pytest.approx(
+            float(other["final_return"]), abs=0.3
+        )
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")  # of infinities that are subtracted
@@ -173,7 +272,10 @@ def test_an_agent_that_diverges_is_named_and_the_study_goes_on(how, tmp_path, ca
     options += ["--eval-episodes", 2, "--value-coef", 0.5, 1e38]
     rows = study(tmp_path / "study", *options, *how)
     said, failure = capsys.readouterr(), "gradient not finite at step 512 in fp32"
-    assert f"fp8rl: warning: fp32, value_coef 1e+38, seed 0: {failure}" in said.err and "value_coef 0.5, seed" not in said.err
+    assert (
+        f"fp8rl: warning: fp32, value_coef 1e+38, seed 0: {failure}" in said.err
+        and "value_coef 0.5, seed" not in said.err
+    )
     ended = [(row["final_return"] == "-inf", failure in row["failure"]) for row in rows]
     assert ended == [(False, False)] * 2 + [(True, True)] * 2
     assert "| fp32, value_coef 0.5 |" in said.out and "0 of 2, 2 failed" in said.out
@@ -183,14 +285,20 @@ def test_an_agent_that_diverges_is_named_and_the_study_goes_on(how, tmp_path, ca
 
 
 BAD = {
-    "precision": (["train", "--precision", "fp7"], ["train", "--precision", "tf32"], ["study", "--precisions", "fp32", "fp7"]),
+    "precision": (
+        ["train", "--precision", "fp7"],
+        ["train", "--precision", "tf32"],
+        ["study", "--precisions", "fp32", "fp7"],
+    ),
     "device": (["train", "--device", "cuda:99"],),
     "collect_device": (["train", "--collect-device", "gpu"],),
     "steps": (["train", "--steps", "0"], ["study", "--steps", "1"], ["train", "--steps", "1e30"]),
     "replay_updates": (["train", "--replay-updates", "1e30"],),
     "learning_rate": (["study", "--learning-rate", "1e-3", "0.001"],),
     "precisions": (["study", "--precisions", "fp32", "fp32"],),
-    "fp32, learning_rate None": (["study", "--precisions", "fp32", "--learning-rate", "None", "1e-3"],),
+    "fp32, learning_rate None": (
+        ["study", "--precisions", "fp32", "--learning-rate", "None", "1e-3"],
+    ),
     "fp32, gamma None": (["study", "--precisions", "fp32", "--gamma", "None", "0.98"],),
     "num_envs": (["train", "--num-envs", "-3"],),
     "capacity": (["train", "--capacity", "100"], ["study", "--num-envs", "16", "20000"]),
@@ -198,7 +306,10 @@ BAD = {
     "layers": (["train", "--encoder", "gru", "--layers", "1"],),
     "codec": (["train", "--codec", "fp4"],),
     "encoder": (["train", "--encoder", "lstm"],),
-    "memmap": (["train", "--memmap", "a", "--store-device", "cpu"], ["train", "--memmap", __file__]),
+    "memmap": (
+        ["train", "--memmap", "a", "--store-device", "cpu"],
+        ["train", "--memmap", __file__],
+    ),
     "vectorization": (["train", "--vectorization", "async"],),
     "env_id": (["train", "--env-id", "Nothing-v0"], ["study", "--env-id", "No-v0"]),
     "checkpoint_every": (["train", "--checkpoint-every", "-1"],),
@@ -214,26 +325,69 @@ def test_bad_values_are_named_and_nothing_is_written(tmp_path, trained, refused)
         for command in commands:
             assert refused(*command, "--out", tmp_path / "a").startswith(f"{field} is "), command
     for field, value in (("episodes", 0), ("start_noise", 2), ("seed", -1)):
-        assert refused("eval", trained, f"--{field.replace('_', '-')}", value).startswith(f"{field} is ")
+        assert refused("eval", trained, f"--{field.replace('_', '-')}", value).startswith(
+            f"{field} is "
+        )
     assert not (tmp_path / "a").exists()
 
 
 def needs_a_package():
-    raise gymnasium.error.DependencyNotInstalled("physics is not installed, run `pip install physics`")
+    raise gymnasium.error.DependencyNotInstalled(
+        "physics is not installed, run `pip install physics`"
+    )
 
 
-def test_what_cannot_be_trained_is_refused_with_a_remedy_before_anything_is_written(tmp_path, refused, monkeypatch):
+def test_what_cannot_be_trained_is_refused_with_a_remedy_before_anything_is_written(
+    tmp_path, refused, monkeypatch
+):
     monkeypatch.setattr(hardware, "available", lambda device="cpu": 10**9)
     gymnasium.register("fp8rl-tests/Physics-v0", needs_a_package)
     for message, *command in (
         (r"layers is 0: use at least 1\n", "train", "--layers", 0),
-        (r"precision is 'fp8' and .*hidden_size that is a multiple of 16", "train", "--precision", "fp8", "--hidden-size", 24),
-        (r"precision is 'fp8' and .*hidden_size that is a multiple of 16", "study", "--precisions", "fp8", "--hidden-size", 24),
+        (
+            r"precision is 'fp8' and .*hidden_size that is a multiple of 16",
+            "train",
+            "--precision",
+            "fp8",
+            "--hidden-size",
+            24,
+        ),
+        (
+            r"precision is 'fp8' and .*hidden_size that is a multiple of 16",
+            "study",
+            "--precisions",
+            "fp8",
+            "--hidden-size",
+            24,
+        ),
         (r"a network .*: lower hidden_size, layers", "train", "--hidden-size", 10_000),
-        (r"population of \d+ agents .*: lower hidden_size", "study", "--hidden-size", 10_000, "--seeds", 500),
-        (r"population of \d+ agents .*: use at most \d+ agents, or lower", "study", "--hidden-size", 256),
-        (r"a network .*: lower hidden_size, layers", "study", "--hidden-size", 10_000, "--one-by-one"),
-        (r"env_id is 'fp8rl-tests/Physics-v0', .*pip install physics", "train", "--env-id", "fp8rl-tests/Physics-v0"),
+        (
+            r"population of \d+ agents .*: lower hidden_size",
+            "study",
+            "--hidden-size",
+            10_000,
+            "--seeds",
+            500,
+        ),
+        (
+            r"population of \d+ agents .*: use at most \d+ agents, or lower",
+            "study",
+            "--hidden-size",
+            256,
+        ),
+        (
+            r"a network .*: lower hidden_size, layers",
+            "study",
+            "--hidden-size",
+            10_000,
+            "--one-by-one",
+        ),
+        (
+            r"env_id is 'fp8rl-tests/Physics-v0', .*pip install physics",
+            "train",
+            "--env-id",
+            "fp8rl-tests/Physics-v0",
+        ),
     ):
         assert re.match(message, said := refused(*command, "--out", tmp_path / "a")), said
     assert not (tmp_path / "a").exists()
@@ -253,26 +407,63 @@ def test_what_cannot_be_read_is_named(refused):
         assert word in (error := refused(*arguments)) and "│" not in error
 
 
-def test_resuming_takes_the_run_s_own_config_and_a_refused_run_changes_nothing(trained, tmp_path, refused):
+def test_resuming_takes_the_run_s_own_config_and_a_refused_run_changes_nothing(
+    trained, tmp_path, refused
+):
     before = {path.name: path.read_bytes() for path in trained.iterdir()}
     for message, *arguments in (
-        ("steps is given beside resume, which takes the run's own", "--resume", trained, "--steps", "2048"),
-        ("steps is given beside resume", "--resume", trained, "--steps", "100000"),  # the default, but not the run's own
-        ("precision is given beside resume", "--resume", trained, "--precision=bf16"),  # though it is
+        (
+            "steps is given beside resume, which takes the run's own",
+            "--resume",
+            trained,
+            "--steps",
+            "2048",
+        ),
+        (
+            "steps is given beside resume",
+            "--resume",
+            trained,
+            "--steps",
+            "100000",
+        ),  # the default, but not the run's own
+        (
+            "precision is given beside resume",
+            "--resume",
+            trained,
+            "--precision=bf16",
+        ),  # though it is
         ("overwrite is given beside resume", "--resume", trained, "--overwrite"),
         ("out is ", "--resume", trained, "--out", tmp_path / "b"),
         ("out is None and resume None: use one of them",),
-        (f"{tmp_path / 'nothing'} holds no run of train to continue", "--resume", tmp_path / "nothing"),
+        (
+            f"{tmp_path / 'nothing'} holds no run of train to continue",
+            "--resume",
+            tmp_path / "nothing",
+        ),
         ("replay needs ", "--capacity", 10**14, "--steps", 10**15, "--out", trained, "--overwrite"),
-        (f"out is {trained}, which holds another run", *TINY, "--memmap", tmp_path / "ring", "--out", trained),
+        (
+            f"out is {trained}, which holds another run",
+            *TINY,
+            "--memmap",
+            tmp_path / "ring",
+            "--out",
+            trained,
+        ),
     ):
         assert refused("train", *arguments).startswith(message)
-        assert {path.name: path.read_bytes() for path in trained.iterdir()} == before and not list(tmp_path.iterdir())
+        assert {path.name: path.read_bytes() for path in trained.iterdir()} == before and not list(
+            tmp_path.iterdir()
+        )
 
 
-def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_evaluate(trained, tmp_path, capsys, refused):
+def test_a_precision_that_cannot_be_had_here_is_named_and_can_be_changed_to_evaluate(
+    trained, tmp_path, capsys, refused
+):
     content = torch.load(trained / "checkpoint.pt", weights_only=True)
-    torch.save({**content, "config": {**content["config"], "precision": "tf32"}}, tmp_path / "checkpoint.pt")
+    torch.save(
+        {**content, "config": {**content["config"], "precision": "tf32"}},
+        tmp_path / "checkpoint.pt",
+    )
     for command in (["eval", tmp_path], ["train", "--resume", tmp_path]):
         assert refused(*command).startswith("precision is 'tf32' and ")
     assert files_of(tmp_path) == [".fp8rl", "checkpoint.pt"]
@@ -287,10 +478,14 @@ def test_a_missing_or_foreign_checkpoint_is_refused(tmp_path, refused):
         assert refused("eval", tmp_path).startswith("checkpoint ")
 
 
-@pytest.mark.parametrize("command", [["train", *TINY], ["study", "--seeds", "1", "--steps", "512", *SIZED]])
+@pytest.mark.parametrize(
+    "command", [["train", *TINY], ["study", "--seeds", "1", "--steps", "512", *SIZED]]
+)
 def test_a_folder_in_use_is_refused_and_untouched(command, tmp_path, refused):
     (tmp_path / "config.json").write_text("precious")
-    assert "holds other files ('config.json'): use a new folder" in refused(*command, "--out", tmp_path)
+    assert "holds other files ('config.json'): use a new folder" in refused(
+        *command, "--out", tmp_path
+    )
     refused(*command, "--out", tmp_path, "--overwrite")  # which is for runs
     assert "which is a file" in refused(*command, "--out", tmp_path / "config.json")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
@@ -300,22 +495,36 @@ def test_overwrite_replaces_a_run_and_leaves_nothing_of_it(tmp_path, capsys):
     run_cli("train", *TINY, "--seed", 1, "--out", tmp_path)
     run_cli("train", *TINY, "--seed", 2, "--out", tmp_path, "--overwrite")
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 2
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["config"]["seed"] == 2 and len(metrics_of(tmp_path)) == 2
+    assert (
+        torch.load(tmp_path / "checkpoint.pt", weights_only=True)["config"]["seed"] == 2
+        and len(metrics_of(tmp_path)) == 2
+    )
     with pytest.raises(SystemExit):
         run_cli("train", *TINY, "--out", tmp_path, "--overwrite", "--value-coef", "1e38")
-    assert files_of(tmp_path) == [".fp8rl", "config.json"] and "gradient not finite" in capsys.readouterr().err
+    assert (
+        files_of(tmp_path) == [".fp8rl", "config.json"]
+        and "gradient not finite" in capsys.readouterr().err
+    )
 
 
 def test_what_ends_a_command_is_one_line(monkeypatch, capsys):
     host = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8000000000000 bytes"
-    full = "CUDA out of memory. Tried to allocate 8.00 GiB.\nGPU 0 has a total capacity of 6.00 GiB."
+    full = (
+        "CUDA out of memory. Tried to allocate 8.00 GiB.\nGPU 0 has a total capacity of 6.00 GiB."
+    )
     for error, code, line in (
-        (torch.OutOfMemoryError(full), 2, "CUDA out of memory: use fewer environments or agents, or a lower capacity"),
+        (
+            torch.OutOfMemoryError(full),
+            2,
+            "CUDA out of memory: use fewer environments or agents, or a lower capacity",
+        ),
         (KeyboardInterrupt(), 130, "interrupted"),
         (MemoryError(), 2, "out of memory: use a smaller config, or a folder whose files fit"),
         (RuntimeError(host), 2, f"{host}: use fewer environments or agents, or a lower capacity"),
     ):
-        monkeypatch.setattr(cli, "parse", lambda _, error=error: lambda: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(
+            cli, "parse", lambda _, error=error: lambda: (_ for _ in ()).throw(error)
+        )
         with pytest.raises(SystemExit) as caught:
             run_cli("bench")
         assert caught.value.code == code and capsys.readouterr().err == f"fp8rl: {line}\n"
@@ -361,9 +570,14 @@ def test_resuming_a_finished_run_leaves_its_metrics_whole(precision, tmp_path, m
 def test_a_resumed_run_takes_the_machine_that_is_given_now(tmp_path, monkeypatch):
     run_cli("train", *TINY, "--out", tmp_path)
     seen = []
-    monkeypatch.setattr(cli, "build", lambda *args: seen.append(args[1]) or machine_module.build(*args))
+    monkeypatch.setattr(
+        cli, "build", lambda *args: seen.append(args[1]) or machine_module.build(*args)
+    )
     run_cli("train", "--resume", tmp_path, "--store-device", "cpu", "--no-graph")
-    assert seen == [machine_module.Machine(store_device="cpu", graph=False)] and len(metrics_of(tmp_path)) == 2
+    assert (
+        seen == [machine_module.Machine(store_device="cpu", graph=False)]
+        and len(metrics_of(tmp_path)) == 2
+    )
     assert "machine" not in (tmp_path / "config.json").read_text()
 
 
@@ -371,8 +585,12 @@ def test_training_in_a_folder_goes_on_with_its_ring(tmp_path, capsys):
     ring = tmp_path / "0" / "ring"  # it may be the run's own folder
     for i, count in enumerate((64, 129)):  # the second run puts a dummy row between
         run_cli("train", *TINY, "--codec", "int8", "--memmap", ring, "--out", tmp_path / str(i))
-        assert StoredRing.open(ring).count == count and (tmp_path / str(i) / "checkpoint.pt").exists()
-        assert ("continuing with 64 rows of 16 environments in " in capsys.readouterr().out) == (i == 1)
+        assert (
+            StoredRing.open(ring).count == count and (tmp_path / str(i) / "checkpoint.pt").exists()
+        )
+        assert ("continuing with 64 rows of 16 environments in " in capsys.readouterr().out) == (
+            i == 1
+        )
 
 
 class Narrow(CartPole):
@@ -382,15 +600,23 @@ class Narrow(CartPole):
 
 
 def test_clipped_observations_of_a_task_of_one_s_own_are_reported(tmp_path, capsys):
-    run_cli("train", *TINY, "--env-id", "test_cli:Narrow", "--codec", "int8", "--out", tmp_path / "a")
+    run_cli(
+        "train", *TINY, "--env-id", "test_cli:Narrow", "--codec", "int8", "--out", tmp_path / "a"
+    )
     error = capsys.readouterr().err
-    assert "warning: codec int8 clipped observations (feature 0: " in error and "feature 1" not in error
+    assert (
+        "warning: codec int8 clipped observations (feature 0: " in error
+        and "feature 1" not in error
+    )
 
 
 def test_memory_predicts_and_measures(capsys):
     run_cli("memory", "--codec", "fp8", "--capacity", 100_000, "--steps", 200_000, "--json")
     result = json.loads(capsys.readouterr().out)
-    assert result["predicted_bytes"] == result["measured_bytes"] == 1_200_000 and result["bytes_per_transition"] == 12
+    assert (
+        result["predicted_bytes"] == result["measured_bytes"] == 1_200_000
+        and result["bytes_per_transition"] == 12
+    )
     run_cli("memory", "--env-id", "CartPole-v1", "--steps", 5_000)
     assert "bytes_per_transition                 26.0" in capsys.readouterr().out
 
@@ -419,29 +645,46 @@ def test_memory_predicts_what_it_measures_in_memory_and_in_a_folder(case, codec,
         result = memory_of(capsys, *MEMORY[case], "--codec", codec, *options)
         assert result["predicted_bytes"] == result["measured_bytes"], store
         assert result["predicted_bytes"] == result["bytes_per_transition"] * result["transitions"]
-    on_disk = sum(path.stat().st_size for path in (tmp_path / "ring").glob("*.bin") if path.name != "clock.bin")
+    on_disk = sum(
+        path.stat().st_size
+        for path in (tmp_path / "ring").glob("*.bin")
+        if path.name != "clock.bin"
+    )
     assert on_disk == result["measured_bytes"]
 
 
-def test_memory_counts_the_whole_capacity_of_a_ring_in_a_folder_and_the_room_on_its_disk(tmp_path, capsys, monkeypatch):
+def test_memory_counts_the_whole_capacity_of_a_ring_in_a_folder_and_the_room_on_its_disk(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12_345_678_901))
     options = ["--capacity", 1_000_000, "--steps", 100_000]
     result = memory_of(capsys, *options, "--memmap", tmp_path / "new" / "ring")
     assert result["predicted_bytes"] == 18_000_000 and result["transitions"] == 1_000_000
     assert result["available_bytes"] == 12_345_678_901
-    assert memory_of(capsys, *options)["predicted_bytes"] == 1_769_760  # in memory, only what the run can fill
+    assert (
+        memory_of(capsys, *options)["predicted_bytes"] == 1_769_760
+    )  # in memory, only what the run can fill
 
 
 def test_memory_compares_layouts(tmp_path, capsys, refused):
-    found = [memory_of(capsys, "--layout", layout, "--codec", "bf16", "--extra-features", 62) for layout in LAYOUTS]
+    found = [
+        memory_of(capsys, "--layout", layout, "--codec", "bf16", "--extra-features", 62)
+        for layout in LAYOUTS
+    ]
     assert [result["layout"] for result in found] == ["compact", "full", "delta"]
     assert [result["bytes_per_transition"] for result in found] == [138, 266, 202]
     run_cli("memory", "--layout", "delta")
     assert "layout                              delta\n" in capsys.readouterr().out
-    assert refused("memory", "--layout", "rows") == "layout is 'rows': choose from compact, full, delta\n"
+    assert (
+        refused("memory", "--layout", "rows")
+        == "layout is 'rows': choose from compact, full, delta\n"
+    )
     folder = tmp_path / "ring"
     said = refused("memory", "--layout", "full", "--memmap", folder)
-    assert said == f"memmap is {folder} and layout 'full': leave memmap out, or use the compact layout\n"
+    assert (
+        said
+        == f"memmap is {folder} and layout 'full': leave memmap out, or use the compact layout\n"
+    )
     assert not folder.exists()
 
 
@@ -465,7 +708,11 @@ def test_what_an_environment_prints_is_no_result(tmp_path, capsys):
     checkpoint.save(tmp_path / "checkpoint.pt", build(small(env_id="fp8rl-tests/Talks-v0")))
     capsys.readouterr()
     named = ["--env-id", "fp8rl-tests/Talks-v0"]
-    for command in (["eval", tmp_path, "--episodes", 2], ["memory", *named], ["doctor", *named, *SIZED, "--steps", 512]):
+    for command in (
+        ["eval", tmp_path, "--episodes", 2],
+        ["memory", *named],
+        ["doctor", *named, *SIZED, "--steps", 512],
+    ):
         run_cli(*command, "--json")
         out, error = capsys.readouterr()
         assert json.loads(out) and {"made", "reset", "closed"} <= set(error.split())
@@ -474,7 +721,10 @@ def test_what_an_environment_prints_is_no_result(tmp_path, capsys):
 class Spoiled(gymnasium.Env):
     """Its rewards are numbers in the first environments alone, those that train."""
 
-    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32), gymnasium.spaces.Discrete(2)
+    observation_space, action_space = (
+        gymnasium.spaces.Box(-1, 1, (2,), np.float32),
+        gymnasium.spaces.Discrete(2),
+    )
     made, good, reward = 0, 0, math.nan
 
     def __init__(self):
@@ -489,46 +739,85 @@ class Spoiled(gymnasium.Env):
 
 
 @pytest.mark.filterwarnings("ignore:.*The reward is an? (NaN|inf) value")
-def test_an_evaluation_that_is_not_finite_is_no_result_and_what_was_learned_is_kept(tmp_path, refused, monkeypatch, capsys):
+def test_an_evaluation_that_is_not_finite_is_no_result_and_what_was_learned_is_kept(
+    tmp_path, refused, monkeypatch, capsys
+):
     gymnasium.register("fp8rl-tests/Spoiled-v0", Spoiled, max_episode_steps=20)
     monkeypatch.setattr(Spoiled, "good", 1 + 16)  # one to be looked at
-    named = ["--env-id", "fp8rl-tests/Spoiled-v0", *SIZED, "--steps", 2_048, "--eval-every", 1_024, "--eval-episodes", 2]
+    named = [
+        "--env-id",
+        "fp8rl-tests/Spoiled-v0",
+        *SIZED,
+        "--steps",
+        2_048,
+        "--eval-every",
+        1_024,
+        "--eval-episodes",
+        2,
+    ]
     with pytest.raises(SystemExit, match="2"):
         run_cli("train", *named, "--out", tmp_path)
-    assert capsys.readouterr().err.endswith("\nfp8rl: evaluation is not finite in fp32: fix the environment's rewards\n")
+    assert capsys.readouterr().err.endswith(
+        "\nfp8rl: evaluation is not finite in fp32: fix the environment's rewards\n"
+    )
     assert len(checkpoint.resume(tmp_path / "checkpoint.pt")[1]["history"]["steps"]) == 2
     for reward in (math.nan, math.inf, -math.inf):
         monkeypatch.setattr(Spoiled, "reward", reward)
-        assert "evaluation is not finite in fp32" in refused("eval", tmp_path, "--episodes", 2, "--json")
+        assert "evaluation is not finite in fp32" in refused(
+            "eval", tmp_path, "--episodes", 2, "--json"
+        )
 
 
 def test_whole_numbers_are_read_as_in_a_config(refused, capsys):
     run_cli("memory", "--capacity", "1e6", "--steps", "2e6", "--json")
     assert json.loads(capsys.readouterr().out)["transitions"] == 10**6
-    assert refused("memory", "--seed", str(2**53 + 1)).startswith("seed is 9007199254740993: ")  # all of its digits
+    assert refused("memory", "--seed", str(2**53 + 1)).startswith(
+        "seed is 9007199254740993: "
+    )  # all of its digits
     for value in ("1.5", "many", "inf", "nan", "1e-3"):
         assert (
             refused("memory", "--capacity", value)
             == f"Error parsing --capacity: use a whole number, not {value!r} (see --help)\n"
         )
-    assert refused("study", "--hidden-size", "64", "1.5", "--out", "a").startswith("Error parsing --hidden-size: ")
-    assert refused("study", "--hidden-size", "6.4e1", "--seeds", "1e0", "--steps", "1", "--out", "a").startswith("steps is 1: ")
+    assert refused("study", "--hidden-size", "64", "1.5", "--out", "a").startswith(
+        "Error parsing --hidden-size: "
+    )
+    assert refused(
+        "study", "--hidden-size", "6.4e1", "--seeds", "1e0", "--steps", "1", "--out", "a"
+    ).startswith("steps is 1: ")
 
 
 def test_bench_prints_json_a_width(capsys):
     options = ["--precision", "fp32", "--seconds", 0.1, "--json"]
     run_cli("bench", "--num-envs", 16, "--hidden-size", 16, 32, *options)
     result, wider = json.loads(capsys.readouterr().out)
-    names = {"train_steps_per_second", "num_envs", "rollout_length", "precision", "hidden_size", "layers", "reuse_forward"}
+    names = {
+        "train_steps_per_second",
+        "num_envs",
+        "rollout_length",
+        "precision",
+        "hidden_size",
+        "layers",
+        "reuse_forward",
+    }
     names |= {"collect_share", "update_share", "floor_share"}
-    assert result.keys() == names and result["num_envs"] == 16 and result["train_steps_per_second"] > 0
+    assert (
+        result.keys() == names and result["num_envs"] == 16 and result["train_steps_per_second"] > 0
+    )
     assert (result["hidden_size"], wider["hidden_size"]) == (16, 32)
     run_cli("bench", "--agents", 2, "--num-envs", 4, "--seconds", 0.1, "--json")
     result = json.loads(capsys.readouterr().out)
-    assert result.keys() == names | {"agents"} and result["agents"] == 2 and not result["reuse_forward"]
+    assert (
+        result.keys() == names | {"agents"}
+        and result["agents"] == 2
+        and not result["reuse_forward"]
+    )
 
 
 def test_a_fingerprint_is_that_of_the_numbers(capsys):
     run_cli("bench", "--fingerprint")
     said = capsys.readouterr().out
-    assert re.fullmatch(r"[\da-f]{8}(-[\da-f]{8}){4}(, \w+ [\da-f]{8})+\n", said) and said.strip() == fingerprint()
+    assert (
+        re.fullmatch(r"[\da-f]{8}(-[\da-f]{8}){4}(, \w+ [\da-f]{8})+\n", said)
+        and said.strip() == fingerprint()
+    )

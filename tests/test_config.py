@@ -59,37 +59,67 @@ def test_values_out_of_range_or_of_another_type_are_named_with_the_remedy():
 
 
 def test_fields_that_fit_only_together():
-    refused("replay_updates is 0: use at least 1 without fresh_updates", Config, fresh_updates=0, replay_updates=0)
-    refused("layers is 1: use at least 2 with gru, which is the last one", Config, encoder="gru", layers=1)
+    refused(
+        "replay_updates is 0: use at least 1 without fresh_updates",
+        Config,
+        fresh_updates=0,
+        replay_updates=0,
+    )
+    refused(
+        "layers is 1: use at least 2 with gru, which is the last one",
+        Config,
+        encoder="gru",
+        layers=1,
+    )
     for field, value in (("hide_velocity", True), ("extra_features", 2), ("start_noise", 0.1)):
         of_another = functools.partial(Config, env_id="CartPole-v1", **{field: value})
         refused(f"{field} is {value}: leave it out, CartPole-v1 does not have it", of_another)
-    Config(rollout_length=8, replay_updates=0, capacity=144)  # nothing is replayed, so slices may be longer
+    Config(
+        rollout_length=8, replay_updates=0, capacity=144
+    )  # nothing is replayed, so slices may be longer
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().seed = 1
 
 
 def test_numbers_become_pythons_own_whatever_they_come_from():
-    config = Config(learning_rate=np.float32(0.5), steps=1e4, seed=np.int64(3), gamma=1, anneal=np.bool_(False))
+    config = Config(
+        learning_rate=np.float32(0.5), steps=1e4, seed=np.int64(3), gamma=1, anneal=np.bool_(False)
+    )
     assert config == Config(learning_rate=0.5, steps=10_000, seed=3, gamma=1.0, anneal=False)
-    kinds = [type(getattr(config, name)) for name in ("learning_rate", "steps", "seed", "gamma", "anneal")]
+    kinds = [
+        type(getattr(config, name))
+        for name in ("learning_rate", "steps", "seed", "gamma", "anneal")
+    ]
     assert kinds == [float, int, int, float, bool]
-    assert Config(formats=" ").formats == "" and Config(precision=" bf16\n") == Config(precision="bf16")
+    assert Config(formats=" ").formats == "" and Config(precision=" bf16\n") == Config(
+        precision="bf16"
+    )
 
 
 def test_json_gives_the_config_back():
-    for config in (Config(), Config(learning_rate=np.float64(1 / 3), env_id="CartPole-v1", collect_precision="fp8")):
+    for config in (
+        Config(),
+        Config(learning_rate=np.float64(1 / 3), env_id="CartPole-v1", collect_precision="fp8"),
+    ):
         assert Config.of(config.to_json()) == config
     for text in ("{", "[1]", '"seed"', "7", '{"stepz": 1}', '{"steps": "many"}'):
         refused("", Config.of, text)
 
 
 def test_the_ring_is_no_larger_than_what_a_run_can_fill():
-    assert Config(steps=5_000).rows == 2 * 128 + 1 and Config(steps=10**6, capacity=3_000).rows == 3_000 // 16
+    assert (
+        Config(steps=5_000).rows == 2 * 128 + 1
+        and Config(steps=10**6, capacity=3_000).rows == 3_000 // 16
+    )
 
 
 def test_discount_and_entropy_bonus_follow_from_the_task():
-    for task, gamma, entropy_coef in ((Cart, 0.98, 0.01), (CartPole, 0.992, 0.01), (Pendulum, 0.98, 0.0), (Lqr, 0.98, 0.0)):
+    for task, gamma, entropy_coef in (
+        (Cart, 0.98, 0.01),
+        (CartPole, 0.992, 0.01),
+        (Pendulum, 0.98, 0.0),
+        (Lqr, 0.98, 0.0),
+    ):
         config = Config().settled(task)
         assert (config.gamma, config.entropy_coef) == (gamma, entropy_coef)
     assert Config().settled(SimpleNamespace(max_steps=1_000, distribution=Gaussian)).gamma == 0.995
@@ -101,7 +131,12 @@ def test_the_learning_rate_follows_from_the_width():
     def learning_rate(config: Config) -> float:
         return config.settled(Cart).learning_rate
 
-    assert [learning_rate(Config(hidden_size=size)) for size in (16, 64, 256, 1024)] == [2e-3, 1e-3, 5e-4, 2.5e-4]
+    assert [learning_rate(Config(hidden_size=size)) for size in (16, 64, 256, 1024)] == [
+        2e-3,
+        1e-3,
+        5e-4,
+        2.5e-4,
+    ]
     assert learning_rate(Config(hidden_size=16, learning_rate=0.5)) == 0.5
 
 
@@ -113,7 +148,14 @@ def test_what_follows_from_the_width_or_the_task_follows_a_change_of_it():
         other = dataclasses.replace(config, env_id="Pendulum-v1").settled(Pendulum)
         assert other == Config(env_id="Pendulum-v1").settled(Pendulum)
     derived = [name for name, value in vars(Config()).items() if value is None]
-    assert set(derived) == {"collect_precision", "env_id", "normalize_obs", "gamma", "entropy_coef", "learning_rate"}
+    assert set(derived) == {
+        "collect_precision",
+        "env_id",
+        "normalize_obs",
+        "gamma",
+        "entropy_coef",
+        "learning_rate",
+    }
 
 
 def test_evaluations_come_when_asked():
@@ -122,15 +164,29 @@ def test_evaluations_come_when_asked():
         ({"eval_every": 0, "steps": 4_096}, [4_096]),
     ):
         config = Config(**fields)
-        assert [2_048 * (i + 1) for i in range(config.iterations) if config.evaluates_at(i)] == steps
+        assert [
+            2_048 * (i + 1) for i in range(config.iterations) if config.evaluates_at(i)
+        ] == steps
 
 
 def test_published_is_the_published_loop():
     config = Config.published(seed=3)
-    assert (config.num_envs, config.rollout_length, config.slice_length, config.batch_size) == (1, 128, 1, 64)
-    assert (config.fresh_updates, config.replay_updates, config.importance_correction, config.entropy_coef) == (0, 1, False, 0)
+    assert (config.num_envs, config.rollout_length, config.slice_length, config.batch_size) == (
+        1,
+        128,
+        1,
+        64,
+    )
+    assert (
+        config.fresh_updates,
+        config.replay_updates,
+        config.importance_correction,
+        config.entropy_coef,
+    ) == (0, 1, False, 0)
     assert not (config.bootstrap_truncation or config.normalize_advantage) and config.seed == 3
     assert not (config.halved_after or config.anneal)
     assert (config.gamma, config.scale_rewards, config.start_noise) == (0.99, False, 0.0)
-    assert Config.published(gamma=0.5, num_envs=2).gamma == 0.5  # a change wins over the published value
+    assert (
+        Config.published(gamma=0.5, num_envs=2).gamma == 0.5
+    )  # a change wins over the published value
     assert len(trained(dataclasses.replace(config, steps=512, eval_episodes=2)).history) == 4

@@ -15,11 +15,18 @@ seeds = st.integers(0, 2**31)
 @given(seeds, st.integers(1, 4))
 def test_the_gaussian_is_torch_s(seed, size):
     generator = torch.Generator().manual_seed(seed)
-    mean, log_std = torch.randn(5, 3, size, generator=generator), torch.empty(5, 3, size).uniform_(*LOG_STD, generator=generator)
+    mean, log_std = (
+        torch.randn(5, 3, size, generator=generator),
+        torch.empty(5, 3, size).uniform_(*LOG_STD, generator=generator),
+    )
     outputs = torch.cat((mean, log_std), dim=-1).requires_grad_()
-    action = Gaussian.sample(outputs, Gaussian.noise(uniform(seed, "actions", 0, (5, 3, size)))).detach()
+    action = Gaussian.sample(
+        outputs, Gaussian.noise(uniform(seed, "actions", 0, (5, 3, size)))
+    ).detach()
     ours, theirs = Gaussian(outputs), torch.distributions.Normal(mean, log_std.exp())
-    torch.testing.assert_close(ours.log_prob(action), theirs.log_prob(action).sum(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        ours.log_prob(action), theirs.log_prob(action).sum(-1), rtol=1e-4, atol=1e-4
+    )
     torch.testing.assert_close(ours.entropy(), theirs.entropy().sum(-1), rtol=1e-5, atol=1e-5)
     assert torch.equal(Gaussian.sample(outputs), mean)
 
@@ -28,10 +35,16 @@ def test_the_gaussian_is_torch_s(seed, size):
 def test_the_categorical_is_torch_s(seed):
     generator = torch.Generator().manual_seed(seed)
     logits = 5 * torch.randn(4, 7, 3, generator=generator)
-    action = Categorical.sample(logits, Categorical.noise(uniform(seed, "actions", 0, logits.shape)))
+    action = Categorical.sample(
+        logits, Categorical.noise(uniform(seed, "actions", 0, logits.shape))
+    )
     theirs = torch.distributions.Categorical(logits=logits)
-    torch.testing.assert_close(Categorical(logits).log_prob(action), theirs.log_prob(action), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(Categorical(logits).entropy(), theirs.entropy(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        Categorical(logits).log_prob(action), theirs.log_prob(action), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        Categorical(logits).entropy(), theirs.entropy(), rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(Categorical.sample(logits), logits.argmax(-1))
 
 
@@ -42,7 +55,10 @@ def test_samples_have_the_mean_and_the_deviation():
 
 
 def test_the_action_tells_the_distribution():
-    assert distribution_of(torch.zeros(2, 3)) is Gaussian and distribution_of(torch.zeros(2).long()) is Categorical
+    assert (
+        distribution_of(torch.zeros(2, 3)) is Gaussian
+        and distribution_of(torch.zeros(2).long()) is Categorical
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

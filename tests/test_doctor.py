@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl.lab import doctor
-from fp8rl.lab.doctor import Doctor, Rows
-from fp8rl.lab.formats import Format
-from fp8rl.lab.places import SLACK, STATE, PlaceFormat, places_of
-from fp8rl.scale.around import watched as watch
-from fp8rl.scale.machine import build
+from fp8rl.around import watched as watch
+from fp8rl.bits import doctor
+from fp8rl.bits.doctor import Doctor, Rows
+from fp8rl.bits.formats import Format
+from fp8rl.bits.places import SLACK, STATE, PlaceFormat, places_of
+from fp8rl.build import build
 from fp8rl.train import train
 
 EXACT = ("weights=fp32", "m=fp32", "v=fp32", "root=fp32")
@@ -36,7 +36,9 @@ def fit(model, optimizer, updates: int = 100, loss_scale: float = 1.0, scaler=No
         scaler.update()
 
 
-def watched(optimizer, model, formats=doctor.FORMATS, updates: int = 100, **options) -> doctor.Report:
+def watched(
+    optimizer, model, formats=doctor.FORMATS, updates: int = 100, **options
+) -> doctor.Report:
     found = Doctor(optimizer, formats=formats, **{"sample": 10_000, **options})
     fit(model, optimizer, updates)
     return found.report()
@@ -50,7 +52,9 @@ def assert_same_moments(own: doctor.Watched) -> None:
 
 
 FORMS = st.builds(
-    lambda exponent, mantissa, plain: PlaceFormat(Format(exponent, mantissa), ("unscaled",) * plain),
+    lambda exponent, mantissa, plain: PlaceFormat(
+        Format(exponent, mantissa), ("unscaled",) * plain
+    ),
     *(st.integers(low, high) for low, high in ((2, 8), (0, 10))),
     st.booleans(),
 )
@@ -60,8 +64,12 @@ FORMS = st.builds(
 @given(st.lists(FORMS, min_size=1, max_size=5), st.integers(0, 2**20))
 def test_rows_are_rounded_as_one_format_after_the_other(forms, seed):
     draw = np.random.default_rng(seed)
-    x = (draw.normal(size=(len(forms), 3, 20)) * np.exp2(draw.integers(-30, 10, (len(forms), 3, 1)))).astype(np.float32)
-    least = np.exp2(draw.integers(-30, 12, (len(forms), 3, 1))).astype(np.float32)  # of numbers that are not in the sample
+    x = (
+        draw.normal(size=(len(forms), 3, 20)) * np.exp2(draw.integers(-30, 10, (len(forms), 3, 1)))
+    ).astype(np.float32)
+    least = np.exp2(draw.integers(-30, 12, (len(forms), 3, 1))).astype(
+        np.float32
+    )  # of numbers that are not in the sample
     found = Rows(forms, 0).round(x.copy(), least)
     for form, rows, top, own in zip(forms, x, least, found, strict=True):
         expected = form(torch.from_numpy(np.concatenate((rows, top), -1)))[:, :-1]
@@ -72,10 +80,19 @@ def test_stochastic_rows_have_the_right_mean_and_only_numbers_of_the_format():
     form = PlaceFormat(Format(4, 3), ("stochastic",))
     x = np.full((1, 1, 20_000), 1.03, np.float32)
     found = Rows([form], 0).round(x, np.full((1, 1, 1), 448, np.float32))
-    assert set(found.flatten().tolist()) == {1.0, 1.125} and found.mean() == pytest.approx(1.03, abs=2e-3)
+    assert set(found.flatten().tolist()) == {1.0, 1.125} and found.mean() == pytest.approx(
+        1.03, abs=2e-3
+    )
 
 
-KINDS = [{}, {"weight_decay": 0.1}, {"fused": True}, {"foreach": True}, {"betas": (0.5, 0.9), "eps": 1e-3}, {"maximize": True}]
+KINDS = [
+    {},
+    {"weight_decay": 0.1},
+    {"fused": True},
+    {"foreach": True},
+    {"betas": (0.5, 0.9), "eps": 1e-3},
+    {"maximize": True},
+]
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
@@ -89,12 +106,16 @@ def test_float32_makes_all_the_progress_and_no_noise(kind, options):
 
 def two_groups(**options) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = network()
-    groups = [{"params": model[0].parameters(), "betas": (0.8, 0.95)}, {"params": model[2].parameters(), "weight_decay": 0.1}]
+    groups = [
+        {"params": model[0].parameters(), "betas": (0.8, 0.95)},
+        {"params": model[2].parameters(), "weight_decay": 0.1},
+    ]
     return model, torch.optim.Adam(groups, lr=1e-3, **options)
 
 
 def plain(text: str, length: int, windows: int) -> list[tuple[float, float]]:
-    """Progress and noise of one format by the definitions: in torch, update by update, of every number."""
+    """Progress and noise of one format by the definitions: in torch, update by update, of every
+    number."""
     ((place, form),) = places_of(text).items()
     model, optimizer = two_groups()
     group = [optimizer.param_groups[i] for i in (0, 0, 1, 1)]
@@ -103,7 +124,9 @@ def plain(text: str, length: int, windows: int) -> list[tuple[float, float]]:
 
     def keep(x, top, noise=None):  # with the scale of the whole window
         both = torch.cat((x.flatten(), top.reshape(1)))[None]
-        return form(both, None if noise is None else torch.full_like(both, noise))[0, :-1].view_as(x)
+        return form(both, None if noise is None else torch.full_like(both, noise))[0, :-1].view_as(
+            x
+        )
 
     def keep_moment(x, top, m, v, limit):  # in view of the other moment, as Places.moments does
         near = keep(x, top)
@@ -118,9 +141,18 @@ def plain(text: str, length: int, windows: int) -> list[tuple[float, float]]:
 
     for update in range(1, windows * length + 1):
         if update % length == 1:
-            state = {"weights": [p.detach().clone() for p in parameters], "m": m, "v": v, "root": [x.sqrt() for x in v]}[place]
+            state = {
+                "weights": [p.detach().clone() for p in parameters],
+                "m": m,
+                "v": v,
+                "root": [x.sqrt() for x in v],
+            }[place]
             top = [x.abs().max() for x in state]
-            kept = [keep(x, y) for x, y in zip(state, top, strict=True)] if place == "weights" else kept
+            kept = (
+                [keep(x, y) for x, y in zip(state, top, strict=True)]
+                if place == "weights"
+                else kept
+            )
             start, true, moved = kept, [0] * 4, [0] * 4
         before = [p.detach().clone() for p in parameters]
         fit(model, optimizer, 1)
@@ -128,15 +160,34 @@ def plain(text: str, length: int, windows: int) -> list[tuple[float, float]]:
             (b1, b2), step = own["betas"], p.detach() - before[i]
             g = p.grad + own["weight_decay"] * before[i]
             m[i], v[i] = b1 * m[i] + (1 - b1) * g, b2 * v[i] + (1 - b2) * g * g
-            new = {"weights": kept[i] + step, "m": b1 * kept[i] + (1 - b1) * g, "v": b2 * kept[i] + (1 - b2) * g * g}
+            new = {
+                "weights": kept[i] + step,
+                "m": b1 * kept[i] + (1 - b1) * g,
+                "v": b2 * kept[i] + (1 - b2) * g * g,
+            }
             new["root"] = (b2 * kept[i].square() + (1 - b2) * g * g).sqrt()
             limit = SLACK * (1 - b1**update) / (1 - b2**update) ** 0.5
-            now = keep(new[place], top[i]) if place == "weights" else keep_moment(new[place], top[i], m[i], v[i], limit)
+            now = (
+                keep(new[place], top[i])
+                if place == "weights"
+                else keep_moment(new[place], top[i], m[i], v[i], limit)
+            )
             kept = [*kept[:i], now, *kept[i + 1 :]]
-            first, root = kept[i] if place == "m" else m[i], {"v": kept[i].sqrt(), "root": kept[i]}.get(place, v[i].sqrt())
+            first, root = (
+                kept[i] if place == "m" else m[i],
+                {"v": kept[i].sqrt(), "root": kept[i]}.get(place, v[i].sqrt()),
+            )
             size, correction = own["lr"] / (1 - b1**update), (1 - b2**update) ** 0.5
-            moved[i] = kept[i] - start[i] if place == "weights" else moved[i] + size * first / (root / correction + own["eps"])
-            true[i] = true[i] + (step if place == "weights" else size * m[i] / (v[i].sqrt() / correction + own["eps"]))
+            moved[i] = (
+                kept[i] - start[i]
+                if place == "weights"
+                else moved[i] + size * first / (root / correction + own["eps"])
+            )
+            true[i] = true[i] + (
+                step
+                if place == "weights"
+                else size * m[i] / (v[i].sqrt() / correction + own["eps"])
+            )
         for own in optimizer.param_groups:
             own["lr"] *= 0.9
         if update % length == 0:
@@ -146,11 +197,15 @@ def plain(text: str, length: int, windows: int) -> list[tuple[float, float]]:
 
 
 def test_windows_are_judged_as_by_the_definitions_whenever_they_are_replayed():
-    formats = [text for text in doctor.FORMATS if text.startswith(STATE) and "stochastic" not in text]
+    formats = [
+        text for text in doctor.FORMATS if text.startswith(STATE) and "stochastic" not in text
+    ]
     formats += [f"{text}:independent" for text in formats if not text.startswith("weights")]
     model, optimizer = two_groups()
     # Of each tensor every number is followed, 64 / its size times.
-    (own,), (often,) = (Doctor(optimizer, formats=formats, length=8, sample=4 * 64).watched for _ in range(2))
+    (own,), (often,) = (
+        Doctor(optimizer, formats=formats, length=8, sample=4 * 64).watched for _ in range(2)
+    )
     for _ in range(24):
         fit(model, optimizer, 1)
         often.replay()
@@ -158,15 +213,23 @@ def test_windows_are_judged_as_by_the_definitions_whenever_they_are_replayed():
             group["lr"] *= 0.9
     np.testing.assert_array_equal(own.windows, often.windows)
     for text, windows in doctor.by_name(own.names, own.windows).items():
-        np.testing.assert_allclose(windows[:, :2], plain(text, 8, 3), rtol=1e-3, atol=1e-4, err_msg=text)
+        np.testing.assert_allclose(
+            windows[:, :2], plain(text, 8, 3), rtol=1e-3, atol=1e-4, err_msg=text
+        )
 
 
-@pytest.mark.parametrize("options", [*KINDS, {"weight_decay": 0.1, "decoupled_weight_decay": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [*KINDS, {"weight_decay": 0.1, "decoupled_weight_decay": True}], ids=str
+)
 def test_it_follows_the_optimizer_s_own_moments(options):
-    """From the beginning, or from the middle of a training; groups with other settings, a parameter without gradient."""
+    """From the beginning, or from the middle of a training; groups with other settings, a parameter
+    without gradient."""
     model = network()
     model.register_parameter("idle", nn.Parameter(torch.ones(3)))
-    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters(), "weight_decay": 0.01}]
+    groups = [
+        {"params": model[0].parameters(), "lr": 1e-2},
+        {"params": model[2].parameters(), "weight_decay": 0.01},
+    ]
     groups.append({"params": [model.idle]})
     optimizer = torch.optim.Adam(groups, lr=1e-3, **options)
     fit(model, optimizer, 10)
@@ -179,7 +242,10 @@ def test_it_follows_the_optimizer_s_own_moments(options):
 def test_a_scaled_loss_makes_no_difference_and_a_skipped_step_none_either(fused):
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused)
-    watching, scaler = Doctor(optimizer, formats=EXACT), torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=10)
+    watching, scaler = (
+        Doctor(optimizer, formats=EXACT),
+        torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=10),
+    )
     fit(model, optimizer, 40, scaler=scaler)
     fit(model, optimizer, 1, loss_scale=1e38, scaler=scaler)
     fit(model, optimizer, 40, scaler=scaler)
@@ -193,9 +259,14 @@ def test_a_step_is_skipped_for_a_gradient_that_is_not_in_the_sample():
     weight = nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.Adam([weight], fused=True)
     (own,) = Doctor(optimizer, sample=2).watched
-    scaler, outside = torch.amp.GradScaler("cpu"), min({*range(1000)} - {*own.sample.index[0].tolist()})
+    scaler, outside = (
+        torch.amp.GradScaler("cpu"),
+        min({*range(1000)} - {*own.sample.index[0].tolist()}),
+    )
     for bad in (False, True, True, False):
-        loss = (weight * torch.where(torch.arange(1000) == outside, torch.inf if bad else 1.0, 1.0)).sum()
+        loss = (
+            weight * torch.where(torch.arange(1000) == outside, torch.inf if bad else 1.0, 1.0)
+        ).sum()
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -229,11 +300,16 @@ def test_the_order_of_parameters_does_not_matter():
     found = watched(torch.optim.Adam(model.parameters()), model, nearest)
     again = watched(torch.optim.Adam(reversed([*other.parameters()])), other, nearest)
     for one, two in zip(found, again, strict=True):
-        assert one[:3] == two[:3] and one[3:6] == pytest.approx(two[3:6], rel=0.02, abs=0.01) and one.verdict == two.verdict
+        assert (
+            one[:3] == two[:3]
+            and one[3:6] == pytest.approx(two[3:6], rel=0.02, abs=0.01)
+            and one.verdict == two.verdict
+        )
 
 
 class Temperature(nn.Module):
-    """The logarithm of a temperature, as in SAC: one number, pushed down a little in every update."""
+    """The logarithm of a temperature, as in SAC: one number, pushed down a little in every
+    update."""
 
     def __init__(self, start: float = -0.5):
         super().__init__()
@@ -245,37 +321,70 @@ class Temperature(nn.Module):
 
 def test_planted_failures_are_found_with_their_mechanism_and_a_cure_that_is_fine():
     model = Temperature()
-    report = {f"{f.place}={f.format}": f for f in watched(torch.optim.Adam(model.parameters(), lr=3e-5), model, updates=200)}
-    assert report["weights=bf16"].verdict == "breaks" and "stay the same" in report["weights=bf16"].why
-    assert report["weights=bf16"].progress < 0.25 and report["weights=bf16"].lost == pytest.approx(1)
+    report = {
+        f"{f.place}={f.format}": f
+        for f in watched(torch.optim.Adam(model.parameters(), lr=3e-5), model, updates=200)
+    }
+    assert (
+        report["weights=bf16"].verdict == "breaks" and "stay the same" in report["weights=bf16"].why
+    )
+    assert report["weights=bf16"].progress < 0.25 and report["weights=bf16"].lost == pytest.approx(
+        1
+    )
     model = Temperature(start=1.0)  # bfloat16 follows it at first, and stops halfway
-    (late,) = watched(torch.optim.Adam(model.parameters(), lr=4e-3), model, ["weights=e8m4"], updates=640)
+    (late,) = watched(
+        torch.optim.Adam(model.parameters(), lr=4e-3), model, ["weights=e8m4"], updates=640
+    )
     assert late.verdict == "breaks" and late.progress < 0.25
     model = network()
-    report = {f"{f.place}={f.format}": f for f in watched(torch.optim.Adam(model.parameters(), lr=1e-5), model)}
-    assert report["weights=bf16"].verdict == "breaks"  # a master copy thrown away at a low learning rate
+    report = {
+        f"{f.place}={f.format}": f
+        for f in watched(torch.optim.Adam(model.parameters(), lr=1e-5), model)
+    }
+    assert (
+        report["weights=bf16"].verdict == "breaks"
+    )  # a master copy thrown away at a low learning rate
     assert report["weights=bf16"].cure == "use weights=bf16:stochastic"
-    for place, cure in (("v=e4m3:unscaled:independent", "use v=e4m3"), ("v=fp16:unscaled:independent", "use root=fp16")):
+    for place, cure in (
+        ("v=e4m3:unscaled:independent", "use v=e4m3"),
+        ("v=fp16:unscaled:independent", "use root=fp16"),
+    ):
         model = network()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
         report = Doctor(optimizer, formats=(place, "v=e4m3", "root=fp16"), sample=10_000)
         fit(model, optimizer, loss_scale=1e-3)
         (finding,) = [f for f in report.report() if f"{f.place}={f.format}" == place]
-        assert (finding.verdict, finding.cure) == ("breaks", cure) and "divides by eps alone" in finding.why
+        assert (finding.verdict, finding.cure) == (
+            "breaks",
+            cure,
+        ) and "divides by eps alone" in finding.why
 
 
 def test_healthy_ways_to_keep_state_are_fine():
-    healthy = ("weights=bf16:stochastic", "m=bf16", "m=e4m3", "v=bf16:stochastic", "v=e5m2:stochastic", "root=e4m3:stochastic")
+    healthy = (
+        "weights=bf16:stochastic",
+        "m=bf16",
+        "m=e4m3",
+        "v=bf16:stochastic",
+        "v=e5m2:stochastic",
+        "root=e4m3:stochastic",
+    )
     model = network()
     watched(torch.optim.AdamW(model.parameters(), lr=1e-3), model, healthy).require(*healthy)
 
 
 def test_other_optimizers_are_judged_by_their_weights_alone():
-    for make in (lambda p: torch.optim.SGD(p, lr=1e-4), lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True)):
+    for make in (
+        lambda p: torch.optim.SGD(p, lr=1e-4),
+        lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    ):
         model = network()
         report = watched(make(model.parameters()), model)
         assert {finding.place for finding in report} == {"weights"}
-        with pytest.raises(ValueError, match=r"^m=bf16 was not watched: name it in the doctor's formats, and use Adam"):
+        with pytest.raises(
+            ValueError,
+            match=r"^m=bf16 was not watched: name it in the doctor's formats, and use Adam",
+        ):
             report.require("m=bf16")
 
 
@@ -285,21 +394,34 @@ def test_what_cannot_be_judged_is_said_in_one_line():
     with pytest.raises(ValueError, match=r"^formats has block: leave it out"):
         Doctor(optimizer, formats=("weights=e4m3:block",))
     with pytest.raises(
-        ValueError, match=r"^formats has the place 'targets': choose from weights, m, v, root, forward, backward, acting$"
+        ValueError,
+        match=r"^formats has the place 'targets': choose from weights, m, v, root, forward, backward, acting$",
     ):
         Doctor(optimizer, formats=("targets=bf16",))
     for formats in (("weights=bf16 m=e4m3",), ("m=bf16", "m=bf16"), ("",)):
-        with pytest.raises(ValueError, match=r"^formats (is|has) '.*': give each place and format once, as a string of its own$"):
+        with pytest.raises(
+            ValueError,
+            match=r"^formats (is|has) '.*': give each place and format once, as a string of its own$",
+        ):
             Doctor(optimizer, formats=formats)
-    with pytest.raises(ValueError, match=r"^parameters are torch.bfloat16: let the doctor watch a training in float32$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^parameters are torch.bfloat16: let the doctor watch a training in float32$",
+    ):
         Doctor(torch.optim.Adam(network().bfloat16().parameters()))
     assert not Doctor(torch.optim.SGD(model.parameters()), formats=("v=bf16",)).report()
-    with pytest.raises(ValueError, match=r"^model is a Linear without optimizers: give them to Doctor itself$"):
+    with pytest.raises(
+        ValueError, match=r"^model is a Linear without optimizers: give them to Doctor itself$"
+    ):
         Doctor.of(nn.Linear(2, 2))
     report = watched(optimizer, model, updates=31)
-    assert {(f.verdict, f.why) for f in report} == {("unknown", "the training ended before a window was full, or moved nothing")}
+    assert {(f.verdict, f.why) for f in report} == {
+        ("unknown", "the training ended before a window was full, or moved nothing")
+    }
     assert '"progress": null' in report.to_json()
-    with pytest.raises(ValueError, match=r"^weights=bf16 is not fine in optimizer 0 \(unknown: the training ended"):
+    with pytest.raises(
+        ValueError, match=r"^weights=bf16 is not fine in optimizer 0 \(unknown: the training ended"
+    ):
         report.require("weights=bf16")
 
 
@@ -313,14 +435,26 @@ def test_all_optimizers_of_a_model_are_found_once():
     assert [own.name for own in Doctor.of(Model()).watched] == ["entropy", "policy.optimizer"]
 
 
-def looked_at(model, optimizer, updates: int = 80, loss_scale: float = 1.0, clip: float | None = None, **options) -> Doctor:
+def looked_at(
+    model,
+    optimizer,
+    updates: int = 80,
+    loss_scale: float = 1.0,
+    clip: float | None = None,
+    **options,
+) -> Doctor:
     """Regression whose loss a doctor looks at, and gradients clipped to a norm."""
-    watching, draw = Doctor(optimizer, **{"sample": 10_000, **options}), torch.Generator().manual_seed(1)
+    watching, draw = (
+        Doctor(optimizer, **{"sample": 10_000, **options}),
+        torch.Generator().manual_seed(1),
+    )
     for _ in range(updates):
         x = torch.randn(32, 4, generator=draw)
 
         def loss(x=x):
-            return loss_scale * (nn.functional.dropout(model(x), 0.1) - x[:, :2].sin()).square().mean()
+            return (
+                loss_scale * (nn.functional.dropout(model(x), 0.1) - x[:, :2].sin()).square().mean()
+            )
 
         watching.look(loss)
         optimizer.zero_grad()
@@ -368,7 +502,11 @@ def test_gradients_that_become_0_are_found_and_a_scale_is_the_cure():
     report = looked_at(model, torch.optim.Adam(model.parameters()), loss_scale=1e-3).report()
     found = {f"{f.place}={f.format}": f for f in report}
     bad = found["backward=e4m3:unscaled"]
-    assert bad.verdict == "breaks" and "of the gradients become 0" in bad.why and bad.cure == "use backward=e4m3"
+    assert (
+        bad.verdict == "breaks"
+        and "of the gradients become 0" in bad.why
+        and bad.cure == "use backward=e4m3"
+    )
     report.require("backward=e4m3", "backward=e5m2", "forward=e4m3")
 
 
@@ -376,14 +514,20 @@ def test_a_look_at_another_loss_is_refused():
     model = network()
     optimizer, x = torch.optim.Adam(model.parameters()), torch.randn(8, 4)
     watching = Doctor(optimizer)
-    with pytest.raises(ValueError, match=r"^loss has another gradient than the training: let it return the loss of the update"):
+    with pytest.raises(
+        ValueError,
+        match=r"^loss has another gradient than the training: let it return the loss of the update",
+    ):
         for _ in range(40):
             watching.look(lambda: model(torch.randn(8, 4)).square().mean())
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
     watching = Doctor(optimizer, formats=("forward=bf16",))
-    with pytest.raises(ValueError, match=r"^loss or policy has no matmul that can be rounded: leave out forward, backward and"):
+    with pytest.raises(
+        ValueError,
+        match=r"^loss or policy has no matmul that can be rounded: leave out forward, backward and",
+    ):
         for _ in range(40):
             watching.look(lambda: model[0].weight.sum())
             optimizer.step()
@@ -393,28 +537,43 @@ def test_a_look_at_another_loss_is_refused():
     for name in (None, "alpha"):
         with pytest.raises(ValueError, match=r"^optimizer is .*: choose from actor, critic$"):
             two.look(lambda: model(x).mean(), name)
-    assert [f for f in watched(optimizer, model) if f.place in doctor.OPERANDS] == []  # nothing was looked at
+    assert [
+        f for f in watched(optimizer, model) if f.place in doctor.OPERANDS
+    ] == []  # nothing was looked at
 
 
 def test_averages_are_followed_as_if_they_were_kept_in_few_bits():
-    """A target network in bfloat16 with tau = 0.005, the plain way; and as the doctor sees it from float32's."""
+    """A target network in bfloat16 with tau = 0.005, the plain way; and as the doctor sees it from
+    float32's."""
     model, target, low = network(), network(), network().bfloat16()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
     watching = Doctor(optimizer, formats=(), sample=10_000)
-    watching.follow("target", target.parameters(), 0.005, ("fp32", "bf16", "bf16:stochastic"), sample=10_000)
+    watching.follow(
+        "target", target.parameters(), 0.005, ("fp32", "bf16", "bf16:stochastic"), sample=10_000
+    )
     (average,) = watching.averages
     for _ in range(300):
         with torch.no_grad():
-            for new, x, y in zip(model.parameters(), target.parameters(), low.parameters(), strict=True):
+            for new, x, y in zip(
+                model.parameters(), target.parameters(), low.parameters(), strict=True
+            ):
                 x.mul_(0.995).add_(0.005 * new)
                 y.copy_((0.995 * y.float() + 0.005 * new).bfloat16())
         fit(model, optimizer, 1)
         index = average.names.index("target=bf16")
-        near = np.isclose(average.rows[index], average.sample.take(list(low.parameters())), rtol=2e-2, atol=1e-6)
+        near = np.isclose(
+            average.rows[index], average.sample.take(list(low.parameters())), rtol=2e-2, atol=1e-6
+        )
         assert near.mean() > 0.95  # one is rounded from a number that is a little different
     exact, bad, good = (f for f in watching.report())
-    assert exact.format == "fp32" and (exact.progress, exact.noise) == pytest.approx((1, 0), abs=1e-2)
-    assert bad.verdict == "breaks" and "stay the same" in bad.why and bad.cure == "use target=bf16:stochastic"
+    assert exact.format == "fp32" and (exact.progress, exact.noise) == pytest.approx(
+        (1, 0), abs=1e-2
+    )
+    assert (
+        bad.verdict == "breaks"
+        and "stay the same" in bad.why
+        and bad.cure == "use target=bf16:stochastic"
+    )
     assert good.progress == pytest.approx(1, abs=0.3)
 
 
@@ -422,14 +581,22 @@ def test_a_run_of_this_package_is_not_changed():
     config = small(seed=3, steps=8_192)
     alone, among = build(config), build(config)
     train(alone, progress=False)
-    formats = (*doctor.FORMATS, "observations=fp32", "targets=fp32", "observations=e2m1", "targets=e8m0")
+    formats = (
+        *doctor.FORMATS,
+        "observations=fp32",
+        "targets=fp32",
+        "observations=e2m1",
+        "targets=e8m0",
+    )
     watching = watch(among, formats)
     train(among, progress=False)
     assert all(map(torch.equal, alone.model.parameters(), among.model.parameters()))
     found = {f"{f.place}={f.format}": f for f in watching.report()}
     assert {*found} == {*formats}
     for place in ("observations", "targets"):
-        assert (found[f"{place}=fp32"].progress, found[f"{place}=fp32"].noise) == pytest.approx((1, 0), abs=1e-6)
+        assert (found[f"{place}=fp32"].progress, found[f"{place}=fp32"].noise) == pytest.approx(
+            (1, 0), abs=1e-6
+        )
     assert found["observations=e2m1"].noise > 0.01 < found["targets=e8m0"].noise
 
 
@@ -499,13 +666,20 @@ def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
         "forward=bf16": "and let the doctor look at the loss of an Adam",
         "target=bf16": "or .* follow it",
     }.items():
-        with pytest.raises(ValueError, match=f"^{name} was not watched: name it in the doctor's formats, {said}$"):
+        with pytest.raises(
+            ValueError, match=f"^{name} was not watched: name it in the doctor's formats, {said}$"
+        ):
             watching.report().require(name)
     model.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"^optimizer 0 has no parameters that learn: leave it out$"):
+    with pytest.raises(
+        ValueError, match=r"^optimizer 0 has no parameters that learn: leave it out$"
+    ):
         Doctor(optimizer)
     run = build(small(steps=2_048))
-    for text, said in (("targets=e8m0:stochastic", "the doctor rounds"), ("targets=e8m0 observations=e8m0", "give each place")):
+    for text, said in (
+        ("targets=e8m0:stochastic", "the doctor rounds"),
+        ("targets=e8m0 observations=e8m0", "give each place"),
+    ):
         with pytest.raises(ValueError, match=f"^formats has '{text}': {said}"):
             watch(run, (text,))
 
@@ -542,7 +716,9 @@ def test_batched_products_are_rounded_and_a_doctor_that_has_stopped_looks_no_mor
     ):
         with doctor.Operands(form):
             found = product(a, b)
-        torch.testing.assert_close(found, product(doctor.Through.rounded(a, form), doctor.Through.rounded(b, form)))
+        torch.testing.assert_close(
+            found, product(doctor.Through.rounded(a, form), doctor.Through.rounded(b, form))
+        )
     model, calls = network(), []
     optimizer = torch.optim.Adam(model.parameters())
     watching = Doctor(optimizer)
@@ -555,7 +731,9 @@ def test_batched_products_are_rounded_and_a_doctor_that_has_stopped_looks_no_mor
 def test_an_acting_policy_is_judged_by_its_importance_ratios():
     policy, obs, generator = nn.Linear(4, 3), torch.randn(2000, 4), torch.get_rng_state()
     optimizer = torch.optim.Adam(policy.parameters())
-    watching = doctor.Doctor(optimizer, formats=["acting=fp32", "acting=bf16", "acting=e8m0", "weights=bf16"])
+    watching = doctor.Doctor(
+        optimizer, formats=["acting=fp32", "acting=bf16", "acting=e8m0", "weights=bf16"]
+    )
     actions = policy(obs).softmax(-1).multinomial(1)
     after = torch.get_rng_state()
 
@@ -564,13 +742,23 @@ def test_an_acting_policy_is_judged_by_its_importance_ratios():
 
     watching.act(logp)
     assert torch.equal(torch.get_rng_state(), after) and not torch.equal(generator, after)
-    exact, bf16, coarse = watching.report()[1:] if watching.report()[0].place == "weights" else watching.report()
+    exact, bf16, coarse = (
+        watching.report()[1:] if watching.report()[0].place == "weights" else watching.report()
+    )
     assert (exact.progress, exact.noise, exact.verdict) == (1, 0, "fine") and bf16.verdict == "fine"
     form = places_of("forward=e8m0")["forward"]
-    low = nn.functional.linear(form(obs.reshape(1, -1)).view_as(obs), form(policy.weight.detach().reshape(1, -1)).view(3, 4))
-    log_ratio = logp() - (low + policy.bias).log_softmax(-1).gather(1, actions)  # of the learner to the actor
+    low = nn.functional.linear(
+        form(obs.reshape(1, -1)).view_as(obs),
+        form(policy.weight.detach().reshape(1, -1)).view(3, 4),
+    )
+    log_ratio = logp() - (low + policy.bias).log_softmax(-1).gather(
+        1, actions
+    )  # of the learner to the actor
     assert coarse.progress == pytest.approx(1 / log_ratio.exp().mean().item(), rel=1e-4)
-    assert coarse.noise == pytest.approx(log_ratio.mean().item(), abs=1e-5) and coarse.optimizer == "policy"
+    assert (
+        coarse.noise == pytest.approx(log_ratio.mean().item(), abs=1e-5)
+        and coarse.optimizer == "policy"
+    )
     watching.stop()
     watching.act(logp)
     assert len(watching.acted) == 1
@@ -581,7 +769,9 @@ def test_an_acting_policy_is_judged_by_its_importance_ratios():
 def test_an_acting_policy_with_dropout_no_actions_or_no_numbers():
     layer = nn.Linear(4, 3)
     policy, obs = nn.Sequential(layer, nn.Dropout(0.5)), torch.randn(64, 4)
-    watching = doctor.Doctor(torch.optim.Adam(policy.parameters()), formats=["acting=fp32", "acting=e8m0"])
+    watching = doctor.Doctor(
+        torch.optim.Adam(policy.parameters()), formats=["acting=fp32", "acting=e8m0"]
+    )
     watching.act(lambda: policy(obs[:0]))
     assert watching.report() == []
     before = torch.get_rng_state()
@@ -589,9 +779,15 @@ def test_an_acting_policy_with_dropout_no_actions_or_no_numbers():
     assert torch.equal(torch.get_rng_state(), before) and watching.report()[0].progress == 1
     watching.act(lambda: torch.where(policy(obs).isnan(), 0.0, torch.nan)[:, 0])
     assert watching.report()[0].progress == 0 and watching.report()[0].verdict == "breaks"
-    even = torch.tensor([0.5]).log()  # of a policy that is nearly certain, and in few bits a coin flip
+    even = torch.tensor(
+        [0.5]
+    ).log()  # of a policy that is nearly certain, and in few bits a coin flip
     coin = doctor.Doctor(torch.optim.Adam(layer.parameters()), formats=["acting=e8m0"])
-    coin.act(lambda: 0 * layer(obs)[:, 0] + (even if torch.overrides._get_current_function_mode() else 0.0))
+    coin.act(
+        lambda: (
+            0 * layer(obs)[:, 0] + (even if torch.overrides._get_current_function_mode() else 0.0)
+        )
+    )
     assert coin.report()[0].progress == pytest.approx(0.5) and coin.report()[0].verdict == "breaks"
 
 
@@ -625,7 +821,10 @@ def test_a_loaded_state_begins_anew_and_a_missing_group_stops_no_training():
     (seen,) = watching.watched
     seen.replay()
     assert seen.steps == optimizer.state[layers[0].weight]["step"] == 1080
-    torch.testing.assert_close(torch.from_numpy(seen.kept[len(seen.window), 1]), seen.sample.read(seen.moment("exp_avg_sq")))
+    torch.testing.assert_close(
+        torch.from_numpy(seen.kept[len(seen.window), 1]),
+        seen.sample.read(seen.moment("exp_avg_sq")),
+    )
     del optimizer.param_groups[1]
     train(40)
     assert watching.report()[0].why == "other parameters learn than at first"

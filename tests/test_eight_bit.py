@@ -1,5 +1,5 @@
-"""Runs whose weights and moments are stored in few bits. (The optimizer by itself: test_lowbit.py; what it refuses beside other
-options: test_machine.py.)"""
+"""Runs whose weights and moments are stored in few bits. (The optimizer by itself: test_low_bit_adam.py;
+what it refuses beside other options: test_build.py.)"""
 
 import copy
 import dataclasses
@@ -10,16 +10,23 @@ import pytest
 import torch
 from helpers import SIZED, Changed, after, refused, resumed, run_cli, small, trained
 
+from fp8rl.bits.low_bit_adam import unpack
+from fp8rl.bits.places import EIGHT_BIT
+from fp8rl.build import build
+from fp8rl.disk import checkpoint
 from fp8rl.evaluate import evaluate
-from fp8rl.lab.lowbit import unpack
-from fp8rl.lab.places import EIGHT_BIT
+from fp8rl.population.population import Population
 from fp8rl.precision import Precision
-from fp8rl.scale import checkpoint
-from fp8rl.scale.machine import build
-from fp8rl.scale.population import Population
 from fp8rl.train import Run, iterate, make_cart
 
-SMALL = {"steps": 1024, "num_envs": 4, "rollout_length": 16, "slice_length": 16, "batch_size": 64, "eval_every": 0}
+SMALL = {
+    "steps": 1024,
+    "num_envs": 4,
+    "rollout_length": 16,
+    "slice_length": 16,
+    "batch_size": 64,
+    "eval_every": 0,
+}
 SMALL |= {"eval_episodes": 2, "capacity": 1000}
 
 
@@ -31,23 +38,44 @@ def stored(run: Run, name: str) -> list:
 
 def kept(run: Run) -> dict[str, torch.Tensor]:
     """What is stored of weights and moments, each in one row."""
-    return {name: torch.cat([unpack(*row).flatten() for row in stored(run, name)]) for name in ("weights", "m", "v")}
+    return {
+        name: torch.cat([unpack(*row).flatten() for row in stored(run, name)])
+        for name in ("weights", "m", "v")
+    }
 
 
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
-@pytest.mark.parametrize("formats", ["weights=e4m3:stochastic m=e4m3 root=e4m3", "v=e5m2:stored", "weights=bf16"])
+@pytest.mark.parametrize(
+    "formats", ["weights=e4m3:stochastic m=e4m3 root=e4m3", "v=e5m2:stored", "weights=bf16"]
+)
 def test_the_first_updates_are_those_of_a_population_of_one(formats, env_id):
     config = small(formats=formats, env_id=env_id, **{**SMALL, "steps": 64})
-    ours, theirs = kept(trained(build(config)))["weights"], trained(Population([config])).model.theta.detach()[0]
-    torch.testing.assert_close(ours, theirs, rtol=0.14, atol=1e-4)  # a number beside the other's, at most
+    ours, theirs = (
+        kept(trained(build(config)))["weights"],
+        trained(Population([config])).model.theta.detach()[0],
+    )
+    torch.testing.assert_close(
+        ours, theirs, rtol=0.14, atol=1e-4
+    )  # a number beside the other's, at most
     differ = ~torch.isclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    assert differ.float().mean() < 0.05  # sums in another order cross a rounding boundary now and then
+    assert (
+        differ.float().mean() < 0.05
+    )  # sums in another order cross a rounding boundary now and then
 
 
 @pytest.mark.parametrize("formats", [EIGHT_BIT["formats"], "m=bf16 v=e4m3:block", "weights=fp16"])
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_a_stopped_run_continues_bit_for_bit(tmp_path, formats, encoder):
-    config = small(**{**SMALL, **EIGHT_BIT, "formats": formats, "encoder": encoder, "steps": 256, "capacity": 150})
+    config = small(
+        **{
+            **SMALL,
+            **EIGHT_BIT,
+            "formats": formats,
+            "encoder": encoder,
+            "steps": 256,
+            "capacity": 150,
+        }
+    )
     whole = trained(build(config))
     checkpoint.save(tmp_path / "a.pt", after(2, build(config)))
     again = trained(resumed(tmp_path / "a.pt"))
@@ -56,14 +84,20 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, formats, encoder):
 
 
 def test_nothing_but_bytes_lasts(tmp_path):
-    config, sizes, whole = small(**SMALL, **EIGHT_BIT), [], sum(p.numel() for p in Run(small()).model.parameters())
+    config, sizes, whole = (
+        small(**SMALL, **EIGHT_BIT),
+        [],
+        sum(p.numel() for p in Run(small()).model.parameters()),
+    )
     run = build(config)
 
     def note(rollout):
         sizes.append(sum(p.numel() for p in run.model.parameters()))
         return rollout
 
-    run.collector.inner = Changed(run.collector.inner, note)  # inside of what unpacks the weights to act
+    run.collector.inner = Changed(
+        run.collector.inner, note
+    )  # inside of what unpacks the weights to act
     for _ in iterate(run):
         assert all(p.numel() == 0 and p.grad is None for p in run.model.parameters())
     assert set(sizes) == {whole}
@@ -72,8 +106,13 @@ def test_nothing_but_bytes_lasts(tmp_path):
         assert codes.dtype == torch.float8_e4m3fn and scale.numel() == 1
         counted += codes.nbytes + scale.nbytes
     assert 3 * whole <= counted <= 3.5 * whole and run.state_dict()["model"] == {}
-    assert run.learner.optimizer.describe().endswith(f"stored: {counted / whole:.2f} bytes a parameter, 3.00 without scales")
-    for name, each in (("few", run), ("plain", trained(build(dataclasses.replace(config, formats=""))))):
+    assert run.learner.optimizer.describe().endswith(
+        f"stored: {counted / whole:.2f} bytes a parameter, 3.00 without scales"
+    )
+    for name, each in (
+        ("few", run),
+        ("plain", trained(build(dataclasses.replace(config, formats="")))),
+    ):
         checkpoint.save(tmp_path / name, each, ring=False)
     saved = (tmp_path / "plain").stat().st_size - (tmp_path / "few").stat().st_size
     assert saved > 6 * whole  # of 9, the rest being more entries of the archive
@@ -87,7 +126,9 @@ def test_a_trained_run_acts_and_its_checkpoint_loads_as_float32(fields, tmp_path
     assert config == run.config
     named = {name: p for name, p in model.named_parameters() if p.dtype == torch.float32}
     ours = run.model.state_dict()
-    assert named.keys() == ours.keys() and all(torch.equal(p, ours[name]) for name, p in named.items())
+    assert named.keys() == ours.keys() and all(
+        torch.equal(p, ours[name]) for name, p in named.items()
+    )
     precision = Precision("fp8")
     model, obs = precision.prepare(model), run.env.obs.expand(3, -1, -1)
     for one, other in zip(run.model(obs), model(obs), strict=True):
@@ -99,21 +140,36 @@ def test_a_trained_run_acts_and_its_checkpoint_loads_as_float32(fields, tmp_path
 
 def test_a_state_that_misses_a_part_or_has_another_format_is_refused(tmp_path):
     config = small(**SMALL, formats="weights=e4m3")
-    run, misfit = build(config), "the state does not fit the config: resume with the run's own config"
+    run, misfit = (
+        build(config),
+        "the state does not fit the config: resume with the run's own config",
+    )
     for part in ("model", "optimizer"):
         state = build(dataclasses.replace(config, formats="m=e4m3")).state_dict()
         del state[part]
         refused(misfit, build, dataclasses.replace(config, formats="m=e4m3"), state=state)
-    refused(misfit, build, dataclasses.replace(config, formats="weights=e5m2"), state=run.state_dict())
-    refused(misfit, build, config, state=build(dataclasses.replace(config, formats="")).state_dict())
+    refused(
+        misfit, build, dataclasses.replace(config, formats="weights=e5m2"), state=run.state_dict()
+    )
+    refused(
+        misfit, build, config, state=build(dataclasses.replace(config, formats="")).state_dict()
+    )
     for scale in (None, torch.ones(64)):
         state = run.state_dict(ring=False)
         one = state["optimizer"]["state"][0]
         one.pop("weights_scale") if scale is None else one.update(weights_scale=scale)
         refused(misfit, build, config, state=state)
-    content = {"format": checkpoint.FORMAT, "config": dataclasses.asdict(config), "run": state}  # with too many scales
+    content = {
+        "format": checkpoint.FORMAT,
+        "config": dataclasses.asdict(config),
+        "run": state,
+    }  # with too many scales
     torch.save(content, tmp_path / "a.pt")
-    refused(r"checkpoint .* does not fit this version's network: train again", checkpoint.load, tmp_path / "a.pt")
+    refused(
+        r"checkpoint .* does not fit this version's network: train again",
+        checkpoint.load,
+        tmp_path / "a.pt",
+    )
 
 
 def test_a_saved_state_is_not_changed_by_the_run_that_goes_on():
@@ -146,9 +202,16 @@ def test_the_command_line(tmp_path, capsys):
 
     options = ["--steps", "1024", *SIZED, "--eval-episodes", "2", "--out", tmp_path / "a"]
     beside = "precision is bf16 beside eight_bit, which makes it 'fp8': leave one out"
-    assert beside in said("train", "--eight-bit", "--precision", "bf16", *options) and not (tmp_path / "a").exists()
+    assert (
+        beside in said("train", "--eight-bit", "--precision", "bf16", *options)
+        and not (tmp_path / "a").exists()
+    )
     trained_so = said("train", "--eight-bit", "--codec", "fp8", *options)
-    assert re.search(r"weights: 8 tensors, float8_e4m3fn, 4,547 bytes and 32 of scales\n", trained_so)
+    assert re.search(
+        r"weights: 8 tensors, float8_e4m3fn, 4,547 bytes and 32 of scales\n", trained_so
+    )
     assert "3.02 bytes a parameter" in trained_so
-    assert "eight_bit is given beside resume" in said("train", "--eight-bit", "--resume", tmp_path / "a")
+    assert "eight_bit is given beside resume" in said(
+        "train", "--eight-bit", "--resume", tmp_path / "a"
+    )
     assert "mean return" in said("eval", tmp_path / "a", "--episodes", "2")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from fp8rl import env as cart
 from fp8rl.env import LIMIT, MAX_STEPS, PUSH, Cart, TensorEnv, dynamics, outcome
 from fp8rl.evaluate import play
-from fp8rl.scale.gym import interface_of
-from fp8rl.tasks.single import CustomEnv
+from fp8rl.tasks.custom_env import CustomEnv
+from fp8rl.tasks.gymnasium_env import interface_of
 
 NUMBERS = "push", "damping", "limit"
 NAME = "fp8rl.tasks:fp8rl/CustomEnv-v0"
@@ -33,7 +33,10 @@ def test_physics_is_the_published_one(pushes):
     """In float64, constants included."""
     position = velocity = 0.0
     state = torch.zeros(2, dtype=torch.float64)
-    numbers = {f"_{name}": torch.tensor(getattr(cart, name.upper()), dtype=torch.float64) for name in NUMBERS}
+    numbers = {
+        f"_{name}": torch.tensor(getattr(cart, name.upper()), dtype=torch.float64)
+        for name in NUMBERS
+    }
     with unittest.mock.patch.multiple(cart, **numbers):
         for push in pushes:
             velocity += 0.1 if push == 1 else -0.1
@@ -61,7 +64,9 @@ def test_observations_stay_inside_the_space(pushes, start_noise, seed):
 
 
 def test_reference_returns():
-    assert play(lambda obs: torch.ones(len(obs), dtype=torch.long), Cart(1, 0.0)) == pytest.approx(6.22, abs=0.01)
+    assert play(lambda obs: torch.ones(len(obs), dtype=torch.long), Cart(1, 0.0)) == pytest.approx(
+        6.22, abs=0.01
+    )
     assert play(bang_bang, Cart(1, 0.0)).item() >= 198.9
     generator = torch.Generator().manual_seed(0)
     random = play(lambda obs: torch.randint(2, (len(obs),), generator=generator), Cart(20_000, 0.0))
@@ -80,8 +85,14 @@ def test_render_draws_the_state():
     env.reset(seed=0)
     before = env.render()
     env.step(1)
-    assert before.dtype == np.uint8 and before.shape == (240, 480, 3) and (before != env.render()).any()
-    env.state = torch.tensor([[3.9, 1.9]])  # as far out as an episode can end, and in the picture all the same
+    assert (
+        before.dtype == np.uint8
+        and before.shape == (240, 480, 3)
+        and (before != env.render()).any()
+    )
+    env.state = torch.tensor(
+        [[3.9, 1.9]]
+    )  # as far out as an episode can end, and in the picture all the same
     assert (env.render() == 0).all(-1).sum() > 200
     silent = CustomEnv()
     silent.reset(seed=0)
@@ -108,7 +119,11 @@ def test_leaving_at_the_time_limit_is_both_in_gymnasium(limit, monkeypatch):
 
 
 def test_the_time_limit_is_known_to_gymnasium():
-    assert gymnasium.spec(NAME.split(":")[1]).max_episode_steps == MAX_STEPS == interface_of(NAME).max_steps
+    assert (
+        gymnasium.spec(NAME.split(":")[1]).max_episode_steps
+        == MAX_STEPS
+        == interface_of(NAME).max_steps
+    )
     env = gymnasium.wrappers.TimeAwareObservation(gymnasium.make(NAME, start_noise=0.0))
     env.reset()
     while not (end := env.step(int(bang_bang(env.unwrapped.state))))[2] | end[3]:
@@ -122,7 +137,9 @@ def test_bounds_of_the_space_are_the_dynamics_own():
     for _ in range(500):
         state = dynamics(state, torch.tensor(1))
     assert state[1].item() == pytest.approx(velocity, rel=1e-5)  # what pushing forever comes to
-    assert position == pytest.approx(LIMIT + velocity + PUSH)  # one step past the limit at that speed
+    assert position == pytest.approx(
+        LIMIT + velocity + PUSH
+    )  # one step past the limit at that speed
 
 
 @pytest.mark.parametrize("policy", ["random", "bang-bang"])
@@ -148,16 +165,26 @@ def test_reset_step_ignores_its_action_and_earns_nothing():
         env.step(torch.ones(1, dtype=torch.long))
     final = env.obs.clone()
     obs, reward, terminated, truncated = env.step(torch.ones(1, dtype=torch.long))
-    assert outcome(final)[1] and obs.tolist() == [[0, 0]] and (reward, terminated, truncated) == (0, False, False)
+    assert (
+        outcome(final)[1]
+        and obs.tolist() == [[0, 0]]
+        and (reward, terminated, truncated) == (0, False, False)
+    )
 
 
 def test_make_vec_is_seeded_and_batched():
     env = gymnasium.make_vec(NAME, num_envs=5)
     first, again, other = env.reset(seed=1)[0], env.reset(seed=1)[0], env.reset(seed=2)[0]
     assert first.shape == (5, 2) and env.observation_space.contains(first)
-    assert np.array_equal(first, again) and not np.array_equal(first, other) and (first != first[0]).any()
+    assert (
+        np.array_equal(first, again)
+        and not np.array_equal(first, other)
+        and (first != first[0]).any()
+    )
     assert env.metadata["autoreset_mode"] == gymnasium.vector.AutoresetMode.NEXT_STEP
-    assert not np.array_equal(*(gymnasium.make_vec(NAME, num_envs=5).reset()[0] for _ in range(2)))  # without a seed any
+    assert not np.array_equal(
+        *(gymnasium.make_vec(NAME, num_envs=5).reset()[0] for _ in range(2))
+    )  # without a seed any
 
 
 def test_what_is_outside_its_range_is_refused():
@@ -173,7 +200,11 @@ def test_what_is_outside_its_range_is_refused():
         refused(f"num_envs is {num_envs}: use at least 1", Cart, num_envs)
 
 
-OBSERVED = [{"extra_features": 3}, {"hide_velocity": True}, {"extra_features": 2, "hide_velocity": True}]
+OBSERVED = [
+    {"extra_features": 3},
+    {"hide_velocity": True},
+    {"extra_features": 2, "hide_velocity": True},
+]
 
 
 @pytest.mark.parametrize("observed", OBSERVED)
@@ -191,7 +222,11 @@ def test_options_change_what_is_seen_and_not_what_happens(observed):
     assert noise.shape[-1] == observed.get("extra_features", 0)
     if noise.numel():
         # Of 2^16 different numbers: 3600 independent ones would have 99 equal pairs.
-        assert noise.min() < -0.99 and noise.max() > 0.99 and noise.unique().numel() > 0.96 * noise.numel()
+        assert (
+            noise.min() < -0.99
+            and noise.max() > 0.99
+            and noise.unique().numel() > 0.96 * noise.numel()
+        )
 
 
 @pytest.mark.parametrize("observed", OBSERVED)

@@ -8,7 +8,7 @@ from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.scale.recurrent import Recurrent
+from fp8rl.recurrent import Recurrent
 
 
 def right(obs):
@@ -35,7 +35,9 @@ def test_what_follows_an_episode_cannot_spoil_its_return():
 
 
 def test_same_seed_same_starts():
-    first, again, other = (play(lambda obs: (obs[:, 0] < 0).long(), Cart(20, seed=seed)) for seed in (3, 3, 4))
+    first, again, other = (
+        play(lambda obs: (obs[:, 0] < 0).long(), Cart(20, seed=seed)) for seed in (3, 3, 4)
+    )
     assert np.array_equal(first, again) and not np.array_equal(first, other)
 
 
@@ -45,8 +47,14 @@ def test_greedy_takes_the_likeliest_action_and_sampling_does_not_always():
         model.actor.bias.copy_(torch.tensor([0.0, 1.0]))  # prefers right everywhere
     greedy = evaluate(model, Cart(50))
     assert np.array_equal(greedy, play(right, Cart(50)))
-    sampled, again, other = (evaluate(model, Cart(50), greedy=False, seed=seed) for seed in (0, 0, 1))
-    assert not np.array_equal(sampled, greedy) and np.array_equal(sampled, again) and not np.array_equal(sampled, other)
+    sampled, again, other = (
+        evaluate(model, Cart(50), greedy=False, seed=seed) for seed in (0, 0, 1)
+    )
+    assert (
+        not np.array_equal(sampled, greedy)
+        and np.array_equal(sampled, again)
+        and not np.array_equal(sampled, other)
+    )
 
 
 def test_sampled_actions_follow_neither_from_the_starts_nor_from_the_step_before():

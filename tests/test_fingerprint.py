@@ -7,17 +7,16 @@ import pytest
 import results
 import torch
 
-from fp8rl import precision
+from fp8rl import normalization, precision, processes
+from fp8rl.bits.low_bit_adam import LowBitAdam
 from fp8rl.config import Config
+from fp8rl.fast_forward import Reuse
 from fp8rl.fp8 import Float8Linear
-from fp8rl.lab.lowbit import LowBitAdam
-from fp8rl.report import bench, fingerprint
-from fp8rl.scale import normalized, ranks
-from fp8rl.scale.codec import Codec
-from fp8rl.scale.fused import Reuse
-from fp8rl.scale.gym import GymEnv
-from fp8rl.scale.recurrent import Recurrent
+from fp8rl.observation_codec import Codec
+from fp8rl.recurrent import Recurrent
+from fp8rl.study import fingerprint, throughput
 from fp8rl.tasks import lqr
+from fp8rl.tasks.gymnasium_env import GymEnv
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,7 +35,11 @@ def plain(shorter) -> dict[str, str]:
 
 def changed(plain: dict[str, str]) -> set[str]:
     """The parts whose hashes are others now."""
-    return {name for name, hash in results.parts_of(fingerprint.fingerprint()).items() if plain[name] != hash}
+    return {
+        name
+        for name, hash in results.parts_of(fingerprint.fingerprint()).items()
+        if plain[name] != hash
+    }
 
 
 def of_result(change):
@@ -84,19 +87,30 @@ def with_coarser_int8(init):
 
 
 FP16 = precision.PRECISIONS["fp16"]
-# What is changed: the object, its attribute, what to do with the attribute's value; and the parts that must show it.
+# What is changed: the object, its attribute, what to do with the attribute's value; and the parts
+# that must show it.
 CHANGES = {
     "an FP8 layer": (Float8Linear, "forward", of_result(larger), {"float8linear"}),
     "GRU": (Recurrent, "gru", of_result(larger), {"gru"}),
-    "normalized observations": (normalized, "LIMIT", lambda limit: 0.1, {"normalized"}),
+    "normalized observations": (normalization, "LIMIT", lambda limit: 0.1, {"normalized"}),
     "an optimizer that packs": (LowBitAdam, "update", with_larger_steps, {"lowbit"}),
     "Gymnasium": (GymEnv, "step", of_result(with_larger_rewards), {"gymnasium"}),
-    "sums over processes": (ranks.Ranks, "all_reduce", with_larger_sums, {"ranks"}),
+    "sums over processes": (processes.Ranks, "all_reduce", with_larger_sums, {"ranks"}),
     "int8": (Codec, "__init__", with_coarser_int8, {"codecs"}),
     "a task": (lqr, "PUSH_COST", larger, {"tasks"}),
     "forward passes that are reused": (Reuse, "policy", of_result(with_larger_outputs), {"reuse"}),
-    "float16": (precision, "PRECISIONS", lambda known: known | {"fp16": FP16._replace(loss_scale=2.0**40)}, {"autocast"}),
-    "bfloat16": (precision, "PRECISIONS", lambda known: known | {"bf16": precision.Rules()}, {"autocast"}),
+    "float16": (
+        precision,
+        "PRECISIONS",
+        lambda known: known | {"fp16": FP16._replace(loss_scale=2.0**40)},
+        {"autocast"},
+    ),
+    "bfloat16": (
+        precision,
+        "PRECISIONS",
+        lambda known: known | {"bf16": precision.Rules()},
+        {"autocast"},
+    ),
 }
 
 
@@ -113,7 +127,7 @@ def test_defaults_are_a_part_of_their_own(plain, monkeypatch):
 
 
 def test_a_fingerprint_has_its_parts_in_one_line(plain, capsys):
-    line = bench.origin()
+    line = throughput.origin()
     assert re.fullmatch(r".+; code [\da-f]{8}(-[\da-f]{8}){4}(, \w+ [\da-f]{8})+", line)
     assert results.parts_of(line.split("; code ")[1]) == plain
     assert plain.keys() == {*results.PARTS, *fingerprint.trainings()}

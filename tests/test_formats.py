@@ -9,8 +9,8 @@ from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8rl.bits.formats import DTYPES, Format, format_of, rounded, scaled
 from fp8rl.fp8 import power_of_two_scale
-from fp8rl.lab.formats import DTYPES, Format, format_of, rounded, scaled
 
 IN_ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -30,7 +30,9 @@ vectors = st.lists(numbers, min_size=1, max_size=20).map(torch.tensor)
 # Far enough from the ends of float32 for a few factors of two.
 moderate = st.floats(-(2.0**60), 2.0**60, width=32).filter(lambda x: x == 0 or abs(x) > 2**-60)
 rows = st.integers(1, 20).flatmap(
-    lambda n: st.lists(st.lists(moderate, min_size=n, max_size=n), min_size=1, max_size=3).map(torch.tensor)
+    lambda n: st.lists(st.lists(moderate, min_size=n, max_size=n), min_size=1, max_size=3).map(
+        torch.tensor
+    )
 )
 noises = st.one_of(st.just(0.0), st.just(1 - 2**-24), st.floats(0, 1, width=32, exclude_max=True))
 sizes = st.none() | st.integers(1, 24)
@@ -38,11 +40,14 @@ sizes = st.none() | st.integers(1, 24)
 
 def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert torch.equal(ours.isnan(), theirs.isnan())
-    assert torch.equal(ours.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32))  # -0.0 is not 0.0
+    assert torch.equal(
+        ours.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32)
+    )  # -0.0 is not 0.0
 
 
 def hard_inputs(to: Format) -> torch.Tensor:
-    """All numbers of a format and all ties, the float32 numbers next to both, and some beyond the largest, of either sign."""
+    """All numbers of a format and all ties, the float32 numbers next to both, and some beyond the
+    largest, of either sign."""
     table = to.numbers()
     x = torch.cat((table, (table[1:] + table[:-1]) / 2, to.largest * torch.tensor([1.01, 1.5, 2])))
     x = torch.cat((x, x.nextafter(UP), x.nextafter(DOWN)))
@@ -63,7 +68,11 @@ def half_step(x: torch.Tensor, to: Format) -> torch.Tensor:
 @pytest.mark.parametrize("name", IN_ML_DTYPES)
 def test_table_holds_all_codes_of_one_sign(name):
     to, dtype = format_of(name), np.dtype(IN_ML_DTYPES[name])
-    codes = np.arange(2 ** (to.exponent + to.mantissa), dtype=f"uint{8 * dtype.itemsize}").view(dtype).astype(np.float32)
+    codes = (
+        np.arange(2 ** (to.exponent + to.mantissa), dtype=f"uint{8 * dtype.itemsize}")
+        .view(dtype)
+        .astype(np.float32)
+    )
     codes = torch.from_numpy(codes[np.isfinite(codes)])
     assert_same_bits(to.numbers(), codes)
     assert to.largest == codes[-1]
@@ -84,7 +93,9 @@ def test_every_number_rounds_to_itself(to):
     assert_same_bits(rounded(-table, to), -table)
 
 
-@pytest.mark.parametrize("name, value", [("fp32", "e8m23"), ("bf16", "e8m7"), ("fp16", "e5m10"), ("e1m0", "e1m0")])
+@pytest.mark.parametrize(
+    "name, value", [("fp32", "e8m23"), ("bf16", "e8m7"), ("fp16", "e5m10"), ("e1m0", "e1m0")]
+)
 def test_names(name, value):
     assert format_of(name).name == value
 
@@ -93,7 +104,13 @@ def test_what_is_no_format_or_not_float32_is_refused():
     for name in ("e0m3", "e9m2", "e4m24", "int8", ""):
         refused(f"format is '{name}': use fp32, bf16, fp16, or e1m0 to e8m23", format_of, name)
     for dtype in (torch.float64, torch.bfloat16, torch.int32):
-        refused(f"x is {dtype}: cast it to float32", rounded, torch.ones(2, dtype=dtype), format_of("e4m3"), error=TypeError)
+        refused(
+            f"x is {dtype}: cast it to float32",
+            rounded,
+            torch.ones(2, dtype=dtype),
+            format_of("e4m3"),
+            error=TypeError,
+        )
 
 
 # To the nearest
@@ -102,21 +119,25 @@ def test_what_is_no_format_or_not_float32_is_refused():
 @pytest.mark.parametrize("name", IN_ML_DTYPES)
 def test_rounds_like_torch_and_ml_dtypes(name):
     to = format_of(name)
-    spread = torch.arange(-(2**31), 2**31, 2**16 - 1).int().view(torch.float32)  # also infinities and NaN
+    spread = (
+        torch.arange(-(2**31), 2**31, 2**16 - 1).int().view(torch.float32)
+    )  # also infinities and NaN
     x = torch.cat((hard_inputs(to), spread))
     ours, finite = rounded(x, to), x.isfinite()
     assert ours[~finite].isnan().all()
     inside = x[finite].clamp(-to.largest, to.largest)
-    assert_same_bits(ours[finite], torch.from_numpy(inside.numpy().astype(IN_ML_DTYPES[name]).astype(np.float32)))
+    assert_same_bits(
+        ours[finite], torch.from_numpy(inside.numpy().astype(IN_ML_DTYPES[name]).astype(np.float32))
+    )
     if name in DTYPES:
         assert_same_bits(ours[finite], inside.to(DTYPES[name]).float())
 
 
 @pytest.mark.parametrize("to", SMALL, ids=lambda to: to.name)
 def test_rounds_like_a_search_of_the_table(to):
-    """Of two numbers that are as near, that with the even code. Without a mantissa the larger one: 1.5 steps of 2^k are the tie
-    between 2^k and 2^(k+1), and 2 is the even whole number, whatever the codes; only the tie between 0 and 2^E, half a step, goes
-    down."""
+    """Of two numbers that are as near, that with the even code. Without a mantissa the larger one:
+    1.5 steps of 2^k are the tie between 2^k and 2^(k+1), and 2 is the even whole number, whatever
+    the codes; only the tie between 0 and 2^E, half a step, goes down."""
     x, table = hard_inputs(to), to.numbers().double()
     distance = (x.double().abs()[:, None] - table).abs()
     low = distance.argmin(1)  # the first of two, so the smaller
@@ -169,7 +190,9 @@ def test_mean_of_the_draws_is_the_number(name):
     assert ((y.abs() == low) | (y.abs() == high)).all() and (y * x >= 0).all()
     share = (x.abs() - low) / (high - low)
     deviation = (y.abs().mean(0) - x.abs()).abs() / (high - low)
-    assert (deviation <= 5 * (share * (1 - share) / draws).sqrt() + 1 / draws).all()  # one draw more, for the rarest events
+    assert (
+        deviation <= 5 * (share * (1 - share) / draws).sqrt() + 1 / draws
+    ).all()  # one draw more, for the rarest events
 
 
 @given(to=formats, x=vectors, noise=noises, again=noises)
@@ -181,7 +204,10 @@ def test_what_is_rounded_stays_whatever_the_noise(to, x, noise, again):
 @given(to=formats, x=vectors, noise=noises)
 def test_a_draw_is_off_by_at_most_a_step(to, x, noise):
     inside = x.double().clamp(-to.largest, to.largest)
-    assert ((rounded(x, to, torch.full_like(x, noise)).double() - inside).abs() <= 2 * half_step(inside, to)).all()
+    assert (
+        (rounded(x, to, torch.full_like(x, noise)).double() - inside).abs()
+        <= 2 * half_step(inside, to)
+    ).all()
 
 
 # With a scale
@@ -234,4 +260,7 @@ def test_noise_is_split_into_blocks_like_the_numbers(to, x, size, seed):
 def test_a_bad_number_spoils_its_block_only(bad):
     x = torch.ones(2, 6)
     x[0, 1] = bad
-    assert scaled(x, format_of("e4m3"), 3).isnan().tolist() == [[True] * 3 + [False] * 3, [False] * 6]
+    assert scaled(x, format_of("e4m3"), 3).isnan().tolist() == [
+        [True] * 3 + [False] * 3,
+        [False] * 6,
+    ]

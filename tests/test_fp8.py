@@ -49,7 +49,9 @@ def assert_casts_like_oracle(x: torch.Tensor, dtype) -> None:
     ours = cast(x, dtype)
     nan = torch.isnan(x)
     assert torch.equal(ours.float().isnan(), nan)
-    assert np.array_equal(ours.view(torch.uint8).numpy()[~nan.numpy()], expected.view(np.uint8)[~nan.numpy()])
+    assert np.array_equal(
+        ours.view(torch.uint8).numpy()[~nan.numpy()], expected.view(np.uint8)[~nan.numpy()]
+    )
 
 
 def snr_db(x: torch.Tensor, reference: torch.Tensor) -> float:
@@ -78,14 +80,20 @@ def test_all_codes_decode_like_ml_dtypes(dtype):
 def test_numbers_encode_like_ml_dtypes(dtype):
     """All of 16 bits, midpoints between two codes with their neighbours, and special ones."""
     for source in (torch.bfloat16, torch.float16):
-        assert_casts_like_oracle(torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(source).float(), dtype)
+        assert_casts_like_oracle(
+            torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(source).float(), dtype
+        )
     codes = decoded(dtype)
     codes = codes[codes.isfinite()].unique()
     midpoint = (codes[1:] + codes[:-1]) / 2  # exact in float32
     up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
-    assert_casts_like_oracle(torch.cat((midpoint, midpoint.nextafter(up), midpoint.nextafter(down))), dtype)
+    assert_casts_like_oracle(
+        torch.cat((midpoint, midpoint.nextafter(up), midpoint.nextafter(down))), dtype
+    )
     tiny = torch.finfo(torch.float32).smallest_normal
-    assert_casts_like_oracle(torch.tensor([0.0, -0.0, tiny, -tiny, tiny / 4, torch.inf, -torch.inf, torch.nan]), dtype)
+    assert_casts_like_oracle(
+        torch.tensor([0.0, -0.0, tiny, -tiny, tiny / 4, torch.inf, -torch.inf, torch.nan]), dtype
+    )
 
 
 @FORMATS
@@ -94,7 +102,10 @@ def test_cast_is_idempotent_odd_and_monotone(dtype, x, y):
     low, high = torch.tensor(sorted((x, y)))
     once = cast(low, dtype)
     assert torch.equal(cast(once.float(), dtype).float(), once.float())
-    assert torch.equal(cast(-low, dtype).float(), -once.float()) and once.float() <= cast(high, dtype).float()
+    assert (
+        torch.equal(cast(-low, dtype).float(), -once.float())
+        and once.float() <= cast(high, dtype).float()
+    )
 
 
 # Scales
@@ -169,18 +180,40 @@ def test_with_a_scale_for_each_row_each_is_quantized_as_if_alone(dtype, seed):
 
 
 def test_scales_of_other_kinds_are_refused():
-    refused("scales is 'column': choose from tensor, row", quantize, torch.ones(2, 2), E4M3, "column")
-    refused("scales is 'column': choose from tensor, row", convert_linears, nn.Linear(16, 16), scales="column")
+    refused(
+        "scales is 'column': choose from tensor, row", quantize, torch.ones(2, 2), E4M3, "column"
+    )
+    refused(
+        "scales is 'column': choose from tensor, row",
+        convert_linears,
+        nn.Linear(16, 16),
+        scales="column",
+    )
     rows, columns = quantize(torch.ones(16, 16), E4M3, "row"), quantize(torch.ones(16, 16)).t()
-    refused(r"the second matrix has scales \[16, 1\]: use one, or \[1, 16\]", scaled_matmul, rows, rows.column_major())
-    refused(r"the first matrix has scales \[1, 16\]: use one, or", scaled_matmul, rows._replace(scale=rows.scale.t()), columns)
+    refused(
+        r"the second matrix has scales \[16, 1\]: use one, or \[1, 16\]",
+        scaled_matmul,
+        rows,
+        rows.column_major(),
+    )
+    refused(
+        r"the first matrix has scales \[1, 16\]: use one, or",
+        scaled_matmul,
+        rows._replace(scale=rows.scale.t()),
+        columns,
+    )
 
 
 def test_quantize_refuses_other_types():
     for dtype in (torch.float16, torch.int32, torch.float64):
         message = rf"x is {dtype}: quantize takes float32 or bfloat16"
         refused(message, quantize, torch.ones(2, 2, dtype=dtype), error=TypeError)
-    refused(r"x has shape \[2, 2\] and dtype is torch.float16: use .* E4M3 or E5M2", quantize, torch.ones(2, 2), torch.float16)
+    refused(
+        r"x has shape \[2, 2\] and dtype is torch.float16: use .* E4M3 or E5M2",
+        quantize,
+        torch.ones(2, 2),
+        torch.float16,
+    )
     refused(r"x has shape \[2\] and dtype is .*: use matrices", quantize, torch.ones(2))
 
 
@@ -226,7 +259,12 @@ def test_emulated_twin_equals_the_cpu_kernel_bit_for_bit(dtype, seed, rows, inne
     by_row, by_column = quantize(a, dtype, "row"), quantize(b, E4M3, "row").t()
     product = scaled_matmul(by_row, by_column, emulate=False)
     assert torch.equal(product, scaled_matmul(by_row, by_column, emulate=True))
-    torch.testing.assert_close(product, by_row.dequantize() @ by_column.dequantize(), rtol=1e-4, atol=1e-5 * product.abs().max())
+    torch.testing.assert_close(
+        product,
+        by_row.dequantize() @ by_column.dequantize(),
+        rtol=1e-4,
+        atol=1e-5 * product.abs().max(),
+    )
 
 
 @pytest.mark.parametrize("emulate", [None, True])
@@ -248,8 +286,11 @@ def test_emulated_twin_agrees_with_the_cuda_kernel(dtype, size):
     a, b = random_pair(0, 1024, size, size)
     qa, qb = quantize(a.cuda(), dtype), quantize(b.cuda()).t()
     kernel, twin = scaled_matmul(qa, qb, emulate=False), scaled_matmul(qa, qb, emulate=True)
-    # Tensor cores add FP8 products with about 14 bits before they spill to float32; the twin adds in float32.
-    assert (kernel - twin).abs().max() <= 2**-12 * (qa.dequantize().abs() @ qb.dequantize().abs()).max()
+    # Tensor cores add FP8 products with about 14 bits before they spill to float32; the twin adds
+    # in float32.
+    assert (kernel - twin).abs().max() <= 2**-12 * (
+        qa.dequantize().abs() @ qb.dequantize().abs()
+    ).max()
 
 
 def of_shape(rows, columns, dtype=E4M3) -> Quantized:
@@ -260,8 +301,16 @@ def test_gpu_rules_hold_on_every_device():
     for a, b, message in (
         (of_shape(4, 24), of_shape(16, 24).t(), "inner dimension is 24.*multiple of 16"),
         (of_shape(4, 32), of_shape(8, 32).t(), "column count is 8.*multiple of 16"),
-        (of_shape(4, 32), of_shape(16, 48).t(), r"shapes are \[4, 32\] and \[48, 16\]: use matrices"),
-        (quantize(torch.ones(2, 4, 16)), of_shape(16, 16).t(), r"shapes are \[2, 4, 16\] and \[16, 16\]: use matrices"),
+        (
+            of_shape(4, 32),
+            of_shape(16, 48).t(),
+            r"shapes are \[4, 32\] and \[48, 16\]: use matrices",
+        ),
+        (
+            quantize(torch.ones(2, 4, 16)),
+            of_shape(16, 16).t(),
+            r"shapes are \[2, 4, 16\] and \[16, 16\]: use matrices",
+        ),
         (of_shape(4, 16, E5M2), of_shape(16, 16, E5M2).t(), "both matrices are e5m2"),
         (of_shape(16, 16), of_shape(16, 32), ".*row-major times column-major"),
         (of_shape(16, 16).column_major(), of_shape(16, 16).t(), ".*row-major times column-major"),
@@ -311,7 +360,11 @@ def test_layer_keeps_the_signal_that_torchao_asks_of_its_own(pair):
 def test_layer_is_its_three_matmuls(pair):
     linear, layer, x, grad = pair
     y, grad_x, grad_w, _ = gradients(layer, x, grad)
-    x8, w8, g8 = quantize(x).dequantize(), quantize(linear.weight.detach()).dequantize(), quantize(grad, E5M2).dequantize()
+    x8, w8, g8 = (
+        quantize(x).dequantize(),
+        quantize(linear.weight.detach()).dequantize(),
+        quantize(grad, E5M2).dequantize(),
+    )
     torch.testing.assert_close(y, x8 @ w8.T + linear.bias.detach())
     torch.testing.assert_close(grad_x, g8 @ w8, atol=1e-9, rtol=1e-5)
     torch.testing.assert_close(grad_w, g8.T @ x8, atol=1e-9, rtol=1e-5)
@@ -321,11 +374,15 @@ def test_layer_takes_any_shape_and_strides(pair):
     layer = pair[1]
     for shape in ((64,), (5, 64), (4, 8, 64)):
         x = torch.randn(shape)
-        assert layer(x).shape == shape and torch.equal(layer(x).reshape(-1, 64), layer(x.reshape(-1, 64)))
+        assert layer(x).shape == shape and torch.equal(
+            layer(x).reshape(-1, 64), layer(x.reshape(-1, 64))
+        )
     x = torch.randn(64, 32).t()
     y = layer(x)
     assert torch.equal(y, layer(x.contiguous()))
-    (y.t().contiguous() @ torch.ones(32, 1)).sum().backward()  # the gradient arrives with strides of its own
+    (
+        y.t().contiguous() @ torch.ones(32, 1)
+    ).sum().backward()  # the gradient arrives with strides of its own
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
@@ -339,10 +396,19 @@ def test_layer_takes_bfloat16_and_gives_float32(pair):
     x = pair[2].bfloat16().requires_grad_()
     y = pair[1](x)
     y.sum().backward()
-    assert y.dtype == torch.float32 and x.grad.dtype == torch.bfloat16 and pair[1].weight.grad.dtype == torch.float32
+    assert (
+        y.dtype == torch.float32
+        and x.grad.dtype == torch.bfloat16
+        and pair[1].weight.grad.dtype == torch.float32
+    )
 
 
-@given(rows=st.integers(1, 70), bfloat16=st.booleans(), emulate=st.sampled_from([None, True]), seed=seeds)
+@given(
+    rows=st.integers(1, 70),
+    bfloat16=st.booleans(),
+    emulate=st.sampled_from([None, True]),
+    seed=seeds,
+)
 def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulate, seed):
     generator = torch.Generator().manual_seed(seed)
     layer = twin_of(nn.Linear(32, 48))
@@ -352,8 +418,14 @@ def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulat
     missing = -rows % 16
     by_hand = gradients(layer, F.pad(x, (0, 0, 0, missing)), F.pad(grad, (0, 0, 0, missing)))
     y, grad_x, grad_w, grad_b = gradients(layer, x, grad)
-    assert torch.equal(y, by_hand[0][:rows]) and torch.equal(grad_x, by_hand[1][:rows]) and torch.equal(grad_w, by_hand[2])
-    assert torch.equal(grad_b, grad.sum(0)) and grad_x.dtype == x.dtype  # no matmul: zeros would add up in another order
+    assert (
+        torch.equal(y, by_hand[0][:rows])
+        and torch.equal(grad_x, by_hand[1][:rows])
+        and torch.equal(grad_w, by_hand[2])
+    )
+    assert (
+        torch.equal(grad_b, grad.sum(0)) and grad_x.dtype == x.dtype
+    )  # no matmul: zeros would add up in another order
     assert (by_hand[1][rows:] == 0).all()
 
 
@@ -364,7 +436,9 @@ def test_a_held_weight_is_quantized_once(monkeypatch, pair, rows):
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             assert torch.equal(held(x[:rows]), layer(x[:rows]))
-    monkeypatch.setattr(fp8, "quantize", lambda x, dtype: seen.append(x.shape) or quantize(x, dtype))
+    monkeypatch.setattr(
+        fp8, "quantize", lambda x, dtype: seen.append(x.shape) or quantize(x, dtype)
+    )
     held(x)
     assert seen == [x.shape]
     with torch.no_grad():
@@ -407,8 +481,15 @@ def test_fp8_without_a_layer_that_qualifies_is_refused():
 
 def test_a_model_that_is_one_linear_layer_is_converted():
     model = nn.Linear(16, 16)
-    assert convert_linears(model) == convert_linears(model) == {"": None} and type(model) is Float8Linear
-    refused(r".*no layer can run in FP8 \(the model: its 2 inputs", Precision("fp8").prepare, nn.Linear(2, 16))
+    assert (
+        convert_linears(model) == convert_linears(model) == {"": None}
+        and type(model) is Float8Linear
+    )
+    refused(
+        r".*no layer can run in FP8 \(the model: its 2 inputs",
+        Precision("fp8").prepare,
+        nn.Linear(2, 16),
+    )
 
 
 def test_conversion_keeps_hooks_and_the_mode():
@@ -424,24 +505,39 @@ def test_a_spectral_norm_stays_in_the_layer_or_the_layer_out():
     by_hook = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)))
     assert convert_linears(by_hook) == {"0": None}
     by_hook(torch.ones(16, 16)).sum().backward()
-    assert by_hook[0].weight.grad_fn and by_hook[0].weight_orig.grad.any()  # the hook computes the weight anew
+    assert (
+        by_hook[0].weight.grad_fn and by_hook[0].weight_orig.grad.any()
+    )  # the hook computes the weight anew
     parametrized = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)))
-    assert convert_linears(parametrized) == {"0": "it is a ParametrizedLinear, not a plain nn.Linear"}
+    assert convert_linears(parametrized) == {
+        "0": "it is a ParametrizedLinear, not a plain nn.Linear"
+    }
 
 
 def test_a_transformer_layer_that_reads_its_weights_itself_is_left_as_it_is():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     reasons = convert_linears(layer)
-    assert reasons["self_attn.out_proj"] == "it is a NonDynamicallyQuantizableLinear, not a plain nn.Linear"
-    assert all("TransformerEncoderLayer in eval mode reads its weights" in reasons[name] for name in ("linear1", "linear2"))
+    assert (
+        reasons["self_attn.out_proj"]
+        == "it is a NonDynamicallyQuantizableLinear, not a plain nn.Linear"
+    )
+    assert all(
+        "TransformerEncoderLayer in eval mode reads its weights" in reasons[name]
+        for name in ("linear1", "linear2")
+    )
     assert len(reasons) == 3 and type(layer.linear1) is nn.Linear
 
 
 def test_conversion_leaves_what_it_cannot_convert_and_finds_tied_layers():
-    assert convert_linears(nn.Sequential(nn.Linear(16, 16, dtype=torch.float64))) == {"0": "its weights are torch.float64"}
+    assert convert_linears(nn.Sequential(nn.Linear(16, 16, dtype=torch.float64))) == {
+        "0": "its weights are torch.float64"
+    }
     tied = nn.Linear(16, 16)
     model = nn.Sequential(tied, tied)
-    assert convert_linears(model) == {"0": None, "1": None} and model[0].weight is model[1].weight is tied.weight
+    assert (
+        convert_linears(model) == {"0": None, "1": None}
+        and model[0].weight is model[1].weight is tied.weight
+    )
 
 
 def test_a_layer_quantizes_inputs_and_weights_to_e4m3_and_gradients_to_e5m2(pair, monkeypatch):
@@ -471,7 +567,9 @@ def test_a_bad_number_skips_the_step(bad):
     logits, values = model(obs)
     report = precision.step(logits.sum() + values.sum(), optimizer, 0.5)
     assert report.skipped and torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
-    assert report.loss_scale == 1  # or enough bad steps would bring it to 0, and a good one after them NaN into the weights
+    assert (
+        report.loss_scale == 1
+    )  # or enough bad steps would bring it to 0, and a good one after them NaN into the weights
 
 
 def test_a_gradient_that_overflows_is_not_saturated_away(pair):
@@ -495,7 +593,9 @@ BAD = st.sampled_from([torch.nan, torch.inf, -torch.inf])
 
 
 @given(scales=st.sampled_from(["tensor", "row"]), row=st.integers(0, 19), bad=BAD, seed=seeds)
-def test_a_bad_row_of_the_input_stays_in_its_row_and_spoils_the_weight_s_gradient(scales, row, bad, seed):
+def test_a_bad_row_of_the_input_stays_in_its_row_and_spoils_the_weight_s_gradient(
+    scales, row, bad, seed
+):
     layer, x, grad = converted((E4M3, E5M2), scales, seed)
     x[row] = 0
     y, grad_x, _, _ = gradients(layer, x, grad)
@@ -507,9 +607,15 @@ def test_a_bad_row_of_the_input_stays_in_its_row_and_spoils_the_weight_s_gradien
 
 
 @given(
-    scales=st.sampled_from(["tensor", "row"]), row=st.integers(0, 19), bad=BAD, backward=st.sampled_from([E4M3, E5M2]), seed=seeds
+    scales=st.sampled_from(["tensor", "row"]),
+    row=st.integers(0, 19),
+    bad=BAD,
+    backward=st.sampled_from([E4M3, E5M2]),
+    seed=seeds,
 )
-def test_a_bad_row_of_the_gradient_stays_in_its_row_and_spoils_the_weight_s_gradient(scales, row, bad, backward, seed):
+def test_a_bad_row_of_the_gradient_stays_in_its_row_and_spoils_the_weight_s_gradient(
+    scales, row, bad, backward, seed
+):
     layer, x, grad = converted((E4M3, backward), scales, seed)
     grad[row] = 0
     _, grad_x, _, _ = gradients(layer, x, grad)
@@ -520,7 +626,12 @@ def test_a_bad_row_of_the_gradient_stays_in_its_row_and_spoils_the_weight_s_grad
     assert grad_w[5].isnan().all()
 
 
-@given(row=st.integers(0, 19), factor=st.sampled_from([1e6, -1e6, 1e12]), backward=st.sampled_from([E4M3, E5M2]), seed=seeds)
+@given(
+    row=st.integers(0, 19),
+    factor=st.sampled_from([1e6, -1e6, 1e12]),
+    backward=st.sampled_from([E4M3, E5M2]),
+    seed=seeds,
+)
 def test_with_scales_of_rows_an_outlier_leaves_the_others_bit_for_bit(row, factor, backward, seed):
     layer, x, grad = converted((E4M3, backward), "row", seed)
     y, grad_x, _, _ = gradients(layer, x, grad)
@@ -529,7 +640,9 @@ def test_with_scales_of_rows_an_outlier_leaves_the_others_bit_for_bit(row, facto
     many_grad[row] *= factor
     many_y, many_grad_x, grad_w, _ = gradients(layer, many_x, many_grad)
     others = torch.arange(20) != row
-    assert torch.equal(many_y[others], y[others]) and torch.equal(many_grad_x[others], grad_x[others])
+    assert torch.equal(many_y[others], y[others]) and torch.equal(
+        many_grad_x[others], grad_x[others]
+    )
     exact = many_grad.double().T @ many_x.double()  # in which the outlier is all there is
     assert (grad_w - exact).norm() < 0.15 * exact.norm()
 
@@ -565,8 +678,12 @@ def test_torch_func_gives_the_gradients_of_backward_bit_for_bit(scales):
     convert_linears(model, scales=scales)
     parameters, x = dict(model.named_parameters()), torch.randn(20, 16, requires_grad=True)
     squares(model, parameters, x).backward()
-    found, of_x = torch.func.grad(functools.partial(squares, model), argnums=(0, 1))(parameters, x.detach())
-    assert all(torch.equal(found[name], p.grad) for name, p in parameters.items()) and torch.equal(of_x, x.grad)
+    found, of_x = torch.func.grad(functools.partial(squares, model), argnums=(0, 1))(
+        parameters, x.detach()
+    )
+    assert all(torch.equal(found[name], p.grad) for name, p in parameters.items()) and torch.equal(
+        of_x, x.grad
+    )
     y, pull = torch.func.vjp(model, x.detach())
     assert torch.equal(pull(2 * y)[0], x.grad)
     (again,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
@@ -586,8 +703,15 @@ def test_what_torch_func_cannot_do_with_it_is_said_in_one_line():
     forward_mode = "Float8Linear has no forward-mode derivative: use reverse mode"
     refused(forward_mode, torch.func.jvp, model, (x,), (x,), **options)
     refused(forward_mode, torch.func.hessian(lambda x: loss(parameters, x)), x, **options)
-    twice = torch.func.grad(lambda x: torch.func.grad(loss, argnums=1)(parameters, x).square().sum())
-    refused("Float8Linear has no second derivative: leave layers that need one in float32", twice, x, **options)
+    twice = torch.func.grad(
+        lambda x: torch.func.grad(loss, argnums=1)(parameters, x).square().sum()
+    )
+    refused(
+        "Float8Linear has no second derivative: leave layers that need one in float32",
+        twice,
+        x,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda y: y.square().sum()])
@@ -598,7 +722,9 @@ def test_a_second_derivative_is_refused_in_one_line(loss, of):
     convert_linears(model)
     first = x if of == "x" else model[0].weight
     (grad,) = torch.autograd.grad(loss(model(x)), first, create_graph=True)
-    refused("Float8Linear has no second derivative", grad.square().sum().backward, error=RuntimeError)
+    refused(
+        "Float8Linear has no second derivative", grad.square().sum().backward, error=RuntimeError
+    )
 
 
 # Compiled
@@ -611,6 +737,12 @@ def test_compiled_it_quantizes_and_multiplies_alike(pair):
     for dtype in (E4M3, E5M2):
         for magnitude in (0, 1e-38, 1, 1e30):
             one, other = (form(magnitude * x, dtype) for form in (quantize, quick))
-            assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8)) and torch.equal(one.scale, other.scale)
-    (*plain, bias), (*compiled, other_bias) = (gradients(each, x, grad) for each in (layer, torch.compile(layer)))
-    assert all(map(torch.equal, plain, compiled)) and torch.allclose(bias, other_bias, atol=1e-4)  # whose sum has another order
+            assert torch.equal(
+                one.data.view(torch.uint8), other.data.view(torch.uint8)
+            ) and torch.equal(one.scale, other.scale)
+    (*plain, bias), (*compiled, other_bias) = (
+        gradients(each, x, grad) for each in (layer, torch.compile(layer))
+    )
+    assert all(map(torch.equal, plain, compiled)) and torch.allclose(
+        bias, other_bias, atol=1e-4
+    )  # whose sum has another order

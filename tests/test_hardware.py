@@ -10,44 +10,63 @@ import pytest
 import torch
 from helpers import forked, refused, small, trained
 
+from fp8rl import hardware
+from fp8rl.build import Machine, build
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.scale import hardware
-from fp8rl.scale.machine import Machine, build
 
-PRETENDED = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # a processor without 16-bit arithmetic
+PRETENDED = {
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}  # a processor without 16-bit arithmetic
 ASK = """
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.report import bench
-from fp8rl.scale import hardware
-from fp8rl.scale.machine import HERE
+from fp8rl.study import throughput
+from fp8rl import hardware
+from fp8rl.build import HERE
 print([hardware.is_emulated(name) for name in ("fp32", "bf16", "fp16", "fp8")])
 print(hardware.describe(Precision("bf16"), ActorCritic()))
 print(hardware.hardware())
-print(bench.Loop(16, 4).fastest(HERE).precision)
+print(throughput.Loop(16, 4).fastest(HERE).precision)
 """
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these variables are read on x86 alone")
 def test_emulation_is_noticed_named_and_not_chosen():
-    answer = subprocess.run([sys.executable, "-c", ASK], env=os.environ | PRETENDED, capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", ASK],
+        env=os.environ | PRETENDED,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     emulated, described, machine, fastest = answer.stdout.splitlines()
-    assert emulated == "[False, True, True, True]" and described == "bf16 on cpu, emulated" and fastest == "fp32"
+    assert (
+        emulated == "[False, True, True, True]"
+        and described == "bf16 on cpu, emulated"
+        and fastest == "fp32"
+    )
     assert "AVX2 with emulated bf16, threads: " in machine
 
 
 def test_a_cuda_device_emulates_bf16_below_capability_8(monkeypatch):
     for capability, expected in (((7, 5), True), ((8, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, capability=capability: capability
+        )
         hardware.is_emulated.cache_clear()
-        assert hardware.is_emulated("bf16", "cuda") is expected and not hardware.is_emulated("fp16", "cuda")
+        assert hardware.is_emulated("bf16", "cuda") is expected and not hardware.is_emulated(
+            "fp16", "cuda"
+        )
     hardware.is_emulated.cache_clear()
 
 
 def test_hardware_names_the_instruction_set_and_the_gpu(monkeypatch):
     said = hardware.hardware()
-    assert torch.backends.cpu.get_cpu_capability() in said and (" native bf16" in said or " emulated bf16" in said)
+    assert torch.backends.cpu.get_cpu_capability() in said and (
+        " native bf16" in said or " emulated bf16" in said
+    )
     assert f"threads: {torch.get_num_threads()};" in said
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU of a test")
@@ -100,7 +119,9 @@ def train_below_a_limit(folder) -> None:
     assert (run.ring.nbytes, run.ring.size) == (450_000_000, 64)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds private memory to RLIMIT_DATA")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux holds private memory to RLIMIT_DATA"
+)
 def test_a_ring_beyond_a_set_limit_is_refused_in_ram_and_works_in_a_folder(tmp_path):
     process = forked(train_below_a_limit, tmp_path / "ring")
     process.join(60)

@@ -25,9 +25,21 @@ def test_history_keeps_columns_and_gives_rows():
 def test_a_history_is_saved_and_restored():
     history, again = History(), History()
     for i in range(3):
-        history.add({"iteration": i, "steps": 512 * i, "seconds": i, "eval_return": 1 / 3 if i else math.nan})
+        history.add(
+            {
+                "iteration": i,
+                "steps": 512 * i,
+                "seconds": i,
+                "eval_return": 1 / 3 if i else math.nan,
+            }
+        )
     again.load_state_dict(history.state_dict())
-    assert len(again) == 3 and again.last == {"iteration": 2, "steps": 1024, "seconds": 2, "eval_return": 1 / 3}
+    assert len(again) == 3 and again.last == {
+        "iteration": 2,
+        "steps": 1024,
+        "seconds": 2,
+        "eval_return": 1 / 3,
+    }
     again.add({"iteration": 3, "eval_return": 0.5})
     assert len(again) == 4 and len(history) == 3
 
@@ -37,14 +49,25 @@ def test_evaluations_are_the_rows_that_have_one():
     for i, value in enumerate([math.nan, 100, math.nan, 196, 190]):
         history.add({"steps": 512 * (i + 1), "eval_return": value})
     steps, returns = history.evaluations()
-    assert (steps.tolist(), returns.tolist(), history.final_return) == ([1024, 2048, 2560], [100, 196, 190], 190)
-    assert history.first_step_at(195) == 2048 and history.first_step_at(90) == 1024 and math.isnan(history.first_step_at(200))
+    assert (steps.tolist(), returns.tolist(), history.final_return) == (
+        [1024, 2048, 2560],
+        [100, 196, 190],
+        190,
+    )
+    assert (
+        history.first_step_at(195) == 2048
+        and history.first_step_at(90) == 1024
+        and math.isnan(history.first_step_at(200))
+    )
 
 
 @given(seed=st.integers(0, 1000), parts=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
     rng = np.random.default_rng(seed)
-    reward, flags = rng.normal(size=(sum(parts), 2)), rng.choice([0, 0, TERMINATED, TRUNCATED], size=(sum(parts), 2))
+    reward, flags = (
+        rng.normal(size=(sum(parts), 2)),
+        rng.choice([0, 0, TERMINATED, TRUNCATED], size=(sum(parts), 2)),
+    )
     expected, totals = np.zeros((2, 2)), [0.0, 0.0]
     for t, b in np.ndindex(*reward.shape):
         totals[b] += reward[t, b]
@@ -54,7 +77,9 @@ def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
     ours, returns, start = np.zeros((2, 2)), EpisodeReturns(2, agents=2), 0
     for length in parts:
         rows = slice(start, start := start + length)
-        rollout = Rollout(None, None, torch.from_numpy(reward[rows]), torch.from_numpy(flags[rows]), None)
+        rollout = Rollout(
+            None, None, torch.from_numpy(reward[rows]), torch.from_numpy(flags[rows]), None
+        )
         restored = EpisodeReturns(2, agents=2)
         restored.load_state_dict(returns.state_dict())
         returns = restored
@@ -64,7 +89,8 @@ def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
 
 
 def test_the_scale_of_rewards_by_hand_for_two_agents():
-    """Two environments each; ends in the first, a middle and the last row, each with its dummy row, and nowhere."""
+    """Two environments each; ends in the first, a middle and the last row, each with its dummy row,
+    and nowhere."""
     rng, gamma = np.random.default_rng(0), np.array([0.9, 0.5], dtype=np.float32)
     reward = rng.normal(size=(2, 6, 4)).astype(np.float32)
     flags = np.zeros((2, 6, 4), dtype=np.uint8)
@@ -87,7 +113,9 @@ def test_the_scale_of_rewards_by_hand_for_two_agents():
 
 @pytest.mark.parametrize("what", [math.nan, math.inf])
 def test_what_a_dummy_row_holds_reaches_neither_returns_nor_the_scale_of_rewards(what):
-    flags = torch.tensor([[TERMINATED, 0], [DUMMY, 0], [0, TRUNCATED], [0, DUMMY]], dtype=torch.uint8)
+    flags = torch.tensor(
+        [[TERMINATED, 0], [DUMMY, 0], [0, TRUNCATED], [0, DUMMY]], dtype=torch.uint8
+    )
     reward = torch.arange(8.0).view(4, 2) + 1
     results = []
     for dummy in (0.0, what):
@@ -111,7 +139,16 @@ def test_what_a_captured_step_reads_stays_where_it_is():
 
 
 def stats_of(**changes) -> dict[str, torch.Tensor]:
-    names = ("loss", "policy_loss", "value_loss", "entropy", "min_logp", "grad_norm", "ess", "loss_scale")
+    names = (
+        "loss",
+        "policy_loss",
+        "value_loss",
+        "entropy",
+        "min_logp",
+        "grad_norm",
+        "ess",
+        "loss_scale",
+    )
     return {name: torch.tensor(1.0) for name in names} | {"skipped": torch.tensor(False)} | changes
 
 
@@ -119,6 +156,14 @@ def test_a_row_of_several_updates_by_hand():
     one = stats_of(loss=torch.tensor(2.0), min_logp=torch.tensor(-3.0), ess=torch.tensor(0.5))
     one |= {"grad_norm": torch.tensor(torch.inf), "skipped": torch.tensor(True)}
     other = stats_of(loss_scale=torch.tensor(8.0))
-    row = summarize([one, other], np.array([float(x) for stats in (one, other) for x in stats.values()]))
-    assert (row["loss"], row["min_logp"], row["grad_norm"], row["ess"], row["loss_scale"]) == (1.5, -3, 1, 0.75, 8)
+    row = summarize(
+        [one, other], np.array([float(x) for stats in (one, other) for x in stats.values()])
+    )
+    assert (row["loss"], row["min_logp"], row["grad_norm"], row["ess"], row["loss_scale"]) == (
+        1.5,
+        -3,
+        1,
+        0.75,
+        8,
+    )
     assert (row["nonfinite"], row["skipped"]) == (1, 1)

@@ -23,12 +23,12 @@ import torch
 from helpers import SIZED, TINY, cli_into, forked, refused, run_cli, weights
 
 from fp8rl import __main__ as cli
+from fp8rl.build import build
 from fp8rl.config import Config
+from fp8rl.disk import checkpoint
+from fp8rl.disk.run_folder import FILES, MARK, Folder, require_free
 from fp8rl.history import History
-from fp8rl.report.folder import FILES, MARK, Folder, require_free
-from fp8rl.scale import checkpoint
-from fp8rl.scale.machine import build
-from fp8rl.scale.population import Population
+from fp8rl.population.population import Population
 from fp8rl.train import train
 
 SHORT = {"steps": 2 * 64, "eval_every": 0, "eval_episodes": 2} | TINY
@@ -66,7 +66,11 @@ def trained(name: str) -> bytes:
     """Weights and history of a run."""
     found = RUNS[name]
     run = train(Population(found) if isinstance(found, list) else build(found), progress=False)
-    columns = [np.array(column).tobytes() for name, column in run.history.columns.items() if name != "seconds"]
+    columns = [
+        np.array(column).tobytes()
+        for name, column in run.history.columns.items()
+        if name != "seconds"
+    ]
     return b"".join([weights(run).numpy().tobytes(), *columns])
 
 
@@ -88,15 +92,21 @@ def test_threads_beside_each_other_train_as_alone_and_leave_the_caller_as_it_was
     torch.manual_seed(7)
     before, found = torch.get_rng_state(), {}
     jobs = [
-        threading.Thread(target=lambda k=k, name=name: found.update({(k, name): trained(name)})) for k in (0, 1) for name in RUNS
+        threading.Thread(target=lambda k=k, name=name: found.update({(k, name): trained(name)}))
+        for k in (0, 1)
+        for name in RUNS
     ]
     for job in jobs:
         job.start()
     for job in jobs:
         job.join()
-    assert len(found) == 2 * len(RUNS) and all(result == alone[name] for (_, name), result in found.items())
+    assert len(found) == 2 * len(RUNS) and all(
+        result == alone[name] for (_, name), result in found.items()
+    )
     assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
-    assert not torch.is_autocast_enabled("cpu") and torch.backends.cuda.matmul.fp32_precision == "none"
+    assert (
+        not torch.is_autocast_enabled("cpu") and torch.backends.cuda.matmul.fp32_precision == "none"
+    )
 
 
 TRAIN = ["train", "--steps", "20480", *SIZED, "--eval-episodes", "2"]
@@ -105,7 +115,9 @@ TRAIN = ["train", "--steps", "20480", *SIZED, "--eval-episodes", "2"]
 def start(*arguments, **kwargs) -> subprocess.Popen:
     """The command line in a process of its own."""
     command = [sys.executable, "-m", "fp8rl", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
 
 
 def until(condition, alive, said) -> None:
@@ -145,12 +157,17 @@ def whole(tmp_path_factory):
 def timeless(out) -> list[dict[str, str]]:
     """The rows of metrics.csv without their seconds."""
     with (out / "metrics.csv").open() as file:
-        return [{name: value for name, value in row.items() if name != "seconds"} for row in csv.DictReader(file)]
+        return [
+            {name: value for name, value in row.items() if name != "seconds"}
+            for row in csv.DictReader(file)
+        ]
 
 
 def assert_goes_on_to(whole, out) -> None:
     run_cli("train", "--resume", out)
-    ours, theirs = (checkpoint.load(folder / "checkpoint.pt")[0].state_dict() for folder in (out, whole))
+    ours, theirs = (
+        checkpoint.load(folder / "checkpoint.pt")[0].state_dict() for folder in (out, whole)
+    )
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert timeless(out) == timeless(whole) and rows_of(out / "metrics.csv") == 1 + 40
 
@@ -165,7 +182,9 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path, w
         err = said.read_text()
         assert code == 128 + number and "Traceback" not in err
         assert f"of 20,480: continue with train --resume {out}" in err.splitlines()[-1]
-        assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 4  # nothing was lost
+        assert (
+            len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 4
+        )  # nothing was lost
     assert_goes_on_to(whole, out)
 
 
@@ -175,13 +194,17 @@ def test_a_resumed_run_goes_on_saving(tmp_path, whole):
         before = rows_of(out / "metrics.csv")
         ended(begun(said, out, 7, *arguments), signal.SIGKILL)
         saved = len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"])
-        assert saved >= rows_of(out / "metrics.csv") - 2 > before  # a header, and at most one row is not in the checkpoint
+        assert (
+            saved >= rows_of(out / "metrics.csv") - 2 > before
+        )  # a header, and at most one row is not in the checkpoint
     assert_goes_on_to(whole, out)
 
 
 @pytest.mark.parametrize("module", ["torch", "gymnasium"])  # in the order of their imports
 def test_ctrl_c_during_the_imports_is_no_traceback(module):
-    process = start(*TRAIN, "--out", "/nowhere", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})  # names modules on stderr
+    process = start(
+        *TRAIN, "--out", "/nowhere", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    )  # names modules on stderr
     assert any(line.endswith(f" {module}\n") for line in process.stderr)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -190,11 +213,17 @@ def test_ctrl_c_during_the_imports_is_no_traceback(module):
 
 def test_one_of_two_writers_wins_and_the_other_says_so(tmp_path):
     out, said = tmp_path / "a", [tmp_path / name for name in ("0", "1")]
-    both = [forked(cli_into, path, *TRAIN[:1], "--steps", 5120, *SIZED, "--out", out) for path in said]
+    both = [
+        forked(cli_into, path, *TRAIN[:1], "--steps", 5120, *SIZED, "--out", out) for path in said
+    ]
     for process in both:
         process.join(120)
-    assert sorted(process.exitcode for process in both) == [0, 2], [path.read_text() for path in said]
-    (loser,) = (path.read_text() for process, path in zip(both, said, strict=True) if process.exitcode)
+    assert sorted(process.exitcode for process in both) == [0, 2], [
+        path.read_text() for path in said
+    ]
+    (loser,) = (
+        path.read_text() for process, path in zip(both, said, strict=True) if process.exitcode
+    )
     assert loser.startswith(f"fp8rl: out is {out}, ") and loser.count("\n") == 1
     assert {path.name for path in out.iterdir()} == {MARK, *FILES["train"]}
 
@@ -205,7 +234,10 @@ def test_a_run_that_still_runs_is_not_resumed(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_cli("train", "--resume", out)
     said = capsys.readouterr().err
-    assert said == f"fp8rl: out is {out}, where another process is writing: wait for it or use another\n"
+    assert (
+        said
+        == f"fp8rl: out is {out}, where another process is writing: wait for it or use another\n"
+    )
     process.kill()
 
 
@@ -214,7 +246,14 @@ def test_overwrite_touches_nothing_that_no_run_wrote(tmp_path):
         out = tmp_path / name
         out.mkdir()
         (out / name).write_text("precious")
-        refused("out is .*, which holds other files", require_free, out, command, overwrite=True, error=FileExistsError)
+        refused(
+            "out is .*, which holds other files",
+            require_free,
+            out,
+            command,
+            overwrite=True,
+            error=FileExistsError,
+        )
     with Folder.create(tmp_path / "a", "train", {}) as folder:
         folder.write("config.json", "{}")
         (folder.path / "notes.txt").write_text("precious")
@@ -235,11 +274,26 @@ def test_a_full_disk_is_named_with_its_path(tmp_path):
     process = forked(train_on_a_full_disk, tmp_path / "said", tmp_path / "a")
     process.join(120)
     last = (tmp_path / "said").read_text().splitlines()[-1]
-    assert process.exitcode == 2 and f"{tmp_path}/a" in last and "cannot be written (File too large): make room" in last
+    assert (
+        process.exitcode == 2
+        and f"{tmp_path}/a" in last
+        and "cannot be written (File too large): make room" in last
+    )
 
 
 # The shorter runs end long before the longer ones.
-STUDY = ["study", "--precisions", "fp32", "bf16", "--seeds", "2", "--steps", "1024", "20480", *SIZED]
+STUDY = [
+    "study",
+    "--precisions",
+    "fp32",
+    "bf16",
+    "--seeds",
+    "2",
+    "--steps",
+    "1024",
+    "20480",
+    *SIZED,
+]
 STUDY += ["--eval-episodes", "2"]
 
 
@@ -254,7 +308,11 @@ def gone(process: psutil.Process) -> bool:
 def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, one_process):
     out = tmp_path / "a"
     process = start(*STUDY, "--out", out)
-    until(lambda: rows_of(out / "runs.jsonl") >= 1, lambda: process.poll() is None, process.communicate)
+    until(
+        lambda: rows_of(out / "runs.jsonl") >= 1,
+        lambda: process.poll() is None,
+        process.communicate,
+    )
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait(30)
@@ -275,17 +333,28 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, 
 def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
     """The workers of a study, which its server has forked."""
     children = psutil.Process(process.pid).children()
-    return [worker for child in children if "forkserver" in " ".join(child.cmdline()) for worker in child.children()]
+    return [
+        worker
+        for child in children
+        if "forkserver" in " ".join(child.cmdline())
+        for worker in child.children()
+    ]
 
 
 def test_a_study_that_ends_early_says_one_line_or_none(tmp_path):
     both = [start(*STUDY, "--out", tmp_path / name) for name in ("killed worker", "terminated")]
     for process, name in zip(both, ("killed worker", "terminated"), strict=True):
-        until(lambda out=tmp_path / name: rows_of(out / "runs.jsonl"), lambda p=process: p.poll() is None, process.communicate)
+        until(
+            lambda out=tmp_path / name: rows_of(out / "runs.jsonl"),
+            lambda p=process: p.poll() is None,
+            process.communicate,
+        )
         process.terminate() if name == "terminated" else workers_of(process)[0].kill()
     (_, err), (_, terminated) = (process.communicate(timeout=60) for process in both)
     assert [process.returncode for process in both] == [2, 128 + signal.SIGTERM]
-    assert err.endswith("\nfp8rl: a process of the study died (killed, or out of memory): run the command again\n")  # the last
+    assert err.endswith(
+        "\nfp8rl: a process of the study died (killed, or out of memory): run the command again\n"
+    )  # the last
     for said in (err, terminated):
         assert "Traceback" not in said and "leaked" not in said
 
@@ -298,12 +367,22 @@ def hostile():
 
 @pytest.fixture
 def strangers(hostile, tmp_path):
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else tmp_path) as name:  # thousands of files
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.path.isdir("/dev/shm") else tmp_path
+    ) as name:  # thousands of files
         yield hostile.Strangers(Path(name) / "all")
 
 
-IN_PLACE = {"ring, to write": {"lock", "ring.json", "obs.bin", "clock.bin"}, "ring, to read": {"lock", "ring.json", "obs.bin"}}
-IN_PLACE |= {"study": {MARK, "runs.jsonl"}, "train --resume": {MARK}, "train --overwrite": {MARK}, "eval": set()}
+IN_PLACE = {
+    "ring, to write": {"lock", "ring.json", "obs.bin", "clock.bin"},
+    "ring, to read": {"lock", "ring.json", "obs.bin"},
+}
+IN_PLACE |= {
+    "study": {MARK, "runs.jsonl"},
+    "train --resume": {MARK},
+    "train --overwrite": {MARK},
+    "eval": set(),
+}
 
 
 def test_what_is_no_plain_file_of_the_folder_s_own_is_not_opened(hostile, strangers):
@@ -324,23 +403,32 @@ def test_what_is_no_plain_file_of_the_folder_s_own_is_not_opened(hostile, strang
 def test_a_thousand_generated_folders_change_nothing_outside_them(strangers):
     fates = strangers.fates(1000)
     assert {fate for _, fate in fates} == {"used", "refused"}, fates
-    assert all(fates[command, fate] > 10 for command in strangers.files for fate in ("used", "refused")), fates
+    assert all(
+        fates[command, fate] > 10 for command in strangers.files for fate in ("used", "refused")
+    ), fates
 
 
 def test_every_string_and_number_of_a_file_may_be_forged(hostile, strangers):
-    content = torch.load(io.BytesIO(strangers.files["train --resume"]["checkpoint.pt"]), weights_only=True)
+    content = torch.load(
+        io.BytesIO(strangers.files["train --resume"]["checkpoint.pt"]), weights_only=True
+    )
     journal = json.loads(strangers.files["study"]["runs.jsonl"])
     places = hostile.leaves(content)
     assert len(places) > 50
     for i, place in enumerate(places):
         for value in hostile.FORGED[i % 3 :: 3]:
             forged = hostile.forged(content, place, value)
-            fate = strangers.fate("train --resume", lambda out, forged=forged: torch.save(forged, out / "checkpoint.pt"))
+            fate = strangers.fate(
+                "train --resume",
+                lambda out, forged=forged: torch.save(forged, out / "checkpoint.pt"),
+            )
             assert fate in ("refused", "used"), (place, value, fate)
     for place in hostile.leaves(journal):
         for value in hostile.FORGED:
             text = json.dumps(hostile.forged(journal, place, value)) + "\n"
-            fate = strangers.fate("study", lambda out, text=text: (out / "runs.jsonl").write_text(text))
+            fate = strangers.fate(
+                "study", lambda out, text=text: (out / "runs.jsonl").write_text(text)
+            )
             assert fate in ("refused", "used"), (place, value, fate)
 
 
@@ -370,7 +458,12 @@ def test_a_name_with_a_newline_is_one_line(tmp_path, capsys):
     out = tmp_path / "a\n\x1b[2J"
     out.mkdir()
     (out / "checkpoint.pt").touch()
-    for arguments in (["eval", out], ["train", "--resume", out], ["train", "--out", out], ["study", out, "--out", out]):
+    for arguments in (
+        ["eval", out],
+        ["train", "--resume", out],
+        ["train", "--out", out],
+        ["study", out, "--out", out],
+    ):
         with pytest.raises(SystemExit):
             run_cli(*arguments)
         said = capsys.readouterr().err
@@ -389,11 +482,16 @@ def test_a_checkpoint_imports_nothing_that_it_names(tmp_path, monkeypatch, capsy
     for arguments in (["eval", "."], ["train", "--resume", "."]):
         with pytest.raises(SystemExit, match="2"):
             run_cli(*arguments)
-        assert "has env_id 'payload:Foo-v0': import payload first, or add --trust if you trust it" in capsys.readouterr().err
+        assert (
+            "has env_id 'payload:Foo-v0': import payload first, or add --trust if you trust it"
+            in capsys.readouterr().err
+        )
     with Folder.create(Path("stopped"), "train", {}) as folder:  # before its first checkpoint
         folder.write("config.json", json.dumps({"env_id": "payload:Foo-v0"}))
     with pytest.raises(SystemExit, match="2"):
         run_cli("train", "--resume", "stopped")
-    assert "config.json has env_id 'payload:Foo-v0': import payload first" in capsys.readouterr().err
+    assert (
+        "config.json has env_id 'payload:Foo-v0': import payload first" in capsys.readouterr().err
+    )
     assert not os.path.exists("ran")
     assert checkpoint.resume("checkpoint.pt", trust=True)[0].env_id == "payload:Foo-v0"

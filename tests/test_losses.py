@@ -20,11 +20,19 @@ SETTINGS = Config(gamma=GAMMA, lam=0.95, entropy_coef=0.01)
 
 
 def targets_of(values, log_ratios, rollout, lam):
-    return vtrace(values, rollout.reward, discounts_of(rollout.flags, GAMMA).double(), log_ratios, rollout.valid, lam)
+    return vtrace(
+        values,
+        rollout.reward,
+        discounts_of(rollout.flags, GAMMA).double(),
+        log_ratios,
+        rollout.valid,
+        lam,
+    )
 
 
 def vtrace_as_written(values, log_ratios, rollout, lam):
-    """Espeholt et al. 2018, equation 1, as its double sum: vs_t = V_t + sum_s (prod_i discount_i c_i) delta_s."""
+    """Espeholt et al. 2018, equation 1, as its double sum: vs_t = V_t + sum_s (prod_i discount_i
+    c_i) delta_s."""
     T, B = rollout.reward.shape
     V, r, rho = values.numpy(), rollout.reward.numpy(), np.minimum(1, log_ratios.exp().numpy())
     flags = rollout.flags.numpy()
@@ -52,7 +60,9 @@ def test_vtrace_equals_its_slow_twin(seed, length, lam):
     value, advantage = vtrace_as_written(*case, lam)
     np.testing.assert_allclose(ours.value.numpy(), value, atol=1e-6)
     np.testing.assert_allclose(ours.advantage.numpy(), advantage, atol=1e-6)
-    np.testing.assert_allclose(ours.ratio.numpy(), np.where(case[2].valid, case[1].exp().numpy(), 1))
+    np.testing.assert_allclose(
+        ours.ratio.numpy(), np.where(case[2].valid, case[1].exp().numpy(), 1)
+    )
 
 
 @given(seeds, lengths)
@@ -67,7 +77,9 @@ def test_on_policy_with_lambda_1_the_target_is_the_n_step_return(seed, length):
         for t in range(start, length):
             total += discount * rollout.reward[t, 0].item()
             discount *= GAMMA
-            if flags[t] or t + 1 == length:  # an end, or the slice's: what comes after is the critic's guess, or nothing
+            if (
+                flags[t] or t + 1 == length
+            ):  # an end, or the slice's: what comes after is the critic's guess, or nothing
                 total += 0 if flags[t] & TERMINATED else discount * values[t + 1, 0].item()
                 break
         assert ours[start].item() == pytest.approx(total, abs=1e-6)
@@ -83,7 +95,9 @@ def test_on_policy_the_advantage_is_gae(seed, length, lam):
         delta = rollout.reward[t, 0].item() + bootstrap - values[t, 0].item()
         following = 0.0 if flag & DUMMY else delta + (0.0 if flag else GAMMA * lam * following)
         expected.insert(0, following)
-    np.testing.assert_allclose(targets_of(values, log_ratios, rollout, lam).advantage[:, 0], expected, atol=1e-6)
+    np.testing.assert_allclose(
+        targets_of(values, log_ratios, rollout, lam).advantage[:, 0], expected, atol=1e-6
+    )
 
 
 @given(seeds, st.integers(4, 12), lambdas)
@@ -91,7 +105,11 @@ def test_nothing_leaks_across_an_end(seed, length, lam):
     values, log_ratios, rollout = random_rollout(seed, length, batch=1)
     ends = [t for t in range(length) if rollout.flags[t, 0] & (TERMINATED | TRUNCATED)]
     for end in ends:
-        other_values, reward, other_ratios = values.clone(), rollout.reward.clone(), log_ratios.clone()
+        other_values, reward, other_ratios = (
+            values.clone(),
+            rollout.reward.clone(),
+            log_ratios.clone(),
+        )
         final = end + 1  # the final observation, which a truncation may look at
         other_values[final + (rollout.flags[end, 0] == TRUNCATED).long() :] += 100
         reward[end + 1 :] += 100
@@ -112,7 +130,9 @@ def test_truncation_bootstraps_and_termination_does_not():
         (TERMINATED, True, 1),
         (TERMINATED, False, 1),
     ):
-        discounts = discounts_of(torch.tensor([[flag]], dtype=torch.uint8), GAMMA, bootstrap_truncation=bootstrap)
+        discounts = discounts_of(
+            torch.tensor([[flag]], dtype=torch.uint8), GAMMA, bootstrap_truncation=bootstrap
+        )
         targets = vtrace(torch.tensor([[0.0], [5.0]]), one, discounts, zero, one.bool())
         assert targets.value.item() == pytest.approx(expected)
 
@@ -122,7 +142,9 @@ def test_one_row_is_td_0_with_the_ratio_clipped_at_1(seed, lam):
     values, log_ratios, rollout = random_rollout(seed, 1)
     delta = rollout.reward + discounts_of(rollout.flags, GAMMA) * values[1:] - values[:-1]
     expected = log_ratios.exp().clamp(max=1) * delta
-    torch.testing.assert_close(targets_of(values, log_ratios, rollout, lam).advantage, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        targets_of(values, log_ratios, rollout, lam).advantage, expected, atol=1e-6, rtol=0
+    )
 
 
 def loss_of(logits, values, rollout, **changes):
@@ -132,9 +154,18 @@ def loss_of(logits, values, rollout, **changes):
 @given(seeds, lengths, st.booleans(), st.booleans(), st.sampled_from([0.2, 2.0, None]))
 def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, normalize, clip):
     values, _, rollout = random_rollout(seed, length)
-    logits = torch.randn(length + 1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    logits = torch.randn(
+        length + 1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
     values.requires_grad_()
-    loss, _ = loss_of(logits, values, rollout, importance_correction=correct, normalize_advantage=normalize, clip=clip)
+    loss, _ = loss_of(
+        logits,
+        values,
+        rollout,
+        importance_correction=correct,
+        normalize_advantage=normalize,
+        clip=clip,
+    )
     ours = torch.autograd.grad(loss, (logits, values))
 
     log_policy = logits.log_softmax(-1)
@@ -143,7 +174,9 @@ def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, 
     all_logp = log_policy[:-1].gather(-1, rollout.action[..., None])[..., 0].detach()
     log_ratios = all_logp - rollout.behavior_logp
     corrected = log_ratios if correct else torch.zeros_like(log_ratios)
-    target, advantage = (torch.from_numpy(x) for x in vtrace_as_written(values.detach(), corrected, rollout, 0.95))
+    target, advantage = (
+        torch.from_numpy(x) for x in vtrace_as_written(values.detach(), corrected, rollout, 0.95)
+    )
     advantage = torch.stack([advantage[row] for row in rows])
     if normalize:
         advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + FLOOR)
@@ -163,16 +196,30 @@ def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, 
 
 
 def test_statistics_by_hand():
-    """Two rows count; the third is a dummy whose action would have the smallest log-probability by far."""
-    logits = torch.tensor([[0.2, 0.8], [0.2, 0.8], [1e-6, 1 - 1e-6], [0.5, 0.5]]).log().unsqueeze(1).requires_grad_()
+    """Two rows count; the third is a dummy whose action would have the smallest log-probability by
+    far."""
+    logits = (
+        torch.tensor([[0.2, 0.8], [0.2, 0.8], [1e-6, 1 - 1e-6], [0.5, 0.5]])
+        .log()
+        .unsqueeze(1)
+        .requires_grad_()
+    )
     flags = torch.tensor([[0], [TERMINATED], [DUMMY]], dtype=torch.uint8)
     action, half = torch.tensor([[1], [0], [0]]), torch.full((3, 1), np.log(0.5))
     values = torch.tensor([[1.0], [2.0], [7.0], [7.0]]).requires_grad_()
     rollout = Rollout(torch.zeros(4, 1, 2), action, torch.ones(3, 1), flags, half.float())
     loss, stats = loss_of(logits, values, rollout, lam=0.0, normalize_advantage=False, clip=None)
-    # Ratios 1.6, clipped to 1, and 0.4; deltas 1 + 0.9 * 2 - 1 = 1.8 and 0.4 * (1 - 2) = -0.4; the second row ends the episode.
-    expected = {"policy_loss": -(1.8 * np.log(0.8) - 0.4 * np.log(0.2)) / 2, "value_loss": 0.5 * (1.8**2 + 0.4**2) / 2}
-    expected |= {"entropy": -(0.2 * np.log(0.2) + 0.8 * np.log(0.8)), "min_logp": np.log(0.2), "ess": 2**2 / (2 * 2.72)}
+    # Ratios 1.6, clipped to 1, and 0.4; deltas 1 + 0.9 * 2 - 1 = 1.8 and 0.4 * (1 - 2) = -0.4; the
+    # second row ends the episode.
+    expected = {
+        "policy_loss": -(1.8 * np.log(0.8) - 0.4 * np.log(0.2)) / 2,
+        "value_loss": 0.5 * (1.8**2 + 0.4**2) / 2,
+    }
+    expected |= {
+        "entropy": -(0.2 * np.log(0.2) + 0.8 * np.log(0.8)),
+        "min_logp": np.log(0.2),
+        "ess": 2**2 / (2 * 2.72),
+    }
     assert {name: stat.item() for name, stat in stats.items()} == pytest.approx(expected, rel=1e-5)
     assert loss.requires_grad and not any(stat.requires_grad for stat in stats.values())
 
@@ -207,7 +254,10 @@ def test_dummy_rows_touch_neither_loss_nor_statistics():
         behavior_logp=torch.where(rollout.valid, rollout.behavior_logp, -50.0),
         reward=torch.where(rollout.valid, rollout.reward, 1e6),
     )
-    (loss, stats), (other, other_stats) = loss_of(logits, values, rollout), loss_of(logits, values, changed)
+    (loss, stats), (other, other_stats) = (
+        loss_of(logits, values, rollout),
+        loss_of(logits, values, changed),
+    )
     assert loss == other and stats == other_stats
 
 
@@ -223,14 +273,28 @@ def test_a_dummy_row_is_not_the_smallest_of_positive_log_densities():
 def test_normalization_survives_a_mean_far_larger_than_the_deviation(seed, mean, deviation):
     torch.manual_seed(seed)
     rewards = mean + deviation * torch.randn(1, 512)
-    flags, actions = torch.full((1, 512), TERMINATED, dtype=torch.uint8), torch.zeros(1, 512, dtype=torch.int64)
+    flags, actions = (
+        torch.full((1, 512), TERMINATED, dtype=torch.uint8),
+        torch.zeros(1, 512, dtype=torch.int64),
+    )
     rollout = Rollout(torch.zeros(2, 512, 2), actions, rewards, flags, torch.zeros(1, 512))
     logits = torch.zeros(2, 512, 2, requires_grad=True)
-    loss, _ = loss_of(logits, torch.zeros(2, 512), rollout, importance_correction=False, clip=None, entropy_coef=0.0)
+    loss, _ = loss_of(
+        logits,
+        torch.zeros(2, 512),
+        rollout,
+        importance_correction=False,
+        clip=None,
+        entropy_coef=0.0,
+    )
     (gradient,) = torch.autograd.grad(loss, logits)
     exact = rewards.double()[0]
-    expected = -0.5 * (exact - exact.mean()) / (exact.std(correction=0) + FLOOR) / 512  # of the logit of the action taken
-    torch.testing.assert_close(gradient[0, :, 0].double(), expected, rtol=1e-3, atol=0.01 * 0.5 / 512)
+    expected = (
+        -0.5 * (exact - exact.mean()) / (exact.std(correction=0) + FLOOR) / 512
+    )  # of the logit of the action taken
+    torch.testing.assert_close(
+        gradient[0, :, 0].double(), expected, rtol=1e-3, atol=0.01 * 0.5 / 512
+    )
 
 
 NOT_NUMBERS = st.sampled_from([np.nan, np.inf, -np.inf])
@@ -240,7 +304,9 @@ NOT_NUMBERS = st.sampled_from([np.nan, np.inf, -np.inf])
 def test_what_a_dummy_row_holds_reaches_no_target(seed, length, lam, what):
     values, log_ratios, rollout = random_rollout(seed, length)
     reward = torch.where(rollout.valid, rollout.reward, what)
-    changed = targets_of(values, torch.where(rollout.valid, log_ratios, what), rollout._replace(reward=reward), lam)
+    changed = targets_of(
+        values, torch.where(rollout.valid, log_ratios, what), rollout._replace(reward=reward), lam
+    )
     for x, y in zip(targets_of(values, log_ratios, rollout, lam), changed, strict=True):
         assert torch.equal(x, y)
 
@@ -257,12 +323,18 @@ def test_the_value_after_a_termination_reaches_no_target(seed, length, lam, what
 
 
 @given(seeds, lengths, st.booleans(), st.booleans(), NOT_NUMBERS)
-def test_what_a_dummy_row_holds_reaches_neither_loss_nor_gradient(seed, length, continuous, normalize, what):
+def test_what_a_dummy_row_holds_reaches_neither_loss_nor_gradient(
+    seed, length, continuous, normalize, what
+):
     values, _, rollout = random_rollout(seed, length)
     generator = torch.Generator().manual_seed(seed)
-    outputs = torch.randn(length + 1, 3, 2, dtype=torch.float64, generator=generator).requires_grad_()
+    outputs = torch.randn(
+        length + 1, 3, 2, dtype=torch.float64, generator=generator
+    ).requires_grad_()
     if continuous:
-        rollout = rollout._replace(action=torch.randn(length, 3, 1, dtype=torch.float64, generator=generator))
+        rollout = rollout._replace(
+            action=torch.randn(length, 3, 1, dtype=torch.float64, generator=generator)
+        )
     changed = rollout._replace(
         reward=torch.where(rollout.valid, rollout.reward, what),
         behavior_logp=torch.where(rollout.valid, rollout.behavior_logp, what),
@@ -282,9 +354,15 @@ def test_what_a_dummy_row_holds_reaches_neither_loss_nor_gradient(seed, length, 
 def test_actions_that_are_masked_out_have_no_part_in_the_loss(seed, actions, gamma):
     """A logit of -inf for an action that is never taken: as if there were no such action."""
     values, _, rollout = random_rollout(seed, 6)
-    few = torch.randn(7, 3, actions, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    more = torch.cat((few.detach(), torch.full((7, 3, 1), -torch.inf, dtype=torch.float64)), dim=-1).requires_grad_()
-    (loss, stats), (masked, masked_stats) = (loss_of(logits, values, rollout) for logits in (few, more))
+    few = torch.randn(
+        7, 3, actions, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
+    more = torch.cat(
+        (few.detach(), torch.full((7, 3, 1), -torch.inf, dtype=torch.float64)), dim=-1
+    ).requires_grad_()
+    (loss, stats), (masked, masked_stats) = (
+        loss_of(logits, values, rollout) for logits in (few, more)
+    )
     torch.testing.assert_close(masked, loss)
     torch.testing.assert_close(masked_stats, stats)
     (expected,), (gradient,) = torch.autograd.grad(loss, few), torch.autograd.grad(masked, more)
@@ -310,7 +388,8 @@ def test_a_row_that_is_followed_by_the_next_episode_bootstraps_from_its_own_fina
 
 @given(seeds, lengths, lambdas)
 def test_both_layouts_of_the_same_episodes_have_the_same_targets(seed, length, lam):
-    """Without its dummy rows, and with the values of final observations apart, a rollout is of the SAME_STEP layout."""
+    """Without its dummy rows, and with the values of final observations apart, a rollout is of the
+    SAME_STEP layout."""
     values, log_ratios, rollout = random_rollout(seed, length, batch=1)
     discounts, keep = discounts_of(rollout.flags, GAMMA).double(), rollout.valid[:, 0]
     expected = vtrace(values, rollout.reward, discounts, log_ratios, rollout.valid, lam)

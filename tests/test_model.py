@@ -29,7 +29,9 @@ def test_first_policy_is_almost_uniform():
 def test_actor_and_critic_share_the_encoder():
     model = ActorCritic()
     for output in model(torch.rand(5, 2)):
-        (gradient,) = torch.autograd.grad(output.square().sum(), model.inputs.weight, retain_graph=True)
+        (gradient,) = torch.autograd.grad(
+            output.square().sum(), model.inputs.weight, retain_graph=True
+        )
         assert gradient.abs().sum() > 0
 
 

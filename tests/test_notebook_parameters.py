@@ -1,6 +1,6 @@
-"""The notebooks with other parameters, in another folder: smaller than anyone would choose, so that every study is tiny. They run
-in this process, because starting kernels and workers takes longer than what these do; with their own parameters they run in
-kernels (--nbmake)."""
+"""The notebooks with other parameters, in another folder: smaller than anyone would choose, so that
+every study is tiny. They run in this process, because starting kernels and workers takes longer
+than what these do; with their own parameters they run in kernels (--nbmake)."""
 
 import re
 import resource
@@ -33,9 +33,12 @@ SENSELESS = {
 
 
 def with_parameters(name: str, **values):
-    """A notebook with a value for each of its parameters, some of them new, and the index of their cell."""
+    """A notebook with a value for each of its parameters, some of them new, and the index of their
+    cell."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    (at,) = [i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])]
+    (at,) = [
+        i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])
+    ]
     names = {line.split(" = ")[0] for line in notebook.cells[at].source.splitlines()}
     assert values.keys() <= names == SMALL[name].keys()
     notebook.cells[at].source += "".join(f"\n{name} = {value!r}" for name, value in values.items())
@@ -43,11 +46,14 @@ def with_parameters(name: str, **values):
 
 
 def run_cell(shell: InteractiveShell, cell) -> list[str]:
-    """What the cell shows. An exercise must fail, in an assertion of one line, until it is solved."""
+    """What the cell shows. An exercise must fail, in an assertion of one line, until it is
+    solved."""
     with capture_output() as captured:
         result = shell.run_cell(cell.source)
     if "raises-exception" in cell.metadata.get("tags", []):
-        assert isinstance(result.error_in_exec, AssertionError) and re.fullmatch("[^\n]+", str(result.error_in_exec))
+        assert isinstance(result.error_in_exec, AssertionError) and re.fullmatch(
+            "[^\n]+", str(result.error_in_exec)
+        )
         return []
     result.raise_error()
     return [captured.stdout, captured.stderr, *(str(output.data) for output in captured.outputs)]
@@ -55,8 +61,12 @@ def run_cell(shell: InteractiveShell, cell) -> list[str]:
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore:.*non-interactive, and thus cannot be shown")
-@pytest.mark.filterwarnings("ignore:.*Overriding environment CustomEnv-v0")  # when its cell runs again
-def test_runs_with_other_parameters_in_another_folder(name, tmp_path_factory, tmp_path, monkeypatch, one_process):
+@pytest.mark.filterwarnings(
+    "ignore:.*Overriding environment CustomEnv-v0"
+)  # when its cell runs again
+def test_runs_with_other_parameters_in_another_folder(
+    name, tmp_path_factory, tmp_path, monkeypatch, one_process
+):
     notebook, _ = with_parameters(name, **SMALL[name])
     plt.switch_backend("Agg")  # or a desktop's would open windows
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
@@ -69,7 +79,9 @@ def test_runs_with_other_parameters_in_another_folder(name, tmp_path_factory, tm
             if cell.cell_type == "code":
                 began = time.perf_counter()
                 shown += run_cell(shell, cell)
-                if time.perf_counter() - began < 0.5:  # again, as a reader may, unless that takes long
+                if (
+                    time.perf_counter() - began < 0.5
+                ):  # again, as a reader may, unless that takes long
                     shown += run_cell(shell, cell)
     finally:
         shell.reset(new_session=False)

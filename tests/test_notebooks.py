@@ -44,7 +44,9 @@ def code(notebook):
 
 @pytest.fixture
 def prose(notebook):
-    return "\n\n".join(source(cell) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    return "\n\n".join(
+        source(cell) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+    )
 
 
 def test_the_main_notebook_is_there():
@@ -76,17 +78,24 @@ def test_first_code_cell_installs_the_package_only_where_it_is_missing(code, mis
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     exec(TransformerManager().transform_cell(source(code[0])), {"get_ipython": lambda: shell})
     assert [magic for magic, _ in calls] == ["pip"] * missing
-    assert all(re.fullmatch(r"install --quiet (\.\.|git\+https://github\.com/[\w.-]+/[\w.-]+)", line) for _, line in calls)
+    assert all(
+        re.fullmatch(r"install --quiet (\.\.|git\+https://github\.com/[\w.-]+/[\w.-]+)", line)
+        for _, line in calls
+    )
 
 
-@pytest.mark.skipif(not (shutil.which("make") and shutil.which("perl")), reason="make address needs make and perl")
+@pytest.mark.skipif(
+    not (shutil.which("make") and shutil.which("perl")), reason="make address needs make and perl"
+)
 def test_an_address_goes_into_the_badge_and_into_every_first_code_cell(tmp_path):
     for name in ("Makefile", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
     for address in ("someone/some.thing", "someone-else/fp8rl"):  # a second time, too
         subprocess.run(["make", "address", f"REPOSITORY={address}"], cwd=tmp_path, check=True)
-        badge = f"https://colab.research.google.com/github/{address}/blob/main/notebooks/{MAIN}.ipynb\n"
+        badge = (
+            f"https://colab.research.google.com/github/{address}/blob/main/notebooks/{MAIN}.ipynb\n"
+        )
         assert badge in (tmp_path / "README.md").read_text()
         for path in NOTEBOOKS:
             cells = json.loads((tmp_path / "notebooks" / path.name).read_text())["cells"]
@@ -97,30 +106,40 @@ def test_an_address_goes_into_the_badge_and_into_every_first_code_cell(tmp_path)
 def test_outputs_are_those_of_one_full_run(path, code):
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
-    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
+    assert not any(
+        output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs
+    )
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert path.stat().st_size < 1_000_000
 
 
 def test_exercises_are_shown_unsolved_and_their_solutions_are_hidden():
-    """tests/test_notebook_parameters.py runs both: an exercise must fail in one line. Its error is not committed."""
+    """tests/test_notebook_parameters.py runs both: an exercise must fail in one line. Its error is
+    not committed."""
     cells = json.loads((ROOT / "notebooks" / f"{MAIN}.ipynb").read_text())["cells"]
     exercises = [i for i, cell in enumerate(cells) if "raises-exception" in tags(cell)]
     assert len(exercises) == 3
     for at in exercises:
         assert not cells[at]["outputs"]
-        assert tags(cells[at + 1]) == ["solution"] and cells[at + 1]["metadata"]["jupyter"] == {"source_hidden": True}
+        assert tags(cells[at + 1]) == ["solution"] and cells[at + 1]["metadata"]["jupyter"] == {
+            "source_hidden": True
+        }
 
 
 def test_the_main_notebook_has_at_most_2000_words_of_prose():
     cells = json.loads((ROOT / "notebooks" / f"{MAIN}.ipynb").read_text())["cells"]
-    assert sum(len(source(cell).split()) for cell in cells if cell["cell_type"] == "markdown") <= 2000
+    assert (
+        sum(len(source(cell).split()) for cell in cells if cell["cell_type"] == "markdown") <= 2000
+    )
 
 
 def test_outputs_name_no_private_folder(code):
     text = json.dumps(
         [
-            [{**o, "data": {k: v for k, v in o.get("data", {}).items() if "image" not in k}} for o in cell["outputs"]]
+            [
+                {**o, "data": {k: v for k, v in o.get("data", {}).items() if "image" not in k}}
+                for o in cell["outputs"]
+            ]
             for cell in code
         ]
     )
@@ -129,7 +148,9 @@ def test_outputs_name_no_private_folder(code):
 
 def test_code_reads_no_file_of_the_repository(code):
     """So the notebooks run beside an installed wheel, too."""
-    assert not [source(cell) for cell in code if re.search(r"\.\./|__file__|benchmarks", source(cell))]
+    assert not [
+        source(cell) for cell in code if re.search(r"\.\./|__file__|benchmarks", source(cell))
+    ]
 
 
 def test_links_lead_to_files(path, prose):
@@ -140,7 +161,10 @@ def test_links_lead_to_files(path, prose):
 def test_figures_beside_a_link_to_a_table_are_the_tables(path, prose):
     for paragraph in prose.split("\n\n"):
         for link in re.findall(r"\]\((\S+/results/\S+\.md)\)", paragraph):
-            table, text = (path.parent / link).read_text(), " ".join(re.sub(r"\(\S+/\S+\)", "", paragraph).split())
+            table, text = (
+                (path.parent / link).read_text(),
+                " ".join(re.sub(r"\(\S+/\S+\)", "", paragraph).split()),
+            )
             assert figures(text) <= figures(table), link
             machine = re.search(r"` on (.+?, \d+ cores(?:, \w+ with \w+ bf16)?)", table)[1]
             assert machine in text, link

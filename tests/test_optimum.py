@@ -19,7 +19,10 @@ STARTS = Cart(50, seed=1).state
 def by_trying(start: torch.Tensor, steps: int) -> float:
     """The best return of all 2^steps sequences of pushes."""
     pushes = torch.tensor(list(itertools.product([0, 1], repeat=steps)))
-    state, total = start.double().expand(len(pushes), -1), torch.zeros(len(pushes), dtype=torch.float64)
+    state, total = (
+        start.double().expand(len(pushes), -1),
+        torch.zeros(len(pushes), dtype=torch.float64),
+    )
     live = torch.ones(len(pushes), dtype=torch.bool)
     for push in pushes.T:
         state = dynamics(state, push)
@@ -37,7 +40,10 @@ def test_it_is_the_best_of_all_sequences(start):
 
 
 def test_other_grids_find_the_same():
-    usual, *others = (optimal_returns(STARTS, width=w, height=h).mean().item() for w, h in ((801, 401), (601, 401), (701, 301)))
+    usual, *others = (
+        optimal_returns(STARTS, width=w, height=h).mean().item()
+        for w, h in ((801, 401), (601, 401), (701, 301))
+    )
     assert max(abs(other - usual) for other in others) < 0.02
 
 

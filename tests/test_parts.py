@@ -16,22 +16,22 @@ from helpers import SHORT, after, assert_same, forked, refused, reusing, small, 
 from torch import nn
 
 from fp8rl import fp8
+from fp8rl.around import Around
+from fp8rl.build import build
 from fp8rl.config import Config
+from fp8rl.disk import checkpoint
 from fp8rl.distribution import LOG_STD, Categorical, Gaussian
 from fp8rl.env import TensorEnv
 from fp8rl.evaluate import Judge
+from fp8rl.population.population import Population
 from fp8rl.precision import PRECISIONS, Rules
-from fp8rl.report import study
-from fp8rl.scale import checkpoint
-from fp8rl.scale.around import Around
-from fp8rl.scale.machine import build
-from fp8rl.scale.population import Population
+from fp8rl.study import comparison
 from fp8rl.tasks.by_id import task_of
 from fp8rl.tasks.cartpole import CartPole
 from fp8rl.tasks.lqr import Lqr
 from fp8rl.train import Run, train
 
-EXAMPLES = ("rng", "fp8", "losses", "rollout", "replay", "lab.lowbit", "lab.doctor")
+EXAMPLES = ("rng", "fp8", "losses", "rollout", "replay", "bits.low_bit_adam", "bits.doctor")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -42,8 +42,13 @@ def test_the_examples_in_docstrings_do_what_they_say(name):
 
 def test_parts_stand_alone():
     names = ", ".join(f"fp8rl.{name}" for name in EXAMPLES)
-    script = f"import sys, torch; before = set(sys.modules); import {names}; print(*sys.modules.keys() - before)"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    script = (
+        f"import sys, torch; before = set(sys.modules); import {names}; "
+        "print(*sys.modules.keys() - before)"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert not {"gymnasium", "tqdm", "fp8rl.config", "fp8rl.train"} & set(loaded)
 
 
@@ -66,10 +71,15 @@ def test_a_precision_is_one_entry(monkeypatch):
     """Gradients in e4m3, too: single runs and populations round alike."""
     monkeypatch.setitem(PRECISIONS, "e4m3", Rules(None, fp8.E4M3, fp8.E4M3, loss_scale=1.0))
     config = Config("e4m3", seed=1, learning_rate=5e-4, **SHORT)
-    alone, together = train(build(config), progress=False), train(Population([config]), progress=False)
+    alone, together = (
+        train(build(config), progress=False),
+        train(Population([config]), progress=False),
+    )
     assert alone.model.hidden[0].backward_type == fp8.E4M3
     for name in ("loss", "grad_norm", "eval_return"):
-        ours, theirs = (run.column(name) for run in (together.histories([config])[0], alone.history))
+        ours, theirs = (
+            run.column(name) for run in (together.histories([config])[0], alone.history)
+        )
         np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=1e-3)
     other = train(build(Config("fp8", seed=1, learning_rate=5e-4, **SHORT)), progress=False)
     assert not torch.equal(weights(alone), weights(other))
@@ -97,7 +107,10 @@ def test_a_task_is_one_class(tmp_path, monkeypatch):
     config = small(env_id="my_tasks_of_test:Bandit", steps=20_480, eval_every=0)
     for run in (train(build(config), progress=False), train(Population([config]), progress=False)):
         assert np.mean(run.history.last["eval_return"]) == 8
-    assert issubclass(task_of(config.env_id), TensorEnv) and study.threshold_of(config.env_id) == 7.5
+    assert (
+        issubclass(task_of(config.env_id), TensorEnv)
+        and comparison.threshold_of(config.env_id) == 7.5
+    )
     checkpoint.save(tmp_path / "a.pt", after(1, build(config)))
     del sys.modules["my_tasks_of_test"]
     with pytest.raises(ValueError, match=r"import my_tasks_of_test first, or add --trust"):
@@ -126,7 +139,12 @@ class OneAction(Lqr):
     distribution = Categorical
 
 
-NO_TASKS = ["no_such_module:Task", "fp8rl.tasks.lqr:NoSuchTask", "fp8rl.tasks.single:Single", "fp8rl.env:TensorEnv"]
+NO_TASKS = [
+    "no_such_module:Task",
+    "fp8rl.tasks.lqr:NoSuchTask",
+    "fp8rl.tasks.custom_env:Single",
+    "fp8rl.env:TensorEnv",
+]
 
 
 @pytest.mark.parametrize("env_id", [*NO_TASKS, f"{__name__}:OneAction"])
@@ -158,13 +176,23 @@ def test_any_shape_trains_saves_and_is_a_population_s_agent(fields, tmp_path):
     state = after(2, run)
     checkpoint.save(tmp_path / "a.pt", state)
     model, loaded = checkpoint.load(tmp_path / "a.pt")
-    assert loaded == config and len(model.hidden) == config.layers - 1 and model.critic.in_features == config.hidden_size
+    assert (
+        loaded == config
+        and len(model.hidden) == config.layers - 1
+        and model.critic.in_features == config.hidden_size
+    )
     with torch.no_grad():
-        torch.testing.assert_close(model(run.env.obs), run.model(run.env.obs), rtol=0.1, atol=0.05)  # not in FP8
-    resumed = build(*checkpoint.resume(tmp_path / "a.pt")[:1], state=checkpoint.resume(tmp_path / "a.pt")[1])
+        torch.testing.assert_close(
+            model(run.env.obs), run.model(run.env.obs), rtol=0.1, atol=0.05
+        )  # not in FP8
+    resumed = build(
+        *checkpoint.resume(tmp_path / "a.pt")[:1], state=checkpoint.resume(tmp_path / "a.pt")[1]
+    )
     assert_same(train(resumed, progress=False), train(build(config), progress=False))
     ours = after(2, together).histories([config])[0]
-    np.testing.assert_allclose(ours.column("loss")[:2], run.history.column("loss"), rtol=0.02, atol=2e-3)
+    np.testing.assert_allclose(
+        ours.column("loss")[:2], run.history.column("loss"), rtol=0.02, atol=2e-3
+    )
 
 
 def test_a_shape_that_fp8_cannot_take_and_a_gru_without_a_layer_before_it_are_refused():
@@ -179,7 +207,11 @@ def test_a_shape_that_fp8_cannot_take_and_a_gru_without_a_layer_before_it_are_re
 
 
 def test_gru_policies_of_three_layers_learn():
-    run = build(small(encoder="gru", layers=3, hidden_size=32, steps=20_480, learning_rate=2e-3, eval_every=0))
+    run = build(
+        small(
+            encoder="gru", layers=3, hidden_size=32, steps=20_480, learning_rate=2e-3, eval_every=0
+        )
+    )
     train(run, progress=False)
     assert len(run.model.hidden) == 2 and run.history.final_return > 150
 
@@ -220,7 +252,12 @@ def test_layers_that_the_optimizer_does_not_have_are_refused():
     in_few_bits = build(Config(formats="weights=e4m3:stochastic", **SHORT))
     for run in (Run(Config(**SHORT)), build(Config(**SHORT)), fp8_too, in_few_bits):
         run.model.hidden[0] = nn.Linear(64, 64)
-        refused("optimizer does not have all of the model's parameters: build the run again", train, run, progress=False)
+        refused(
+            "optimizer does not have all of the model's parameters: build the run again",
+            train,
+            run,
+            progress=False,
+        )
     agents = Population([Config(**SHORT)])
     agents.model.theta = nn.Parameter(agents.model.theta.detach().clone())
     refused("optimizer does not have all of the model's parameters", train, agents, progress=False)
@@ -231,9 +268,16 @@ def test_layers_that_the_optimizer_does_not_have_are_refused():
 
 def test_a_run_takes_the_rows_that_it_can_fill():
     config = small(steps=5_120)
-    assert build(config).ring.rows == Run(config).ring.rows == Population([config]).ring.rows == 10 * 32 + 1
+    assert (
+        build(config).ring.rows
+        == Run(config).ring.rows
+        == Population([config]).ring.rows
+        == 10 * 32 + 1
+    )
     assert build(small(capacity=800)).ring.rows == 50
-    with mock.patch("fp8rl.scale.hardware.available", return_value=10**8):  # 32 full rings would take 288 MB
+    with mock.patch(
+        "fp8rl.hardware.available", return_value=10**8
+    ):  # 32 full rings would take 288 MB
         assert Population([small(seed=seed, steps=5_120) for seed in range(32)]).agents == 32
 
 
@@ -258,13 +302,17 @@ def test_a_first_layer_in_fp8_takes_two_matmuls():
 
 def test_a_gpu_without_memory_is_not_another_config():
     run = build(Config(**SHORT))
-    full = mock.patch.object(run.model, "load_state_dict", side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    full = mock.patch.object(
+        run.model, "load_state_dict", side_effect=torch.OutOfMemoryError("CUDA out of memory")
+    )
     with full, pytest.raises(torch.OutOfMemoryError):
         run.load_state_dict(build(Config(**SHORT)).state_dict())
 
 
 def test_a_population_is_saved_and_read_again(tmp_path):
-    configs = [Config(precision, seed=seed, **SHORT) for precision in ("fp32", "fp8") for seed in range(2)]
+    configs = [
+        Config(precision, seed=seed, **SHORT) for precision in ("fp32", "fp8") for seed in range(2)
+    ]
     run = Population(configs)
     run.stop(1, ValueError("a reason"))
     checkpoint.save(tmp_path / "a.pt", after(2, run))
@@ -273,20 +321,28 @@ def test_a_population_is_saved_and_read_again(tmp_path):
     again.load_state_dict(state)
     whole.stop(1, ValueError("a reason"))
     train(again, progress=False), train(whole, progress=False)
-    assert torch.equal(again.model.theta, whole.model.theta) and again.history.failures == [None, "a reason", None, None]
+    assert torch.equal(again.model.theta, whole.model.theta) and again.history.failures == [
+        None,
+        "a reason",
+        None,
+        None,
+    ]
     with pytest.raises(ValueError, match=r"is of a population: read it with resume"):
         checkpoint.load(tmp_path / "a.pt")
 
 
 def write_peak(path) -> None:
-    """Writes down a ring's bytes and by how much saving it raises the process's peak of resident memory."""
+    """Writes down a ring's bytes and by how much saving it raises the process's peak of resident
+    memory."""
     run = Run(small(steps=2_000_000, capacity=2_000_000))
     for field in run.ring.fields.values():
         field.fill_(1)
     run.ring._clock[1] = run.ring.rows - 1
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     checkpoint.save(path.with_suffix(".pt"), run)
-    path.write_text(f"{run.ring.nbytes} {1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}")
+    path.write_text(
+        f"{run.ring.nbytes} {1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}"
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count in other units")
@@ -311,34 +367,50 @@ def test_an_evaluation_that_is_not_finite_is_a_failure():
         run = build(Config(**SHORT))
         run.judge = NotFinite(run.config, run.learner.precision, None)
         run.judge.found = found
-        refused("evaluation is not finite in fp32: fix the environment's rewards", train, run, progress=False)
+        refused(
+            "evaluation is not finite in fp32: fix the environment's rewards",
+            train,
+            run,
+            progress=False,
+        )
     together = Population([Config(seed=seed, **SHORT) for seed in range(4)])
     together.judge = SomeAreNotFinite(together.config, None, None)
     train(together, progress=False)
     _, failed, fine, infinite = together.history.each
     for each in (failed, infinite):
-        assert each.failures[0].startswith("evaluation is not finite") and each.final_return == -math.inf
+        assert (
+            each.failures[0].startswith("evaluation is not finite")
+            and each.final_return == -math.inf
+        )
     assert fine.failures[0] is None and fine.final_return == 2.0
 
 
 def test_a_seed_that_diverges_is_recorded():
-    history = study.run(Config(learning_rate=1e30, **SHORT))
+    history = comparison.run(Config(learning_rate=1e30, **SHORT))
     assert "lower learning_rate" in history.failures[0] and history.final_return == -math.inf
-    fine = study.run(Config(**SHORT))
-    results = [study.summarize(small(seed=seed), h) for seed, h in enumerate([history, fine, fine, fine, fine])]
-    (line,) = study.table(results, ["fp32"], threshold=0.0).splitlines()[2:]
+    fine = comparison.run(Config(**SHORT))
+    results = [
+        comparison.summarize(small(seed=seed), h)
+        for seed, h in enumerate([history, fine, fine, fine, fine])
+    ]
+    (line,) = comparison.table(results, ["fp32"], threshold=0.0).splitlines()[2:]
     assert "4 of 5, 1 failed" in line and "| fail |" in line
 
 
 def test_no_verdict_from_four_seeds():
-    results = [{"arm": "fp32", "seed": seed, "final_return": 199.0, "first_step_at_threshold": 512.0} for seed in range(4)]
-    (line,) = study.table(results, ["fp32"]).splitlines()[2:]
+    results = [
+        {"arm": "fp32", "seed": seed, "final_return": 199.0, "first_step_at_threshold": 512.0}
+        for seed in range(4)
+    ]
+    (line,) = comparison.table(results, ["fp32"]).splitlines()[2:]
     assert "fewer than 5 seeds" in line and "[" not in line and "pass" not in line
 
 
 def test_an_overflow_builds_no_histories():
     run = Population([Config("fp16", seed=seed, **SHORT) for seed in range(4)])
     run.learner.precision.scale.fill_(2.0**40)
-    with mock.patch.object(type(run.history), "each", mock.PropertyMock(side_effect=AssertionError)):
+    with mock.patch.object(
+        type(run.history), "each", mock.PropertyMock(side_effect=AssertionError)
+    ):
         train(run, progress=False)
     assert run.history.columns["skipped"][0].sum() > 0

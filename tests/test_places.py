@@ -1,4 +1,4 @@
-"""Places kept in few bits (lab/places.py): in a population of agents whose places differ."""
+"""Places kept in few bits (bits/places.py): in a population of agents whose places differ."""
 
 import math
 
@@ -7,16 +7,29 @@ import torch
 from helpers import after, refused, small, trained
 from torch import nn
 
-from fp8rl.lab.formats import format_of, rounded, scaled
-from fp8rl.lab.places import PlaceFormat, Places, places_of
-from fp8rl.scale import population
-from fp8rl.scale.population import Population
-from fp8rl.scale.rounding import Matmuls, roundings_of
+from fp8rl.bits.formats import format_of, rounded, scaled
+from fp8rl.bits.places import PlaceFormat, Places, places_of
+from fp8rl.matmul_rounding import Matmuls, roundings_of
+from fp8rl.population import population
+from fp8rl.population.population import Population
 
-SMALL = {"steps": 1024, "num_envs": 4, "rollout_length": 16, "slice_length": 16, "batch_size": 64, "eval_every": 0}
+SMALL = {
+    "steps": 1024,
+    "num_envs": 4,
+    "rollout_length": 16,
+    "slice_length": 16,
+    "batch_size": 64,
+    "eval_every": 0,
+}
 SMALL |= {"eval_episodes": 2, "capacity": 1000}
 SIZES = [6, 3]
-STEP = {"v": "v=e4m3:stored", "before": "v=e4m3", "root": "root=e4m3:stored", "m": "m=e5m2", "both": "m=e3m2:stored v=bf16"}
+STEP = {
+    "v": "v=e4m3:stored",
+    "before": "v=e4m3",
+    "root": "root=e4m3:stored",
+    "m": "m=e5m2",
+    "both": "m=e3m2:stored v=bf16",
+}
 STEP |= {
     "unscaled": "v=e5m2:unscaled:stored",
     "block": "m=e4m3:block:stored",
@@ -31,10 +44,17 @@ def test_bad_places_are_refused():
         ("w=e4m3", "formats has the place 'w': choose from forward, backward"),
         ("v", "formats has 'v': format is '': use"),
         ("v=e0m3", "formats has 'v=e0m3': format is 'e0m3': use"),
-        ("v=e4m3:loose", "formats has 'v=e4m3:loose': follow the format by any of unscaled, block, stochastic, stored, ind"),
+        (
+            "v=e4m3:loose",
+            "formats has 'v=e4m3:loose': follow the format by any of unscaled, block, "
+            "stochastic, stored, ind",
+        ),
         ("weights=e4m3:stored", r"formats has .*independent and stored: only m, v, root"),
         ("weights=e4m3:independent", r"formats has .*independent and stored: only m, v, root"),
-        ("forward=e4m3:stochastic", "formats has .*: only weights, m, v, root and targets can be stochastic"),
+        (
+            "forward=e4m3:stochastic",
+            "formats has .*: only weights, m, v, root and targets can be stochastic",
+        ),
         ("v=e4m3 v=e5m2", "formats has v twice"),
         ("v=e4m3 root=e5m2", "formats has root twice: name each place once, and v or its root"),
     ):
@@ -53,7 +73,8 @@ def test_places_and_words():
 
 
 def by_hand(text: str, theta: torch.Tensor, grads: list[torch.Tensor], rate: float) -> torch.Tensor:
-    """Adam on one agent's weights [9], tensor by tensor, each place rounded where the module's docstring says."""
+    """Adam on one agent's weights [9], tensor by tensor, each place rounded where the module's
+    docstring says."""
     places = places_of(text)
 
     def keep(x, name):
@@ -63,7 +84,9 @@ def by_hand(text: str, theta: torch.Tensor, grads: list[torch.Tensor], rate: flo
         parts = x.split(SIZES)
         if "unscaled" in kept.words:
             return torch.cat([rounded(part, kept.format) for part in parts])
-        return torch.cat([scaled(part, kept.format, 32 if "block" in kept.words else None) for part in parts])
+        return torch.cat(
+            [scaled(part, kept.format, 32 if "block" in kept.words else None) for part in parts]
+        )
 
     def beside(x, name, bound):
         """The number next to each of `x`, as it is kept, up (`bound` 0) or towards 0 (1)."""
@@ -73,14 +96,18 @@ def by_hand(text: str, theta: torch.Tensor, grads: list[torch.Tensor], rate: flo
             found = [rounded(part, kept.format, n) for part, n in zip(parts, noise, strict=True)]
         else:
             block = 32 if "block" in kept.words else None
-            found = [scaled(part, kept.format, block, n) for part, n in zip(parts, noise, strict=True)]
+            found = [
+                scaled(part, kept.format, block, n) for part, n in zip(parts, noise, strict=True)
+            ]
         return torch.cat(found).copysign(x)
 
     theta, m, v = keep(theta, "weights"), torch.zeros(9), torch.zeros(9)
     for t, grad in enumerate(grads, 1):
         m, v = torch.lerp(m, grad, 1 - 0.9), 0.999 * v + (1 - 0.999) * grad * grad
         words = {name: places[name].words for name in places}
-        limit = 1.01 * (1 - 0.9**t) / (1 - 0.999**t) ** 0.5  # of |m| / sqrt(v): a step as long as the learning rate
+        limit = (
+            1.01 * (1 - 0.9**t) / (1 - 0.999**t) ** 0.5
+        )  # of |m| / sqrt(v): a step as long as the learning rate
         second = "root" if "root" in places else "v"
         x = v.sqrt() if second == "root" else v
         x_kept = keep(x, second)
@@ -128,10 +155,13 @@ def test_a_skipped_step_changes_nothing_that_is_kept(text):
 
 
 def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
-    """A hundred steps of a thousandth each, far below half the distance of e4m3's numbers near 1."""
+    """A hundred steps of a thousandth each, far below half the distance of e4m3's numbers near
+    1."""
     for word, expected in (("", 1.0), (":stochastic", 1.1)):
         theta = nn.Parameter(torch.ones(1, 4000))
-        adam = population.Adam(theta, 1e-3, [places_of(f"weights=e4m3{word}")], [4000], torch.tensor([0]))
+        adam = population.Adam(
+            theta, 1e-3, [places_of(f"weights=e4m3{word}")], [4000], torch.tensor([0])
+        )
         for _ in range(100):
             adam.step(-torch.ones(1, 4000), torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))
         assert math.isclose(theta.mean().item(), expected, abs_tol=0.005)
@@ -140,22 +170,40 @@ def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
 def test_matmuls_are_rounded_by_places_or_by_a_precision():
     config = small(formats="forward=e4m3 backward=e5m2 acting=e2m1")
     learner, actor = population.matmuls_of(config), population.matmuls_of(config, acting=True)
-    assert learner == Matmuls("fp32", PlaceFormat(format_of("e4m3")), PlaceFormat(format_of("e5m2")))
+    assert learner == Matmuls(
+        "fp32", PlaceFormat(format_of("e4m3")), PlaceFormat(format_of("e5m2"))
+    )
     assert actor == Matmuls("fp32", PlaceFormat(format_of("e2m1")))
     x = torch.randn(2, 3, 4)
     inputs, weights, gradient, result = roundings_of(learner, [(4, 4)])[0]
-    assert torch.equal(inputs(x), scaled(x.flatten(1), format_of("e4m3")).view_as(x)) and torch.equal(inputs(x), weights(x))
-    assert torch.equal(gradient(x), scaled(x.flatten(1), format_of("e5m2")).view_as(x)) and result is None
+    assert torch.equal(
+        inputs(x), scaled(x.flatten(1), format_of("e4m3")).view_as(x)
+    ) and torch.equal(inputs(x), weights(x))
+    assert (
+        torch.equal(gradient(x), scaled(x.flatten(1), format_of("e5m2")).view_as(x))
+        and result is None
+    )
 
 
-ARMS = ["", "v=e4m3:stored", "weights=e4m3:stochastic m=e4m3 root=e4m3", "forward=e4m3 backward=e5m2", "observations=e3m2"]
+ARMS = [
+    "",
+    "v=e4m3:stored",
+    "weights=e4m3:stochastic m=e4m3 root=e4m3",
+    "forward=e4m3 backward=e5m2",
+    "observations=e3m2",
+]
 ARMS += ["targets=e4m3", "targets=e4m3:stochastic", "acting=e2m1"]
 
 
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
 def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
-    """For the three updates of an iteration, but for sums in another order, which now and then cross a rounding boundary."""
-    configs = [small(seed=seed, formats=formats, env_id=env_id, **{**SMALL, "steps": 64}) for formats in ARMS for seed in (3, 4)]
+    """For the three updates of an iteration, but for sums in another order, which now and then
+    cross a rounding boundary."""
+    configs = [
+        small(seed=seed, formats=formats, env_id=env_id, **{**SMALL, "steps": 64})
+        for formats in ARMS
+        for seed in (3, 4)
+    ]
     together = trained(Population(configs[::-1]))
     found = set()
     for k, formats in enumerate(ARMS):
@@ -171,7 +219,9 @@ def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
 def test_the_acting_policy_multiplies_the_weights_of_the_learner(kept):
     run = Population([small(formats=f"forward={kept}", **SMALL)])
     ((_, layers),) = run.model.policy("actor").parts
-    for i, ((weight, _), (held, _, rounding)) in enumerate(zip(run.model.layers, layers, strict=True)):
+    for i, ((weight, _), (held, _, rounding)) in enumerate(
+        zip(run.model.layers, layers, strict=True)
+    ):
         heads = i + 1 == len(layers)
         expected = rounding.weights(weight[:, :-1] if heads else weight)  # the critic does not act
         assert torch.equal(held if heads else held.mT, expected)

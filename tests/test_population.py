@@ -17,31 +17,41 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl import fp8
+from fp8rl.bits.places import in_order
+from fp8rl.build import build
 from fp8rl.config import Config
+from fp8rl.disk import checkpoint
+from fp8rl.disk.mapped_ring import StoredRing
 from fp8rl.distribution import Gaussian
 from fp8rl.env import STATE_BOUNDS, Cart
-from fp8rl.lab.places import in_order
+from fp8rl.hardware import keep_freed_memory
 from fp8rl.losses import actor_critic_loss
+from fp8rl.matmul_rounding import TO, Matmuls, roundings_of, roundings_of_network
+from fp8rl.population import population
+from fp8rl.population.population import Population, batches, environments
 from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import Rollout, noise_of
-from fp8rl.scale import checkpoint, population
-from fp8rl.scale.hardware import keep_freed_memory
-from fp8rl.scale.machine import build
-from fp8rl.scale.population import Population, batches, environments
-from fp8rl.scale.rounding import TO, Matmuls, roundings_of, roundings_of_network
-from fp8rl.scale.storage import StoredRing
 from fp8rl.tasks.by_id import TASKS
 from fp8rl.train import Run, iterate, train
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
-MIXED = {"gamma": 0.9, "lam": 0.5, "learning_rate": 3e-3, "entropy_coef": 0.0, "value_coef": 1.0, "max_grad_norm": 0.1}
+MIXED = {
+    "gamma": 0.9,
+    "lam": 0.5,
+    "learning_rate": 3e-3,
+    "entropy_coef": 0.0,
+    "value_coef": 1.0,
+    "max_grad_norm": 0.1,
+}
 MIXED |= {"clip": 0.1, "start_noise": 0.1}
 
 
 def thirty(**changes) -> list[Config]:
     """Agents of all precisions, every third with other hyperparameters."""
     fields = [MIXED if k % 3 == 2 else {} for k in range(30)]
-    return [Config(PRECISIONS[k % 5], seed=k, **{**SHORT, **fields[k], **changes}) for k in range(30)]
+    return [
+        Config(PRECISIONS[k % 5], seed=k, **{**SHORT, **fields[k], **changes}) for k in range(30)
+    ]
 
 
 def place(run: Population, config: Config) -> int:
@@ -79,9 +89,9 @@ def thetas(*configs: Config) -> list[dict[Config, torch.Tensor]]:
 @pytest.mark.parametrize("agents", [2, 30])
 @pytest.mark.parametrize("k", [0, 10, 20, 25])
 def test_an_agent_alone_is_the_agent_among_others(agents, k):
-    """In float32. Only the order of sums may differ, by a relative 1e-7 or so of the largest gradient, about 0.1. Adam's first
-    step is lr g / (abs(g) + 1e-5), which for the smallest g makes 1e-3 lr of that, at most 3e-6. So 20 updates stay within
-    6e-5."""
+    """In float32. Only the order of sums may differ, by a relative 1e-7 or so of the largest
+    gradient, about 0.1. Adam's first step is lr g / (abs(g) + 1e-5), which for the smallest g makes
+    1e-3 lr of that, at most 3e-6. So 20 updates stay within 6e-5."""
     fields = {"steps": 10 * 512, "replay_updates": 1, "eval_every": 0}
     config, others = thirty(**fields)[k], thirty(**fields)
     others = others if agents == 30 else [config, others[k - 1]]
@@ -93,7 +103,8 @@ def test_an_agent_alone_is_the_agent_among_others(agents, k):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 29])
 def test_so_it_is_in_every_precision(k):
-    """Where a sum's order changes the last bit of a rounded gradient (2^-8 of it in bfloat16), so much does the step change."""
+    """Where a sum's order changes the last bit of a rounded gradient (2^-8 of it in bfloat16), so
+    much does the step change."""
     config = thirty()[k]
     alone, among = Population([config]), Population(thirty())
     for run in (alone, among):
@@ -104,37 +115,72 @@ def test_so_it_is_in_every_precision(k):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
-    """The same actions and returns, as long as rounding does not change an action; the weights differ by the order of sums, which
-    in a rounded product is the last bit of a few numbers. At a low learning rate that has no time to grow. A gradient near 0 is
-    the difference of large sums, so single weights may be off by some hundredths of a step of Adam (more on one processor than on
+    """The same actions and returns, as long as rounding does not change an action; the weights
+    differ by the order of sums, which in a rounded product is the last bit of a few numbers. At a
+    low learning rate that has no time to grow. A gradient near 0 is the difference of large sums,
+    so single weights may be off by some hundredths of a step of Adam (more on one processor than on
     another), and all of a small bias by one."""
     fields = {"steps": 5_120, "eval_every": 2_560, "eval_episodes": 5, "replay_updates": 1}
     fields |= {"lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
     configs = [small(precision, seed=seed, **fields) for seed in (1, 3, 5)]
     alone, among = Run(configs[1]), Population(configs)
-    far, near_zero = {"fp32": 5e-5, "fp16": 2e-3}.get(precision, 5e-2), 0.01 * configs[1].settled(Cart).learning_rate
+    far, near_zero = (
+        {"fp32": 5e-5, "fp16": 2e-3}.get(precision, 5e-2),
+        0.01 * configs[1].settled(Cart).learning_rate,
+    )
     for _ in zip(iterate(alone), iterate(among), strict=True):
-        ours, theirs = (dict(model.named_parameters()) for model in (among.model.network(place(among, configs[1])), alone.model))
+        ours, theirs = (
+            dict(model.named_parameters())
+            for model in (among.model.network(place(among, configs[1])), alone.model)
+        )
         for name, weight in theirs.items():
-            assert (ours[name] - weight).norm() <= far * weight.norm() + near_zero * name.endswith("bias") * weight.numel() ** 0.5
+            assert (ours[name] - weight).norm() <= far * weight.norm() + near_zero * name.endswith(
+                "bias"
+            ) * weight.numel() ** 0.5
     history = among.histories(configs)[1]
-    for name in ("train_return", "eval_return", "steps", "learning_rate", "clipped", "nonfinite", "skipped", "loss_scale"):
-        np.testing.assert_allclose(history.column(name), alone.history.column(name), rtol=0.05, err_msg=name)
+    for name in (
+        "train_return",
+        "eval_return",
+        "steps",
+        "learning_rate",
+        "clipped",
+        "nonfinite",
+        "skipped",
+        "loss_scale",
+    ):
+        np.testing.assert_allclose(
+            history.column(name), alone.history.column(name), rtol=0.05, err_msg=name
+        )
     for name in ("loss", "entropy", "grad_norm", "ess", "min_logp", "value_loss"):
-        np.testing.assert_allclose(history.column(name), alone.history.column(name), rtol=0.1, atol=3e-3, err_msg=name)
+        np.testing.assert_allclose(
+            history.column(name), alone.history.column(name), rtol=0.1, atol=3e-3, err_msg=name
+        )
     assert set(history.columns) == set(alone.history.columns)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_first_gradient_is_a_run_s_own(precision):
-    """Adam's first moment after one update, tensor by tensor: only sums in another order may differ."""
-    fields = {"num_envs": 4, "rollout_length": 16, "steps": 64, "slice_length": 16, "batch_size": 64, "replay_updates": 0}
+    """Adam's first moment after one update, tensor by tensor: only sums in another order may
+    differ."""
+    fields = {
+        "num_envs": 4,
+        "rollout_length": 16,
+        "steps": 64,
+        "slice_length": 16,
+        "batch_size": 64,
+        "replay_updates": 0,
+    }
     config = small(precision, **fields)
     alone, together = trained(build(config)), trained(Population([config]))
-    first, state = together.learner.optimizer.first[0].split(together.model.sizes), alone.learner.optimizer.state
+    first, state = (
+        together.learner.optimizer.first[0].split(together.model.sizes),
+        alone.learner.optimizer.state,
+    )
     for parameter, theirs in zip(in_order(alone.model).values(), first, strict=True):
         ours = state[parameter]["exp_avg"].flatten()
-        assert (ours - theirs).norm() <= (1e-4 if precision in ("fp32", "fp8") else 2e-2) * ours.norm()
+        assert (ours - theirs).norm() <= (
+            1e-4 if precision in ("fp32", "fp8") else 2e-2
+        ) * ours.norm()
 
 
 class Levels(Cart):
@@ -170,8 +216,9 @@ class SixteenPushes(Levels):
 @pytest.mark.parametrize("task", [Fifteen, Sixteen, SixteenPushes])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
-    """Outputs, values, what the agent acts by, and gradients. In FP8, an actor with 16 outputs multiplies in it and the critic
-    does not; with 15, neither does, though both together have 16."""
+    """Outputs, values, what the agent acts by, and gradients. In FP8, an actor with 16 outputs
+    multiplies in it and the critic does not; with 15, neither does, though both together have
+    16."""
     config = small(precision, env_id=f"test_population:{task.__name__}", layers=layers)
     if layers == 1 and task is Fifteen and "fp8" in precision:
         refused("precision is 'fp8.*' and no layer can run in FP8", Population, [config])
@@ -179,7 +226,11 @@ def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
     alone, among = build(config), Population([config])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # an actor starts with so small weights that its errors would not be seen
-        for parameter in (alone.model.actor.weight, alone.model.actor.bias, alone.model.critic.bias):
+        for parameter in (
+            alone.model.actor.weight,
+            alone.model.actor.bias,
+            alone.model.critic.bias,
+        ):
             parameter.uniform_(-0.1, 0.1, generator=generator)
         among.model.theta[0] = of_all(alone.model)
     obs = torch.rand(4, 16, 2, generator=generator) - 0.5
@@ -197,7 +248,11 @@ def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
     weight[-1] = 0  # the last step is only bootstrapped from
     ((outputs * weight).sum() + values[:-1].square().sum()).backward()
     ((ours.squeeze(1) * weight).sum() + our_values[:-1].square().sum()).backward()
-    for parameter, found in zip(in_order(alone.model).values(), among.model.theta.grad[0].split(among.model.sizes), strict=True):
+    for parameter, found in zip(
+        in_order(alone.model).values(),
+        among.model.theta.grad[0].split(among.model.sizes),
+        strict=True,
+    ):
         error = (found.view_as(parameter) - parameter.grad).norm()
         assert error <= (1e-5 if precision in ("fp32", "fp8") else 2e-2) * parameter.grad.norm()
 
@@ -206,29 +261,55 @@ def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
 @pytest.mark.parametrize("task", [Fifteen, Sixteen])
 def test_with_as_many_actions_the_first_gradient_is_a_run_s_own(precision, task):
     """With an agent of another precision beside it."""
-    fields = {"num_envs": 4, "rollout_length": 16, "steps": 64, "slice_length": 16, "batch_size": 64, "replay_updates": 0}
-    configs = [small(name, env_id=f"test_population:{task.__name__}", **fields) for name in ("fp32", precision)]
-    alone, together = trained(build(configs[1])), trained(Population(configs[precision == "fp32" :]))
+    fields = {
+        "num_envs": 4,
+        "rollout_length": 16,
+        "steps": 64,
+        "slice_length": 16,
+        "batch_size": 64,
+        "replay_updates": 0,
+    }
+    configs = [
+        small(name, env_id=f"test_population:{task.__name__}", **fields)
+        for name in ("fp32", precision)
+    ]
+    alone, together = (
+        trained(build(configs[1])),
+        trained(Population(configs[precision == "fp32" :])),
+    )
     agent, state = place(together, configs[1]), alone.learner.optimizer.state
     first = together.learner.optimizer.first[agent].split(together.model.sizes)
     for parameter, theirs in zip(in_order(alone.model).values(), first, strict=True):
         ours = state[parameter]["exp_avg"].flatten()
-        assert (ours - theirs).norm() <= (1e-4 if precision in ("fp32", "fp8") else 2e-2) * ours.norm()
+        assert (ours - theirs).norm() <= (
+            1e-4 if precision in ("fp32", "fp8") else 2e-2
+        ) * ours.norm()
 
 
 def test_heads_that_are_rounded_alike_stay_one_layer():
     two, sixteen = [(64, 2), (64, 64), (2, 64), (1, 64)], [(64, 2), (64, 64), (16, 64), (1, 64)]
     for name in PRECISIONS:
-        assert roundings_of_network(Matmuls(name), two) == roundings_of(Matmuls(name), [(64, 2), (64, 64), (3, 64)])
+        assert roundings_of_network(Matmuls(name), two) == roundings_of(
+            Matmuls(name), [(64, 2), (64, 64), (3, 64)]
+        )
         assert len(roundings_of_network(Matmuls(name), sixteen)) == 3 + ("fp8" in name)
     *_, actor, critic = roundings_of_network(Matmuls("fp8+bf16"), sixteen)
     assert actor.inputs is actor.weights is TO[fp8.E4M3] and critic == (TO[torch.bfloat16],) * 4
     actor_only = roundings_of_network(Matmuls("fp8"), [(64, 2), (16, 64), (1, 64)])
     assert actor_only[1].inputs is TO[fp8.E4M3] and actor_only[2] == (None,) * 4
-    refused("precision is 'fp8' and no layer can run", roundings_of_network, Matmuls("fp8"), [(64, 2), (15, 64), (1, 64)])
+    refused(
+        "precision is 'fp8' and no layer can run",
+        roundings_of_network,
+        Matmuls("fp8"),
+        [(64, 2), (15, 64), (1, 64)],
+    )
 
 
-PUBLISHED = {name: x for name, x in vars(Config.published(steps=1_024)).items() if x != getattr(Config, name) and name != "seed"}
+PUBLISHED = {
+    name: x
+    for name, x in vars(Config.published(steps=1_024)).items()
+    if x != getattr(Config, name) and name != "seed"
+}
 
 
 @pytest.mark.parametrize(
@@ -252,13 +333,21 @@ def test_settings_mean_the_same_as_in_a_run_of_its_own(fields):
     ours, theirs = among.histories(configs)[1], alone.history
     assert ours.columns.keys() == theirs.columns.keys()
     for name in theirs.columns.keys() - {"seconds"}:
-        np.testing.assert_allclose(ours.column(name), theirs.column(name), rtol=1e-3, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            ours.column(name), theirs.column(name), rtol=1e-3, atol=1e-5, err_msg=name
+        )
 
 
 def assert_same_agents(one: Population, other: Population, configs: list[Config]) -> None:
     """Weights and histories of these agents bit for bit."""
-    for config, ours, theirs in zip(configs, one.histories(configs), other.histories(configs), strict=True):
-        assert torch.equal(theta(one, config), theta(other, config)) and not ours.failures[0] and not theirs.failures[0]
+    for config, ours, theirs in zip(
+        configs, one.histories(configs), other.histories(configs), strict=True
+    ):
+        assert (
+            torch.equal(theta(one, config), theta(other, config))
+            and not ours.failures[0]
+            and not theirs.failures[0]
+        )
         for name in ours.columns.keys() - {"seconds"}:
             np.testing.assert_array_equal(ours.column(name), theirs.column(name), name)
 
@@ -297,7 +386,10 @@ def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
 
 def test_a_loss_scale_is_each_agent_s_own_and_goes_as_grad_scaler_s():
     configs = [Config(name, seed=seed, **SHORT) for name in ("fp16", "fp32") for seed in range(3)]
-    run, scaler = Population(configs), torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=100)
+    run, scaler = (
+        Population(configs),
+        torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=100),
+    )
     scales, parameter = run.learner.precision, torch.nn.Parameter(torch.ones(1))
     adam, k = torch.optim.Adam([parameter], lr=1e-9), place(run, configs[1])
     rng = np.random.default_rng(0)
@@ -310,12 +402,18 @@ def test_a_loss_scale_is_each_agent_s_own_and_goes_as_grad_scaler_s():
         scaler.step(adam)
         scaler.update()
         adam.zero_grad()
-        assert report.loss_scale[k] == scaler.get_scale() and report.skipped.tolist() == [bad and i == k for i in range(6)]
+        assert report.loss_scale[k] == scaler.get_scale() and report.skipped.tolist() == [
+            bad and i == k for i in range(6)
+        ]
     plain = [place(run, config) for config in configs[3:]]
     assert scales.scale[plain].eq(1).all() and scaler.get_scale() != 2.0**16
 
 
-@given(scale=st.sampled_from([1e-30, 1e-6, 1.0, 3e4]), agents=st.integers(1, 3), seed=st.integers(0, 99))
+@given(
+    scale=st.sampled_from([1e-30, 1e-6, 1.0, 3e4]),
+    agents=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
 def test_rounding_is_that_of_the_types(scale, agents, seed):
     x = scale * torch.randn(agents, 5, 16, generator=torch.Generator().manual_seed(seed))
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -336,7 +434,11 @@ def test_layers_of_one_precision_round_as_prepare_and_autocast_do():
     assert roundings_of(Matmuls("fp32"), shapes) == [(None,) * 4] * 3
     assert roundings_of(Matmuls("fp8"), shapes) == [(None,) * 4, eight, (None,) * 4]
     assert roundings_of(Matmuls("fp8+bf16"), shapes) == [(bf16,) * 4, eight, (bf16,) * 4]
-    assert roundings_of(Matmuls("bf16"), shapes) == [(bf16,) * 4, (None, bf16, bf16, bf16), (None, bf16, bf16, bf16)]
+    assert roundings_of(Matmuls("bf16"), shapes) == [
+        (bf16,) * 4,
+        (None, bf16, bf16, bf16),
+        (None, bf16, bf16, bf16),
+    ]
 
 
 def write_memory(path, configs: list[Config]) -> None:
@@ -347,11 +449,21 @@ def write_memory(path, configs: list[Config]) -> None:
     path.write_text(str(psutil.Process().memory_info().rss))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])  # the first keeps the forward passes that acted
+@pytest.mark.parametrize(
+    "precision", ["fp32", "fp8"]
+)  # the first keeps the forward passes that acted
 def test_memory_is_foreseen(precision, tmp_path):
-    configs = [small(precision, seed=seed, steps=1_536, eval_every=0, eval_episodes=1) for seed in range(48)]
-    new = multiprocessing.get_context("spawn")  # a forked one would use memory that earlier tests have freed
-    processes = [new.Process(target=write_memory, args=(tmp_path / str(agents), configs[:agents])) for agents in (12, 48)]
+    configs = [
+        small(precision, seed=seed, steps=1_536, eval_every=0, eval_episodes=1)
+        for seed in range(48)
+    ]
+    new = multiprocessing.get_context(
+        "spawn"
+    )  # a forked one would use memory that earlier tests have freed
+    processes = [
+        new.Process(target=write_memory, args=(tmp_path / str(agents), configs[:agents]))
+        for agents in (12, 48)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -363,7 +475,9 @@ def test_memory_is_foreseen(precision, tmp_path):
 def test_an_agent_s_ring_is_foreseen_by_its_task():
     for env_id in (None, *TASKS):
         configs = [small(env_id=env_id, steps=steps) for steps in (5_120, 51_200)]
-        (short, few), (long, many) = ((Population([c]).ring.nbytes, population.bytes_per_agent(c)) for c in configs)
+        (short, few), (long, many) = (
+            (Population([c]).ring.nbytes, population.bytes_per_agent(c)) for c in configs
+        )
         assert long - short == many - few > 0, env_id
 
 
@@ -393,7 +507,9 @@ def test_environments_draw_what_each_would_alone(envs, features, length):
     config = small(num_envs=envs, extra_features=features, slice_length=1, batch_size=1)
     noises, seeds = [0.1, 0.5, 1.0], (3, 4, 5)
     together = environments(config, envs, noises, torch.tensor(seeds))
-    alone = [Cart(envs, n, seed=s, extra_features=features) for n, s in zip(noises, seeds, strict=True)]
+    alone = [
+        Cart(envs, n, seed=s, extra_features=features) for n, s in zip(noises, seeds, strict=True)
+    ]
     assert torch.equal(together.obs, torch.cat([env.obs for env in alone]))
     draws = [env.draw(length) for env in alone]
     for t, drawn in enumerate(together.draw(length)):
@@ -409,13 +525,18 @@ def test_agents_draw_what_their_runs_draw(env_id):
         for run in (together, *runs):
             noise.append(noise_of(run.env, 4, run.collector.seed, "actions", iteration))
             starts.append(run.env.draw(4))
-        assert torch.equal(noise[0], torch.cat(noise[1:], dim=1)) and torch.equal(starts[0], torch.cat(starts[1:], dim=1))
+        assert torch.equal(noise[0], torch.cat(noise[1:], dim=1)) and torch.equal(
+            starts[0], torch.cat(starts[1:], dim=1)
+        )
     assert torch.equal(together.model.theta, torch.stack([of_all(run.model) for run in runs]))
 
 
 def test_every_agent_replays_its_own():
     configs = [Config(seed=seed, **SHORT) for seed in range(3)]
-    run, rings = Population(configs), [ReplayBuffer(run_rows := configs[0].rows, 16) for _ in configs]
+    run, rings = (
+        Population(configs),
+        [ReplayBuffer(run_rows := configs[0].rows, 16) for _ in configs],
+    )
     assert run.ring.rows == run_rows
     for _ in range(3):
         rollout = run.collect()
@@ -430,13 +551,22 @@ def test_every_agent_replays_its_own():
 
 
 def test_clipped_values_are_counted_for_each_agent():
-    narrow, rollout = ((-0.1, -0.1), (0.1, 0.1)), Population([Config(seed=s, **SHORT) for s in range(3)]).collect
-    together, alone = population.Rings([{}] * 3, 40, 48, narrow, "int8"), [StoredRing(40, 16, narrow, "int8") for _ in range(3)]
+    narrow, rollout = (
+        ((-0.1, -0.1), (0.1, 0.1)),
+        Population([Config(seed=s, **SHORT) for s in range(3)]).collect,
+    )
+    together, alone = (
+        population.Rings([{}] * 3, 40, 48, narrow, "int8"),
+        [StoredRing(40, 16, narrow, "int8") for _ in range(3)],
+    )
     for batch in (rollout(), rollout()):
         together.append(batch)
         for k, ring in enumerate(alone):
             ring.append(Rollout(*(x[:, k] for x in batch.by_agent(3)[:5])))
-    assert torch.equal(together.clipped, torch.stack([ring.clipped for ring in alone])) and together.clipped.all()
+    assert (
+        torch.equal(together.clipped, torch.stack([ring.clipped for ring in alone]))
+        and together.clipped.all()
+    )
 
 
 def test_a_population_continues_from_its_checkpoint(tmp_path):
@@ -478,52 +608,98 @@ def test_more_agents_take_no_more_calls(formats):
 
 
 def test_configs_are_split_where_shapes_differ():
-    configs = [small(seed=s, num_envs=n, precision=p) for n in (16, 8) for p in ("fp32", "fp8") for s in range(3)]
+    configs = [
+        small(seed=s, num_envs=n, precision=p)
+        for n in (16, 8)
+        for p in ("fp32", "fp8")
+        for s in range(3)
+    ]
     found = batches(configs, 4)
-    assert [len(batch) for batch in found] == [4, 2, 4, 2] and sorted(map(str, itertools.chain(*found))) == sorted(
-        map(str, configs)
-    )
+    assert [len(batch) for batch in found] == [4, 2, 4, 2] and sorted(
+        map(str, itertools.chain(*found))
+    ) == sorted(map(str, configs))
     assert all(len({config.num_envs for config in batch}) == 1 for batch in found)
 
 
 def test_what_cannot_be_in_it_is_refused_before_anything_runs():
     refused("configs is empty: give at least one", Population, [])
     for fields, message in (
-        ({"env_id": "MountainCar-v0", "start_noise": 0.5}, "env_id is MountainCar-v0: train it alone, .* tasks as tensors"),
+        (
+            {"env_id": "MountainCar-v0", "start_noise": 0.5},
+            "env_id is MountainCar-v0: train it alone, .* tasks as tensors",
+        ),
         ({"encoder": "gru"}, "encoder is gru: train it alone, a population does not have it"),
-        ({"normalize_obs": True}, "normalize_obs is True: train it alone, a population does not have it"),
+        (
+            {"normalize_obs": True},
+            "normalize_obs is True: train it alone, a population does not have it",
+        ),
         ({"precision": "tf32"}, "precision is tf32: train it alone"),
         ({"collect_precision": "tf32"}, "collect_precision is tf32: train it alone"),
         ({"precision": "fp4"}, "precision is 'fp4' and it is unknown"),
         ({"collect_precision": "fp4"}, "collect_precision is 'fp4' and it is unknown"),
-        ({"env_id": "CartPole-v1", "start_noise": 0.5}, "env_id is CartPole-v1 beside None: use another population for it"),
+        (
+            {"env_id": "CartPole-v1", "start_noise": 0.5},
+            "env_id is CartPole-v1 beside None: use another population for it",
+        ),
         ({"num_envs": 8}, "num_envs is 8 beside 16: use another population for it"),
         ({"anneal": False}, "anneal is False beside True: use another population for it"),
-        ({"precision": "bf16", "formats": "forward=e4m3"}, "formats rounds matmuls beside bf16: use fp32 in precision and"),
+        (
+            {"precision": "bf16", "formats": "forward=e4m3"},
+            "formats rounds matmuls beside bf16: use fp32 in precision and",
+        ),
     ):
         refused(message, Population, [Config(**SHORT), Config(seed=1, **SHORT, **fields)])
     for field, other in (("precision", {"hidden_size": 24}), ("collect_precision", {"layers": 1})):
         message = f"{field} is 'fp8' and no layer can run in FP8: use a hidden_size"
         refused(message, Population, [Config(**SHORT, **{field: "fp8"}, **other)])
     with unittest.mock.patch.object(population.hardware, "available", return_value=10**7):
-        refused(r"population of 30 agents needs .* use at most 6 agents, or lower", Population, thirty(), error=MemoryError)
+        refused(
+            r"population of 30 agents needs .* use at most 6 agents, or lower",
+            Population,
+            thirty(),
+            error=MemoryError,
+        )
 
 
 def test_the_bar_shows_the_mean_of_all_agents(capsys):
-    run = train(Population([small(seed=seed, steps=512, eval_episodes=2) for seed in range(3)]), progress=True)
+    run = train(
+        Population([small(seed=seed, steps=512, eval_episodes=2) for seed in range(3)]),
+        progress=True,
+    )
     mean = np.mean(run.history.columns["eval_return"][-1])
-    assert f"eval_return {mean:.1f}," in capsys.readouterr().err and mean != run.history.last["eval_return"]
+    assert (
+        f"eval_return {mean:.1f}," in capsys.readouterr().err
+        and mean != run.history.last["eval_return"]
+    )
 
 
 def test_agents_histories_and_networks_are_in_the_callers_order():
-    """Also where precisions take turns; and the order changes nothing of an agent but the order of a matmul's sums."""
-    configs = [Config(precision, seed=seed, **SHORT) for seed in range(2) for precision in ("fp8", "fp32", "bf16")]
+    """Also where precisions take turns; and the order changes nothing of an agent but the order of
+    a matmul's sums."""
+    configs = [
+        Config(precision, seed=seed, **SHORT)
+        for seed in range(2)
+        for precision in ("fp8", "fp32", "bf16")
+    ]
     mixed = trained(Population(configs))
     ordered = trained(Population(sorted(configs, key=lambda config: config.precision)))
     assert mixed.configs == configs
     for k, config in enumerate(configs):
         other = ordered.configs.index(config)
-        assert mixed.history.each[k].column("loss").tolist() == pytest.approx(ordered.history.each[other].column("loss").tolist())
-        for p, q in zip(mixed.model.network(k).parameters(), ordered.model.network(other).parameters(), strict=True):
+        assert mixed.history.each[k].column("loss").tolist() == pytest.approx(
+            ordered.history.each[other].column("loss").tolist()
+        )
+        for p, q in zip(
+            mixed.model.network(k).parameters(),
+            ordered.model.network(other).parameters(),
+            strict=True,
+        ):
             torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
-    assert [config.precision for config in batches(configs, 10)[0]] == ["bf16", "bf16", "fp32", "fp32", "fp8", "fp8"]
+    assert [config.precision for config in batches(configs, 10)[0]] == [
+        "bf16",
+        "bf16",
+        "fp32",
+        "fp32",
+        "fp8",
+        "fp8",
+    ]

@@ -22,12 +22,16 @@ def forward_loss(precision, model, obs=None):
     obs = torch.linspace(-1, 1, 64).view(32, 2) if obs is None else obs
     with precision.autocast():
         logits, values = model(obs)
-    return 0.05 * (logits.square() + values.square().unsqueeze(-1)).mean()  # small enough for float16's first loss scale
+    return (
+        0.05 * (logits.square() + values.square().unsqueeze(-1)).mean()
+    )  # small enough for float16's first loss scale
 
 
 def test_what_cannot_run_is_refused_with_what_can():
     for name, why in (("fp7", "it is unknown"), ("", "it is unknown"), ("tf32", "it needs CUDA")):
-        refused(f"precision is '{name}' and {why}.*: choose from fp32, bf16, fp16, fp8", Precision, name)
+        refused(
+            f"precision is '{name}' and {why}.*: choose from fp32, bf16, fp16, fp8", Precision, name
+        )
 
 
 @pytest.mark.parametrize("name, dtype", DTYPES.items())
@@ -38,7 +42,9 @@ def test_layers_compute_in_the_precision_and_parameters_stay_float32(name, dtype
         layer.register_forward_hook(lambda _layer, _inputs, output: seen.append(output.dtype))
     precision.step(forward_loss(precision, model), optimizer, 1.0)
     assert seen == [dtype] * 4
-    assert {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()} == {
+        torch.float32
+    }
 
 
 @HERE
@@ -48,8 +54,12 @@ def test_gradient_is_float32s_to_the_precisions_rounding(name):
     precision, model, optimizer = prepared(name)
     report = precision.step(forward_loss(precision, model), optimizer, 1e9)
     tolerance = 0.15 if name.startswith("fp8") else 0.03  # e5m2 has two digits
-    torch.testing.assert_close(report.grad_norm, expected, rtol=tolerance, atol=0)  # so it was unscaled before it was measured
-    difference = nn.utils.parameters_to_vector(model.parameters()) - nn.utils.parameters_to_vector(reference[1].parameters())
+    torch.testing.assert_close(
+        report.grad_norm, expected, rtol=tolerance, atol=0
+    )  # so it was unscaled before it was measured
+    difference = nn.utils.parameters_to_vector(model.parameters()) - nn.utils.parameters_to_vector(
+        reference[1].parameters()
+    )
     assert difference.norm() <= tolerance * 0.1 * expected
 
 
@@ -69,12 +79,17 @@ def test_overflow_skips_the_step_and_halves_the_scale():
     assert report.skipped and report.loss_scale == 2.0**15 and not report.grad_norm.isfinite()
     assert torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
     report = precision.step(forward_loss(precision, model), optimizer, 0.5)
-    assert not report.skipped and not torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
+    assert not report.skipped and not torch.equal(
+        before, nn.utils.parameters_to_vector(model.parameters())
+    )
 
 
 def test_good_steps_in_a_row_double_the_scale():
     precision, model, optimizer = prepared("fp16")
-    scales = [precision.step(1e-3 * forward_loss(precision, model), optimizer, 0.5).loss_scale for _ in range(100)]
+    scales = [
+        precision.step(1e-3 * forward_loss(precision, model), optimizer, 0.5).loss_scale
+        for _ in range(100)
+    ]
     assert scales == [2.0**16] * 99 + [2.0**17]
 
 
@@ -108,7 +123,9 @@ def test_tf32_switch_is_put_back(before):
 
 @pytest.mark.cuda
 @CUDA
-@pytest.mark.parametrize("name", available_precisions("cuda") if torch.cuda.is_available() else ["fp32"])
+@pytest.mark.parametrize(
+    "name", available_precisions("cuda") if torch.cuda.is_available() else ["fp32"]
+)
 def test_every_precision_of_a_gpu_trains_a_step_there(name):
     precision = Precision(name, "cuda")
     model = precision.prepare(ActorCritic())
@@ -122,7 +139,10 @@ def test_every_precision_of_a_gpu_trains_a_step_there(name):
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 def test_gradients_of_parts_are_added_up_before_they_are_clipped(name):
     found = []
-    for share, total in ((1, None), (2, lambda grads: [2 * grad for grad in grads])):  # another process has the same half
+    for share, total in (
+        (1, None),
+        (2, lambda grads: [2 * grad for grad in grads]),
+    ):  # another process has the same half
         precision, model, optimizer = prepared(name)
         report = precision.step(forward_loss(precision, model) / share, optimizer, 1e-4, total)
         found.append((report.grad_norm, nn.utils.parameters_to_vector(model.parameters())))

@@ -2,19 +2,24 @@ import pytest
 import torch
 from helpers import log_probabilities, small, trained
 
+from fp8rl.build import build
 from fp8rl.env import Cart
+from fp8rl.gpu.cuda_graphs import InPlace
 from fp8rl.precision import Precision
+from fp8rl.recurrent import Recurrent
 from fp8rl.rollout import DUMMY, Collector
-from fp8rl.scale.graphs import InPlace
-from fp8rl.scale.machine import build
-from fp8rl.scale.recurrent import Recurrent
 
 
 def sequence(length=12, batch=5, obs_size=3, seed=0, layers=2):
     """A GRU agent, observations [T, B, F], starts of episodes [T, B] and a first state [B, W]."""
     torch.manual_seed(seed)
     first = torch.rand(length, batch) < 0.2
-    return Recurrent(obs_size, layers=layers), torch.randn(length, batch, obs_size), first, torch.randn(batch, 64)
+    return (
+        Recurrent(obs_size, layers=layers),
+        torch.randn(length, batch, obs_size),
+        first,
+        torch.randn(batch, 64),
+    )
 
 
 @pytest.mark.parametrize("layers", [2, 3])
@@ -37,7 +42,9 @@ def test_memory_is_torch_s_gru():
         twin.weight_hh_l0.copy_(model.gates.weight)
         twin.bias_hh_l0.copy_(model.gates.bias.uniform_(-1, 1))
     hidden, _ = twin(model.inputs(obs).relu(), state.unsqueeze(0))
-    for ours, theirs in zip(model(obs, state), (model.actor(hidden), model.critic(hidden).squeeze(-1)), strict=True):
+    for ours, theirs in zip(
+        model(obs, state), (model.actor(hidden), model.critic(hidden).squeeze(-1)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -90,7 +97,9 @@ def test_a_memory_s_rollout_can_be_gone_through_again_as_it_was_acted(name):
     for _ in range(4):  # across rollouts and episodes
         before, rollout = collector.state, collector.collect(model)
         assert torch.equal(rollout.state, torch.zeros(16, 64) if before is None else before)
-        torch.testing.assert_close(log_probabilities(model, precision, rollout), rollout.behavior_logp)
+        torch.testing.assert_close(
+            log_probabilities(model, precision, rollout), rollout.behavior_logp
+        )
     assert (rollout.flags & DUMMY).any()
 
 

@@ -5,8 +5,8 @@ from helpers import WIDE, coded, noise, number_of, refused, same
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8rl.disk.mapped_ring import StoredRing
 from fp8rl.replay import ReplayBuffer
-from fp8rl.scale.storage import StoredRing
 
 
 @given(
@@ -25,11 +25,15 @@ def test_slices_are_what_happened_and_never_cross_the_head(rows, num_envs, lengt
     length = min(length, remembered)
     batch = ring.sample(50, length, seed)
     time, env = batch.obs.unbind(-1)
-    assert (time[1:] == time[:-1] + 1).all() and (env == env[0]).all()  # one environment, one step after the other
+    assert (time[1:] == time[:-1] + 1).all() and (
+        env == env[0]
+    ).all()  # one environment, one step after the other
     assert time.min() >= clock - remembered and time.max() <= clock
     happened = number_of(batch.obs)
     assert torch.equal(batch.reward, happened) and torch.equal(batch.behavior_logp, -happened)
-    assert torch.equal(batch.action, (happened % 7).long()) and torch.equal(batch.flags, (happened % 5).to(torch.uint8))
+    assert torch.equal(batch.action, (happened % 7).long()) and torch.equal(
+        batch.flags, (happened % 5).to(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("length", [1, 4])
@@ -43,7 +47,9 @@ def test_starts_are_uniform_over_all_valid_ones(length):
     assert len(counts) == starts
     statistic = ((counts - draws / starts) ** 2 / (draws / starts)).sum()
     freedom = starts - 1
-    assert statistic < freedom + 4 * np.sqrt(2 * freedom)  # mean and four standard deviations of chi-square
+    assert statistic < freedom + 4 * np.sqrt(
+        2 * freedom
+    )  # mean and four standard deviations of chi-square
 
 
 def test_sample_gives_what_the_loss_takes():
@@ -51,14 +57,26 @@ def test_sample_gives_what_the_loss_takes():
     ring.append(coded(0, 5, 2))
     batch = ring.sample(8, 3)
     assert [tuple(x.shape) for x in batch[:5]] == [(4, 8, 2), (3, 8), (3, 8), (3, 8), (3, 8)]
-    assert [x.dtype for x in batch[:5]] == [torch.float32, torch.int64, torch.float32, torch.uint8, torch.float32]
+    assert [x.dtype for x in batch[:5]] == [
+        torch.float32,
+        torch.int64,
+        torch.float32,
+        torch.uint8,
+        torch.float32,
+    ]
     assert batch.state is None
 
 
 def test_samples_are_copies(tmp_path):
-    for ring in (ReplayBuffer(10, 2), StoredRing(10, 2), StoredRing(10, 2, folder=tmp_path / "ring")):
+    for ring in (
+        ReplayBuffer(10, 2),
+        StoredRing(10, 2),
+        StoredRing(10, 2, folder=tmp_path / "ring"),
+    ):
         ring.append(coded(0, 5, 2))
-        fields = [field.view(torch.uint8) for field in ring.fields.values()]  # rows not written yet hold anything, also NaN
+        fields = [
+            field.view(torch.uint8) for field in ring.fields.values()
+        ]  # rows not written yet hold anything, also NaN
         before = [field.clone() for field in fields]
         for x in ring.sample(8, 3)[:5]:
             x.fill_(99)
@@ -76,21 +94,43 @@ def test_a_ring_is_saved_and_restored():
         assert (again.start, again.count) == (ring.start, ring.count)
         one, other = (each.sample(20, 3) for each in (ring, again))
         assert same(one, other)
-        late = {**ring.state_dict(), "clock": torch.tensor([2**63 - 8, 2**63 - 1])}  # no room for another row
-        refused("clock is .*, which no ring of 8 rows has: restore the original", again.load_state_dict, late)
-    refused("obs is from a ring of other settings", StoredRing(8, 3, WIDE, "bf16").load_state_dict, ring.state_dict())
+        late = {
+            **ring.state_dict(),
+            "clock": torch.tensor([2**63 - 8, 2**63 - 1]),
+        }  # no room for another row
+        refused(
+            "clock is .*, which no ring of 8 rows has: restore the original",
+            again.load_state_dict,
+            late,
+        )
+    refused(
+        "obs is from a ring of other settings",
+        StoredRing(8, 3, WIDE, "bf16").load_state_dict,
+        ring.state_dict(),
+    )
 
 
 def test_what_cannot_be_is_refused():
     refused("rows is 1: use at least 2", ReplayBuffer, 1, 2)
     refused("num_envs is 0: use at least 1", ReplayBuffer, 10, 0)
-    refused("replay cannot be allocated on cpu: lower capacity", ReplayBuffer, 10**16, 1, error=MemoryError)
+    refused(
+        "replay cannot be allocated on cpu: lower capacity",
+        ReplayBuffer,
+        10**16,
+        1,
+        error=MemoryError,
+    )
     ring = ReplayBuffer(10, 2)
     refused("rollout of 10 rows", ring.append, coded(0, 10, 2))
     ring.append(coded(0, 4, 2))
     refused("slice length is 5 but only 4 rows are stored", ring.sample, 1, 5)
     for slices, length in ((0, 1), (1, 0), (-1, 1), (1, -1)):
-        refused(f"slices is {slices} and length {length}: use at least 1 of each", ring.sample, slices, length)
+        refused(
+            f"slices is {slices} and length {length}: use at least 1 of each",
+            ring.sample,
+            slices,
+            length,
+        )
 
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "fp8"])
@@ -102,16 +142,32 @@ def test_values_out_of_range_are_counted_and_clipped(codec):
     rollout.obs[0, 0, 0] = rollout.obs[4, 0, 0] = far
     ring.append(rollout)
     assert ring.clipped.tolist() == [2, 2]
-    ring.append(rollout._replace(obs=torch.cat((rollout.obs[4:], rollout.obs[1:4].clamp(-1, 1), rollout.obs[1:2].clamp(-1, 1)))))
+    ring.append(
+        rollout._replace(
+            obs=torch.cat(
+                (rollout.obs[4:], rollout.obs[1:4].clamp(-1, 1), rollout.obs[1:2].clamp(-1, 1))
+            )
+        )
+    )
     assert ring.clipped.tolist() == [2, 2]  # the observation between two rollouts counts once
-    largest = {"int8": 2.0, "fp8": 448 * 2**-7, "fp16": 65504, "bf16": torch.finfo(torch.bfloat16).max}[codec]
+    largest = {
+        "int8": 2.0,
+        "fp8": 448 * 2**-7,
+        "fp16": 65504,
+        "bf16": torch.finfo(torch.bfloat16).max,
+    }[codec]
     obs = ring.sample(1, 8).obs[:, 0, 1]
-    assert obs[1] == pytest.approx(largest, rel=1e-6) and obs[2] == pytest.approx(-largest, rel=1e-6)
+    assert obs[1] == pytest.approx(largest, rel=1e-6) and obs[2] == pytest.approx(
+        -largest, rel=1e-6
+    )
 
 
 def test_a_state_holds_nothing_that_was_never_written(monkeypatch):
-    """Memory starts with anything in it, also NaN; a checkpoint of it would differ from one of the same numbers."""
-    monkeypatch.setattr(torch, "empty", lambda *args, empty=torch.empty, **kwargs: empty(*args, **kwargs).fill_(77))
+    """Memory starts with anything in it, also NaN; a checkpoint of it would differ from one of the
+    same numbers."""
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, empty=torch.empty, **kwargs: empty(*args, **kwargs).fill_(77)
+    )
     ring = StoredRing(12, 2, WIDE)
     for clock in (0, 5, 10, 15):  # the last two wrap around
         ring.append(coded(clock, 5, 2))

@@ -31,18 +31,33 @@ def test_known_answers(counter, key, result):
     assert tuple(int(x) & ONES for x in tensors) == result
 
 
-@given(seeds=st.lists(seeds, min_size=1, max_size=3), iterations=st.integers(0, ONES - 3), count=st.integers(1, 9))
+@given(
+    seeds=st.lists(seeds, min_size=1, max_size=3),
+    iterations=st.integers(0, ONES - 3),
+    count=st.integers(1, 9),
+)
 def test_tensors_give_the_words_of_numpy(seeds, iterations, count):
     several, each = torch.tensor(seeds), torch.arange(len(seeds)) + iterations
-    forms = (seeds[0], iterations), (several, iterations), (several, each), (several, each.unsqueeze(1))
-    forms += tuple((seed, torch.full(shape, iterations)) for seed in (seeds[0], several) for shape in ((), (1,)))
+    forms = (
+        (seeds[0], iterations),
+        (several, iterations),
+        (several, each),
+        (several, each.unsqueeze(1)),
+    )
+    forms += tuple(
+        (seed, torch.full(shape, iterations))
+        for seed in (seeds[0], several)
+        for shape in ((), (1,))
+    )
     ours = [rng.words(seed, "replay", iteration, count) for seed, iteration in forms]
     with drawn_on_tensors():
         theirs = [rng.words(seed, "replay", iteration, count) for seed, iteration in forms]
     for one, other in zip(ours, theirs, strict=True):
         assert other.dtype == torch.int32 and other.tolist() == one.view(np.int32).tolist()
     assert [x.tolist() for x in ours[4:]] == [ours[i].tolist() for i in (0, 0, 1, 1)]
-    assert [x.tolist() for x in ours[1]] == [rng.words(seed, "replay", iterations, count).tolist() for seed in seeds]
+    assert [x.tolist() for x in ours[1]] == [
+        rng.words(seed, "replay", iterations, count).tolist() for seed in seeds
+    ]
 
 
 @pytest.mark.cuda
@@ -52,15 +67,25 @@ def test_a_gpu_draws_the_same(halves):
     seed, shape = torch.tensor([0, 7, ONES]), (5, 3)
     for iteration in (torch.tensor([3, 2**31, 0]), 5):
         there = rng.uniform(
-            seed.cuda(), "starts", iteration if isinstance(iteration, int) else iteration.cuda(), shape, "cuda", halves
+            seed.cuda(),
+            "starts",
+            iteration if isinstance(iteration, int) else iteration.cuda(),
+            shape,
+            "cuda",
+            halves,
         )
-        assert torch.equal(there.cpu(), rng.uniform(seed, "starts", iteration, shape, halves=halves))
+        assert torch.equal(
+            there.cpu(), rng.uniform(seed, "starts", iteration, shape, halves=halves)
+        )
     assert torch.equal(
-        rng.uniform(7, "starts", 5, shape, "cuda", halves).cpu(), rng.uniform(7, "starts", 5, shape, halves=halves)
+        rng.uniform(7, "starts", 5, shape, "cuda", halves).cpu(),
+        rng.uniform(7, "starts", 5, shape, halves=halves),
     )
 
 
-@given(seed=seeds, iteration=st.integers(0, 10**9), few=st.integers(1, 50), many=st.integers(51, 200))
+@given(
+    seed=seeds, iteration=st.integers(0, 10**9), few=st.integers(1, 50), many=st.integers(51, 200)
+)
 def test_a_number_depends_on_its_index_and_not_on_how_many_are_drawn(seed, iteration, few, many):
     long = rng.words(seed, "actions", iteration, many)
     assert (rng.words(seed, "actions", iteration, few) == long[:few]).all()
@@ -68,7 +93,10 @@ def test_a_number_depends_on_its_index_and_not_on_how_many_are_drawn(seed, itera
     assert (among[1] == long).all() and (among[0] != long).any()
     column = torch.full((2, 1), float(iteration % 2**24))  # a population's Adam counts its steps so
     counted = rng.words(torch.tensor([seed ^ 1, seed]), "actions", column, many)
-    assert counted.shape == (2, many) and (counted[1] == rng.words(seed, "actions", iteration % 2**24, many)).all()
+    assert (
+        counted.shape == (2, many)
+        and (counted[1] == rng.words(seed, "actions", iteration % 2**24, many)).all()
+    )
 
 
 def test_many_numbers_are_those_of_one_call(monkeypatch):
@@ -81,7 +109,10 @@ def test_many_numbers_are_those_of_one_call(monkeypatch):
 def test_purposes_seeds_and_iterations_are_uncorrelated():
     """Correlations of 20,000 independent numbers have a standard deviation of 0.007."""
     streams = [rng.uniform(0, purpose, 0, (20_000,)) for purpose in rng.PURPOSES]
-    streams += [rng.uniform(seed, "starts", iteration, (20_000,)) for seed, iteration in ((1, 0), (0, 1), (1, 1), (2**31, 0))]
+    streams += [
+        rng.uniform(seed, "starts", iteration, (20_000,))
+        for seed, iteration in ((1, 0), (0, 1), (1, 1), (2**31, 0))
+    ]
     apart = np.corrcoef(torch.stack(streams).double()) - np.eye(len(streams))
     assert np.abs(apart).max() < 0.035
     assert np.abs(np.corrcoef(streams[0][:-1], streams[0][1:])[0, 1]) < 0.035
@@ -91,9 +122,15 @@ def test_purposes_seeds_and_iterations_are_uncorrelated():
 def test_uniform_numbers_lie_inside_the_interval_and_fill_it(halves):
     numbers = rng.uniform(torch.tensor([3, 4]), "starts", 9, (50_001,), halves=halves).double()
     step = 2.0 ** (-17 if halves else -24)
-    assert numbers.shape == (2, 50_001) and ((numbers / step) % 2 == 1).all() and 0 < numbers.min() < numbers.max() < 1
+    assert (
+        numbers.shape == (2, 50_001)
+        and ((numbers / step) % 2 == 1).all()
+        and 0 < numbers.min() < numbers.max() < 1
+    )
     counts = torch.histc(numbers, 20, 0, 1)
-    assert ((counts - 5000.1).square() / 5000.1).sum() < 50  # chi-square with 19 degrees of freedom: one in 7,000 is above 50
+    assert (
+        (counts - 5000.1).square() / 5000.1
+    ).sum() < 50  # chi-square with 19 degrees of freedom: one in 7,000 is above 50
 
 
 @given(limit=st.integers(1, 10**7), seed=seeds)

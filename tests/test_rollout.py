@@ -48,11 +48,19 @@ def test_a_rollout_is_what_happened():
     dummy = (rollout.flags & DUMMY) != 0
     ended = (rollout.flags & (TERMINATED | TRUNCATED)) != 0
     assert ended.any() and torch.equal(dummy[1:], ended[:-1]) and not dummy[0].any()
-    assert torch.equal(rollout.valid, ~dummy) and torch.equal(rollout.first[1:], dummy) and not rollout.first[0].any()
+    assert (
+        torch.equal(rollout.valid, ~dummy)
+        and torch.equal(rollout.first[1:], dummy)
+        and not rollout.first[0].any()
+    )
     assert (rollout.reward[dummy] == 0).all()
-    torch.testing.assert_close(dynamics(rollout.obs[:-1], rollout.action)[~dummy], rollout.obs[1:][~dummy])
+    torch.testing.assert_close(
+        dynamics(rollout.obs[:-1], rollout.action)[~dummy], rollout.obs[1:][~dummy]
+    )
     assert (rollout.obs[1:][dummy].abs() <= 0.5).all()  # what follows a dummy row is a start
-    torch.testing.assert_close(rollout.behavior_logp, log_probabilities(collector.model, FP32, rollout))
+    torch.testing.assert_close(
+        rollout.behavior_logp, log_probabilities(collector.model, FP32, rollout)
+    )
 
 
 def test_a_rollout_goes_on_where_the_last_one_ended():
@@ -77,9 +85,13 @@ def test_actions_follow_the_policy():
 def test_noise_draws_from_the_softmax(logits):
     logits, draws = torch.tensor(logits), 100_000
     noise = Categorical.noise(uniform(0, "actions", 0, (draws, Categorical.numbers(len(logits)))))
-    share = Categorical.sample(logits.expand(draws, -1), noise).bincount(minlength=len(logits)) / draws
+    share = (
+        Categorical.sample(logits.expand(draws, -1), noise).bincount(minlength=len(logits)) / draws
+    )
     probability = logits.softmax(-1)
-    assert ((share - probability).abs() < 4 * (probability * (1 - probability) / draws).sqrt()).all()
+    assert (
+        (share - probability).abs() < 4 * (probability * (1 - probability) / draws).sqrt()
+    ).all()
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 70), st.integers(2, 6))
@@ -89,7 +101,9 @@ def test_log_probabilities_in_another_layout_are_the_plain_ones(seed, steps, row
     action = torch.randint(actions, (steps, rows), generator=generator)
     policy = Categorical(logits)
     torch.testing.assert_close(policy.log_policy, logits.log_softmax(-1), rtol=1e-6, atol=1e-6)
-    assert torch.equal(policy.log_prob(action), policy.log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1))
+    assert torch.equal(
+        policy.log_prob(action), policy.log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    )
 
 
 @pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("fp8", "fp32"), ("bf16", "fp16")])
@@ -110,7 +124,10 @@ def test_what_is_not_finite_or_too_large_is_named():
             rollout = (acting := collector_of(4, 10)).collect(acting.model)
             getattr(rollout, name)[7, 3] = sign * good * 0.99
             check_finite(rollout)
-            for number, message in ((bad, "reaches 2e.*, over 1e.*: register it wrapped in"), (math.inf, "is not finite: fix")):
+            for number, message in (
+                (bad, "reaches 2e.*, over 1e.*: register it wrapped in"),
+                (math.inf, "is not finite: fix"),
+            ):
                 getattr(rollout, name)[7, 3] = sign * number
                 refused(f"{name} from the environment {message}", check_finite, rollout)
         getattr(rollout, name)[7, 3] = math.nan

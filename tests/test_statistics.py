@@ -1,11 +1,18 @@
 import numpy as np
 import pytest
 
-from fp8rl.report.statistics import bootstrap_interval, fails, iqm, share_lost
+from fp8rl.study.statistics import bootstrap_interval, fails, iqm, share_lost
 
 
 @pytest.mark.parametrize(
-    "scores, expected", [([5, 1, 2, 3], 2.5), ([9, 1, 2, 3, 4], 3), ([0, 0, 1, 2, 3, 4, 50, 90], 2.5), ([7], 7), ([1, 2, 6], 3)]
+    "scores, expected",
+    [
+        ([5, 1, 2, 3], 2.5),
+        ([9, 1, 2, 3, 4], 3),
+        ([0, 0, 1, 2, 3, 4, 50, 90], 2.5),
+        ([7], 7),
+        ([1, 2, 6], 3),
+    ],
 )
 def test_iqm_by_hand(scores, expected):
     assert iqm(np.array(scores)) == expected
@@ -34,7 +41,15 @@ def test_bootstrap_interval_covers_the_truth_about_19_times_of_20():
 
 def test_a_failure_is_a_loss_of_more_than_a_tenth_of_the_gain():
     assert share_lost(90, 110, 10) == 0.2 and share_lost(120, 110, 10) == -0.1
-    assert [fails(score, 110, 10) for score in (120, 101, 99, -np.inf, np.nan)] == [False, False, True, True, True]
+    assert [fails(score, 110, 10) for score in (120, 101, 99, -np.inf, np.nan)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert fails(-3.5, -1, -21) and not fails(-2.5, -1, -21)  # costs are negative scores
     reference, start = np.array([100.0, 200.0, 300.0]), np.zeros(3)
-    assert share_lost(np.array([90.0, 190.0, 0.0]), reference, start) == 0.05  # medians: one bad seed of three is no failure
+    assert (
+        share_lost(np.array([90.0, 190.0, 0.0]), reference, start) == 0.05
+    )  # medians: one bad seed of three is no failure

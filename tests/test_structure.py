@@ -10,7 +10,10 @@ from pathlib import Path
 import fp8rl
 
 ROOT = Path(fp8rl.__file__).parent
-MODULES = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in sorted(ROOT.rglob("*.py"))}
+MODULES = {
+    path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
 CORE = [name for name in MODULES if "." not in name and name not in ("__init__", "__main__")]
 
 
@@ -20,7 +23,11 @@ def imports_of(name: str) -> set[str]:
     package, found = name.split(".")[:-1], set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Import):
-            found |= {part.name.removeprefix("fp8rl.") for part in node.names if part.name.split(".")[0] == "fp8rl"}
+            found |= {
+                part.name.removeprefix("fp8rl.")
+                for part in node.names
+                if part.name.split(".")[0] == "fp8rl"
+            }
         elif isinstance(node, ast.ImportFrom):
             parts = (node.module or "").split(".") if node.module else []
             if node.level:
@@ -30,7 +37,11 @@ def imports_of(name: str) -> set[str]:
             else:
                 continue
             module = ".".join(parts)
-            found |= {module} if module in MODULES else {".".join([*parts, alias.name]) for alias in node.names}
+            found |= (
+                {module}
+                if module in MODULES
+                else {".".join([*parts, alias.name]) for alias in node.names}
+            )
     return found
 
 
@@ -40,14 +51,16 @@ def test_every_import_is_one_of_a_module():
         assert imports_of(name) <= MODULES.keys(), name
 
 
-def test_the_core_imports_no_sub_package_and_nothing_the_command_line():
-    for name in MODULES:
-        assert "__main__" not in imports_of(name), name
-        if name in CORE:
-            assert imports_of(name) <= set(CORE), name
+AGENT = "config env distribution model recurrent normalization precision fp8 rng rollout losses"
+AGENT += " replay observation_codec history evaluate train kernels"
 
 
-FLOORS = {"tasks": (), "lab": (), "scale": ("tasks", "lab"), "report": ("tasks", "lab", "scale")}
+def test_the_agent_imports_nothing_but_itself_and_formats():
+    for name in AGENT.split():
+        assert imports_of(name) <= {*AGENT.split(), "around", "bits.formats"}, name
+
+
+FLOORS = {"bits": (), "tasks": (), "gpu": (), "disk": ()}
 
 
 def test_each_folder_stands_on_the_core_and_on_those_below_it():
@@ -68,7 +81,10 @@ def test_nothing_imports_in_a_circle():
 def test_the_citation_names_this_version():
     version, cited = (
         re.search(pattern, (Path(__file__).parent.parent / name).read_text(), re.M)[1]
-        for name, pattern in (("pyproject.toml", '^version = "(.*)"$'), ("CITATION.cff", "^version: (.*)$"))
+        for name, pattern in (
+            ("pyproject.toml", '^version = "(.*)"$'),
+            ("CITATION.cff", "^version: (.*)$"),
+        )
     )
     assert version == cited
 
@@ -95,7 +111,11 @@ print(*{name.split(".")[0] for name in sys.modules.keys() - before})"""
     assert not {"gymnasium", "tqdm"} & set(python("-c", script).split())
 
 
-ORDERS = ["import gymnasium", "import fp8rl.fp8, gymnasium", "import fp8rl.scale.gym, gymnasium"]
+ORDERS = [
+    "import gymnasium",
+    "import fp8rl.fp8, gymnasium",
+    "import fp8rl.tasks.gymnasium_env, gymnasium",
+]
 
 
 def test_gymnasium_finds_the_tasks_whatever_is_imported_first():
@@ -116,5 +136,7 @@ for order in sys.argv[1:]:
 def test_another_program_that_imports_the_package_keeps_its_ctrl_c(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "__init__.py").write_text("import fp8rl.__main__")
-    (tmp_path / "other" / "__main__.py").write_text("import signal; print(signal.getsignal(signal.SIGINT).__name__)")
+    (tmp_path / "other" / "__main__.py").write_text(
+        "import signal; print(signal.getsignal(signal.SIGINT).__name__)"
+    )
     assert python("-m", "other", cwd=tmp_path) == "default_int_handler\n"

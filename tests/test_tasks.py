@@ -8,17 +8,17 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from helpers import SHORT, Changed, after, assert_same, refused, small, trained, weights
 
+from fp8rl.build import Machine, build
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
 from fp8rl.history import RewardScale
+from fp8rl.population.population import Population
 from fp8rl.rollout import DUMMY, TERMINATED, Rollout, noise_of
-from fp8rl.scale.gym import GymEnv
-from fp8rl.scale.machine import Machine, build
-from fp8rl.scale.population import Population
 from fp8rl.tasks import acrobot, lqr
 from fp8rl.tasks.by_id import TASKS, task_of
-from fp8rl.tasks.single import Single
+from fp8rl.tasks.custom_env import Single
+from fp8rl.tasks.gymnasium_env import GymEnv
 from fp8rl.train import Run
 
 LQR = "fp8rl/Lqr-v0"
@@ -32,16 +32,27 @@ def state_of(single: gymnasium.Env) -> torch.Tensor:
 @torch.inference_mode()
 @pytest.mark.parametrize("env_id", TASKS)
 def test_every_step_is_gymnasium_s(env_id):
-    """5,000 random steps or more, with ten ends and resets, from the same float32 states. Gymnasium computes in float64; one step
-    in float32 may differ by some 1e-7 of the largest number in it, which for Acrobot is an acceleration of about 100 times 0.2
-    s."""
-    single, rng = gymnasium.make(f"fp8rl.tasks:{env_id}" if env_id == LQR else env_id), np.random.default_rng(0)
+    """5,000 random steps or more, with ten ends and resets, from the same float32 states. Gymnasium
+    computes in float64; one step in float32 may differ by some 1e-7 of the largest number in it,
+    which for Acrobot is an acceleration of about 100 times 0.2 s."""
+    single, rng = (
+        gymnasium.make(f"fp8rl.tasks:{env_id}" if env_id == LQR else env_id),
+        np.random.default_rng(0),
+    )
     env, taken, steps, ends, close = None, None, 0, 0, 1e-4 if env_id == "Acrobot-v1" else 1e-5
     single.action_space.seed(0)
     while steps < 5_000 or ends < 10:
-        seen, states, actions, expected, over = [single.reset(seed=int(rng.integers(2**31)))[0]], [], [], [], False
+        seen, states, actions, expected, over = (
+            [single.reset(seed=int(rng.integers(2**31)))[0]],
+            [],
+            [],
+            [],
+            False,
+        )
         if env is not None:
-            obs, reward, *flags = (x[-1] for x in env.step(taken, state_of(single).expand_as(env.state)))
+            obs, reward, *flags = (
+                x[-1] for x in env.step(taken, state_of(single).expand_as(env.state))
+            )
             np.testing.assert_allclose(obs, seen[0], rtol=0, atol=1e-6)
             assert reward == 0 and not any(flags) and env.elapsed[-1] == 0
             ends += 1
@@ -52,12 +63,15 @@ def test_every_step_is_gymnasium_s(env_id):
             expected.append((reward, terminated, truncated and not terminated))
             seen.append(obs)
             over, steps = terminated or truncated, steps + 1
-        # Each step in an environment of its own, so that rounding does not add up; in the last one the episode ends.
+        # Each step in an environment of its own, so that rounding does not add up; in the last one
+        # the episode ends.
         env = TASKS[env_id](len(actions))
         np.testing.assert_allclose(env.reset(torch.cat(states)), seen[:-1], rtol=1e-5, atol=close)
         env.elapsed = torch.arange(len(actions), dtype=torch.int32)
         taken = torch.from_numpy(np.array(actions))
-        taken = (taken / single.action_space.high[0]).float() if env.distribution is Gaussian else taken
+        taken = (
+            (taken / single.action_space.high[0]).float() if env.distribution is Gaussian else taken
+        )
         ours, got, *flags = env.step(taken)
         reward, *ended = map(np.array, zip(*expected, strict=True))
         np.testing.assert_allclose(ours, seen[1:], rtol=1e-5, atol=close)
@@ -79,9 +93,13 @@ def test_observations_stay_inside_the_bounds_and_starts_inside_theirs(env_id):
         assert (env.obs >= low - 1e-6).all() and (env.obs <= high + 1e-6).all()
         env.step(env.distribution.sample(outputs, noise))
     starts = TASKS[env_id](1000).draw(2).flatten(0, 1)
-    theirs = np.array([state_of(single)[0].tolist() for seed in range(200) if single.reset(seed=seed)])
+    theirs = np.array(
+        [state_of(single)[0].tolist() for seed in range(200) if single.reset(seed=seed)]
+    )
     span = starts.abs().amax(0)
-    assert (np.abs(theirs) <= span.numpy() * 1.02).all() and (np.abs(theirs).max(0) >= 0.9 * span.numpy()).all()
+    assert (np.abs(theirs) <= span.numpy() * 1.02).all() and (
+        np.abs(theirs).max(0) >= 0.9 * span.numpy()
+    ).all()
 
 
 def test_wrapped_angles_are_the_same_angles():
@@ -94,7 +112,10 @@ def test_wrapped_angles_are_the_same_angles():
 def test_riccati_s_equation_holds_and_its_cost_is_what_the_best_controller_pays():
     gain, p = lqr.riccati()
     inner = np.linalg.inv(lqr.R + lqr.DISCOUNT * lqr.B.T @ p @ lqr.B)
-    right = lqr.Q + lqr.DISCOUNT * lqr.A.T @ (p - lqr.DISCOUNT * p @ lqr.B @ inner @ lqr.B.T @ p) @ lqr.A
+    right = (
+        lqr.Q
+        + lqr.DISCOUNT * lqr.A.T @ (p - lqr.DISCOUNT * p @ lqr.B @ inner @ lqr.B.T @ p) @ lqr.A
+    )
     assert np.abs(right - p).max() < 1e-10
     env = lqr.Lqr(2000)
     start = env.obs
@@ -111,7 +132,10 @@ def test_leaving_the_track_is_never_worth_it():
     for push in (-1.0, 1.0):
         env = lqr.Lqr(500, seed=1)
         cost = lqr.optimal_cost(env.obs)
-        assert (torch.from_numpy(-play(lambda obs, push=push: torch.full((500, 1), push), env)) > 10 * cost).all()
+        assert (
+            torch.from_numpy(-play(lambda obs, push=push: torch.full((500, 1), push), env))
+            > 10 * cost
+        ).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*Overriding environment OneTask-v0")
@@ -119,8 +143,10 @@ def test_leaving_the_track_is_never_worth_it():
 def test_any_task_has_the_gymnasium_api(env_id):
     """The same numbers as the batched form, from the same starts, to the first end."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Box observation space m.*imum value is.*infinity")  # CartPole's own
-        gymnasium.register("OneTask-v0", "fp8rl.tasks.single:Single", kwargs={"task": env_id})
+        warnings.filterwarnings(
+            "ignore", message=".*Box observation space m.*imum value is.*infinity"
+        )  # CartPole's own
+        gymnasium.register("OneTask-v0", "fp8rl.tasks.custom_env:Single", kwargs={"task": env_id})
         env = gymnasium.make("OneTask-v0").unwrapped
         check_env(env, skip_render_check=True)
     first, _ = env.reset(seed=3)
@@ -131,7 +157,10 @@ def test_any_task_has_the_gymnasium_api(env_id):
         action = env.action_space.sample()
         obs, reward, *ends, _ = env.step(action)
         theirs = batched.step(torch.as_tensor(action).unsqueeze(0))
-        assert np.array_equal(obs, theirs[0][0]) and (reward, ends[0]) == (theirs[1].item(), theirs[2].item())
+        assert np.array_equal(obs, theirs[0][0]) and (reward, ends[0]) == (
+            theirs[1].item(),
+            theirs[2].item(),
+        )
     assert env.elapsed == batched.elapsed and ends[1] == (env.elapsed == batched.max_steps)
 
 
@@ -148,20 +177,38 @@ def test_an_action_that_the_space_does_not_have_is_refused():
 
 
 def test_a_task_of_one_s_own_is_found_by_its_module():
-    assert task_of("fp8rl.tasks.lqr:Lqr") is lqr.Lqr and task_of("CartPole-v1") is TASKS["CartPole-v1"]
-    assert task_of("fp8rl.tasks.lqr:riccati") is task_of("fp8rl.tasks:fp8rl/Lqr-v0") is task_of(None) is None
-    refused("env_id is 'no_such_module:Lqr', whose module cannot be imported", task_of, "no_such_module:Lqr")
+    assert (
+        task_of("fp8rl.tasks.lqr:Lqr") is lqr.Lqr and task_of("CartPole-v1") is TASKS["CartPole-v1"]
+    )
+    assert (
+        task_of("fp8rl.tasks.lqr:riccati")
+        is task_of("fp8rl.tasks:fp8rl/Lqr-v0")
+        is task_of(None)
+        is None
+    )
+    refused(
+        "env_id is 'no_such_module:Lqr', whose module cannot be imported",
+        task_of,
+        "no_such_module:Lqr",
+    )
 
 
 @pytest.mark.parametrize("env_id", TASKS)
 def test_an_agent_of_a_population_is_a_run_of_its_own(env_id):
-    fields = {**SHORT, "steps": 2_560, "eval_every": 0, "learning_rate": 5e-4}  # low, so that differences in rounding do not grow
+    fields = {
+        **SHORT,
+        "steps": 2_560,
+        "eval_every": 0,
+        "learning_rate": 5e-4,
+    }  # low, so that differences in rounding do not grow
     configs = [small(seed=seed, env_id=env_id, **fields) for seed in (1, 2)]
     alone, among = trained(build(configs[1])), trained(Population(configs))
     ours, theirs = among.histories(configs)[1], alone.history
     assert ours.columns.keys() == theirs.columns.keys()
     for name in theirs.columns.keys() - {"seconds"}:
-        np.testing.assert_allclose(ours.column(name), theirs.column(name), rtol=2e-2, atol=2e-3, err_msg=name)
+        np.testing.assert_allclose(
+            ours.column(name), theirs.column(name), rtol=2e-2, atol=2e-3, err_msg=name
+        )
     model = among.model.network(among.configs.index(configs[1]))
     for name, weight in alone.model.named_parameters():
         torch.testing.assert_close(dict(model.named_parameters())[name], weight, rtol=0, atol=1e-4)
@@ -176,21 +223,35 @@ def test_a_run_in_tensors_resumes_bit_for_bit(env_id):
 
 def test_through_gymnasium_the_same_task_is_learned_from():
     for env_id in ("Pendulum-v1", LQR):
-        run = build(Config(env_id=env_id, **{**SHORT, "steps": 512, "eval_every": 0}), Machine(vectorization="sync"))
+        run = build(
+            Config(env_id=env_id, **{**SHORT, "steps": 512, "eval_every": 0}),
+            Machine(vectorization="sync"),
+        )
         assert isinstance(run.env, GymEnv) and run.env.discount == TASKS[env_id].discount
         trained(run)
         assert run.history.final_return < 0 and 0 < run.history.last["outside"] < 1
 
 
 def counting(rewards, flags) -> Rollout:
-    reward, flags = torch.tensor(rewards).unsqueeze(1), torch.tensor(flags, dtype=torch.uint8).unsqueeze(1)
-    return Rollout(torch.zeros(len(reward) + 1, 1, 2), torch.zeros(len(reward), 1), reward, flags, torch.zeros_like(reward))
+    reward, flags = (
+        torch.tensor(rewards).unsqueeze(1),
+        torch.tensor(flags, dtype=torch.uint8).unsqueeze(1),
+    )
+    return Rollout(
+        torch.zeros(len(reward) + 1, 1, 2),
+        torch.zeros(len(reward), 1),
+        reward,
+        flags,
+        torch.zeros_like(reward),
+    )
 
 
 def test_rewards_are_divided_by_the_size_of_discounted_returns():
     scale = RewardScale(1)
     assert scale.scale == 1
-    scale.add(counting([1.0, 1.0, 0.0, 4.0], [0, TERMINATED, DUMMY, 0]), 0.5, lambda tensors: tensors)
+    scale.add(
+        counting([1.0, 1.0, 0.0, 4.0], [0, TERMINATED, DUMMY, 0]), 0.5, lambda tensors: tensors
+    )
     assert scale.scale.item() == pytest.approx(((1 + 1.5**2 + 4**2) / 4) ** -0.5)
     scale.add(counting([0.0], [0]), 0.5, lambda tensors: tensors)  # goes on from 4
     new, old = 0.01, 0.99 * (1 - 0.99**4)
@@ -202,5 +263,7 @@ def test_rewards_are_divided_by_the_size_of_discounted_returns():
 def test_the_size_of_rewards_changes_nothing(factor):
     """Bit for bit, by a power of two."""
     plain, scaled = Run(Config(**SHORT)), Run(Config(**SHORT))
-    scaled.collector = Changed(scaled.collector, lambda rollout: rollout._replace(reward=factor * rollout.reward))
+    scaled.collector = Changed(
+        scaled.collector, lambda rollout: rollout._replace(reward=factor * rollout.reward)
+    )
     assert torch.equal(weights(trained(plain)), weights(trained(scaled)))

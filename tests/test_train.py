@@ -6,19 +6,29 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, Changed, after, assert_same, log_probabilities, refused, small, trained, weights
+from helpers import (
+    SHORT,
+    Changed,
+    after,
+    assert_same,
+    log_probabilities,
+    refused,
+    small,
+    trained,
+    weights,
+)
 
+from fp8rl.around import Around
+from fp8rl.build import build
 from fp8rl.config import Config
+from fp8rl.disk import checkpoint
 from fp8rl.env import Cart
 from fp8rl.evaluate import Judge
 from fp8rl.history import RewardScale
 from fp8rl.model import ActorCritic
+from fp8rl.population.population import Population
 from fp8rl.precision import Precision
 from fp8rl.rollout import Collector
-from fp8rl.scale import checkpoint
-from fp8rl.scale.around import Around
-from fp8rl.scale.machine import build
-from fp8rl.scale.population import Population
 from fp8rl.train import Learner, Run, iterate, make_cart, train
 
 
@@ -41,14 +51,28 @@ def test_learns_to_stay_at_the_origin(precision):
 
 
 def test_fp8_takes_any_number_of_environments_and_rows():
-    config = small(precision="fp8", num_envs=5, rollout_length=31, slice_length=7, batch_size=119, steps=20 * 155)
+    config = small(
+        precision="fp8",
+        num_envs=5,
+        rollout_length=31,
+        slice_length=7,
+        batch_size=119,
+        steps=20 * 155,
+    )
     run = trained(dataclasses.replace(config, eval_every=0, eval_episodes=3))
-    assert np.isfinite(run.history.column("loss")).all() and run.history.column("nonfinite").sum() == 0
+    assert (
+        np.isfinite(run.history.column("loss")).all() and run.history.column("nonfinite").sum() == 0
+    )
     assert not torch.equal(weights(run), weights(Run(config)))
 
 
 def test_a_wide_observation_is_learned_from():
-    assert trained(small(extra_features=6, steps=51_200, eval_every=0, eval_episodes=50)).history.final_return >= 190
+    assert (
+        trained(
+            small(extra_features=6, steps=51_200, eval_every=0, eval_episodes=50)
+        ).history.final_return
+        >= 190
+    )
 
 
 def test_iterate_yields_the_run_after_every_iteration():
@@ -81,9 +105,17 @@ def test_each_rollout_is_learned_from_once_and_then_the_ring():
     run.collector = Changed(run.collector, lambda rollout: rollouts.append(rollout) or rollout)
     run.learner = Noting(run.learner)
     assert_same(trained(run), plain)
-    fresh, others = run.learner.calls[::3], [call for k, call in enumerate(run.learner.calls) if k % 3]
-    assert len(rollouts) == 4 and all(batch is own for batch, own in zip(fresh, rollouts, strict=True))
-    assert all(batch.reward.shape == (32, 16) and all(batch is not own for own in rollouts) for batch in others)
+    fresh, others = (
+        run.learner.calls[::3],
+        [call for k, call in enumerate(run.learner.calls) if k % 3],
+    )
+    assert len(rollouts) == 4 and all(
+        batch is own for batch, own in zip(fresh, rollouts, strict=True)
+    )
+    assert all(
+        batch.reward.shape == (32, 16) and all(batch is not own for own in rollouts)
+        for batch in others
+    )
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -96,7 +128,9 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(which, bad):
 
     run, seen = Run(Config(**SHORT)), []
     run.collector = Changed(run.collector, spoil)
-    with pytest.raises(ValueError, match=f"^{which} from the environment is not finite: fix the environment"):
+    with pytest.raises(
+        ValueError, match=f"^{which} from the environment is not finite: fix the environment"
+    ):
         seen += [weights(each) for each in iterate(run)]
     assert len(run.history) == 2 and run.ring.size == 64
     assert_same(run, after(2, Run(run.config)))
@@ -104,7 +138,9 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(which, bad):
 
 def learner(precision: str = "fp32", rate=1e-3) -> Learner:
     model = ActorCritic(generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.Adam(model.parameters(), rate, capturable=isinstance(rate, torch.Tensor))
+    optimizer = torch.optim.Adam(
+        model.parameters(), rate, capturable=isinstance(rate, torch.Tensor)
+    )
     return Learner(small().settled(Cart), model, Precision(precision), optimizer)
 
 
@@ -122,7 +158,9 @@ def test_an_update_may_take_a_forward_pass_that_is_done(precision):
     with one.precision.autocast():
         computed = one.model(batch.obs)
     first, second = one.update(batch, computed=computed), other.update(batch)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
     assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
 
 
@@ -141,7 +179,9 @@ def test_a_policy_may_act_in_another_precision_with_the_learner_s_weights(learne
     for _ in range(2):
         run.learner.update(run.collect())
     pairs = list(zip(run.model.parameters(), acting.parameters(), strict=True))
-    assert run.collector.precision.name == actor and all(a.data_ptr() != b.data_ptr() for a, b in pairs)  # copied, never shared
+    assert run.collector.precision.name == actor and all(
+        a.data_ptr() != b.data_ptr() for a, b in pairs
+    )  # copied, never shared
     assert not any(torch.equal(a, b) for a, b in pairs)  # one update behind
     rollout = run.collect()
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -168,15 +208,19 @@ def test_the_learning_rate_falls_with_the_steps_to_the_last_one_or_stays():
         np.testing.assert_allclose(rates, 1e-3 * np.array(factors), err_msg=str(fields))
 
 
-@pytest.mark.parametrize("precision, step", [("fp32", 512), ("bf16", 512), ("fp16", 10_240), ("fp8", 10_240)])
-def test_gradients_that_are_not_finite_stop_a_run_at_once_or_after_many_skipped_steps(precision, step):
+@pytest.mark.parametrize(
+    "precision, step", [("fp32", 512), ("bf16", 512), ("fp16", 10_240), ("fp8", 10_240)]
+)
+def test_gradients_that_are_not_finite_stop_a_run_at_once_or_after_many_skipped_steps(
+    precision, step
+):
     config = small(precision=precision, value_coef=1e38, eval_every=0)
     message = f"gradient not finite at step {step} in {precision}: lower learning_rate"
     refused(message, trained, config, error=FloatingPointError)
 
 
 def test_what_a_run_cannot_be_made_of_is_refused():
-    elsewhere = r" is .*: make this run with fp8rl\.scale\.machine\.build"
+    elsewhere = r" is .*: make this run with fp8rl\.build\.build"
     for fields, message in (
         ({"precision": "fp7"}, "precision is 'fp7' and it is unknown: choose from fp32"),
         ({"precision": "tf32"}, "precision is 'tf32' and .*choose from fp32"),
@@ -217,7 +261,9 @@ def test_what_a_run_starts_from_stays_as_it_is():
     config = Config(**SHORT)
     state = after(1, Run(config)).state_dict()
     elsewhere = copy.deepcopy(state)
-    elsewhere["optimizer"]["param_groups"][0].update(fused=True, capturable=True)  # a GPU's: how it runs is not loaded
+    elsewhere["optimizer"]["param_groups"][0].update(
+        fused=True, capturable=True
+    )  # a GPU's: how it runs is not loaded
     runs = []
     for start in (state, state, elsewhere):
         runs.append(Run(config))
@@ -239,14 +285,25 @@ def test_a_run_continues_without_its_rows():
 def test_a_state_of_another_config_is_refused():
     config = Config(**SHORT)
     state = after(3, Run(config)).state_dict()
-    # torch's copy_ would broadcast one environment to several, and without rows of a ring nothing else notices.
+    # torch's copy_ would broadcast one environment to several, and without rows of a ring nothing
+    # else notices.
     one = Run(dataclasses.replace(config, num_envs=1)).state_dict(ring=False)
-    changes = [{"extra_features": 1}, {"num_envs": 8}, {"capacity": 600}, {"layers": 3}, {"hidden_size": 32}]
+    changes = [
+        {"extra_features": 1},
+        {"num_envs": 8},
+        {"capacity": 600},
+        {"layers": 3},
+        {"hidden_size": 32},
+    ]
     cases = [(dataclasses.replace(config, **change), state) for change in changes] + [(config, one)]
     for name in state.keys() - {"ring"}:
         cases.append((config, {key: x for key, x in state.items() if key != name}))
     for own, found in cases:
-        refused("the state does not fit the config: resume with the run's own config", Run(own).load_state_dict, found)
+        refused(
+            "the state does not fit the config: resume with the run's own config",
+            Run(own).load_state_dict,
+            found,
+        )
 
 
 def test_the_bar_shows_how_far_it_is(capsys):
@@ -269,36 +326,65 @@ def test_training_starts_tell_nothing_of_those_of_evaluations(seed):
     run = Run(small(seed=seed, num_envs=64, eval_episodes=64))
     run.judge = Judge(run.config, run.learner.precision, make_env)
     run.evaluate()
-    assert abs(np.corrcoef(run.env.state.flatten(), *starts)[0, 1]) < 0.4  # of 128 independent numbers: a deviation of 0.09
+    assert (
+        abs(np.corrcoef(run.env.state.flatten(), *starts)[0, 1]) < 0.4
+    )  # of 128 independent numbers: a deviation of 0.09
 
 
 def test_a_checkpoint_is_a_run_s_state(tmp_path):
     run = after(2, Run(Config(**SHORT)))
     checkpoint.save(tmp_path / "checkpoint.pt", run)
     _, state = checkpoint.resume(tmp_path / "checkpoint.pt")
-    assert state.keys() == {"returns", "history", "env", "state", "model", "optimizer", "scaler", "rewards", "ring"}
+    assert state.keys() == {
+        "returns",
+        "history",
+        "env",
+        "state",
+        "model",
+        "optimizer",
+        "scaler",
+        "rewards",
+        "ring",
+    }
     again = Run(run.config)
     again.load_state_dict(state)
     assert_same(trained(again), trained(run))
 
 
 def test_a_learner_without_a_scale_of_rewards_makes_one_for_the_environments_it_sees():
-    """As if it had been given one of as many environments, and not one over all of them as a single episode."""
+    """As if it had been given one of as many environments, and not one over all of them as a single
+    episode."""
     run = build(small(steps=1_024))
     rollout = run.collect()
     settled = run.config.settled(run.env)
     alone = Learner(settled, run.model, run.learner.precision, run.learner.optimizer)
-    given = Learner(settled, run.model, run.learner.precision, run.learner.optimizer, RewardScale(run.env.num_envs))
+    given = Learner(
+        settled,
+        run.model,
+        run.learner.precision,
+        run.learner.optimizer,
+        RewardScale(run.env.num_envs),
+    )
     for learner in (alone, given):
         learner.watch(rollout)
-    assert torch.equal(alone.rewards.open, given.rewards.open) and torch.equal(alone.rewards.scale, given.rewards.scale)
-    refused("num_envs is 16 in the rollout and 1 ", RewardScale(1).add, rollout, 0.9, lambda tensors: tensors)
+    assert torch.equal(alone.rewards.open, given.rewards.open) and torch.equal(
+        alone.rewards.scale, given.rewards.scale
+    )
+    refused(
+        "num_envs is 16 in the rollout and 1 ",
+        RewardScale(1).add,
+        rollout,
+        0.9,
+        lambda tensors: tensors,
+    )
 
 
 def test_a_learner_without_a_scale_of_rewards_is_restored_with_one():
     run = build(small(steps=1_024))
     settled = run.config.settled(run.env)
-    first, other = (Learner(settled, run.model, run.learner.precision, run.learner.optimizer) for _ in range(2))
+    first, other = (
+        Learner(settled, run.model, run.learner.precision, run.learner.optimizer) for _ in range(2)
+    )
     other.load_state_dict(first.state_dict())
     assert other.rewards is None
     first.watch(run.collect())
@@ -312,5 +398,9 @@ def test_a_run_that_samples_more_often_than_it_updates_never_draws_the_same_twic
         draws = []
         for _ in iterate(run):
             draws += [run.sample(update).obs for update in range(3 * config.updates)]
-        again = [(i, j) for i, j in itertools.combinations(range(len(draws)), 2) if torch.equal(draws[i], draws[j])]
+        again = [
+            (i, j)
+            for i, j in itertools.combinations(range(len(draws)), 2)
+            if torch.equal(draws[i], draws[j])
+        ]
         assert not again

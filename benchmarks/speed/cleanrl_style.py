@@ -1,9 +1,9 @@
 """A2C in one file in the manner of CleanRL, over the package's batch of environments.
 
-Fast settings: observations, actions and rewards are written into preallocated tensors; the rollout is collected under
-torch.inference_mode; values for GAE are those of the learning forward pass, so nothing is computed twice; Adam is fused (one
-kernel over all parameters). Variants: eager; compiled, where torch.compile makes the acting and the update one graph each
-(needs a C++ compiler).
+Fast settings: observations, actions and rewards are written into preallocated tensors; the rollout
+is collected under torch.inference_mode; values for GAE are those of the learning forward pass, so
+nothing is computed twice; Adam is fused (one kernel over all parameters). Variants: eager;
+compiled, where torch.compile makes the acting and the update one graph each (needs a C++ compiler).
 
     python benchmarks/speed/cleanrl_style.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
 """
@@ -21,7 +21,9 @@ from fp8rl.env import Cart
 class Agent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.encoder = nn.Sequential(layer(2, 64, math.sqrt(2)), nn.ReLU(), layer(64, 64, math.sqrt(2)), nn.ReLU())
+        self.encoder = nn.Sequential(
+            layer(2, 64, math.sqrt(2)), nn.ReLU(), layer(64, 64, math.sqrt(2)), nn.ReLU()
+        )
         self.actor = layer(64, 2, 0.01)
         self.critic = layer(64, 1, 1.0)
 
@@ -61,9 +63,13 @@ def loss_of(agent, obs, actions, rewards, terminated, valid):
     log_policy = logits[:-1].log_softmax(-1)
     chosen = log_policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
     count = valid.sum()
-    scale = ((advantages - advantages.sum() / count) * valid).square().sum().div(count).sqrt() + 1e-8
+    scale = ((advantages - advantages.sum() / count) * valid).square().sum().div(
+        count
+    ).sqrt() + 1e-8
     policy_loss = -(chosen * advantages / scale).sum() / count
-    value_loss = 0.5 * ((values[:-1] - (values.detach()[:-1] + advantages)) * valid).square().sum() / count
+    value_loss = (
+        0.5 * ((values[:-1] - (values.detach()[:-1] + advantages)) * valid).square().sum() / count
+    )
     entropy = -(valid * (log_policy.exp() * log_policy).sum(-1)).sum() / count
     return policy_loss + Config.value_coef * value_loss - common.ENTROPY_COEF * entropy
 
@@ -75,7 +81,9 @@ def train(options, tick):
     optimizer = torch.optim.Adam(agent.parameters(), lr=options.learning_rate, eps=1e-5, fused=True)
     act, loss_function = agent.act, loss_of
     if options.variant == "compiled":
-        act, loss_function = (torch.compile(function, dynamic=False) for function in (act, loss_function))
+        act, loss_function = (
+            torch.compile(function, dynamic=False) for function in (act, loss_function)
+        )
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16")
     obs = torch.zeros(shape[0] + 1, shape[1], 2)
     actions = torch.zeros(shape, dtype=torch.long)

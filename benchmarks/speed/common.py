@@ -1,18 +1,20 @@
-"""What the speed benchmarks share: options, the clock, greedy evaluation, the one JSON object that each script prints, and the
-names at the ends of a figure's lines.
+"""What the speed benchmarks share: options, the clock, greedy evaluation, the one JSON object that
+each script prints, and the names at the ends of a figure's lines.
 
-A contestant is a function `train(options, tick)` that trains without end, or for `options.steps` steps, and calls
-`tick(steps, act)` after every iteration: `steps` environment steps so far, all of them used in a gradient, and `act`, which maps
-observations float32 [E, 2] to greedy actions int64 [E]. `tick` raises Stop when enough was seen.
+A contestant is a function `train(options, tick)` that trains without end, or for `options.steps`
+steps, and calls `tick(steps, act)` after every iteration: `steps` environment steps so far, all of
+them used in a gradient, and `act`, which maps observations float32 [E, 2] to greedy actions int64
+[E]. `tick` raises Stop when enough was seen.
 
-Throughput (default): iterations run until the warm-up is over, then for S seconds; steps per second are those of the latter.
-compile_seconds is what the warm-up took longer than as many later iterations.
+Throughput (default): iterations run until the warm-up is over, then for S seconds; steps per second
+are those of the latter. compile_seconds is what the warm-up took longer than as many later
+iterations.
 
-Learning (--learn): a greedy evaluation every 1/50 of `options.steps`, outside the clock, until one reaches 195; with --full to
-the last step, and greedy_return is then that of the trained agent, and seconds_settled is the evaluation from which on all reach
-195: the first that does may be luck, since even tiny logits have a greedy action. The clock starts before the loop is built and
-compiled, but after imports; compile_seconds is then when the first iteration was over.
-"""
+Learning (--learn): a greedy evaluation every 1/50 of `options.steps`, outside the clock, until one
+reaches 195; with --full to the last step, and greedy_return is then that of the trained agent, and
+seconds_settled is the evaluation from which on all reach 195: the first that does may be luck,
+since even tiny logits have a greedy action. The clock starts before the loop is built and compiled,
+but after imports; compile_seconds is then when the first iteration was over."""
 
 import argparse
 import json
@@ -32,7 +34,7 @@ import torch
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import play
-from fp8rl.scale.hardware import cores
+from fp8rl.hardware import cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +42,11 @@ if TYPE_CHECKING:
 GAMMA, ENTROPY_COEF = 0.99, 0.01
 REWARD_SCALE = 1 - GAMMA  # keeps the critic's targets of order 1; fp8rl measures their size instead
 
-AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+AVX2 = {
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
 AVX2 |= {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}
 
 THRESHOLD = 195.0
@@ -81,7 +87,8 @@ class Throughput:
 
 
 class Learning:
-    """A tick that evaluates at intervals, with its clock halted, until an evaluation reaches 195, or to the end."""
+    """A tick that evaluates at intervals, with its clock halted, until an evaluation reaches 195,
+    or to the end."""
 
     def __init__(self, steps: int, full: bool):
         self.every, self.full = max(1, steps // 50), full
@@ -133,18 +140,38 @@ def peak_rss_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def parser(variants: tuple[str, ...], precisions: tuple[str, ...], num_envs: int, rollout_length: int) -> argparse.ArgumentParser:
+def parser(
+    variants: tuple[str, ...], precisions: tuple[str, ...], num_envs: int, rollout_length: int
+) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    options.add_argument("--num-envs", type=int, nargs="+", default=[num_envs], help="several: one line each")
+    options.add_argument(
+        "--num-envs", type=int, nargs="+", default=[num_envs], help="several: one line each"
+    )
     options.add_argument("--rollout-length", type=int, default=rollout_length)
     options.add_argument("--seconds", type=float, default=3.0, help="measured, after the warm-up")
-    options.add_argument("--warm", type=float, default=1.0, help="seconds of warm-up after the first iteration, at least")
+    options.add_argument(
+        "--warm",
+        type=float,
+        default=1.0,
+        help="seconds of warm-up after the first iteration, at least",
+    )
     options.add_argument("--json", action="store_true", help="print JSON alone")
-    options.add_argument("--learn", action="store_true", help="train until a greedy evaluation reaches 195")
+    options.add_argument(
+        "--learn", action="store_true", help="train until a greedy evaluation reaches 195"
+    )
     options.add_argument("--full", action="store_true", help="with --learn: go on to the last step")
-    options.add_argument("--steps", type=int, default=None, help="at most, in --learn; over them the learning rate falls to 0")
-    options.add_argument("--learning-rate", type=float, default=Config().settled(Cart).learning_rate)
-    options.add_argument("--updates", type=int, default=1, help="per iteration: of jax_loop, and of ours on policy")
+    options.add_argument(
+        "--steps",
+        type=int,
+        default=None,
+        help="at most, in --learn; over them the learning rate falls to 0",
+    )
+    options.add_argument(
+        "--learning-rate", type=float, default=Config().settled(Cart).learning_rate
+    )
+    options.add_argument(
+        "--updates", type=int, default=1, help="per iteration: of jax_loop, and of ours on policy"
+    )
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--threads", type=int, default=cores(), help="of torch")
     options.add_argument("--variant", choices=variants, default=variants[0])
@@ -156,7 +183,11 @@ def measure(options: argparse.Namespace, train: Callable) -> dict:
     """Runs one contestant once in this process."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    tick = Learning(options.steps, options.full) if options.learn else Throughput(options.warm, options.seconds)
+    tick = (
+        Learning(options.steps, options.full)
+        if options.learn
+        else Throughput(options.warm, options.seconds)
+    )
     try:
         train(options, tick)
         tick.evaluate(time.perf_counter())
@@ -166,7 +197,8 @@ def measure(options: argparse.Namespace, train: Callable) -> dict:
 
 
 def keep_to_avx2() -> None:
-    """Starts this program again, if need be, so that neither it nor its processes use newer instructions than AVX2's."""
+    """Starts this program again, if need be, so that neither it nor its processes use newer
+    instructions than AVX2's."""
     if any(os.environ.get(name) != value for name, value in AVX2.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | AVX2)
 
@@ -189,13 +221,16 @@ def main(
     rollout_length: int = 16,
     speaks: bool = True,
 ) -> None:
-    """Runs a contestant over the numbers of environments asked for, and prints a line each, if it `speaks`."""
+    """Runs a contestant over the numbers of environments asked for, and prints a line each, if it
+    `speaks`."""
     options = parser(variants, precisions, num_envs, rollout_length).parse_args()
     budget = options.steps
     if "torch" in packages:
         import_lazy_parts()
     for num_envs in options.num_envs:
-        options.steps = (budget or 2000 * num_envs * options.rollout_length) if options.learn else ENDLESS
+        options.steps = (
+            (budget or 2000 * num_envs * options.rollout_length) if options.learn else ENDLESS
+        )
         one = argparse.Namespace(**{**vars(options), "num_envs": num_envs})
         result = measure(one, train)
         if not speaks:
@@ -208,9 +243,18 @@ def main(
             "precision": options.precision,
             **result,
             "peak_rss_mb": peak_rss_mb(),
-            "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+            "versions": {
+                "python": platform.python_version(),
+                **{name: version(name) for name in packages},
+            },
         }
-        print(json.dumps({name: clean(value) for name, value in row.items()}, indent=None if options.json else 1), flush=True)
+        print(
+            json.dumps(
+                {name: clean(value) for name, value in row.items()},
+                indent=None if options.json else 1,
+            ),
+            flush=True,
+        )
 
 
 def clean(value):
@@ -219,15 +263,38 @@ def clean(value):
 
 
 def end_labels(ax: "Axes", size: float = 9) -> "Axes":
-    """Names the lines at their right ends, instead of in a legend: beside the axes, in a line's colour, one below the other where
-    they would overlap. Call it last, because it needs the limits of the axes."""
-    lines = [line for line in ax.lines if not line.get_label().startswith("_") and len(line.get_xdata())]
-    ends = {line: ax.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1])) for line in lines}
+    """Names the lines at their right ends, instead of in a legend: beside the axes, in a line's
+    colour, one below the other where they would overlap. Call it last, because it needs the limits
+    of the axes."""
+    lines = [
+        line for line in ax.lines if not line.get_label().startswith("_") and len(line.get_xdata())
+    ]
+    ends = {
+        line: ax.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1])) for line in lines
+    }
     least, top = 1.4 * size * ax.figure.dpi / 72, ax.bbox.y1 + size
     for line in sorted(lines, key=lambda line: -ends[line][1]):
         top = min(top - least, ends[line][1])
         height = ax.transAxes.inverted().transform((0, top))[1]
-        arrow = {"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2}
-        at = {"textcoords": "axes fraction", "va": "center", "annotation_clip": False, "arrowprops": arrow}
-        ax.annotate(line.get_label(), line.get_xydata()[-1], (1.04, height), color=line.get_color(), fontsize=size, **at)
+        arrow = {
+            "arrowstyle": "-",
+            "color": line.get_color(),
+            "linewidth": 0.6,
+            "shrinkA": 0,
+            "shrinkB": 2,
+        }
+        at = {
+            "textcoords": "axes fraction",
+            "va": "center",
+            "annotation_clip": False,
+            "arrowprops": arrow,
+        }
+        ax.annotate(
+            line.get_label(),
+            line.get_xydata()[-1],
+            (1.04, height),
+            color=line.get_color(),
+            fontsize=size,
+            **at,
+        )
     return ax

@@ -1,11 +1,14 @@
-"""Trains the same agent with fp8rl and with what else a user would pick, alternately, and tables what came out.
+"""Trains the same agent with fp8rl and with what else a user would pick, alternately, and tables
+what came out.
 
-Every measurement is a process of its own; one runs at a time. First every contestant's throughput over the numbers of
-environments, for the figure and for its best number (the two fastest are measured again). Then at that number in alternating
-rounds, of which medians count, with the floor (floor.py) at the shape of ours in every round. Then it is trained at that number
-once, and at 64 environments for every seed. Beforehand --search tries rollout lengths, threads and variants for every contestant,
-and leaves the fastest in speed_search.json, from which later runs take them. JAX and TorchRL in bf16 and CleanRL's style compiled
-are left out: each was slower than another line of its library on an Intel Xeon with AVX512.
+Every measurement is a process of its own; one runs at a time. First every contestant's throughput
+over the numbers of environments, for the figure and for its best number (the two fastest are
+measured again). Then at that number in alternating rounds, of which medians count, with the floor
+(floor.py) at the shape of ours in every round. Then it is trained at that number once, and at 64
+environments for every seed. Beforehand --search tries rollout lengths, threads and variants for
+every contestant, and leaves the fastest in speed_search.json, from which later runs take them. JAX
+and TorchRL in bf16 and CleanRL's style compiled are left out: each was slower than another line of
+its library on an Intel Xeon with AVX512.
 
     python benchmarks/speed/compare.py benchmarks/results --search
     python benchmarks/speed/compare.py benchmarks/results
@@ -29,9 +32,9 @@ from typing import NamedTuple
 from common import end_labels
 from matplotlib.figure import Figure
 
-from fp8rl.report.bench import origin
-from fp8rl.report.plot import STYLES
-from fp8rl.scale.hardware import cores
+from fp8rl.hardware import cores
+from fp8rl.study.figures import STYLES
+from fp8rl.study.throughput import origin
 
 HERE = Path(__file__).parent
 NUM_ENVS = (16, 64, 256, 1024, 4096, 16384)
@@ -57,23 +60,51 @@ class Contestant(NamedTuple):
     """Processes that train together, under torchrun."""
 
 
-def contestant(script: str, variant: str, precision: str = "fp32", length: int = 16, **rest) -> Contestant:
+def contestant(
+    script: str, variant: str, precision: str = "fp32", length: int = 16, **rest
+) -> Contestant:
     threads = rest.pop("threads", cores())
-    options = {"variant": variant, "precision": precision, "rollout-length": length, "threads": threads}
+    options = {
+        "variant": variant,
+        "precision": precision,
+        "rollout-length": length,
+        "threads": threads,
+    }
     return Contestant(script, options, **rest)
 
 
-DEMO = {"search": {}, "num_envs": (1,), "learns": None, "training": {"updates": 800, "learning_rate": 1e-3}}
+DEMO = {
+    "search": {},
+    "num_envs": (1,),
+    "learns": None,
+    "training": {"updates": 800, "learning_rate": 1e-3},
+}
 # Compiling alone takes longer than the others take to learn.
 COMPILED = {"search": {"threads": (1, cores())}, "num_envs": (1024, 4096, 16384), "learns": None}
 # What is not unrolled compiles sooner.
-JAX = {"search": {"rollout-length": (16, 64), "variant": ("scan", "unrolled")}, "length": 64, "learns": {"variant": "scan"}}
+JAX = {
+    "search": {"rollout-length": (16, 64), "variant": ("scan", "unrolled")},
+    "length": 64,
+    "learns": {"variant": "scan"},
+}
 CONTESTANTS = {
-    OURS: contestant("ours", "on-policy", "bf16", 64, threads=1, num_envs=MANY, ranks=cores(), search={}, learns=None),
+    OURS: contestant(
+        "ours",
+        "on-policy",
+        "bf16",
+        64,
+        threads=1,
+        num_envs=MANY,
+        ranks=cores(),
+        search={},
+        learns=None,
+    ),
     "fp8rl, bf16": contestant("ours", "on-policy", "bf16", 64, threads=1, num_envs=MANY, search={}),
     "fp8rl, fp32": contestant("ours", "on-policy", length=32, threads=1, num_envs=MANY, search={}),
     "JAX, fp32": contestant("jax_loop", "unrolled", **JAX),
-    "JAX, fp32, one device per core": contestant("jax_loop", "devices", length=64, search={}, learns=None),
+    "JAX, fp32, one device per core": contestant(
+        "jax_loop", "devices", length=64, search={}, learns=None
+    ),
     "CleanRL style, fp32": contestant("cleanrl_style", "eager"),
     "CleanRL style, bf16": contestant("cleanrl_style", "eager", "bf16"),
     "TorchRL, fp32": contestant("torchrl_a2c", "eager"),
@@ -85,12 +116,32 @@ CONTESTANTS = {
 }
 
 
-def measure(script: str, *flags: str, ranks: int = 1, environment: dict | None = None, **options) -> list[dict]:
+def measure(
+    script: str, *flags: str, ranks: int = 1, environment: dict | None = None, **options
+) -> list[dict]:
     """What a script prints, run as a process of its own."""
-    words = [[f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))] for name, value in options.items()]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launch, str(HERE / f"{script}.py"), "--json", *flags, *itertools.chain(*words)]
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"} | (environment or {})
+    words = [
+        [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+        for name, value in options.items()
+    ]
+    launch = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
+    command = [
+        sys.executable,
+        *launch,
+        str(HERE / f"{script}.py"),
+        "--json",
+        *flags,
+        *itertools.chain(*words),
+    ]
+    environment = (
+        os.environ
+        | {"PYTHONWARNINGS": "ignore", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        | (environment or {})
+    )
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
@@ -101,15 +152,30 @@ def say(name: str, rows: list[dict]) -> list[dict]:
     """Prints rows and returns them."""
     for row in rows:
         speed = row.get("train_steps_per_second") or row["matmuls_steps_per_second"]
-        score = "" if row.get("greedy_return") is None else f", greedy return {row['greedy_return']:.1f}"
-        print(f"{time.strftime('%X')} {name}: {row['num_envs']} environments, {speed:,.0f} steps/s{score}", flush=True)
+        score = (
+            ""
+            if row.get("greedy_return") is None
+            else f", greedy return {row['greedy_return']:.1f}"
+        )
+        print(
+            f"{time.strftime('%X')} {name}: {row['num_envs']} environments, "
+            f"{speed:,.0f} steps/s{score}",
+            flush=True,
+        )
     return rows
 
 
 def throughput(name: str, num_envs: tuple[int, ...], seconds: float, **options) -> list[dict]:
     """A row for each number of environments."""
     who = CONTESTANTS[name]
-    return say(name, measure(who.script, ranks=who.ranks, **who.options | options | {"num-envs": num_envs, "seconds": seconds}))
+    return say(
+        name,
+        measure(
+            who.script,
+            ranks=who.ranks,
+            **who.options | options | {"num-envs": num_envs, "seconds": seconds},
+        ),
+    )
 
 
 def speed_of(row: dict) -> float:
@@ -117,15 +183,22 @@ def speed_of(row: dict) -> float:
 
 
 def second_look(name: str, rows: list[dict], seconds: float) -> int:
-    """The best number of environments: the two fastest of a sweep run again, since one look is noisy, and means count."""
+    """The best number of environments: the two fastest of a sweep run again, since one look is
+    noisy, and means count."""
     two = sorted(rows, key=speed_of)[-2:]
-    again = throughput(name, tuple(row["num_envs"] for row in two), seconds) if len(two) > 1 else two
-    sums = {row["num_envs"]: speed_of(row) + speed_of(other) for row, other in zip(two, again, strict=True)}
+    again = (
+        throughput(name, tuple(row["num_envs"] for row in two), seconds) if len(two) > 1 else two
+    )
+    sums = {
+        row["num_envs"]: speed_of(row) + speed_of(other)
+        for row, other in zip(two, again, strict=True)
+    }
     return max(sums, key=sums.get)
 
 
 def search(names: list[str], seconds: float) -> Iterator[dict[str, dict]]:
-    """The fastest options of every contestant, with its number of environments, and all that was tried: yields after each."""
+    """The fastest options of every contestant, with its number of environments, and all that was
+    tried: yields after each."""
     for name in names:
         space, tried = CONTESTANTS[name].search, []
         for values in itertools.product(*space.values()):
@@ -137,7 +210,8 @@ def search(names: list[str], seconds: float) -> Iterator[dict[str, dict]]:
 
 
 def take(found: dict[str, dict]) -> None:
-    """Puts searched options into CONTESTANTS. What is compiled runs at its best number of environments alone."""
+    """Puts searched options into CONTESTANTS. What is compiled runs at its best number of
+    environments alone."""
     for name, best in found.items():
         who = CONTESTANTS[name]
         num_envs = (best["num_envs"],) if "compiled" in name else who.num_envs
@@ -147,9 +221,18 @@ def take(found: dict[str, dict]) -> None:
 def learn(name: str, num_envs: int, seed: int, **options) -> dict:
     """One whole training."""
     who = CONTESTANTS[name]
-    options = who.options | {"num-envs": num_envs, "learning-rate": who.training["learning_rate"], **options}
+    options = who.options | {
+        "num-envs": num_envs,
+        "learning-rate": who.training["learning_rate"],
+        **options,
+    }
     steps = who.training["updates"] * num_envs * options["rollout-length"]
-    return say(f"{name} learns", measure(who.script, "--learn", "--full", ranks=who.ranks, **options, steps=steps, seed=seed))[0]
+    return say(
+        f"{name} learns",
+        measure(
+            who.script, "--learn", "--full", ranks=who.ranks, **options, steps=steps, seed=seed
+        ),
+    )[0]
 
 
 def ours_of(names: Iterable[str]) -> str:
@@ -166,7 +249,9 @@ def alternate(best: dict[str, int], rounds: int, seconds: float) -> dict[str, li
     for _ in range(rounds):
         for name, num_envs in best.items():
             rows[name] += throughput(name, (num_envs,), seconds)
-        rows["floor"] += say("floor", measure("floor", **shape, **{"num-envs": best[ours], "seconds": seconds}))
+        rows["floor"] += say(
+            "floor", measure("floor", **shape, **{"num-envs": best[ours], "seconds": seconds})
+        )
     return rows
 
 
@@ -184,18 +269,36 @@ def speed_table(rows: dict[str, list[dict]], trained: dict[str, dict]) -> list[s
     """Throughput of every contestant at its best number of environments."""
     speed = {name: median(rows[name], "train_steps_per_second") for name in rows if name != "floor"}
     ours = speed[ours_of(speed)]
-    floor = {name: median(rows["floor"], f"{name}_steps_per_second") for name in ("matmuls", "bytes", "both")}
-    columns = ["contestant", "environments x steps", "precision", "torch threads", "training steps/s", "lowest to highest"]
-    columns += ["times slower than ours", "share of the floor", "trained for, steps", "greedy return then"]
+    floor = {
+        name: median(rows["floor"], f"{name}_steps_per_second")
+        for name in ("matmuls", "bytes", "both")
+    }
+    columns = [
+        "contestant",
+        "environments x steps",
+        "precision",
+        "torch threads",
+        "training steps/s",
+        "lowest to highest",
+    ]
+    columns += [
+        "times slower than ours",
+        "share of the floor",
+        "trained for, steps",
+        "greedy return then",
+    ]
     columns += ["compile, s", "peak RSS, MB"]
     lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for name in sorted(speed, key=speed.get, reverse=True):
         row, speeds = rows[name][0], [row["train_steps_per_second"] for row in rows[name]]
         threads = "" if name.startswith("JAX") else CONTESTANTS[name].options["threads"]
         lines.append(
-            f"| {name} | {row['num_envs']:,} x {row['rollout_length']} | {row['precision']} | {threads} | {speed[name]:,.0f} "
-            f"| {min(speeds):,.0f} to {max(speeds):,.0f} | {ours / speed[name]:.2f} | {speed[name] / floor['both']:.0%} "
-            f"| {trained[name]['steps']:,} | {trained[name]['greedy_return']:.1f} | {median(rows[name], 'compile_seconds'):.1f} "
+            f"| {name} | {row['num_envs']:,} x {row['rollout_length']} | {row['precision']} | "
+            f"{threads} | {speed[name]:,.0f} "
+            f"| {min(speeds):,.0f} to {max(speeds):,.0f} | {ours / speed[name]:.2f} | "
+            f"{speed[name] / floor['both']:.0%} "
+            f"| {trained[name]['steps']:,} | {trained[name]['greedy_return']:.1f} | "
+            f"{median(rows[name], 'compile_seconds'):.1f} "
             f"| {median(rows[name], 'peak_rss_mb'):,.0f} |"
         )
     shape = "{num_envs:,} x {rollout_length}, {precision}, {setting}".format(**rows["floor"][0])
@@ -206,16 +309,20 @@ def speed_table(rows: dict[str, list[dict]], trained: dict[str, dict]) -> list[s
 def learning_table(learned: dict[str, list[dict]]) -> list[str]:
     """What training took, medians over the seeds."""
     lines = [
-        "| contestant | precision | greedy return, median | lowest seed | seeds at 195 | seconds to 195 | steps to 195 "
+        "| contestant | precision | greedy return, "
+        "median | lowest seed | seeds at 195 | seconds to 195 | steps to 195 "
         "| seconds until it stays at 195 | seconds of the first iteration |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, rows in learned.items():
         scores = [row["greedy_return"] for row in rows]
         lines.append(
-            f"| {name} | {rows[0]['precision']} | {statistics.median(scores):.1f} | {min(scores):.1f} "
-            f"| {sum(score >= 195 for score in scores)} of {len(scores)} | {shown(median(rows, 'seconds_to_195'), '.3f')} "
-            f"| {shown(median(rows, 'steps_to_195'), ',.0f')} | {shown(median(rows, 'seconds_settled'), '.2f')} "
+            f"| {name} | {rows[0]['precision']} | {statistics.median(scores):.1f} | "
+            f"{min(scores):.1f} "
+            f"| {sum(score >= 195 for score in scores)} of {len(scores)} | "
+            f"{shown(median(rows, 'seconds_to_195'), '.3f')} "
+            f"| {shown(median(rows, 'steps_to_195'), ',.0f')} | "
+            f"{shown(median(rows, 'seconds_settled'), '.2f')} "
             f"| {median(rows, 'compile_seconds'):.2f} |"
         )
     return lines
@@ -224,11 +331,16 @@ def learning_table(learned: dict[str, list[dict]]) -> list[str]:
 def family(name: str) -> str:
     """Whose line in the figure a contestant is part of."""
     library = name.partition(",")[0]
-    return f"{library}, {'a process a core' if name == OURS else 'one process'}" if library == "fp8rl" else library
+    return (
+        f"{library}, {'a process a core' if name == OURS else 'one process'}"
+        if library == "fp8rl"
+        else library
+    )
 
 
 def plot(swept: dict[str, list[dict]], path: Path) -> None:
-    """Training steps per second against the number of environments: of each library the fastest of its settings there."""
+    """Training steps per second against the number of environments: of each library the fastest of
+    its settings there."""
     fastest: dict[str, dict[int, float]] = {}
     for name, rows in swept.items():
         best = fastest.setdefault(family(name), {})
@@ -240,8 +352,21 @@ def plot(swept: dict[str, list[dict]], path: Path) -> None:
         points = sorted(best.items())
         ax.plot(*zip(*points, strict=True), label=name if len(points) > 1 else None, **style)
         if len(points) == 1:
-            ax.annotate(name, points[0], (8, 0), textcoords="offset points", va="center", color=style["color"], fontsize=11)
-    ax.set(xscale="log", yscale="log", xlabel="environments stepped together", ylabel="training steps per second")
+            ax.annotate(
+                name,
+                points[0],
+                (8, 0),
+                textcoords="offset points",
+                va="center",
+                color=style["color"],
+                fontsize=11,
+            )
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="environments stepped together",
+        ylabel="training steps per second",
+    )
     ax.set_xticks([4**k for k in range(math.ceil(math.log(max(MANY), 4)))])
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:,.0f}")
@@ -251,15 +376,21 @@ def plot(swept: dict[str, list[dict]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="folder for speed.md, speed.json and speed.png")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--search", action="store_true", help="choose rollout length, threads and variant instead")
+    parser.add_argument(
+        "--search", action="store_true", help="choose rollout length, threads and variant instead"
+    )
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names of contestants")
     options = parser.parse_args()
-    names = [name for name in CONTESTANTS if any(part.lower() in name.lower() for part in options.only)]
+    names = [
+        name for name in CONTESTANTS if any(part.lower() in name.lower() for part in options.only)
+    ]
     options.out.mkdir(parents=True, exist_ok=True)
     searched = options.out / "speed_search.json"
     found = json.loads(searched.read_text()) if searched.exists() else {}
@@ -280,7 +411,11 @@ def main() -> None:
         shape = {"rollout-length": LEARNING["rollout_length"], **CONTESTANTS[name].learns}
         learned[name].append(learn(name, LEARNING["num_envs"], seed, **shape))
     versions = {key: value for runs in rows.values() for key, value in runs[0]["versions"].items()}
-    result = {"hardware": origin(), "versions": versions, "arguments": {**vars(options), "out": options.out.name}}
+    result = {
+        "hardware": origin(),
+        "versions": versions,
+        "arguments": {**vars(options), "out": options.out.name},
+    }
     result |= {
         "sweep": swept,
         "rounds": rows,
@@ -294,21 +429,33 @@ def main() -> None:
     print((options.out / "speed.md").read_text())
 
 
-def report(rows: dict, trained: dict, learned: dict, versions: dict, options: argparse.Namespace) -> str:
+def report(
+    rows: dict, trained: dict, learned: dict, versions: dict, options: argparse.Namespace
+) -> str:
     listed = ", ".join(f"{name} {value}" for name, value in versions.items())
     shape = "{num_envs} environments x {rollout_length} steps, {updates} updates, learning rate {learning_rate} to 0".format(
         **LEARNING
     )
     blocks = [
-        [f"Training steps per second, medians of {options.rounds} alternating rounds of {options.seconds:g} s:", ""],
+        [
+            f"Training steps per second, medians of {options.rounds} alternating rounds of "
+            f"{options.seconds:g} s:",
+            "",
+        ],
         speed_table(rows, trained),
         [""],
         [
-            f"Training in {shape}; evaluated after every second update, outside the clock; medians of {options.seeds} seeds:",
+            f"Training in {shape}; evaluated after every second update, outside the clock; "
+            f"medians of {options.seeds} seeds:",
             "",
         ],
         learning_table(learned),
-        ["", f"`python benchmarks/speed/compare.py {shlex.join(sys.argv[1:])}` on {origin()}. {listed}.", ""],
+        [
+            "",
+            f"`python benchmarks/speed/compare.py {shlex.join(sys.argv[1:])}` on {origin()}. "
+            f"{listed}.",
+            "",
+        ],
     ]
     return "\n".join(itertools.chain(*blocks))
 

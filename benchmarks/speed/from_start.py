@@ -1,15 +1,19 @@
-"""How long does a user wait, from the start of a process to a trained agent, and how fast is the loop once it runs?
+"""How long does a user wait, from the start of a process to a trained agent, and how fast is the
+loop once it runs?
 
-The wall clock of whole processes, one at a time and in turns: imports, compiling and training, in float32 with 16 environments
-and one torch thread. Evaluations are left out, and of JAX's processes the import of torch and of this package, which only the
-benchmark needs there. All learn from new rollouts of 32 steps alone, but for one, which has this package's defaults. JAX compiles
-at every start; "compiled before" finds what an earlier process compiled in a cache on disk.
+The wall clock of whole processes, one at a time and in turns: imports, compiling and training, in
+float32 with 16 environments and one torch thread. Evaluations are left out, and of JAX's processes
+the import of torch and of this package, which only the benchmark needs there. All learn from new
+rollouts of 32 steps alone, but for one, which has this package's defaults. JAX compiles at every
+start; "compiled before" finds what an earlier process compiled in a cache on disk.
 
-Then the loop alone, this package's beside JAX's, in few environments. Both make one update an iteration on the new rollout, or
-three: ours replays for the others, JAX takes the new rollout again, which spares it a ring and V-trace.
+Then the loop alone, this package's beside JAX's, in few environments. Both make one update an
+iteration on the new rollout, or three: ours replays for the others, JAX takes the new rollout
+again, which spares it a ring and V-trace.
 
     python benchmarks/speed/from_start.py benchmarks/results/from_start.md [--rounds 2]
-    python benchmarks/speed/from_start.py build/avx2.md --avx2    # with AVX2 alone, on a processor that has more
+    python benchmarks/speed/from_start.py build/avx2.md --avx2    # with AVX2 alone, on a processor
+                                                                  that has more
 """
 
 import argparse
@@ -25,7 +29,7 @@ from pathlib import Path
 from common import keep_to_avx2
 from compare import FIRST_SEED, HERE, measure, median
 
-from fp8rl.report.bench import origin
+from fp8rl.study.throughput import origin
 
 STEPS = (100_000, 1_000_000)
 SHAPE = {"num-envs": 16, "rollout-length": 32, "threads": 1, "learning-rate": 2e-3}
@@ -45,7 +49,8 @@ LOOPS, UPDATES, NUM_ENVS = ("ours", "jax_loop"), (1, 3), (16, 64, 256)  # whose 
 
 
 def imports() -> float:
-    """Seconds that importing this benchmark's own module, and torch with it, takes beside JAX; a program in JAX would not."""
+    """Seconds that importing this benchmark's own module, and torch with it, takes beside JAX; a
+    program in JAX would not."""
     seconds = {"numpy, jax": [], "numpy, jax, common": []}
     for modules, took in [*seconds.items()] * 4:  # the first two fill the disk's cache
         began = time.perf_counter()
@@ -56,7 +61,8 @@ def imports() -> float:
 
 
 def whole(name: str, steps: int, seed: int, cache: str) -> dict:
-    """A training from the start of its process to its end: seconds without evaluations, and the greedy return."""
+    """A training from the start of its process to its end: seconds without evaluations, and the
+    greedy return."""
     (script, options), began = CONTESTANTS[name], time.perf_counter()
     kept = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     options = SHAPE | options | {"environment": kept if name == CACHED else {}}
@@ -72,24 +78,36 @@ def table(found: dict[str, dict[int, list[dict]]], jax_imports: float) -> str:
     lines = [f"| contestant | {' | '.join(columns)} |", "| --- " * (1 + 2 * len(STEPS)) + "|"]
     for name, rows in found.items():
         less = jax_imports if name.startswith("JAX") else 0
-        cells = [f"{median(each, 'seconds') - less:.1f} | {median(each, 'greedy_return'):.1f}" for each in rows.values()]
+        cells = [
+            f"{median(each, 'seconds') - less:.1f} | {median(each, 'greedy_return'):.1f}"
+            for each in rows.values()
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def pace(rounds: int) -> str:
-    """Steps per second of both loops: medians of rounds in which they take turns, and of the ratios within a round."""
-    found = {(updates, script): {n: [] for n in NUM_ENVS} for updates in UPDATES for script in LOOPS}
+    """Steps per second of both loops: medians of rounds in which they take turns, and of the ratios
+    within a round."""
+    found = {
+        (updates, script): {n: [] for n in NUM_ENVS} for updates in UPDATES for script in LOOPS
+    }
     for _ in range(rounds):
         for (updates, script), rows in found.items():
             options = SHAPE | {"updates": updates, "seconds": 2, "num-envs": NUM_ENVS}
             for row in measure(script, **options):
                 rows[row["num_envs"]].append(row["train_steps_per_second"])
-    lines = ["| updates an iteration | environments | fp8rl, steps/s | JAX, steps/s | fp8rl / JAX |", "| --- " * 5 + "|"]
+    lines = [
+        "| updates an iteration | environments | fp8rl, steps/s | JAX, steps/s | fp8rl / JAX |",
+        "| --- " * 5 + "|",
+    ]
     for updates, n in itertools.product(UPDATES, NUM_ENVS):
         ours, jax = (found[updates, script][n] for script in LOOPS)
         ratio = statistics.median(a / b for a, b in zip(ours, jax, strict=True))
-        lines.append(f"| {updates} | {n} | {statistics.median(ours):,.0f} | {statistics.median(jax):,.0f} | {ratio:.2f} |")
+        lines.append(
+            f"| {updates} | {n} | {statistics.median(ours):,.0f} | "
+            f"{statistics.median(jax):,.0f} | {ratio:.2f} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,10 +1,13 @@
-"""A2C in the manner of PureJaxRL: environment, network, GAE and Adam in JAX, the whole loop under jit and lax.scan.
+"""A2C in the manner of PureJaxRL: environment, network, GAE and Adam in JAX, the whole loop under
+jit and lax.scan.
 
-Settings: many iterations in one call, with donated state; the noise of a rollout drawn at once, by the rbg generator (a
-little faster than the default); the two-action draw from one uniform number; environments reset in the step after an episode's
-end, so that one forward pass over T + 1 rows serves loss, GAE and bootstrap. XLA's CPU flags are its defaults. Variants: scan;
-unrolled, the scan over time steps unrolled 4 times; devices, unrolled, with a device for each core, which has its share of the
-environments where they can be shared out evenly. bf16: matmuls of bfloat16 inputs into float32, parameters in float32.
+Settings: many iterations in one call, with donated state; the noise of a rollout drawn at once, by
+the rbg generator (a little faster than the default); the two-action draw from one uniform number;
+environments reset in the step after an episode's end, so that one forward pass over T + 1 rows
+serves loss, GAE and bootstrap. XLA's CPU flags are its defaults. Variants: scan; unrolled, the scan
+over time steps unrolled 4 times; devices, unrolled, with a device for each core, which has its
+share of the environments where they can be shared out evenly. bf16: matmuls of bfloat16 inputs into
+float32, parameters in float32.
 
 Several --updates an iteration all learn from the new rollout: nothing is kept or replayed.
 
@@ -25,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from fp8rl.config import Config
 from fp8rl.env import DAMPING, LIMIT, MAX_STEPS, PUSH
-from fp8rl.scale.hardware import cores
+from fp8rl.hardware import cores
 
 jax.config.update("jax_default_prng_impl", "rbg")
 CALL_STEPS = 2**18  # environment steps in one call, about
@@ -55,7 +58,8 @@ def dynamics(obs: jax.Array, action: jax.Array) -> jax.Array:
 
 
 def env_step(state: State, action: jax.Array, noise: jax.Array) -> tuple[State, tuple]:
-    """One environment. Returns the next state and reward, terminated, valid (False in a step that only resets)."""
+    """One environment. Returns the next state and reward, terminated, valid (False in a step that
+    only resets)."""
     valid = ~state.done
     obs = jnp.where(valid, dynamics(state.obs, action), Config.start_noise * noise)
     age = (state.age + 1) * valid
@@ -65,11 +69,17 @@ def env_step(state: State, action: jax.Array, noise: jax.Array) -> tuple[State, 
 
 
 def new_parameters(key: jax.Array) -> list:
-    """Weights and biases of the two hidden layers and of both heads: two logits and a value in one layer of three."""
+    """Weights and biases of the two hidden layers and of both heads: two logits and a value in one
+    layer of three."""
     orthogonal = jax.nn.initializers.orthogonal
     keys = jax.random.split(key, 4)
-    hidden = [(orthogonal(math.sqrt(2))(k, shape), jnp.zeros(64)) for k, shape in zip(keys, ((2, 64), (64, 64)), strict=False)]
-    heads = jnp.concatenate((orthogonal(0.01)(keys[2], (64, 2)), orthogonal(1.0)(keys[3], (64, 1))), axis=1)
+    hidden = [
+        (orthogonal(math.sqrt(2))(k, shape), jnp.zeros(64))
+        for k, shape in zip(keys, ((2, 64), (64, 64)), strict=False)
+    ]
+    heads = jnp.concatenate(
+        (orthogonal(0.01)(keys[2], (64, 2)), orthogonal(1.0)(keys[3], (64, 1))), axis=1
+    )
     return [*hidden, (heads, jnp.zeros(3))]
 
 
@@ -96,7 +106,9 @@ def gae(values, rewards, terminated, valid):
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    return lax.scan(back, jnp.zeros_like(deltas[0]), (deltas, Config.lam * going * valid), reverse=True)[1]
+    return lax.scan(
+        back, jnp.zeros_like(deltas[0]), (deltas, Config.lam * going * valid), reverse=True
+    )[1]
 
 
 def alone(x):
@@ -124,7 +136,9 @@ def loss_of(parameters, rollout, dtype, total: Callable = alone):
 def adam(learner: Learner, gradients: list, rate) -> Learner:
     """Clips the gradients to their norm and takes a step."""
     norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradients)))
-    gradients = jax.tree.map(lambda g: g * jnp.minimum(1, Config.max_grad_norm / (norm + 1e-6)), gradients)
+    gradients = jax.tree.map(
+        lambda g: g * jnp.minimum(1, Config.max_grad_norm / (norm + 1e-6)), gradients
+    )
     count = learner.count + 1
     first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, learner.first, gradients)
     second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, learner.second, gradients)
@@ -136,8 +150,18 @@ def adam(learner: Learner, gradients: list, rate) -> Learner:
     return Learner(jax.tree.map(move, learner.parameters, first, second), first, second, count)
 
 
-def iteration(carry, rate, length: int, num_envs: int, dtype, unroll: int, updates: int = 1, total: Callable = alone):
-    """Collects a rollout of this device's environments and learns from it, once or several times."""
+def iteration(
+    carry,
+    rate,
+    length: int,
+    num_envs: int,
+    dtype,
+    unroll: int,
+    updates: int = 1,
+    total: Callable = alone,
+):
+    """Collects a rollout of this device's environments and learns from it, once or several
+    times."""
     learner, state, key = carry
     key, draw = jax.random.split(key)
     noise = jax.random.uniform(draw, (length, num_envs, 3))
@@ -178,7 +202,11 @@ def train(options, tick):
     devices = math.gcd(num_envs, cores()) if options.variant == "devices" else 1
     jax.config.update("jax_num_cpu_devices", devices)  # before JAX does anything
     shape = {"length": length, "num_envs": num_envs // devices}
-    how = {"dtype": dtype, "unroll": 1 if options.variant == "scan" else 4, "updates": options.updates}
+    how = {
+        "dtype": dtype,
+        "unroll": 1 if options.variant == "scan" else 4,
+        "updates": options.updates,
+    }
     body = functools.partial(iteration, **shape, **how)
     size = num_envs * length
     every = options.steps // 50 if options.learn else CALL_STEPS
@@ -194,20 +222,33 @@ def train(options, tick):
     zeros = [jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)]
     obs = Config.start_noise * jax.random.uniform(starts, (num_envs, 2), minval=-1)
     state = State(obs, jnp.zeros(num_envs, jnp.int32), jnp.zeros(num_envs, bool))
-    carry = Learner(parameters, *zeros, jnp.zeros((), jnp.int32)), state, jax.random.split(key, devices)
+    carry = (
+        Learner(parameters, *zeros, jnp.zeros((), jnp.int32)),
+        state,
+        jax.random.split(key, devices),
+    )
     if devices > 1:  # the learner is the same on all
         body = functools.partial(body, total=functools.partial(lax.psum, axis_name="cores"))
         whole, part = PartitionSpec(), PartitionSpec("cores")
-        mesh, specs = jax.make_mesh((devices,), ("cores",), (jax.sharding.AxisType.Auto,)), (whole, part, part)
-        many = jax.shard_map(many, mesh=mesh, in_specs=(specs, whole), out_specs=specs, check_vma=False)
+        mesh, specs = (
+            jax.make_mesh((devices,), ("cores",), (jax.sharding.AxisType.Auto,)),
+            (whole, part, part),
+        )
+        many = jax.shard_map(
+            many, mesh=mesh, in_specs=(specs, whole), out_specs=specs, check_vma=False
+        )
     many, steps = jax.jit(many, donate_argnums=0), 0
     while steps < options.steps:
         left = 1 - (steps + size * torch.arange(count)).numpy() / options.steps
-        carry = jax.block_until_ready(many(carry, jnp.float32(options.learning_rate * left.clip(0))))
+        carry = jax.block_until_ready(
+            many(carry, jnp.float32(options.learning_rate * left.clip(0)))
+        )
         steps += count * size
         tick(steps, lambda obs, learner=carry[0]: policy_of(learner.parameters)(obs))
 
 
 if __name__ == "__main__":
     packages = ("jax", "jaxlib", "numpy")
-    common.main("JAX, PureJaxRL style", train, packages, ("scan", "unrolled", "devices"), ("fp32", "bf16"))
+    common.main(
+        "JAX, PureJaxRL style", train, packages, ("scan", "unrolled", "devices"), ("fp32", "bf16")
+    )

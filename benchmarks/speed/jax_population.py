@@ -1,4 +1,5 @@
-"""The loop of jax_loop.py for S agents at once, under jax.vmap over their seeds: PureJaxRL's way to train many.
+"""The loop of jax_loop.py for S agents at once, under jax.vmap over their seeds: PureJaxRL's way to
+train many.
 
 python benchmarks/speed/jax_population.py --agents 32 --num-envs 16 --seconds 3
 """
@@ -17,7 +18,9 @@ def main() -> None:
     parser.add_argument("--rollout-length", type=int, default=32)
     parser.add_argument("--variant", choices=("scan", "unrolled"), default="scan")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--matmul", default="default", help="the precision of products: on a GPU default is TF32")
+    parser.add_argument(
+        "--matmul", default="default", help="the precision of products: on a GPU default is TF32"
+    )
     parser.add_argument("--core", type=int, help="the only core to use")
     parser.add_argument("--seconds", type=float, default=3.0)
     options = parser.parse_args()
@@ -41,8 +44,12 @@ def main() -> None:
         key, weights, starts = jax.random.split(key, 3)
         parameters = jax_loop.new_parameters(weights)
         moments = [jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)]
-        obs = jax_loop.Config.start_noise * jax.random.uniform(starts, (options.num_envs, 2), minval=-1)
-        state = jax_loop.State(obs, jnp.zeros(options.num_envs, jnp.int32), jnp.zeros(options.num_envs, bool))
+        obs = jax_loop.Config.start_noise * jax.random.uniform(
+            starts, (options.num_envs, 2), minval=-1
+        )
+        state = jax_loop.State(
+            obs, jnp.zeros(options.num_envs, jnp.int32), jnp.zeros(options.num_envs, bool)
+        )
         return jax_loop.Learner(parameters, *moments, jnp.zeros((), jnp.int32)), state, key
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -57,7 +64,11 @@ def main() -> None:
     while time.perf_counter() - began < options.seconds:
         carry, calls = jax.block_until_ready(many(carry)), calls + 1
     speed = calls * count * steps / (time.perf_counter() - began)
-    print(json.dumps({"train_steps_per_second": speed, "compile_seconds": compile_seconds, **vars(options)}))
+    print(
+        json.dumps(
+            {"train_steps_per_second": speed, "compile_seconds": compile_seconds, **vars(options)}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""The published demo's loop: one environment, a deque of transitions, 64 drawn at random after every 128 collected.
+"""The published demo's loop: one environment, a deque of transitions, 64 drawn at random after
+every 128 collected.
 
-It learns from single transitions with TD(0), without correction, entropy bonus or bootstrapping at the time limit, so it need
-not reach 195 and does not stay there. What is timed is not the work of the other contestants either: half of the steps at most
-are used in a gradient. Variants: naive, a plain loop over gymnasium.make, with random.sample and autocast; fp8rl, this package's
-own Config.published(). It has no fast settings: this is the loop as demos have it.
+It learns from single transitions with TD(0), without correction, entropy bonus or bootstrapping at
+the time limit, so it need not reach 195 and does not stay there. What is timed is not the work of
+the other contestants either: half of the steps at most are used in a gradient. Variants: naive, a
+plain loop over gymnasium.make, with random.sample and autocast; fp8rl, this package's own
+Config.published(). It has no fast settings: this is the loop as demos have it.
 
     python benchmarks/speed/published.py --seconds 3 --json
 """
@@ -26,7 +28,9 @@ LOOP = Config.published()
 
 def learn(model, optimizer, batch, autocast) -> None:
     """One step on a list of transitions."""
-    obs, actions, rewards, following, ends = (torch.from_numpy(np.array(column)) for column in zip(*batch, strict=True))
+    obs, actions, rewards, following, ends = (
+        torch.from_numpy(np.array(column)) for column in zip(*batch, strict=True)
+    )
     with autocast:
         logits, values = model(obs)
         with torch.no_grad():
@@ -34,7 +38,9 @@ def learn(model, optimizer, batch, autocast) -> None:
     targets = (rewards + LOOP.gamma * following_values * (1 - ends)).float()
     advantages = targets - values
     chosen = logits.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-    loss = -(chosen * advantages.detach()).mean() + LOOP.value_coef * 0.5 * advantages.square().mean()
+    loss = (
+        -(chosen * advantages.detach()).mean() + LOOP.value_coef * 0.5 * advantages.square().mean()
+    )
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), LOOP.max_grad_norm)
@@ -64,19 +70,30 @@ def naive(options, tick):
 
 
 def package(options, tick):
-    changes = {"precision": options.precision, "seed": options.seed, "steps": options.steps, "eval_every": 0}
+    changes = {
+        "precision": options.precision,
+        "seed": options.seed,
+        "steps": options.steps,
+        "eval_every": 0,
+    }
     for run in iterate(Run(Config.published(**changes))):
         tick(int(run.history.last["steps"]), lambda x, model=run.model: model(x)[0].argmax(-1))
 
 
 def train(options, tick):
-    assert (options.num_envs, options.rollout_length) == (LOOP.num_envs, LOOP.rollout_length), "its shape is part of the demo"
+    assert (options.num_envs, options.rollout_length) == (LOOP.num_envs, LOOP.rollout_length), (
+        "its shape is part of the demo"
+    )
     if options.variant == "naive":
-        assert options.precision in ("fp32", "bf16"), "the naive loop autocasts to bf16 or not at all"
+        assert options.precision in ("fp32", "bf16"), (
+            "the naive loop autocasts to bf16 or not at all"
+        )
     {"naive": naive, "fp8rl": package}[options.variant](options, tick)
 
 
 if __name__ == "__main__":
     shape = {"num_envs": LOOP.num_envs, "rollout_length": LOOP.rollout_length}
     precisions = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
-    common.main("published demo", train, variants=("naive", "fp8rl"), precisions=precisions, **shape)
+    common.main(
+        "published demo", train, variants=("naive", "fp8rl"), precisions=precisions, **shape
+    )

@@ -1,9 +1,10 @@
 """Stable-Baselines3's A2C.
 
-Variants: batched, a VecEnv that steps all environments as NumPy arrays; dummy, DummyVecEnv over CustomEnv, one after the other.
-Settings: the encoder is shared, as a features extractor of 64 and 64 units, so that it runs once for both heads; Adam in the
-place of RMSprop; no logger, no Monitor wrappers, no argument validation of the distributions. SB3 has no compiled or
-low-precision mode; its documented way to speed is more environments.
+Variants: batched, a VecEnv that steps all environments as NumPy arrays; dummy, DummyVecEnv over
+CustomEnv, one after the other. Settings: the encoder is shared, as a features extractor of 64 and
+64 units, so that it runs once for both heads; Adam in the place of RMSprop; no logger, no Monitor
+wrappers, no argument validation of the distributions. SB3 has no compiled or low-precision mode;
+its documented way to speed is more environments.
 
     python benchmarks/speed/sb3.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
 """
@@ -19,7 +20,7 @@ from torch import nn
 
 from fp8rl.config import Config
 from fp8rl.env import DAMPING, LIMIT, MAX_STEPS, PUSH
-from fp8rl.tasks.single import CustomEnv
+from fp8rl.tasks.custom_env import CustomEnv
 
 
 class Encoder(BaseFeaturesExtractor):
@@ -40,7 +41,8 @@ class ScaledEnv(CustomEnv):
 
 
 class BatchedVecEnv(VecEnv):
-    """The physics for N environments in NumPy, with SB3's reset in the same step: the last observation goes into the infos."""
+    """The physics for N environments in NumPy, with SB3's reset in the same step: the last
+    observation goes into the infos."""
 
     def __init__(self, num_envs: int, seed: int = 0):
         single = CustomEnv()
@@ -49,7 +51,9 @@ class BatchedVecEnv(VecEnv):
         self.nothing = {}
 
     def starts(self, count: int) -> np.ndarray:
-        return self.random.uniform(-Config.start_noise, Config.start_noise, (count, 2)).astype(np.float32)
+        return self.random.uniform(-Config.start_noise, Config.start_noise, (count, 2)).astype(
+            np.float32
+        )
 
     def reset(self) -> np.ndarray:
         self.state = self.starts(self.num_envs)
@@ -72,7 +76,10 @@ class BatchedVecEnv(VecEnv):
         infos = [self.nothing] * self.num_envs
         (ended,) = dones.nonzero()
         for i in ended:
-            infos[i] = {"terminal_observation": self.state[i].copy(), "TimeLimit.truncated": not terminated[i]}
+            infos[i] = {
+                "terminal_observation": self.state[i].copy(),
+                "TimeLimit.truncated": not terminated[i],
+            }
         self.state[ended] = self.starts(len(ended))
         self.ages[ended] = 0
         return self.state.copy(), rewards, dones, infos
@@ -127,7 +134,11 @@ def train(options, tick):
         max_grad_norm=Config.max_grad_norm,
         normalize_advantage=True,
         use_rms_prop=False,
-        policy_kwargs={"features_extractor_class": Encoder, "net_arch": [], "optimizer_kwargs": {"eps": 1e-5}},
+        policy_kwargs={
+            "features_extractor_class": Encoder,
+            "net_arch": [],
+            "optimizer_kwargs": {"eps": 1e-5},
+        },
         seed=options.seed,
         device="cpu",
     )

@@ -1,4 +1,5 @@
-"""Every contestant's own physics against fp8rl.env. `pytest benchmarks/speed`, where the contestants are installed."""
+"""Every contestant's own physics against fp8rl.env. `pytest benchmarks/speed`, where the
+contestants are installed."""
 
 import sys
 from pathlib import Path
@@ -29,7 +30,9 @@ def test_jax(given):
     done = np.arange(len(state)) % 5 == 0
     noise = np.full((len(state), 2), 0.5, np.float32)
     before = jax_loop.State(state.numpy(), ages, done)
-    (obs, age, ended), (reward, terminated, valid) = jax_loop.jax.vmap(jax_loop.env_step)(before, action.numpy(), noise)
+    (obs, age, ended), (reward, terminated, valid) = jax_loop.jax.vmap(jax_loop.env_step)(
+        before, action.numpy(), noise
+    )
     expected = dynamics(state, action)
     earned, out = (x.numpy() for x in outcome(expected))
     live = ~done
@@ -47,13 +50,18 @@ def test_sb3(given):
     state, action = given
     envs = sb3.BatchedVecEnv(len(state))
     envs.reset()
-    envs.state, envs.ages = state.numpy().copy(), np.where(np.arange(len(state)) % 3, 5, MAX_STEPS - 1)
+    envs.state, envs.ages = (
+        state.numpy().copy(),
+        np.where(np.arange(len(state)) % 3, 5, MAX_STEPS - 1),
+    )
     obs, reward, dones, infos = envs.step(action.numpy())
     expected = dynamics(state, action)
     (earned, out), late = (x.numpy() for x in outcome(expected)), envs.ages == 0
     np.testing.assert_array_equal(dones, out | (np.arange(len(state)) % 3 == 0))
     np.testing.assert_array_equal(late, dones)
-    reached = np.stack([info.get("terminal_observation", x) for info, x in zip(infos, obs, strict=True)])
+    reached = np.stack(
+        [info.get("terminal_observation", x) for info, x in zip(infos, obs, strict=True)]
+    )
     np.testing.assert_allclose(reached, expected.numpy(), rtol=0, atol=3e-7)
     np.testing.assert_allclose(reward, common.REWARD_SCALE * earned, atol=1e-6)
     assert (np.abs(obs[dones]) <= Config.start_noise).all()

@@ -1,9 +1,11 @@
 """TorchRL: its Collector, GAE and A2CLoss over a batched EnvBase with the physics in torch.
 
-Settings: one shared encoder (ActorValueOperator); the Collector without trajectory ids, in one process, since the environment is
-batched already; distributions not validated; Adam fused. Variants: eager, with the vectorized GAE; eager-loop, with GAE as a
-loop over time; compiled, where torch.compile makes the policy (compile_policy), GAE and the loss one graph each, as in TorchRL's
-own A2C examples (needs a C++ compiler); compiled-env, where it compiles the environment's step (EnvBase.compile) too.
+Settings: one shared encoder (ActorValueOperator); the Collector without trajectory ids, in one
+process, since the environment is batched already; distributions not validated; Adam fused.
+Variants: eager, with the vectorized GAE; eager-loop, with GAE as a loop over time; compiled, where
+torch.compile makes the policy (compile_policy), GAE and the loss one graph each, as in TorchRL's
+own A2C examples (needs a C++ compiler); compiled-env, where it compiles the environment's step
+(EnvBase.compile) too.
 
     python benchmarks/speed/torchrl_a2c.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
 """
@@ -32,22 +34,30 @@ torchrl.logger.setLevel("ERROR")
 
 
 class BatchedEnv(EnvBase):
-    """N environments stepped together. TorchRL keeps of a reset what concerns those that are done."""
+    """N environments stepped together. TorchRL keeps of a reset what concerns those that are
+    done."""
 
     def __init__(self, num_envs: int):
         super().__init__(batch_size=[num_envs])
         shape = (num_envs, 1)
         observation = Unbounded((num_envs, 2))
-        self.observation_spec = Composite(observation=observation, age=Unbounded(shape, dtype=torch.int32), shape=(num_envs,))
+        self.observation_spec = Composite(
+            observation=observation, age=Unbounded(shape, dtype=torch.int32), shape=(num_envs,)
+        )
         self.action_spec = Categorical(2, shape=(num_envs,))
         self.reward_spec = Unbounded(shape)
-        flags = {name: Binary(1, shape, dtype=torch.bool) for name in ("done", "terminated", "truncated")}
+        flags = {
+            name: Binary(1, shape, dtype=torch.bool) for name in ("done", "terminated", "truncated")
+        }
         self.done_spec = Composite(flags, shape=(num_envs,))
 
     def _reset(self, tensordict=None):
         obs = Config.start_noise * (2 * torch.rand(*self.batch_size, 2) - 1)
         age = torch.zeros(*self.batch_size, 1, dtype=torch.int32)
-        flags = {name: torch.zeros_like(age, dtype=torch.bool) for name in ("done", "terminated", "truncated")}
+        flags = {
+            name: torch.zeros_like(age, dtype=torch.bool)
+            for name in ("done", "terminated", "truncated")
+        }
         return TensorDict({"observation": obs, "age": age, **flags}, self.batch_size)
 
     def _step(self, tensordict):
@@ -56,7 +66,10 @@ class BatchedEnv(EnvBase):
         reward, terminated = (x.unsqueeze(-1) for x in outcome(obs))
         truncated = (age >= MAX_STEPS) & ~terminated
         flags = {"done": terminated | truncated, "terminated": terminated, "truncated": truncated}
-        return TensorDict({"observation": obs, "age": age, "reward": common.REWARD_SCALE * reward, **flags}, self.batch_size)
+        return TensorDict(
+            {"observation": obs, "age": age, "reward": common.REWARD_SCALE * reward, **flags},
+            self.batch_size,
+        )
 
     def _set_seed(self, seed) -> None:
         torch.manual_seed(seed)
@@ -81,7 +94,9 @@ def operators(env: BatchedEnv) -> ActorValueOperator:
         return_log_prob=False,
     )
     common_part = TensorDictModule(encoder, in_keys=["observation"], out_keys=["hidden"])
-    return ActorValueOperator(common_part, actor, ValueOperator(layer(64, 1, 1.0), in_keys=["hidden"]))
+    return ActorValueOperator(
+        common_part, actor, ValueOperator(layer(64, 1, 1.0), in_keys=["hidden"])
+    )
 
 
 def train(options, tick):
@@ -104,7 +119,13 @@ def train(options, tick):
         compile_policy={"dynamic": False} if compiled else None,
     )
     vectorized = options.variant == "eager"
-    advantage = GAE(gamma=common.GAMMA, lmbda=Config.lam, value_network=critic, average_gae=True, vectorized=vectorized)
+    advantage = GAE(
+        gamma=common.GAMMA,
+        lmbda=Config.lam,
+        value_network=critic,
+        average_gae=True,
+        vectorized=vectorized,
+    )
     # Its critic's loss is not halved.
     weights = {"entropy_coeff": common.ENTROPY_COEF, "critic_coeff": Config.value_coef / 2}
     loss_module = A2CLoss(policy, critic, loss_critic_type="l2", **weights)
@@ -116,7 +137,10 @@ def train(options, tick):
         return loss["loss_objective"] + loss["loss_critic"] + loss["loss_entropy"]
 
     if compiled:
-        advantage, losses = torch.compile(advantage, dynamic=False), torch.compile(losses, dynamic=False)
+        advantage, losses = (
+            torch.compile(advantage, dynamic=False),
+            torch.compile(losses, dynamic=False),
+        )
     steps = 0
     batches = iter(collector)
     while steps < options.steps:
@@ -136,4 +160,10 @@ def train(options, tick):
 
 if __name__ == "__main__":
     packages = ("torch", "numpy", "torchrl", "tensordict")
-    common.main("TorchRL", train, packages, ("eager", "eager-loop", "compiled", "compiled-env"), ("fp32", "bf16"))
+    common.main(
+        "TorchRL",
+        train,
+        packages,
+        ("eager", "eager-loop", "compiled", "compiled-env"),
+        ("fp32", "bf16"),
+    )

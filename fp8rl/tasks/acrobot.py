@@ -1,12 +1,13 @@
-"""Acrobot-v1 as tensors: two links hang from a hinge, and a torque between them must swing the tip up (Sutton 1996,
-"Generalization in reinforcement learning").
+"""Acrobot-v1 as tensors: two links hang from a hinge, and a torque between them must swing the tip
+up (Sutton 1996, "Generalization in reinforcement learning").
 
-State: angles theta1 (0 hangs down) and theta2 (between the links), and their velocities, all starting within 0.1. The observation
-is cos and sin of each angle, and the velocities. Actions 0, 1, 2 are torques of -1, 0, 1 N m. Every step of 0.2 s gives the
-reward -1, except the one that ends the episode: when the tip is a link's length above the hinge, -cos(theta1) - cos(theta1 +
-theta2) > 1. Truncated after 500 steps. Links are 1 m and 1 kg, with their centres in the middle and moments of inertia of 1 kg
-m^2. Equations ("book"), bounds and one step of Runge-Kutta are those of Gymnasium's classic_control/acrobot.py, in float32.
-"""
+State: angles theta1 (0 hangs down) and theta2 (between the links), and their velocities, all
+starting within 0.1. The observation is cos and sin of each angle, and the velocities. Actions 0, 1,
+2 are torques of -1, 0, 1 N m. Every step of 0.2 s gives the reward -1, except the one that ends the
+episode: when the tip is a link's length above the hinge, -cos(theta1) - cos(theta1 + theta2) > 1.
+Truncated after 500 steps. Links are 1 m and 1 kg, with their centres in the middle and moments of
+inertia of 1 kg m^2. Equations ("book"), bounds and one step of Runge-Kutta are those of Gymnasium's
+classic_control/acrobot.py, in float32."""
 
 import math
 
@@ -24,8 +25,15 @@ def derivative(state: torch.Tensor, torque: torch.Tensor) -> torch.Tensor:
     cos, sin = theta2.cos(), theta2.sin()
     d1, d2 = 3.5 + cos, 1.25 + 0.5 * cos
     phi2 = 0.5 * GRAVITY * (theta1 + theta2 - math.pi / 2).cos()
-    phi1 = -0.5 * speed2.square() * sin - speed2 * speed1 * sin + 1.5 * GRAVITY * (theta1 - math.pi / 2).cos() + phi2
-    turn2 = (torque + d2 / d1 * phi1 - 0.5 * speed1.square() * sin - phi2) / (1.25 - d2.square() / d1)
+    phi1 = (
+        -0.5 * speed2.square() * sin
+        - speed2 * speed1 * sin
+        + 1.5 * GRAVITY * (theta1 - math.pi / 2).cos()
+        + phi2
+    )
+    turn2 = (torque + d2 / d1 * phi1 - 0.5 * speed1.square() * sin - phi2) / (
+        1.25 - d2.square() / d1
+    )
     return torch.stack((speed1, speed2, -(d2 * turn2 + phi1) / d1, turn2))
 
 
@@ -45,7 +53,9 @@ class Acrobot(TensorEnv):
 
     def observe(self, state):
         theta1, theta2, *speeds = state.unbind(-1)
-        return torch.stack((theta1.cos(), theta1.sin(), theta2.cos(), theta2.sin(), *speeds)).movedim(0, -1)
+        return torch.stack(
+            (theta1.cos(), theta1.sin(), theta2.cos(), theta2.sin(), *speeds)
+        ).movedim(0, -1)
 
     def advance(self, state, action):
         begin, torque = state.movedim(-1, 0), action.to(state.dtype) - 1

@@ -1,10 +1,11 @@
-"""CartPole-v1 as tensors: a pole on a cart must not fall (Barto, Sutton & Anderson 1983, "Neuronlike adaptive elements").
+"""CartPole-v1 as tensors: a pole on a cart must not fall (Barto, Sutton & Anderson 1983,
+"Neuronlike adaptive elements").
 
-State and observation: position x (m), velocity, angle theta of the pole from upright (rad), angular velocity, all starting within
-0.05. Action 0 pushes left with 10 N, 1 right. Every step of 0.02 s gives the reward 1. The episode terminates when |x| > 2.4 or
-|theta| > 12 degrees, and is truncated after 500 steps. The equations, constants and Euler's method are those of Gymnasium's
-classic_control/cartpole.py, in float32.
-"""
+State and observation: position x (m), velocity, angle theta of the pole from upright (rad), angular
+velocity, all starting within 0.05. Action 0 pushes left with 10 N, 1 right. Every step of 0.02 s
+gives the reward 1. The episode terminates when |x| > 2.4 or |theta| > 12 degrees, and is truncated
+after 500 steps. The equations, constants and Euler's method are those of Gymnasium's
+classic_control/cartpole.py, in float32."""
 
 import math
 
@@ -21,7 +22,10 @@ class CartPole(TensorEnv):
     """N copies of CartPole-v1. Arguments as in TensorEnv."""
 
     num_actions, max_steps, state_size = 2, 500, 4
-    bounds = (-2 * LIMIT, -math.inf, -2 * ANGLE, -math.inf), (2 * LIMIT, math.inf, 2 * ANGLE, math.inf)
+    bounds = (
+        (-2 * LIMIT, -math.inf, -2 * ANGLE, -math.inf),
+        (2 * LIMIT, math.inf, 2 * ANGLE, math.inf),
+    )
 
     def start(self, numbers):
         return 0.05 * numbers
@@ -29,7 +33,9 @@ class CartPole(TensorEnv):
     def advance(self, state, action):
         x, speed, theta, turn = state.unbind(-1)
         cos, sin, mass = theta.cos(), theta.sin(), CART + POLE
-        push = (action.to(state.dtype) * (2 * FORCE) - FORCE + POLE * LENGTH * turn.square() * sin) / mass
+        push = (
+            action.to(state.dtype) * (2 * FORCE) - FORCE + POLE * LENGTH * turn.square() * sin
+        ) / mass
         angular = (GRAVITY * sin - cos * push) / (LENGTH * (4 / 3 - POLE * cos.square() / mass))
         linear = push - POLE * LENGTH * angular * cos / mass
         x, theta = x + STEP * speed, theta + STEP * turn

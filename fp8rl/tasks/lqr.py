@@ -1,19 +1,20 @@
-"""The cart with a continuous push and a quadratic cost: a linear-quadratic problem, whose optimum is known exactly.
+"""The cart with a continuous push and a quadratic cost: a linear-quadratic problem, whose optimum
+is known exactly.
 
     v <- v + u,  p <- p + v,  v <- 0.95 v            with the push u in [-1, 1], the policy's action
     reward = -(p^2 + 0.02 u^2)                       (of the p before)
     terminated when |p| > 2, with a reward 80 lower, truncated after 50 steps
 
-Starts have |p| < 0.8 and |v| < 0.1. An agent is judged by the sum of its rewards discounted by 0.95. The best controller is u =
--K x, with x = (p, v), and its cost from x is x' P x, where P solves Riccati's equation (Bertsekas, "Dynamic programming and
-optimal control", volume 1, section 3.1, with discount g)
+Starts have |p| < 0.8 and |v| < 0.1. An agent is judged by the sum of its rewards discounted by
+0.95. The best controller is u = -K x, with x = (p, v), and its cost from x is x' P x, where P
+solves Riccati's equation (Bertsekas, "Dynamic programming and optimal control", volume 1, section
+3.1, with discount g)
 
     P = Q + g A' P A - g A' P B (R + g B' P B)^-1 g B' P A,      K = (R + g B' P B)^-1 g B' P A.
 
-It needs no push outside the bounds and stays on the track. Leaving the track costs as much as staying at its end for ever, 2^2 /
-(1 - 0.95), so nothing is gained by it, and the optimum is that of the unbounded problem. The cost above it, in percent, is a
-score that cannot saturate.
-"""
+It needs no push outside the bounds and stays on the track. Leaving the track costs as much as
+staying at its end for ever, 2^2 / (1 - 0.95), so nothing is gained by it, and the optimum is that
+of the unbounded problem. The cost above it, in percent, is a score that cannot saturate."""
 
 import functools
 
@@ -32,7 +33,8 @@ Q, R = np.diag([1.0, 0.0]), np.array([[PUSH_COST]])
 
 @functools.cache
 def riccati() -> tuple[np.ndarray, np.ndarray]:
-    """The optimal gain K, float64 [2], and P, float64 [2, 2], by iterating Riccati's equation to its fixed point."""
+    """The optimal gain K, float64 [2], and P, float64 [2, 2], by iterating Riccati's equation to
+    its fixed point."""
     p = Q
     for _ in range(1000):
         gain = np.linalg.solve(R + DISCOUNT * B.T @ p @ B, DISCOUNT * B.T @ p @ A)
@@ -55,7 +57,10 @@ class Lqr(TensorEnv):
     """N of these carts. Arguments as in TensorEnv."""
 
     num_actions, distribution, max_steps, state_size, discount = 1, Gaussian, MAX_STEPS, 2, DISCOUNT
-    bounds = (-4 * LIMIT, -5.0), (4 * LIMIT, 5.0)  # on the track |v + u| < 4, so the step that leaves it has at most 5
+    bounds = (
+        (-4 * LIMIT, -5.0),
+        (4 * LIMIT, 5.0),
+    )  # on the track |v + u| < 4, so the step that leaves it has at most 5
 
     def start(self, numbers):
         position, velocity = numbers.unbind(-1)
@@ -67,4 +72,8 @@ class Lqr(TensorEnv):
         velocity = velocity + push
         position = position + velocity
         out = position.abs() > LIMIT
-        return torch.stack((position, velocity * DAMPING)).movedim(0, -1), -cost - OUT_COST * out.to(cost.dtype), out
+        return (
+            torch.stack((position, velocity * DAMPING)).movedim(0, -1),
+            -cost - OUT_COST * out.to(cost.dtype),
+            out,
+        )

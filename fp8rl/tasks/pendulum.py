@@ -1,13 +1,16 @@
-"""Pendulum-v1 as tensors: a pendulum must be swung up by a torque that is too weak to lift it, and held there.
+"""Pendulum-v1 as tensors: a pendulum must be swung up by a torque that is too weak to lift it, and
+held there.
 
-State: angle theta from upright (rad), starting anywhere, and angular velocity, starting within 1. The observation is cos and sin
-of the angle, and the velocity. The action is a torque of up to 2 N m, in units of that. With dt = 0.05 s,
+State: angle theta from upright (rad), starting anywhere, and angular velocity, starting within 1.
+The observation is cos and sin of the angle, and the velocity. The action is a torque of up to 2 N
+m, in units of that. With dt = 0.05 s,
 
     velocity <- velocity + (15 sin(theta) + 3 torque) dt, within 8;   theta <- theta + velocity dt
-    reward = -(theta^2 + 0.1 velocity^2 + 0.001 torque^2)             (of the state before, theta in [-pi, pi))
+    reward = -(theta^2 + 0.1 velocity^2 + 0.001 torque^2)             (of the state before, theta in
+                                                                      [-pi, pi))
 
-Truncated after 200 steps. The equations are those of Gymnasium's classic_control/pendulum.py, in float32.
-"""
+Truncated after 200 steps. The equations are those of Gymnasium's classic_control/pendulum.py, in
+float32."""
 
 import math
 
@@ -39,4 +42,8 @@ class Pendulum(TensorEnv):
         torque = TORQUE * action.squeeze(-1).clamp(-1, 1)
         reward = -(wrapped(theta).square() + 0.1 * speed.square() + 0.001 * torque.square())
         speed = (speed + (15 * theta.sin() + 3 * torque) * STEP).clamp(-SPEED, SPEED)
-        return torch.stack((theta + speed * STEP, speed)).movedim(0, -1), reward, torch.zeros_like(theta, dtype=torch.bool)
+        return (
+            torch.stack((theta + speed * STEP, speed)).movedim(0, -1),
+            reward,
+            torch.zeros_like(theta, dtype=torch.bool),
+        )

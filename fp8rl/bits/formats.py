@@ -1,0 +1,135 @@
+"""Number formats of few bits, and exact rounding to them in float32.
+
+A format eXmY has a sign, X bits of exponent and Y bits of mantissa. As in IEEE 754 its bias is
+2^(X-1) - 1 and its lowest exponent code is for 0 and the subnormals. So its numbers are, with E = 2
+- 2^(X-1) the exponent of the smallest normal one,
+
+    from 2^k to 2^(k+1), k >= E    2^Y of them, 2^(k-Y) apart
+    from 0 to 2^E                  multiples of 2^(E-Y), the smallest of them
+
+The highest exponent code is, from five bits of exponent up, for infinities and NaN (bfloat16 is
+e8m7, float16 e5m10; e5m2). With four bits, only the single highest code is NaN (e4m3: 448, not
+240). Formats with fewer have neither (e3m2, e2m3, e2m1). These are the conventions of Micikevicius
+et al. 2022 (arXiv:2209.05433) and of the OCP Microscaling Formats specification 1.0 (2023).
+
+Rounding needs no such type: float32 x lies in a known interval of the table, so dividing by that
+interval's step, a power of two, is exact, and rounding the quotient to a whole number is all. To
+the nearest, ties to even; or stochastically, up with the probability of the remainder, so that the
+mean of the results is x. What lies beyond the largest number becomes that number, as in fp8.cast
+(torch's own casts give infinity in float16, bfloat16 and e5m2). What is not finite becomes NaN, and
+so does a tensor or block whose scale it decides.
+
+Few exponent bits cover few magnitudes, so numbers are divided by a scale first: one for a tensor, a
+row or a block, from its own largest magnitude. A power of two costs no accuracy (fp8.py)."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..fp8 import E4M3, E5M2, power_of_two_scale
+
+NAMES = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10"}
+# torch's types of the same numbers.
+DTYPES = {"e8m7": torch.bfloat16, "e5m10": torch.float16, "e4m3": E4M3, "e5m2": E5M2}
+
+
+class Format(NamedTuple):
+    """A format with `exponent` and `mantissa` bits. Powers of two and sums of them, so all exact in
+    float32."""
+
+    exponent: int
+    mantissa: int
+
+    @property
+    def name(self) -> str:
+        return f"e{self.exponent}m{self.mantissa}"
+
+    @property
+    def normal(self) -> int:
+        """Exponent of the smallest normal number."""
+        return 2 - 2 ** (self.exponent - 1)
+
+    @property
+    def largest(self) -> float:
+        """The largest number."""
+        codes = 2 ** (self.exponent + self.mantissa)  # of one sign, in order of their values
+        reserved = 2**self.mantissa if self.exponent > 4 else self.exponent == 4
+        exponent, mantissa = divmod(codes - 1 - reserved, 2**self.mantissa)
+        return (mantissa / 2**self.mantissa + (exponent > 0)) * 2.0 ** (
+            self.normal + max(exponent - 1, 0)
+        )
+
+    def numbers(self) -> torch.Tensor:
+        """All positive numbers and 0, float32, in order; for formats of up to 16 bits."""
+        codes = torch.arange(2 ** (self.exponent + self.mantissa), dtype=torch.float64)
+        exponent, mantissa = codes // 2**self.mantissa, codes % 2**self.mantissa / 2**self.mantissa
+        values = (mantissa + (exponent > 0)) * 2.0 ** (self.normal + (exponent - 1).clamp(min=0))
+        return values[values <= self.largest].float()
+
+
+@functools.cache
+def format_of(name: str) -> Format:
+    """The format of a name: e4m3, e2m1, ..., bf16 or fp16. Raises ValueError for one without
+    exponent bits or with more bits than float32."""
+    found = re.fullmatch(r"e([0-9]+)m([0-9]+)", NAMES.get(name, name))
+    exponent, mantissa = map(int, found.groups()) if found else (0, 0)
+    if not (1 <= exponent <= 8 and mantissa <= 23):
+        raise ValueError(
+            f"format is {name!r}: use fp32, bf16, fp16, "
+            "or e1m0 to e8m23 for its bits of exponent and mantissa"
+        )
+    return Format(exponent, mantissa)
+
+
+def rounded(x: torch.Tensor, to: Format, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """Rounds float32 numbers to those of a format, float32: to the nearest or, with `noise` uniform
+    in [0, 1) and shaped like it, stochastically. Raises TypeError if `x` is not float32."""
+    if x.dtype != torch.float32:
+        raise TypeError(f"x is {x.dtype}: cast it to float32 before rounding")
+    step = (x.view(torch.int32) & 0x7F800000).view(
+        torch.float32
+    )  # the power of two at or below |x|
+    step = step.clamp_(min=2.0**to.normal).mul_(2.0**-to.mantissa)
+    parts = x / step
+    if noise is None:
+        parts.round_()
+    else:
+        whole = parts.floor()
+        parts = whole + (noise < parts.sub_(whole))  # adding the noise itself would round once more
+    return parts.mul_(step).clamp_(-to.largest, to.largest)
+
+
+def scaled(
+    x: torch.Tensor, to: Format, block: int | None = None, noise: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Like `rounded`, with a power-of-two scale for each row of `x`, or for each block of `block`
+    numbers of a row. If the last block is not full, zeros fill it. Exact, without noise, for
+    magnitudes from 2^-126 to 2^104 and 0."""
+    if block:
+        if noise is not None:
+            noise = blocks(noise, block)
+        return unblocked(scaled(blocks(x, block), to, noise=noise), x)
+    scale = power_of_two_scale(x.abs().amax(-1, keepdim=True), to.largest)
+    if noise is not None or to.mantissa > 21:
+        return rounded(x / scale, to, noise).mul_(scale)
+    # The same in half as many passes over memory. Float32 rounds sums to the nearest, too, and ties
+    # to even, and a sum of 2^23 to 2^24 steps of the format is rounded to whole steps. Nothing
+    # saturates, because the largest number fits.
+    binade = torch.maximum(
+        (x.view(torch.int32) & 0x7F800000).view(torch.float32), scale * 2.0**to.normal
+    )
+    shift = 1.5 * 2.0 ** (23 - to.mantissa)
+    return x.add(binade, alpha=shift).sub_(binade, alpha=shift)
+
+
+def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows [..., N] as blocks [..., B, size]; zeros fill the last one."""
+    return F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+
+
+def unblocked(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The rows [..., N] that `blocks` split."""
+    return x.flatten(-2)[..., : like.shape[-1]]

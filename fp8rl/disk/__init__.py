@@ -1,0 +1,1 @@
+"""Run folders, checkpoints and replay rings in files, and what in them is distrusted."""

@@ -1,0 +1,194 @@
+"""Checkpoints: written whole or not at all, and read without executing anything in them.
+
+A checkpoint is a dict: `format` (this module's version), `config` (the run's fields) and `run`
+(from `Run.state_dict`). torch writes it as an uncompressed zip archive, but reads a flipped bit in
+a tensor without noticing, and returns uninitialized memory for an entry marked as a folder. So
+checksums and marks are checked first. torch's `weights_only` reader makes plain data only."""
+
+import dataclasses
+import functools
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..build import NETWORKS
+from ..config import Config
+from ..distribution import Categorical, Gaussian
+from ..history import TERMS
+from ..model import ActorCritic
+from ..train import Run
+from .safe_files import write_whole
+
+FORMAT = "fp8rl-9"
+ALWAYS = ("iteration", "steps", "seconds", "eval_return")  # columns of a history
+COLUMNS = (*ALWAYS, *TERMS, "learning_rate", "loss_scale", "train_return", "clipped", "outside")
+COLUMNS += ("ess", "min_logp", "grad_norm", "nonfinite", "skipped")
+
+
+def save(path: str | Path, run: Run, ring: bool = True) -> None:
+    """Writes a run's state to `path`, with or without the ring's rows. After a crash, or an OSError
+    because it cannot be written, the old file is there. All ranks must call it; rank 0 writes."""
+    fields = [dataclasses.asdict(config) for config in run.configs]
+    content = {
+        "format": FORMAT,
+        "config": fields if run.history.agents else fields[0],
+        "run": run.state_dict(ring),
+    }
+    if run.group.rank:
+        return
+    try:  # straight to the file, because the ring may be most of what is in memory
+        write_whole(
+            Path(path),
+            functools.partial(torch.save, content),
+            check=functools.partial(_read, mmap=True),
+        )
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"checkpoint {path} cannot be written ({reason}): make room or choose another folder"
+        ) from error
+
+
+def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
+    """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a
+    precision available here. `trust` lets an env_id like "module:Name-v0" import a module. Raises
+    FileNotFoundError, and ValueError for a file that is damaged or does not fit."""
+    config, state = resume(path, trust, **changes)
+    if isinstance(config, list):
+        raise ValueError(f"checkpoint {path} is of a population: read it with resume")
+    try:
+        weights = state["model"]
+        if "inputs.weight" not in weights:  # the optimizer has them
+            weights = weights | _unpacked(state["optimizer"])
+        sizes = (
+            weights["inputs.weight"].shape[1],
+            len(weights["actor.weight"]),
+            config.hidden_size,
+            config.layers,
+        )
+        distribution = Gaussian if "spread" in weights else Categorical
+        model = NETWORKS[config.encoder, "seen" in weights](*sizes, distribution=distribution)
+        model.load_state_dict(weights)
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise ValueError(
+            f"checkpoint {path} does not fit this version's network: train again"
+        ) from error
+    return model, config
+
+
+def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | list[Config], dict]:
+    """Reads a run's config, or a population's list of configs, and the state for `load_state_dict`.
+    Otherwise like `load`."""
+    path = Path(path)
+    if not path.is_file():
+        what = "is no file" if path.exists() else "does not exist"  # a pipe would be waited for
+        raise FileNotFoundError(f"checkpoint {path} {what}: choose the folder of a run")
+    content = _read(path)
+    try:
+        found, state = content["config"], content["run"]
+        configs = [
+            Config.of({**each, **changes})
+            for each in (found if isinstance(found, list) else [found])
+        ]
+        check_history(state["history"], len(configs) if isinstance(found, list) else None)
+        env_id = configs[0].env_id
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path}: {error}") from error
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"checkpoint {path} does not fit this version's config: train again"
+        ) from error
+    require_trust(f"checkpoint {path}", env_id, trust)
+    return configs if isinstance(found, list) else configs[0], state
+
+
+def require_trust(what: str | Path, env_id: str | None, trust: bool) -> None:
+    """Raises ValueError for a name that would import a module, unless it is imported already or the
+    file is trusted."""
+    module, _, _ = (env_id or "").rpartition(":")
+    if module and module not in sys.modules and not trust:
+        raise ValueError(
+            f"{what} has env_id {env_id!r}: import {module} first, or add --trust if you trust it"
+        )
+
+
+def check_history(state: dict, agents: int | None = None) -> None:
+    """Raises ValueError for what History.state_dict cannot have given: its names and numbers go on
+    into files."""
+    columns = {name: x.numpy() for name, x in state.items() if name != "failures"}
+    failures = [*state.get("failures", [None] * (agents or 1))]
+    if columns and not columns.keys() >= {*ALWAYS}:
+        raise ValueError(
+            f"history lacks one of the columns {', '.join(ALWAYS)}: restore the original"
+        )
+    shape = (*columns["iteration"].shape[:1], *([agents] if agents else [])) if columns else ()
+    for name, values in columns.items():
+        if name not in COLUMNS:
+            raise ValueError(f"history has the column {name!r}, which does not exist: leave it out")
+        if values.dtype != np.float64 or values.shape != shape:
+            raise ValueError(
+                f"history has the column {name!r} in another type or shape than {shape}: "
+                "restore the original"
+            )
+    if len(failures) != (agents or 1) or not all(
+        isinstance(reason, str | None) for reason in failures
+    ):
+        raise ValueError(f"history has failures {failures!r}: restore the original")
+
+
+def _read(path: Path, mmap: bool = False) -> dict:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            stored = all(
+                entry.compress_type == zipfile.ZIP_STORED and not entry.external_attr
+                for entry in archive.infolist()
+            )
+            if not stored or archive.testzip() is not None:
+                raise ValueError("not as torch writes it, or a checksum is wrong")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        if not _plain(content):
+            raise ValueError("a tensor is not contiguous, or wants a gradient")
+    except (
+        Exception
+    ) as error:  # zipfile and torch raise a dozen unrelated types for unreadable bytes
+        raise ValueError(
+            f"checkpoint {path} cannot be read: it is damaged or not made by fp8rl"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(
+            f"checkpoint {path} is not of format {FORMAT}: "
+            "it was made by another program or version"
+        )
+    return content
+
+
+def _unpacked(optimizer: dict) -> dict[str, torch.Tensor]:
+    """Weights by name that an optimizer keeps in few bits (bits/low_bit_adam.py), each multiplied
+    by its scale."""
+    (group,) = optimizer["param_groups"]
+    kept = [optimizer["state"][i] for i in group["params"]]
+    found = [
+        own["weights"].float() * own.get("weights_scale", torch.ones(())).view(()) for own in kept
+    ]
+    return dict(zip(group["param_names"], found, strict=True))
+
+
+def _plain(content) -> bool:
+    """Whether all tensors in nested containers are contiguous, as a forged stride can make a few
+    bytes look like terabytes, and numbers alone: one that wants a gradient cannot be read as
+    such."""
+    if isinstance(content, torch.Tensor):
+        return (
+            content.is_contiguous() and not content.requires_grad and content.device.type == "cpu"
+        )
+    inner = (
+        content.values()
+        if isinstance(content, dict)
+        else content
+        if isinstance(content, list | tuple)
+        else ()
+    )
+    return all(map(_plain, inner))

@@ -1,0 +1,147 @@
+"""One launch in place of many, in Triton.
+
+A GPU takes microseconds to begin each operation, however few numbers it has. Random words are 20
+rounds of sums, rotations and exclusive ors, and a recurrence over time is an operation or two for
+each step, which wait for those of the step before. Launched one by one, they are hundreds of
+beginnings for very little arithmetic. Here each is one kernel, which keeps in registers what it
+works on.
+
+Importing this module puts the kernels, and that of passes.py, into kernels.KERNELS, where the core
+finds them; `hardware.load_kernels` does it where they run. Where the environment variable
+TRITON_INTERPRET is 1, Triton's interpreter runs them on a CPU, slowly."""
+
+import warnings
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import kernels, rng
+from . import triton_quantize
+
+PAIRS = 256  # pairs of words in a program of `draw`
+# Columns in a program of `recur`: few, so that even a small batch is spread over the processors of
+# a GPU
+COLUMNS = 32
+ROTATIONS = tl.constexpr(rng.ROTATIONS)
+# Numbers that change from call to call: Triton must not compile again where one is 1 or a multiple
+# of 16.
+OF_DRAW, OF_RECUR = (
+    ["seed", "seed_step", "iteration", "iteration_step", "purpose", "count"],
+    ["T", "N"],
+)
+
+
+@triton.jit
+def word(x, row, step):
+    """The low 32 bits of a number, or of the number in memory for a row."""
+    if x.dtype.is_ptr():
+        x = tl.load(x + row * step)
+    return x.to(tl.int64).to(tl.uint32)
+
+
+@triton.jit(do_not_specialize=OF_DRAW)
+def draw(out, seed, seed_step, iteration, iteration_step, purpose, count, BLOCK: tl.constexpr):
+    """Up to 2 BLOCK words of a row, as in rng.threefry. Unsigned, because a shift of signed words
+    would copy the sign."""
+    blocks = tl.cdiv(count, 2 * BLOCK)
+    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    key0, key1 = word(seed, row, seed_step), word(purpose, row, 0)
+    keys = key0, key1, key0 ^ key1 ^ 0x1BD11BDA
+    index = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.uint32)
+    x0, x1 = index + key0, tl.zeros_like(index) + word(iteration, row, iteration_step) + key1
+    for i in tl.static_range(20):
+        x0 += x1
+        x1 = (x1 << ROTATIONS[i % 8]) | (x1 >> (32 - ROTATIONS[i % 8]))
+        x1 ^= x0
+        if i % 4 == 3:
+            x0 += keys[(i // 4 + 1) % 3]
+            x1 += keys[(i // 4 + 2) % 3] + (i // 4 + 1)
+    at = block * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+    tl.store(
+        out + row * count + at, tl.interleave(x0, x1).to(tl.int32, bitcast=True), mask=at < count
+    )
+
+
+def words(seed, purpose: int, iteration, count: int, device) -> torch.Tensor:
+    """Random words, int32 [S or 1, count], bit for bit those of rng.py. `seed`, `iteration`: a
+    number, or a tensor of one or of S numbers, whose low 32 bits count. A tensor on the device is
+    read there, so a CUDA graph may change it between replays. `purpose`: the index in rng.PURPOSES.
+    Raises RuntimeError for tensors of different S."""
+    rows = max(x.numel() if isinstance(x, torch.Tensor) else 1 for x in (seed, iteration))
+    found = torch.empty(rows, count, dtype=torch.int32, device=device)
+    own = [argument for x in (seed, iteration) for argument in of_rows(x, rows, found.device)]
+    with torch.cuda.device_of(found):  # Triton launches on the current device
+        draw[(rows * triton.cdiv(count, 2 * PAIRS),)](found, *own, purpose, count, PAIRS)
+    return found
+
+
+def of_rows(x, rows: int, device: torch.device) -> tuple:
+    """A number, or a tensor with one for each row, and how far apart these are in memory. A number
+    is an argument of the launch, always with 32 bits, because Triton would compile again for 64."""
+    if not isinstance(x, torch.Tensor):
+        return (int(x) + 2**31) % 2**32 - 2**31, 0
+    x = x.to(device).reshape(-1).expand(rows)
+    return x, x.stride(0)
+
+
+@triton.jit(do_not_specialize=OF_RECUR)
+def recur(added, kept, begun, out, T, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    """T steps of BLOCK of N columns. Several stages: the next rows are read while this one is
+    computed."""
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside, row = column < N, N.to(tl.int64)
+    x = tl.zeros([BLOCK], out.dtype.element_ty)
+    if begun is not None:
+        x = tl.load(begun + column, mask=inside, other=0.0)
+    for t in tl.range(T, num_stages=8):
+        at = (T - 1 - t if REVERSE else t) * row + column
+        x = (
+            tl.load(added + at, mask=inside, other=0.0)
+            + tl.load(kept + at, mask=inside, other=0.0) * x
+        )
+        tl.store(out + at, x, mask=inside)
+
+
+def recurrence(
+    added: torch.Tensor,
+    kept: torch.Tensor,
+    begun: torch.Tensor | None = None,
+    reverse: bool = False,
+) -> torch.Tensor:
+    """x_t = added_t + kept_t x_{t-1}, float32 [T, ...] without gradient, with x_{-1} = `begun` or
+    0. In `reverse` time runs backwards: x_t = added_t + kept_t x_{t+1}. `added` and `kept` are
+    float32 and broadcast to [T, ...], and `begun` to [...]; RuntimeError if they do not."""
+    added, kept = (x.contiguous() for x in torch.broadcast_tensors(added, kept))
+    found, columns = torch.empty_like(added), added.shape[1:].numel()
+    begun = None if begun is None else begun.expand(added.shape[1:]).contiguous()
+    with torch.cuda.device_of(found):
+        recur[(triton.cdiv(columns, COLUMNS),)](
+            added, kept, begun, found, len(added), columns, reverse, COLUMNS, num_warps=1
+        )
+    return found
+
+
+kernels.KERNELS |= {"words": words, "recurrence": recurrence, "quantize": triton_quantize.quantize}
+
+
+def tried(device: torch.device) -> bool:
+    """Whether all kernels run on a device, with a few numbers. If one does not, all are taken out
+    of kernels.KERNELS, and a warning says why: Triton needs a C compiler and a driver."""
+    few = torch.ones(2, 3, device=device)
+    try:
+        for result in (
+            words(0, 0, 0, 3, device),
+            recurrence(few, few),
+            triton_quantize.quantize(few)[0].scale,
+        ):
+            result.cpu()  # waits for it, so that it fails here if it does
+    except Exception as error:  # of Triton, of the compiler, of the driver
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        warnings.warn(
+            "operations are launched one by one, because a kernel for many does not run "
+            f"here: {reason}",
+            stacklevel=2,
+        )
+        kernels.KERNELS.clear()
+    return bool(kernels.KERNELS)

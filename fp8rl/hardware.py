@@ -1,0 +1,168 @@
+"""What this machine can do, what it emulates, and how much memory is free."""
+
+import contextlib
+import ctypes
+import functools
+import os
+import platform
+import resource
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from torch import nn
+
+from . import fp8
+from .precision import PRECISIONS, Precision
+
+
+def arithmetic(device: torch.device | str) -> str:
+    """How FP8 runs on this device: "hardware" on FP8 tensor cores, "emulated" in float32 on the
+    same float8 numbers."""
+    return (
+        "hardware" if torch.device(device).type == "cuda" and fp8.has_kernel(device) else "emulated"
+    )
+
+
+@functools.cache
+def is_emulated(name: str, device="cpu") -> bool:
+    """Whether a device multiplies the numbers of a precision that it can run in another type, which
+    is slow. A CPU does not report this, and libraries differ in what they use, so its 16-bit
+    products are timed once, on one thread: emulated ones take about fifty times as long as
+    float32's, native ones at most three times for such a small matrix."""
+    device = torch.device(device)
+    rules = PRECISIONS[name]
+    if rules.forward:
+        return arithmetic(device) == "emulated"
+    if not rules.autocast or device.type != "cpu":
+        return (
+            name == "bf16"
+            and device.type == "cuda"
+            and torch.cuda.get_device_capability(device) < (8, 0)
+        )
+
+    def shortest(dtype: torch.dtype) -> float:
+        a, b, times = torch.ones(256, 64, dtype=dtype), torch.ones(64, 64, dtype=dtype), []
+        for _ in range(20):
+            began = time.perf_counter()
+            torch.mm(a, b)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # with several, a wait for a busy core would be timed
+    try:
+        return shortest(rules.autocast) > 10 * shortest(torch.float32)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@functools.cache
+def load_kernels(device: torch.device | str) -> bool:
+    """Puts kernels in place of plain code (kernels.py), if the device is a GPU of capability 8.0
+    and up, Triton is installed and they run, which is tried once. Returns whether they are
+    there."""
+    device = torch.device(device)
+    if (
+        device.type != "cuda"
+        or torch.cuda.get_device_capability(device) < (8, 0)
+        or not find_spec("triton")
+    ):
+        return False
+    from .gpu.triton_kernels import (
+        tried,  # not above, because Triton takes long to import and may be missing
+    )
+
+    return tried(device)
+
+
+def cores() -> int:
+    """How many cores this process may use, which can be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keep_freed_memory() -> None:
+    """Lets this process keep the memory that it frees. The GNU C library would give large blocks
+    back to the kernel, and every update would have to fetch its pages again. Does nothing with
+    another C library."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its largest value
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def available(device="cpu") -> int:
+    """Bytes still free on a device: CUDA memory, or RAM within the limits of this process and its
+    cgroup (v2)."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )  # blocks that torch would reuse
+        return torch.cuda.mem_get_info(device)[0] + unused
+    left = [psutil.virtual_memory().available]
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
+        free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        left.append(
+            free + int(stat["inactive_file"])
+        )  # file pages that the kernel drops when memory is needed
+    if sys.platform == "linux":  # other kernels do not enforce these
+        used = psutil.Process().memory_info()
+        for limit, taken in ((resource.RLIMIT_DATA, used.data), (resource.RLIMIT_AS, used.vms)):
+            if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
+                left.append(resource.getrlimit(limit)[0] - taken)
+    return max(0, min(left))
+
+
+def require_room(what: str, needed: int, remedy: str, device="cpu") -> None:
+    """Checks that an allocation fits before it is made: RAM is handed out lazily, so too large a
+    buffer would fail half-way. Raises MemoryError for more than `available`."""
+    free = available(device)
+    if needed > free:
+        raise MemoryError(f"{what} needs {needed:,} bytes and {device} has {free:,} free: {remedy}")
+
+
+def describe(precision: Precision, model: nn.Module) -> str:
+    """One line on how a prepared model runs: whether it is emulated, and for FP8 which layers are
+    converted."""
+    where = f"{precision.name} on {precision.device}"
+    if not precision.rules.forward:
+        return f"{where}, emulated" if is_emulated(precision.name, precision.device) else where
+    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
+    left = [name for name in linears if name not in converted]
+    rest = f", not in {', '.join(left)}" if left else " (all linear layers)"
+    return (
+        f"{where}, {arithmetic(precision.device)}: "
+        f"FP8 in {', '.join(converted) or 'no layer'}{rest}"
+    )
+
+
+def hardware() -> str:
+    """The machine, its processor's capabilities and the versions of a result, in one line."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        models = [
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ]
+        cpu = models[0] if models else cpu
+    bf16 = "emulated" if is_emulated("bf16") else "native"
+    capability = torch.backends.cpu.get_cpu_capability()
+    parts = [
+        f"{cpu}, {cores()} cores, {capability} with {bf16} bf16, threads: {torch.get_num_threads()}"
+    ]
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        parts.append(f"{torch.cuda.get_device_name()} of compute capability {major}.{minor}")
+    parts.append(
+        f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
+    )
+    return "; ".join(parts)

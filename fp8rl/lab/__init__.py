@@ -1,1 +1,0 @@
-"""Number formats, and state that is kept in few bits. Builds on the core alone."""

@@ -1,0 +1,1 @@
+"""Many agents trained as one batch."""

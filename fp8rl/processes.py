@@ -1,0 +1,138 @@
+"""Several processes, one learner: data-parallel training with torch.distributed.
+
+Process k of n (its rank) holds an nth of the environments, with their rows of the ring and its own
+random numbers, and replays an nth of each batch. Every update sums the gradients and the sums in
+the loss over the ranks, so that all take the same step: the gradient is that of one process on all
+the rollouts, except in FP8, whose scales are those of a rank's own tensors. A checkpoint holds the
+whole run and can be resumed with any number of ranks. Every rank has a seed of its own (rng.py).
+
+torchrun starts the processes and tells each its rank. Without it the functions here do nothing.
+"""
+
+import atexit
+import os
+import signal
+from collections.abc import Callable
+
+import torch
+
+# Import before a group exists: its functions take the current group as their default, which would
+# outlive its destruction.
+import torch.distributed.nn.functional
+from torch import distributed
+
+from .train import OneProcess
+
+
+def start(devices: dict[str, str] | None = None) -> None:
+    """Joins the processes that torchrun started, if it started this one: over gloo, and also over
+    nccl if one of the `devices` of the run's parts, by the Machine's fields, is on CUDA. There
+    "cuda" then means this process's own GPU. Raises ValueError if the processes of this machine
+    cannot have one GPU each."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
+        return
+    gpus, here = (
+        torch.cuda.device_count(),
+        int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])),
+    )
+    cuda = {field: device for field, device in (devices or {}).items() if device.startswith("cuda")}
+    for field, device in cuda.items():
+        what = f"{field} is {device!r} and {here} processes share {gpus} GPU{'s' * (gpus != 1)}"
+        if here > gpus:
+            raise ValueError(f"{what}: start at most {gpus} (--nproc-per-node) or use the CPU")
+        if here > 1 and device != "cuda":
+            raise ValueError(f"{what}: use 'cuda', which gives each process its own GPU")
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    signal.signal(signal.SIGTERM, _end)  # torchrun's way to end the others when one has died
+    atexit.register(stop)
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+
+
+def _end(*_) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise RuntimeError("torchrun ends this process")
+
+
+def stop() -> None:
+    """Leaves the other processes, at the latest when Python exits: gloo's threads end with the
+    group, and one that releases a tensor after that would abort the process."""
+    if distributed.is_initialized():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        distributed.destroy_process_group()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks; (0, 1) without torchrun."""
+    return (
+        (distributed.get_rank(), distributed.get_world_size())
+        if distributed.is_initialized()
+        else (0, 1)
+    )
+
+
+def all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The sums of tensors over the ranks, without gradient. One message, because its latency costs
+    more than its bytes."""
+    if rank_and_size()[1] == 1:
+        return tensors
+    flat = torch.cat([x.detach().flatten() for x in tensors])
+    distributed.all_reduce(flat)
+    return [
+        part.view(x.shape)
+        for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)
+    ]
+
+
+def gather(x: torch.Tensor) -> torch.Tensor:
+    """The ranks' tensors, all of the same shape, one after the other along the first dimension."""
+    if (size := rank_and_size()[1]) == 1:
+        return x
+    flat = (
+        x.contiguous().flatten().view(torch.uint8)
+    )  # bytes, because gloo does not support every dtype
+    parts = [torch.empty_like(flat) for _ in range(size)]
+    distributed.all_gather(parts, flat)
+    return torch.cat([part.view(x.dtype).view(x.shape) for part in parts])
+
+
+class Ranks(OneProcess):
+    """This process's place among those that share a run, which add up what each has."""
+
+    # Parts of a state in which the ranks' tensors are joined along the first dimension; the others
+    # are the same on all ranks.
+    JOINED = ("env", "returns", "rewards", "state", "ring")
+    SAME = ("clock", "square")  # in these parts, the same on all
+
+    def __init__(self):
+        self.rank, self.size = rank_and_size()
+
+    all_reduce = staticmethod(all_reduce)
+
+    def whole(self, state: dict) -> dict:
+        """Like OneProcess.whole. All ranks must call it."""
+        return self._changed(state, gather, lambda clipped: all_reduce([clipped])[0])
+
+    def part(self, state: dict) -> dict:
+        """Like OneProcess.part, of a state saved with any number of ranks. Only rank 0 continues
+        the count of clipped values."""
+        return self._changed(
+            state,
+            lambda x: x.chunk(self.size)[self.rank],
+            lambda clipped: clipped * (self.rank == 0),
+        )
+
+    def _changed(self, state: dict, change: Callable, total: Callable) -> dict:
+        """A state with `change` of each joined tensor, and `total` of the ring's `clipped`."""
+        rules = dict.fromkeys(self.SAME, lambda x: x) | {"clipped": total}
+
+        def changed(part):
+            if isinstance(part, torch.Tensor):
+                return change(part)
+            if part is None or "folder" in part:  # a ring in a folder has only its path
+                return part
+            return {name: rules.get(name, change)(x) for name, x in part.items()}
+
+        return {
+            name: changed(part) if name in self.JOINED else part for name, part in state.items()
+        }

@@ -1,0 +1,1 @@
+"""Comparisons over seeds: studies, statistics and figures."""

@@ -1,0 +1,490 @@
+"""Studies: many configs over the machine's cores, and the table that compares them.
+
+Configs train together as populations (population/population.py), one on each core, in
+single-threaded processes that exchange nothing. Those that cannot be in a population train alone.
+What has finished is written down at once (`Journal`), so that a study that was stopped goes on with
+the rest."""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from ..build import build
+from ..config import Config
+from ..disk.checkpoint import ALWAYS, check_history
+from ..disk.safe_files import opened, parsed
+from ..hardware import cores, keep_freed_memory
+from ..history import History
+from ..population.population import Population, batches, obstacle, require_one_population
+from ..precision import Precision
+from ..tasks.by_id import task_of
+from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts, interface_of
+from ..train import iterate, train
+from .statistics import bootstrap_interval, iqm
+
+THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
+MARGIN = 2.0
+FEWEST = 5  # seeds, for an interval and a verdict
+AGENTS = 64  # in a population, at most: with more, results come later and take more memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Precisions compared on the same seeds."""
+
+    precisions: tuple[str, ...] = (
+        "fp32",
+        "bf16",
+        "fp16",
+        "fp8",
+    )  # What to compare; differences are taken to the first.
+    seeds: int = 30  # Agents of each.
+    first_seed: int = 0  # Seeds run upwards from here.
+    collect_precision: str | None = (
+        None  # Train each precision once more, with the acting policy in this one.
+    )
+    # Add two arms that test the comparison itself: the first precision on other seeds, which must
+    # pass, and float32 whose second moments are kept in e4m3 without a scale, which must fail.
+    controls: bool = False
+    # The task, as in `train`. The package has some of Gymnasium's as tensors; in any other the
+    # agents train one by one.
+    env_id: str | None = None
+    # The return that every seed should end at; None is the reward threshold that Gymnasium's
+    # registration of the task names.
+    threshold: float | None = None
+    # An arm passes if its seeds do, and if the interval of its difference to the first arm is
+    # within this of 0.
+    margin: float = MARGIN
+
+    def __post_init__(self):
+        for name, value in {"seeds": self.seeds, "precisions": len(self.precisions)}.items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}: use at least 1")
+        if not 0 <= self.margin < math.inf:
+            raise ValueError(f"margin is {self.margin}: use a finite number, 0 or more")
+        if not math.isfinite(self.threshold or 0):
+            raise ValueError(f"threshold is {self.threshold}: use a finite number")
+        for name in self.precisions:
+            Precision(name)
+        Precision(self.collect_precision or self.precisions[0], field="collect_precision")
+
+    def arms(self, suffix: str = "", **fields) -> dict[str, list[Config]]:
+        """The arms, name -> a config for each seed, with this suffix of their names and these
+        fields of their configs."""
+
+        def runs(first: int = self.first_seed, **changes) -> list[Config]:
+            return [
+                Config(seed=seed, env_id=self.env_id, **fields, **changes)
+                for seed in range(first, first + self.seeds)
+            ]
+
+        acting, arms = (
+            self.collect_precision,
+            {name: runs(precision=name) for name in self.precisions},
+        )
+        if acting:
+            others = [name for name in self.precisions if name != acting]
+            arms |= {
+                f"{name} acting in {acting}": runs(precision=name, collect_precision=acting)
+                for name in others
+            }
+        if self.controls:
+            first = self.precisions[0]
+            arms[f"control: {first}, other seeds"] = runs(
+                self.first_seed + self.seeds, precision=first
+            )
+            arms["control: v in e4m3, unscaled"] = runs(formats="v=e4m3:unscaled:stored")
+        return {name + suffix: configs for name, configs in arms.items()}
+
+
+def threshold_of(env_id: str | None) -> float:
+    """The return at which a task counts as solved, by its registration in Gymnasium; None is the
+    cart. Raises ValueError if it names none, or if the task cannot be trained on."""
+    if env_id is None:
+        return THRESHOLD
+    task, name = task_of(env_id), env_id.rpartition(":")[2]
+    if task and name.isidentifier():  # a task of one's own
+        found = getattr(task, "reward_threshold", None)
+    else:
+        interface_of(env_id)  # imports its module
+        found = gymnasium.spec(name).reward_threshold
+    if found is None:
+        raise ValueError(
+            f"threshold is None, and {env_id} has none itself: name it, as in --threshold 100"
+        )
+    return float(found)
+
+
+def run(config: Config) -> History:
+    """Trains one config alone, without a progress bar. A run that fails ends with minus infinity,
+    and its history tells why."""
+    made = build(config)
+    try:
+        train(made, progress=False)
+    except (ValueError, FloatingPointError, EnvironmentFailed) as error:
+        made.history.failures[0] = str(error)
+        made.history.add(
+            {
+                "iteration": 0.0,
+                "steps": 0.0,
+                "seconds": 0.0,
+                **made.history.last,
+                "eval_return": -math.inf,
+            }
+        )
+    return made.history
+
+
+def run_all(
+    configs: list[Config],
+    workers: int | None = None,
+    progress: bool = True,
+    run: Callable[[Config], History] | None = None,
+    done: Container[Config] = (),
+    threshold: float = THRESHOLD,
+) -> Iterator[tuple[Config, History]]:
+    """Trains configs in parallel processes of one thread each, yielding each with its history as
+    they finish (in any order).
+
+    `workers`: processes at a time; None is one a core. `run`: what a process does with each config
+    alone; None trains them together, as populations, where that can be. `done`: configs that need
+    not be trained any more. The others train in the populations that they would have been in
+    without it, so that a study that goes on gives the same numbers bit for bit. `threshold`: the
+    bar counts agents that have reached this return.
+
+    Raises what a run raises, and ChildProcessError if a process died. No worker outlives this
+    process or the last result."""
+    for reason in {} if run else dict.fromkeys(filter(None, map(obstacle, configs))):
+        warnings.warn(reason.replace("train it alone", "trained alone"), stacklevel=2)
+    # Forked from a server that has only imported torch, which ends with this process: a fork of a
+    # process that has used torch's threads can hang.
+    context, others = (
+        multiprocessing.get_context("forkserver"),
+        set(multiprocessing.active_children()),
+    )
+    context.set_forkserver_preload(["torch"])
+    tasks = tasks_of(configs, workers or cores(), run)
+    tasks = [(each, task) for each, task in tasks if any(config not in done for config in task)]
+    if not tasks:
+        return
+    numbers = context.RawArray("d", 2 * len(tasks))
+    pool = ProcessPoolExecutor(
+        min(workers or cores(), len(tasks)), context, _begin_worker, (numbers,)
+    )
+    agents = [config for _, task in tasks for config in task]
+    total = sum(config.iterations * config.steps_per_iteration for config in agents)
+    try:
+        with children_ignore_interrupts():
+            futures = {
+                pool.submit(_work, each, task, 2 * i, threshold): task
+                for i, (each, task) in enumerate(tasks)
+            }
+        waiting = set(futures)
+        with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
+            while waiting:
+                with held_signals():
+                    ended, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
+                    found = [(futures[future], future.result()) for future in ended]
+                bar.set_postfix_str(
+                    f"{len(agents)} agents, {sum(numbers[1::2]):.0f} at {threshold:g}",
+                    refresh=False,
+                )
+                bar.update(sum(numbers[::2]) - bar.n)
+                for task, histories in found:
+                    for config, history in zip(task, histories, strict=True):
+                        if config not in done:
+                            yield config, history
+    except BrokenExecutor as error:
+        raise ChildProcessError(
+            "a process of the study died (killed, or out of memory): run the command again"
+        ) from error
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - others:
+            child.kill()  # or closing would wait for runs that nobody wants any more
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM wait for its end. What they raise inside a wait can leave the lock of a
+    future held, and the thread that ends the pool would wait for it for ever."""
+    held, main = [], threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before = {
+        number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+        for number in held:
+            signal.raise_signal(number)
+
+
+def require(configs: list[Config], run: Callable | None = None) -> None:
+    """Raises, before any begins, what `run_all` raises of configs that cannot be trained."""
+    tasks = tasks_of(configs, cores(), run)
+    populations = [task for each, task in tasks if each is None]
+    for task in populations:
+        require_one_population(task, "cpu", min(cores(), len(populations)))
+    for config in dict.fromkeys(
+        dataclasses.replace(config, seed=0) for each, (config, *_) in tasks if each
+    ):
+        build(config).close()
+
+
+def tasks_of(
+    configs: list[Config], workers: int, each: Callable | None
+) -> list[tuple[Callable | None, list[Config]]]:
+    """What the processes do: single runs with `each`, or populations (None). These are split over
+    the workers, so that all finish together. Of populations that take equally long, as many as give
+    every worker the same number stay whole, because two halves take longer than a whole."""
+    single = configs if each else [config for config in configs if obstacle(config)]
+    dealt = (
+        []
+        if each
+        else batches([config for config in configs if not obstacle(config)], AGENTS * workers)
+    )
+    alike: dict[tuple, list[list[Config]]] = {}
+    for batch in dealt:
+        length = batch[0].iterations, batch[0].steps_per_iteration, batch[0].updates
+        alike.setdefault((len(batch), *length), []).append(batch)
+    whole = [
+        b
+        for (size, *_), like in alike.items()
+        if size <= AGENTS
+        for b in like[: len(like) // workers * workers]
+    ]
+    split = [
+        batch[i::workers]
+        for batch in dealt
+        if batch not in whole
+        for i in range(min(workers, len(batch)))
+    ]
+    return [(None, batch) for batch in whole + split] + [
+        (each or run, [config]) for config in single
+    ]
+
+
+def _work(
+    each: Callable | None, configs: list[Config], place: int, threshold: float
+) -> list[History]:
+    """A process's task. It counts environment steps and agents that have reached the threshold in
+    `_numbers`, from `place` on."""
+    if each is None:
+        population, reached = Population(configs), set()
+        for _ in iterate(population):
+            reached |= set(
+                np.flatnonzero(population.history.columns["eval_return"][-1] >= threshold)
+            )
+            _numbers[place : place + 2] = (
+                population.history.last["steps"] * len(configs),
+                len(reached),
+            )
+        return population.histories(configs)
+    (config,) = configs
+    history = each(config)
+    reached = isinstance(history, History) and history.first_step_at(threshold) > 0
+    _numbers[place : place + 2] = config.iterations * config.steps_per_iteration, reached
+    return [history]
+
+
+def _begin_worker(numbers) -> None:
+    global _numbers
+    _numbers = numbers  # shared memory goes only to a process that begins
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own has a semaphore of the system, which a worker that is killed would leave there
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its children
+
+    def follow_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+class Journal:
+    """The finished runs of a study in a file, a JSON object a line: arm, config and the history's
+    rows that hold an evaluation. `histories` has them by arm and config, with those rows alone."""
+
+    def __init__(self, path: Path):
+        self.path, self.histories = path, {}
+        with contextlib.suppress(FileNotFoundError), opened(path, "r+b") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(
+                    b"\n"
+                ):  # it was being written when the study was killed, and is no run
+                    file.truncate(file.tell() - len(line))
+                    break
+                try:
+                    self._keep(**parsed(line))
+                except (ValueError, TypeError, AttributeError, OverflowError) as error:
+                    raise ValueError(
+                        f"{path}, line {number} is no run of a study: delete that line"
+                    ) from error
+
+    def add(self, arm: str, config: Config, history: History) -> None:
+        """Writes a finished run down."""
+        rows = [row for row in history.rows if not math.isnan(row["eval_return"])]
+        line = {
+            "arm": arm,
+            "config": dataclasses.asdict(config),
+            "rows": rows,
+            "failure": history.failures[0],
+        }
+        with opened(self.path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._keep(**line)
+
+    def _keep(
+        self, arm: str, config: dict, rows: list[dict[str, float]], failure: str | None = None
+    ) -> None:
+        history = History()
+        for row in rows:
+            history.add(row)
+        history.failures = [failure]
+        check_history(history.state_dict())
+        numbers = np.array([history.columns.get(name, [math.nan]) for name in ALWAYS])
+        good = np.isfinite(numbers) | (np.isneginf(numbers) & (failure is not None))
+        if not rows or not isinstance(arm, str) or not good.all():
+            raise ValueError("it has no name, or no evaluation")
+        self.histories[arm, Config.of(config)] = history
+
+
+def summarize(
+    config: Config, history: History, arm: str | None = None, threshold: float = THRESHOLD
+) -> dict[str, float | str]:
+    """One run as a row of results.csv. `arm` names the group it is compared in, the precision if
+    not given. `final_return`: mean of the last evaluation, minus infinity if the run failed.
+    `area`: mean of all evaluations, the normalized area under the learning curve.
+    `first_step_at_threshold`, `seconds_to_threshold`: environment steps and training seconds at the
+    first evaluation that reached the threshold, NaN if none did."""
+    first = history.first_step_at(threshold)
+    reached = history.column("steps") == first
+    return {
+        "arm": arm or config.precision,
+        "precision": config.precision,
+        "collect_precision": config.collect_precision or config.precision,
+        "seed": config.seed,
+        "final_return": -math.inf if history.failures[0] else history.final_return,
+        "area": float(history.evaluations()[1].mean()),
+        "first_step_at_threshold": first,
+        "seconds_to_threshold": float(history.column("seconds")[reached][0])
+        if reached.any()
+        else math.nan,
+        "train_seconds": history.last["seconds"],
+        "failure": history.failures[0] or "",
+    }
+
+
+def stack(histories: list[History], column: str) -> tuple[np.ndarray, np.ndarray]:
+    """One column of runs of equal length: steps [n] and values [runs, n], without the rows that
+    hold no value and the runs that ended early."""
+    whole = [history for history in histories if len(history) == max(map(len, histories))]
+    values = np.array([history.column(column) for history in whole])
+    filled = ~np.isnan(values).any(axis=0)
+    return whole[0].column("steps")[filled], values[:, filled]
+
+
+def results_csv(results: list[dict]) -> str:
+    """The text of results.csv, ordered by arm and seed."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, list(results[0]))
+    writer.writeheader()
+    writer.writerows(sorted(results, key=lambda row: (row["arm"], row["seed"])))
+    return file.getvalue()
+
+
+def scores(results: list[dict], column: str) -> dict[str, np.ndarray]:
+    """A column of the results by arm, each ordered by seed: name -> float64 [seeds]."""
+    ordered = sorted(results, key=lambda row: row["seed"])
+    names = dict.fromkeys(row["arm"] for row in results)
+    return {
+        name: np.array([row[column] for row in ordered if row["arm"] == name]) for name in names
+    }
+
+
+def table(
+    results: list[dict], arms: list[str], threshold: float = THRESHOLD, margin: float = MARGIN
+) -> str:
+    """Markdown table of a study: interquartile means with 95% bootstrap intervals, and the paired
+    difference to the first arm (seed by seed). An arm passes when every seed ends at the threshold
+    or above it and the difference's interval lies within +-margin; with fewer than FEWEST seeds
+    there is no interval and no verdict. A seed that failed counts as minus infinity."""
+    final, first = scores(results, "final_return"), scores(results, "first_step_at_threshold")
+    seeds = scores(results, "seed")
+    heads = (
+        f"final return, IQM [95%] | lowest seed | seeds at {threshold:g} | minus {arms[0]}, "
+        "IQM [95%] | verdict"
+    )
+    lines = [f"| arm | {heads} | first at {threshold:g}, median steps |", f"|{' --- |' * 7}"]
+    for name in arms:
+        values, failed = (
+            final[name],
+            sum(bool(row.get("failure")) for row in results if row["arm"] == name),
+        )
+        with np.errstate(invalid="ignore"):  # of two seeds that failed
+            difference = np.nan_to_num(
+                values - final[arms[0]], nan=0.0, neginf=-np.inf, posinf=np.inf
+            )
+        passes = (
+            values.min() >= threshold and np.abs(bootstrap_interval(difference)).max() <= margin
+        )
+        verdict = (
+            f"fewer than {FEWEST} seeds" if len(values) < FEWEST else "pass" if passes else "fail"
+        )
+        reached = f"{(values >= threshold).sum()} of {len(values)}" + (
+            f", {failed} failed" if failed else ""
+        )
+        minus = "" if name == arms[0] else with_interval(difference, signed=True)
+        lowest = f"{values.min():.2f} (seed {seeds[name][values.argmin()]})"
+        cells = (
+            name,
+            with_interval(values),
+            lowest,
+            reached,
+            minus,
+            verdict,
+            median_of(first[name], ",.0f"),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def median_of(values: np.ndarray, form: str) -> str:
+    """A median as text, in a format such as ",.0f"."""
+    median = np.median(
+        np.where(np.isnan(values), np.inf, values)
+    )  # a seed that never got there counts as the latest
+    return f"{median:{form}}" if np.isfinite(median) else "not reached"
+
+
+def with_interval(values: np.ndarray, signed: bool = False) -> str:
+    """An interquartile mean as text, with its 95% bootstrap interval if there are FEWEST seeds or
+    more."""
+    form, (low, high) = "+.2f" if signed else ".2f", bootstrap_interval(values)
+    return f"{iqm(values):{form}}" + (
+        f" [{low:{form}}, {high:{form}}]" if len(values) >= FEWEST else ""
+    )

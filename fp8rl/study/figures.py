@@ -1,0 +1,188 @@
+"""Figures: arrays in, Axes out. The colours are those of Okabe and Ito, which colour-blind readers
+can tell apart; lines also differ in dash and marker, for print."""
+
+from collections.abc import Iterable, Sequence
+from itertools import cycle
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+from ..bits.doctor import BREAKS
+from .statistics import bootstrap_interval, iqm, percentiles
+
+# Black, orange, sky blue, green, vermillion, blue, purple, each with a dash pattern and a marker.
+STYLES = [
+    {"color": color, "linestyle": dash, "marker": marker}
+    for color, dash, marker in zip(
+        ["#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7"],
+        ["-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1))],
+        ["o", "s", "^", "D", "v", "P", "X"],
+        strict=True,
+    )
+]
+PRECISIONS = dict(
+    zip(("fp32", "bf16", "fp16", "fp8"), STYLES, strict=False)
+)  # each has its own style, in every figure
+REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
+
+
+def styles(names: Iterable[str]) -> list[dict]:
+    """A style for each name: a precision's own, and for other names those that are left."""
+    own = [PRECISIONS.get(name) for name in names]
+    rest = cycle(STYLES[len(PRECISIONS) :] if any(own) else STYLES)
+    return [style or next(rest) for style in own]
+
+
+def references(ax: Axes, names: bool = True) -> Axes:
+    """Marks the reference returns, with their names to the right of the axes, and scales the axis
+    for returns."""
+    for name, value in REFERENCES.items():
+        ax.axhline(value, color="#888888", linewidth=0.8, zorder=0)
+        if names:
+            at = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "center"}
+            ax.annotate(
+                name, (1.01, value), fontsize=7, color="#666666", annotation_clip=False, **at
+            )
+    ax.set(ylim=(0, 215), ylabel="return of an episode")
+    return ax
+
+
+def steps_axis(ax: Axes, ticks: int = 6) -> Axes:
+    """Labels the horizontal axis as environment steps: whole numbers in full, at most `ticks` + 1
+    of them."""
+    ax.set_xlabel("environment steps")
+    ax.xaxis.set_major_locator(MaxNLocator(ticks))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    return ax
+
+
+def learning_curves(
+    ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True
+) -> Axes:
+    """Evaluation returns against environment steps, one line per name: the interquartile mean of
+    the seeds, and a band from their 10th to their 90th percentile. `curves`: name -> (steps [E],
+    returns [seeds, E]). `marks`: draw the cart's reference returns; False for other tasks."""
+    for style, (name, (steps, returns)) in zip(styles(curves), curves.items(), strict=True):
+        returns = np.atleast_2d(returns)
+        _central(ax, name, steps, returns, style)
+        ax.fill_between(
+            steps,
+            *percentiles(returns, [10, 90], axis=0),
+            color=style["color"],
+            alpha=0.15,
+            linewidth=0,
+        )
+    steps_axis(ax).set_xlim(left=0)
+    ax.set_ylabel("return of an episode")
+    ax.legend(loc="center right", fontsize=8)
+    return references(ax) if marks else ax
+
+
+def panels(
+    axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True
+) -> Sequence[Axes]:
+    """Like `learning_curves`, with a panel per name, from left to right with shared axes, and each
+    seed as a thin line."""
+    for ax, style, (name, (steps, returns)) in zip(
+        axes, styles(curves), curves.items(), strict=False
+    ):
+        returns = np.atleast_2d(returns)
+        ax.plot(steps, returns.T, color=style["color"], linewidth=0.7, alpha=0.35)
+        _central(ax, name, steps, returns, {**style, "linestyle": "-"})
+        steps_axis(references(ax, names=ax is axes[-1]) if marks else ax, ticks=3).set_title(
+            name, fontsize=10
+        )
+        ax.label_outer()
+    axes[0].set_xlim(left=0)  # of all, and of their longest run: they share it
+    return axes
+
+
+def _central(ax: Axes, name: str, steps: np.ndarray, returns: np.ndarray, style: dict) -> None:
+    ax.plot(
+        steps,
+        iqm(returns, axis=0),
+        label=name,
+        markersize=4,
+        markevery=max(1, len(steps) // 20),
+        **style,
+    )
+
+
+def series(
+    ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str, window: int = 10
+) -> Axes:
+    """A training quantity, with its unit in the label, against environment steps, one line per
+    name: the mean of the seeds over a sliding window of iterations, or over all of a shorter run.
+    `runs`: name -> (steps [n], values [seeds, n])."""
+    for style, (name, (steps, values)) in zip(styles(runs), runs.items(), strict=True):
+        width = max(1, min(window, len(steps)))
+        smooth = (
+            np.convolve(np.mean(values, axis=0), np.ones(width) / width, "valid")
+            if len(steps)
+            else steps
+        )
+        ax.plot(steps[width - 1 :], smooth, label=name, **{**style, "marker": ""})
+    steps_axis(ax, ticks=4).set_ylabel(label)
+    return ax
+
+
+def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
+    """One row per name: the seeds' interquartile mean, its 95% bootstrap interval, and below them
+    each seed's score as a tick. `scores`: name -> scores [seeds]; the label has their unit."""
+    for row, (style, values) in enumerate(zip(styles(scores), scores.values(), strict=True)):
+        low, high = bootstrap_interval(values)
+        ax.plot(values, np.full(len(values), row + 0.25), "|", color=style["color"], markersize=8)
+        ax.plot(
+            [low, high], [row - 0.1, row - 0.1], "-", color=style["color"], linewidth=4, alpha=0.6
+        )
+        ax.plot(iqm(values), row - 0.1, style["marker"], color=style["color"], markersize=7)
+    ax.ticklabel_format(axis="x", useOffset=False)
+    ax.set(
+        yticks=range(len(scores)),
+        yticklabels=list(scores),
+        ylim=(len(scores) - 0.5, -0.5),
+        xlabel=label,
+    )
+    return ax
+
+
+def findings(ax: Axes, report) -> Axes:
+    """One row per finding of a doctor (bits/doctor.py): its progress, with the range in which
+    learning survives in grey. A number at the edge is beyond it."""
+    names = [
+        f"{f.place}={f.format}"
+        + f" ({f.optimizer})" * (len({each.optimizer for each in report}) > 1)
+        for f in report
+    ]
+    for verdict, look in {"fine": STYLES[3], "unknown": STYLES[1], "breaks": STYLES[4]}.items():
+        rows = [row for row, f in enumerate(report) if f.verdict == verdict]
+        ax.plot(
+            np.clip([report[row].progress for row in rows], 2**-6, 2**10),
+            rows,
+            label=verdict,
+            **{**look, "linestyle": ""},
+        )
+    ax.axvspan(1 / BREAKS, BREAKS, color="#DDDDDD", zorder=0)
+    ax.set_xscale("log", base=2)
+    ax.set(
+        yticks=range(len(report)),
+        ylim=(len(report) - 0.5, -0.5),
+        xlabel="progress: the way covered, in units of float32's",
+    )
+    ax.set_yticklabels(names, fontsize=8)
+    ax.legend(fontsize=8)
+    return ax
+
+
+def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.ndarray) -> Axes:
+    """The probability of a push to the right, `right` [V, P], over positions [P] and velocities
+    [V], with its decision boundary in white and bang-bang's dashed."""
+    mesh = ax.pcolormesh(position, velocity, right, cmap="cividis", vmin=0, vmax=1, rasterized=True)
+    ax.figure.colorbar(mesh, ax=ax, label="probability of a push to the right")
+    if right.min() < 0.5 < right.max():
+        ax.contour(position, velocity, right, levels=[0.5], colors="white", linewidths=1.5)
+    ax.plot(position, -position / 3, "--", color="#D55E00", label="bang-bang: p + 3v = 0")
+    ax.set(xlabel="position", ylabel="velocity", ylim=(velocity[0], velocity[-1]))
+    ax.legend(fontsize=8)
+    return ax

@@ -1,0 +1,237 @@
+"""A fingerprint of this code: hashes that change when its numbers do.
+
+Each part of a fingerprint is a hash of the weights that a few short trainings end with, or of the
+doctor's verdicts. Two versions of the package have the same hash for a part if they compute the
+same numbers there, on one kind of processor with one version of torch. A benchmark writes the
+fingerprint of its code under its table (`origin` in bench.py). benchmarks/results.py says on which
+parts a table rests, and marks a table if one of them has changed.
+
+The first five hashes, joined by hyphens, are of
+
+    defaults   a single run with the defaults, and a population in fp32 and FP8 with them: two
+               hashes
+    settled    an agent in eight bits, with SETTLED
+    doctor     the doctor's verdicts on an optimizer
+    averages   its verdicts on a running average
+
+Every other part has its name before its hash (`trainings`). All of them train with SETTLED.
+"""
+
+import functools
+import hashlib
+import threading
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch import nn
+
+from .. import processes
+from ..bits.doctor import Doctor
+from ..bits.places import EIGHT_BIT
+from ..build import Machine, build
+from ..config import Config
+from ..observation_codec import CODECS
+from ..population.population import Population
+from ..train import train
+
+# The settings that benchmarks name, so that their numbers stay when these defaults change.
+SETTLED = {
+    "rollout_length": 32,
+    "slice_length": 16,
+    "batch_size": 256,
+    "replay_updates": 4,
+    "capacity": 2_000,
+    "gamma": 0.98,
+}
+SETTLED |= {
+    "lam": 0.95,
+    "entropy_coef": 0.01,
+    "learning_rate": 1e-2,
+    "halved_after": 1024,
+    "normalize_obs": False,
+}
+SHORT = {
+    "steps": 1024,
+    "eval_every": 0,
+    "eval_episodes": 1,
+}  # two iterations of SETTLED with 16 environments
+TASKS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "fp8rl/Lqr-v0")
+# One place each, so that a change of any rounding shows.
+PLACES = (
+    "forward=e4m3 backward=e5m2",
+    "acting=e8m1",
+    "observations=e4m3",
+    "targets=e8m1:stochastic",
+    "v=e4m3:unscaled:stored",
+)
+
+
+def fingerprint() -> str:
+    """The fingerprint of this code on this machine, such as
+    "2dd45677-0def241b-15a45359-ec423fe8-ad73071f, autocast 01234567, codecs 89abcdef, ..."."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would order sums otherwise
+    try:
+        first = "-".join(
+            map(hashed, [*core(), *(repr(verdicts).encode() for verdicts in examined())])
+        )
+        named = [
+            f"{name} {hashed(b''.join(map(weights_of, trained())))}"
+            for name, trained in trainings().items()
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    return ", ".join([first, *named])
+
+
+def hashed(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:8]
+
+
+def weights_of(model: nn.Module) -> bytes:
+    """All parameters of a network, and its buffers, as bytes."""
+    numbers = [*model.parameters(), *(x for x in model.buffers() if x.is_floating_point())]
+    return b"".join(x.detach().flatten().numpy().tobytes() for x in numbers)
+
+
+def core() -> list[bytes]:
+    """The weights behind the first three hashes."""
+    shape = {
+        "steps": 2 * Config().steps_per_iteration,
+        "eval_every": 0,
+        "eval_episodes": 1,
+    }  # the first clips nothing
+    configs = [Config(name, **shape) for name in ("fp32", "fp8")]
+    settled = Config(**shape | {"steps": 2048} | SETTLED | EIGHT_BIT)
+    runs = build(configs[0]), Population(configs), Population([settled])
+    models = [train(run, progress=False).model for run in runs]
+    return [
+        torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
+        for model in models
+    ]
+
+
+def settled(**fields) -> Config:
+    """A short training with SETTLED and these fields."""
+    return Config(**{**SHORT, **SETTLED, **fields})
+
+
+def alone(*configs: Config, machine: Machine | None = None) -> list[nn.Module]:
+    """The networks that single runs train."""
+    return [train(build(config, machine or Machine()), progress=False).model for config in configs]
+
+
+def together(*configs: Config) -> list[nn.Module]:
+    """The networks that a population trains, as one module."""
+    return [train(Population(list(configs)), progress=False).model]
+
+
+def trainings() -> dict[str, Callable[[], list[nn.Module]]]:
+    """The named parts: what trains their networks."""
+    stepped = [settled(env_id=name) for name in ("CartPole-v1", "Pendulum-v1")]  # by Gymnasium
+    gru = settled(encoder="gru", hide_velocity=True)
+    many = settled(
+        num_envs=1024, rollout_length=4, slice_length=4, capacity=20_000, steps=8192
+    )  # enough to reuse forward passes
+    mixed = [settled(precision=name) for name in ("bf16", "fp16")]
+    mixed += [settled(precision=name, collect_precision="fp8") for name in ("fp32", "bf16", "fp16")]
+    one = {"steps": 512}  # iteration
+    return {
+        "autocast": lambda: alone(
+            settled(precision="bf16", **one), settled(precision="fp16", **one)
+        ),
+        "codecs": lambda: alone(*(settled(codec=name) for name in CODECS)),
+        "float8linear": lambda: alone(settled(precision="fp8")),
+        "gru": lambda: alone(gru),
+        "gymnasium": lambda: alone(*stepped, machine=Machine(vectorization="sync")),
+        "lowbit": lambda: alone(
+            settled(formats=EIGHT_BIT["formats"]), settled(formats="v=e5m2 m=bf16")
+        ),
+        "normalized": lambda: alone(settled(normalize_obs=True)),
+        "places": lambda: together(*(settled(formats=formats) for formats in PLACES)),
+        "populations": lambda: together(*mixed),
+        "ranks": lambda: shared(settled()),
+        "reuse": lambda: alone(many),
+        "tasks": lambda: alone(*(settled(env_id=task, **one) for task in TASKS)),
+    }
+
+
+def shared(config: Config, size: int = 2) -> list[nn.Module]:
+    """The networks of `size` ranks that share a run. The ranks are threads of this process, which
+    add up tensors as gloo does between processes: to start processes would take longer than all
+    other parts."""
+    group, models = ThreadGroup(size), [None] * size
+
+    def work(rank: int) -> None:
+        group.here.rank = rank
+        torch.set_num_threads(1)
+        try:
+            models[rank] = train(build(config), progress=False).model
+        except BaseException:
+            group.barrier.abort()  # or the others would wait for ever
+            raise
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    with mock.patch.object(processes, "distributed", group):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if None in models:
+        raise RuntimeError("a rank failed: what was wrong is said above")
+    return models
+
+
+class ThreadGroup:
+    """What ranks.py uses of torch.distributed, for ranks that are threads."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.here = threading.local()  # `rank`, of the thread that asks
+        self.barrier = threading.Barrier(size)
+        self.tensors: list[torch.Tensor | None] = [None] * size
+
+    def is_initialized(self) -> bool:
+        return hasattr(self.here, "rank")
+
+    def get_rank(self) -> int:
+        return self.here.rank
+
+    def get_world_size(self) -> int:
+        return self.size
+
+    def all_gather(self, parts: list[torch.Tensor], x: torch.Tensor) -> None:
+        self.tensors[self.here.rank] = x
+        self.barrier.wait()
+        for part, tensor in zip(parts, self.tensors, strict=True):
+            part.copy_(tensor)
+        self.barrier.wait()  # nobody changes a tensor before all have read it
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self.all_gather(parts, x)
+        x.copy_(sum(parts))
+
+
+def examined() -> list[list[tuple]]:
+    """What the doctor finds in a layer that learns to add, and in an average of its weights: p, q
+    and verdicts."""
+    noise = torch.Generator().manual_seed(0)
+    weight = torch.randn(1, 16, generator=noise).requires_grad_()
+    doctor = Doctor(optimizer := torch.optim.Adam([weight], lr=1e-2))
+    doctor.follow("target", [weight], 0.01)
+    for _ in range(128):
+        x = torch.randn(32, 16, generator=noise)
+        optimizer.zero_grad()
+        loss = functools.partial(
+            lambda x: (nn.functional.linear(x, weight) - x.sum(1, keepdim=True)).square().mean(), x
+        )
+        loss().backward()
+        doctor.look(loss)
+        optimizer.step()
+    report = doctor.report()
+    return [
+        [(*each[1:5], each.verdict) for each in report if each.optimizer == name]
+        for name in ("optimizer 0", "average")
+    ]

@@ -1,0 +1,271 @@
+"""How fast does the loop train, and how far is that from what the machine could do? `python -m
+fp8rl bench` measures it.
+
+Every environment step is learned from once, without replay. The floor is only the loop's matmuls,
+at the same shapes and in the same precision, one after the other with preallocated outputs, each
+matrix row-major or column-major, whichever is fastest here: no loop that multiplies these matrices
+can be faster. Loop and floor alternate."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from .. import processes
+from ..around import Around
+from ..build import HERE, Machine, build, reuses_forward
+from ..config import Config
+from ..gpu.cuda_graphs import WARMUP, launcher
+from ..hardware import hardware, is_emulated
+from ..population.population import Population
+from ..precision import PRECISIONS, Precision, available_precisions
+from ..train import iterate
+from .fingerprint import fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """The loop without replay, with unlimited steps and the smallest ring that takes a rollout."""
+
+    num_envs: int = 4096  # Environments, of each agent.
+    rollout_length: int = 32  # Steps collected from each environment per iteration.
+    # None is the fastest on the machine among those that it does not emulate; of a population it is
+    # fp32.
+    precision: str | None = None
+    agents: int | None = (
+        None  # Agents trained as one batch (population/population.py); None is a single run.
+    )
+    hidden_size: tuple[int, ...] = (
+        64,
+    )  # Units in each layer of the network; each of several values is measured.
+    layers: int = 2  # Layers of the network.
+
+    def config(self, machine: Machine = HERE) -> Config:
+        """The config of the loop on a machine, by default in fp32. Raises ValueError if the machine
+        has an option that a population does not have, or a number is out of range."""
+        if self.agents is not None:
+            if self.agents < 1:
+                raise ValueError(f"agents is {self.agents}: use at least 1")
+            for field in dataclasses.fields(Machine):
+                if (
+                    field.name not in ("device", "graph")
+                    and getattr(machine, field.name) != field.default
+                ):
+                    raise ValueError(
+                        f"{field.name} is {getattr(machine, field.name)} beside agents: "
+                        "leave it out"
+                    )
+            if processes.rank_and_size()[1] > 1:
+                raise ValueError(
+                    f"agents is {self.agents} under torchrun: leave one of them out, "
+                    "populations exchange nothing"
+                )
+        shape = {
+            "num_envs": self.num_envs,
+            "rollout_length": self.rollout_length,
+            "slice_length": 1,
+        }
+        shape |= {"hidden_size": self.hidden_size[0], "layers": self.layers}
+        shape |= {
+            "capacity": (self.rollout_length + 1) * self.num_envs,
+            "replay_updates": 0,
+            "steps": 10**15,
+            "eval_every": 0,
+        }
+        return Config(precision=self.precision or "fp32", **shape)
+
+    def fastest(self, machine: Machine) -> Config:
+        """The config of the loop, in the precision that is fastest on the machine if it is None.
+        Raises like `config`."""
+        config = self.config(machine)
+        if self.agents or self.precision:
+            return config
+        names = available_precisions(machine.device)
+        emulated = torch.tensor([is_emulated(name, machine.device) for name in names])
+        (emulated,) = processes.all_reduce([emulated.int()])  # all processes must agree
+        configs = [
+            dataclasses.replace(config, precision=name)
+            for name, no in zip(names, emulated, strict=True)
+            if not no
+        ]
+        speeds = [bench_loop(one, machine, 0.5, 1)["train_steps_per_second"] for one in configs]
+        (speeds,) = processes.all_reduce([torch.tensor(speeds)])
+        return configs[int(speeds.argmax())]
+
+
+def origin() -> str:
+    """What a result was made with, in one line: the machine, versions, and the code's
+    fingerprint."""
+    return f"{hardware()}; code {fingerprint()}"
+
+
+class Timed(Around):
+    """A collector or a learner whose calls add up to `spent`, in seconds."""
+
+    spent = 0.0
+
+    def collect(self, learned: torch.nn.Module):
+        return self._timed(self.inner.collect, learned)
+
+    def update(self, *arguments, **options):
+        return self._timed(self.inner.update, *arguments, **options)
+
+    def _timed(self, function, *arguments, **options):
+        began = time.perf_counter()
+        result = function(*arguments, **options)
+        self.spent += time.perf_counter() - began
+        return result
+
+
+def bench_loop(
+    config: Config,
+    machine: Machine,
+    seconds: float = 5.0,
+    rounds: int = 5,
+    agents: int | None = None,
+) -> dict[str, float | int | str]:
+    """Training steps per second of a config's loop, or of all agents of a population with seeds
+    from 0 up: medians of rounds that alternate with its floor. Returns train_steps_per_second;
+    agents, of a population; num_envs, rollout_length, precision, hidden_size, layers and
+    reuse_forward; collect_share and update_share, fractions of an iteration's time, meaningless for
+    a CUDA graph; and floor_share, the floor's time as a fraction of an iteration's."""
+    if agents is None:
+        run = build(config, machine)
+    else:
+        run = Population(
+            [dataclasses.replace(config, seed=seed) for seed in range(agents)],
+            machine.device,
+            machine.graph,
+        )
+    run.collector, run.learner = parts = Timed(run.collector), Timed(run.learner)
+    found, floor, steps = (
+        [],
+        floor_of(config, machine, agents),
+        config.steps_per_iteration * (agents or 1),
+    )
+    with contextlib.closing(iterate(run)) as iterations:
+        for _ in range(5):  # caches, and the capture of a graph
+            began = time.perf_counter()
+            next(iterations)
+            run.read()
+        # The same count in every process, because they wait for each other.
+        (each,) = processes.all_reduce([torch.tensor(time.perf_counter() - began) / run.group.size])
+        count = max(1, int(seconds / rounds / each.item()))
+        for _ in range(rounds):
+            for part in parts:
+                part.spent = 0.0
+            began = time.perf_counter()
+            for _ in range(count):
+                next(iterations)
+            run.read()
+            each = (time.perf_counter() - began) / count
+            lowest = seconds_of({"floor": floor}, 1, 0.05, machine.device)["floor"]
+            found.append(
+                (steps / each, *(part.spent / count / each for part in parts), lowest / each)
+            )
+    speed, *shares = (statistics.median(values) for values in zip(*found, strict=True))
+    result = {"train_steps_per_second": speed} | ({} if agents is None else {"agents": agents})
+    result |= {
+        name: getattr(config, name)
+        for name in ("num_envs", "rollout_length", "precision", "hidden_size", "layers")
+    }
+    result["reuse_forward"] = agents is None and reuses_forward(config, machine, run.env.num_envs)
+    return result | dict(zip(("collect_share", "update_share", "floor_share"), shares, strict=True))
+
+
+def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Callable[[], None]:
+    """A function that does only the multiplications of an iteration on the package's own
+    environment, for this process's environments or, in float32, all agents of a population: T
+    forward passes to act, and one forward and one backward pass over all rows at once. Where
+    forward passes are reused: T + 1 forward passes to act, and the backward pass one time step at a
+    time. On CUDA with `graph` it is a graph too."""
+    device, envs, length = (
+        machine.device,
+        config.num_envs // processes.rank_and_size()[1],
+        config.rollout_length,
+    )
+    size, mode = config.hidden_size, Precision(config.precision, device).matmul_mode
+    sizes = [(2, size), *[(size, size)] * (config.layers - 1), (size, 3)]  # both heads at once
+
+    def forward(rows: int) -> list[tuple[int, int, int]]:
+        return [(rows, i, o) for i, o in sizes]
+
+    def backward(rows: int) -> list[tuple[int, int, int]]:
+        return [(i, rows, o) for i, o in sizes] + [
+            (rows, o, i) for i, o in sizes[1:]
+        ]  # of weights, of inputs
+
+    def products(
+        shapes: list[tuple[int, int, int]], precision: str = config.precision
+    ) -> list[tuple[torch.Tensor, ...]]:
+        dtype = torch.float32 if agents else PRECISIONS[precision].autocast or torch.float32
+        return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
+
+    acting = products(forward(envs), config.collect_precision or config.precision)
+    if not agents and reuses_forward(config, machine, envs):
+        learning = acting + products(backward(envs)) * length
+    else:
+        learning = products(forward((length + 1) * envs) + backward(length * envs))
+    all_products = acting * length + learning
+
+    def multiply():
+        with mode():
+            for a, b, out in all_products:
+                torch.matmul(a, b, out=out)
+
+    if launch := launcher(machine.graph, torch.device(device)):
+        multiply = launch(multiply)
+        for _ in range(WARMUP + 1):  # until it is captured
+            multiply()
+    return multiply
+
+
+def fastest_product(
+    m: int, k: int, n: int, dtype: torch.dtype, device: str, agents: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Matrices [m, k] and [k, n], or as many pairs as agents, and a tensor for their product, each
+    row-major or column-major, whichever multiplies fastest: with emulated arithmetic this differs
+    up to tenfold."""
+
+    def new(rows, columns, transposed):
+        shape = (columns, rows) if transposed else (rows, columns)
+        matrix = torch.randn((agents, *shape) if agents else shape, device=device).to(dtype)
+        return matrix.mT if transposed else matrix
+
+    triples = [
+        (new(m, k, a), new(k, n, b), new(m, n, out))
+        for a, b, out in itertools.product((False, True), repeat=3)
+    ]
+    steps = {
+        i: functools.partial(torch.matmul, a, b, out=out) for i, (a, b, out) in enumerate(triples)
+    }
+    seconds = seconds_of(steps, 3, 0.001, device)
+    return triples[min(seconds, key=seconds.get)]
+
+
+def seconds_of(
+    steps: dict, rounds: int = 7, round_seconds: float = 0.05, device="cuda"
+) -> dict[str, float]:
+    """Median seconds of each callable over rounds that alternate between them, each long enough for
+    the clock's resolution."""
+
+    def timed(step, repeats):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / repeats
+
+    for step in steps.values():
+        timed(step, 3)  # warm-up
+    repeats = {name: max(1, int(round_seconds / timed(step, 1))) for name, step in steps.items()}
+    rounds = [
+        {name: timed(step, repeats[name]) for name, step in steps.items()} for _ in range(rounds)
+    ]
+    return {name: statistics.median(times[name] for times in rounds) for name in steps}

@@ -1,0 +1,317 @@
+"""Any Gymnasium environment as tensors on a device.
+
+`GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `TensorEnv`
+that training uses. Any environment with flat Box or Discrete observations, or a Tuple or Dict of
+such, and Discrete or flat, bounded Box actions will do."""
+
+import contextlib
+import signal
+import threading
+import warnings
+from typing import NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces import Box
+
+from ..distribution import Categorical, Gaussian
+from ..history import Saved
+from .by_id import task_of
+
+VECTORIZATIONS = ("sync", "async")
+# What an environment's own code may raise. sys.exit() must not end the program silently; Ctrl-C is
+# not the environment's.
+RAISES = Exception, SystemExit
+KNOWN: dict[
+    str, tuple
+] = {}  # interfaces by name, with the registration that each is of: a name may be registered again
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment raised, exited or did not follow Gymnasium's API, or its process died."""
+
+
+def failure(env_id: str, error: BaseException) -> EnvironmentFailed:
+    """The exception for an environment that raised `error`, with a one-line message."""
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, EOFError | ConnectionError):
+        what = "one of its processes died"
+    elif isinstance(error, ValueError) and "expected 5, got 4" in str(
+        error
+    ):  # Python's words, inside Gymnasium
+        what = (
+            "its step returns 4 values as in old gym, not obs, reward, terminated, truncated, info"
+        )
+    return EnvironmentFailed(
+        f"environment {env_id} failed ({what}): fix it, and resume if there is a checkpoint"
+    )
+
+
+def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
+    """Raises ValueError if an array does not have this shape, or a type that can be cast to this
+    one."""
+    array = np.asarray(array)
+    if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise ValueError(
+            f"{name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}{list(shape)}"
+        )
+
+
+def flat_space(space: gymnasium.Space) -> gymnasium.Space:
+    """The space of observations as the network sees them. A Discrete one has a feature for each
+    value, 1 where it is the value and 0 elsewhere; a Tuple or a Dict has the features of its parts.
+    What cannot become at most a million features stays as it is, and so does a Box: this is no
+    network for images."""
+    with contextlib.suppress(
+        NotImplementedError, ValueError
+    ):  # of a class of one's own, of a Tuple without parts
+        if (
+            not isinstance(space, Box)
+            and space.is_np_flattenable
+            and gymnasium.spaces.flatdim(space) <= 10**6
+        ):
+            return gymnasium.spaces.flatten_space(space)
+    return space
+
+
+def flat(env: gymnasium.Env) -> gymnasium.Env:
+    """The environment with observations of `flat_space`. Raises ValueError for an observation whose
+    shape or type is not its Box's, which some of Gymnasium's vector forms would cast, and for one
+    that is not in another space: of a Discrete one, FlattenObservation would take -1 for the last
+    value."""
+    space = env.observation_space
+
+    def checked(obs):
+        if isinstance(space, Box):
+            require("obs", obs, space.shape, space.dtype)
+        elif not space.contains(obs):
+            raise ValueError(f"obs is {obs!r}, which is not in {space}")
+        return obs
+
+    env = gymnasium.wrappers.TransformObservation(env, checked, space)
+    return env if isinstance(space, Box) else gymnasium.wrappers.FlattenObservation(env)
+
+
+@contextlib.contextmanager
+def children_ignore_interrupts():
+    """Processes started inside ignore Ctrl-C, which goes to every process of a terminal: the parent
+    ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signal handlers can be set only there
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Interface(NamedTuple):
+    """What training needs to know of a Gymnasium environment. `actions` is the first of its
+    discrete actions, or the lowest and highest values of continuous ones, [A] each in the space's
+    type."""
+
+    bounds: tuple[tuple[float, ...], tuple[float, ...]]
+    num_actions: int
+    actions: int | tuple[np.ndarray, np.ndarray]
+    max_steps: int
+
+
+def interface_of(env_id: str) -> Interface:
+    """The interface of an environment; one without a time limit gets 10,000 steps, with a warning.
+    Raises ValueError if Gymnasium cannot make it, its observations are no flat Box with features
+    and do not become one (`flat_space`), or its actions are neither Discrete with 2 to 256 of them
+    nor a flat Box of bounded floating-point numbers, and EnvironmentFailed if it calls sys.exit."""
+    name = env_id.rpartition(":")[2]  # without a module to import
+    spec, known = KNOWN.get(name, (None, None))
+    if spec and spec is gymnasium.registry.get(name):
+        return known
+    try:
+        env = gymnasium.make(env_id)
+    except SystemExit as error:
+        raise failure(env_id, error) from error
+    except (
+        Exception
+    ) as error:  # an unknown id, a missing package, or whatever the environment's own code raises
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"env_id is {env_id!r}, which Gymnasium cannot make ({reason}): register or install it"
+        ) from error
+    observations, actions = env.observation_space, env.action_space
+    env.close()
+    observations = flat_space(observations)
+    box = isinstance(observations, Box)
+    if not box or len(observations.shape) != 1:
+        kind = f"{type(observations).__name__}{list(observations.shape or ())}"
+        wrapper = "FlattenObservation" if box else "TransformObservation, with a flat Box"
+        what = (
+            f"whose observations are {kind}, not a flat Box: "
+            f"register it wrapped in gymnasium.wrappers.{wrapper}"
+        )
+        raise ValueError(f"env_id is {env_id!r}, {what}")
+    if observations.shape == (0,):
+        raise ValueError(
+            f"env_id is {env_id!r}, whose observations are Box[0], without features: choose another"
+        )
+    low, high = (
+        tuple(bound.astype(float).tolist()) for bound in (observations.low, observations.high)
+    )
+    limit = env.spec.max_episode_steps or 10_000
+    known = Interface((low, high), *actions_of(env_id, actions), limit)
+    if env.spec.max_episode_steps is None:
+        what = f"registered without a time limit, so an evaluation takes up to {limit:,} steps"
+        warnings.warn(
+            f"env_id is {env_id!r}, {what}: register it with max_episode_steps", stacklevel=2
+        )
+    KNOWN[name] = gymnasium.registry.get(name), known
+    return known
+
+
+def actions_of(
+    env_id: str, space: gymnasium.Space
+) -> tuple[int, int | tuple[np.ndarray, np.ndarray]]:
+    """`num_actions` and `actions` of an Interface. Raises ValueError for a space that a policy
+    cannot act in."""
+    kind, wrap = repr(space), "register it wrapped in gymnasium.wrappers.TransformAction, with a"
+    remedy = f"{wrap} Discrete or a flat Box of the same actions"
+    if isinstance(space, gymnasium.spaces.Discrete):
+        if 2 <= space.n <= 256:
+            return int(space.n), int(space.start)
+        remedy = "choose one with 2 to 256 actions, the ring stores them in a byte"
+    elif isinstance(space, Box):
+        kind, remedy = (
+            f"Box{list(space.shape)} of {space.dtype}",
+            f"{wrap} flat Box of floats with finite bounds",
+        )
+        if len(space.shape) == 1 and space.shape[0] and space.dtype.kind == "f":
+            with np.errstate(all="ignore"):
+                if np.isfinite(space.high - space.low).all():
+                    return space.shape[0], (space.low, space.high)
+            kind += " without a finite high - low"
+    raise ValueError(f"env_id is {env_id!r}, whose actions are {kind}: {remedy}")
+
+
+class GymEnv(Saved):
+    """N copies of a Gymnasium environment on the CPU, in place of a TensorEnv whose tensors are on
+    `device`; environment i starts from `seed` + i. `vectorization`: sync, one after the other in
+    this process; or async, each in its own process. Raises ValueError for an environment of another
+    kind or an unknown vectorization. Everything raises EnvironmentFailed if the environment raises
+    or exits, does not follow the API, or one of its processes died."""
+
+    # No state: Gymnasium has no way to save an environment, and a resumed run starts new episodes
+    NAMES = ()
+
+    def __init__(
+        self, env_id: str, num_envs: int, device="cpu", seed: int = 0, vectorization: str = "sync"
+    ):
+        if vectorization not in VECTORIZATIONS:
+            raise ValueError(
+                f"vectorization is {vectorization!r}: choose from {', '.join(VECTORIZATIONS)}"
+            )
+        self.bounds, self.num_actions, self.actions, self.max_steps = interface_of(env_id)
+        self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
+        self.discount = getattr(
+            task_of(env_id.rpartition(":")[2]), "discount", 1.0
+        )  # without a module to import
+        self.env_id, self.num_envs, self.device, self.envs = (
+            env_id,
+            num_envs,
+            torch.device(device),
+            None,
+        )
+        self._async = vectorization == "async"
+        options = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+        try:
+            with children_ignore_interrupts() if self._async else contextlib.nullcontext():
+                self.envs = gymnasium.make_vec(
+                    env_id,
+                    num_envs,
+                    vectorization_mode=vectorization,
+                    vector_kwargs=options,
+                    wrappers=[flat],
+                )
+        except RAISES as error:
+            raise failure(env_id, error) from error
+        with self._guarded():
+            obs, _ = self.envs.reset(seed=seed)
+        self.obs = self._tensor(obs, torch.float32)
+        self.done = torch.zeros(num_envs, dtype=torch.bool, device=self.device)
+
+    def draw(self, length: int) -> list[None]:
+        """None for each step: the environment draws its own random numbers."""
+        return [None] * length
+
+    def step(
+        self, action: torch.Tensor, start: None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Like TensorEnv.step, with actions [N], from 0, or [N, A], clipped to [-1, 1] and scaled
+        to the bounds, in their type. Raises FloatingPointError for an action that is not a
+        number."""
+        actions = action.cpu().numpy()
+        if isinstance(self.actions, int):
+            actions = actions + self.actions
+        elif np.isnan(actions).any():
+            raise FloatingPointError(
+                "action is not a number, because the policy's weights are not: lower learning_rate"
+            )
+        else:
+            low, high = self.actions
+            actions = (
+                (low + (actions.clip(-1, 1) + 1) / 2 * (high - low))
+                .astype(low.dtype)
+                .clip(low, high)
+            )
+        with self._guarded():
+            obs, reward, terminated, truncated, _ = self.envs.step(actions)
+        live = (
+            ~self.done
+        )  # a step that resets has no reward and no end, whatever the environment returns
+        self.obs = self._tensor(obs, torch.float32)
+        terminated, truncated = (
+            self._tensor(flag, torch.bool) & live for flag in (terminated, truncated)
+        )
+        truncated &= ~terminated  # Gymnasium's time limit can set both
+        self.done = terminated | truncated
+        return (
+            self.obs,
+            self._tensor(reward, torch.float32).masked_fill_(~live, 0),
+            terminated,
+            truncated,
+        )
+
+    def close(self) -> None:
+        """Closes the environments and their processes."""
+        with contextlib.suppress(
+            EOFError, ConnectionError
+        ):  # from processes that have already ended
+            if self.envs:
+                self.envs.close()
+
+    def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(
+            array, dtype=dtype, device=self.device
+        )  # a copy: the environment may reuse its array
+
+    @contextlib.contextmanager
+    def _guarded(self):
+        """What the environment raises inside becomes EnvironmentFailed, and its processes end."""
+        try:
+            with warnings.catch_warnings() if self._async else contextlib.nullcontext():
+                if self._async:
+                    warnings.simplefilter(
+                        "ignore"
+                    )  # Gymnasium's repeat a worker's error in several lines
+                with (
+                    torch.inference_mode(False),
+                    torch.no_grad(),
+                ):  # the environment may use torch in its own way
+                    yield
+        except RAISES as error:
+            for process in getattr(self.envs, "processes", ()):
+                # Gymnasium's close would wait for an answer from dead processes
+                process.terminate()
+                self.envs.closed = True
+            with contextlib.suppress(*RAISES):
+                self.envs.close()
+            raise failure(self.env_id, error) from error

@@ -1,0 +1,491 @@
+"""The rollout as one kernel against the plain loop, on a GPU or in Triton's interpreter
+(conftest.py), and its compilation."""
+
+import copy
+import functools
+import linecache
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TINY, refused, trained, weights
+
+from fp8rl import fast_forward
+from fp8rl.bits.formats import format_of
+from fp8rl.bits.places import PlaceFormat
+from fp8rl.build import Machine, build
+from fp8rl.config import Config
+from fp8rl.population.population import Agents, Population
+from fp8rl.rollout import unroll
+from fp8rl.tasks.cartpole import CartPole
+from fp8rl.train import Run
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+acting_kernel = pytest.importorskip("fp8rl.gpu.acting_kernel")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+short = functools.partial(Config, **TINY)  # the interpreter takes long
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+]  # of the interpreter's NumPy
+pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
+TASKS = None, "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "fp8rl/Lqr-v0"
+
+
+def pair(configs, max_steps=None) -> list[Run]:
+    """A population, or a run of a single config, that acts in the plain loop and the same with the
+    kernel, perhaps with shorter episodes."""
+    many = isinstance(configs, list)
+    found = [
+        Population(configs, DEVICE) if many else build(configs, Machine(DEVICE)) for _ in range(2)
+    ]
+    for run in found:
+        if max_steps:
+            run.env.max_steps, run.env._max_steps = (
+                max_steps,
+                torch.tensor(max_steps, dtype=torch.int32),
+            )
+    plain, kernel = (run.collector for run in found)
+    acting = (
+        Agents.acting
+        if many
+        else functools.partial(fast_forward.alone, precision=kernel.precision.name)
+    )
+    plain.loop, kernel.loop = unroll, acting_kernel.Fused(kernel.env, kernel.model, acting)
+    return found
+
+
+def assert_same_rollouts(plain: Run, other: Run, rollouts: int, tolerance: float) -> set[int]:
+    """Rollouts that follow each other, equal but for the order of sums. Returns the flags seen."""
+    seen = set()
+    for _ in range(rollouts):
+        expected, found = (run.collect() for run in (plain, other))
+        for name in ("action", "flags"):
+            one, two = getattr(expected, name), getattr(found, name)
+            assert one.dtype == two.dtype and (one.is_floating_point() or torch.equal(one, two)), (
+                name
+            )
+        for name in expected._fields[:-1]:
+            torch.testing.assert_close(
+                getattr(found, name),
+                getattr(expected, name),
+                rtol=tolerance,
+                atol=tolerance,
+                msg=name,
+            )
+        assert torch.equal(plain.env.elapsed, other.env.elapsed) and torch.equal(
+            plain.env.done, other.env.done
+        )
+        seen |= set(found.flags.unique().tolist())
+    return seen
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_kernel_acts_as_the_plain_loop_does_in_every_task(task):
+    configs = [short(env_id=task, seed=seed, precision="fp32", num_envs=16) for seed in range(3)]
+    seen = assert_same_rollouts(*pair(configs, max_steps=6), rollouts=3, tolerance=1e-3)
+    assert {0, 2, 4} <= seen  # ends and resets included
+
+
+@pytest.mark.parametrize(
+    "layers, options", [(1, {}), (2, {"hide_velocity": True, "extra_features": 3}), (3, {})]
+)
+def test_the_kernel_rounds_as_the_networks_do(layers, options):
+    """Agents of all precisions, with a number of environments that is no power of two."""
+    precisions = ["fp32", "bf16", "fp16"] + ["fp8", "fp8"] * (
+        layers > 1
+    )  # a network of one has none to convert
+    own = {"layers": layers, "num_envs": 20, **options}
+    configs = [short(seed=seed, precision=name, **own) for seed, name in enumerate(precisions)]
+    plain, other = pair(configs)
+    assert 1 in assert_same_rollouts(plain, other, rollouts=3, tolerance=1e-4)
+    assert other.collect().obs.dtype == torch.float32
+
+
+def test_an_acting_policy_of_another_precision_and_many_environments():
+    configs = [
+        short(seed=seed, collect_precision="bf16", num_envs=40, hidden_size=16) for seed in (1, 2)
+    ]
+    assert_same_rollouts(*pair(configs), rollouts=1, tolerance=1e-4)
+
+
+def test_a_population_learns_with_it():
+    """The rest of an iteration takes its rollouts, and learns from them what it would from the
+    plain loop's."""
+    configs = [
+        short(steps=256, eval_every=256, eval_episodes=2, env_id="CartPole-v1", seed=seed)
+        for seed in (1, 2)
+    ]
+    plain, other = map(trained, pair(configs))
+    torch.testing.assert_close(other.model.theta, plain.model.theta, rtol=1e-3, atol=1e-4)
+    assert other.collector.rollouts == plain.collector.rollouts > 1
+
+
+ALONE = [
+    {"precision": name, "layers": layers}
+    for name in ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
+    for layers in (2, 3)
+]
+ALONE += [
+    {"precision": "fp8", "collect_precision": "bf16"},
+    {"precision": "bf16", "collect_precision": "fp8", "layers": 3},
+]
+ALONE += [
+    {"env_id": "CartPole-v1", "precision": "fp16"},
+    {"env_id": "Pendulum-v1", "precision": "fp8"},
+]
+ALONE += [
+    {"env_id": "Pendulum-v1"},
+    {"layers": 1, "num_envs": 1, "hidden_size": 128},
+    {"num_envs": 40, "hidden_size": 16, "extra_features": 2},
+]
+
+
+@pytest.mark.parametrize("options", ALONE, ids=str)
+def test_a_run_acts_with_it_as_in_the_plain_loop(options):
+    seen = assert_same_rollouts(
+        *pair(short(**{"precision": "fp32"} | options), max_steps=4), rollouts=3, tolerance=1e-3
+    )
+    assert {0, 2, 4} <= seen
+
+
+@pytest.mark.parametrize("agents", [0, 2])
+def test_a_copy_acts_by_its_own_weights(agents):
+    configs = [short(precision="fp8", seed=seed) for seed in range(agents)]
+    plain, other = pair(configs or short(precision="fp8"))
+    copied = copy.deepcopy(other)
+    with torch.no_grad():
+        for p in other.model.parameters():
+            p.zero_()
+    assert_same_rollouts(plain, copied, rollouts=1, tolerance=1e-4)
+
+
+def test_layers_that_must_be_called_are():
+    plain, other = pair(short(precision="fp32"))
+    for run in (plain, other):
+        run.model.inputs.register_forward_hook(lambda layer, inputs, outputs: -outputs)
+    assert_same_rollouts(plain, other, rollouts=1, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"env_id": "Pendulum-v1"}, {"collect_precision": "fp8"}, {"layers": 3}], ids=str
+)
+def test_a_run_learns_with_it(options):
+    """Each rollout is by the weights that the updates before it left."""
+    plain, other = pair(
+        short(
+            steps=320,
+            eval_every=320,
+            eval_episodes=2,
+            precision="fp32",
+            learning_rate=0.01,
+            **options,
+        )
+    )
+    before = weights(plain)
+    torch.testing.assert_close(
+        weights(trained(other)), weights(trained(plain)), rtol=1e-2, atol=1e-3
+    )
+    assert (weights(plain) - before).abs().max() > 0.02 and plain.collector.rollouts > 3
+    assert_same_rollouts(plain, other, rollouts=1, tolerance=1e-2)
+
+
+class Changed(CartPole):
+    """CartPole in which `how` decides what becomes of the rewards; `masses` are a number for each
+    environment."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.masses, self.last = torch.ones(self.num_envs), None
+
+    def advance(self, state, action):
+        state, reward, out = super().advance(state, action)
+        return state, self.how(state, action, reward), out
+
+
+def how(function):
+    """The name of a task whose rewards a function makes."""
+    name = f"Task{len(HOWS)}"
+    HOWS[name] = globals()[name] = type(
+        name, (Changed,), {"how": lambda self, *args: function(self, *args)}
+    )
+    return f"{__name__}:{name}"
+
+
+HOWS: dict[str, type] = {}
+
+
+class Windy(CartPole):
+    """CartPole whose starts decide about the physics, too."""
+
+    def start(self, numbers):
+        self.wind = 1 + numbers.abs().mean()
+        return super().start(numbers)
+
+
+class Stepped(CartPole):
+    def step(self, action, start=None):
+        return super().step(action, start)
+
+
+class Gusty(CartPole):
+    """The same, in place."""
+
+    def __init__(self, *args, **options):
+        self.wind = torch.ones(())
+        super().__init__(*args, **options)
+
+    def start(self, numbers):
+        self.wind.copy_(1 + numbers.abs().mean())
+        return super().start(numbers)
+
+
+class Drawn(CartPole):
+    def draw(self, length):
+        return tuple(super().draw(length))
+
+
+class Never(CartPole):
+    def advance(self, state, action):
+        return *super().advance(state, action)[:2], False
+
+
+def keeps_the_action(self, state, action, reward):
+    self.last = action
+    return reward
+
+
+REFUSED = {
+    "operation": (
+        {"env_id": how(lambda self, state, action, reward: reward.cumsum(0))},
+        "advance cannot .*: aten.cumsum",
+    ),
+    "power": (
+        {"env_id": how(lambda self, state, action, reward: state[:, 0].abs() ** state[:, 2])},
+        "advance .*: aten.pow",
+    ),
+    "not": (
+        {"env_id": how(lambda self, state, action, reward: (~action).float())},
+        "advance .*: aten.bitwise_not",
+    ),
+    "and": (
+        {"env_id": how(lambda self, state, action, reward: (action & 1).float())},
+        "advance .*: aten.bitwise_and",
+    ),
+    "sum": (
+        {"env_id": how(lambda self, state, *_: ((state[:, 0] > 1) + (state[:, 1] > 1)).float())},
+        "advance .*: aten.add",
+    ),
+    "branch": (
+        {"env_id": how(lambda self, state, action, reward: reward if state[0, 0] > 0 else -reward)},
+        "advance cannot",
+    ),
+    "memory": (
+        {"env_id": how(keeps_the_action)},
+        "advance .* it depends on what is no part of the state",
+    ),
+    "masses": (
+        {"env_id": how(lambda self, *args: args[-1] * self.masses)},
+        "advance .* it depends on what is no part",
+    ),
+    "clock": (
+        {"env_id": how(lambda self, *args: args[-1] * self.elapsed)},
+        "advance cannot be translated",
+    ),
+    "never": ({"env_id": f"{__name__}:Never"}, "advance cannot be translated"),
+    "step": ({"env_id": f"{__name__}:Stepped"}, "the task has a step of its own"),
+    "draw": ({"env_id": f"{__name__}:Drawn"}, "the task has a draw of its own"),
+    "wind": ({"env_id": f"{__name__}:Windy"}, "drawing starts changes the task"),
+    "gusts": ({"env_id": f"{__name__}:Gusty"}, "drawing starts changes the task"),
+    "width": ({"hidden_size": 48}, "no kernel for .* 48"),
+    "features": ({"extra_features": 20}, "no kernel for"),
+    "scale": ({"precision": "fp8", "num_envs": 128}, "no kernel for"),
+    "scale of wide layers": (
+        {"precision": "fp8", "num_envs": 64, "hidden_size": 128},
+        "no kernel for",
+    ),
+    "too many weights": ({"hidden_size": 128, "layers": 4}, "no kernel for"),
+    "format": ({"formats": "acting=e3m2"}, "no kernel for these roundings"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_kernel_is_refused(name):
+    options, reason = REFUSED[name]
+    run = Population([short(**options)])
+    refused(
+        reason, acting_kernel.Fused, run.env, run.model, Agents.acting, error=NotImplementedError
+    )
+    assert acting_kernel.tried(run.env, run.model, Agents.acting) is None
+
+
+PLAIN = [
+    {"encoder": "gru"},
+    {"normalize_obs": True},
+    {"formats": "m=e4m3"},
+    {"vectorization": "sync", "env_id": "CartPole-v1"},
+]
+PLAIN += [REFUSED[name][0] for name in ("operation", "step", "width", "scale")]
+PLAIN += [{"precision": "tf32"}] * torch.cuda.is_available()
+
+
+def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
+    monkeypatch.setattr(
+        fast_forward, "loop_of", lambda *own: acting_kernel.tried(*own) or unroll
+    )  # as on a GPU
+    for options in (
+        {},
+        {"precision": "fp8", "collect_precision": "bf16"},
+        {"num_envs": 128},
+        *PLAIN,
+    ):
+        machine = Machine(DEVICE, vectorization=options.get("vectorization"))
+        run = build(
+            short(**{name: x for name, x in options.items() if name != "vectorization"}), machine
+        )
+        assert (run.collector.loop is unroll) is (options in PLAIN), options
+        assert options in PLAIN or isinstance(run.collector.loop, acting_kernel.Fused), options
+
+
+def test_a_kernel_that_does_not_run_here_is_not_used(monkeypatch):
+    run = Population([short()], DEVICE)
+    before = run.env.state_dict()
+    assert isinstance(acting_kernel.tried(run.env, run.model, Agents.acting), acting_kernel.Fused)
+    assert all(
+        map(torch.equal, before.values(), run.env.state_dict().values())
+    )  # it was a copy that was stepped
+    monkeypatch.setattr(acting_kernel, "play", None)
+    with pytest.warns(
+        UserWarning,
+        match="agents act step by step, because their kernel does not run here: 'NoneType'",
+    ):
+        assert acting_kernel.tried(run.env, run.model, Agents.acting) is None
+
+
+def test_rounding_to_e4m3_is_that_of_the_formats():
+    scope = {"tl": acting_kernel.tl, "cast": acting_kernel.cast}
+    source = """
+def rounded(x, y, ROWS: tl.constexpr, TO: tl.constexpr):
+    row, column = tl.arange(0, 16), tl.arange(0, 16)
+    at, inside = row[:, None] * 16 + column[None, :], row < ROWS
+    tl.store(y + at, cast(tl.load(x + at), inside, TO), mask=inside[:, None])
+"""
+    lines = source.splitlines(True)
+    linecache.cache["<rounded>"] = len(source), None, lines, "<rounded>"
+    exec(compile(source, "<rounded>", "exec"), scope)
+    rounded, numbers = triton.jit(scope["rounded"]), torch.Generator().manual_seed(0)
+    exact = PlaceFormat(format_of("e4m3")).matrices
+    for magnitude in (
+        0.0,
+        1e-30,
+        1e-4,
+        1.0,
+        448.0,
+        449.0,
+        1e30,
+        float("inf"),
+        float("nan"),
+        "one NaN",
+    ):
+        x = torch.randn(16, 16, generator=numbers) ** 3
+        x = x / x[:10].abs().max()
+        x = (x * (1.0 if magnitude == "one NaN" else magnitude)).to(DEVICE).contiguous()
+        x[3, 5] = float("nan") if magnitude == "one NaN" else x[3, 5]
+        x[10:], y = 1e38, torch.zeros_like(x)  # rows of no environment decide no scale
+        rounded[(1,)](x, y, 10, acting_kernel.E4M3)
+        assert torch.allclose(y[:10], exact(x[None, :10])[0], rtol=0, atol=0, equal_nan=True), (
+            magnitude
+        )
+
+
+class Many(CartPole):
+    """Operations that the package's own tasks do not use."""
+
+    def advance(self, state, action):
+        x, y, z, w = state.unbind(-1)
+        near = ~(x.abs() > 1) & (y <= 2) | (z == 0)
+        x = (
+            torch.where(near, 1 - x / 3, 2 * x.exp().log().clamp(max=5))
+            - (w % 0.7)
+            + action.float().sqrt()
+        )
+        y = torch.minimum(y, x).clamp(min=-3) + torch.maximum(z, -w).clamp(-1, 1) * near
+        state = torch.stack((x.clamp(-2, 2), y, 0.9 * z + 0.1, x.sin() * y.cos() - w**2), dim=-1)
+        return state, x + y.square(), torch.logical_not(near) & (state[:, 3] < -4)
+
+
+def test_other_operations_are_written_as_they_are():
+    seen = assert_same_rollouts(
+        *pair([short(env_id=f"{__name__}:Many", seed=seed) for seed in (1, 2)]), 4, 1e-3
+    )
+    assert 1 in seen
+
+
+COMPILES = """
+import copy, torch, triton
+from functools import partial
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp8rl.config import Config
+from fp8rl.rollout import noise_of
+from fp8rl.gpu import acting_kernel
+from fp8rl.fast_forward import alone
+from fp8rl.build import build
+from fp8rl.population.population import Agents, Population
+
+class Compiled:
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *args, **options):
+        types = {torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+        signature, constants = {}, {}
+        for i, (parameter, x) in enumerate(zip(play.params, args)):
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[i,] = "constexpr", x
+                continue
+            # A 1 is compiled in, and so is here a 0.
+            kinds = [types[each.dtype] if isinstance(each, torch.Tensor) else (each or 0) > 1 and "i32" for each in x]
+            signature[parameter.name] = tuple(kind or "constexpr" for kind in kinds)
+            constants |= {(i, k): each for k, each in enumerate(x) if not kinds[k]}
+        for capability in capabilities:
+            target = GPUTarget("cuda", capability, 32)
+            print(len(triton.compile(ASTSource(play, signature, constants), target, options).asm["cubin"]))
+
+play, acting_kernel.play = acting_kernel.play, Compiled()
+many = Population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
+one = build(Config(steps=100_000, precision="bf16", env_id="test_acting_kernel:Many", layers=3, num_envs=1, rollout_length=128))
+for run, acting, capabilities in ((many, Agents.acting, (80, 90)), (one, partial(alone, precision="bf16"), (90,))):
+    with torch.no_grad():
+        noise = noise_of(run.env, run.collector.length, run.collector.seed, "actions", 0)
+        loop = copy.deepcopy(acting_kernel.Fused(run.env, run.model, acting))
+        loop(run.model, run.env, noise, run.env.draw(len(noise)))
+"""
+
+
+def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
+    """Of capability 8.0 and 9.0, by Triton's own compiler, which needs none."""
+    own = {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_INTERPRET": "0",
+        "TRITON_DEFAULT_FP_FUSION": "1",
+    }
+    environment = (
+        os.environ | own | {"PYTHONPATH": os.pathsep.join([f"{Path(__file__).parent}", *sys.path])}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(line) > 10_000 for line in done.stdout.split()] == [True] * 3
+
+
+def test_without_a_gpu_the_plain_loop_acts():
+    for run in (Population([short()], DEVICE), build(short(), Machine(DEVICE))):
+        assert (run.collector.loop is unroll) is (DEVICE == "cpu")

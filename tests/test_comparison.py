@@ -1,0 +1,308 @@
+import csv
+import io
+import itertools
+import json
+import signal
+from collections import Counter
+
+import numpy as np
+import pytest
+from helpers import SMALL, refused, small
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fp8rl.config import Config
+from fp8rl.history import History
+from fp8rl.study import comparison
+from fp8rl.train import train
+
+TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
+
+
+def history_of(returns, failure=None) -> History:
+    history = History()
+    history.failures[0] = failure
+    for i, value in enumerate(returns):
+        history.add(
+            {"iteration": i, "steps": 512 * (i + 1), "eval_return": value, "seconds": 0.5 * (i + 1)}
+        )
+    return history
+
+
+def result(arm, seed, final, failure=""):
+    row = {
+        "arm": arm,
+        "seed": seed,
+        "final_return": final,
+        "first_step_at_threshold": 512,
+        "seconds_to_threshold": 0.1,
+    }
+    return row | {"failure": failure}
+
+
+def rows_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
+def test_summary_by_hand():
+    config = small(seed=4, collect_precision="fp8")
+    row = comparison.summarize(config, history_of([np.nan, 100, np.nan, 196, 190]))
+    assert row == {
+        "arm": "fp32",
+        "precision": "fp32",
+        "collect_precision": "fp8",
+        "seed": 4,
+        "final_return": 190,
+        "area": pytest.approx((100 + 196 + 190) / 3),
+        "first_step_at_threshold": 2048,
+        "seconds_to_threshold": 2.0,
+        "train_seconds": 2.5,
+        "failure": "",
+    }
+    row = comparison.summarize(config, history_of([100], "diverged"), arm="another")
+    assert (
+        np.isnan(row["first_step_at_threshold"])
+        and np.isnan(row["seconds_to_threshold"])
+        and row["arm"] == "another"
+    )
+    assert (
+        row["failure"] == "diverged" and row["final_return"] == -np.inf
+    )  # whatever the agent as it is would earn
+
+
+def test_stack_leaves_out_rows_without_a_value_and_runs_that_ended_early():
+    steps, values = comparison.stack(
+        [history_of([np.nan, 1, 2]), history_of([9]), history_of([np.nan, 3, 4])], "eval_return"
+    )
+    assert steps.tolist() == [1024, 1536] and values.tolist() == [[1, 2], [3, 4]]
+
+
+def test_scores_are_by_arm_and_in_order_of_seed():
+    results = [result("b", 1, 30), result("a", 2, 7), result("b", 0, 20), result("a", 1, 9)]
+    assert {
+        arm: values.tolist() for arm, values in comparison.scores(results, "final_return").items()
+    } == {"b": [20, 30], "a": [9, 7]}
+
+
+def test_table_pairs_by_seed_and_judges():
+    results = [result("a", seed, 196 + seed) for seed in range(5)]
+    results += [
+        result("b", seed, 195 + seed) for seed in (2, 0, 4, 1, 3)
+    ]  # in any order: always one less
+    results += [
+        result("c", seed, 194.9 + seed) for seed in range(5)
+    ]  # its lowest seed is below 195
+    results += [
+        result("d", seed, 200) for seed in range(5)
+    ]  # 2 above in the middle, up to 4 in a resample
+    rows = rows_of(comparison.table(results, ["a", "b", "c", "d"]))[2:]
+    assert [row[0] for row in rows] == ["a", "b", "c", "d"] and [row[5] for row in rows] == [
+        "pass",
+        "pass",
+        "fail",
+        "fail",
+    ]
+    assert rows[0][1].startswith("198.00 [19") and rows[0][2:5] == ["196.00 (seed 0)", "5 of 5", ""]
+    assert (
+        rows[1][4] == "-1.00 [-1.00, -1.00]"
+        and rows[3][4].startswith("+2.00 [+")
+        and rows[2][2:4] == ["194.90 (seed 0)", "4 of 5"]
+    )
+    rows = rows_of(comparison.table(results, ["a", "b", "d"], threshold=197.5, margin=4))
+    verdicts = [(row[3], row[5]) for row in rows[2:]]
+    assert rows[0][3] == "seeds at 197.5" and verdicts == [
+        ("3 of 5", "fail"),
+        ("2 of 5", "fail"),
+        ("5 of 5", "pass"),
+    ]
+
+
+def test_table_judges_no_few_seeds_and_counts_those_that_failed():
+    results = [result(arm, seed, 196 + seed) for arm in "ab" for seed in range(4)] + [
+        result("a", 4, 196)
+    ]
+    results.append(result("b", 4, -np.inf, "diverged"))
+    few = rows_of(comparison.table([row for row in results if row["seed"] < 4], ["a", "b"]))[2:]
+    assert [(row[1], row[4], row[5]) for row in few] == [
+        ("197.50", "", "fewer than 5 seeds"),
+        ("197.50", "+0.00", "fewer than 5 seeds"),
+    ]
+    both = rows_of(comparison.table(results, ["a", "b"]))[2:]
+    assert both[1][2:4] == ["-inf (seed 4)", "4 of 5, 1 failed"] and [row[5] for row in both] == [
+        "pass",
+        "fail",
+    ]
+
+
+@pytest.mark.parametrize(
+    "values, text", [([1, 3, 2], "2"), ([1, np.nan, 2], "2"), ([1, np.nan, np.nan], "not reached")]
+)
+def test_a_seed_that_never_got_there_counts_as_the_latest(values, text):
+    assert comparison.median_of(np.array(values), "g") == text
+
+
+def test_results_are_ordered_and_complete():
+    configs = [small(seed=seed, precision=name) for seed in (1, 0) for name in ("fp32", "bf16")]
+    rows = [comparison.summarize(config, history_of([100])) for config in configs]
+    read = list(csv.DictReader(io.StringIO(comparison.results_csv(rows))))
+    assert [(row["precision"], row["seed"]) for row in read] == [
+        ("bf16", "0"),
+        ("bf16", "1"),
+        ("fp32", "0"),
+        ("fp32", "1"),
+    ]
+    assert list(read[0]) == list(rows[0])
+
+
+def test_processes_give_the_numbers_of_this_one():
+    configs = [Config(seed=seed, **TINY) for seed in range(2)]
+    histories = dict(comparison.run_all(configs, workers=2, progress=False, run=comparison.run))
+    assert histories.keys() == set(configs) and list(comparison.run_all([])) == []
+    for config in configs:
+        ours = train(config, progress=False).history
+        assert histories[config].columns.keys() == ours.columns.keys()
+        for name in ours.columns.keys() - {"seconds"}:
+            np.testing.assert_array_equal(histories[config].column(name), ours.column(name), name)
+
+
+def test_what_cannot_be_in_a_population_trains_alone_and_says_so(one_process):
+    configs = [Config(seed=1, **TINY), Config(seed=2, encoder="gru", **TINY)]
+    with pytest.warns(
+        UserWarning, match="encoder is gru: trained alone, a population does not have it"
+    ):
+        assert dict(comparison.run_all(configs, progress=False)).keys() == set(configs)
+
+
+def test_a_study_that_goes_on_gives_the_same_numbers_bit_for_bit(one_process):
+    configs = [Config(name, seed=seed, **TINY) for name in ("fp32", "fp8") for seed in range(3)]
+    whole = dict(comparison.run_all(configs, workers=2, progress=False))
+    rest = dict(comparison.run_all(configs, workers=2, progress=False, done=configs[:3]))
+    assert rest.keys() == set(configs[3:]) and not dict(comparison.run_all(configs, done=configs))
+    for config in configs[3:]:
+        assert rest[config].columns["loss"] == whole[config].columns["loss"]
+
+
+def test_progress_shows_agents_and_how_many_are_at_195(capsys, one_process):
+    list(comparison.run_all([Config(seed=seed, **TINY) for seed in range(3)]))
+    said = capsys.readouterr().err
+    assert "3 agents" in said and "step/s" in said and "100%" in said
+
+
+def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
+    journal = comparison.Journal(tmp_path / "runs.jsonl")
+    histories = {
+        small(seed=seed): history_of([np.nan, 100 + seed], "diverged" if seed else None)
+        for seed in range(2)
+    }
+    for config, history in histories.items():
+        journal.add("a", config, history)
+    with journal.path.open("a") as file:
+        file.write('{"arm": "a", "conf')
+    again = comparison.Journal(journal.path)
+    assert again.histories.keys() == {("a", config) for config in histories}
+    for config, history in histories.items():
+        found = again.histories["a", config]
+        assert (found.rows, found.failures[0]) == (history.rows[1:], history.failures[0])
+    assert len(journal.path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [None, {"rows": []}, {"arm": []}, {"failure": 1}, {"x": 1}, {"steps": "a"}]
+    + [{"eval_return": value} for value in (np.nan, np.inf, -np.inf)],
+)
+def test_a_line_of_a_journal_that_is_no_run_is_named_and_the_rest_stays(change, tmp_path):
+    journal = comparison.Journal(tmp_path / "runs.jsonl")
+    for seed in range(3):
+        journal.add("a", small(seed=seed), history_of([100]))
+    lines = journal.path.read_text().splitlines(keepends=True)
+    found = json.loads(lines[1])
+    if change and change.keys() <= {"rows", "arm", "failure"}:
+        found |= change
+    elif change:
+        found["rows"][0] |= change
+    lines[1] = json.dumps(found if change else change) + "\n"
+    journal.path.write_text("".join(lines) + "half a li")
+    message = r".*runs\.jsonl, line 2 is no run of a study: delete that line"
+    refused(message, comparison.Journal, journal.path)
+    assert journal.path.read_text() == "".join(lines) + "half a li"
+    journal.path.write_text("".join(lines[::2]))
+    assert len(comparison.Journal(journal.path).histories) == 2
+
+
+def test_a_run_that_fails_is_recorded_and_ends_with_minus_infinity():
+    history = comparison.run(Config(**TINY, value_coef=1e38))
+    assert (
+        history.failures[0].startswith("gradient not finite at step 512")
+        and history.final_return == -np.inf
+    )
+
+
+def test_a_task_counts_as_solved_where_gymnasium_says_or_needs_a_threshold():
+    found = {
+        None: 195,
+        "CartPole-v1": 475,
+        "Acrobot-v1": -100,
+        "fp8rl.tasks:fp8rl/CustomEnv-v0": 195,
+    }
+    assert {env_id: comparison.threshold_of(env_id) for env_id in found} == found
+    refused("threshold is None, and Pendulum-v1", comparison.threshold_of, "Pendulum-v1")
+    refused("env_id is 'No-v0'", comparison.threshold_of, "No-v0")
+
+
+def test_a_signal_waits_until_no_lock_of_a_future_is_held(one_process, monkeypatch):
+    def stop(*_):
+        raise InterruptedError
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGTERM)
+        waited.append(wait(*args))
+        return waited[0]
+
+    wait, waited = comparison.wait, []
+    monkeypatch.setattr(comparison, "wait", interrupted)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(InterruptedError):
+            list(comparison.run_all([Config(**TINY)], progress=False))
+        assert waited and signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.integers(1, 4))
+@example([2, 130], 2)
+def test_populations_are_dealt_out_whole_or_in_equal_parts(sizes, workers):
+    configs = [
+        small(seed=seed, capacity=16 * 500 * n)
+        for n, size in enumerate(sizes, 1)
+        for seed in range(size)
+    ]
+    tasks = [task for _, task in comparison.tasks_of(configs, workers, None)]
+    assert (
+        Counter(itertools.chain(*tasks)) == Counter(configs)
+        and max(map(len, tasks)) <= comparison.AGENTS
+    )
+    whole, rests = (
+        Counter(),
+        {
+            size % (comparison.AGENTS * workers)
+            for size in sizes
+            if size > comparison.AGENTS * workers
+        },
+    )
+    for n, size in enumerate(sizes, 1):
+        parts = [len(task) for task in tasks if task[0].capacity == 16 * 500 * n]
+        assert max(parts) - min(parts) <= 1 or size > comparison.AGENTS * workers
+        whole[size] += parts == [size]
+    for size, count in Counter(sizes).items():
+        if (
+            1 < size <= comparison.AGENTS and size not in rests
+        ):  # the rest of a larger one counts as one of its size
+            assert whole[size] == count // workers * workers
+
+
+def test_a_longer_population_is_split():
+    configs = [small(seed=seed, steps=steps) for steps in (51_200, 512_000) for seed in range(30)]
+    assert [len(task) for _, task in comparison.tasks_of(configs, 2, None)] == [15, 15, 15, 15]

@@ -1,0 +1,421 @@
+import contextlib
+import copy
+import gc
+import itertools
+import time
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    TINY,
+    Changed,
+    after,
+    assert_same,
+    drawn_on_tensors,
+    resumed,
+    small,
+    trained,
+    weights,
+)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fp8rl import around
+from fp8rl import build as machine_module
+from fp8rl import train as train_module
+from fp8rl.build import HERE, Machine, build
+from fp8rl.config import Config
+from fp8rl.disk import checkpoint
+from fp8rl.disk.mapped_ring import StoredRing
+from fp8rl.gpu import cuda_graphs
+from fp8rl.population.population import Population
+from fp8rl.precision import available_precisions
+from fp8rl.rollout import Collector, check_finite
+from fp8rl.train import Run, adam, iterate
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+ON_CUDA = pytest.mark.parametrize(
+    "precision", available_precisions("cuda") if torch.cuda.is_available() else ["fp32"]
+)
+
+
+@pytest.fixture
+def graphed(monkeypatch):
+    """Runs make graphs on the CPU, too, of a given kind, with an Adam that a CPU has."""
+
+    def kind(graph: type) -> None:
+        monkeypatch.setattr(cuda_graphs, "GRAPHED", ("cpu",))
+        monkeypatch.setattr(cuda_graphs, "Graphed", graph)
+        monkeypatch.setattr(
+            machine_module, "adam", lambda model, rate, capturable: adam(model, rate)
+        )
+
+    return kind
+
+
+def captured(
+    config: Config, patch, between=lambda rollout: None, alone: bool = True
+) -> torch.Tensor:
+    """What a graph would capture, an iteration of a run or of a population of one, on fake tensors
+    of the CPU: they have no values, so asking for one raises. (Tensors made before, the cart's
+    constants, have values, but are the same in every replay.) Returns the numbers of its row."""
+    with FakeTensorMode(allow_non_fake_inputs=True), drawn_on_tensors():
+        patch.setattr(
+            torch.nn.Module, "to", lambda module, device: module
+        )  # fake modules cannot move
+        with (
+            patch.context() as new
+        ):  # a new run asks for seeds, how full the ring is, and whether its bounds are good
+            for module in (machine_module, train_module):
+                new.setattr(module, "seed_of", lambda *_: 0)
+            new.setattr(StoredRing, "size", 0)
+            new.setattr(torch.Tensor, "__bool__", lambda x: False)
+            run = build(config) if alone else Population([config])
+        run.collector = Changed(run.collector, lambda rollout: between(rollout) or rollout)
+        for _ in range(2):  # the second with a state and a scale that exist
+            _, numbers = run.graph()
+        return numbers
+
+
+FIELDS = [
+    *({"precision": name} for name in available_precisions()),
+    {"encoder": "gru"},
+    {"env_id": "fp8rl/Lqr-v0"},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_nothing_in_a_graph_asks_the_host(fields, graphed, monkeypatch):
+    graphed(lambda function, device: function)
+    for alone in (True, False)[: 1 + ("encoder" not in fields)]:
+        assert len(captured(Config(**TINY | fields), monkeypatch, alone=alone)) > 30
+
+
+def test_a_question_to_the_host_would_be_noticed(graphed, monkeypatch):
+    graphed(lambda function, device: function)
+    with pytest.raises(DataDependentOutputException):
+        captured(Config(**TINY), monkeypatch, between=check_finite)
+
+
+class Captured(TorchDispatchMode):
+    """Raises where a number of Python becomes a tensor, which on CUDA would be a copy that a graph
+    cannot capture."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten.lift_fresh.default, (
+            "a number of Python becomes a tensor"
+        )
+        return function(*args, **(kwargs or {}))
+
+
+def watched(function, device):
+    """Stands in for Graphed."""
+
+    def call():
+        with Captured():
+            return function()
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [*FIELDS, {"formats": "weights=e4m3:stochastic v=e4m3:stochastic targets=bf16:stochastic"}],
+    ids=str,
+)
+def test_nothing_in_a_graph_comes_from_the_host(fields, graphed):
+    graphed(watched)
+    config = Config(steps=128, eval_every=0, eval_episodes=1, **TINY | fields)
+    runs = [Population([config])] if "encoder" not in fields else []
+    for run in runs + ([build(config)] if "formats" not in fields else []):
+        with drawn_on_tensors():
+            assert trained(run).history.last["nonfinite"] == 0
+
+
+def test_a_number_from_the_host_would_be_noticed():
+    with pytest.raises(AssertionError):
+        watched(lambda: torch.tensor(1), "cpu")()
+
+
+NO_GRAPH = [
+    ({"normalize_obs": True}, {}),
+    ({"formats": "m=e4m3"}, {}),
+    ({"env_id": "CartPole-v1"}, {"vectorization": "sync"}),
+]
+
+
+def test_where_a_graph_cannot_be_launches_are_eager(graphed, tmp_path):
+    graphed(lambda function, device: function)
+    assert build(small()).graph and Population([small()]).graph
+    for fields, machine in [*NO_GRAPH, ({}, {"graph": False})]:
+        assert not build(small(**fields), Machine(**machine)).graph
+
+
+STILL = {"env_id": "test_env:Still"}  # whose starts are one number for all
+
+
+class Replayed:
+    """Stands in for Graphed on the CPU: runs the function, and gives its results in the very
+    objects that it gave at first."""
+
+    made = 0
+
+    def __init__(self, function, device):
+        self.function, self.first = function, None
+        Replayed.made += 1
+
+    def __call__(self):
+        results = self.function()
+        if self.first is None:
+            self.first = results
+        leaves = [tree_leaves(x) for x in (self.first, results)]
+        for kept, new in zip(*leaves, strict=False):  # the first ones may have grown
+            if isinstance(kept, torch.Tensor):
+                kept.copy_(new)
+        return self.first
+
+
+@pytest.mark.parametrize(
+    "fields", [{"replay_updates": 2}, {"encoder": "gru", "precision": "fp8"}, STILL], ids=str
+)
+def test_results_that_the_next_replay_overwrites_are_used_before(fields, graphed, tmp_path):
+    config, path = (
+        small(steps=2_048, eval_every=0, eval_episodes=5, **fields),
+        tmp_path / "checkpoint.pt",
+    )
+    plain = trained(build(config))
+    graphed(Replayed)
+    replayed = build(config)
+    checkpoint.save(path, after(2, replayed))
+    assert Replayed.made
+    assert_same(trained(replayed), plain)
+    assert_same(trained(resumed(path)), plain)
+
+
+def test_so_are_a_population_s(graphed):
+    graphed(Replayed)
+    configs = [
+        small(name, seed=seed, steps=2_048, eval_episodes=5)
+        for seed, name in enumerate(("fp32", "bf16", "fp16", "fp8"))
+    ]
+    plain, replayed = Population(configs, graph=False), Population(configs)
+    assert torch.equal(trained(plain).model.theta, trained(replayed).model.theta)
+    for one, other in zip(plain.history.each, replayed.history.each, strict=True):
+        assert one.column("loss").tolist() == other.column("loss").tolist()
+
+
+def test_a_population_draws_on_a_gpu_what_it_draws_here():
+    shape = {
+        "steps": 1_024,
+        "eval_every": 0,
+        "eval_episodes": 2,
+        "formats": "weights=e4m3:stochastic v=e5m2",
+    }
+    configs = [small(seed=seed, **shape) for seed in range(3)]
+    here = trained(Population(configs))
+    with drawn_on_tensors():
+        there = trained(Population(configs))
+    assert (
+        torch.equal(here.model.theta, there.model.theta)
+        and here.evaluate().tolist() == there.evaluate().tolist()
+    )
+
+
+def spoiled(run, at: int, agent: int = 0):
+    """The run, in whose rollout number `at` an agent sees something far too large, and once."""
+    calls = itertools.count(1)
+
+    def change(rollout):
+        if next(calls) == at:
+            rollout.by_agent(len(run.configs)).obs[3, agent] = 1e9
+        return rollout
+
+    run.collector = Changed(run.collector, change)
+    return run
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_graph_has_done_is_checked_soon_whoever_reads_the_history(reads, graphed):
+    graphed(Replayed)
+    shape = {"steps": 100 * 512, "eval_every": 0, "eval_episodes": 1}
+    run, seen = spoiled(build(small(**shape)), at=21), 0
+    with pytest.raises(ValueError, match=r"obs from the environment reaches 1e\+09"):
+        for seen, _ in enumerate(iterate(run), 1):
+            assert not reads or len(run.history) == run.iterations == seen
+    assert seen == (21 if reads else 31) and run.history.column("steps").tolist() == [
+        512.0 * i for i in range(1, len(run.history) + 1)
+    ]
+    with pytest.raises(ValueError, match="obs from"):  # nothing of it is saved
+        next(
+            itertools.islice(iterate(spoiled(run := build(small(**shape)), at=18)), 19, None)
+        ).state_dict()
+
+
+def test_the_agent_is_stopped_whose_numbers_were_bad(graphed):
+    graphed(Replayed)
+    configs = [small(seed=seed, steps=40 * 512, eval_every=0, eval_episodes=1) for seed in range(3)]
+    run = trained(spoiled(Population(configs), at=20, agent=1))
+    assert [bool(reason) for reason in run.history.failures] == [False, True, False]
+
+
+def test_rows_that_wait_share_their_time_and_are_those_of_launches_one_by_one(graphed):
+    config = small(steps=40 * 512, eval_every=0, eval_episodes=1, env_id="Pendulum-v1")
+    plain = trained(build(config, Machine(graph=False)))
+    graphed(Replayed)
+    run = build(config)
+    waiting = []
+    for _ in iterate(run):
+        waiting.append(len(run.waiting))
+        time.sleep(0.002 * bool(run.waiting))  # in which a GPU would be at work
+    assert waiting[:16] == [0] * 16 and waiting[16:] == [*range(1, 16), *range(8, 16), 0]
+    assert_same(run, plain)
+    seconds = run.history.column("seconds")
+    assert (
+        run.ring.held == run.ring.size
+        and (np.diff(seconds) > 0).all()
+        and seconds[-1] - seconds[15] > 23 * 0.002
+    )
+
+
+def test_a_doctor_may_begin_while_rows_wait(graphed):
+    graphed(Replayed)
+    run = build(small(steps=40 * 512, eval_every=0, eval_episodes=1))
+    for _ in iterate(run):
+        if len(run.waiting) == 5:
+            doctor = around.watched(run, ("weights=e4m3",))
+    assert len(run.history) == 40 and doctor.report()[0].verdict != "fine"
+
+
+def test_what_a_run_owns_is_closed_although_its_numbers_cannot_be_read(graphed, monkeypatch):
+    graphed(Replayed)
+    run, closed = build(small(steps=40 * 512, eval_every=0, eval_episodes=1)), []
+    with pytest.raises(ZeroDivisionError), contextlib.closing(iterate(run)) as iterations:
+        next(itertools.islice(iterations, 19, None))
+        monkeypatch.setattr(Run, "totals", lambda *_: 1 / 0)
+        for part in (Collector, StoredRing):
+            monkeypatch.setattr(part, "close", lambda self, part=part: closed.append(part))
+    assert closed == [Collector, StoredRing]
+
+
+class Own(Run):
+    """A subclass, whose schedule may be decided by Python."""
+
+
+def test_a_graph_belongs_to_its_run_alone(graphed, monkeypatch):
+    graphed(lambda function, device: function)
+    run = build(small())
+    around.watched(run, ())
+    assert run.graph is None and build(small(), kind=Own).graph is None
+    monkeypatch.undo()
+    monkeypatch.setattr(cuda_graphs, "stream_on", lambda device: SimpleNamespace(device=device))
+    run = build(small())
+    run.graph = cuda_graphs.Graphed(run.advance, torch.device("cpu"))
+    copied = copy.deepcopy(run)
+    assert copied.graph.reference().__self__ is copied and run.graph.reference().__self__ is run
+    ring = weakref.ref(run.ring)
+    del run
+    assert ring() is None  # without a garbage collection
+
+
+@pytest.mark.cuda
+@CUDA
+@pytest.mark.parametrize(
+    "fields", [{}, {"replay_updates": 0}, {"replay_updates": 2}, {"encoder": "gru"}], ids=str
+)
+@ON_CUDA
+def test_a_graph_trains_as_eager_launches_do(precision, fields):
+    config = small(steps=20_480, eval_every=0, eval_episodes=50, precision=precision, **fields)
+    machines = (Machine(device="cuda", graph=graph) for graph in (False, True))
+    eager, graph = (trained(build(config, machine)) for machine in machines)
+    torch.testing.assert_close(weights(graph), weights(eager))
+    for name in ("loss", "grad_norm", "loss_scale", "skipped", "train_return"):
+        ours, theirs = (run.history.column(name) for run in (graph, eager))
+        torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.cuda
+@CUDA
+def test_a_run_that_is_garbage_does_not_spoil_the_next_one_s_capture():
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)  # collects all the time
+    try:
+        for _ in range(3):
+            run = build(small(steps=5_120, eval_every=0, eval_episodes=1), Machine(device="cuda"))
+            run.itself = run  # never freed but by the collector
+            assert trained(run).history.last["nonfinite"] == 0
+            del run
+    finally:
+        gc.set_threshold(*threshold)
+    assert gc.isenabled()
+
+
+@pytest.mark.cuda
+@CUDA
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"env_id": "Pendulum-v1"}, {"formats": "weights=e4m3:stochastic v=e5m2"}],
+    ids=str,
+)
+def test_a_population_s_graphs_train_as_eager_launches_do(fields):
+    names = ["fp32"] if "formats" in fields else ["fp32", "bf16", "fp16", "fp8"]
+    shape = {"steps": 10_240, "eval_every": 0, "eval_episodes": 20, **fields}
+    configs = [small(seed=seed, precision=name, **shape) for seed, name in enumerate(2 * names)]
+    eager, graph = (trained(Population(configs, "cuda", graph=graph)) for graph in (False, True))
+    torch.testing.assert_close(graph.model.theta, eager.model.theta)
+    for ours, theirs in zip(graph.histories(configs), eager.histories(configs), strict=True):
+        for name in ("loss", "grad_norm", "loss_scale", "skipped", "train_return", "eval_return"):
+            torch.testing.assert_close(
+                ours.column(name), theirs.column(name), equal_nan=True, rtol=1e-3, atol=1e-4
+            )
+
+
+@pytest.mark.cuda
+@CUDA
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
+def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
+    configs = [
+        small(seed=seed, precision=precision, steps=1_024, eval_every=0, eval_episodes=1)
+        for seed in range(30)
+    ]
+    together, alone = Population(configs, "cuda"), build(configs[7], Machine(device="cuda"))
+    ours = trained(together).histories(configs)[7]
+    trained(alone)
+    for name in (
+        "train_return",
+        "loss",
+        "entropy",
+    ):  # of two iterations: later the order of sums may change an action
+        torch.testing.assert_close(
+            ours.column(name), alone.history.column(name), equal_nan=True, rtol=0.02, atol=1e-3
+        )
+
+
+@pytest.mark.cuda
+@CUDA
+def test_the_scaler_works_inside_the_graph():
+    config = small(steps=102_400, eval_every=0, precision="fp16")
+    history = trained(build(config, Machine(device="cuda"))).history
+    assert (
+        history.column("loss_scale").max() > 2.0**16 and history.final_return >= 195
+    )  # it has grown
+
+
+@pytest.mark.cuda
+@CUDA
+@ON_CUDA
+def test_a_checkpoint_goes_from_cpu_to_cuda_and_back(precision, tmp_path):
+    if precision not in available_precisions():
+        pytest.skip("the CPU cannot run it")
+    path, run = (
+        tmp_path / "checkpoint.pt",
+        build(small(steps=20_480, eval_every=0, precision=precision)),
+    )
+    for machine in (Machine(device="cuda"), HERE, Machine(device="cuda", graph=False)):
+        checkpoint.save(path, after(10, run))
+        run = resumed(path, machine)
+    history = trained(run).history
+    assert len(history) == 40 and history.final_return >= 190

@@ -1,0 +1,172 @@
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from speed.common import end_labels
+
+from fp8rl.bits.doctor import Finding
+from fp8rl.study import figures
+
+STEPS = np.arange(1, 31) * 512
+
+
+@pytest.fixture
+def ax():
+    return Figure().add_subplot()
+
+
+def legend(ax) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+RUNS = {
+    "learning_curves": lambda ax, values: figures.learning_curves(
+        ax, {"a": (STEPS, values), "b": (STEPS, values)}
+    ),
+    "series": lambda ax, values: figures.series(
+        ax, {"a": (STEPS, values), "b": (STEPS, values)}, "nats"
+    ),
+    "intervals": lambda ax, values: figures.intervals(
+        ax, {"a": values[:, -1], "b": values[:, 0]}, "return of 200"
+    ),
+}
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("draw", RUNS.values(), ids=RUNS)
+def test_runs_of_one_seed_or_several_are_named_and_labelled(ax, draw, seeds):
+    assert draw(ax, np.random.default_rng(0).uniform(0, 200, (seeds, 30))) is ax
+    in_legend = ax.get_legend_handles_labels()[
+        1
+    ]  # what a legend would show: series leaves it to the caller to place one
+    assert (in_legend or [label.get_text() for label in ax.get_yticklabels()]) == ["a", "b"]
+    assert ax.get_xlabel() and (ax.get_ylabel() or not in_legend)
+
+
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_learning_curves_show_the_iqm_and_the_references(ax, seeds):
+    returns = np.random.default_rng(0).uniform(0, 200, (seeds, 30))
+    figures.learning_curves(
+        ax, {"a": (STEPS, returns if seeds > 1 else returns[0]), "b": (STEPS, returns)}
+    )
+    np.testing.assert_allclose(
+        ax.lines[0].get_ydata(), np.sort(returns, 0)[seeds // 4 : seeds - seeds // 4].mean(0)
+    )
+    band = ax.collections[0].get_paths()[0].get_extents()
+    assert (band.y0, band.y1) == pytest.approx(
+        (np.percentile(returns, 10, 0).min(), np.percentile(returns, 90, 0).max())
+    )
+    assert (
+        legend(ax) == ["a", "b"]
+        and ax.get_xlabel() == "environment steps"
+        and "return" in ax.get_ylabel()
+    )
+    assert [text.get_text() for text in ax.texts] == list(figures.REFERENCES)
+    assert all(
+        text.xyann[0] > 1 and text.get_ha() == "left" for text in ax.texts
+    )  # outside the axes
+
+
+def test_steps_are_written_in_full(ax):
+    figures.learning_curves(ax, {"a": (1000 * STEPS, np.full(30, 199.0))})
+    ax.figure.canvas.draw()
+    assert (
+        "9,000,000" in [label.get_text() for label in ax.get_xticklabels()]
+        and not ax.xaxis.get_offset_text().get_text()
+    )
+
+
+def test_panels_show_a_name_each_with_every_seed():
+    returns, axes = (
+        np.random.default_rng(0).uniform(0, 200, (3, 30)),
+        Figure().subplots(1, 2, sharex=True, sharey=True),
+    )
+    figures.panels(axes, {"a": (STEPS, returns), "b": (2 * STEPS, returns[:1])})
+    assert (
+        axes[0].get_xlim()[0] == 0 and axes[0].get_xlim()[1] > 2 * STEPS[-1]
+    )  # no panel cuts another's run off
+    assert (
+        [ax.get_title() for ax in axes] == ["a", "b"]
+        and axes[0].get_ylabel()
+        and axes[0].get_xlabel()
+    )
+    np.testing.assert_array_equal([line.get_ydata() for line in axes[0].lines[:3]], returns)
+    np.testing.assert_allclose(axes[0].lines[3].get_ydata(), returns.mean(0))
+    assert [len(ax.texts) for ax in axes] == [
+        0,
+        len(figures.REFERENCES),
+    ]  # the lines are named once
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_a_run_shorter_than_the_window_is_averaged_whole(ax, length):
+    figures.series(
+        ax, {"a": (STEPS[:length], np.arange(length) * np.ones((2, 1)))}, "nats", window=10
+    )
+    assert ax.lines[0].get_ydata().tolist() == [(length - 1) / 2] * (length > 0)
+
+
+def test_series_shows_the_sliding_mean_over_seeds(ax):
+    values = np.random.default_rng(0).normal(size=(3, 30))
+    figures.series(ax, {"a": (STEPS, values)}, "nats", window=5)
+    line = ax.lines[0]
+    assert line.get_xdata()[0] == STEPS[4]
+    np.testing.assert_allclose(
+        line.get_ydata()[[0, -1]], [values[:, :5].mean(), values[:, -5:].mean()]
+    )
+
+
+def test_intervals_have_a_row_a_name(ax):
+    figures.intervals(ax, {"a": np.arange(8.0), "b": np.arange(8.0) + 3}, "return of 200")
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "a",
+        "b",
+    ] and ax.get_xlabel() == "return of 200"
+    assert ax.yaxis_inverted()  # the first name on top
+    low, high = ax.get_xlim()
+    assert low < 0 and high > 10  # every seed is in sight
+
+
+def test_policy_map_has_a_labelled_scale(ax):
+    right = np.linspace(0, 1, 15).reshape(3, 5)
+    assert figures.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), right) is ax
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("position", "velocity")
+    assert ax.figure.axes[1].get_ylabel() == "probability of a push to the right"
+    figures.policy_map(
+        ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.ones((3, 5))
+    )  # which never doubts: it has no boundary
+
+
+def test_a_precision_has_its_style_whatever_is_beside_it():
+    fp32, fp8 = figures.STYLES[0], figures.STYLES[3]
+    assert figures.styles(["fp8", "SB3 A2C", "fp32", "SB3 PPO"]) == [
+        fp8,
+        figures.STYLES[4],
+        fp32,
+        figures.STYLES[5],
+    ]
+    assert figures.styles("abcdefgh") == [*figures.STYLES, fp32]
+
+
+def test_labels_at_the_ends_of_lines_do_not_overlap(ax):
+    end_labels(
+        figures.series(
+            ax, {"a": (STEPS, np.full((1, 30), 2.0)), "b": (STEPS, np.full((1, 30), 1.99))}, "nats"
+        ),
+        size=10,
+    )
+    assert [text.get_text() for text in ax.texts] == ["a", "b"]
+    heights = [ax.transAxes.transform(text.xyann)[1] for text in ax.texts]
+    assert heights[0] - heights[1] > 10 * ax.figure.dpi / 72  # points
+
+
+def test_findings_have_a_row_each_and_a_colour_by_verdict(ax):
+    report = [
+        Finding("adam", "m", f"e8m{i}", 2.0**i, 0.1, 0.0, verdict, "", "")
+        for i, verdict in enumerate(("fine", "breaks"))
+    ]
+    figures.findings(ax, report)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["m=e8m0", "m=e8m1"]
+    drawn = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines
+    }
+    assert drawn == {"fine": ([1], [0]), "unknown": ([], []), "breaks": ([2], [1])}

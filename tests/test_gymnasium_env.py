@@ -1,0 +1,564 @@
+import math
+import os
+import sys
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Sequence, Tuple
+from helpers import SHORT, SIZED, after, refused, resumed, run_cli, small, trained
+
+from fp8rl import __main__ as cli
+from fp8rl.build import Machine, build
+from fp8rl.config import Config
+from fp8rl.disk import checkpoint
+from fp8rl.distribution import Gaussian
+from fp8rl.evaluate import play
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.rollout import DUMMY, Collector
+from fp8rl.tasks.gymnasium_env import EnvironmentFailed, GymEnv, interface_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*registered without a time limit"
+)  # which Counter is
+
+
+class Counter(gymnasium.Env):
+    """Counts its steps; ends at the seventh. `see`: what it makes of its observations. `sixth`:
+    what it makes of the results of its sixth step, unless it is healthy. `quits`: where it calls
+    sys.exit(0)."""
+
+    observation_space, action_space = Box(-np.inf, np.inf, (2,), np.float64), Discrete(3, start=5)
+    see, sixth, quits, healthy = (
+        staticmethod(lambda obs: obs),
+        staticmethod(lambda *results: results),
+        None,
+        False,
+    )
+
+    def __init__(self, **changes):
+        vars(self).update(changes)
+        self.begin("init")
+
+    def begin(self, what):
+        if self.quits == what:
+            sys.exit(0)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.begin("reset")
+        self.count = 0
+        return self.see(np.zeros(2)), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.begin("step")
+        self.count += 1
+        results = (
+            self.see(np.array([self.count, action], np.float64)),
+            float(action),
+            self.count == 7,
+            False,
+            {},
+        )
+        return results if self.count != 6 or Counter.healthy else self.sixth(*results)
+
+
+def raises(*results):
+    raise ZeroDivisionError("the pole\nis not defined")
+
+
+def dies(*results):
+    sys.exit(1)  # of the process that it runs in
+
+
+def interrupts(*results):
+    raise KeyboardInterrupt
+
+
+class Scarce(Counter):
+    """Of which there can be but two at a time, one of them to ask for its spaces."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        if self.made > 2:
+            raise OSError("no licence left")
+
+
+class OldSeeds(Counter):
+    def reset(self, *, seed=None, options=None):
+        np.random.RandomState(seed)  # takes 32 bits
+        return super().reset(seed=seed, options=options)
+
+
+class Wide(Counter):
+    """Its observations end with the action that it got."""
+
+    observation_space = Box(-100, 100, (3,))
+    action_space = Box(np.array([-3, 10], dtype=np.float32), np.array([1, 30], dtype=np.float32))
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(3, dtype=np.float32), {}
+
+    def step(self, action):
+        return np.array([1, *action], dtype=np.float32), 0.0, False, False, {}
+
+
+class QuitsElsewhere(Counter):
+    """When it is made, but not in this process."""
+
+    here = os.getpid()
+
+    def __init__(self):
+        super().__init__(quits="" if os.getpid() == self.here else "init")
+
+
+def register(name: str, env=Counter, kwargs=None, **options) -> None:
+    gymnasium.register(
+        f"fp8rl-tests/{name}-v0", env, disable_env_checker=True, kwargs=kwargs or {}, **options
+    )
+
+
+# Environments of other kinds, and why they are refused; failing ones, and what is said of them.
+KINDS = {
+    "Many": (
+        {"action_space": Discrete(257)},
+        r"whose actions are Discrete\(257\): choose one with 2 to 256 actions",
+    ),
+    "Single": (
+        {"action_space": Discrete(1)},
+        r"whose actions are Discrete\(1\): choose one with 2 to 256 actions",
+    ),
+    "Blind": (
+        {"observation_space": Box(0, 1, (0,))},
+        r"whose observations are Box\[0\], without features: choose another",
+    ),
+    "Unbounded": (
+        {"action_space": Box(-np.inf, np.inf, (2,))},
+        r"whose actions are Box\[2\] of float32 without a finite high - low: register it wrapped .* with finite bounds",
+    ),
+    "Huge": (
+        {"action_space": Box(-3e38, 3e38, (2,))},
+        r"whose actions are Box\[2\] of float32 without a finite high - low: reg",
+    ),
+    "Grid": (
+        {"action_space": Box(-1, 1, (2, 3))},
+        r"whose actions are Box\[2, 3\] of float32: register it wrapped .* a flat Box",
+    ),
+    "Whole": (
+        {"action_space": Box(-1, 1, (2,), np.int64)},
+        r"whose actions are Box\[2\] of int64: .*, with a flat Box of floats",
+    ),
+    "Several": (
+        {"action_space": MultiDiscrete([2, 3])},
+        r"whose actions are MultiDiscrete\(\[2 3\]\): .*, with a Discrete or",
+    ),
+    "Listed": (
+        {"observation_space": Sequence(Discrete(8))},
+        r"whose observations are Sequence\[\], not a flat Box: .*TransformObservation, with a flat Box",
+    ),
+    "Picture": (
+        {"observation_space": Box(0, 255, (8, 8), np.uint8)},
+        r"whose observations are Box\[8, 8\], not a flat Box: .*FlattenObservation",
+    ),
+    "Empty": (
+        {"observation_space": Tuple([])},
+        r"whose observations are Tuple\[\], not a flat Box",
+    ),
+    "Huge-digit": (
+        {"observation_space": Discrete(10**9)},
+        r"whose observations are Discrete\[\], not a flat Box",
+    ),
+    "Own": (
+        {"observation_space": gymnasium.Space()},
+        r"whose observations are Space\[\], not a flat Box",
+    ),
+}
+OLD = "its step returns 4 values as in old gym, not obs, reward, terminated, truncated, info"
+FAILING = {
+    "Raises": ({"sixth": raises}, "ZeroDivisionError: the pole is not defined"),
+    "Dies": ({"sixth": dies}, "SystemExit: 1|one of its processes died"),
+    "Old": (
+        {"sixth": lambda obs, reward, terminated, _, info: (obs, reward, terminated, info)},
+        OLD,
+    ),
+    "Quits-init": ({"quits": "init"}, "SystemExit: 0"),
+    "Quits-reset": ({"quits": "reset"}, "SystemExit: 0|one of its processes died"),
+    "Quits-step": ({"quits": "step"}, "SystemExit: 0|one of its processes died"),
+    "Odd-short": (
+        {"see": lambda obs: obs[:1]},
+        r"ValueError: obs is float64\[1\], not float64\[2\]",
+    ),
+    "Odd-row": (
+        {"see": lambda obs: obs[None]},
+        r"ValueError: obs is float64\[1, 2\], not float64\[2\]",
+    ),
+    "Odd-object": (
+        {"see": lambda obs: obs.astype(object)},
+        r"ValueError: obs is object\[2\], not float64\[2\]",
+    ),
+    "Odd-words": (
+        {"see": lambda obs: obs.astype(str)},
+        r"ValueError: obs is <U32\[2\], not float64\[2\]",
+    ),
+    "Odd-digit": (
+        {"see": lambda obs: -1, "observation_space": Discrete(8)},
+        r"ValueError: obs is -1, which is not in Discrete\(8\)",
+    ),
+    "Odd-ragged": (
+        {"see": lambda obs: [obs, 0]},
+        "ValueError: setting an array element with a sequence.*",
+    ),
+}
+for env in (Counter, Scarce, OldSeeds, Wide, QuitsElsewhere):
+    register(env.__name__, env)
+for name, (kwargs, _) in {**KINDS, **FAILING}.items():
+    register(name, kwargs=kwargs)
+register("Limited", max_episode_steps=7)
+register("Poisoned", kwargs={"sixth": lambda obs, *rest: (obs * np.nan, *rest)})
+register("Interrupted", kwargs={"sixth": interrupts})
+register("Large-obs", kwargs={"sixth": lambda obs, *rest: (1e30 * obs, *rest)})
+register("Large-reward", kwargs={"sixth": lambda obs, reward, *rest: (obs, 1e30 * reward, *rest)})
+
+
+def stepped(name: str, vectorization: str = "sync", num_envs: int = 2) -> GymEnv:
+    """An environment after seven steps."""
+    env = GymEnv(f"fp8rl-tests/{name}-v0", num_envs, vectorization=vectorization)
+    for _ in range(7):
+        env.step(torch.zeros(num_envs, dtype=torch.long))
+    return env
+
+
+def test_interface_of_an_environment():
+    cart = interface_of("CartPole-v1")
+    assert (cart.num_actions, cart.actions, cart.max_steps) == (2, 0, 500)
+    low, high = cart.bounds
+    assert high[0] == pytest.approx(4.8) and low == tuple(-x for x in high)
+    counter = interface_of("fp8rl-tests/Counter-v0")
+    assert (counter.num_actions, counter.actions, counter.max_steps) == (3, 5, 10_000)
+    number, (low, high), steps = interface_of("Pendulum-v1")[1:]
+    assert (number, low.tolist(), high.tolist(), steps) == (1, [-2.0], [2.0], 200)
+
+
+def test_a_name_that_is_registered_again_has_another_interface():
+    for env, expected in ((Counter, 3), (Wide, 2)):
+        gymnasium.registry.pop("fp8rl-tests/Again-v0", None)
+        register("Again", env)
+        assert interface_of("fp8rl-tests/Again-v0").num_actions == expected
+
+
+def test_what_cannot_be_stepped_is_refused():
+    unknown = dict.fromkeys(
+        ("Nothing-v0", "no_such_package:Nothing-v0"), "which Gymnasium cannot make"
+    )
+    for env_id, reason in {
+        **unknown,
+        **{f"fp8rl-tests/{name}-v0": why for name, (_, why) in KINDS.items()},
+    }.items():
+        refused(f"env_id is '{env_id}',? {reason}", build, small(env_id=env_id))
+    counter = "fp8rl-tests/Counter-v0"
+    bounds = r"codec is 'int8' and feature 0 has bounds \[-inf, inf\]: use finite"
+    refused(bounds, build, small(env_id=counter, codec="int8"))
+    for name in ("threads", "vector_entry_point"):
+        refused(
+            f"vectorization is '{name}': choose from sync, async$",
+            GymEnv,
+            counter,
+            2,
+            vectorization=name,
+        )
+
+
+def test_steps_are_gymnasium_s_own():
+    actions = torch.randint(2, (60, 3), generator=torch.Generator().manual_seed(0))
+    plain = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")
+    env = GymEnv("CartPole-v1", 3, seed=7)
+    assert env.obs.dtype == torch.float32 and np.array_equal(
+        env.obs.numpy(), plain.reset(seed=7)[0]
+    )
+    ended = 0
+    for action in actions:
+        resets = env.done.clone()
+        obs, reward, terminated, truncated = env.step(action)
+        expected = plain.step(action.numpy())
+        for ours, theirs in zip((obs, reward, terminated, truncated), expected, strict=False):
+            assert np.array_equal(ours.numpy(), theirs)
+        assert (
+            (reward[resets] == 0).all()
+            and not env.done[resets].any()
+            and (obs[resets].abs() <= 0.05).all()
+        )
+        ended += int(terminated.sum())
+    assert ended > 3
+
+
+# Observations of other spaces than a Box, from a count and an action, and the features that they
+# become.
+COUNT, NUMBER = Discrete(8), Box(0, 9, (1,), np.float64)
+SPACES = {
+    "Digit": (COUNT, lambda obs: int(obs[0]), [0, 1, 0, 0, 0, 0, 0, 0]),
+    "Pair": (
+        Tuple((COUNT, NUMBER)),
+        lambda obs: (int(obs[0]), obs[1:]),
+        [0, 1, 0, 0, 0, 0, 0, 0, 6],
+    ),
+    "Keyed": (
+        Dict(a=NUMBER, b=COUNT),
+        lambda obs: {"a": obs[1:], "b": int(obs[0])},
+        [6, 0, 1, 0, 0, 0, 0, 0, 0],
+    ),
+    "Digits": (MultiDiscrete([2, 7]), lambda obs: obs.astype(int), [0, 1, 0, 0, 0, 0, 0, 0, 1]),
+}
+for name, (space, see, _) in SPACES.items():
+    register(name, kwargs={"observation_space": space, "see": see})
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_observations_of_other_spaces_become_features(name):
+    features = SPACES[name][2]
+    for vectorization in ("sync", "async"):
+        env = GymEnv(f"fp8rl-tests/{name}-v0", 2, vectorization=vectorization)
+        assert len(env.bounds[0]) == len(features) == env.obs.shape[1]
+        obs, *_ = env.step(torch.ones(2, dtype=torch.long))  # the second of three actions from 5 up
+        assert obs.tolist() == 2 * [features]
+        env.close()
+
+
+def test_processes_and_one_process_give_the_same_rollout():
+    rollouts = []
+    for vectorization in ("sync", "async"):
+        env = GymEnv("CartPole-v1", 2, seed=3, vectorization=vectorization)
+        torch.manual_seed(0)
+        model = ActorCritic(4)
+        rollouts.append(Collector(env, model, Precision("fp32"), 40).collect(model))
+        env.close()
+    for ours, theirs in zip(*rollouts, strict=True):
+        assert ours is theirs is None or torch.equal(ours, theirs)
+    assert (rollouts[0].flags & DUMMY).any()
+
+
+def test_actions_that_do_not_start_at_zero():
+    env = GymEnv("fp8rl-tests/Counter-v0", 2)
+    obs, reward, _, _ = env.step(torch.tensor([0, 2]))
+    assert obs.tolist() == [[1, 5], [1, 7]] and reward.tolist() == [5, 7]
+    assert (
+        play(lambda obs: torch.full((len(obs),), 1), GymEnv("fp8rl-tests/Counter-v0", 3)).tolist()
+        == [42] * 3
+    )
+
+
+def evaluated(seed: int, vectorization: str) -> tuple[torch.Tensor, float]:
+    """The starts and the result of a new run's evaluation."""
+    run, starts = (
+        build(
+            small(env_id="CartPole-v1", eval_episodes=4, seed=seed),
+            Machine(vectorization=vectorization),
+        ),
+        [],
+    )
+    make_env = run.judge.make_env
+
+    def noted(*settings):
+        env = make_env(*settings)
+        starts.append(env.obs.clone())
+        return env
+
+    run.judge.make_env = noted
+    result = run.evaluate()
+    assert (
+        result == run.evaluate()
+        and torch.equal(*starts)
+        and not torch.isin(run.env.obs, starts[0]).any()
+    )
+    run.close()
+    return starts[0], result
+
+
+def test_evaluation_starts_unlike_training_and_always_the_same():
+    (starts, result), (again, same), (others, _) = (
+        evaluated(*case) for case in ((0, "sync"), (0, "async"), (1, "sync"))
+    )
+    assert torch.equal(starts, again) and torch.equal(starts, others) and result == same > 5
+
+
+def test_learns_to_hold_the_pole():
+    config = small(
+        steps=30_720,
+        eval_every=0,
+        eval_episodes=20,
+        precision="fp8",
+        env_id="CartPole-v1",
+        learning_rate=2e-3,
+    )
+    run = trained(build(config, Machine(vectorization="sync")))
+    assert run.history.final_return >= 150  # actions at random hold it for 22 steps
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_environment_that_fails_is_one_line(vectorization):
+    ending = "fix it, and resume if there is a checkpoint$"
+    for name, (_, what) in FAILING.items():
+        if vectorization == "sync" or not name.startswith("Odd"):
+            message = f"environment fp8rl-tests/{name}-v0 failed .({what}).: {ending}"
+            refused(message, stepped, name, vectorization, error=EnvironmentFailed)
+    if vectorization == "async":
+        message = (
+            "environment fp8rl-tests/QuitsElsewhere-v0 failed .one of its processes died.: fix"
+        )
+        refused(message, stepped, "QuitsElsewhere", vectorization, error=EnvironmentFailed)
+    else:
+        message = r"environment fp8rl-tests/Scarce-v0 failed \(OSError: no licence left\): fix it"
+        refused(message, stepped, "Scarce", num_envs=3, error=EnvironmentFailed)
+
+
+def test_a_lost_process_does_not_hang_and_an_interrupt_passes_through():
+    env = GymEnv("fp8rl-tests/Counter-v0", 3, vectorization="async")
+    env.envs.processes[1].kill()
+    with pytest.raises(EnvironmentFailed, match="one of its processes died"):
+        for _ in range(3):
+            env.step(torch.zeros(3, dtype=torch.long))
+    with pytest.raises(KeyboardInterrupt):
+        stepped("Interrupted")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_numbers_that_are_too_large_are_not_blamed_on_the_learning_rate(precision):
+    for name, wrapper in (("obs", "NormalizeObservation"), ("reward", "NormalizeReward")):
+        run = build(Config(env_id=f"fp8rl-tests/Large-{name}-v0", precision=precision, **SHORT))
+        message = (
+            f"{name} from the environment reaches [5-9]e.30, over .*, "
+            f"too large to compute with: register .*{wrapper}$"
+        )
+        refused(message, trained, run)
+
+
+def test_a_time_limit_that_says_both_ends_is_termination_alone():
+    env = GymEnv("fp8rl-tests/Limited-v0", 2)
+    *_, last = (env.step(torch.zeros(2, dtype=torch.long)) for _ in range(7))  # where both come
+    assert [end.tolist() for end in last[2:]] == [[True, True], [False, False]]
+
+
+def test_an_environment_without_a_time_limit_is_told_once():
+    register("Told")
+    line = (
+        "^env_id is 'fp8rl-tests/Told-v0', registered without a time limit, .* 10,000 steps: "
+        "register it with max_episode"
+    )
+    with pytest.warns(UserWarning, match=line):
+        GymEnv("fp8rl-tests/Told-v0", 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GymEnv("fp8rl-tests/Told-v0", 2)
+        GymEnv("fp8rl-tests/Limited-v0", 2)
+
+
+FAILURES = {name: f"environment fp8rl-tests/{name}-v0 failed" for name in ("Raises", "Dies")} | {
+    "Poisoned": "obs from"
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_the_last_whole_iteration_is_saved_when_the_environment_fails(
+    name, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "a"
+
+    keep = cli.write_metrics
+
+    def write(folder, history, *others):
+        if len(history) == 3:
+            monkeypatch.undo()  # from now on it fails
+        return keep(folder, history, *others)
+
+    monkeypatch.setattr(Counter, "healthy", True)
+    monkeypatch.setattr(cli, "write_metrics", write)
+    fields = [
+        "--env-id",
+        f"fp8rl-tests/{name}-v0",
+        "--steps",
+        "4096",
+        *SIZED,
+        "--eval-episodes",
+        "1",
+        "--out",
+        out,
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        run_cli("train", *fields, "--checkpoint-every", "0")
+    (error,) = [text for text in capsys.readouterr().err.splitlines() if text.startswith("fp8rl: ")]
+    assert error.startswith(f"fp8rl: {FAILURES[name]}")
+    saved = len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["iteration"])
+    assert saved == 3
+    # A Gymnasium environment begins new episodes, behind a dummy row that parts them from the old
+    # ones.
+    monkeypatch.setattr(Counter, "healthy", True)
+    run = after(1, resumed(out / "checkpoint.pt"))
+    assert len(run.history) == saved + 1 and run.ring.size == 32 * len(run.history) + 1
+    assert ((run.ring.fields["flags"][:, 32 * saved] & DUMMY) != 0).all()
+
+
+def test_a_resumed_run_s_ring_parts_its_new_episodes_from_the_old_ones(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    config = small(
+        env_id="fp8rl-tests/Counter-v0",
+        steps=4_096,
+        eval_every=0,
+        rollout_length=10,
+        slice_length=5,
+        batch_size=50,
+    )
+    checkpoint.save(path, after(2, build(config)))
+    run = after(3, resumed(path))
+    batch = run.ring.sample(100, run.ring.size)
+    count = batch.obs[:, :, 0]
+    assert (
+        torch.equal(count[1:][batch.valid], count[:-1][batch.valid] + 1)
+        and (count[1:][~batch.valid] == 0).all()
+    )
+    assert (
+        run.history.column("train_return")[1:].min() >= 35
+    )  # of whole episodes, seven steps of 5 or more
+
+
+def test_seeds_fit_old_generators():
+    run = build(small(env_id="fp8rl-tests/OldSeeds-v0", eval_episodes=2))
+    assert 35 <= run.evaluate() <= 49
+
+
+def test_a_task_has_its_discount_under_both_of_its_names():
+    assert [
+        GymEnv(name, 1).discount
+        for name in ("fp8rl/Lqr-v0", "fp8rl.tasks:fp8rl/Lqr-v0", "CartPole-v1")
+    ] == [0.95, 0.95, 1.0]
+
+
+def test_actions_are_scaled_to_the_bounds_and_clipped_to_them():
+    env = GymEnv("fp8rl-tests/Wide-v0", 3)
+    assert env.num_actions == 2 and env.distribution is Gaussian
+    obs, *_ = env.step(torch.tensor([[0.0, 0.0], [-1.0, 0.5], [-7.0, 9.0]]))
+    np.testing.assert_allclose(obs[:, 1:], [[-1, 20], [-3, 25], [-3, 30]])
+    with pytest.raises(
+        FloatingPointError, match="action is not a number, because the policy's weights are not"
+    ):
+        env.step(torch.full((3, 2), math.nan))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_actions_are_in_their_space_whatever_its_type(dtype):
+    space = Box(np.array([-0.1, 0.1, -1e3], dtype), np.array([0.3, 0.7, 1e-3], dtype), dtype=dtype)
+    register(
+        f"Exact-{space.dtype}",
+        kwargs={"action_space": space, "step": lambda action: exact(space, action)},
+    )
+    env = GymEnv(f"fp8rl-tests/Exact-{space.dtype}-v0", 5)
+    env.step(torch.tensor([-2.0, -1, 0, 1, 2]).unsqueeze(1).expand(-1, 3))
+
+
+def exact(space: Box, action: np.ndarray):
+    assert space.contains(action), action
+    return np.zeros(2), 0.0, False, False, {}

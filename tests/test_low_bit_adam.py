@@ -1,0 +1,629 @@
+"""Adam with weights and moments in few bits, for any module (bits/low_bit_adam.py)."""
+
+import copy
+import doctest
+import operator
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fp8rl.bits import low_bit_adam
+from fp8rl.bits.low_bit_adam import LowBitAdam, pack, unpack
+from fp8rl.bits.places import places_of
+from fp8rl.rng import uniform
+
+EIGHT = {"weights": "e4m3:stochastic", "m": "e4m3", "root": "e4m3"}
+WAYS = [
+    {},
+    EIGHT,
+    {"v": "e5m2:stored"},
+    {"weights": "bf16"},
+    {"weights": "e3m2:stochastic", "root": "bf16:stochastic"},
+    {
+        "weights": "e4m3:block:stochastic",
+        "m": "e4m3:block:stochastic:stored",
+        "v": "e5m2:unscaled:stochastic",
+    },
+]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 10), nn.Tanh(), nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 1))
+    )
+
+
+def train(module: nn.Module, optimizer, steps: int = 4, first: int = 0) -> list[float]:
+    """Losses of a regression, each a function of its number."""
+    losses = []
+    for k in range(first, first + steps):
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(k))
+        loss = (module(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same(a, b) -> bool:
+    """Whether nested dictionaries and lists hold the same, tensors with the same types and bits."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.float(), b.float())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(x, b[key]) for key, x in a.items())
+    return len(a) == len(b) and all(map(same, a, b)) if isinstance(a, list | tuple) else a == b
+
+
+def stored(optimizer: LowBitAdam, name: str) -> list:
+    return [optimizer.stored(p, name) for p in optimizer.parameters]
+
+
+def is_empty(module: nn.Module) -> bool:
+    return all(p.numel() == 0 and p.grad is None for p in module.parameters())
+
+
+def test_without_formats_it_is_torchs_adam():
+    ours, theirs = network(), network()
+    optimizer, plain = (
+        kind(
+            [
+                {"params": x[0].parameters(), "lr": 3e-3, "betas": (0.8, 0.99)},
+                {"params": x[2].parameters()},
+            ],
+            eps=1e-5,
+        )
+        for x, kind in ((ours, LowBitAdam), (theirs, torch.optim.Adam))
+    )
+    assert train(ours, optimizer, 50) == pytest.approx(train(theirs, plain, 50), rel=1e-5)
+    torch.testing.assert_close(
+        list(ours.parameters()), list(theirs.parameters()), rtol=0, atol=1e-6
+    )
+    optimizer.attach(ours)
+    assert not is_empty(ours)
+
+
+def twin(
+    theta: torch.Tensor,
+    grads: list[torch.Tensor],
+    sizes: list[int],
+    places,
+    seed: int,
+    lr=2e-3,
+    eps=1e-5,
+):
+    """Weights and moments after Adam's steps of a population of one, on rows [1, P]."""
+    theta, m, v = places.weights(theta, sizes), torch.zeros_like(theta), torch.zeros_like(theta)
+    for n, g in enumerate(grads):
+        count, one = torch.full((1, 1), n + 1.0), torch.ones(1, 1)
+        drawn = (
+            uniform(seed, "rounding", n, (len(places.noisy), theta.shape[1]))
+            if places.noisy
+            else []
+        )
+        noise = {name: row.unsqueeze(0) for name, row in zip(places.noisy, drawn, strict=True)}
+        m, v = m.lerp(g, (1 - 0.9) * one), v.mul(0.999 * one).addcmul(g, g, value=1 - 0.999)
+        size, root = (1 - 0.9**count).reciprocal() * -(lr * one), (1 - 0.999**count).sqrt()
+        (first, m), (second, v) = places.moments(m, v, sizes, noise, (1 - 0.9**count) / root)
+        theta = places.weights(
+            theta.addcdiv(first * size, second.sqrt().div(root).add(eps)), sizes, noise
+        )
+    return theta, m, v
+
+
+def row_of(tensors) -> torch.Tensor:
+    return torch.cat([x.detach().flatten() for x in tensors]).unsqueeze(0)
+
+
+@pytest.mark.parametrize("formats", WAYS, ids=str)
+def test_steps_are_those_of_a_population_of_one(formats):
+    module, seed = network(), 5
+    theta, sizes = row_of(module.parameters()), [p.numel() for p in module.parameters()]
+    grads = [torch.randn(theta.shape) * 10.0 ** -(k % 5) for k in range(12)]
+    optimizer = LowBitAdam(module.parameters(), lr=2e-3, eps=1e-5, seed=seed, **formats)
+    for g in grads:
+        for p, part in zip(module.parameters(), g.split(sizes, dim=1), strict=True):
+            p.grad = part.view(p.shape).clone()
+        optimizer.step()
+    theta, m, v = twin(theta, grads, sizes, optimizer.places, seed)
+    assert torch.equal(row_of(module.parameters()), theta)
+    for name, x in {"weights": theta, "m": m, "v": v}.items():
+        found = row_of(unpack(*row) for row in stored(optimizer, name))
+        assert torch.equal(found.square() if name == "v" and "root" in formats else found, x)
+
+
+@given(
+    text=st.sampled_from(
+        ["e4m3", "e4m3:block", "e5m2:unscaled", "e5m2:block", "bf16", "fp16", "e3m2", "e2m1:block"]
+    ),
+    shape=st.lists(st.integers(1, 40), max_size=2),
+    size=st.integers(-30, 30),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_stored_is_what_was_rounded(text, shape, size, seed):
+    kept, stream = places_of(f"m={text}")["m"], torch.Generator().manual_seed(seed)
+    x = (
+        torch.randn(shape, generator=stream)
+        * torch.randn(shape, generator=stream).mul(5).exp()
+        * 2.0**size
+    )
+    x = kept(x.reshape(1, -1)).view(shape)
+    codes, scales = pack(x, kept)
+    no_type = text.startswith(("e3", "e2"))
+    assert (
+        torch.equal(unpack(codes, scales), x)
+        and codes.shape == x.shape
+        and (scales is None) == (not kept.scaled or no_type)
+    )
+    assert codes.dtype.itemsize == (4 if no_type else 2 if "16" in text else 1)
+
+
+def test_a_parameter_that_is_not_contiguous():
+    convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    optimizer = LowBitAdam(
+        convolution.parameters(), weights="e4m3:block", m="bf16", root="e4m3:block"
+    )
+    optimizer.attach(convolution)
+    convolution(torch.randn(2, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    weights = [unpack(*row) for row in stored(optimizer, "weights")]
+    assert all(map(torch.equal, weights, copy.deepcopy(convolution).parameters()))
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("formats", WAYS, ids=str)
+def test_a_state_continues_bit_for_bit(tmp_path, formats, attached):
+    module, other = network(), network()
+    optimizer = LowBitAdam(module.parameters(), lr=2e-3, **formats)
+    train(module, optimizer)
+    state = optimizer.state_dict()
+    torch.save((module.state_dict(), state), tmp_path / "a.pt")
+    expected = train(module, optimizer, first=4)
+
+    resumed = LowBitAdam(
+        other.parameters(), **dict(reversed(formats.items()))
+    )  # named in another order
+    if attached:
+        resumed.attach(other)
+    weights, loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert same(loaded, state)  # which the steps since have not changed
+    if not formats.get("weights"):
+        other.load_state_dict(weights)
+    resumed.load_state_dict(loaded)
+    assert resumed.param_groups[0]["lr"] == 2e-3
+    assert train(other, resumed, first=4) == expected
+    assert same(resumed.state_dict(), optimizer.state_dict()) and same(
+        other.state_dict(), module.state_dict()
+    )
+    assert same(
+        torch.load(tmp_path / "a.pt", weights_only=True)[1], loaded
+    )  # nor those of who loaded it
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update(formats="weights=e4m3 m=e4m3 root=e4m3"),
+        lambda state: state.pop("formats"),
+        lambda state: state["state"].pop(1),
+        lambda state: state["state"][1].pop("m_scale"),
+        lambda state: state["state"][1].update(m=state["state"][1]["m"].float()),
+        lambda state: state["state"][1].update(m=state["state"][0]["m"]),
+        lambda state: state.update(state=None),
+        lambda state: state.update(param_groups=2 * state["param_groups"]),
+        lambda state: state["param_groups"][0]["params"].pop(),
+        lambda state: state.update(torch.optim.Adam(network().parameters()).state_dict()),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change):
+    module = network()
+    optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
+    train(module, optimizer)
+    before, weights, state = map(
+        copy.deepcopy, (optimizer.state_dict(), module.state_dict(), optimizer.state_dict())
+    )
+    state["param_groups"][0]["lr"] = 1.0
+    change(state)
+    with pytest.raises(ValueError, match=r"^[^\n]+: resume with its own formats$"):
+        optimizer.load_state_dict(state)
+    assert same(optimizer.state_dict(), before) and same(module.state_dict(), weights)
+
+
+class Agent(nn.Module):
+    """Uses a layer's parameters beside its call, itself again, and layers without a forward of its
+    own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.embedding = nn.Parameter(torch.randn(6))
+
+    def forward(self, x, again: bool = True):
+        if again:
+            self(x, again=False)
+        return nn.functional.linear(torch.tanh(self.body(x)) + self.embedding, self.head.weight)
+
+    def value(self, x):
+        return self.head(self.body(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.cell, self.head = nn.GRUCell(6, 9), nn.Linear(9, 1)
+
+    def forward(self, x):
+        h = None
+        for _ in range(3):
+            h = self.cell(x, h)
+        return self.head(h)
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(4)
+    layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.1, norm_first=True, batch_first=True)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6)),
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        nn.Flatten(),
+        nn.Linear(6, 1),
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [network, Agent, Recurrent, transformer], ids=lambda make: make.__name__
+)
+def test_attached_modules_learn_the_same(make):
+    found = []
+    for attaches in (False, True):
+        module = make()
+        optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
+        if attaches:
+            optimizer.attach(module)
+            assert is_empty(module)
+        torch.manual_seed(0)
+        losses = train(module, optimizer)
+        x = torch.randn(8, 6)
+        optimizer.zero_grad()
+        for _ in range(
+            2
+            # Accumulated gradients of a module that is called twice, and once more without gradients
+        ):
+            loss = (module(x) * module(-x)).mean()
+            with torch.inference_mode():
+                losses.append(module(x).sum().item())
+            loss.backward()
+        optimizer.step()
+        assert is_empty(module) == attaches
+        for grad_mode in (torch.no_grad, torch.inference_mode):
+            with grad_mode():
+                losses.append(module.eval()(x).sum().item())
+            assert is_empty(module) == attaches
+        module.train()
+        losses += train(module, optimizer)
+        found.append((losses, optimizer.state_dict(), module.state_dict()))
+        assert is_empty(module) == attaches
+    assert same(*found)
+
+
+def test_an_attached_module_learns_compiled():
+    found = []
+    for compiles in (False, True):
+        module = network()
+        optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
+        optimizer.attach(module)
+        found.append(
+            train(torch.compile(module, backend="eager") if compiles else module, optimizer)
+        )
+    assert found[0] == pytest.approx(found[1]) and found[0][-1] < found[0][0]
+
+
+def test_when_attached_parameters_are_empty():
+    module, x = Agent(), torch.randn(3, 6)
+    optimizer = LowBitAdam(module.parameters(), **EIGHT)
+    expected, value = module(x).detach(), module.value(x).detach()
+    optimizer.attach(module)
+    with torch.no_grad():
+        assert torch.equal(module.value(x), value) and not is_empty(
+            module
+        )  # until the next forward of its own
+        assert torch.equal(module(x), expected) and is_empty(module)
+        with pytest.raises(RuntimeError):
+            module(torch.randn(3, 5))
+        assert is_empty(module)
+        with optimizer.unpacked():
+            with optimizer.unpacked():
+                module(x)
+            assert same(
+                [unpack(*row) for row in stored(optimizer, "weights")], list(module.parameters())
+            )
+        assert is_empty(module)
+    loss = module(x).sum()
+    with optimizer.unpacked(), torch.no_grad():
+        module(x)
+    loss.backward()  # its weights have stayed
+    assert not is_empty(module)
+    optimizer.step()
+    assert is_empty(module)
+    with optimizer.unpacked():
+        module(x).sum().backward()
+        optimizer.step()
+        assert not is_empty(module)
+        module(x)
+    assert is_empty(module)
+    with pytest.raises(ZeroDivisionError), optimizer.unpacked():
+        raise ZeroDivisionError
+    assert is_empty(module)
+
+
+def test_the_weights_of_an_attached_module_are_read_set_and_copied():
+    module = Agent()
+    optimizer = LowBitAdam(module.parameters(), **EIGHT)
+    optimizer.attach(module)
+    saved, part = module.state_dict(), module.head.state_dict()
+    assert same(part, {name: saved[f"head.{name}"] for name in part}) and saved[
+        "body.weight"
+    ].shape == (6, 6)
+    with optimizer.unpacked():
+        assert same(module.state_dict(), saved)
+        inside = copy.deepcopy(module)
+    outside = copy.deepcopy(module)
+    assert is_empty(module)
+    for other in (inside, outside):
+        assert same(other.state_dict(), saved)
+        assert all(p.dtype == torch.float32 and p.requires_grad for p in other.parameters())
+        train(other, torch.optim.Adam(other.parameters()))
+        assert not same(other.state_dict(), saved) and not is_empty(other) and is_empty(module)
+    module.load_state_dict(other.state_dict())
+    assert is_empty(module)
+    rounded = LowBitAdam(other.parameters(), **EIGHT)  # which rounds them
+    assert same(stored(rounded, "weights"), stored(optimizer, "weights")) and same(
+        module.state_dict(), other.state_dict()
+    )
+    with optimizer.unpacked(), torch.no_grad():
+        module.head.bias.fill_(0.5)
+    assert module.state_dict()["head.bias"] == 0.5 and is_empty(module)
+    for function in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(
+            TypeError, match="cannot be copied or pickled: build another and load its state_dict"
+        ):
+            function(optimizer)
+
+
+def test_a_parameter_without_a_gradient_is_skipped():
+    found = []
+    for skips in (False, True):
+        module = network()
+        optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        for p in list(module.parameters())[skips:]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        found.append((before, optimizer.state_dict()["state"]))
+    (before, whole), (_, part) = found
+    assert same(part[0], before[0]) and not same(whole[0], before[0])
+    assert all(
+        same(part[i], whole[i]) for i in range(1, len(whole))
+    )  # with the noise of its own place
+
+
+def test_bytes():
+    module = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False))
+    optimizer = LowBitAdam(module.parameters(), **EIGHT)
+    optimizer.attach(module)
+    train(nn.Sequential(nn.Linear(6, 64), module, nn.Linear(64, 1)), optimizer, 2)
+    parameters, state = 2 * 64 * 128 + 128, optimizer.state_dict()["state"].values()
+    assert all(p.untyped_storage().nbytes() == 0 for p in module.parameters())
+    assert (
+        sum(x.nbytes for one in state for name, x in one.items() if name != "step")
+        == 3 * parameters + 9 * 4
+    )
+    assert all(
+        one[name].dtype == torch.float8_e4m3fn for one in state for name in ("weights", "m", "root")
+    )
+    assert optimizer.describe().splitlines() == [
+        f"weights: 3 tensors, float8_e4m3fn, {parameters:,} bytes and 12 of scales",
+        f"m: 3 tensors, float8_e4m3fn, {parameters:,} bytes and 12 of scales",
+        f"root of v: 3 tensors, float8_e4m3fn, {parameters:,} bytes and 12 of scales",
+        "stored: 3.00 bytes a parameter, 3.00 without scales",
+    ]
+    blocks = (
+        LowBitAdam(copy.deepcopy(module).parameters(), weights="bf16", v="e5m2:block")
+        .describe()
+        .splitlines()
+    )
+    assert blocks[2].endswith(
+        f"float8_e5m2, {parameters:,} bytes and {parameters // 8:,} of scales"
+    )
+    assert blocks[3] == "stored: 7.12 bytes a parameter, 7.00 without scales"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"m": "e9m3"}, "formats has 'm=e9m3': format is 'e9m3'"),
+        ({"v": "e5m2", "root": "e4m3"}, "formats has root twice"),
+        ({"weights": "e4m3:stored"}, "formats has 'weights=e4m3:stored': follow the format by"),
+        ({"forward": "e4m3"}, "formats has the place 'forward': choose from weights, m, v, root$"),
+        ({"amsgrad": True}, "amsgrad is True: leave it out, LowBitAdam does not have it"),
+        ({"lr": -1.0}, "lr, eps and betas are -1.0"),
+        ({"betas": (0.9, 1.0)}, "use at least 0, and betas below 1"),
+        (
+            {"params": [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]},
+            r"a parameter is torch.bfloat16 \[2\]: use float32",
+        ),
+        (
+            {"params": [nn.Parameter(torch.zeros(0))]},
+            r"a parameter is torch.float32 \[0\]: use float32",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        LowBitAdam(**{"params": network().parameters(), **options})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_group_may_follow():
+    first, second = network(), Agent()
+    optimizer = LowBitAdam(first.parameters(), **EIGHT)
+    optimizer.attach(first, second)
+    with pytest.raises(ValueError, match="use float32"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(0))]})
+    optimizer.add_param_group({"params": second.parameters(), "lr": 0.1})
+    before = second.state_dict()
+    (first(torch.randn(2, 6)) * second(torch.randn(2, 6))).sum().backward()
+    optimizer.step(lambda: None)
+    assert is_empty(first) and is_empty(second) and not same(second.state_dict(), before)
+
+
+def test_it_stands_alone():
+    code = (
+        "import sys, fp8rl.bits.low_bit_adam; sys.exit(bool({'fp8rl.train', "
+        "'fp8rl.config'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_example():
+    found = doctest.testmod(low_bit_adam)
+    assert found.attempted and not found.failed
+
+
+def test_stochastic_rounding_learns_where_rounding_to_the_nearest_cannot():
+    """Steps of a hundredth are less than half the distance between numbers with 3 bits of mantissa,
+    from 1/2 to 1."""
+    final = {}
+    for text in ("e4m3:stochastic", "e8m3"):
+        torch.manual_seed(0)
+        module, target = (
+            nn.Linear(8, 1),
+            torch.tensor([[0.8], [0.6], [0.9], [0.6], [0.8], [0.9], [0.6], [0.9]]),
+        )
+        nn.init.constant_(module.weight, 0.75)
+        optimizer = LowBitAdam(module.parameters(), lr=1e-2, weights=text, m="e4m3", root="e4m3")
+        optimizer.attach(module)
+        losses = []
+        for _ in range(300):
+            x = torch.randn(64, 8)
+            losses.append((module(x) - x @ target).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        final[text] = sum(losses[-100:]).item() / 100
+    assert final["e4m3:stochastic"] < losses[0] / 4
+    assert final["e8m3"] > losses[0] / 2 and (copy.deepcopy(module).weight == 0.75).all()
+
+
+def longest_step(gradients: torch.Tensor, eps: float, **formats) -> float:
+    """The longest step of any weight, in learning rates, on gradients [updates, P]."""
+    p = torch.zeros(gradients.shape[1], requires_grad=True)
+    optimizer, longest = LowBitAdam([p], lr=1.0, eps=eps, **formats), 0.0
+    for gradient in gradients:
+        before = p.detach().clone()
+        p.grad = gradient.clone()
+        optimizer.step()
+        longest = max(longest, (p.detach() - before).abs().max().item())
+    return longest
+
+
+def falls_silent(updates: int, position: int, loud: int, size: float = 64) -> torch.Tensor:
+    """Gradients of noise of 3e-6, but at one position 1 for so many updates, and 0 afterwards."""
+    gradients = 3e-6 * torch.randn(updates, size, generator=torch.Generator().manual_seed(0))
+    gradients[:, position] = 0
+    gradients[:loud, position] = 1
+    return gradients
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-5])
+def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent(eps):
+    gradients = falls_silent(2_000, 0, 200)
+    assert longest_step(gradients, 1e-8) == pytest.approx(1, abs=0.01)
+    assert longest_step(gradients, eps, m="e4m3", root="e4m3") < 1.25
+    control = longest_step(gradients, eps, m="e4m3:independent", root="e4m3:independent")
+    assert control > (2 if eps == 1e-5 else 100)
+
+
+WORDS = st.sampled_from(
+    [
+        "",
+        ":block",
+        ":unscaled",
+        ":stochastic",
+        ":unscaled:stochastic",
+        ":block:stochastic",
+        ":stored",
+    ]
+)
+BITS = st.sampled_from(["e4m3", "e5m2", "e3m2", "e2m1", "e8m0"])
+
+
+@given(
+    *(st.none() | st.builds(operator.add, BITS, WORDS) for _ in range(2)),
+    st.sampled_from(["v", "root"]),
+    st.integers(0, 39),
+    st.integers(1, 60),
+    st.floats(-6, 3),
+    st.sampled_from([0.0, 1e-8]),
+)
+@settings(max_examples=60)
+def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(
+    m, v, second, position, loud, size, eps
+):
+    """Float32's own are at most 1, or 3.2 where a gradient is much larger than those before it."""
+    gradients = 10.0**size * falls_silent(100, position, loud, size=40)
+    exact = longest_step(gradients, 1e-8 * 10.0**size)
+    assert longest_step(gradients, eps, m=m, **{second: v}) < 2 * max(exact, 1)
+
+
+@pytest.mark.parametrize("formats", [way for way in WAYS if "stored" not in str(way)])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_weight_decay_and_maximize_are_those_of_adamw(formats, maximize):
+    """The first step: without formats that of AdamW, but for the order of roundings; with one for
+    weights, that rounded."""
+    options = {"lr": 0.1, "weight_decay": 0.1, "maximize": maximize}
+    ours = torch.randn(64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    optimizer = LowBitAdam([ours], **options, **formats)
+    theirs = ours.detach().clone().requires_grad_()  # from the weights as they are kept
+    adamw = torch.optim.AdamW([theirs], **options)
+    for p in (ours, theirs):
+        p.grad = torch.linspace(-1, 1, 64)
+    optimizer.step()
+    adamw.step()
+    error = 1e-6
+    if weights := optimizer.places.get("weights"):
+        error = 2.0**-weights.format.mantissa * theirs.detach().abs().max()
+    assert (ours - theirs).abs().max() <= error
+
+
+def test_a_decay_below_a_step_of_the_format_is_not_lost_on_average():
+    """Each step takes 0.01% off the weights, and numbers of bfloat16 are 0.4% apart: rounded
+    stochastically they shrink all the same, rounded to the nearest they stay."""
+    means = {}
+    for formats in ("bf16:stochastic", "bf16"):
+        p = torch.full((4_096,), 1.25, requires_grad=True)
+        optimizer = LowBitAdam([p], lr=1e-3, weight_decay=0.1, weights=formats)
+        for _ in range(100):
+            p.grad = torch.zeros_like(p)
+            optimizer.step()
+        means[formats] = p.mean().item()
+    assert means["bf16:stochastic"] == pytest.approx(1.25 * (1 - 1e-4) ** 100, abs=5e-4)
+    assert means["bf16"] == 1.25
+
+
+def test_options_of_adam_that_it_does_not_have_are_refused_by_their_names():
+    p = torch.zeros(4, requires_grad=True)
+    for name in ("amsgrad", "fused", "capturable"):
+        refused(f"{name} is True: leave it out", LowBitAdam, [p], **{name: True})
+        LowBitAdam([p], **{name: False})
+    refused("weight_decay is -1: use 0 or more", LowBitAdam, [p], weight_decay=-1)
+    refused("formats has the place 'weigths'", LowBitAdam, [p], weigths="bf16")

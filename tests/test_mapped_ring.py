@@ -1,0 +1,439 @@
+import copy
+import fcntl
+import functools
+import itertools
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import SERVER, WIDE, after, coded, forked, noise, refused, same, small
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl.build import Machine, build
+from fp8rl.disk.mapped_ring import StoredRing, ring_bytes
+from fp8rl.observation_codec import CODECS
+from fp8rl.replay import ReplayBuffer
+from fp8rl.rollout import DUMMY, Rollout
+
+
+class PlainRing(StoredRing):
+    """The slow twin: reads by an index of rows."""
+
+    _take = ReplayBuffer._take
+
+
+@given(
+    rows=st.integers(2, 20),
+    num_envs=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 19), min_size=1, max_size=8),
+    length=st.integers(1, 19),
+    codec=st.sampled_from(CODECS),
+    seed=st.integers(0, 1000),
+)
+def test_a_stored_ring_samples_what_the_plain_one_does(
+    rows, num_envs, lengths, length, codec, seed
+):
+    plain, stored, clock = (
+        PlainRing(rows, num_envs, WIDE, codec),
+        StoredRing(rows, num_envs, WIDE, codec),
+        0,
+    )
+    for n in (min(n, rows - 1) for n in lengths):
+        for ring in (plain, stored):
+            ring.append(coded(clock, n, num_envs))
+        clock += n
+    length = min(length, plain.size)
+    assert same(plain.sample(50, length, seed), stored.sample(50, length, seed))
+    assert (plain.start, plain.count, plain.size) == (stored.start, stored.count, stored.size)
+    assert torch.equal(plain.clipped, stored.clipped)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_large_ring_samples_what_the_plain_one_does(codec):
+    rows, num_envs = 4000, 300
+    plain, stored = PlainRing(rows, num_envs, codec=codec), StoredRing(rows, num_envs, codec=codec)
+    for start in (0, 2500):  # around the end
+        rollout = some(start, 2500, num_envs)
+        plain.append(rollout)
+        stored.append(rollout)
+    one, other = (ring.sample(200, 40) for ring in (plain, stored))
+    assert plain.count > rows and same(one, other)
+
+
+def some(seed: int, length: int, num_envs: int) -> Rollout:
+    generator = torch.Generator().manual_seed(seed)
+    obs = torch.rand(length + 1, num_envs, 2, generator=generator)
+    return Rollout(
+        obs, (obs[1:, :, 0] > 0.5).long(), obs[1:, :, 0], (4 * obs[1:, :, 1]).byte(), -obs[1:, :, 1]
+    )
+
+
+# The largest error of a position and of a velocity below 1.
+HALF_STEPS = {
+    "fp32": (0, 0),
+    "fp16": (2**-12,) * 2,
+    "bf16": (2**-9,) * 2,
+    "int8": (4 / 254, 1.9 / 254),
+    "fp8": (2**-5,) * 2,
+}
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    codec=st.sampled_from(CODECS),
+    seed=st.integers(0, 1000),
+)
+def test_every_codec_gives_the_plain_ones_slices(lengths, codec, seed):
+    plain, ring, clock = ReplayBuffer(10, 2), StoredRing(10, 2, codec=codec), 0
+    for n in lengths:
+        plain.append(noise(clock, n, 2))
+        ring.append(noise(clock, n, 2))
+        clock += n
+    length = min(3, plain.size)
+    ours = ring.sample(20, length, seed)
+    theirs = plain.sample(20, length, seed)
+    assert same(ours._replace(obs=theirs.obs), theirs)
+    assert ((ours.obs - theirs.obs).abs() <= torch.tensor(HALF_STEPS[codec]) + 1e-7).all()
+
+
+WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}  # bytes of a feature
+
+
+def test_predicted_bytes_are_the_measured_ones(tmp_path):
+    for i, (codec, features) in enumerate(itertools.product(CODECS, (2, 64))):
+        by_hand = 25 * 16 * (features * WIDTHS[codec] + 10)
+        for folder in (None, tmp_path / str(i)):
+            ring = StoredRing(25, 16, ([-1.0] * features, [1.0] * features), codec, folder=folder)
+            assert ring_bytes(25, 16, features, codec) == ring.nbytes == by_hand
+            ring.append(noise(0, 24, 16, features))
+            assert ring.nbytes == by_hand
+    assert (
+        ring_bytes(1, 1) == 18
+        and ring_bytes(1, 1, codec="int8") == ring_bytes(1, 1, codec="fp8") == 12
+    )
+
+
+def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path):
+    memory, folder = StoredRing(10, 2, WIDE), StoredRing(10, 2, WIDE, folder=tmp_path / "ring")
+    memory.append(coded(0, 7, 2))
+    assert folder.state_dict() == {"folder": str(tmp_path / "ring")}
+    folder.load_state_dict(memory.state_dict())
+    folder.append(coded(7, 2, 2))  # it is the same run's
+    assert folder.sample(1, 9).obs[:, 0, 0].tolist() == list(range(10))
+
+
+def test_a_seam_is_a_dummy_row_between_two_sources():
+    ring = StoredRing(20, 2, WIDE)
+    ring.append(coded(0, 5, 2))
+    ring.new_episodes = True
+    ring.append(coded(100, 5, 2))
+    assert not ring.new_episodes
+    assert ring.size == 11
+    batch = ring.sample(1, 11)
+    assert batch.obs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104, 105]
+    assert batch.flags[5, 0] == DUMMY and batch.reward[5, 0] == 0
+
+
+def test_settings_that_cannot_be_are_refused():
+    for function in (StoredRing, ring_bytes):
+        refused("codec is 'fp4': choose from", function, 10, 2, codec="fp4")
+    room = r"replay needs 18,000,000,000,000 bytes and cpu has [\d,]+ free: lower capacity"
+    refused(room, StoredRing, 10**12, 1, error=MemoryError)
+
+
+def poisoned(name: str) -> Rollout:
+    rollout = coded(8, 4, 2)
+    getattr(rollout, name)[(2, 1, 1) if name == "obs" else (2, 1)] = torch.nan
+    return rollout
+
+
+def test_a_rollout_that_does_not_fit_is_refused_and_leaves_the_ring_as_it_was():
+    ring, good = StoredRing(10, 2, WIDE), coded(8, 4, 2)
+    ring.append(coded(0, 8, 2))
+    before = ring.sample(1, 8)
+    for rollout, message in (
+        (coded(8, 4, 1), r"obs has shape \[5, 1, 2\]: this ring takes \[5, 2, 2\]"),
+        (coded(8, 4, 3), r"obs has shape \[5, 3, 2\]: this ring takes \[5, 2, 2\]"),
+        (noise(8, 4, 2, 3), r"obs has shape \[5, 2, 3\]: this ring takes \[5, 2, 2\]"),
+        (
+            good._replace(obs=torch.zeros(4, 2, 2)),
+            r"obs has shape \[4, 2, 2\]: this ring takes \[5, 2, 2\]",
+        ),
+        (
+            good._replace(reward=torch.zeros(3, 2)),
+            r"reward has shape \[3, 2\]: this ring takes \[4, 2\]",
+        ),
+        (good._replace(action=torch.full((4, 2), 300)), "action is outside 0 to 255"),
+        (good._replace(action=torch.full((4, 2), -1)), "action is outside 0 to 255"),
+        *(
+            (poisoned(name), f"{name} is NaN: fix its source")
+            for name in ("obs", "reward", "behavior_logp")
+        ),
+    ):
+        refused(message, ring.append, rollout)
+        assert ring.size == 8 and same(ring.sample(1, 8), before)
+
+
+# In a folder
+
+
+def folder_of(tmp_path, **kind) -> tuple:
+    ring = StoredRing(10, 2, WIDE, folder=tmp_path / "ring", **kind)
+    ring.append(coded(0, 7, 2))
+    ring.append(coded(7, 7, 2))
+    return tmp_path / "ring", ring
+
+
+def test_a_folder_holds_what_ram_would(tmp_path):
+    for codec in CODECS:
+        folder = tmp_path / codec
+        rings = [StoredRing(10, 2, codec=codec, folder=place) for place in (None, folder)]
+        for start in (0, 7, 14):
+            for ring in rings:
+                ring.append(noise(start, 7, 2))
+        in_ram, mapped = (ring.sample(30, 4) for ring in rings)
+        assert same(in_ram, mapped)
+        rings[1].close()
+        again = StoredRing.open(folder)
+        assert same(in_ram, again.sample(30, 4)) and again.codec.name == codec
+
+
+def test_reopened_to_read_it_never_changes(tmp_path):
+    folder, ring = folder_of(tmp_path)
+    del ring
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    reader, other = StoredRing.open(folder), StoredRing.open(folder)
+    refused("the ring is closed or was opened for reading", reader.append, coded(14, 3, 2))
+    reader.fields["reward"].fill_(99)  # a private copy
+    assert other.sample(5, 3).reward.max() < 99
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("how", ["open", "same settings"])
+def test_reopened_to_go_on_it_puts_a_seam(tmp_path, how):
+    folder, ring = folder_of(tmp_path)
+    del ring
+    ring = (
+        StoredRing.open(folder, writable=True)
+        if how == "open"
+        else StoredRing(10, 2, WIDE, folder=folder)
+    )
+    ring.append(coded(500, 3, 2))
+    assert ring.sample(1, 9).obs[:, 0, 0].tolist() == [9, 10, 11, 12, 13, 14, 500, 501, 502, 503]
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    folder, ring = folder_of(tmp_path)
+    for writable in (True, False):
+        refused(
+            "memmap is .*, which another ring is using",
+            StoredRing.open,
+            folder,
+            writable,
+            error=OSError,
+        )
+    del ring
+    StoredRing.open(folder, writable=True)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def edit(folder, **changes):
+    about = json.loads((folder / "ring.json").read_text())
+    (folder / "ring.json").write_text(json.dumps(about | changes))
+
+
+DAMAGES = [
+    ("obs.bin has 159 bytes of 160", lambda folder: cut(folder / "obs.bin")),
+    ("reward.bin has 0 bytes of 80", lambda folder: (folder / "reward.bin").unlink()),
+    ("clock.bin is damaged", lambda folder: (folder / "clock.bin").write_bytes(b"\xff" * 16)),
+    (
+        "ring.json cannot be read",
+        lambda folder: cut(folder / "ring.json") or cut(folder / "ring.json"),
+    ),
+    ("not of format fp8rl-ring-3", lambda folder: (folder / "ring.json").write_text("{}")),
+    ("ring.json is damaged", lambda folder: edit(folder, rows="10")),
+    ("ring.json is damaged", lambda folder: edit(folder, num_envs=None)),
+    ("ring.json is damaged", lambda folder: edit(folder, high=[[1.0]])),
+    ("ring.json is damaged", lambda folder: edit(folder, extra=1)),
+    ("obs.bin has 160 bytes of 176", lambda folder: edit(folder, rows=11)),
+    ("holds no complete ring", lambda folder: (folder / "ring.json").unlink()),
+    ("holds no complete ring", lambda folder: shutil.rmtree(folder)),
+]
+
+
+def test_a_damaged_folder_says_what_is_wrong(tmp_path):
+    for i, (message, damage) in enumerate(DAMAGES):
+        folder, ring = folder_of(tmp_path / str(i))
+        ring.close()
+        damage(folder)
+        refused(
+            f"memmap is {folder},? .*{message}",
+            StoredRing.open,
+            folder,
+            error=(ValueError, OSError),
+        )
+
+
+def test_a_folder_of_a_task_with_more_actions_is_refused(tmp_path):
+    config, machine = small(steps=1_024, eval_episodes=1), Machine(memmap=tmp_path / "ring")
+    run = after(1, build(config, machine))
+    refused(
+        "memmap is .*, which has one writer and cannot be copied",
+        copy.deepcopy,
+        run,
+        error=TypeError,
+    )
+    run.ring.fields["action"][3, 5] = 2
+    run.close()
+    refused(
+        "ring holds action 2, and the task has 2: use another memmap folder", build, config, machine
+    )
+
+
+def test_a_folder_of_another_config_is_refused(tmp_path):
+    folder, ring = folder_of(tmp_path)
+    ring.close()
+    others = {"rows": 11, "num_envs": 3, "codec": "int8", "bounds": ((-9.0, -9.0), (9.0, 9.0))}
+    for name, value in others.items():
+        message = (
+            f"memmap is .*, whose ring has {name.replace('bounds', 'low')} .* and not .*: "
+            "choose another folder"
+        )
+        refused(
+            message,
+            StoredRing,
+            **{"rows": 10, "num_envs": 2, "bounds": WIDE, "folder": folder} | {name: value},
+        )
+    assert StoredRing.open(folder).size == 9
+
+
+def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("kept")
+    large, refused_folder = tmp_path / "large", functools.partial(refused, error=OSError)
+    refused_folder(".*(Not a directory|File exists)", StoredRing, 10, 2, folder=tmp_path / "file")
+    refused_folder(".*holds files but no complete ring", StoredRing, 10, 2, folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (
+        tmp_path / "file"
+    ).read_text() == "kept"
+    refused_folder(
+        r".*needs [\d,]+ bytes, the disk has [\d,]+ free: lower capacity",
+        StoredRing,
+        10**15,
+        2,
+        folder=large,
+    )
+    assert not large.exists()
+    for part, name, error in (
+        (os, "posix_fallocate", OSError(28, "No space left on device")),
+        (fcntl, "flock", PermissionError(13, "Permission denied")),
+    ):
+
+        def fails(*arguments, error=error):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(part, name, fails)
+            message = (
+                rf"memmap is .* and cannot be used \({error.strerror}\): choose another folder"
+            )
+            refused_folder(message, StoredRing, 10, 2, folder=tmp_path / "ring")
+    StoredRing(10, 2, folder=tmp_path / "ring")  # which left nothing in the way
+
+
+def write_forever(folder, ready) -> None:
+    ring, t = StoredRing(50, 4, ((-1e9,), (1e9,)), folder=folder), 0
+    ready.set()
+    while True:
+        n = 1 + t % 40
+        time = torch.arange(t, t + n + 1.0).view(-1, 1).expand(-1, 4)
+        zero = torch.zeros(n, 4)
+        ring.append(
+            Rollout(
+                time.unsqueeze(-1).contiguous(), zero.long(), time[:-1], zero.byte(), -time[:-1]
+            )
+        )
+        t += n
+
+
+def test_a_killed_writer_leaves_whole_rows(tmp_path):
+    for i, delay in enumerate(np.random.default_rng(0).uniform(0, 0.05, 8)):
+        folder, ready = tmp_path / str(i), SERVER.Event()
+        process = forked(write_forever, folder, ready)
+        assert ready.wait(60)
+        process.join(delay)
+        assert process.is_alive()
+        process.kill()
+        process.join()
+        ring = StoredRing.open(folder)
+        if ring.size:
+            batch = ring.sample(1, ring.size)
+            time = batch.obs[:, 0, 0]
+            assert (time[1:] == time[:-1] + 1).all() and time[-1] == ring.count
+            assert torch.equal(batch.reward[:, 0], time[:-1]) and torch.equal(
+                batch.behavior_logp[:, 0], -time[:-1]
+            )
+
+
+def test_an_append_cut_short_gives_up_only_what_it_was_overwriting(tmp_path, monkeypatch):
+    """The slow twin of the kill: stop after each single store."""
+    stores = 0
+    for stop in itertools.count():
+        folder = tmp_path / str(stop)
+        ring = StoredRing(10, 2, WIDE, folder=folder)
+        ring.append(coded(0, 7, 2))
+        done = 0
+
+        def counted(tensor, key, value, store=torch.Tensor.__setitem__, stop=stop):
+            nonlocal done
+            if done == stop:
+                raise KeyboardInterrupt
+            done += 1
+            store(tensor, key, value)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "__setitem__", counted)
+            try:
+                ring.append(coded(7, 6, 2))
+                stores = done
+            except KeyboardInterrupt:
+                pass
+        del ring
+        ring = StoredRing.open(folder)
+        whole = stop >= (stores or stop + 1)
+        assert ring.count == (13 if whole else 7) and ring.size == (
+            9 if whole else 7 if stop == 0 else 3
+        )
+        obs = ring.sample(1, ring.size).obs[:, 0, 0]
+        assert obs.tolist() == list(range(ring.start, ring.count + 1))
+        if stores:
+            break
+    assert stores > 6
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_device_s_ring_holds_what_ram_would():
+    start, env = torch.tensor([12, 15, 20]), torch.tensor([0, 2, 1])
+    for codec in CODECS:
+        rings = [StoredRing(20, 3, codec=codec, device=device) for device in ("cpu", "cuda")]
+        for ring in rings:
+            for clock in (0, 12):
+                ring.append(
+                    noise(clock, 12, 3).to(ring.device if clock else "cpu")
+                )  # from either side
+        in_ram, on_device = (
+            ring._read(start.to(ring.device), env.to(ring.device), 4).to("cpu") for ring in rings
+        )
+        assert (
+            rings[1].device.type == "cuda"
+            and rings[1].nbytes == rings[0].nbytes
+            and same(in_ram, on_device)
+        )
+        assert rings[1].sample(8, 4).obs.device.type == "cuda"

@@ -1,0 +1,200 @@
+"""Normalized observations: the running statistics against NumPy's, the network against its twin,
+and what they are for."""
+
+import contextlib
+import dataclasses
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.envs.classic_control import CartPoleEnv
+from helpers import Changed, after, resumed, small, trained
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8rl.bits.places import EIGHT_BIT
+from fp8rl.build import NETWORKS, build, normalizes
+from fp8rl.disk import checkpoint
+from fp8rl.evaluate import evaluate
+from fp8rl.losses import only_here
+from fp8rl.train import iterate
+
+SIZES = np.array([1e3, 1.0, 1e-3, 1e-3])
+NAMES = ("seen", "mean", "variance")
+
+
+def uneven(**kwargs) -> gymnasium.Env:
+    """CartPole with its position in millimetres, from 500, and its angles in kiloradians."""
+    space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    seen = lambda obs: (obs * SIZES + np.array([500.0, 0, 0, 0])).astype(np.float32)  # noqa: E731
+    return gymnasium.wrappers.TransformObservation(CartPoleEnv(**kwargs), seen, space)
+
+
+gymnasium.register("fp8rl-tests/Uneven-v0", uneven, max_episode_steps=500)
+SHORT = small(
+    env_id="fp8rl-tests/Uneven-v0", steps=2_560, eval_every=0, eval_episodes=4, normalize_obs=True
+)
+
+
+def statistics(model) -> list[torch.Tensor]:
+    return [getattr(model, name) for name in NAMES]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    size=st.floats(1e-3, 1e6),
+    offset=st.floats(-1e6, 1e6),
+    seed=st.integers(0, 99),
+)
+def test_the_running_statistics_are_those_of_all_rows_at_once(lengths, size, offset, seed):
+    rows = (
+        torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(seed)) * size + offset
+    )
+    model = NETWORKS["mlp", True](3, 2)
+    for part in rows.split(lengths):
+        model.watch(part, only_here)
+        model.settle()
+    assert model.seen.item() == len(rows)
+    error = 1e-6 * (abs(offset) + size)  # float32's, of the mean
+    np.testing.assert_allclose(model.mean, rows.double().mean(0), atol=error)
+    np.testing.assert_allclose(
+        model.variance,
+        rows.double().var(0, correction=0),
+        rtol=1e-4,
+        atol=10 * error * size + error**2,
+    )
+
+
+def test_two_processes_have_the_statistics_of_both():
+    rows, found = torch.randn(2, 30, 3) + 5, []
+    for own, other in (rows, rows.flip(0)):
+        sums, model = [], NETWORKS["mlp", True](3, 2)
+        NETWORKS["mlp", True](3, 2).watch(
+            other, lambda tensors, sums=sums: sums.extend(tensors) or tensors
+        )
+        model.watch(
+            own, lambda tensors, sums=sums: [x + y for x, y in zip(tensors, sums, strict=True)]
+        )
+        model.settle()
+        found.append(model)
+    whole = NETWORKS["mlp", True](3, 2)
+    whole.watch(rows, only_here)
+    whole.settle()
+    assert all(map(torch.equal, statistics(found[0]), statistics(found[1])))
+    for ours, theirs in zip(statistics(whole), statistics(found[0]), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("encoder", ["mlp", "gru"])
+def test_it_is_the_plain_network_on_normalized_observations(encoder):
+    torch.manual_seed(0)
+    plain, model = NETWORKS[encoder, False](4, 2), NETWORKS[encoder, True](4, 2)
+    model.load_state_dict(plain.state_dict(), strict=False)
+    obs = torch.randn(5, 3, 4) * torch.from_numpy(SIZES).float() + 7
+    model.watch(obs, only_here)
+    model.settle()
+    scaled = ((obs.double() - model.mean) / model.variance.double().sqrt()).float()
+    for ours, theirs in zip(model(obs), plain(scaled), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for name in ("policy", "step"):
+        for ours, theirs in zip(
+            getattr(model, name)(obs[0]), getattr(plain, name)(scaled[0]), strict=True
+        ):
+            assert ours is theirs is None or torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_feature_that_has_not_varied_is_0_and_a_far_one_is_clipped():
+    model = NETWORKS["mlp", True](3, 2)
+    rows = torch.tensor([[1e6, 0.0, 0.0], [1e6, 1.0, 0.0]])
+    model.watch(rows, only_here)
+    model.settle()
+    torch.testing.assert_close(
+        model.normalize(rows), torch.tensor([[0.0, -1.0, 0.0], [0.0, 1.0, 0.0]])
+    )
+    assert model.normalize(torch.tensor([[2e6, 1e9, 0.1]])).tolist() == [[0.0, 10.0, 0.0]]
+
+
+def test_a_single_environment_begins_with_zeros():
+    """One start has no variance; whatever follows must not be taken for a far one."""
+    run = build(small(**vars(SHORT) | {"num_envs": 1}))
+    rollout = run.collect()
+    assert not run.model.normalize(rollout.obs).any()
+    run.learner.watch(rollout)
+    run.model.settle()
+    assert 0.3 < run.model.normalize(rollout.obs).square().mean() < 3
+
+
+def test_it_learns_where_the_plain_network_cannot():
+    """The plain one earns what it earned at first; 100 is far above that."""
+    longer = {**vars(SHORT), "steps": 25_600, "eval_episodes": 20, "learning_rate": 2e-3}
+    found = {
+        on: trained(build(small(**longer | {"normalize_obs": on}))).history for on in (False, True)
+    }
+    assert found[False].final_return < 50 and found[True].final_return > 100
+
+
+def test_each_rollout_counts_once_and_before_the_next():
+    """So new data are on-policy: without replay every importance ratio is 1."""
+    run = build(small(**vars(SHORT) | {"replay_updates": 0}))
+    for k, _ in enumerate(iterate(run)):
+        assert run.model.seen.item() == 16 + 512 * k  # the starts, then a rollout at a time
+    np.testing.assert_allclose(run.history.column("ess"), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("encoder", ["mlp", "gru"])
+def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path, encoder):
+    config = small(encoder=encoder, steps=3_072, eval_every=0, eval_episodes=4, normalize_obs=True)
+    checkpoint.save(tmp_path / "checkpoint.pt", after(3, build(config)))
+    ends = [
+        trained(run).model.state_dict()
+        for run in (build(config), resumed(tmp_path / "checkpoint.pt"))
+    ]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_it_normalizes_where_only_gymnasium_has_the_task():
+    for env_id, expected in (
+        (None, False),
+        ("CartPole-v1", False),
+        ("fp8rl-tests/Uneven-v0", True),
+    ):
+        assert normalizes(small(env_id=env_id)) == expected
+        assert normalizes(small(env_id=env_id, normalize_obs=True)) > normalizes(
+            small(env_id=env_id, normalize_obs=False)
+        )
+
+
+def test_an_observation_that_is_not_finite_does_not_reach_the_statistics():
+    run = build(SHORT)
+    run.collector.inner = Changed(
+        run.collector.inner, lambda rollout: rollout._replace(obs=rollout.obs * torch.nan)
+    )
+    with pytest.raises(ValueError, match="obs from the environment is not finite"):
+        trained(run)
+    run.model.settle()
+    assert all(x.isfinite().all() for x in statistics(run.model))
+
+
+@pytest.mark.parametrize("formats", ["", EIGHT_BIT["formats"]], ids=["float32", "eight-bit"])
+def test_a_checkpoint_has_the_statistics(formats, tmp_path):
+    run = trained(build(dataclasses.replace(SHORT, formats=formats)))
+    checkpoint.save(tmp_path / "checkpoint.pt", run)
+    model, config = checkpoint.load(tmp_path / "checkpoint.pt")
+    assert config == run.config and all(map(torch.equal, statistics(model), statistics(run.model)))
+    again = build(config, state=checkpoint.resume(tmp_path / "checkpoint.pt")[1])
+    assert all(map(torch.equal, statistics(again.model), statistics(run.model)))
+    returns = []
+    for network in (model, run.model):
+        with contextlib.closing(run.judge.make_env(config, 4, 0.05, "cpu", 0)) as env:
+            returns.append(evaluate(network, env).tolist())
+    assert returns[0] == returns[1]
+
+
+def test_an_acting_copy_has_the_learners_statistics():
+    run = build(small(**vars(SHORT) | {"collect_precision": "bf16", "eval_every": 512}))
+    for _ in iterate(run):
+        actor = run.collector.model
+        assert actor is not run.model and all(
+            map(torch.equal, statistics(actor), statistics(run.model))
+        )

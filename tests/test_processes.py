@@ -1,0 +1,557 @@
+import atexit
+import contextlib
+import csv
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from unittest import mock
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from helpers import (
+    SIZED,
+    after,
+    forked,
+    numbers,
+    refused,
+    resumed,
+    run_cli,
+    small,
+    trained,
+    weights,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributed
+
+from fp8rl import processes
+from fp8rl.build import NETWORKS, build
+from fp8rl.config import Config
+from fp8rl.disk import checkpoint
+from fp8rl.disk.run_folder import FILES, MARK, Folder
+from fp8rl.env import Cart
+from fp8rl.losses import actor_critic_loss, only_here
+from fp8rl.model import ActorCritic
+from fp8rl.precision import Precision
+from fp8rl.rollout import DUMMY, Rollout
+from fp8rl.train import Learner, OneProcess, Run, iterate
+
+QUICK = {"steps": 4 * 512, "eval_every": 0, "eval_episodes": 1, "seed": 1}
+RUNS = {
+    "replay": small(steps=20_480, eval_every=0, eval_episodes=50),
+    "on-policy": small(**QUICK, replay_updates=0),
+    "gru": small(**QUICK, encoder="gru", hide_velocity=True),
+    "few slices": small(**QUICK, batch_size=64, fresh_updates=0),
+    "fp8": small(**QUICK, precision="fp8"),
+    "fp16": small(**QUICK, precision="fp16"),
+    "reused": small(**QUICK | {"steps": 4 * 65_536}, num_envs=2048, capacity=2048 * 33),
+    "gym": small(**QUICK, env_id="CartPole-v1"),
+}
+STOPPED, MORE = 2, small(**QUICK, codec="int8", encoder="gru")
+# Updates on given rollouts. Sums in another order move the weights by 1e-7; where a ReLU stands
+# within that of its kink, by somewhat more. Advantages normalized by each rank's own mean and
+# deviation, the mistake that is easily made, move them by 1e-3.
+TOLERANCE = 1e-4
+GIVEN = {
+    "plain": small(normalize_advantage=False),
+    "normalized": small(),
+    "gru": small(encoder="gru"),
+}
+
+
+def columns_of(rollout: Rollout, keep) -> Rollout:
+    return Rollout(*(None if x is None else x[:, keep] for x in rollout))
+
+
+def learned(
+    name: str, rollouts: list[Rollout], all_reduce=only_here
+) -> tuple[torch.Tensor, list[float]]:
+    """The weights, and the first losses, after updates on given rollouts."""
+    torch.manual_seed(0)
+    model = NETWORKS[GIVEN[name].encoder, False]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    learner = Learner(
+        GIVEN[name].settled(Cart), model, Precision("fp32"), optimizer, all_reduce=all_reduce
+    )
+    losses = [float(learner.update(rollout)["loss"]) for rollout in rollouts]
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), losses
+
+
+def own_normalization(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Sums over ranks but for the advantages, which each rank normalizes by itself: count and sum,
+    sum of squares, gradients."""
+    size = processes.rank_and_size()[1]
+    if len(tensors) == 2:
+        return [*processes.all_reduce(tensors[:1]), size * tensors[1]]
+    return [size * tensors[0]] if len(tensors) == 1 else processes.all_reduce(tensors)
+
+
+def state_of(run: Run) -> dict:
+    """The state of this rank's part of a run, and the weights."""
+    group, run.group = run.group, OneProcess()
+    state = {**run.state_dict(), "model": weights(run)}
+    run.group = group
+    return state
+
+
+def drawn(run: Run) -> tuple[int, int, int]:
+    """What the next random numbers are a function of."""
+    return run.collector.seed, run.collector.rollouts, run.env.draws
+
+
+@contextlib.contextmanager
+def machine_with_a_gpu():
+    """What torch's sources ask before processes join. By itself torch would join them for the GPU's
+    tensors alone."""
+    with (
+        mock.patch.object(torch._C, "_get_accelerator", lambda: torch.device("cuda")),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.dict(
+            distributed.Backend.default_device_backend_map, cuda="gloo"
+        ),  # since nccl may not be built in
+    ):
+        yield
+
+
+def work(rank: int, size: int, port: int, folder) -> None:
+    """What one of two ranks does for all tests here: starting them takes longest."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with machine_with_a_gpu():
+        processes.start()
+    group = weakref.ref(distributed.group.WORLD)
+    found = {}
+    for name, config in RUNS.items():
+        run = trained(build(config))
+        found[name] = weights(run), numbers(run)
+    whole = torch.load(folder / "rollouts.pt", weights_only=False)
+    each = whole[0].action.shape[1] // size
+    parts = [columns_of(rollout, slice(rank * each, (rank + 1) * each)) for rollout in whole]
+    for name in GIVEN:
+        found["given", name] = learned(name, parts, processes.all_reduce)
+    found["control"] = learned("normalized", parts, own_normalization)
+    run = after(STOPPED, build(MORE))
+    found["parts"] = {**state_of(run), "slices": run.sample().action.shape[1]}
+    checkpoint.save(folder / "by-two.pt", run)
+    found["whole"] = weights(trained(run)), numbers(run)
+    for name in ("by-two", "by-one"):
+        run = resumed(folder / f"{name}.pt")
+        found[name, "state"], found[name, "numbers"] = state_of(run), drawn(run)
+        found[name] = weights(trained(run)), numbers(run)
+    found["gathered"] = processes.gather(torch.tensor([[rank, 2]], dtype=torch.bfloat16))
+    found["sums"] = processes.all_reduce([torch.tensor(rank + 1), torch.full((2, 2), rank)])
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run_cli(
+            "train", "--steps", 1024, *SIZED, "--eval-episodes", 2, "--out", folder / "command"
+        )  # joined already; it leaves
+    found["said"], found["left"] = said.getvalue(), group() is None
+    torch.save(found, folder / f"rank-{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def rollouts():
+    """What twenty-odd rollouts of a run that learns were."""
+    run, found = Run(small()), []
+    for _ in range(25):
+        found.append(run.collect())
+        run.learner.update(found[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, rollouts):
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.save(rollouts, folder / "rollouts.pt")
+    checkpoint.save(folder / "by-one.pt", after(STOPPED, build(MORE)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    """What each of two ranks found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [forked(work, rank, 2, port, folder) for rank in range(2)]
+    for process in processes:
+        process.join(180)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_train_one_agent(name, two):
+    (first, columns), (second, others) = (found[name] for found in two)
+    config = RUNS[name]
+    assert torch.equal(first, second) and first.isfinite().all()
+    assert not torch.equal(first, weights(build(config)))
+    own = {"ess", "min_logp", "eval_return"}  # of a rank's part
+    for column in columns.keys() - own:
+        np.testing.assert_array_equal(columns[column], others[column], column)
+    assert columns["steps"].tolist() == [
+        config.steps_per_iteration * (i + 1) for i in range(config.iterations)
+    ]
+    assert np.isfinite(columns["loss"]).all() and columns["nonfinite"].sum() == 0
+    assert (
+        np.isfinite(columns["eval_return"][-1]) and np.isnan(others["eval_return"]).all()
+    )  # rank 0 evaluates
+
+
+def test_two_ranks_learn(two):
+    assert two[0]["replay"][1]["eval_return"][-1] >= 195
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_two_ranks_learn_from_given_rollouts_what_one_process_does(name, two, rollouts):
+    (first, losses), (second, others) = (found["given", name] for found in two)
+    expected, whole = learned(name, rollouts)
+    assert torch.equal(first, second)
+    assert float((first - expected).abs().max()) < TOLERANCE
+    np.testing.assert_allclose(np.add(losses, others), whole, rtol=1e-3, atol=1e-5)
+
+
+def test_normalizing_by_each_rank_s_own_deviation_would_be_noticed(two, rollouts):
+    expected, _ = learned("normalized", rollouts)
+    assert float((two[0]["control"][0] - expected).abs().max()) > 5 * TOLERANCE
+
+
+def test_sums_and_parts_of_every_dtype_are_joined(two):
+    for found in two:
+        assert found["gathered"].tolist() == [[0, 2], [1, 2]]
+        assert [x.tolist() for x in found["sums"]] == [3, [[1, 1], [1, 1]]]
+
+
+def test_the_command_writes_one_run(two, folder):
+    assert ["final greedy return" in found["said"] for found in two] == [True, False]
+    out = folder / "command"
+    assert sorted(path.name for path in out.iterdir()) == sorted({MARK, *FILES["train"]})
+    with (out / "metrics.csv").open() as file:
+        assert [row["steps"] for row in csv.DictReader(file)] == ["512", "1024"]
+    assert json.loads((out / "config.json").read_text())["steps"] == 1024
+
+
+def shapes(content):
+    """A checkpoint's structure: of a tensor its shape and type, of any other value its type."""
+    if isinstance(content, torch.Tensor):
+        return tuple(content.shape), content.dtype
+    if isinstance(content, dict):
+        return {name: shapes(value) for name, value in content.items()}
+    return (
+        [shapes(value) for value in content] if isinstance(content, list | tuple) else type(content)
+    )
+
+
+def test_ranks_and_seeds_draw_numbers_of_their_own(monkeypatch):
+    found = []
+    for seed in (0, 1):
+        for rank in range(3):
+            monkeypatch.setattr(processes, "rank_and_size", lambda rank=rank: (rank, 3))
+            run = build(small(num_envs=15, batch_size=96, seed=seed))
+            found += [run.collector.seed, *run.env.state.flatten().tolist()]
+            assert run.collector.seed == seed or rank
+    assert len(set(found)) == len(found)
+
+
+def assert_whole(whole: dict, parts: list[dict]) -> None:
+    """The states of ranks are parts of that of the whole run."""
+    for name, dim in (("env", 0), ("returns", 0), ("rewards", 0), ("ring", 0)):
+        for key, x in whole.get(name, {}).items():
+            values = [part[name][key] for part in parts]
+            joined = (
+                sum(values)
+                if key == "clipped"
+                else values[0]
+                if key in ("clock", "square")
+                else torch.cat(values, dim)
+            )
+            assert torch.equal(x, joined), (name, key)
+    if whole["state"] is not None:
+        assert torch.equal(whole["state"], torch.cat([part["state"] for part in parts]))
+
+
+def test_a_checkpoint_of_two_ranks_holds_the_whole(two, folder):
+    by_one, by_two = (
+        torch.load(folder / f"by-{name}.pt", weights_only=True) for name in ("one", "two")
+    )
+    parts = [found["parts"] for found in two]
+    assert by_one["config"] == by_two["config"] and shapes(by_one["run"]) == shapes(by_two["run"])
+    assert int(by_two["run"]["ring"]["clock"][1]) == STOPPED * 32
+    assert [part["slices"] for part in parts] == [8, 8]  # of 16 in a batch
+    assert_whole(by_two["run"], parts)
+    assert not torch.equal(
+        parts[0]["env"]["state"], parts[1]["env"]["state"]
+    )  # they draw numbers of their own
+
+
+def test_a_checkpoint_continues_with_as_many_ranks_bit_for_bit(two):
+    for found in two:
+        (expected, columns), (result, others) = found["whole"], found["by-two"]
+        assert torch.equal(result, expected)
+        for name, values in columns.items():  # the rows before are those that rank 0 saw
+            np.testing.assert_array_equal(others[name][STOPPED:], values[STOPPED:], name)
+
+
+def test_a_checkpoint_continues_with_another_number_of_ranks(two, folder):
+    saved = {
+        name: torch.load(folder / f"{name}.pt", weights_only=True)["run"]
+        for name in ("by-one", "by-two")
+    }
+    alone_again = resumed(folder / "by-two.pt")
+    assert_whole(saved["by-one"], [found["by-one", "state"] for found in two])
+    assert_whole(saved["by-two"], [alone_again.state_dict()])
+    assert drawn(alone_again) == (MORE.seed, STOPPED, STOPPED + 1)
+    (seed, *those), (other, *others) = (found["by-one", "numbers"] for found in two)
+    assert seed == MORE.seed != other and those == others == [
+        STOPPED,
+        STOPPED + 1,
+    ]  # as if they had always been two
+    trained(alone_again)
+    for result, columns in (
+        *(found["by-one"] for found in two),
+        (weights(alone_again), numbers(alone_again)),
+    ):
+        assert result.isfinite().all() and columns["steps"].tolist() == [512, 1024, 1536, 2048]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_parts_of_a_state_make_up_the_whole(size):
+    config = small(
+        num_envs=12,
+        rollout_length=16,
+        slice_length=16,
+        steps=4 * 192,
+        eval_every=0,
+        eval_episodes=1,
+    )
+    whole, parts, group = after(2, build(config)).state_dict(), [], processes.Ranks()
+    group.size = size
+    for group.rank in range(size):
+        parts.append(group.part(whole))
+    assert_whole(whole, parts)
+    assert all(
+        part["model"] is whole["model"] and part["history"] is whole["history"] for part in parts
+    )
+
+
+def rollout_of(length: int, num_envs: int, seed: int) -> Rollout:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (length, num_envs)
+    flags = torch.tensor([0, 0, 1, 2, DUMMY]).to(torch.uint8)[
+        torch.randint(5, shape, generator=generator)
+    ]
+    obs = torch.rand(length + 1, num_envs, 2, generator=generator)
+    action = torch.randint(2, shape, generator=generator)
+    return Rollout(
+        obs,
+        action,
+        torch.rand(shape, generator=generator),
+        flags,
+        -torch.rand(shape, generator=generator),
+    )
+
+
+@given(
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    length=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+)
+def test_losses_and_gradients_of_parts_add_up_to_the_whole_s(sizes, length, seed):
+    whole = rollout_of(length, sum(sizes), seed)
+    parts = [
+        Rollout(*columns) for columns in zip(*(x.split(sizes, 1) for x in whole[:5]), strict=True)
+    ]
+    torch.manual_seed(seed)
+    model = ActorCritic()
+    normalized = bool(
+        whole.valid.sum() >= 16
+    )  # the deviation of a few nearly equal advantages is rounding itself
+    loss, gradient, stats = loss_of(model, whole, normalized)
+    # Sums over ranks happen in step: one at a time is answered with what the others give, found by
+    # running all parts again and again.
+    sums = []
+    while True:
+        asked = [[] for _ in parts]
+        results = [
+            loss_of(model, part, normalized, answering(sums, asks))
+            for part, asks in zip(parts, asked, strict=True)
+        ]
+        if len(sums) == len(asked[0]):
+            break
+        sums.append(
+            [sum(tensors) for tensors in zip(*(asks[len(sums)] for asks in asked), strict=True)]
+        )
+    assert len(sums) == (
+        2 if normalized else 1
+    )  # the mean of the advantages comes before their deviation from it
+    torch.testing.assert_close(sum(result[0] for result in results), loss, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sum(result[1] for result in results), gradient, rtol=1e-4, atol=1e-5)
+    for name in ("policy_loss", "value_loss", "entropy"):
+        torch.testing.assert_close(
+            sum(result[2][name] for result in results), stats[name], rtol=1e-4, atol=1e-5
+        )
+
+
+def answering(sums: list, asks: list):
+    """An `all_reduce` that notes what it is asked, and answers with the sums known so far."""
+
+    def all_reduce(tensors):
+        asks.append([x.detach() for x in tensors])
+        return sums[len(asks) - 1] if len(asks) <= len(sums) else tensors
+
+    return all_reduce
+
+
+def loss_of(model, batch: Rollout, normalized: bool = True, all_reduce=only_here):
+    logits, values = model(batch.obs)
+    config = Config(gamma=0.99, entropy_coef=0.01, normalize_advantage=normalized)
+    loss, stats = actor_critic_loss(logits, values, batch, config, all_reduce)
+    gradient = torch.autograd.grad(loss, list(model.parameters()))
+    return loss.detach(), torch.cat([x.flatten() for x in gradient]), stats
+
+
+def test_what_ranks_cannot_share_is_refused_before_a_run_is_replaced(tmp_path, monkeypatch, capsys):
+    with Folder.create(tmp_path, "train", {}) as folder:
+        folder.write("config.json", "precious")
+    monkeypatch.setattr(processes, "rank_and_size", lambda: (0, 2))
+    with pytest.raises(SystemExit):
+        run_cli("train", "--num-envs=15", "--out", tmp_path, "--overwrite")
+    assert (
+        capsys.readouterr().err
+        == "fp8rl: num_envs is 15 and 2 processes share the run: use a multiple of 2\n"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {MARK, "config.json"}
+    assert (tmp_path / "config.json").read_text() == "precious"
+
+
+def test_no_thread_of_the_group_is_left_to_abort_the_process(two):
+    """It is gone when the command leaves it. Whatever still refers to it would keep gloo's threads
+    while Python ends."""
+    assert all(found["left"] for found in two)
+
+
+def joined(devices: dict[str, str], gpus: int, monkeypatch) -> list:
+    """What the second of two processes of a machine would do to join the others."""
+    did = []
+    for name, value in {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", did.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(atexit, "register", did.append)
+    monkeypatch.setattr(distributed, "init_process_group", did.append)
+    processes.start(devices)
+    return did
+
+
+def test_processes_join_over_what_their_tensors_need(monkeypatch):
+    for devices, gpus, did in (
+        ({"device": "cpu"}, 0, [processes.stop, "gloo"]),
+        (
+            {"device": "cpu"},
+            1,
+            [processes.stop, "gloo"],
+        ),  # more processes than GPUs, which none of them uses
+        ({"device": "cuda"}, 2, [1, processes.stop, "cpu:gloo,cuda:nccl"]),
+        (
+            {"device": "cpu", "evaluate_device": "cuda"},
+            2,
+            [1, processes.stop, "cpu:gloo,cuda:nccl"],
+        ),
+    ):
+        assert joined(devices, gpus, monkeypatch) == did
+
+
+def test_processes_without_a_gpu_each_are_refused(monkeypatch):
+    for device, gpus, message in (
+        (
+            "cuda",
+            1,
+            r"device is 'cuda' and 2 processes share 1 GPU: start at most 1 \(--nproc-per-node\) or use the CPU$",
+        ),
+        (
+            "cuda:1",
+            2,
+            "device is 'cuda:1' and 2 processes share 2 GPUs: use 'cuda', "
+            "which gives each process its own GPU$",
+        ),
+    ):
+        refused(message, joined, {"device": device}, gpus, monkeypatch)
+
+
+@contextlib.contextmanager
+def two_processes(out, until, *options):
+    """The command in two processes, once a condition holds."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fp8rl",
+        "train",
+    ]
+    command += ["--steps", str(2000 * 512), *SIZED]
+    command += ["--eval-every", "0", "--eval-episodes", "1", "--out", str(out), *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        began = time.monotonic()
+        while not until():
+            assert process.poll() is None and time.monotonic() < began + 60
+            time.sleep(0.1)
+        yield process
+
+
+def ranks_of(process):
+    """The processes that torchrun has started, by rank."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
+
+
+def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues(tmp_path):
+    out = tmp_path / "a"
+    with two_processes(out, (out / "checkpoint.pt").exists, "--checkpoint-every", "1") as process:
+        ranks = ranks_of(process)
+        ranks[1].send_signal(signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+    assert (
+        "fp8rl: rank 0 of 2 lost the others (" in errors
+        and "): resume from the last checkpoint" in errors
+    )
+    assert not any(
+        child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in ranks.values()
+    )
+    names = [MARK, "checkpoint.pt", "config.json", "metrics.csv"]
+    assert sorted(path.name for path in out.iterdir() if path.suffix != ".tmp") == names
+    run = resumed(out / "checkpoint.pt")
+    done = len(run.history)
+    assert run.env.num_envs == 16 and 0 < done < run.config.iterations
+    run = next(iterate(run))
+    assert run.history.last["iteration"] == done and np.isfinite(run.history.last["loss"])
+
+
+def test_a_signal_to_one_rank_ends_all_and_leaves_one_checkpoint(tmp_path):
+    out = tmp_path / "a"
+    metrics = out / "metrics.csv"
+    with two_processes(
+        out, lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 10
+    ) as process:
+        ranks_of(process)[
+            1
+        ].terminate()  # not torchrun, whose own handling of signals is not under test
+        _, errors = process.communicate(timeout=60)
+    assert f"continue with train --resume {out}" in errors
+    run = resumed(out / "checkpoint.pt")
+    assert 0 < len(run.history) < 2000 and run.env.num_envs == 16

@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fp8rl import build as composition
+from fp8rl.build import Machine
+from fp8rl.study import throughput
+
+
+def test_what_is_left_open_is_taken_as_it_is_fastest(monkeypatch):
+    speeds, asked = {"fp32": 1, "bf16": 2}, []
+
+    def measured(config, build, *_):
+        asked.append(config.precision)
+        return {"train_steps_per_second": speeds[config.precision]}
+
+    monkeypatch.setattr(throughput, "bench_loop", measured)
+    monkeypatch.setattr(throughput, "available_precisions", lambda device: ["fp32", "bf16", "fp16"])
+    monkeypatch.setattr(throughput, "is_emulated", lambda name, device: name == "fp16")
+    assert throughput.Loop(16, 4).fastest(Machine()).precision == "bf16" and asked == [
+        "fp32",
+        "bf16",
+    ]
+    assert throughput.Loop(16, 4, "fp32").fastest(Machine()).precision == "fp32" and len(asked) == 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_loop_is_measured_against_its_matmuls(precision):
+    result = throughput.bench_loop(
+        throughput.Loop(16, 4, precision).config(), Machine(), seconds=0.05, rounds=2
+    )
+    assert (result["num_envs"], result["rollout_length"], result["precision"]) == (16, 4, precision)
+    assert result["train_steps_per_second"] > 0 and 0 < result["floor_share"] < 1
+    assert 0 < result["collect_share"] < 1 and 0 < result["update_share"] < 1
+    assert result["collect_share"] + result["update_share"] <= 1
+
+
+def test_the_floor_multiplies_what_the_loop_must(monkeypatch):
+    for reused, agents, size, layers in (
+        (True, None, 16, 2),
+        (False, 3, 16, 1),
+        (False, None, 32, 3),
+        (False, 3, 64, 2),
+    ):
+        forward = 2 * 16 * (2 * size + (layers - 1) * size**2 + size * 3)
+        backward = 2 * forward - 2 * 16 * 2 * size  # no gradient is wanted of the observations
+        loop = throughput.Loop(16, 4, "fp32", hidden_size=(size,), layers=layers)
+        monkeypatch.setattr(composition, "LARGE", 0 if reused else 2**18)
+        floor = throughput.floor_of(loop.config(), Machine(), agents)
+        with FlopCounterMode(display=False) as counted:
+            floor()
+        assert counted.get_total_flops() == (agents or 1) * (
+            (5 if reused else 9) * forward + 4 * backward
+        )
+
+
+def test_the_loop_learns_from_every_step_once_and_keeps_none():
+    config = throughput.Loop(16, 4, "fp32").config()
+    assert (config.num_envs, config.rollout_length, config.precision, config.collect_precision) == (
+        16,
+        4,
+        "fp32",
+        None,
+    )
+    assert (config.fresh_updates, config.replay_updates, config.eval_every) == (1, 0, 0)
+
+
+def test_the_floor_takes_the_layout_that_is_fastest(monkeypatch):
+    found = []
+
+    def seconds(steps, *_):
+        found.append(len(steps))
+        return {i: -float(i) for i in steps}  # of the last one, which has all matrices column-major
+
+    monkeypatch.setattr(throughput, "seconds_of", seconds)
+    a, b, out = throughput.fastest_product(32, 64, 3, torch.float32, "cpu")
+    assert found == [8] and [x.shape for x in (a, b, out)] == [(32, 64), (64, 3), (32, 3)]
+    assert all(x.t().is_contiguous() for x in (a, b, out))

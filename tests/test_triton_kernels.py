@@ -1,0 +1,279 @@
+"""The kernels that stand in for many launches against plain code, on a GPU or in Triton's
+interpreter (conftest.py), and their compilation."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import random_rollout, small, trained
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fp8rl import hardware, kernels, rng
+from fp8rl.history import RewardScale
+from fp8rl.losses import discounts_of, vtrace
+from fp8rl.population.population import Population
+from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
+
+pytest.importorskip("triton", reason="triton is not installed")
+triton_kernels = pytest.importorskip("fp8rl.gpu.triton_kernels")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+]  # of the interpreter's NumPy
+pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
+few = settings(
+    max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)  # the interpreter takes long
+ONES = 0xFFFFFFFF
+words = st.integers(0, ONES)
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Switches between plain code and the kernels, on a CPU too."""
+
+    def use(use_kernels: bool) -> None:
+        monkeypatch.setattr(kernels, "DEVICE", DEVICE if use_kernels else "none")
+
+    monkeypatch.setattr(
+        kernels, "KERNELS", {"words": triton_kernels.words, "recurrence": triton_kernels.recurrence}
+    )
+    use(True)
+    return use
+
+
+@few
+@given(
+    st.lists(words, min_size=1, max_size=3),
+    words,
+    st.sampled_from([1, 2, 7, 512, 513, 1201]),
+    st.sampled_from(rng.PURPOSES),
+)
+def test_words_are_those_of_plain_code(seeds, iteration, count, purpose):
+    several, one = torch.tensor(seeds, device=DEVICE), torch.tensor(iteration, device=DEVICE)
+    each = (one + torch.arange(len(seeds), device=DEVICE)) & ONES
+    steps = torch.full(
+        (len(seeds), 1), float(iteration % 2**24), device=DEVICE
+    )  # a population's Adam counts its steps so
+    forms = [
+        (seed, x)
+        for seed in (seeds[0], several)
+        for x in (iteration, one, one.view(1), rng._column(iteration, DEVICE)[0])
+    ]
+    strided = torch.stack((several, several + 1), 1)[:, 0]
+    for seed, x in (
+        *forms,
+        (several, each),
+        (several, each.unsqueeze(1)),
+        (several, steps),
+        (strided, each),
+    ):
+        found = triton_kernels.words(seed, rng.PURPOSES.index(purpose), x, count, DEVICE)
+        seed, x = (y.cpu() if isinstance(y, torch.Tensor) else y for y in (seed, x))
+        expected = rng._words(seed, purpose, x, count, "cpu").view("int32")
+        assert (
+            found.dtype == torch.int32
+            and found.device.type == DEVICE
+            and found.tolist() == expected.tolist()
+        )
+
+
+def test_random_numbers_are_drawn_with_the_kernel(used):
+    seed = torch.tensor([0, 7, ONES], device=DEVICE)
+    for own in (7, seed):
+        for iteration in (3, 3, torch.tensor(3, device=DEVICE)):
+            drawn = []
+            for use_kernels in (False, True):
+                used(use_kernels)
+                drawn.append(rng.uniform(own, "starts", iteration, (5, 3), DEVICE))
+            assert drawn[0].shape == drawn[1].shape and torch.equal(*drawn)
+    assert isinstance(
+        rng.words(7, "starts", 3, 5, DEVICE), torch.Tensor
+    )  # by the kernel, whatever the device
+    with pytest.raises(RuntimeError):
+        triton_kernels.words(seed, 0, seed[:2], 3, DEVICE)
+
+
+def plain(added, kept, begun, reverse):
+    x, found = begun, []
+    for row in range(len(added))[:: -1 if reverse else 1]:
+        x = added[row] + kept[row] * x
+        found.append(x)
+    return torch.stack(found[:: -1 if reverse else 1])
+
+
+@few
+@given(
+    st.integers(0, 1000),
+    st.integers(1, 12),
+    st.sampled_from([(1,), (3, 11), (2, 40)]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_recurrence_is_the_plain_loop(seed, length, shape, begins, reverse):
+    torch.manual_seed(seed)
+    added, kept = (
+        torch.randn(length, *shape),
+        torch.rand(length, *shape) * (torch.rand(length, *shape) > 0.3),
+    )
+    begun = torch.randn(shape) if begins else torch.zeros(shape)
+    here = [x.to(DEVICE) for x in (added, kept, begun)]
+    found = triton_kernels.recurrence(*here[:2], here[2] if begins else None, reverse).cpu()
+    torch.testing.assert_close(found, plain(added, kept, begun, reverse), rtol=1e-5, atol=1e-6)
+    added, kept = (
+        added.transpose(0, -1),
+        kept[:1, ..., :1].transpose(0, -1),
+    )  # neither contiguous nor of one shape
+    found = triton_kernels.recurrence(added.to(DEVICE), kept.to(DEVICE), reverse=reverse).cpu()
+    expected = plain(added, kept.expand(added.shape), torch.zeros(added.shape[1:]), reverse)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_is_not_finite_is_kept_as_the_plain_loop_keeps_it(reverse):
+    added, kept = torch.ones(9, 3), torch.full((9, 3), 0.5)
+    added[4, 0], added[4, 1], added[3, 2], kept[2:6] = torch.inf, torch.nan, -torch.inf, 0.0
+    found = triton_kernels.recurrence(added.to(DEVICE), kept.to(DEVICE), reverse=reverse)
+    torch.testing.assert_close(
+        found.cpu(), plain(added, kept, torch.zeros(3), reverse), equal_nan=True
+    )
+    assert found.isnan().any(0).all()  # 0 times infinity, too
+
+
+@few
+@given(seed=st.integers(0, 1000), length=st.integers(1, 12), lam=st.sampled_from([0.0, 0.95, 1.0]))
+def test_vtrace_is_that_of_plain_code(used, seed, length, lam):
+    values, log_ratios, rollout = random_rollout(seed, length)
+    values, log_ratios, rewards, flags, valid = (
+        x.to(DEVICE)
+        for x in (
+            values.float(),
+            log_ratios.float(),
+            rollout.reward.float(),
+            rollout.flags,
+            rollout.valid,
+        )
+    )
+    found = []
+    for use_kernels in (False, True):
+        used(use_kernels)
+        found.append(vtrace(values, rewards, discounts_of(flags, 0.9), log_ratios, valid, lam))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_the_scale_of_rewards_is_that_of_plain_code(used):
+    numbers = torch.Generator().manual_seed(0)
+    scales, gamma = (
+        [RewardScale(6, DEVICE, agents=2) for _ in range(2)],
+        torch.tensor([[0.9], [0.5]], device=DEVICE),
+    )
+    for length in (7, 1, 4):
+        flags = torch.tensor([0, 0, 0, TERMINATED, TRUNCATED])[
+            torch.randint(5, (length, 6), generator=numbers)
+        ].byte()
+        rewards = torch.randn(length, 6, generator=numbers).to(DEVICE)
+        for scale, use_kernels in zip(scales, (False, True), strict=True):
+            used(use_kernels)
+            scale.add(
+                Rollout(None, None, rewards, flags.to(DEVICE), None), gamma, lambda tensors: tensors
+            )
+        torch.testing.assert_close(*(scale.state_dict() for scale in scales))
+    rewards[2, 4] = torch.inf
+    for scale, use_kernels in zip(scales, (False, True), strict=True):
+        used(use_kernels)
+        scale.add(
+            Rollout(None, None, rewards, flags.to(DEVICE), None), gamma, lambda tensors: tensors
+        )
+    torch.testing.assert_close(*(scale.state_dict() for scale in scales), equal_nan=True)
+
+
+def test_a_population_learns_with_them(used):
+    configs = [small(steps=1_024, eval_every=0, eval_episodes=2, seed=seed) for seed in (1, 2)]
+    runs = []
+    for use_kernels in (False, True):
+        used(False)
+        runs.append(Population(configs, DEVICE))
+        used(use_kernels)
+        trained(runs[-1])
+    torch.testing.assert_close(runs[1].model.theta, runs[0].model.theta, rtol=1e-3, atol=1e-4)
+
+
+def test_v_trace_keeps_its_gradient(used):
+    """Which the kernel has not."""
+    found = []
+    for use_kernels in (False, True):
+        used(use_kernels)
+        values = torch.linspace(-1, 1, 10, device=DEVICE).view(5, 2).requires_grad_()
+        rewards = torch.ones(4, 2, device=DEVICE)
+        vtrace(
+            values, rewards, 0.9 * rewards, torch.zeros_like(rewards), rewards.bool()
+        ).value.square().sum().backward()
+        found.append(values.grad)
+    assert torch.equal(*found) and found[0].any()
+
+
+def test_kernels_that_do_not_run_here_are_not_used(used, monkeypatch):
+    assert hardware.load_kernels("cpu") is False and hardware.load_kernels(DEVICE) is (
+        DEVICE == "cuda"
+    )
+    assert triton_kernels.tried(DEVICE) and set(kernels.KERNELS) == {"words", "recurrence"}
+    monkeypatch.setattr(triton_kernels, "recur", None)
+    with pytest.warns(
+        UserWarning,
+        match="launched one by one, because a kernel for many does not run here: 'NoneType'",
+    ):
+        assert not triton_kernels.tried(DEVICE)
+    assert not kernels.KERNELS and kernels.kernel("words", torch.device(DEVICE)) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_graph_draws_other_words_in_every_replay():
+    iteration, seed = torch.tensor(2**31 - 2, device=DEVICE), torch.tensor([5, ONES], device=DEVICE)
+    triton_kernels.words(seed, 1, iteration, 9, DEVICE)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = triton_kernels.words(seed, 1, iteration, 9, DEVICE)
+        iteration += 1
+    for i in range(4):
+        graph.replay()
+        expected = rng._words(seed.cpu(), rng.PURPOSES[1], 2**31 - 2 + i, 9, "cpu").view("int32")
+        assert found.tolist() == expected.tolist()
+
+
+COMPILES = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp8rl.gpu.triton_kernels import COLUMNS, PAIRS, draw, recur
+
+def compiled(kernel, kinds, **constants):
+    signature = dict(zip(kernel.arg_names, kinds.split(), strict=True))
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): x for name, x in constants.items()})
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1 if kernel is recur else 4})
+
+for seed, iteration in (("*i64", "*i64"), ("*i64", "*fp32"), ("i32", "i32")):
+    print(len(compiled(draw, f"*i32 {seed} i32 {iteration} i32 i32 i32 constexpr", BLOCK=PAIRS).asm["cubin"]))
+for begun, constants in (("*fp32", {}), ("constexpr", {"begun": None})):
+    types = f"*fp32 *fp32 {begun} *fp32 i32 i32 constexpr constexpr"
+    found = compiled(recur, types, **constants, REVERSE=not constants, BLOCK=COLUMNS)
+    assert "cp.async" in found.asm["ptx"], "rows are not read ahead"
+    print(len(found.asm["cubin"]))
+"""
+
+
+def test_they_compile_for_a_gpu_that_is_not_here(tmp_path):
+    """Of capability 9.0, by Triton's own compiler, which needs none."""
+    own = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES],
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(line) > 1_000 for line in done.stdout.split()] == [True] * 5

@@ -1,0 +1,217 @@
+"""Kernels in place of the core's plain code: the same results, on a GPU or in Triton's interpreter
+(conftest.py), and their compilation."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from fp8rl import fp8, kernels
+from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+triton_quantize = pytest.importorskip("fp8rl.gpu.triton_quantize")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+]  # of the interpreter's NumPy
+pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Kernels are used on the device of these tests."""
+    monkeypatch.setattr(kernels, "DEVICE", DEVICE)
+    monkeypatch.setattr(kernels, "KERNELS", {"quantize": triton_quantize.quantize})
+
+
+# Quantizing
+
+
+def assert_same_bytes(found: Quantized, expected: Quantized) -> None:
+    """Scale and bytes."""
+    assert found.data.dtype == expected.data.dtype and found.data.shape == expected.data.shape
+    assert torch.equal(found.scale, expected.scale)
+    one, other = (x.data.contiguous().view(torch.uint8) for x in (found, expected))
+    assert torch.equal(one, other)
+
+
+def assert_quantizes_alike(x: torch.Tensor, dtype: torch.dtype) -> None:
+    expected = fp8.quantize(x, dtype)
+    for wanted in ((True, True), (True, False), (False, True)):
+        by_row, by_column = found = triton_quantize.quantize(x, dtype, *wanted)
+        assert tuple(each is not None for each in found) == wanted
+        for each in filter(None, found):
+            assert_same_bytes(each, expected)
+        assert by_row is None or by_row.data.is_contiguous()
+        assert by_column is None or by_column.data.t().is_contiguous()
+
+
+@FORMATS
+@settings(max_examples=50)  # the interpreter takes long
+@given(
+    rows=st.integers(1, 150),
+    columns=st.integers(1, 150),
+    exponent=st.integers(-150, 127),
+    source=st.sampled_from([torch.float32, torch.bfloat16]),
+    special=st.sampled_from(
+        [0.0, -0.0, 1e-45, -1e-40, torch.inf, -torch.inf, torch.nan, torch.finfo(torch.float32).max]
+    ),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(rows=1, columns=1, exponent=0, source=torch.float32, special=0.0, seed=0)
+@example(rows=200, columns=96, exponent=-149, source=torch.float32, special=0.0, seed=0)
+def test_a_matrix_is_quantized_as_in_plain_code_bit_for_bit(
+    dtype, rows, columns, exponent, source, special, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) ** 5
+    x = torch.ldexp(
+        (x / x.abs().max()).double(), torch.tensor(exponent)
+    ).float()  # float32's power of two would be 0
+    x.view(-1)[torch.randint(x.numel(), (), generator=generator)] = special
+    assert_quantizes_alike(x.to(DEVICE, source), dtype)
+
+
+@FORMATS
+@pytest.mark.parametrize("exponent", [-140, -126, -20, 0, 20, 112])
+def test_every_number_and_what_is_half_way_between_two_is_rounded_as_in_plain_code(dtype, exponent):
+    """Under scales down to the smallest, and up to the largest, with which float32's largest
+    numbers saturate."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    codes = codes[codes.isfinite()].unique()
+    midpoint, up = (codes[1:] + codes[:-1]) / 2, torch.tensor(torch.inf)
+    x = torch.cat((codes, midpoint, midpoint.nextafter(up), midpoint.nextafter(-up)))
+    x = (
+        torch.ldexp(x.double(), torch.tensor(exponent))
+        .float()
+        .clamp(*[sign * torch.finfo(torch.float32).max for sign in (-1, 1)])
+    )
+    assert_quantizes_alike(x.to(DEVICE)[None], dtype)
+
+
+@FORMATS
+def test_zeros_and_matrices_of_any_strides(dtype):
+    assert_quantizes_alike(torch.zeros(3, 5, device=DEVICE), dtype)
+    x = torch.randn(70, 40, device=DEVICE)
+    for each in (x.t(), x[::2, 1:], x[:1].expand(20, -1)):
+        assert_quantizes_alike(each, dtype)
+
+
+def results(layer: Float8Linear, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(grad)
+    return [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+
+
+@FORMATS
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_place(dtype, bad):
+    x = torch.randn(70, 40, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x[33, 7] = bad
+    assert_quantizes_alike(x, dtype)
+    assert triton_quantize.quantize(x, dtype)[0].dequantize().isnan().nonzero().tolist() == [
+        [33, 7]
+    ]
+    assert_quantizes_alike(torch.full_like(x, bad), dtype)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 48, 150])
+def test_a_layer_computes_with_it_what_it_computes_without(here, monkeypatch, rows, source):
+    layer = Float8Linear(32, 80).to(DEVICE)
+    x, grad = torch.randn(rows, 32, device=DEVICE).to(source), torch.randn(rows, 80, device=DEVICE)
+    calls, quantize = [], kernels.KERNELS["quantize"]
+    monkeypatch.setitem(
+        kernels.KERNELS, "quantize", lambda *args: calls.append(args[2:]) or quantize(*args)
+    )
+    found = results(layer, x, grad)
+    assert calls == 3 * [(True, True)]  # input, weight and gradient
+    with torch.no_grad():
+        assert torch.equal(layer(x), found[0]) and calls[3:] == 2 * [
+            (True, False)
+        ]  # no backward pass will come
+    layer(x).backward(grad)  # a first layer, whose input is data
+    assert calls[5:] == [(True, True), (True, False), (False, True)]
+    monkeypatch.delitem(kernels.KERNELS, "quantize")
+    assert all(map(torch.equal, found, results(layer, x, grad)))
+
+
+def test_with_a_scale_for_each_row_only_the_columns_are_its_work(here, monkeypatch):
+    layer = Float8Linear(32, 80).to(DEVICE)
+    layer.scales = "row"
+    x, grad = torch.randn(48, 32, device=DEVICE), torch.randn(48, 80, device=DEVICE)
+    calls, quantize = [], kernels.KERNELS["quantize"]
+    monkeypatch.setitem(
+        kernels.KERNELS, "quantize", lambda *args: calls.append(args[2:]) or quantize(*args)
+    )
+    found = results(layer, x, grad)
+    assert calls == [(False, True), (True, True), (False, True)]  # input, weight and gradient
+    monkeypatch.delitem(kernels.KERNELS, "quantize")
+    assert all(map(torch.equal, found, results(layer, x, grad)))
+
+
+def test_what_it_does_not_take_goes_the_plain_way(here):
+    with pytest.raises(TypeError, match=r"x is torch\.float16"):
+        Float8Linear(16, 16).to(DEVICE)(torch.ones(16, 16, dtype=torch.float16, device=DEVICE))
+    assert fp8.in_layouts(torch.ones(0, 16, device=DEVICE), E4M3)[0].data.shape == (0, 16)
+
+
+# Compiled
+
+
+def test_compiled_a_layer_computes_the_same(here):
+    """In the plain way, or where this torch cannot trace a scaled matmul, with the kernel."""
+    layer, x, grad = (
+        Float8Linear(32, 48).to(DEVICE),
+        torch.randn(20, 32, device=DEVICE),
+        torch.randn(20, 48, device=DEVICE),
+    )
+    expected = results(layer, x, grad)
+    torch.testing.assert_close(results(torch.compile(layer, backend="eager"), x, grad), expected)
+
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp8rl.gpu import triton_quantize
+
+def compile(kernel, constants, capability, **types):
+    signature = {p.name: "constexpr" if p.name in constants else types.get(p.name, "i32") for p in kernel.params}
+    constants = {(i,): constants[p.name] for i, p in enumerate(kernel.params) if p.name in constants}
+    source = ASTSource(kernel, signature, constants)
+    print(len(triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["cubin"]))
+
+for x, capability in (("*fp32", 80), ("*fp32", 90), ("*bf16", 90)):
+    compile(triton_quantize.largest, {"BLOCK": triton_quantize.SPAN}, capability, x=x, bits="*i32")
+    for layouts, mantissa in ((1, 3), (2, 2), (3, 2)):
+        own = {"MANTISSA": mantissa, "TILE": triton_quantize.TILE, "LAYOUTS": layouts}
+        out, shape = ("*u8", "*u8", "*fp32"), ("i32", "i32")
+        compile(triton_quantize.rounded, own, capability, x=x, found="*i32", out=out, shape=shape)
+"""
+
+
+def test_they_compile_for_gpus_that_are_not_here(tmp_path):
+    """Of capability 8.0 and 9.0, by Triton's own compiler, which needs none."""
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_INTERPRET": "0",
+        "TRITON_DEFAULT_FP_FUSION": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(line) > 1_000 for line in done.stdout.split()] == [True] * 12
