@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 
 from fp8rl.build import build
 from fp8rl.config import Config
-from fp8rl.disk.mapped_ring import StoredRing
 from fp8rl.history import History
+from fp8rl.replay import ReplayBuffer
 from fp8rl.study import comparison, figures
 from fp8rl.study.statistics import fails
 from fp8rl.study.throughput import origin
@@ -55,7 +55,7 @@ def run_coarser(factor: int, config: Config) -> History:
     """Trains with a codec whose bounds are `factor` times the observation space's."""
     run = build(config)
     wider = tuple(tuple(factor * x for x in bound) for bound in run.env.bounds)
-    run.ring = StoredRing(config.rows, config.num_envs, wider, config.codec)
+    run.ring = ReplayBuffer(config.rows, config.num_envs, wider, config.codec)
     return train(run, progress=False).history
 
 

@@ -23,10 +23,11 @@ from PIL import Image, ImageDraw, ImageFont
 from speed.common import end_labels
 from torch import nn
 
+from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.study import comparison, figures
 from fp8rl.tasks.custom_env import CustomEnv
-from fp8rl.train import Run, train
+from fp8rl.train import train
 
 SEEDS = range(5000, 5010)
 
@@ -98,7 +99,7 @@ def _captioned(frame: np.ndarray, caption: str) -> np.ndarray:
 
 
 def before_and_after() -> bytes:
-    run = Run(Config("fp8"))
+    run = build(Config("fp8"))
     policies = {"before training": sampled(copy.deepcopy(run.model))}
     train(run, progress=False)
     policies[f"after {run.config.steps:,} steps"] = sampled(run.model)

@@ -41,7 +41,7 @@ from fp8rl import __main__ as cli
 from fp8rl.build import Machine, build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
-from fp8rl.disk.mapped_ring import StoredRing
+from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.disk.run_folder import FILES, MARK, Folder, require_free
 from fp8rl.env import Cart
 from fp8rl.hardware import cores
@@ -332,7 +332,7 @@ def study(out: Path) -> None:
 def store(out: Path) -> None:
     """Goes on with a ring in a folder, or makes one."""
     env, model = Cart(2), ActorCritic(hidden_size=8)
-    ring = StoredRing(8, 2, env.bounds, folder=out)
+    ring = MappedRing(out, 8, 2, env.bounds)
     ring.append(Collector(env, model, Precision("fp32"), length=4).collect(model))
     ring.close()
 
@@ -342,7 +342,7 @@ COMMANDS = {
     "train --overwrite": replace,
     "study": study,
     "eval": lambda out: checkpoint.load(out / "checkpoint.pt"),
-    "ring, to read": lambda out: StoredRing.open(out).close(),
+    "ring, to read": lambda out: MappedRing.open(out).close(),
     "ring, to write": store,
 }
 

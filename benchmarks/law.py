@@ -45,7 +45,6 @@ from breakage_map import CART, RATES
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from fp8rl.around import SHOWN, watched
 from fp8rl.bits import doctor
 from fp8rl.bits.places import STATE
 from fp8rl.build import build
@@ -53,6 +52,7 @@ from fp8rl.config import Config
 from fp8rl.study import comparison, figures
 from fp8rl.study.statistics import TENTH, is_failure, share_lost
 from fp8rl.study.throughput import origin
+from fp8rl.study.watched_run import SHOWN, watched
 from fp8rl.train import iterate
 
 RESULTS = Path(__file__).parent / "results"

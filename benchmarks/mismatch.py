@@ -22,11 +22,12 @@ import torch
 from breakage_map import SETTINGS
 from tasks import LQR, score
 
-from fp8rl.around import Around
+from fp8rl.build import build_population
 from fp8rl.config import Config
 from fp8rl.distribution import distribution_of
-from fp8rl.population.population import Agents, Population
-from fp8rl.rollout import Rollout
+from fp8rl.population.networks import Agents
+from fp8rl.population.population import Population, by_agent
+from fp8rl.rollout import Collector, Rollout
 from fp8rl.study.throughput import origin
 from fp8rl.train import train
 
@@ -43,13 +44,19 @@ ACTORS = {
 RATIOS = ("right", "wrong", "none")
 
 
-class Mistaken(Around):
+class Mistaken:
     """A population's collector that takes the learner's probabilities of the actions for those of
-    the acting policy."""
+    the acting policy. All else is the collector's own."""
+
+    def __init__(self, collector: Collector):
+        self.collector = collector
+
+    def __getattr__(self, name: str):
+        return getattr(self.collector, name)
 
     def collect(self, learned: Agents) -> Rollout:
-        rollout = self.inner.collect(learned)
-        batch = rollout.by_agent(len(self.seed))
+        rollout = self.collector.collect(learned)
+        batch = by_agent(rollout, len(self.collector.seed))
         return rollout._replace(behavior_logp=learner_logp(learned, batch).flatten(1))
 
 
@@ -63,7 +70,7 @@ def mismatch(run: Population) -> tuple[float, float]:
     """Divergence KL(acting policy || learner) in nats, by the mean of rho - 1 - log rho, which is
     never negative, and the effective sample size of the ratios rho, on a new rollout: medians over
     the agents."""
-    batch = run.collect().by_agent(run.agents)
+    batch = by_agent(run.collect(), run.agents)
     valid, log_ratio = batch.valid, (learner_logp(run.model, batch) - batch.behavior_logp).double()
     log_ratio = torch.where(valid, log_ratio, 0)
     ratio, rows = log_ratio.exp() * valid, valid.sum((0, 2))
@@ -86,11 +93,11 @@ def trained(task: str, formats: str, ratios: str) -> tuple[np.ndarray, float, fl
         **TASKS[task],
     }
     shape["clip"] = Config.clip if corrects else None  # which needs the ratios, too
-    run = Population([Config(seed=1000 + seed, **shape) for seed in range(SEEDS)])
+    run = build_population([Config(seed=1000 + seed, **shape) for seed in range(SEEDS)])
     if ratios == "wrong":
         run.collector = Mistaken(run.collector)
     train(run, progress=False)
-    histories = run.history.each
+    histories = run.history.of_agents
     replayed = np.median(
         [np.mean(history.columns["ess"][-len(history) // 4 :]) for history in histories]
     )

@@ -80,9 +80,11 @@ def arms_of(task: str) -> dict[str, tuple[str | None, list[Config]]]:
 
 def ours(config: Config) -> History:
     run = build(config)
-    run.judge, began = tasks.Timed(run.judge, []), time.process_time()
+    run.evaluator, began = tasks.Timed(run.evaluator, []), time.process_time()
     for _ in iterate(run):
-        run.history.columns["seconds"][-1] = time.process_time() - began - sum(run.judge.seconds)
+        run.history.columns["seconds"][-1] = (
+            time.process_time() - began - sum(run.evaluator.seconds)
+        )
     return run.history
 
 

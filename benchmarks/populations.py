@@ -29,9 +29,10 @@ from pathlib import Path
 import psutil
 from speed.common import keep_to_avx2
 
+from fp8rl.build import build_population
 from fp8rl.config import Config
 from fp8rl.hardware import cores, keep_freed_memory
-from fp8rl.population.population import Population, bytes_per_agent
+from fp8rl.requirements import bytes_per_agent
 from fp8rl.study import comparison
 from fp8rl.study.throughput import origin
 from fp8rl.train import iterate
@@ -179,7 +180,7 @@ def studies() -> list[str]:
 def memory(agents: int) -> None:
     """Prints the memory of this process after a short training of a population."""
     keep_freed_memory()
-    for _ in iterate(Population([replace(SHORT, seed=k) for k in range(agents)])):
+    for _ in iterate(build_population([replace(SHORT, seed=k) for k in range(agents)])):
         pass
     print(json.dumps(psutil.Process().memory_info().rss))
 

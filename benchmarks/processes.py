@@ -32,9 +32,8 @@ import psutil
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from fp8rl import build as composition
-from fp8rl import processes
-from fp8rl.build import build
+from fp8rl import processes, requirements
+from fp8rl.build import HERE, build
 from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.model import ActorCritic
@@ -183,15 +182,13 @@ def reusing_table() -> list[str]:
         config = Config(precision, eval_every=0, eval_episodes=1, **shape)
 
         def trained(_, large: float, config=config) -> float:
-            with mock.patch.object(composition, "LARGE", large):
+            with mock.patch.object(requirements, "LARGE", large):
                 return rate(train(build(config), progress=False).history)
 
         speed = alternating(
             {large: functools.partial(trained, large=large) for large in (math.inf, 0)}, FEWER
         )
-        default = (
-            "reused" if composition.reuses_forward(config, composition.HERE, n) else "repeated"
-        )
+        default = "reused" if requirements.reuses_forward(config, HERE, n) else "repeated"
         cells = (
             f"{speed[math.inf]:,.0f} | {speed[0]:,.0f} | {speed[0] / speed[math.inf]:.2f} | "
             f"{default}"

@@ -53,8 +53,9 @@ from stable_baselines3.common.buffers import ReplayBuffer as SB3Buffer
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
-from fp8rl.disk.mapped_ring import StoredRing
+from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.env import STATE_BOUNDS
+from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import DUMMY, TRUNCATED, Rollout
 from fp8rl.study import throughput
 from fp8rl.study.throughput import origin
@@ -70,8 +71,12 @@ def observations(*shape: int) -> torch.Tensor:
     return (2 * torch.rand(*shape, 2) - 1) * torch.tensor(STATE_BOUNDS[1])
 
 
-def our_ring(capacity: int, **settings) -> StoredRing:
-    ring = StoredRing(capacity // NUM_ENVS, NUM_ENVS, **settings)
+def our_ring(capacity: int, folder=None, **settings) -> ReplayBuffer:
+    sizes = (capacity // NUM_ENVS, NUM_ENVS)
+    if folder is None:
+        ring = ReplayBuffer(*sizes, **settings)
+    else:
+        ring = MappedRing(folder, *sizes, **settings)
     length = min(CHUNK, ring.rows - 1)
     shape = (length, NUM_ENVS)
     obs = observations(length + 1, NUM_ENVS)
@@ -138,7 +143,7 @@ def sb3_buffer(capacity: int, optimize: bool) -> SB3Buffer:
             return buffer
 
 
-def floor_of(ring: StoredRing, batches: int = 128):
+def floor_of(ring: ReplayBuffer, batches: int = 128):
     """A function that touches the memory lines of another batch at every call. Its batches outgrow
     the caches."""
     starts = torch.randint(ring.size - LENGTH, (batches, SLICES)) + ring.rows * torch.randint(

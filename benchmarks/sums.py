@@ -32,16 +32,16 @@ import torch
 from breakage_map import LQR, before_training, measure, verdict
 from law import CHOSEN, RESULTS, WATCHED, Setting, config_of
 
-from fp8rl.around import Around, Looked
 from fp8rl.bits.doctor import Doctor, Through
 from fp8rl.bits.places import PlaceFormat, places_of
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.history import History
-from fp8rl.losses import Targets, vtrace
+from fp8rl.losses import Targets, vtrace_fast
 from fp8rl.rollout import Rollout
 from fp8rl.study import comparison
 from fp8rl.study.throughput import origin
+from fp8rl.study.watched_run import WatchedLearner
 from fp8rl.train import Learner, Run, iterate, train
 
 SUMS = (
@@ -66,25 +66,31 @@ class Summed(Learner):
 
     def __init__(self, place: str, form: PlaceFormat, like: Learner):
         super().__init__(
-            like.config, like.model, like.precision, like.optimizer, like.rewards, like.all_reduce
+            like.coefficients,
+            like.model,
+            like.precision,
+            like.optimizer,
+            like.reward_scale,
+            like.all_reduce,
+            compute_targets=self.low_targets,
         )
         self.place, self.form = place, form
 
     def low(self, place: str, x: torch.Tensor) -> torch.Tensor:
         return Through.rounded(x, self.form) if place == self.place else x
 
-    def loss(self, batch: Rollout, computed=None):
+    def loss(self, batch: Rollout):
         self.kept = self.low("log-probabilities", batch.behavior_logp)
-        return super().loss(batch._replace(behavior_logp=self.kept), computed)
+        return super().loss(batch._replace(behavior_logp=self.kept))
 
-    def targets_of(self, values, rewards, discounts, log_ratios, valid, lam) -> Targets:
+    def low_targets(self, values, rewards, discounts, log_ratios, valid, lam) -> Targets:
         if self.place == "log-probabilities":  # the learner's, too
             log_ratios = (
                 self.form(log_ratios.add(self.kept).flatten(1)).view_as(log_ratios) - self.kept
             )
         values = self.low("values", values)
         if self.place != "recursion":
-            found = vtrace(values, rewards, discounts, log_ratios, valid, lam)
+            found = vtrace_fast(values, rewards, discounts, log_ratios, valid, lam)
             return found._replace(
                 value=self.low("value targets", found.value),
                 advantage=self.low("advantages", found.advantage),
@@ -102,22 +108,22 @@ class Summed(Learner):
 def means_of(place: str, learner: Learner) -> list[torch.Tensor]:
     """The running means that a place has."""
     return (
-        [learner.rewards.square]
+        [learner.reward_scale.square]
         if place == "reward scale"
         else [learner.model.mean, learner.model.variance]
     )
 
 
-class Kept(Around):
-    """A learner with one of MEANS in few bits."""
+class Kept(Learner):
+    """A learner, in another one's place, with one of MEANS in few bits."""
 
-    def __init__(self, place: str, form: PlaceFormat, inner: Learner):
-        super().__init__(inner)
+    def __init__(self, place: str, form: PlaceFormat, like: Learner):
+        vars(self).update(vars(like))
         self.place, self.form = place, form
 
     def watch(self, rollout: Rollout) -> None:
-        self.inner.watch(rollout)
-        for x in means_of(self.place, self.inner):
+        super().watch(rollout)
+        for x in means_of(self.place, self):
             x.copy_(Through.rounded(x, self.form))
 
 
@@ -148,7 +154,7 @@ def predict(out: Path) -> None:
                 run.learner,
                 Doctor(run.learner.optimizer, formats=()),
             )
-            rate = 1 - learner.rewards.KEEPS**config.rollout_length
+            rate = 1 - learner.reward_scale.DECAY**config.rollout_length
             if mean == "normalizer":
 
                 def rate(
@@ -162,7 +168,7 @@ def predict(out: Path) -> None:
                     for place in SUMS
                     for form in FORMATS
                 }
-                run.learner = Looked(learner, watching, low)
+                run.learner = WatchedLearner(learner, watching, low)
             watching.follow(mean, means_of(mean, learner), rate, FORMATS)
             for _ in iterate(run, progress=False):
                 pass

@@ -48,7 +48,7 @@ from fp8rl.bits.places import EIGHT_BIT
 from fp8rl.build import Machine, build, make_task
 from fp8rl.config import Config
 from fp8rl.env import Cart
-from fp8rl.evaluate import Judge
+from fp8rl.evaluate import Evaluator
 from fp8rl.hardware import cores
 from fp8rl.history import History
 from fp8rl.study import comparison, figures
@@ -146,25 +146,25 @@ def held(seed: Seed) -> bool:
 class Timed(NamedTuple):
     """A judge whose seconds of the processor are added up in `seconds`."""
 
-    judge: Judge
+    judge: Evaluator
     seconds: list[float]
 
     def evaluate(self, learned: nn.Module) -> float:
         began = time.process_time()
-        found = self.judge.evaluate(learned)
+        found = self.evaluator.evaluate(learned)
         self.seconds.append(time.process_time() - began)
         return found
 
 
 def through_gymnasium(config: Config) -> History:
     """Trains a config in Gymnasium's own environments. Seconds are the processor's, without
-    evaluations, as zoo.Judge's are."""
+    evaluations, as zoo.Evaluator's are."""
     run = build(config, Machine(vectorization="sync"))
     if make_env := make_cart if config.env_id == WIDE else task_of(config.env_id) and make_task:
-        run.judge = Judge(config, run.learner.precision, make_env)
-    run.judge, began = Timed(run.judge, []), time.process_time()
+        run.evaluator = Evaluator(config, run.learner.precision, make_env)
+    run.evaluator, began = Timed(run.evaluator, []), time.process_time()
     history = train(run, progress=False).history
-    history.columns["seconds"][-1] = time.process_time() - began - sum(run.judge.seconds)
+    history.columns["seconds"][-1] = time.process_time() - began - sum(run.evaluator.seconds)
     return history
 
 

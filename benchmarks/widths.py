@@ -41,12 +41,12 @@ import psutil
 import tasks
 import torch
 
-from fp8rl.build import HERE, Machine, build
+from fp8rl.build import HERE, Machine, build, build_population
 from fp8rl.config import Config
 from fp8rl.gpu.cuda_graphs import WARMUP
 from fp8rl.hardware import keep_freed_memory
-from fp8rl.population.population import Population, bytes_per_agent
 from fp8rl.precision import available_precisions
+from fp8rl.requirements import bytes_per_agent
 from fp8rl.study.throughput import origin
 from fp8rl.train import Run, iterate, train
 
@@ -111,7 +111,7 @@ def rows_of(configs: list[Config]) -> list[dict]:
     """What the journal keeps of each seed."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    population = train(Population(configs), progress=False)
+    population = train(build_population(configs), progress=False)
     returns = [
         " ".join(f"{x:.6g}" for x in history.evaluations()[1])
         for history in population.histories(configs)
@@ -125,11 +125,11 @@ def grown(configs: list[Config]) -> int:
     """The bytes that each agent of a population adds to the peak of this process."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    train(Population(configs[:1]), progress=False)
+    train(build_population(configs[:1]), progress=False)
     before = (
         psutil.Process().memory_info().rss
     )  # with what any training loads, and one agent's, which the process keeps
-    train(Population(configs), progress=False)
+    train(build_population(configs), progress=False)
     peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     return (peak - before) // (len(configs) - 1)
 
@@ -198,7 +198,7 @@ def speed(run: Run, clock: Callable[[], float] = time.process_time, seconds: flo
         while count < 3 or clock() - began < seconds:
             next(iterations)
             count += 1
-        run.read()
+        run.launch.finish(run)
     return count * len(run.configs) * run.config.steps_per_iteration / (clock() - began)
 
 
@@ -209,7 +209,7 @@ def speeds() -> str:
         shape = {"hidden_size": width, "steps": 10**9, "eval_every": 0}
         found = [speed(build(Config(name, **shape))) for name in ALONE]
         together = [
-            speed(Population([Config(name, seed=k, **shape) for k in range(AGENTS)]))
+            speed(build_population([Config(name, seed=k, **shape) for k in range(AGENTS)]))
             for name in TOGETHER
         ]
         cells = [

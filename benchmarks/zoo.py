@@ -148,7 +148,7 @@ def decays(setting: str):
     return lambda remaining: start * remaining
 
 
-class Judge:
+class Evaluator:
     """Evaluates at every multiple of `eval_every` and at the end; called after every step.
     `seconds` is the processor's time for all else. Where a multiple of `eval_every` is the last
     step, the update that follows it is not judged."""
@@ -162,13 +162,13 @@ class Judge:
         self.model, every = found["self"], self.config.eval_every
         now, before = (self.model.num_timesteps - back for back in (0, self.model.n_envs))
         if now // every > before // every:
-            self.judge()
+            self.evaluator()
         return True
 
     def end(self) -> History:
         """The history, with a last evaluation."""
         if self.history.last.get("steps") != self.model.num_timesteps:
-            self.judge()
+            self.evaluator()
         return self.history
 
     def judge(self) -> None:
@@ -226,7 +226,7 @@ def train(algorithm: str, config: Config) -> History:
     torch.optim.Adam(
         [torch.zeros(1, requires_grad=True)]
     )  # imports what it needs for a second, which is no training
-    judge = Judge(config)
+    judge = Evaluator(config)
     if "activation_fn" in settings.get("policy_kwargs", {}):
         policy = settings["policy_kwargs"]
         settings["policy_kwargs"] = policy | {

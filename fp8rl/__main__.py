@@ -32,11 +32,10 @@ import tyro
 from matplotlib.figure import Figure
 
 from . import hardware, processes
-from .around import SHOWN, watched
 from .bits import doctor
 from .bits.low_bit_adam import LowBitAdam
 from .bits.places import EIGHT_BIT
-from .build import HERE, Machine, build, maker, ring_rows
+from .build import HERE, Machine, build, env_maker
 from .config import Config
 from .disk import checkpoint
 from .disk.mapped_ring import free_on_disk
@@ -45,16 +44,17 @@ from .disk.safe_files import opened, read_json
 from .env import Cart
 from .evaluate import evaluate
 from .history import History
-from .population.population import shared
 from .precision import Precision
+from .requirements import ring_rows, shared
 from .study import comparison as study
 from .study import figures, throughput
 from .study.fingerprint import fingerprint as code_fingerprint
 from .study.replay_layouts import LAYOUTS, STORES, layout_bytes
 from .study.statistics import iqm
+from .study.watched_run import SHOWN, watched
 from .tasks.by_id import task_of
 from .tasks.gymnasium_env import EnvironmentFailed
-from .train import Run, iterate
+from .train import Immediate, Run, iterate
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print one JSON object.")]
 
@@ -200,7 +200,7 @@ def write_while_training(
     signals: list[int] = []
 
     def remember(number, _):
-        if signals and run.group.size == 1:
+        if signals and processes.rank_and_size()[1] == 1:
             raise KeyboardInterrupt
         signals.append(number)
 
@@ -208,9 +208,9 @@ def write_while_training(
         kind: type | None, *_
     ) -> None:  # if the environment fails, what was learned until then
         good = kind is EnvironmentFailed or (
-            kind is ValueError and not run.graph
+            kind is ValueError and isinstance(run.launch, Immediate)
         )  # with a graph it has learned from it since
-        if good and len(run.history) and run.group.size == 1:
+        if good and len(run.history) and processes.rank_and_size()[1] == 1:
             checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
     if folder and len(run.history):
@@ -224,28 +224,32 @@ def write_while_training(
             stack.callback(signal.signal, number, signal.signal(number, remember))
         stack.push(keep)
         for _ in stack.enter_context(
-            contextlib.closing(iterate(run, progress=run.group.rank == 0))
+            contextlib.closing(iterate(run, progress=processes.rank_and_size()[0] == 0))
         ):
-            due = checkpoint_every is None and run.group.rank == 0 and time.monotonic() - saved > 60
+            due = (
+                checkpoint_every is None
+                and processes.rank_and_size()[0] == 0
+                and time.monotonic() - saved > 60
+            )
             # All ranks must agree: rank 0's clock counts, and a signal to any of them.
-            (sums,) = run.group.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
+            (sums,) = processes.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
             due, stop = sums.tolist()
             if due or stop or (checkpoint_every and run.iterations % checkpoint_every == 0):
                 checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
                 saved = time.monotonic()
-            if folder and len(run.known) > written:  # of a graph, only what has been read
-                write_metrics(folder, run.known, written)
-                written = len(run.known)
+            if folder and len(run.recorded) > written:  # of a graph, only what has been read
+                write_metrics(folder, run.recorded, written)
+                written = len(run.recorded)
             if stop:
                 break
     if len(run.history) < run.config.iterations:
-        if run.group.rank == 0:
+        if processes.rank_and_size()[0] == 0:
             at = f"step {run.history.last['steps']:,.0f} of {run.config.steps:,}"
             print(
                 f"fp8rl: interrupted at {at}: continue with train --resume {out}", file=sys.stderr
             )
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
-    if run.group.rank == 0:
+    if processes.rank_and_size()[0] == 0:
         most = "" if run.config.env_id else " of 200"
         print(
             f"final greedy return {run.history.final_return:.2f}{most}"
@@ -330,7 +334,7 @@ def evaluate_run(
             raise ValueError(
                 f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it"
             )
-        make_env = maker(config, HERE, seed + 2**31)  # other starts than in training
+        make_env = env_maker(config, HERE, seed + 2**31)  # other starts than in training
         computes = Precision(config.precision)
         with contextlib.closing(
             make_env(config, episodes, start_noise, "cpu", seed, "evaluation starts")
@@ -431,9 +435,9 @@ def compare(
         ):
             with folder.writing():
                 journal.add(arm_of[config], config, history)
-            if history.failures[0]:
+            if history.failure:
                 print(
-                    f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failures[0]}",
+                    f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}",
                     file=sys.stderr,
                 )
         write_study(folder, journal.histories, arms, comparison)

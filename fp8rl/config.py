@@ -1,6 +1,9 @@
-"""Config: what a run learns. Types and ranges are checked when a Config is made, whether from
-Python, JSON or the command line; names of precisions, codecs and formats when a run is built.
-Devices and speed are in build.py."""
+"""Config: what a run learns.
+
+Types and ranges are checked when a Config is made, whether from Python, JSON or the command line.
+Names of precisions, codecs and formats are checked when a run is built. Where and how fast a run
+computes is not in here, but in the Machine of build.py.
+"""
 
 import contextlib
 import json
@@ -13,26 +16,18 @@ from typing import get_args
 import numpy as np
 
 ENCODERS = ("mlp", "gru")
-RANGES = (  # fields, the test of their values, and the remedy
-    (
-        "steps num_envs rollout_length capacity slice_length batch_size",
-        lambda x: x >= 1,
-        "use at least 1",
-    ),
+SIZES = "steps num_envs rollout_length capacity slice_length batch_size"
+COUNTS = "replay_updates eval_every halved_after"
+# Names of fields, a test of their values, and what to use where it fails.
+RANGES = (
+    (SIZES, lambda x: x >= 1, "use at least 1"),
     ("eval_episodes hidden_size layers", lambda x: x >= 1, "use at least 1"),
-    (
-        "steps num_envs rollout_length capacity slice_length batch_size",
-        lambda x: x <= 10**15,
-        "use at most 1e15",
-    ),
-    ("replay_updates eval_every halved_after", lambda x: x <= 10**15, "use at most 1e15"),
+    (SIZES, lambda x: x <= 10**15, "use at most 1e15"),
+    (COUNTS, lambda x: x <= 10**15, "use at most 1e15"),
     ("extra_features eval_episodes", lambda x: x <= 10**6, "use at most a million"),
     ("hidden_size layers", lambda x: x <= 10**4, "use at most ten thousand"),
-    (
-        "replay_updates eval_every halved_after extra_features entropy_coef value_coef seed",
-        lambda x: x >= 0,
-        "use 0 or more",
-    ),
+    (COUNTS, lambda x: x >= 0, "use 0 or more"),
+    ("extra_features entropy_coef value_coef seed", lambda x: x >= 0, "use 0 or more"),
     ("seed", lambda x: x < 2**32, "use a number less than 2**32"),
     ("entropy_coef value_coef", lambda x: x < math.inf, "use a finite number"),
     ("learning_rate max_grad_norm clip", lambda x: 0 < x < math.inf, "use a positive number"),
@@ -44,16 +39,17 @@ RANGES = (  # fields, the test of their values, and the remedy
 
 @dataclass(frozen=True)
 class Config:
-    """What a run learns (train.py). The same Config and machine give the same numbers, bit for bit
-    on a CPU with the same number of torch threads. Raises ValueError for a field out of range, with
-    its name and what to use instead."""
+    """All that decides what a run learns.
 
-    precision: str = (
-        "fp32"  # Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16.
-    )
-    collect_precision: str | None = (
-        None  # Precision of the acting policy's matmuls; None is the learner's.
-    )
+    The same Config gives the same numbers on the same machine: bit for bit on a CPU with the same
+    number of torch threads. Raises ValueError for a field out of range, with the field's name and
+    what to use instead.
+    """
+
+    # Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16.
+    precision: str = "fp32"
+    # Precision of the acting policy's matmuls; None is the learner's.
+    collect_precision: str | None = None
     # Places that are kept in fewer bits (bits/places.py), as in "v=e5m2 weights=e4m3:stochastic".
     formats: str = ""
     seed: int = 0  # Seed for weights, starts, actions and replay.
@@ -63,13 +59,12 @@ class Config:
     # flat, bounded Box actions. None: the cart.
     env_id: str | None = None
     num_envs: int = 16  # Number of environments stepped together, N.
-    # Training episodes start within this distance of 0, evaluation within 0.05. Only the cart has
-    # this and the next two.
+    # Training episodes start within this distance of 0, evaluation episodes within 0.05. This option
+    # and the next two exist only for the built-in cart.
     start_noise: float = 0.5
     extra_features: int = 0  # Noise channels appended to the observation.
-    hide_velocity: bool = (
-        False  # Leave the velocity out of the observation, so that the policy needs memory.
-    )
+    # Leave the velocity out of the observation, so that the policy needs memory.
+    hide_velocity: bool = False
     # mlp, or gru, which has memory (recurrent.py). Its replayed slices start from a zero state.
     encoder: str = "mlp"
     # Standardize each feature by its running mean and deviation (normalization.py). None: where
@@ -77,9 +72,8 @@ class Config:
     # of order 1 as they are.
     normalize_obs: bool | None = None
     hidden_size: int = 64  # Units in each layer of the network.
-    layers: int = (
-        2  # Layers between the observation and the heads; of a gru the last one is the GRU.
-    )
+    # Layers between the observation and the heads; of a gru the last one is the GRU.
+    layers: int = 2
     rollout_length: int = 128  # Steps collected from each environment per iteration, T.
     # Transitions in the replay ring (rows times environments), of about ten rollouts: from much
     # older ones it learns more slowly.
@@ -102,12 +96,10 @@ class Config:
     # Weight replayed steps by importance ratios in V-trace. False is a common bug, kept to show it;
     # it leaves the clip on.
     importance_correction: bool = True
-    bootstrap_truncation: bool = (
-        True  # Bootstrap from the final state of a truncated episode. False is another common bug.
-    )
-    normalize_advantage: bool = (
-        True  # Subtract the batch mean from the advantages and divide by their standard deviation.
-    )
+    # Bootstrap from the final state of a truncated episode. False is another common bug.
+    bootstrap_truncation: bool = True
+    # Subtract the batch mean from the advantages and divide by their standard deviation.
+    normalize_advantage: bool = True
     # PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or
     # below 1 - clip (negative). None: no clip, all steps count.
     clip: float | None = 0.2
@@ -118,8 +110,8 @@ class Config:
     # (distribution.py).
     entropy_coef: float | None = None
     value_coef: float = 0.5  # Weight of the value loss.
-    # Adam's, at first. None: 0.001 for 64 units, and in proportion to 1 / sqrt(hidden_size), 0.002
-    # for 16 and 0.0005 for 256.
+    # Adam's initial learning rate. None: 0.001 for 64 units, and in proportion to
+    # 1 / sqrt(hidden_size): 0.002 for 16 units, 0.0005 for 256.
     learning_rate: float | None = None
     # Multiply the learning rate by the share of training left, so that the last policy settles.
     anneal: bool = True
@@ -127,60 +119,55 @@ class Config:
     halved_after: int = 0
     max_grad_norm: float = 0.5  # Gradients are clipped to this L2 norm.
 
-    eval_every: int = (
-        5_000  # Environment steps between greedy evaluations; 0 evaluates only at the end.
-    )
+    # Environment steps between greedy evaluations; 0 evaluates only at the end.
+    eval_every: int = 5_000
     eval_episodes: int = 100  # Episodes per evaluation.
 
     def __post_init__(self):
         for field in fields(self):
             object.__setattr__(self, field.name, self._converted(field.name, field.type))
-        for names, good, remedy in RANGES:
+        for names, is_good, remedy in RANGES:
             for name in names.split():
-                self._require(
-                    name, getattr(self, name) is None or good(getattr(self, name)), remedy
-                )
+                value = getattr(self, name)
+                self._require(name, value is None or is_good(value), remedy)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        """Checks what one field demands of another."""
         self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
         divides = self.batch_size % self.slice_length == 0
         self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
-        replays = (
-            self.slice_length <= self.rollout_length or not self.replay_updates
-        )  # at first there is only one rollout
-        self._require("slice_length", replays, f"use at most rollout_length, {self.rollout_length}")
+        # The first updates have only one rollout to replay.
+        short_enough = self.slice_length <= self.rollout_length or self.replay_updates == 0
+        remedy = f"use at most rollout_length, {self.rollout_length}"
+        self._require("slice_length", short_enough, remedy)
         rows = self.rollout_length + 1  # one more for the ring's open row (replay.py)
-        enough = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
-        self._require("capacity", self.capacity // self.num_envs >= rows, enough)
-        self._require(
-            "steps",
-            self.iterations >= 1,
-            f"use at least one iteration, {self.steps_per_iteration} steps",
-        )
-        self._require(
-            "layers",
-            self.encoder != "gru" or self.layers > 1,
-            "use at least 2 with gru, which is the last one",
-        )
+        remedy = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
+        self._require("capacity", self.capacity // self.num_envs >= rows, remedy)
+        remedy = f"use at least one iteration, {self.steps_per_iteration} steps"
+        self._require("steps", self.iterations >= 1, remedy)
+        remedy = "use at least 2 with gru, which is the last one"
+        self._require("layers", self.encoder != "gru" or self.layers > 1, remedy)
         if self.env_id is not None:
             for name in ("extra_features", "hide_velocity", "start_noise"):
-                self._require(
-                    name,
-                    getattr(self, name) == getattr(Config, name),
-                    f"leave it out, {self.env_id} does not have it",
-                )
+                is_default = getattr(self, name) == getattr(Config, name)
+                self._require(name, is_default, f"leave it out, {self.env_id} does not have it")
 
-    def _require(self, name: str, good: bool, remedy: str) -> None:
-        if not good:
+    def _require(self, name: str, is_good: bool, remedy: str) -> None:
+        if not is_good:
             raise ValueError(f"{name} is {getattr(self, name)!r}: {remedy}")
 
     def _converted(self, name: str, kind: type):
-        """A field's value as a plain Python type, for JSON and checkpoints; takes NumPy numbers,
-        and 1e4 for an int."""
-        value, kinds = getattr(self, name), get_args(kind) or (kind,)  # of `float | None` both
-        number = isinstance(value, Real) and not isinstance(
-            value, bool
-        )  # NumPy's numbers are Real too, its bool is not
-        if number and ((int in kinds and value % 1 == 0) or float in kinds):
-            with contextlib.suppress(OverflowError):  # of a whole number with hundreds of digits
+        """A field's value as a plain Python type, for JSON and checkpoints.
+
+        Takes NumPy numbers too, and a float without a fraction, such as 1e4, for an int.
+        """
+        value = getattr(self, name)
+        kinds = get_args(kind) or (kind,)  # both types of `float | None`
+        # NumPy's numbers are Real too, and its bool is not.
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if is_number and ((int in kinds and value % 1 == 0) or float in kinds):
+            with contextlib.suppress(OverflowError):  # a whole number with hundreds of digits
                 return kinds[0](value)
         if bool in kinds and isinstance(value, bool | np.bool_):
             return bool(value)
@@ -195,15 +182,17 @@ class Config:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def of(cls, found: str | dict) -> "Config":
-        """A Config from a dict of fields, or from the text that `to_json` wrote; missing fields
-        have their defaults."""
-        found = json.loads(found) if isinstance(found, str) else found
-        if not isinstance(found, dict):
-            raise ValueError(f"config is {found!r}: use a JSON object of fields")
-        for name in found.keys() - cls.__dataclass_fields__.keys():
+    def of(cls, source: str | dict) -> "Config":
+        """A Config from a dict of fields, or from the text that `to_json` wrote.
+
+        Missing fields have their defaults. Raises ValueError for a field that does not exist.
+        """
+        values = json.loads(source) if isinstance(source, str) else source
+        if not isinstance(values, dict):
+            raise ValueError(f"config is {values!r}: use a JSON object of fields")
+        for name in values.keys() - cls.__dataclass_fields__.keys():
             raise ValueError(f"config has the field {name!r}, which does not exist: leave it out")
-        return cls(**found)
+        return cls(**values)
 
     @property
     def steps_per_iteration(self) -> int:
@@ -219,73 +208,82 @@ class Config:
         return self.fresh_updates + self.replay_updates
 
     @property
+    def slices_per_batch(self) -> int:
+        """Slices in a replayed batch."""
+        return self.batch_size // self.slice_length
+
+    @property
     def rows(self) -> int:
-        """Time steps in the replay ring: as many as `capacity` has room for, or as a run can
-        fill."""
+        """Time steps in the replay ring: what `capacity` has room for, or what a run can fill."""
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
     @property
     def learning_rate_of_width(self) -> float:
-        """Adam's first learning rate where `learning_rate` is None."""
+        """Adam's initial learning rate where `learning_rate` is None."""
         return 1e-3 * math.sqrt(64 / self.hidden_size)
 
     def settled(self, env) -> "Config":
-        """The config with a number in every field whose None leaves it to the width or to the task,
-        a TensorEnv or what has its attributes: `learning_rate` by the width, `gamma` by the time
-        limit, `entropy_coef` by the kind of actions. The config itself keeps None, so that
-        `dataclasses.replace` with another width or task follows it."""
+        """The config with a number in every field whose None leaves it to the width or to the task.
+
+        These are `learning_rate` (by the width), `gamma` (by the time limit) and `entropy_coef` (by
+        the kind of actions). `env` is a TensorEnv, or has its attributes. The config itself keeps
+        None, so that `dataclasses.replace` with another width or task follows it.
+        """
         derived = {
             "learning_rate": self.learning_rate_of_width,
             "gamma": min(max(1 - 4 / env.max_steps, 0.98), 0.995),
             "entropy_coef": env.distribution.ENTROPY_COEF,
         }
-        return replace(
-            self, **{name: value for name, value in derived.items() if getattr(self, name) is None}
-        )
+        missing = {name: value for name, value in derived.items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
-    def learning_rate_at(self, iteration: int) -> float:
-        """The learning rate of an iteration. Only of a config that is `settled`."""
-        rate = self.learning_rate
+    def annealed(self, learning_rate, iteration: int):
+        """The learning rate of an iteration, from the initial one (a number or a tensor)."""
         if self.anneal:
-            rate = rate * (1 - iteration / self.iterations)
+            learning_rate = learning_rate * (1 - iteration / self.iterations)
         if self.halved_after:
-            rate = rate / (1 + iteration * self.steps_per_iteration / self.halved_after)
-        return rate
+            steps = iteration * self.steps_per_iteration
+            learning_rate = learning_rate / (1 + steps / self.halved_after)
+        return learning_rate
 
     def evaluates_at(self, iteration: int) -> bool:
-        """Whether an evaluation follows an iteration: the last one, or one that crosses a multiple
-        of eval_every."""
-        before, after = (self.steps_per_iteration * i for i in (iteration, iteration + 1))
-        return iteration + 1 == self.iterations or (
-            self.eval_every > 0 and before // self.eval_every < after // self.eval_every
-        )
+        """Whether an evaluation follows an iteration.
+
+        It follows the last iteration, and each that crosses a multiple of `eval_every`.
+        """
+        if iteration + 1 == self.iterations:
+            return True
+        if self.eval_every == 0:
+            return False
+        steps_before = iteration * self.steps_per_iteration
+        steps_after = steps_before + self.steps_per_iteration
+        return steps_before // self.eval_every < steps_after // self.eval_every
 
     @classmethod
     def published(cls, **changes) -> "Config":
-        """The loop of the demo that this project started from: one environment, uniform single
-        transitions, no importance correction and no clip, no entropy bonus, time limits treated as
-        terminations. It learns 64 transitions for each 128 that it collects."""
+        """The loop of the demo that this project started from.
+
+        It has one environment, uniform single transitions, no importance correction and no clip, no
+        entropy bonus, and treats time limits as terminations. It learns 64 transitions for each 128
+        that it collects.
+        """
         loop = {
             "num_envs": 1,
             "start_noise": 0.0,
             "rollout_length": 128,
+            "capacity": 10_000,
             "slice_length": 1,
             "batch_size": 64,
             "fresh_updates": 0,
-        }
-        loop |= {
             "replay_updates": 1,
-            "capacity": 10_000,
             "gamma": 0.99,
+            "importance_correction": False,
+            "bootstrap_truncation": False,
+            "normalize_advantage": False,
+            "clip": None,
+            "scale_rewards": False,
             "entropy_coef": 0,
             "learning_rate": 1e-3,
+            "anneal": False,
         }
-        loop |= {"clip": None}
-        off = (
-            "scale_rewards",
-            "importance_correction",
-            "bootstrap_truncation",
-            "normalize_advantage",
-            "anneal",
-        )
-        return cls(**loop | dict.fromkeys(off, False) | changes)
+        return cls(**loop | changes)

@@ -1,5 +1,9 @@
-"""Faster forms of the core's plain code, which compute the same but for rounding: a network with
-fewer calls, forward passes reused from acting to learn, and all steps of acting in one kernel."""
+"""Faster forward passes on a CPU, which compute what the plain network does, but for rounding.
+
+`FastActorCritic` acts without calling its modules, and of many rows computes both heads in one layer.
+`Reuse` keeps the forward passes of acting, so that learning need not repeat them. The plain forms are
+model.ActorCritic, rollout.unroll and train.forward_pass.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,175 +13,164 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from .around import Around
 from .bits.low_bit_adam import Hook
-from .env import TensorEnv
-from .fp8 import E4M3, E5M2, Float8Linear
-from .hardware import load_kernels
-from .matmul_rounding import TO, Matmuls, Rounding, roundings_of, stored
+from .fp8 import Float8Linear
 from .model import ActorCritic
+from .normalization import Normalized, NormalizedRecurrent
 from .precision import Precision
+from .recurrent import RecurrentActorCritic
 from .rollout import Rollout, unroll
-from .train import Learner
+from .train import forward_pass
 
 MANY = 2**16  # numbers in a hidden layer from which on both heads are computed in one
 
 
-class Fast(ActorCritic):
-    """An ActorCritic that acts without calling its modules, and of many rows computes both heads in
-    one layer, unless a head is in FP8 or has hooks."""
+class FastActorCritic(ActorCritic):
+    """An ActorCritic that saves calls.
+
+    A head that is in FP8 or has hooks is called, as are layers that act.
+    """
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
-        """What comes before the first layer, here nothing (normalized.py)."""
+        """What comes before the first layer, here nothing (normalization.py)."""
         return obs
 
     def acting(self):
-        """Like ActorCritic.acting, for one rollout: FP8 quantizes the weights now. With few rows,
-        to call the modules would take as long as their arithmetic."""
-        if not plain(self):
+        """What acts in one rollout: FP8 quantizes the weights now.
+
+        With few rows, to call the modules would take as long as their arithmetic.
+        """
+        if not acts_without_calls(self):
             return self
-        *hidden, last = map(held, (self.inputs, *self.hidden, self.actor))
+        *hidden, last = map(as_function, (self.inputs, *self.hidden, self.actor))
 
         def policy(obs, state=None):
-            obs = self.normalize(obs)
+            x = self.normalize(obs)
             for layer in hidden:
-                obs = layer(obs).relu_()
-            return self.outputs(last(obs)), None
+                x = layer(x).relu_()
+            return self.outputs(last(x)), None
 
         return SimpleNamespace(policy=policy)
 
-    def step(
-        self, obs: torch.Tensor, state=None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """As `policy`, with values [B]: outputs, values and the next state."""
-        return *self.forward(obs), None
+    def step(self, obs: torch.Tensor, state=None):
+        """As `policy`, with values [B]: outputs, values and the next state, here None."""
+        outputs, values = self.forward(obs)
+        return outputs, values, None
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # As one layer, heads would not be called, and one in FP8 would be computed in float32.
         together = all(
-            type(head) is nn.Linear and uncalled(head) for head in (self.actor, self.critic)
+            type(head) is nn.Linear and needs_no_call(head) for head in (self.actor, self.critic)
         )
         if hidden.numel() < MANY or not together:
             return super().heads(hidden)
-        heads = zip(self.actor.parameters(), self.critic.parameters(), strict=True)
-        weight, bias = (torch.cat(pair) for pair in heads)
-        apart = hidden.is_cuda and not torch.is_autocast_enabled(
-            "cuda"
-        )  # with a bias cuBLAS is slow for few columns
-        outputs = (hidden @ weight.T + bias if apart else linear(hidden, weight, bias)).float()
-        return self.outputs(outputs[..., :-1]), outputs[..., -1]
+        weight = torch.cat((self.actor.weight, self.critic.weight))
+        bias = torch.cat((self.actor.bias, self.critic.bias))
+        if hidden.is_cuda and not torch.is_autocast_enabled("cuda"):
+            results = hidden @ weight.T + bias  # with a bias, cuBLAS is slow for few columns
+        else:
+            results = linear(hidden, weight, bias)
+        results = results.float()
+        return self.outputs(results[..., :-1]), results[..., -1]
 
 
-def plain(model: Fast) -> bool:
+class NormalizedFast(Normalized, FastActorCritic):
+    """A network without memory that standardizes its observations."""
+
+
+# Networks by encoder and whether they standardize observations.
+FAST_NETWORKS = {
+    ("mlp", False): FastActorCritic,
+    ("gru", False): RecurrentActorCritic,
+    ("mlp", True): NormalizedFast,
+    ("gru", True): NormalizedRecurrent,
+}
+
+
+def acts_without_calls(model: FastActorCritic) -> bool:
     """Whether the layers that act may be used without calling them."""
-    layers = model.inputs, *model.hidden, model.actor
-    return all(type(layer) in (nn.Linear, Float8Linear) and uncalled(layer) for layer in layers)
-
-
-def uncalled(layer: nn.Module) -> bool:
-    """Whether a layer computes the same when its weight and bias are used without calling it: it
-    has both, a forward pass of its class, and no hooks."""
-    return layer.bias is not None and "forward" not in vars(layer) and not hooked(layer)
-
-
-def hooked(layer: nn.Module) -> bool:
-    """Whether a layer has hooks that must be called, of its own or of all modules. LowBitAdam's
-    need not be: during a rollout the weights are there."""
-    forward = *layer._forward_pre_hooks.values(), *layer._forward_hooks.values()
-    backward = *layer._backward_pre_hooks.values(), *layer._backward_hooks.values()
-    of_all = nn.modules.module._has_any_global_hook()
-    return bool(of_all or backward) or any(not isinstance(hook, Hook) for hook in forward)
-
-
-def held(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A layer as a function, for as long as its weights stay as they are now."""
-    return (
-        layer.held()
-        if isinstance(layer, Float8Linear)
-        else functools.partial(linear, weight=layer.weight, bias=layer.bias)
+    layers = (model.inputs, *model.hidden, model.actor)
+    return all(
+        type(layer) in (nn.Linear, Float8Linear) and needs_no_call(layer) for layer in layers
     )
+
+
+def needs_no_call(layer: nn.Module) -> bool:
+    """Whether a layer computes the same when its weight and bias are used without calling it.
+
+    So it has both, a forward pass of its class, and no hooks.
+    """
+    return layer.bias is not None and "forward" not in vars(layer) and not has_hooks(layer)
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether a layer has hooks that must be called, of its own or of all modules.
+
+    LowBitAdam's need not be: during a rollout the weights are there.
+    """
+    forward = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
+    backward = (*layer._backward_pre_hooks.values(), *layer._backward_hooks.values())
+    if nn.modules.module._has_any_global_hook() or backward:
+        return True
+    return any(not isinstance(hook, Hook) for hook in forward)
+
+
+def as_function(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A layer as a function, for as long as its weights stay as they are now."""
+    if isinstance(layer, Float8Linear):
+        return layer.held()
+    return functools.partial(linear, weight=layer.weight, bias=layer.bias)
 
 
 class Reuse:
-    """`unroll` with gradient. Keeps the last rollout's `obs`, and `computed`: its outputs [T+1, N,
-    A or 2 A] and values [T+1, N], with their gradient."""
+    """Lets a learner go on from the forward passes that acted.
+
+    It is the `loop` of a collector: `unroll`, with gradient. And `forward` is that of a learner: for
+    the newest rollout it returns what acting computed, with its gradient, and otherwise what
+    `train.forward_pass` computes.
+    """
 
     def __init__(self, model: ActorCritic, precision: Precision):
-        self.model, self.precision, self.steps, self.obs, self.computed = (
-            model,
-            precision,
-            [],
-            None,
-            None,
-        )
+        self.model = model
+        self.precision = precision
+        self.steps: list = []  # outputs and values of each step of the rollout that is collected
+        self.obs: torch.Tensor | None = None  # the newest rollout's, until it is learned from
+        self.computed: tuple | None = None  # its outputs [T+1, N, A or 2 A] and values [T+1, N]
 
     def policy(self, obs, state):
-        """Like ActorCritic.policy, and keeps outputs and values. Actions, and the states that they
-        lead to, have no gradient."""
-        *found, state = self.model.step(obs, state)
-        self.steps.append(found)
-        return found[0].detach(), state
+        """As ActorCritic.policy, and keeps outputs and values.
+
+        Actions, and the states that they lead to, have no gradient.
+        """
+        outputs, values, state = self.model.step(obs, state)
+        self.steps.append((outputs, values))
+        return outputs.detach(), state
 
     def __call__(self, model, env, noise, starts, state):
-        self.steps, self.obs, self.computed = [], None, None
+        self.steps = []
+        self.obs = None
+        self.computed = None
         with torch.enable_grad(), self.precision.autocast():
-            rows, state = unroll(self, env, noise, starts, state)
-        with torch.no_grad(), self.precision.autocast():  # its value is used only for bootstrapping
-            *last, _ = self.model.step(env.obs, state)
+            results, state = unroll(self, env, noise, starts, state)
+        # The last observation's value is only bootstrapped from.
+        with torch.no_grad(), self.precision.autocast():
+            last_outputs, last_values, _ = self.model.step(env.obs, state)
+        outputs = [step_outputs for step_outputs, _ in self.steps]
+        values = [step_values for _, step_values in self.steps]
         with torch.enable_grad():
-            self.computed = tuple(map(torch.stack, zip(*self.steps, last, strict=True)))
-        self.steps, self.obs = [], rows[0]
-        return rows, None if state is None else state.detach()
+            outputs = torch.stack([*outputs, last_outputs])
+            values = torch.stack([*values, last_values])
+        self.computed = outputs, values
+        self.steps = []
+        self.obs = results[0]
+        return results, None if state is None else state.detach()
 
+    def forward(self, model, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs and values of a batch.
 
-class Reusing(Around):
-    """A learner that learns from the newest rollout with the forward passes that acted."""
-
-    def __init__(self, inner: Learner, reuse: Reuse):
-        super().__init__(inner)
-        self.reuse = reuse
-
-    def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
-        computed = self.reuse.computed if batch.obs is self.reuse.obs else None
-        self.reuse.obs = self.reuse.computed = None  # once: after an update the weights are others
-        return self.inner.update(batch, computed)
-
-
-def alone(model: Fast, precision: str) -> SimpleNamespace | None:
-    """The acting network of a run, with its present weights, as population.Policy has a
-    population's: `parts`, here of one agent, and `spread`. None if its layers must be called, or
-    are in FP8 where the precision has none, or the other way round. `precision`: its name, which
-    must not be tf32."""
-    if not plain(model):
-        return None
-    modules = model.inputs, *model.hidden, model.actor
-    layers = [
-        (layer.weight.detach().unsqueeze(0), layer.bias.detach().view(1, 1, -1))
-        for layer in modules
-    ]
-    roundings = roundings_of(Matmuls(precision), [tuple(layer.weight.shape) for layer in modules])
-    if not all(map(rounds_by, modules, roundings)):
-        return None
-    spread = None if model.spread is None else model.spread.detach().view(1, 1, -1)
-    return SimpleNamespace(parts=[(slice(0, 1), stored(layers, roundings))], spread=spread)
-
-
-def rounds_by(layer: nn.Linear, rounding: Rounding) -> bool:
-    """Whether a layer rounds its input and weight as `rounding` does."""
-    if not isinstance(layer, Float8Linear):
-        return rounding.weights not in (TO[E4M3], TO[E5M2])
-    one_scale = layer.scales == "tensor"
-    return one_scale and rounding.inputs is rounding.weights is TO[layer.forward_type]
-
-
-def loop_of(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:
-    """How agents act: all steps in one kernel (kernels.py), where Triton's kernels run and the one
-    for the task exists and runs; or else `unroll`. `acting` makes of the model what has its
-    policies: population.Agents.acting, or `alone`."""
-    if not load_kernels(env.device):
-        return unroll
-    from .gpu.acting_kernel import (
-        tried,  # not above, because Triton takes long to import and may be missing
-    )
-
-    return tried(env, model, acting) or unroll
+        What acting computed can be used once: after an update the weights are others.
+        """
+        computed = self.computed if batch.obs is self.obs else None
+        self.obs = None
+        self.computed = None
+        return forward_pass(model, batch) if computed is None else computed

@@ -73,11 +73,9 @@ def load_kernels(device: torch.device | str) -> bool:
         or not find_spec("triton")
     ):
         return False
-    from .gpu.triton_kernels import (
-        tried,  # not above, because Triton takes long to import and may be missing
-    )
+    from .gpu.triton_kernels import install_kernels  # Triton takes long to import
 
-    return tried(device)
+    return install_kernels(device)
 
 
 def cores() -> int:

@@ -1,20 +1,20 @@
-"""Kernels in place of plain code, on a GPU.
+"""Where faster kernels are found, on a GPU that has them.
 
-Some of what the core computes is many launches of little work, or many passes over one tensor:
-words of random numbers, a recurrence over time, the rounding to FP8. Where Triton is installed,
-gpu/triton_kernels.py has a kernel for each, and puts it here by name. The core works without them,
-and the plain form is what a kernel must equal."""
+Some of what the agent computes is hundreds of operations on few numbers: random words, a recurrence
+over time, rounding to FP8. On a GPU each operation takes microseconds to begin, however few numbers
+it has, so one kernel for all of them is much faster. gpu/triton_kernels.py has such kernels and puts
+them here by name. Without them the agent computes the same in plain PyTorch.
+"""
 
 from collections.abc import Callable
 
 import torch
 
-KERNELS: dict[
-    str, Callable
-] = {}  # "words" of rng.py, "recurrence" of losses.py and history.py, "quantize" of fp8.py
-DEVICE = "cuda"  # the type of device that they are for
+# "words" is used by rng.py, "recurrence" by losses.py and returns.py, "quantize" by fp8.py.
+KERNELS: dict[str, Callable] = {}
+DEVICE = "cuda"  # the type of device that the kernels are for
 
 
 def kernel(name: str, device: torch.device) -> Callable | None:
-    """The kernel of this name, if there is one for the device."""
+    """The kernel of this name, or None if there is none for the device."""
     return KERNELS.get(name) if device.type == DEVICE else None

@@ -1,10 +1,11 @@
-"""The agent: one encoder, shared by the actor (what to do) and the critic (how well it will go).
+"""The network: one encoder, shared by the actor (what to do) and the critic (how well it will go).
 
 By default two layers of 64 ReLU units. Weights start orthogonal, with gain sqrt(2) before a ReLU, 1
 for the critic, and 0.01 for the actor, so that the first policy is almost uniform (as in CleanRL's
-PPO). The standard deviations of continuous actions do not depend on the observation. Parameters
-stay float32: a precision changes only the matmuls. A policy with memory (recurrent.py) has the same
-methods and uses the states that this one ignores."""
+PPO). The standard deviations of continuous actions do not depend on the observation. Parameters stay
+float32: a precision changes only the matmuls. A policy with memory (recurrent.py) has the same
+methods and uses the states that this one ignores.
+"""
 
 import math
 
@@ -12,16 +13,19 @@ import torch
 from torch import nn
 
 from .distribution import Categorical, Gaussian
+from .rng import seed_of
+
+INITIAL_SPREAD = -0.125  # of continuous actions: standard deviations of exp(4 * -0.125) = 0.6
 
 
 def linear(
     inputs: int, outputs: int, gain: float, generator: torch.Generator | None = None
 ) -> nn.Linear:
-    """A float32 linear layer on the CPU with zero bias and orthogonal weights from `generator`
-    (None is torch's global one)."""
-    layer = nn.Linear(
-        inputs, outputs, device="meta"
-    )  # or it would draw weights from the global generator
+    """A float32 linear layer on the CPU with zero bias and orthogonal weights.
+
+    The weights are drawn from `generator`; None is torch's global one.
+    """
+    layer = nn.Linear(inputs, outputs, device="meta")  # or it would draw from the global generator
     weight = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu")
     layer.weight = nn.Parameter(nn.init.orthogonal_(weight, gain, generator))
     layer.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32, device="cpu"))
@@ -29,10 +33,16 @@ def linear(
 
 
 class ActorCritic(nn.Module):
-    """Policy and value of observations of `obs_size` features, for `num_actions` actions
-    (dimensions of an action if `distribution` is Gaussian), with `layers` layers of `hidden_size`
-    units and weights from `generator` (None is torch's global one). Its outputs [..., A or 2 A] are
-    what `distribution` takes. They and the values are float32 under any autocast."""
+    """Policy and value of observations.
+
+    `obs_size`      features of an observation, F
+    `num_actions`   actions, or dimensions of an action if `distribution` is Gaussian, A
+    `hidden_size`   units in each of `layers` layers
+    `generator`     of the initial weights; None is torch's global one
+    `distribution`  of the actions (distribution.py); it takes the network's outputs [..., A or 2 A]
+
+    Outputs and values are float32 under any autocast.
+    """
 
     recurrent = False
 
@@ -51,10 +61,10 @@ class ActorCritic(nn.Module):
         self.make_hidden(layers - 1, generator)
         self.actor = linear(hidden_size, num_actions, 0.01, generator)
         self.critic = linear(hidden_size, 1, 1.0, generator)
-        spread = torch.full(
-            (num_actions,), -0.125, dtype=torch.float32, device="cpu"
-        )  # deviations of 0.6
-        self.spread = nn.Parameter(spread) if distribution is Gaussian else None
+        self.spread = None
+        if distribution is Gaussian:
+            spread = torch.full((num_actions,), INITIAL_SPREAD, dtype=torch.float32, device="cpu")
+            self.spread = nn.Parameter(spread)
 
     def make_hidden(self, count: int, generator: torch.Generator | None) -> None:
         """Makes the layers between the first one and the heads; a subclass may have others."""
@@ -70,32 +80,51 @@ class ActorCritic(nn.Module):
             x = layer(x).relu()
         return x
 
-    def forward(
-        self, obs: torch.Tensor, state=None, first=None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [..., A or 2 A] and values [...] of observations [..., obs_size]. The other
-        arguments are for a policy with memory: its state before the first row, and the rows that
-        start an episode (`Rollout.first`)."""
+    def forward(self, obs: torch.Tensor, state=None, first=None):
+        """Outputs [..., A or 2 A] and values [...] of observations [..., obs_size].
+
+        The other arguments are for a policy with memory: its state before the first row, and the rows
+        that start an episode (`Rollout.first`).
+        """
         return self.heads(self.encode(obs))
 
-    def policy(
-        self, obs: torch.Tensor, state: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs [B, A or 2 A] for observations [B, obs_size] and the previous state, and the next
-        state (None here)."""
+    def policy(self, obs: torch.Tensor, state: torch.Tensor | None = None):
+        """Outputs [B, A or 2 A] for observations [B, obs_size], and the next state, here None.
+
+        `state` is the previous one.
+        """
         return self.outputs(self.actor(self.encode(obs))), None
 
-    def acting(self) -> "ActorCritic":
+    def acting(self):
         """What acts in a rollout: an object with `policy`, here the network itself."""
         return self
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs and values from hidden numbers [..., hidden_size]."""
+        """Outputs and values from the encoder's [..., hidden_size]."""
         return self.outputs(self.actor(hidden)), self.critic(hidden).squeeze(-1).float()
 
     def outputs(self, actor: torch.Tensor) -> torch.Tensor:
-        """The distribution's parameters float32 [..., A or 2 A], from the actor's numbers [...,
-        A]."""
-        return (
-            actor.float() if self.spread is None else Gaussian.outputs(actor.float(), self.spread)
-        )
+        """The distribution's parameters, float32 [..., A or 2 A], from the actor's [..., A]."""
+        if self.spread is None:
+            return actor.float()
+        return Gaussian.outputs(actor.float(), self.spread)
+
+    def add_observations(self, obs: torch.Tensor, all_reduce) -> None:
+        """Shows the network new observations; one that standardizes them counts them."""
+
+    def update_statistics(self) -> None:
+        """Lets what was counted take effect, before the next rollout."""
+
+
+def make_network(config, env, network: type = ActorCritic) -> ActorCritic:
+    """A network for an environment, on the CPU, with the initial weights of the config's seed."""
+    weights = torch.Generator("cpu").manual_seed(seed_of(config.seed, "weights"))
+    low, _ = env.bounds
+    return network(
+        len(low),
+        env.num_actions,
+        config.hidden_size,
+        config.layers,
+        generator=weights,
+        distribution=env.distribution,
+    )

@@ -10,6 +10,7 @@ torchrun starts the processes and tells each its rank. Without it the functions 
 """
 
 import atexit
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -20,8 +21,6 @@ import torch
 # outlive its destruction.
 import torch.distributed.nn.functional
 from torch import distributed
-
-from .train import OneProcess
 
 
 def start(devices: dict[str, str] | None = None) -> None:
@@ -96,43 +95,51 @@ def gather(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.view(x.dtype).view(x.shape) for part in parts])
 
 
-class Ranks(OneProcess):
-    """This process's place among those that share a run, which add up what each has."""
+# Parts of a run's state in which the ranks' tensors are joined along the first dimension; the others
+# are the same on all ranks.
+JOINED = ("env", "returns", "rewards", "state", "ring")
+# Tensors in these parts that are the same on all ranks.
+SAME = ("clock", "square")
 
-    # Parts of a state in which the ranks' tensors are joined along the first dimension; the others
-    # are the same on all ranks.
-    JOINED = ("env", "returns", "rewards", "state", "ring")
-    SAME = ("clock", "square")  # in these parts, the same on all
 
-    def __init__(self):
-        self.rank, self.size = rank_and_size()
+def whole_state(state: dict) -> dict:
+    """The state of the whole run, from this rank's. All ranks must call it."""
+    if rank_and_size()[1] == 1:
+        return state
+    return _map_state(state, gather, lambda clipped: all_reduce([clipped])[0])
 
-    all_reduce = staticmethod(all_reduce)
 
-    def whole(self, state: dict) -> dict:
-        """Like OneProcess.whole. All ranks must call it."""
-        return self._changed(state, gather, lambda clipped: all_reduce([clipped])[0])
+def part_of(state: dict) -> dict:
+    """This rank's part of the state of a whole run, which was saved with any number of ranks.
 
-    def part(self, state: dict) -> dict:
-        """Like OneProcess.part, of a state saved with any number of ranks. Only rank 0 continues
-        the count of clipped values."""
-        return self._changed(
-            state,
-            lambda x: x.chunk(self.size)[self.rank],
-            lambda clipped: clipped * (self.rank == 0),
-        )
+    Only rank 0 continues the count of clipped values.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        return state
+    return _map_state(state, lambda x: x.chunk(size)[rank], lambda clipped: clipped * (rank == 0))
 
-    def _changed(self, state: dict, change: Callable, total: Callable) -> dict:
-        """A state with `change` of each joined tensor, and `total` of the ring's `clipped`."""
-        rules = dict.fromkeys(self.SAME, lambda x: x) | {"clipped": total}
 
-        def changed(part):
-            if isinstance(part, torch.Tensor):
-                return change(part)
-            if part is None or "folder" in part:  # a ring in a folder has only its path
-                return part
-            return {name: rules.get(name, change)(x) for name, x in part.items()}
+def _map_state(state: dict, join: Callable, sum_clipped: Callable) -> dict:
+    """A state with `join` of each joined tensor, and `sum_clipped` of the ring's `clipped`."""
 
-        return {
-            name: changed(part) if name in self.JOINED else part for name, part in state.items()
-        }
+    def map_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name in SAME:
+            return x
+        return sum_clipped(x) if name == "clipped" else join(x)
+
+    def map_part(part):
+        if isinstance(part, torch.Tensor):
+            return join(part)
+        if part is None or "folder" in part:  # a ring in a folder has only its path
+            return part
+        return {name: map_tensor(name, x) for name, x in part.items()}
+
+    return {name: map_part(part) if name in JOINED else part for name, part in state.items()}
+
+
+class NoEvaluator:
+    """In place of an Evaluator on ranks other than 0, which evaluates for all."""
+
+    def evaluate(self, learned: torch.nn.Module) -> float:
+        return math.nan

@@ -3,22 +3,28 @@
 A GRU (Cho et al. 2014, arXiv:1406.1078, in the form of torch.nn.GRUCell) replaces the last layer of
 the encoder:
 
-    r = sigmoid(x_r + h_r),  z = sigmoid(x_z + h_z),  n = tanh(x_n + r h_n),  h' = (1 - z) n + z h
+    r  = sigmoid(x_r + h_r)
+    z  = sigmoid(x_z + h_z)
+    n  = tanh(x_n + r h_n)
+    h' = (1 - z) n + z h
 
 where two linear layers compute x from the input and h_r, h_z and h_n from the previous state h. The
 first runs over all rows of a sequence in one matmul; only the second must go step by step. Where an
 episode starts within a sequence the state is set to 0, so slices need neither padding nor cutting.
-The state and its gates are float32."""
+The state and its gates are float32.
+"""
 
 import torch
 
 from .model import ActorCritic, linear
 
 
-class Recurrent(ActorCritic):
-    """An ActorCritic with a GRU as its last layer, whose state is float32 [B, hidden_size] (None is
-    0). `forward` takes observations [T, B, obs_size] in time order, and `first` as bool [T, B],
-    None if no row starts an episode."""
+class RecurrentActorCritic(ActorCritic):
+    """An ActorCritic with a GRU as its last layer, whose state is float32 [B, hidden_size].
+
+    A state of None is 0. `forward` takes observations [T, B, obs_size] in time order, and `first` as
+    bool [T, B], None if no row starts an episode.
+    """
 
     recurrent = True
 
@@ -36,10 +42,10 @@ class Recurrent(ActorCritic):
 
     def forward(self, obs, state=None, first=None):
         states = []
-        for t, row in enumerate(self.encode(obs)):
+        for t, x in enumerate(self.encode(obs)):
             if first is not None and state is not None:
                 state = torch.where(first[t].unsqueeze(-1), 0, state)
-            state = self.gru(row, state)
+            state = self.gru(x, state)
             states.append(state)
         return self.heads(torch.stack(states))
 
@@ -48,14 +54,21 @@ class Recurrent(ActorCritic):
         return self.outputs(self.actor(state)), state
 
     def step(self, obs, state=None):
+        """As `policy`, with values [B]: outputs, values and the next state."""
         state = self.gru(self.encode(obs), state)
-        return *self.heads(state), state
+        outputs, values = self.heads(state)
+        return outputs, values, state
 
-    def gru(self, inputs: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
-        """The next state, float32 [B, hidden_size], from the encoded inputs [B, 3 hidden_size] and
-        the previous state."""
-        state = inputs.new_zeros(len(inputs), self.hidden_size) if state is None else state
-        reset, update, new = inputs.chunk(3, dim=-1)
-        from_reset, from_update, from_new = self.gates(state).float().chunk(3, dim=-1)
-        candidate = torch.tanh(new + torch.sigmoid(reset + from_reset) * from_new)
-        return torch.lerp(candidate, state, torch.sigmoid(update + from_update))
+    def gru(self, x: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+        """The next state, float32 [B, hidden_size].
+
+        `x` is the encoded input [B, 3 hidden_size], `state` the previous state.
+        """
+        if state is None:
+            state = x.new_zeros(len(x), self.hidden_size)
+        x_r, x_z, x_n = x.chunk(3, dim=-1)
+        h_r, h_z, h_n = self.gates(state).float().chunk(3, dim=-1)
+        r = torch.sigmoid(x_r + h_r)
+        n = torch.tanh(x_n + r * h_n)
+        z = torch.sigmoid(x_z + h_z)
+        return torch.lerp(n, state, z)  # (1 - z) n + z h

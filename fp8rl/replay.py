@@ -2,136 +2,174 @@
 
 Each environment has its own ring, with consecutive steps in consecutive memory. Row t holds the
 observation, the action taken on it, the reward and flags that followed, and the behaviour
-log-probability; its next observation is row t+1, at the end of an episode too (rollout.py). The row
+log-probability. Its next observation is row t+1, at the end of an episode too (rollout.py). The row
 at the head is open: it holds only the observation that the newest transition led to, until the next
 append fills it. So a ring of R rows holds R - 1 complete ones.
 
 Bytes per transition with F features: 4 F for the observation + 1 (action; 4 for each dimension of a
-continuous one) + 4 (reward) + 1 (flags) + 4 (log-probability), so 18 with two features.
-disk/mapped_ring.py stores observations in fewer bytes."""
+continuous one) + 4 (reward) + 1 (flags) + 4 (log-probability), so 18 with two features. A codec
+(observation_codec.py) stores observations in fewer bytes.
+"""
+
+import math
 
 import torch
 
 from . import rng
 from .env import STATE_BOUNDS
-from .rollout import Rollout
+from .observation_codec import Codec, type_of_codes
+from .rollout import DUMMY, Rollout
+
+NAMES = ("obs", "action", "reward", "flags", "behavior_logp")
 
 
-def row_of(
-    obs_size: int, action_size: int = 0, obs: torch.dtype = torch.float32
+def fields_of_row(
+    obs_size: int, action_size: int = 0, codec: str = "fp32"
 ) -> dict[str, tuple[torch.dtype, tuple]]:
-    """Type and shape of each number of a stored transition. An action is float32 [action_size], or
-    one byte if that is 0."""
+    """Type and shape of each number of a stored transition.
+
+    An action is float32 [action_size], or one byte if that is 0. Raises ValueError for an unknown
+    codec.
+    """
     action = (torch.float32, (action_size,)) if action_size else (torch.uint8, ())
-    row = {"obs": (obs, (obs_size,)), "action": action, "reward": (torch.float32, ())}
-    return row | {"flags": (torch.uint8, ()), "behavior_logp": (torch.float32, ())}
+    return {
+        "obs": (type_of_codes(codec), (obs_size,)),
+        "action": action,
+        "reward": (torch.float32, ()),
+        "flags": (torch.uint8, ()),
+        "behavior_logp": (torch.float32, ()),
+    }
 
 
-def can_be(start: int, count: int, rows: int) -> bool:
-    """Whether a ring can have complete rows `start` to `count` - 1, and go on."""
-    return 0 <= start <= count < min(start + rows, 2**62)
+def bytes_of_row(fields: dict[str, tuple[torch.dtype, tuple]]) -> int:
+    """Bytes of fields of given types and shapes together."""
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
+
+
+def ring_bytes(
+    rows: int, num_envs: int, obs_size: int = 2, codec: str = "fp32", action_size: int = 0
+) -> int:
+    """Bytes that a ring of these settings will occupy, without allocating it."""
+    return rows * num_envs * bytes_of_row(fields_of_row(obs_size, action_size, codec))
+
+
+class Clock:
+    """Where a ring of `rows` rows is: which rows are complete, and where the next ones go.
+
+    The complete rows are numbers `start` to `count` - 1 of all that were ever appended. Row number n
+    is at n modulo `rows`.
+    """
+
+    def __init__(self, rows: int):
+        self.rows = rows
+        self.start = 0
+        self.count = 0
+
+    @property
+    def size(self) -> int:
+        """Complete rows."""
+        return self.count - self.start
+
+    def make_room(self, length: int) -> None:
+        """Drops the rows that the next `length` will overwrite, and 1 for the open row."""
+        self.start = max(self.start, self.count + length + 1 - self.rows)
+
+    def advance(self, length: int) -> None:
+        """Makes `length` rows complete, which have been written."""
+        self.count = self.count + length
+
+    def write(self, field: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes rows [N, T, ...] to a field [N, rows, ...], from the open row on."""
+        head = self.count % self.rows
+        before_end = values[:, : self.rows - head]
+        from_begin = values[:, self.rows - head :]
+        field[:, head : head + before_end.shape[1]] = before_end
+        field[:, : from_begin.shape[1]] = from_begin
+
+    def set(self, start: int, count: int) -> None:
+        self.start = start
+        self.count = count
 
 
 class ReplayBuffer:
-    """A preallocated ring of `rows` time steps, the open one included, of `num_envs` environments,
-    N, on `device`. Of `bounds` only the number of features F matters here; `action_size` is the
-    number of dimensions of a continuous action, or 0 for one of up to 256. `fields` has tensors by
-    name, [N, rows], or [N, rows, size] for observations and continuous actions. Raises ValueError
-    for sizes that are too small, and MemoryError if the ring cannot be allocated.
+    """A preallocated ring of time steps, from which slices are sampled.
 
-        >>> ring, flags = ReplayBuffer(rows=100, num_envs=4), torch.zeros(8, 4, dtype=torch.uint8)
-        >>> ring.append(Rollout(torch.rand(9, 4, 2), torch.ones(8, 4).long(), torch.ones(8, 4), flags, torch.zeros(8, 4)))
+    `rows`         time steps, the open one included
+    `num_envs`     environments, N
+    `bounds`       lowest and highest value of each of the F features of an observation, infinite
+                   where it has none
+    `codec`        how observations are stored (observation_codec.py)
+    `action_size`  dimensions of a continuous action, or 0 for one of up to 256
+
+    Attributes: `fields` has the stored tensors by name, [N, rows], or [N, rows, size] for
+    observations and continuous actions. `clipped`, int64 [F], counts values that the codec clipped.
+    `new_episodes` says that the next rollout does not continue the last one.
+
+    Raises ValueError for sizes that are too small and for a codec that is unknown or does not suit
+    the bounds, and MemoryError if the ring cannot be allocated.
+
+        >>> ring = ReplayBuffer(rows=100, num_envs=4)
+        >>> ones = torch.ones(8, 4)
+        >>> ring.append(Rollout(torch.rand(9, 4, 2), ones.long(), ones, 0 * ones.byte(), -ones))
         >>> ring.sample(slices=16, length=5).obs.shape
         torch.Size([6, 16, 2])
     """
 
-    lasting = False  # whether the rows outlive the run
+    outlives_run = False  # whether the rows are still there after the run
 
     def __init__(
-        self, rows: int, num_envs: int, bounds=STATE_BOUNDS, device="cpu", action_size: int = 0
+        self,
+        rows: int,
+        num_envs: int,
+        bounds=STATE_BOUNDS,
+        codec: str = "fp32",
+        device="cpu",
+        action_size: int = 0,
     ):
         if rows < 2:
             raise ValueError(f"rows is {rows}: use at least 2, one of them is always open")
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: use at least 1")
-        self.rows, self.num_envs, self.device = rows, num_envs, torch.device(device)
-        self.obs_size, self.action_size = len(bounds[0]), action_size
-        self.clipped = torch.zeros(
-            self.obs_size, dtype=torch.int64, device=self.device
-        )  # how many values could not be stored
-        self._clock = torch.zeros(
-            2, dtype=torch.int64, device=self.device
-        )  # start and count; in a folder they are in a file
-        self.fields = self._allocate()
-        self.held = (
-            self.size
-        )  # complete rows that are there for sure: a GPU's graph may have appended more
+        low, high = bounds
+        self.rows = rows
+        self.num_envs = num_envs
+        self.bounds = bounds
+        self.device = torch.device(device)
+        self.codec = Codec(codec, low, high, self.device)
+        self.obs_size = len(low)
+        self.action_size = action_size
+        self.clipped = torch.zeros(self.obs_size, dtype=torch.int64, device=self.device)
+        self.new_episodes = False
+        row = fields_of_row(self.obs_size, action_size, codec)
+        shape = (num_envs, rows)
+        self.clock, self.fields = self._allocate(
+            {name: (dtype, (*shape, *size)) for name, (dtype, size) in row.items()}
+        )
 
-    def _allocate(self) -> dict[str, torch.Tensor]:
-        row, shape = row_of(self.obs_size, self.action_size), (self.num_envs, self.rows)
+    def _allocate(self, fields: dict) -> tuple[Clock, dict[str, torch.Tensor]]:
+        """The clock, and a tensor of each type and shape."""
         try:
-            return {
-                name: torch.empty((*shape, *last), dtype=dtype, device=self.device)
-                for name, (dtype, last) in row.items()
+            tensors = {
+                name: torch.empty(shape, dtype=dtype, device=self.device)
+                for name, (dtype, shape) in fields.items()
             }
         except RuntimeError as error:  # torch's own message has many lines
-            raise MemoryError(
-                f"replay cannot be allocated on {self.device}: lower capacity"
-            ) from error
+            message = f"replay cannot be allocated on {self.device}: lower capacity"
+            raise MemoryError(message) from error
+        return Clock(self.rows), tensors
 
     def close(self) -> None:
         """Nothing to do for rows in memory."""
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the rows and the clock. What the open row does not hold yet is 0."""
-        filled = min(self.count + 1, self.rows)
-        copies = {name: field[:, :filled].clone() for name, field in self.fields.items()}
-        for name in copies.keys() - {"obs"}:
-            copies[name][:, self.count % self.rows] = (
-                0  # uninitialized memory, or a row already dropped
-            )
-        return {"clock": self._clock.clone(), "clipped": self.clipped.clone(), **copies}
-
-    def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Restores another ring's `state_dict`; ValueError if that ring has other settings, or none
-        that can be."""
-        start, count = map(int, tensors["clock"])
-        if not can_be(start, count, self.rows):
-            raise ValueError(
-                f"clock is {start} and {count}, which no ring of {self.rows} rows has: "
-                "restore the original"
-            )
-        filled = min(count + 1, self.rows)
-        own = {name: field[:, :filled] for name, field in self.fields.items()}
-        for name, rows in own.items():
-            if tensors[name].shape != rows.shape or tensors[name].dtype != rows.dtype:
-                raise ValueError(f"{name} is from a ring of other settings: use the same settings")
-        for name, rows in own.items():
-            rows.copy_(tensors[name])
-        self._clock.copy_(tensors["clock"])
-        self.held = self.size
-        self.clipped.copy_(tensors["clipped"])
-
-    def require_actions(self, number: int) -> None:
-        """Raises ValueError if a row holds a discrete action other than 0 to `number` - 1: rows may
-        come from a file."""
-        if (
-            self.count
-            and not self.action_size
-            and (largest := int(self.fields["action"][:, : self.count + 1].max())) >= number
-        ):
-            raise ValueError(
-                f"ring holds action {largest}, and the task has {number}: use another memmap folder"
-            )
-
     @property
     def start(self) -> int:
-        """The complete rows are numbers `start` to `count` - 1 of all that were ever appended."""
-        return int(self._clock[0])
+        """Number of the oldest complete row."""
+        return int(self.clock.start)
 
     @property
     def count(self) -> int:
-        return int(self._clock[1])
+        """How many rows were ever appended."""
+        return int(self.clock.count)
 
     @property
     def size(self) -> int:
@@ -144,105 +182,142 @@ class ReplayBuffer:
         return sum(x.untyped_storage().nbytes() for x in self.fields.values())
 
     def append(self, rollout: Rollout) -> None:
-        """Appends T rows. Their first observation is the one in the open row already. Raises
-        ValueError if T >= `rows`."""
+        """Appends T rows. Their first observation is the one in the open row already.
+
+        If `new_episodes` is set, a dummy row parts the rollout from the last one, so that no slice
+        joins two episodes. Raises ValueError, and leaves the ring unchanged, for T >= `rows`, shapes
+        other than the ring's and, on a CPU, for a NaN or an action that does not fit a byte.
+        """
         length = len(rollout.action)
+        self._check_shapes(rollout)
+        self._check_values(rollout)
         if length >= self.rows:
-            raise ValueError(
-                f"rollout of {length} rows: a ring of {self.rows} rows takes at most "
-                f"{self.rows - 1}"
-            )
-        self._write(rollout.to(self.device))
+            most = f"a ring of {self.rows} rows takes at most {self.rows - 1}"
+            raise ValueError(f"rollout of {length} rows: {most}")
+        rollout = rollout.to(self.device)
+        # The first observation was counted as the last one of the rollout before.
+        continues = self.clock.size > 0 and not self.new_episodes
+        if self.new_episodes and self.size:
+            self._write(self._dummy_row(rollout.obs[:1]))
+        self.new_episodes = False
+        self._write(rollout)
+        if self.codec.name != "fp32":
+            self.clipped += self.count_clipped(rollout.obs[int(continues) :])
+
+    def _check_shapes(self, rollout: Rollout) -> None:
+        for name, (_, shape) in fields_of_row(self.obs_size, self.action_size).items():
+            given = list(getattr(rollout, name).shape)
+            steps = len(rollout.action) + (name == "obs")
+            expected = [steps, self.num_envs, *shape]
+            if given != expected:
+                raise ValueError(f"{name} has shape {given}: this ring takes {expected}")
+
+    def _check_values(self, rollout: Rollout) -> None:
+        """Rejects what would be stored as something else."""
+        if self.device.type != rng.HOST:
+            return  # a GPU would be waited for
+        floats = [name for name in NAMES if getattr(rollout, name).is_floating_point()]
+        is_bad = torch.stack([getattr(rollout, name).isnan().any() for name in floats]).tolist()
+        for name, bad in zip(floats, is_bad, strict=True):
+            if bad:
+                raise ValueError(f"{name} is NaN: fix its source or leave out those rows")
+        if not self.action_size and (rollout.action != (rollout.action & 255)).any():
+            raise ValueError("action is outside 0 to 255: the ring stores actions in a byte")
+
+    def _dummy_row(self, next_obs: torch.Tensor) -> Rollout:
+        """One row from the newest observation to that of another episode, next_obs [1, N, F]."""
+        env = torch.arange(self.num_envs, device=self.device)
+        last = self.read(torch.full_like(env, self.count - 1), env, 1)
+        return Rollout(
+            obs=torch.cat((last.obs[1:], next_obs)),
+            action=torch.zeros_like(last.action),
+            reward=torch.zeros_like(last.reward),
+            flags=torch.zeros_like(last.flags) + DUMMY,
+            behavior_logp=torch.zeros_like(last.behavior_logp),
+        )
+
+    def _write(self, rollout: Rollout) -> None:
+        """Writes T rows.
+
+        Rows that will be overwritten are dropped first, and the new ones are counted last: if the
+        process is killed in between, rows `start` to `count` - 1 are still complete, which matters
+        for a ring that outlives it.
+        """
+        length = len(rollout.action)
+        self.clock.make_room(length)
+        for name in NAMES:
+            values = getattr(rollout, name)
+            if name == "obs":
+                values = self.codec.encode(values)
+            self.clock.write(self.fields[name], values.transpose(0, 1))  # [N, T, ...]
+        self.clock.advance(length)
+
+    def count_clipped(self, obs: torch.Tensor) -> torch.Tensor:
+        """How many values of each feature the codec clips in observations [T, N, F], like `clipped`."""
+        return self.codec.count_clipped(obs)
 
     def sample(self, slices: int, length: int, seed=0, iteration: int = 0) -> Rollout:
-        """Draws B slices of L rows uniformly, with replacement, over all possible starts and
-        environments: a Rollout of obs [L+1, B, F] and the rest [L, B]. `seed`, `iteration`: of the
-        draw (rng.py); with S seeds each draws B slices from its own share of the environments, [L,
-        S B] in all. Raises ValueError for fewer than L complete rows, and for B or L below 1."""
+        """Draws B slices of L rows, as a Rollout of obs [L+1, B, F] and the rest [L, B].
+
+        They are drawn uniformly, with replacement, over all possible starts and environments. `seed`
+        and `iteration` are those of the draw (rng.py). Raises ValueError for fewer than L complete
+        rows, and for B or L below 1.
+        """
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
-        if length > self.held:
-            self.held = self.size
-        if length > self.held:
-            raise ValueError(
-                f"slice length is {length} but only {self.held} rows are stored: "
-                "collect more or shorten it"
-            )
-        first, count = (
-            (self.start, self.count) if self.device.type == rng.HOST else self._clock
-        )  # a GPU is not asked
-        drawn = rng.words(seed, "replay", iteration, 2 * slices, self.device)
-        start = rng.below(count - first - length + 1, drawn[..., :slices])
-        agents = len(start) if start.dim() == 2 else 1
-        own = self.num_envs // agents
-        env = rng.below(own, drawn[..., slices:]).view(agents, -1) + own * torch.arange(
-            agents, device=self.device
-        ).unsqueeze(-1)
-        return self._read(first + start.flatten(), env.flatten(), length)
+        if length > self.clock.size:
+            stored = f"only {self.clock.size} rows are stored"
+            remedy = "collect more or shorten it"
+            raise ValueError(f"slice length is {length} but {stored}: {remedy}")
+        start, env = self.draw(slices, length, seed, iteration)
+        return self.read(start, env, length)
 
-    def _read(self, start: torch.Tensor, env: torch.Tensor, length: int) -> Rollout:
+    def draw(self, slices: int, length: int, seed, iteration) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row numbers at which slices start, and their environments, int64 [B] each."""
+        words = rng.words(seed, "replay", iteration, 2 * slices, self.device)
+        starts = self.clock.count - self.clock.start - length + 1
+        start = self.clock.start + rng.below(starts, words[:slices])
+        env = rng.below(self.num_envs, words[slices:])
+        return start, env
+
+    def read(self, start: torch.Tensor, env: torch.Tensor, length: int) -> Rollout:
         """Slices [L, B] that start at row numbers `start` [B] of environments `env` [B]."""
         row = start % self.rows + torch.arange(length + 1, device=self.device).unsqueeze(-1)
         row = torch.where(row < self.rows, row, row - self.rows)  # wraps around
         index = env * self.rows + row  # [L+1, B], into num_envs * rows
-        action, *rest = (
-            self._take(name, index[:-1]) for name in ("action", "reward", "flags", "behavior_logp")
-        )
+        action = self._gather("action", index[:-1])
         return Rollout(
-            self._observations(index),
-            action if action.is_floating_point() else action.long(),
-            *rest,
+            obs=self.codec.decode(self._gather("obs", index)),
+            action=action if action.is_floating_point() else action.long(),
+            reward=self._gather("reward", index[:-1]),
+            flags=self._gather("flags", index[:-1]),
+            behavior_logp=self._gather("behavior_logp", index[:-1]),
         )
 
-    # disk/mapped_ring.py replaces this and `_codes`.
-    def _observations(self, index: torch.Tensor) -> torch.Tensor:
-        return self._take("obs", index)
+    def _gather(self, name: str, index: torch.Tensor) -> torch.Tensor:
+        """Entries of a field at `index` [L, B] into all its rows, environment after environment."""
+        rows = self.fields[name].flatten(0, 1)
+        return rows.index_select(0, index.flatten()).unflatten(0, index.shape)
 
-    def _take(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        return (
-            self.fields[name]
-            .flatten(0, 1)
-            .index_select(0, index.flatten())
-            .unflatten(0, index.shape)
-        )
-
-    def _codes(self, obs: torch.Tensor) -> torch.Tensor:
-        """Stored form of observations [T+1, N, F], codes of that shape."""
-        return obs
-
-    def _write(self, rollout: Rollout) -> None:
-        """Writes T rows. If the process is killed at any moment, a ring in a folder
-        (disk/mapped_ring.py) still has rows `start` to `count` - 1: `start` moves past the rows to
-        be overwritten first, and `count` includes the new ones last."""
-        length = len(rollout.action)
-        new = {
-            name: getattr(rollout, name) for name in ("action", "reward", "flags", "behavior_logp")
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the rows and the clock. What the open row does not hold yet is 0."""
+        filled = min(self.count + 1, self.rows)
+        state = {
+            "clock": torch.tensor([self.start, self.count]),
+            "clipped": self.clipped.clone(),
         }
-        new["obs"] = self._codes(rollout.obs)
-        self.held = min(self.held + length, self.rows - 1)
-        if self.device.type != rng.HOST:
-            return self._write_by_index(new, length)
-        count = self.count
-        self._clock[0] = max(self.start, count + length + 1 - self.rows)  # 1 for the open row
-        head = count % self.rows
-        for name, values in new.items():
-            field, values = (
-                self.fields[name],
-                values.transpose(0, 1),
-            )  # [N, T, ...], and T + 1 observations
-            before, after = values[:, : self.rows - head], values[:, self.rows - head :]
-            field[:, head : head + before.shape[1]] = (
-                before  # up to the end of the ring; the rest from 0 on
-            )
-            field[:, : after.shape[1]] = after
-        self._clock[1] = count + length
+        for name, field in self.fields.items():
+            state[name] = field[:, :filled].clone()
+            if name != "obs":
+                # Uninitialized memory, or a row that has been dropped.
+                state[name][:, self.count % self.rows] = 0
+        return state
 
-    def _write_by_index(self, new: dict[str, torch.Tensor], length: int) -> None:
-        """The same on a GPU, where the clock is not known on the host."""
-        start, count = self._clock
-        rows = (count + torch.arange(length + 1, device=self.device)) % self.rows
-        for name, values in new.items():
-            field = self.fields[name]
-            field.index_copy_(1, rows[: len(values)], values.transpose(0, 1).to(field.dtype))
-        count += length
-        start.copy_((count + 1 - self.rows).clamp(min=0))
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Restores the `state_dict` of a ring with the same settings."""
+        start, count = map(int, state["clock"])
+        filled = min(count + 1, self.rows)
+        for name, field in self.fields.items():
+            field[:, :filled] = state[name]
+        self.clock.set(start, count)
+        self.clipped.copy_(state["clipped"])

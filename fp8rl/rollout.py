@@ -1,9 +1,12 @@
-"""Rollouts: a policy acts in N environments for T steps, and the transitions are stored, with the
-log-probability of each action under this behaviour policy, for importance ratios.
+"""Rollouts: a policy acts in N environments for T steps, and the transitions are stored.
+
+With each action its log-probability under this policy is stored, the behaviour policy, because the
+importance ratios of later updates need it.
 
 The end of an episode is followed by a DUMMY row, in which the environment ignored the action and
 reset (NEXT_STEP autoreset). It leads from the final observation to the first one of the next
-episode, so every observation is stored once."""
+episode, so every observation is stored once.
+"""
 
 import contextlib
 import math
@@ -15,7 +18,10 @@ from torch import nn
 from .precision import Precision
 from .rng import rows
 
-TERMINATED, TRUNCATED, DUMMY = 1, 2, 4  # bits in a row's flags
+# Bits in a row's flags.
+TERMINATED = 1
+TRUNCATED = 2
+DUMMY = 4
 # Largest magnitudes that float32 can learn from (norms square the gradient), each with a wrapper
 # that scales larger ones down.
 LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
@@ -28,9 +34,7 @@ class Rollout(NamedTuple):
     action: torch.Tensor  # int64 [T, B], or float32 [T, B, A] if continuous (distribution.py)
     reward: torch.Tensor  # float32 [T, B]
     flags: torch.Tensor  # uint8 [T, B], the bits above
-    behavior_logp: (
-        torch.Tensor
-    )  # float32 [T, B], the log-probability of the action under the behaviour policy
+    behavior_logp: torch.Tensor  # float32 [T, B], log-probability under the behaviour policy
     state: torch.Tensor | None = None  # float32 [B, W], a recurrent policy's state before row 0
 
     @property
@@ -45,208 +49,218 @@ class Rollout(NamedTuple):
 
     @property
     def first(self) -> torch.Tensor:
-        """bool [T+1, B]: rows of obs that start an episode. Row 0 is always False: its history is
-        in `state`."""
-        begins = (self.flags & DUMMY) != 0
-        return torch.cat((torch.zeros_like(begins[:1]), begins))
+        """bool [T+1, B]: rows of obs that start an episode.
 
-    def by_agent(self, agents: int) -> "Rollout":
-        """The rollout [T, S B] of S agents as [T, S, B]."""
-        return Rollout(*(x if x is None else x.unflatten(1, (agents, -1)) for x in self))
+        Row 0 is always False: what came before it is in `state`.
+        """
+        starts = (self.flags & DUMMY) != 0
+        return torch.cat((torch.zeros_like(starts[:1]), starts))
 
     def to(self, device) -> "Rollout":
         """The rollout on a device: itself if it is there."""
-        return (
-            self
-            if self.obs.device == torch.device(device)
-            else Rollout(*(x if x is None else x.to(device) for x in self))
-        )
+        if self.obs.device == torch.device(device):
+            return self
+        return Rollout(*(x if x is None else x.to(device) for x in self))
 
 
-def extremes(rollout: Rollout, agents: int = 1) -> torch.Tensor:
-    """Of each of S agents the smallest and largest observation and the smallest and largest reward,
-    both NaN if one is, and 1 if an action is NaN, else 0: float32 [5, S]."""
-    numbers = [getattr(rollout, name) for name in LARGEST]
-    if agents > 1:
-        numbers = [
-            x.unflatten(1, (agents, -1)).transpose(0, 1).reshape(agents, -1) for x in numbers
-        ]
-    found = [
-        extreme for x in numbers for extreme in (x.aminmax(dim=1) if agents > 1 else x.aminmax())
-    ]  # one pass each
-    nan = torch.zeros_like(found[0])
+def extremes(rollout: Rollout) -> torch.Tensor:
+    """The smallest and largest observation, then those of the rewards, then whether an action is NaN.
+
+    float32 [5]. Smallest and largest are NaN if one of the numbers is, and the last is 1 or 0.
+    """
+    lowest_obs, highest_obs = rollout.obs.aminmax()
+    lowest_reward, highest_reward = rollout.reward.aminmax()
+    nan_action = torch.zeros_like(lowest_obs)
     if rollout.action.is_floating_point():
-        nan = (
-            rollout.action.isnan()
-            .unflatten(1, (agents, -1))
-            .transpose(0, 1)
-            .flatten(1)
-            .any(1)
-            .float()
-            .view_as(nan)
-        )
-    return torch.stack([*found, nan]).view(5, agents)
+        nan_action = rollout.action.isnan().any().float()
+    return torch.stack((lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action))
 
 
 def check_finite(rollout: Rollout) -> None:
-    """Raises ValueError for an observation or reward that is not finite or above `LARGEST`, and for
-    an action that is NaN."""
-    check_extremes(extremes(rollout).flatten().tolist())
+    """Raises ValueError for a rollout that nothing can be learned from.
+
+    That is one with an observation or reward that is not finite or above `LARGEST`, or an action
+    that is NaN.
+    """
+    check_extremes(extremes(rollout).tolist())
 
 
-def check_extremes(found: list[float]) -> None:
-    """`check_finite` for one agent's `extremes`."""
-    numbers = iter(found)
-    for name, (bound, wrapper) in LARGEST.items():
-        low, high = next(numbers), next(numbers)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise ValueError(
-                f"{name} from the environment is not finite: fix the environment, "
-                "nothing can be learned from it"
-            )
-        if max(-low, high) > bound:
-            large, remedy = (
-                f"{max(-low, high):.0e}, over {bound:.0e}",
-                f"register it wrapped in gymnasium.wrappers.{wrapper}",
-            )
-            raise ValueError(
-                f"{name} from the environment reaches {large}, too large to compute with: {remedy}"
-            )
-    if next(numbers):
-        raise ValueError(
-            "action is not a number, because the policy's weights are not: lower learning_rate"
-        )
+def check_extremes(numbers: list[float]) -> None:
+    """`check_finite`, from a rollout's `extremes` as Python numbers."""
+    lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action = numbers
+    _check_range("obs", lowest_obs, highest_obs)
+    _check_range("reward", lowest_reward, highest_reward)
+    if nan_action:
+        why = "because the policy's weights are not: lower learning_rate"
+        raise ValueError(f"action is not a number, {why}")
 
 
-def noise_of(env, length: int, seed, purpose: str, iteration: int) -> torch.Tensor:
-    """The noise of the actions of `length` steps of N environments, float32 [length, N, numbers of
-    an action]."""
-    shape = length, env.num_envs, env.distribution.numbers(env.num_actions)
+def _check_range(name: str, low: float, high: float) -> None:
+    if not (math.isfinite(low) and math.isfinite(high)):
+        remedy = "fix the environment, nothing can be learned from it"
+        raise ValueError(f"{name} from the environment is not finite: {remedy}")
+    bound, wrapper = LARGEST[name]
+    largest = max(-low, high)
+    if largest > bound:
+        remedy = f"register it wrapped in gymnasium.wrappers.{wrapper}"
+        too_large = f"{largest:.0e}, over {bound:.0e}, too large to compute with"
+        raise ValueError(f"{name} from the environment reaches {too_large}: {remedy}")
+
+
+def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.Tensor:
+    """Noise for sampling the actions of `length` steps, float32 [length, N, numbers an action]."""
+    shape = (length, env.num_envs, env.distribution.numbers(env.num_actions))
     return env.distribution.noise(rows(seed, purpose, iteration, shape, env.device))
 
 
 @contextlib.contextmanager
 def inference(env):
-    """Inference mode. Autograd cannot use tensors made in it, so at the end those that the
-    environment holds become copies."""
+    """Inference mode, for stepping an environment.
+
+    Autograd cannot use tensors that were made in it. So at the end, those that the environment holds
+    become copies.
+    """
     try:
         with torch.inference_mode():
             yield
     finally:
-        vars(env).update(
-            {
-                k: x.clone()
-                for k, x in vars(env).items()
-                if isinstance(x, torch.Tensor) and x.is_inference()
-            }
-        )
+        for name, value in vars(env).items():
+            if isinstance(value, torch.Tensor) and value.is_inference():
+                setattr(env, name, value.clone())
 
 
-def unroll(
-    model, env, noise, starts, state
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """The loop over time, from the actions' noise [T, N, A], the environment's random numbers
-    (`TensorEnv.draw`) and a recurrent state. Returns obs, action, reward and flags as in Rollout,
-    the outputs [T, N, A or 2 A], and the state at the end."""
-    obs, outputs, actions, rewards, ends, done = [env.obs], [], [], [], [], env.done
-    for numbers, start in zip(noise.unbind(), starts, strict=True):
+def unroll(model, env, noise, starts, state):
+    """The loop over time: the policy acts, the environments step.
+
+    `noise`   of the actions, [T, N, numbers an action]
+    `starts`  the environments' random starts (`TensorEnv.draw`)
+    `state`   of a recurrent policy, or None
+
+    Returns obs, action, reward and flags as in Rollout, with the policy's outputs [T, N, A or 2 A] as
+    the fifth, and the state at the end.
+    """
+    obs = [env.obs]
+    outputs = []
+    actions = []
+    rewards = []
+    ends = []
+    resets_first = env.done  # the first step resets where the last rollout ended an episode
+    for step_noise, start in zip(noise.unbind(), starts, strict=True):
         output, state = model.policy(env.obs, state)
-        outputs.append(output)
-        actions.append(env.distribution.sample(output, numbers))
+        action = env.distribution.sample(output, step_noise)
         if state is not None:
-            state = torch.where(
-                env.done.unsqueeze(-1), 0, state
-            )  # this step resets, and a new episode begins with state 0
-        next_obs, reward, terminated, truncated = env.step(actions[-1], start)
+            # Where this step resets, a new episode begins, with state 0.
+            state = torch.where(env.done.unsqueeze(-1), 0, state)
+        next_obs, reward, terminated, truncated = env.step(action, start)
+        outputs.append(output)
+        actions.append(action)
         obs.append(next_obs)
         rewards.append(reward)
-        ends += terminated, truncated
+        ends.append(terminated)
+        ends.append(truncated)
     ends = torch.stack(ends).view(len(noise), 2, -1).byte()  # [T, 2, N]: terminated, truncated
     flags = TERMINATED * ends[:, 0] + TRUNCATED * ends[:, 1]
-    flags += DUMMY * torch.cat((done.unsqueeze(0), flags[:-1] != 0)).byte()
-    return (
-        torch.stack(obs),
-        torch.stack(actions),
-        torch.stack(rewards),
-        flags,
-        torch.stack(outputs),
-    ), state
+    resets = torch.cat((resets_first.unsqueeze(0), flags[:-1] != 0))
+    flags += DUMMY * resets.byte()
+    results = (torch.stack(obs), torch.stack(actions), torch.stack(rewards), flags)
+    return (*results, torch.stack(outputs)), state
 
 
 class Collector:
-    """Who collects: N environments, and the policy that acts in them. `env` is a TensorEnv, or has
-    those of its attributes and methods that tasks/gymnasium_env.py has. `model` acts in
-    `precision`; it may be the learner's own network. `length` is T, `seed` that of the actions'
-    noise, as in TensorEnv. `loop`: `unroll`, or a faster form of it.
+    """Collects rollouts: N environments, and the policy that acts in them.
+
+    `env`        a TensorEnv, or what has those of its attributes and methods that
+                 tasks/gymnasium_env.py has
+    `model`      the policy's network: the learner's own, or a copy in another precision or place
+    `precision`  in which the policy acts
+    `length`     T, the steps of a rollout
+    `seed`       of the actions' noise
+    `loop`       `unroll`, or a faster form of it
+    `in_use`     a context that is entered while the network acts
 
         >>> from fp8rl.env import Cart
         >>> from fp8rl.model import ActorCritic
         >>> model = ActorCritic()
-        >>> Collector(Cart(num_envs=4), model, Precision("fp32"), length=8).collect(model).reward.shape
+        >>> collector = Collector(Cart(num_envs=4), model, Precision("fp32"), length=8)
+        >>> collector.collect(model).reward.shape
         torch.Size([8, 4])
     """
 
     def __init__(
-        self, env, model: nn.Module, precision: Precision, length: int, seed=0, loop=unroll
+        self,
+        env,
+        model: nn.Module,
+        precision: Precision,
+        length: int,
+        seed=0,
+        loop=unroll,
+        in_use=contextlib.nullcontext,
     ):
-        self.env, self.model, self.precision, self.length, self.seed, self.loop = (
-            env,
-            model,
-            precision,
-            length,
-            seed,
-            loop,
-        )
-        self.state: torch.Tensor | None = None  # of a recurrent policy, float32 [N, W]; None is 0
+        self.env = env
+        self.model = model
+        self.precision = precision
+        self.length = length
+        self.seed = seed
+        self.loop = loop
+        self.in_use = in_use
+        self.state: torch.Tensor | None = None  # a recurrent policy's, float32 [N, W]; None is 0
         self.rollouts = 0  # collected so far, the iteration of their random numbers
 
     def sync(self, learned: nn.Module) -> None:
-        """Copies the learner's weights, if the acting policy is a copy."""
+        """Copies the learner's weights, if the acting network is a copy."""
         if self.model is not learned:
             self.model.load_state_dict(learned.state_dict())
 
     @torch.no_grad()
     def collect(self, learned: nn.Module) -> Rollout:
-        """The next T steps of every environment, with the weights of the network `learned`: a
-        Rollout [T, N]."""
-        self.sync(learned)
-        noise = noise_of(self.env, self.length, self.seed, "actions", self.rollouts)
+        """The next T steps of every environment, with the weights of the network `learned`.
+
+        Returns a Rollout [T, N].
+        """
+        learned.update_statistics()
+        with self.in_use():
+            self.sync(learned)
+            return self._collect()
+
+    def _collect(self) -> Rollout:
+        noise = action_noise(self.env, self.length, self.seed, "actions", self.rollouts)
         starts = self.env.draw(self.length)
         self.rollouts += 1
-        before, mode, policy = self.state, contextlib.nullcontext(), self.model
+        state_before = self.state
+        mode = contextlib.nullcontext()
+        policy = self.model
         if self.loop is unroll:
-            mode, policy = inference(self.env), self.model.acting()
-        with mode, self.precision.autocast():  # one region, so that autocast casts the weights once
-            (*rows, outputs), state = self.loop(policy, self.env, noise, starts, before)
-        *rows, self.state = (
-            x.clone() if x is not None and x.is_inference() else x for x in (*rows, state)
-        )
-        if (
-            state is not None
-            # A copy, because the next state may be written into the same tensor (gpu/cuda_graphs.py)
-        ):
-            before = torch.zeros_like(self.state) if before is None else before.clone()
-        return Rollout(*rows, self.env.distribution(outputs).log_prob(rows[1]), before)
+            mode = inference(self.env)
+            policy = self.model.acting()
+        with mode, self.precision.autocast():  # one region, so that autocast casts weights once
+            results, state = self.loop(policy, self.env, noise, starts, state_before)
+        obs, action, reward, flags, outputs = map(_usable, results)
+        self.state = _usable(state)
+        if state is not None:
+            # A copy, because the next state may be written into the same tensor.
+            if state_before is None:
+                state_before = torch.zeros_like(self.state)
+            else:
+                state_before = state_before.clone()
+        logp = self.env.distribution(outputs).log_prob(action)
+        return Rollout(obs, action, reward, flags, logp, state_before)
 
     def state_dict(self) -> dict:
-        return {
-            "env": self.env.state_dict(),
-            "state": None if self.state is None else self.state.clone(),
-        }
+        state = None if self.state is None else self.state.clone()
+        return {"env": self.env.state_dict(), "state": state}
 
     def load_state_dict(self, state: dict, rollouts: int) -> None:
         """Goes on as the collector whose `state_dict` this is, after so many rollouts."""
         self.env.load_state_dict(state["env"])
         saved = state["state"]
-        kept = (
-            (torch.float32, (self.env.num_envs, self.model.hidden_size))
-            if self.model.recurrent
-            else None
-        )
-        if saved is not None and (saved.dtype, tuple(saved.shape)) != kept:
-            raise ValueError("state is not one of this policy: resume with the run's own config")
         self.state = None if saved is None else saved.to(self.env.device, copy=True)
-        self.rollouts, self.env.draws = rollouts, rollouts + 1  # one for the first reset
+        self.rollouts = rollouts
+        self.env.draws = rollouts + 1  # one for the first reset
 
     def close(self) -> None:
         self.env.close()
+
+
+def _usable(x: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor, or a copy that autograd can use if it was made in inference mode."""
+    return x.clone() if x is not None and x.is_inference() else x

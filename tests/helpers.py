@@ -15,13 +15,15 @@ import torch
 
 from fp8rl import __main__ as cli
 from fp8rl import rng
-from fp8rl.around import Around
 from fp8rl.build import HERE, build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
-from fp8rl.fast_forward import Reuse, Reusing
+from fp8rl.disk.mapped_ring import MappedRing
+from fp8rl.env import STATE_BOUNDS
+from fp8rl.fast_forward import Reuse
 from fp8rl.precision import Precision
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector, Rollout
+from fp8rl.replay import ReplayBuffer
+from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 from fp8rl.train import Run, iterate, train
 
 # Iterations of 512 steps and three updates, for tests to which the size does not matter.
@@ -35,10 +37,27 @@ SIZED = [
     word for name, size in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(size))
 ]  # the same as options
 small = functools.partial(Config, **SMALL)
-trained = functools.partial(train, progress=False)
 
 
-class Changed(Around):
+def trained(run: Run | Config) -> Run:
+    """A run, or a new one with a config, trained to its end."""
+    return train(build(run) if isinstance(run, Config) else run, progress=False)
+
+
+class Wrapper:
+    """A part of a run around another one, `inner`. What a subclass does not define is the inner
+    part's."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name: str):
+        if name == "inner":  # not there yet, in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class Changed(Wrapper):
     """A collector whose rollouts a function changes: run.collector = Changed(run.collector,
     function)."""
 
@@ -50,17 +69,26 @@ class Changed(Around):
         return self.change(self.inner.collect(learned))
 
 
+def ring_of(
+    rows, num_envs, bounds=STATE_BOUNDS, codec="fp32", device="cpu", folder=None, **options
+):
+    """A ring in memory, or in a folder of files."""
+    if folder is None:
+        return ReplayBuffer(rows, num_envs, bounds, codec, device, **options)
+    return MappedRing(folder, rows, num_envs, bounds, codec, **options)
+
+
 @contextlib.contextmanager
 def drawn_on_tensors():
     """Random numbers are computed by the lines that a GPU runs, here on the CPU."""
     here = rng.HOST
-    rng._eight.cache_clear()
+    rng._words_of_8_iterations.cache_clear()
     rng.HOST = "meta"  # any type of device that is not this one
     try:
         yield
     finally:
         rng.HOST = here
-        rng._eight.cache_clear()
+        rng._words_of_8_iterations.cache_clear()
 
 
 def bang_bang(state: torch.Tensor) -> torch.Tensor:
@@ -130,10 +158,9 @@ def cli_into(said: Path, *arguments) -> None:
 def reusing(run: Run) -> Run:
     """The run, which now learns from the forward passes that acted, as one with many environments
     does by itself."""
-    learner = run.learner
-    assert isinstance(run.collector, Collector)  # none around it, which would keep its loop
-    run.collector.loop = Reuse(learner.model, learner.precision)
-    run.learner = Reusing(learner, run.collector.loop)
+    reuse = Reuse(run.learner.model, run.learner.precision)
+    run.collector.loop = reuse
+    run.learner.forward = reuse.forward
     return run
 
 

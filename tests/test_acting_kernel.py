@@ -13,12 +13,13 @@ import pytest
 import torch
 from helpers import TINY, refused, trained, weights
 
-from fp8rl import fast_forward
+from fp8rl import build as composition
 from fp8rl.bits.formats import format_of
 from fp8rl.bits.places import PlaceFormat
-from fp8rl.build import Machine, build
+from fp8rl.build import Machine, build, build_population
 from fp8rl.config import Config
-from fp8rl.population.population import Agents, Population
+from fp8rl.gpu import acting
+from fp8rl.population.networks import Agents
 from fp8rl.rollout import unroll
 from fp8rl.tasks.cartpole import CartPole
 from fp8rl.train import Run
@@ -39,7 +40,8 @@ def pair(configs, max_steps=None) -> list[Run]:
     kernel, perhaps with shorter episodes."""
     many = isinstance(configs, list)
     found = [
-        Population(configs, DEVICE) if many else build(configs, Machine(DEVICE)) for _ in range(2)
+        build_population(configs, DEVICE) if many else build(configs, Machine(DEVICE))
+        for _ in range(2)
     ]
     for run in found:
         if max_steps:
@@ -48,12 +50,12 @@ def pair(configs, max_steps=None) -> list[Run]:
                 torch.tensor(max_steps, dtype=torch.int32),
             )
     plain, kernel = (run.collector for run in found)
-    acting = (
+    act = (
         Agents.acting
         if many
-        else functools.partial(fast_forward.alone, precision=kernel.precision.name)
+        else functools.partial(acting.as_population, precision=kernel.precision.name)
     )
-    plain.loop, kernel.loop = unroll, acting_kernel.Fused(kernel.env, kernel.model, acting)
+    plain.loop, kernel.loop = unroll, acting_kernel.Fused(kernel.env, kernel.model, act)
     return found
 
 
@@ -314,11 +316,11 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_kernel_is_refused(name):
     options, reason = REFUSED[name]
-    run = Population([short(**options)])
+    run = build_population([short(**options)])
     refused(
         reason, acting_kernel.Fused, run.env, run.model, Agents.acting, error=NotImplementedError
     )
-    assert acting_kernel.tried(run.env, run.model, Agents.acting) is None
+    assert acting_kernel.kernel_loop(run.env, run.model, Agents.acting) is None
 
 
 PLAIN = [
@@ -333,7 +335,7 @@ PLAIN += [{"precision": "tf32"}] * torch.cuda.is_available()
 
 def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
     monkeypatch.setattr(
-        fast_forward, "loop_of", lambda *own: acting_kernel.tried(*own) or unroll
+        composition, "acting_loop", lambda *own: acting_kernel.kernel_loop(*own) or unroll
     )  # as on a GPU
     for options in (
         {},
@@ -350,9 +352,11 @@ def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
 
 
 def test_a_kernel_that_does_not_run_here_is_not_used(monkeypatch):
-    run = Population([short()], DEVICE)
+    run = build_population([short()], DEVICE)
     before = run.env.state_dict()
-    assert isinstance(acting_kernel.tried(run.env, run.model, Agents.acting), acting_kernel.Fused)
+    assert isinstance(
+        acting_kernel.kernel_loop(run.env, run.model, Agents.acting), acting_kernel.Fused
+    )
     assert all(
         map(torch.equal, before.values(), run.env.state_dict().values())
     )  # it was a copy that was stepped
@@ -361,7 +365,7 @@ def test_a_kernel_that_does_not_run_here_is_not_used(monkeypatch):
         UserWarning,
         match="agents act step by step, because their kernel does not run here: 'NoneType'",
     ):
-        assert acting_kernel.tried(run.env, run.model, Agents.acting) is None
+        assert acting_kernel.kernel_loop(run.env, run.model, Agents.acting) is None
 
 
 def test_rounding_to_e4m3_is_that_of_the_formats():
@@ -429,11 +433,12 @@ from functools import partial
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fp8rl.config import Config
-from fp8rl.rollout import noise_of
+from fp8rl.rollout import action_noise
 from fp8rl.gpu import acting_kernel
-from fp8rl.fast_forward import alone
+from fp8rl.gpu.acting import as_population
 from fp8rl.build import build
-from fp8rl.population.population import Agents, Population
+from fp8rl.population.networks import Agents
+from fp8rl.build import build_population
 
 class Compiled:
     def __getitem__(self, grid):
@@ -455,11 +460,11 @@ class Compiled:
             print(len(triton.compile(ASTSource(play, signature, constants), target, options).asm["cubin"]))
 
 play, acting_kernel.play = acting_kernel.play, Compiled()
-many = Population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
+many = build_population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
 one = build(Config(steps=100_000, precision="bf16", env_id="test_acting_kernel:Many", layers=3, num_envs=1, rollout_length=128))
-for run, acting, capabilities in ((many, Agents.acting, (80, 90)), (one, partial(alone, precision="bf16"), (90,))):
+for run, acting, capabilities in ((many, Agents.acting, (80, 90)), (one, partial(as_population, precision="bf16"), (90,))):
     with torch.no_grad():
-        noise = noise_of(run.env, run.collector.length, run.collector.seed, "actions", 0)
+        noise = action_noise(run.env, run.collector.length, run.collector.seed, "actions", 0)
         loop = copy.deepcopy(acting_kernel.Fused(run.env, run.model, acting))
         loop(run.model, run.env, noise, run.env.draw(len(noise)))
 """
@@ -487,5 +492,5 @@ def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
 
 
 def test_without_a_gpu_the_plain_loop_acts():
-    for run in (Population([short()], DEVICE), build(short(), Machine(DEVICE))):
+    for run in (build_population([short()], DEVICE), build(short(), Machine(DEVICE))):
         assert (run.collector.loop is unroll) is (DEVICE == "cpu")

@@ -8,10 +8,12 @@ import pytest
 import torch
 from helpers import SHORT, after, assert_same, refused, resumed, reusing, small, trained, weights
 
-from fp8rl.build import HERE, NETWORKS, Machine, build, check
+from fp8rl.build import HERE, Machine, build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.env import Cart
+from fp8rl.normalization import NETWORKS
+from fp8rl.requirements import check
 from fp8rl.train import Run, iterate
 
 
@@ -230,9 +232,9 @@ def test_a_resumed_run_may_change_its_machine(before, later, tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_a_plain_run_continues_on_a_machine_and_back(precision, tmp_path):
     config, path = Config(**SHORT, precision=precision), tmp_path / "checkpoint.pt"
-    checkpoint.save(path, after(1, Run(config)))
+    checkpoint.save(path, after(1, build(config)))
     checkpoint.save(path, after(2, resumed(path)))
-    run = Run(config)
+    run = build(config)
     run.load_state_dict(checkpoint.resume(path)[1])
     whole = trained(config)
     assert torch.equal(weights(trained(run)), weights(whole))
@@ -285,7 +287,7 @@ def test_no_run_goes_on_with_another_ring_than_its_own_without_a_word(
 
 def assert_same_rows(run: Run, size: int) -> None:
     """The ring holds what an uninterrupted run's would."""
-    whole = after(len(run.history), Run(run.config)).ring
+    whole = after(len(run.history), build(run.config)).ring
     assert run.ring.size == whole.size == size
     for name, field in whole.fields.items():
         rows = size + (name == "obs")

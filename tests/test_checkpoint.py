@@ -11,12 +11,11 @@ import pytest
 import torch
 from helpers import SHORT, after, assert_same, refused, resumed, small, trained
 
-from fp8rl.build import build
+from fp8rl.build import build, build_population
 from fp8rl.config import Config
-from fp8rl.disk import checkpoint
+from fp8rl.disk import checkpoint, restore
 from fp8rl.history import History
 from fp8rl.model import ActorCritic
-from fp8rl.population.population import Population
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +93,7 @@ def test_a_network_of_another_kind_is_read_without_its_environment(fields, tmp_p
 
 def test_a_forged_history_is_refused():
     history = History()
-    history.add(dict.fromkeys(checkpoint.ALWAYS, 1.0))
+    history.add(dict.fromkeys(restore.REQUIRED_COLUMNS, 1.0))
     state = history.state_dict()
     checkpoint.check_history(state)
     for name in ("$(touch PWNED)", "fp8.hidden.0.input.scale", "x", 1):
@@ -122,7 +121,7 @@ def test_a_forged_history_is_refused():
 
 def test_a_checkpoint_of_a_population_is_resumed_and_not_loaded(tmp_path):
     configs = [Config(**SHORT, seed=seed) for seed in range(2)]
-    population = after(2, Population(configs))
+    population = after(2, build_population(configs))
     checkpoint.save(tmp_path / "checkpoint.pt", population)
     refused(
         "checkpoint .* is of a population: read it with resume",
@@ -130,7 +129,7 @@ def test_a_checkpoint_of_a_population_is_resumed_and_not_loaded(tmp_path):
         tmp_path / "checkpoint.pt",
     )
     found, state = checkpoint.resume(tmp_path / "checkpoint.pt")
-    again = Population(found)
+    again = build_population(found)
     again.load_state_dict(state)
     trained(again), trained(population)
     assert found == configs and torch.equal(again.model.theta, population.model.theta)

@@ -21,12 +21,12 @@ from fp8rl import hardware
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
-from fp8rl.disk.mapped_ring import StoredRing
+from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.observation_codec import CODECS
 from fp8rl.study.fingerprint import fingerprint
 from fp8rl.study.replay_layouts import LAYOUTS
 from fp8rl.tasks.cartpole import CartPole
-from fp8rl.train import Run, iterate
+from fp8rl.train import iterate
 
 TINY = ["--steps", "1024", "--eval-episodes", "2", *SIZED]
 
@@ -145,7 +145,7 @@ def test_a_run_with_a_memory_and_a_wide_view_is_evaluated_alike(tmp_path, capsys
 
 
 def test_a_run_of_the_plain_loop_resumes_from_the_command_line(tmp_path, capsys):
-    plain = Run(small(steps=2048, eval_episodes=2, precision="fp8"))
+    plain = build(small(steps=2048, eval_episodes=2, precision="fp8"))
     next(iterate(plain))
     checkpoint.save(tmp_path / "checkpoint.pt", plain)
     for _ in range(2):
@@ -586,7 +586,7 @@ def test_training_in_a_folder_goes_on_with_its_ring(tmp_path, capsys):
     for i, count in enumerate((64, 129)):  # the second run puts a dummy row between
         run_cli("train", *TINY, "--codec", "int8", "--memmap", ring, "--out", tmp_path / str(i))
         assert (
-            StoredRing.open(ring).count == count and (tmp_path / str(i) / "checkpoint.pt").exists()
+            MappedRing.open(ring).count == count and (tmp_path / str(i) / "checkpoint.pt").exists()
         )
         assert ("continuing with 64 rows of 16 environments in " in capsys.readouterr().out) == (
             i == 1

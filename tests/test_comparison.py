@@ -11,6 +11,7 @@ from helpers import SMALL, refused, small
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.study import comparison
@@ -21,7 +22,7 @@ TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
 
 def history_of(returns, failure=None) -> History:
     history = History()
-    history.failures[0] = failure
+    history.failure = failure
     for i, value in enumerate(returns):
         history.add(
             {"iteration": i, "steps": 512 * (i + 1), "eval_return": value, "seconds": 0.5 * (i + 1)}
@@ -159,7 +160,7 @@ def test_processes_give_the_numbers_of_this_one():
     histories = dict(comparison.run_all(configs, workers=2, progress=False, run=comparison.run))
     assert histories.keys() == set(configs) and list(comparison.run_all([])) == []
     for config in configs:
-        ours = train(config, progress=False).history
+        ours = train(build(config), progress=False).history
         assert histories[config].columns.keys() == ours.columns.keys()
         for name in ours.columns.keys() - {"seconds"}:
             np.testing.assert_array_equal(histories[config].column(name), ours.column(name), name)
@@ -202,7 +203,7 @@ def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
     assert again.histories.keys() == {("a", config) for config in histories}
     for config, history in histories.items():
         found = again.histories["a", config]
-        assert (found.rows, found.failures[0]) == (history.rows[1:], history.failures[0])
+        assert (found.rows, found.failure) == (history.rows[1:], history.failure)
     assert len(journal.path.read_text().splitlines()) == 2
 
 
@@ -233,7 +234,7 @@ def test_a_line_of_a_journal_that_is_no_run_is_named_and_the_rest_stays(change, 
 def test_a_run_that_fails_is_recorded_and_ends_with_minus_infinity():
     history = comparison.run(Config(**TINY, value_coef=1e38))
     assert (
-        history.failures[0].startswith("gradient not finite at step 512")
+        history.failure.startswith("gradient not finite at step 512")
         and history.final_return == -np.inf
     )
 

@@ -24,17 +24,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8rl import around
 from fp8rl import build as machine_module
-from fp8rl import train as train_module
-from fp8rl.build import HERE, Machine, build
+from fp8rl import model, rng
+from fp8rl.build import HERE, Machine, build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
-from fp8rl.disk.mapped_ring import StoredRing
 from fp8rl.gpu import cuda_graphs
-from fp8rl.population.population import Population
+from fp8rl.population.population import by_agent
 from fp8rl.precision import available_precisions
+from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import Collector, check_finite
+from fp8rl.study import watched_run
 from fp8rl.train import Run, adam, iterate
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -51,10 +51,20 @@ def graphed(monkeypatch):
         monkeypatch.setattr(cuda_graphs, "GRAPHED", ("cpu",))
         monkeypatch.setattr(cuda_graphs, "Graphed", graph)
         monkeypatch.setattr(
-            machine_module, "adam", lambda model, rate, capturable: adam(model, rate)
+            machine_module, "adam", lambda network, rate, capturable: adam(network, rate)
         )
 
     return kind
+
+
+class Unrecorded:
+    """Stands in for Graphed: runs the function."""
+
+    def __init__(self, device):
+        pass
+
+    def __call__(self, function):
+        return function()
 
 
 def captured(
@@ -70,15 +80,15 @@ def captured(
         with (
             patch.context() as new
         ):  # a new run asks for seeds, how full the ring is, and whether its bounds are good
-            for module in (machine_module, train_module):
+            for module in (rng, model):
                 new.setattr(module, "seed_of", lambda *_: 0)
-            new.setattr(StoredRing, "size", 0)
             new.setattr(torch.Tensor, "__bool__", lambda x: False)
-            run = build(config) if alone else Population([config])
+            run = build(config) if alone else build_population([config])
         run.collector = Changed(run.collector, lambda rollout: between(rollout) or rollout)
         for _ in range(2):  # the second with a state and a scale that exist
-            _, numbers = run.graph()
-        return numbers
+            run.launch.held = run.launch.held or cuda_graphs.Held(run)
+            _, measurements = run.launch._iteration(run)
+        return measurements.numbers
 
 
 FIELDS = [
@@ -90,13 +100,13 @@ FIELDS = [
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_nothing_in_a_graph_asks_the_host(fields, graphed, monkeypatch):
-    graphed(lambda function, device: function)
+    graphed(Unrecorded)
     for alone in (True, False)[: 1 + ("encoder" not in fields)]:
-        assert len(captured(Config(**TINY | fields), monkeypatch, alone=alone)) > 30
+        assert len(captured(Config(**TINY | fields), monkeypatch, alone=alone)) > 25
 
 
 def test_a_question_to_the_host_would_be_noticed(graphed, monkeypatch):
-    graphed(lambda function, device: function)
+    graphed(Unrecorded)
     with pytest.raises(DataDependentOutputException):
         captured(Config(**TINY), monkeypatch, between=check_finite)
 
@@ -112,14 +122,12 @@ class Captured(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def watched(function, device):
+class Watched(Unrecorded):
     """Stands in for Graphed."""
 
-    def call():
+    def __call__(self, function):
         with Captured():
             return function()
-
-    return call
 
 
 @pytest.mark.parametrize(
@@ -128,9 +136,9 @@ def watched(function, device):
     ids=str,
 )
 def test_nothing_in_a_graph_comes_from_the_host(fields, graphed):
-    graphed(watched)
+    graphed(Watched)
     config = Config(steps=128, eval_every=0, eval_episodes=1, **TINY | fields)
-    runs = [Population([config])] if "encoder" not in fields else []
+    runs = [build_population([config])] if "encoder" not in fields else []
     for run in runs + ([build(config)] if "formats" not in fields else []):
         with drawn_on_tensors():
             assert trained(run).history.last["nonfinite"] == 0
@@ -138,7 +146,7 @@ def test_nothing_in_a_graph_comes_from_the_host(fields, graphed):
 
 def test_a_number_from_the_host_would_be_noticed():
     with pytest.raises(AssertionError):
-        watched(lambda: torch.tensor(1), "cpu")()
+        Watched("cpu")(lambda: torch.tensor(1))
 
 
 NO_GRAPH = [
@@ -149,10 +157,14 @@ NO_GRAPH = [
 
 
 def test_where_a_graph_cannot_be_launches_are_eager(graphed, tmp_path):
-    graphed(lambda function, device: function)
-    assert build(small()).graph and Population([small()]).graph
+    graphed(Unrecorded)
+    assert has_graph(build(small())) and has_graph(build_population([small()]))
     for fields, machine in [*NO_GRAPH, ({}, {"graph": False})]:
-        assert not build(small(**fields), Machine(**machine)).graph
+        assert not has_graph(build(small(**fields), Machine(**machine)))
+
+
+def has_graph(run: Run) -> bool:
+    return isinstance(run.launch, cuda_graphs.GraphQueue)
 
 
 STILL = {"env_id": "test_env:Still"}  # whose starts are one number for all
@@ -164,12 +176,12 @@ class Replayed:
 
     made = 0
 
-    def __init__(self, function, device):
-        self.function, self.first = function, None
+    def __init__(self, device):
+        self.first = None
         Replayed.made += 1
 
-    def __call__(self):
-        results = self.function()
+    def __call__(self, function):
+        results = function()
         if self.first is None:
             self.first = results
         leaves = [tree_leaves(x) for x in (self.first, results)]
@@ -202,9 +214,9 @@ def test_so_are_a_population_s(graphed):
         small(name, seed=seed, steps=2_048, eval_episodes=5)
         for seed, name in enumerate(("fp32", "bf16", "fp16", "fp8"))
     ]
-    plain, replayed = Population(configs, graph=False), Population(configs)
+    plain, replayed = build_population(configs, graph=False), build_population(configs)
     assert torch.equal(trained(plain).model.theta, trained(replayed).model.theta)
-    for one, other in zip(plain.history.each, replayed.history.each, strict=True):
+    for one, other in zip(plain.history.of_agents, replayed.history.of_agents, strict=True):
         assert one.column("loss").tolist() == other.column("loss").tolist()
 
 
@@ -216,9 +228,9 @@ def test_a_population_draws_on_a_gpu_what_it_draws_here():
         "formats": "weights=e4m3:stochastic v=e5m2",
     }
     configs = [small(seed=seed, **shape) for seed in range(3)]
-    here = trained(Population(configs))
+    here = trained(build_population(configs))
     with drawn_on_tensors():
-        there = trained(Population(configs))
+        there = trained(build_population(configs))
     assert (
         torch.equal(here.model.theta, there.model.theta)
         and here.evaluate().tolist() == there.evaluate().tolist()
@@ -231,7 +243,7 @@ def spoiled(run, at: int, agent: int = 0):
 
     def change(rollout):
         if next(calls) == at:
-            rollout.by_agent(len(run.configs)).obs[3, agent] = 1e9
+            by_agent(rollout, getattr(run, "agents", 1)).obs[3, agent] = 1e9
         return rollout
 
     run.collector = Changed(run.collector, change)
@@ -258,7 +270,7 @@ def test_what_a_graph_has_done_is_checked_soon_whoever_reads_the_history(reads, 
 def test_the_agent_is_stopped_whose_numbers_were_bad(graphed):
     graphed(Replayed)
     configs = [small(seed=seed, steps=40 * 512, eval_every=0, eval_episodes=1) for seed in range(3)]
-    run = trained(spoiled(Population(configs), at=20, agent=1))
+    run = trained(spoiled(build_population(configs), at=20, agent=1))
     assert [bool(reason) for reason in run.history.failures] == [False, True, False]
 
 
@@ -269,13 +281,13 @@ def test_rows_that_wait_share_their_time_and_are_those_of_launches_one_by_one(gr
     run = build(config)
     waiting = []
     for _ in iterate(run):
-        waiting.append(len(run.waiting))
-        time.sleep(0.002 * bool(run.waiting))  # in which a GPU would be at work
+        waiting.append(run.launch.waiting)
+        time.sleep(0.002 * bool(run.launch.waiting))  # in which a GPU would be at work
     assert waiting[:16] == [0] * 16 and waiting[16:] == [*range(1, 16), *range(8, 16), 0]
     assert_same(run, plain)
     seconds = run.history.column("seconds")
     assert (
-        run.ring.held == run.ring.size
+        run.ring.clock.size == run.ring.size
         and (np.diff(seconds) > 0).all()
         and seconds[-1] - seconds[15] > 23 * 0.002
     )
@@ -285,8 +297,8 @@ def test_a_doctor_may_begin_while_rows_wait(graphed):
     graphed(Replayed)
     run = build(small(steps=40 * 512, eval_every=0, eval_episodes=1))
     for _ in iterate(run):
-        if len(run.waiting) == 5:
-            doctor = around.watched(run, ("weights=e4m3",))
+        if run.launch.waiting == 5:
+            doctor = watched_run.watched(run, ("weights=e4m3",))
     assert len(run.history) == 40 and doctor.report()[0].verdict != "fine"
 
 
@@ -296,9 +308,9 @@ def test_what_a_run_owns_is_closed_although_its_numbers_cannot_be_read(graphed, 
     with pytest.raises(ZeroDivisionError), contextlib.closing(iterate(run)) as iterations:
         next(itertools.islice(iterations, 19, None))
         monkeypatch.setattr(Run, "totals", lambda *_: 1 / 0)
-        for part in (Collector, StoredRing):
+        for part in (Collector, ReplayBuffer):
             monkeypatch.setattr(part, "close", lambda self, part=part: closed.append(part))
-    assert closed == [Collector, StoredRing]
+    assert closed == [Collector, ReplayBuffer]
 
 
 class Own(Run):
@@ -306,16 +318,17 @@ class Own(Run):
 
 
 def test_a_graph_belongs_to_its_run_alone(graphed, monkeypatch):
-    graphed(lambda function, device: function)
+    graphed(Unrecorded)
     run = build(small())
-    around.watched(run, ())
-    assert run.graph is None and build(small(), kind=Own).graph is None
+    watched_run.watched(run, ())
+    assert not has_graph(run) and not has_graph(build(small(), kind=Own))
     monkeypatch.undo()
     monkeypatch.setattr(cuda_graphs, "stream_on", lambda device: SimpleNamespace(device=device))
     run = build(small())
-    run.graph = cuda_graphs.Graphed(run.advance, torch.device("cpu"))
+    run.launch = cuda_graphs.GraphQueue(torch.device("cpu"))
+    run.launch.held = cuda_graphs.Held(run)
     copied = copy.deepcopy(run)
-    assert copied.graph.reference().__self__ is copied and run.graph.reference().__self__ is run
+    assert copied.launch is not run.launch and copied.launch.held is None
     ring = weakref.ref(run.ring)
     del run
     assert ring() is None  # without a garbage collection
@@ -364,7 +377,9 @@ def test_a_population_s_graphs_train_as_eager_launches_do(fields):
     names = ["fp32"] if "formats" in fields else ["fp32", "bf16", "fp16", "fp8"]
     shape = {"steps": 10_240, "eval_every": 0, "eval_episodes": 20, **fields}
     configs = [small(seed=seed, precision=name, **shape) for seed, name in enumerate(2 * names)]
-    eager, graph = (trained(Population(configs, "cuda", graph=graph)) for graph in (False, True))
+    eager, graph = (
+        trained(build_population(configs, "cuda", graph=graph)) for graph in (False, True)
+    )
     torch.testing.assert_close(graph.model.theta, eager.model.theta)
     for ours, theirs in zip(graph.histories(configs), eager.histories(configs), strict=True):
         for name in ("loss", "grad_norm", "loss_scale", "skipped", "train_return", "eval_return"):
@@ -381,7 +396,7 @@ def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
         small(seed=seed, precision=precision, steps=1_024, eval_every=0, eval_episodes=1)
         for seed in range(30)
     ]
-    together, alone = Population(configs, "cuda"), build(configs[7], Machine(device="cuda"))
+    together, alone = build_population(configs, "cuda"), build(configs[7], Machine(device="cuda"))
     ours = trained(together).histories(configs)[7]
     trained(alone)
     for name in (

@@ -8,15 +8,15 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import SIZED, Changed, after, refused, resumed, run_cli, small, trained
+from helpers import SIZED, after, refused, resumed, run_cli, small, trained
 
 from fp8rl.bits.low_bit_adam import unpack
 from fp8rl.bits.places import EIGHT_BIT
-from fp8rl.build import build
+from fp8rl.build import build, build_population
 from fp8rl.disk import checkpoint
 from fp8rl.evaluate import evaluate
-from fp8rl.population.population import Population
 from fp8rl.precision import Precision
+from fp8rl.rollout import unroll
 from fp8rl.train import Run, iterate, make_cart
 
 SMALL = {
@@ -52,7 +52,7 @@ def test_the_first_updates_are_those_of_a_population_of_one(formats, env_id):
     config = small(formats=formats, env_id=env_id, **{**SMALL, "steps": 64})
     ours, theirs = (
         kept(trained(build(config)))["weights"],
-        trained(Population([config])).model.theta.detach()[0],
+        trained(build_population([config])).model.theta.detach()[0],
     )
     torch.testing.assert_close(
         ours, theirs, rtol=0.14, atol=1e-4
@@ -87,17 +87,15 @@ def test_nothing_but_bytes_lasts(tmp_path):
     config, sizes, whole = (
         small(**SMALL, **EIGHT_BIT),
         [],
-        sum(p.numel() for p in Run(small()).model.parameters()),
+        sum(p.numel() for p in build(small()).model.parameters()),
     )
     run = build(config)
 
-    def note(rollout):
+    def noting(*arguments):
         sizes.append(sum(p.numel() for p in run.model.parameters()))
-        return rollout
+        return unroll(*arguments)
 
-    run.collector.inner = Changed(
-        run.collector.inner, note
-    )  # inside of what unpacks the weights to act
+    run.collector.loop = noting
     for _ in iterate(run):
         assert all(p.numel() == 0 and p.grad is None for p in run.model.parameters())
     assert set(sizes) == {whole}

@@ -25,7 +25,7 @@ actions = st.lists(st.integers(0, 1), min_size=1, max_size=250)
 
 def test_constants_are_the_same_as_numbers_and_as_tensors():
     for name in NUMBERS:
-        assert getattr(cart, f"_{name}").item() == np.float32(getattr(cart, name.upper()))
+        assert getattr(cart, f"_{name.upper()}").item() == np.float32(getattr(cart, name.upper()))
 
 
 @given(actions)
@@ -34,7 +34,7 @@ def test_physics_is_the_published_one(pushes):
     position = velocity = 0.0
     state = torch.zeros(2, dtype=torch.float64)
     numbers = {
-        f"_{name}": torch.tensor(getattr(cart, name.upper()), dtype=torch.float64)
+        f"_{name.upper()}": torch.tensor(getattr(cart, name.upper()), dtype=torch.float64)
         for name in NUMBERS
     }
     with unittest.mock.patch.multiple(cart, **numbers):

@@ -8,7 +8,7 @@ from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.recurrent import Recurrent
+from fp8rl.recurrent import RecurrentActorCritic
 
 
 def right(obs):
@@ -76,7 +76,7 @@ def test_sampled_actions_follow_neither_from_the_starts_nor_from_the_step_before
 def test_a_memory_is_kept_from_step_to_step():
     states = []
 
-    class Watched(Recurrent):
+    class Watched(RecurrentActorCritic):
         def policy(self, obs, state=None):
             states.append(state)
             return super().policy(obs, state)

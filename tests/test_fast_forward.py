@@ -6,21 +6,22 @@ import pytest
 import torch
 from helpers import after, assert_same, resumed, reusing, same, small, trained
 
-from fp8rl import build as composition
-from fp8rl import fp8
+from fp8rl import fp8, requirements
 from fp8rl.bits.places import EIGHT_BIT
-from fp8rl.build import HERE, build, reuses_forward
+from fp8rl.build import HERE, build
 from fp8rl.disk import checkpoint
-from fp8rl.fast_forward import Fast, Reusing, alone
+from fp8rl.fast_forward import FastActorCritic, Reuse
+from fp8rl.gpu.acting import as_population
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
+from fp8rl.requirements import reuses_forward
 from fp8rl.rollout import DUMMY
-from fp8rl.train import Run
+from fp8rl.train import Run, forward_pass
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_heads_at_once_give_what_each_gives(dtype):
-    model, obs = Fast(num_actions=3), torch.randn(2, 1024, 2)
+    model, obs = FastActorCritic(num_actions=3), torch.randn(2, 1024, 2)
     with torch.no_grad():
         model.actor.bias.uniform_()
         model.critic.bias.uniform_()
@@ -52,7 +53,7 @@ def test_both_heads_at_once_give_what_each_gives(dtype):
 def test_few_rows_go_as_in_the_plain_network_bit_for_bit(layers):
     models = [
         network(layers=layers, generator=torch.Generator().manual_seed(0))
-        for network in (ActorCritic, Fast)
+        for network in (ActorCritic, FastActorCritic)
     ]
     obs = torch.rand(3, 16, 2)
     for precision in (Precision("fp32"), Precision("bf16")):
@@ -71,7 +72,9 @@ def test_in_fp8_it_quantizes_weights_once_and_acts_alike_bit_for_bit(
 ):
     """With layers in FP8 and others, of which the last may be either."""
     precision, obs = Precision(precision), torch.rand(21, 2)
-    model = precision.prepare(Fast(num_actions=actions, hidden_size=hidden_size, layers=layers))
+    model = precision.prepare(
+        FastActorCritic(num_actions=actions, hidden_size=hidden_size, layers=layers)
+    )
     in_fp8 = [layer for layer in model.modules() if type(layer) is fp8.Float8Linear]
     assert (model.actor in in_fp8) == (actions == 16) and model.inputs not in in_fp8
     with torch.no_grad(), precision.autocast():
@@ -105,7 +108,7 @@ def test_a_rollout_in_fp8_is_that_of_the_modules(monkeypatch, fields):
 
 
 def test_layers_with_hooks_or_of_another_type_are_called():
-    model, seen = Fast(hidden_size=16), []
+    model, seen = FastActorCritic(hidden_size=16), []
     hook = model.actor.register_forward_hook(lambda *_: seen.append("actor"))
     model.acting().policy(torch.rand(3, 2))
     assert seen == ["actor"]
@@ -123,7 +126,7 @@ def test_layers_with_hooks_or_of_another_type_are_called():
 @pytest.mark.parametrize("precision", ["fp8", "fp8+bf16"])
 def test_a_head_in_fp8_is_so_whatever_the_number_of_rows(precision):
     precision = Precision(precision)
-    model = precision.prepare(Fast(num_actions=16))
+    model = precision.prepare(FastActorCritic(num_actions=16))
     obs = torch.rand(1024, 2)
     with precision.autocast():
         outputs, values = model(obs)
@@ -140,7 +143,7 @@ def test_a_head_in_fp8_is_so_whatever_the_number_of_rows(precision):
 @pytest.mark.parametrize("head", ["actor", "critic"])
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
 def test_hooks_of_heads_are_called_whatever_the_number_of_rows(rows, head, kind):
-    model, seen = Fast(), []
+    model, seen = FastActorCritic(), []
     getattr(getattr(model, head), f"register_{kind}_hook")(lambda *_: seen.append(head))
     outputs, values = model(torch.rand(rows, 2))
     (outputs.sum() + values.sum()).backward()
@@ -148,7 +151,7 @@ def test_hooks_of_heads_are_called_whatever_the_number_of_rows(rows, head, kind)
 
 
 def test_hooks_of_all_modules_are_called():
-    model, seen = Fast(), []
+    model, seen = FastActorCritic(), []
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda layer, *_: seen.append(layer)
     )
@@ -162,15 +165,15 @@ def test_hooks_of_all_modules_are_called():
 
 def test_a_kernel_for_a_rollout_takes_only_layers_that_are_as_the_precision_says():
     for name in ("fp32", "fp8"):
-        model = Precision(name).prepare(Fast())
-        assert alone(model, name)
-        assert alone(model, "fp8" if name == "fp32" else "fp32") is None
+        model = Precision(name).prepare(FastActorCritic())
+        assert as_population(model, name)
+        assert as_population(model, "fp8" if name == "fp32" else "fp32") is None
     model.hidden[0].forward_type = fp8.E5M2
-    assert alone(model, "fp8") is None
+    assert as_population(model, "fp8") is None
 
 
 def test_layers_without_a_bias_are_called():
-    model = Fast()
+    model = FastActorCritic()
     for name in ("actor", "critic"):
         setattr(model, name, torch.nn.Linear(64, getattr(model, name).out_features, bias=False))
     obs = torch.rand(1024, 2)
@@ -179,11 +182,11 @@ def test_layers_without_a_bias_are_called():
     assert torch.equal(outputs, model.actor(hidden)) and torch.equal(
         values, model.critic(hidden).squeeze(-1)
     )
-    assert model.acting() is model and alone(model, "fp32") is None
+    assert model.acting() is model and as_population(model, "fp32") is None
 
 
 def test_a_copy_acts_with_weights_of_its_own():
-    model, obs = Fast(), torch.rand(5, 2)
+    model, obs = FastActorCritic(), torch.rand(5, 2)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         model.actor.bias.add_(torch.tensor([0.0, 1.0]))
@@ -280,6 +283,10 @@ def test_forward_passes_are_reused_where_a_layer_of_a_step_is_large_and_the_acto
         )
 
 
+def reuses(run) -> bool:
+    return isinstance(run.collector.loop, Reuse) and run.learner.forward != forward_pass
+
+
 def test_many_environments_learn_from_the_forward_passes_that_acted_by_themselves(
     monkeypatch, tmp_path
 ):
@@ -288,12 +295,9 @@ def test_many_environments_learn_from_the_forward_passes_that_acted_by_themselve
     )
     alone, path = trained(build(config)), tmp_path / "checkpoint.pt"
     checkpoint.save(path, after(1, build(config)))
-    assert isinstance(alone.learner, Reusing)
+    assert reuses(alone)
     assert_same(alone, trained(resumed(path)))
     normalized = trained(build(dataclasses.replace(config, normalize_obs=True)))
-    assert (
-        isinstance(normalized.learner.inner, Reusing)
-        and normalized.history.column("ess")[0] > 0.999
-    )
-    monkeypatch.setattr(composition, "LARGE", math.inf)
+    assert reuses(normalized) and normalized.history.column("ess")[0] > 0.999
+    monkeypatch.setattr(requirements, "LARGE", math.inf)
     assert_same(alone, trained(reusing(build(config))))

@@ -13,7 +13,7 @@ from fp8rl.config import Config
 from fp8rl.fast_forward import Reuse
 from fp8rl.fp8 import Float8Linear
 from fp8rl.observation_codec import Codec
-from fp8rl.recurrent import Recurrent
+from fp8rl.recurrent import RecurrentActorCritic
 from fp8rl.study import fingerprint, throughput
 from fp8rl.tasks import lqr
 from fp8rl.tasks.gymnasium_env import GymEnv
@@ -91,11 +91,11 @@ FP16 = precision.PRECISIONS["fp16"]
 # that must show it.
 CHANGES = {
     "an FP8 layer": (Float8Linear, "forward", of_result(larger), {"float8linear"}),
-    "GRU": (Recurrent, "gru", of_result(larger), {"gru"}),
+    "GRU": (RecurrentActorCritic, "gru", of_result(larger), {"gru"}),
     "normalized observations": (normalization, "LIMIT", lambda limit: 0.1, {"normalized"}),
     "an optimizer that packs": (LowBitAdam, "update", with_larger_steps, {"lowbit"}),
     "Gymnasium": (GymEnv, "step", of_result(with_larger_rewards), {"gymnasium"}),
-    "sums over processes": (processes.Ranks, "all_reduce", with_larger_sums, {"ranks"}),
+    "sums over processes": (processes, "all_reduce", with_larger_sums, {"ranks"}),
     "int8": (Codec, "__init__", with_coarser_int8, {"codecs"}),
     "a task": (lqr, "PUSH_COST", larger, {"tasks"}),
     "forward passes that are reused": (Reuse, "policy", of_result(with_larger_outputs), {"reuse"}),

@@ -361,14 +361,14 @@ def evaluated(seed: int, vectorization: str) -> tuple[torch.Tensor, float]:
         ),
         [],
     )
-    make_env = run.judge.make_env
+    make_env = run.evaluator.make_env
 
     def noted(*settings):
         env = make_env(*settings)
         starts.append(env.obs.clone())
         return env
 
-    run.judge.make_env = noted
+    run.evaluator.make_env = noted
     result = run.evaluate()
     assert (
         result == run.evaluate()

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.config import Config
-from fp8rl.history import EpisodeReturns, History, RewardScale, summarize
+from fp8rl.history import History, summarize
+from fp8rl.population.population import by_agent
+from fp8rl.returns import EpisodeReturns, RewardScale
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 
@@ -74,18 +76,22 @@ def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
         if flags[t, b]:
             expected[b] += totals[b], 1
             totals[b] = 0.0
-    ours, returns, start = np.zeros((2, 2)), EpisodeReturns(2, agents=2), 0
+    ours, returns, start = np.zeros((2, 2)), EpisodeReturns((2, 1)), 0
     for length in parts:
         rows = slice(start, start := start + length)
         rollout = Rollout(
-            None, None, torch.from_numpy(reward[rows]), torch.from_numpy(flags[rows]), None
+            None,
+            None,
+            torch.from_numpy(reward[rows]).unsqueeze(-1),
+            torch.from_numpy(flags[rows]).unsqueeze(-1),
+            None,
         )
-        restored = EpisodeReturns(2, agents=2)
+        restored = EpisodeReturns((2, 1))
         restored.load_state_dict(returns.state_dict())
         returns = restored
         ours += returns.add(rollout).T.numpy()
     np.testing.assert_allclose(ours, expected)
-    np.testing.assert_allclose(returns.open, totals)
+    np.testing.assert_allclose(returns.open.flatten(), totals)
 
 
 def test_the_scale_of_rewards_by_hand_for_two_agents():
@@ -97,17 +103,19 @@ def test_the_scale_of_rewards_by_hand_for_two_agents():
     flags[0, 2, 0], flags[0, 5, 1], flags[1, 0, 3] = TERMINATED, TRUNCATED, TERMINATED
     flags[0, 3, 0] = flags[1, 0, 1] = flags[1, 1, 3] = DUMMY
     reward[flags == DUMMY] = 0
-    scale, G, means = RewardScale(4, agents=2), np.zeros(4), np.zeros((2, 2))
+    scale, G, means = RewardScale((2, 2)), np.zeros(4), np.zeros((2, 2))
     for rewards, own in zip(reward, flags, strict=True):
         rollout = Rollout(None, None, torch.from_numpy(rewards), torch.from_numpy(own), None)
-        scale.add(rollout, torch.from_numpy(gamma).unsqueeze(1), lambda tensors: tensors)
+        scale.add(
+            by_agent(rollout, 2), torch.from_numpy(gamma).unsqueeze(1), lambda tensors: tensors
+        )
         squares = np.zeros(2)
         for t, b in np.ndindex(*rewards.shape):
             G[b] = 0 if own[t, b] == DUMMY else rewards[t, b] + gamma[b // 2] * G[b]
             squares[b // 2] += G[b] ** 2
         keep = 0.99**6
         means = keep * means + (1 - keep) * np.array([squares / 12, [1, 1]])
-    np.testing.assert_allclose(scale.open, G, rtol=1e-5)
+    np.testing.assert_allclose(scale.open.flatten(), G, rtol=1e-5)
     np.testing.assert_allclose(scale.scale.squeeze(1), np.sqrt(means[1] / means[0]), rtol=1e-5)
 
 
@@ -133,7 +141,7 @@ def test_what_a_captured_step_reads_stays_where_it_is():
     scale, returns = RewardScale(2), EpisodeReturns(2)
     opened = scale.open, returns.open
     scale.add(rollout, 0.5, lambda tensors: tensors)
-    assert returns.add(rollout).tolist() == [[2.0], [1.0]]
+    assert returns.add(rollout).tolist() == [2.0, 1.0]
     assert scale.open is opened[0] and returns.open is opened[1]
     assert scale.open.tolist() == [1.5, 1.5] and returns.open.tolist() == [0.0, 2.0]
 
@@ -156,9 +164,7 @@ def test_a_row_of_several_updates_by_hand():
     one = stats_of(loss=torch.tensor(2.0), min_logp=torch.tensor(-3.0), ess=torch.tensor(0.5))
     one |= {"grad_norm": torch.tensor(torch.inf), "skipped": torch.tensor(True)}
     other = stats_of(loss_scale=torch.tensor(8.0))
-    row = summarize(
-        [one, other], np.array([float(x) for stats in (one, other) for x in stats.values()])
-    )
+    row = summarize([{name: float(x) for name, x in stats.items()} for stats in (one, other)])
     assert (row["loss"], row["min_logp"], row["grad_norm"], row["ess"], row["loss_scale"]) == (
         1.5,
         -3,

@@ -23,12 +23,11 @@ import torch
 from helpers import SIZED, TINY, cli_into, forked, refused, run_cli, weights
 
 from fp8rl import __main__ as cli
-from fp8rl.build import build
+from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.run_folder import FILES, MARK, Folder, require_free
 from fp8rl.history import History
-from fp8rl.population.population import Population
 from fp8rl.train import train
 
 SHORT = {"steps": 2 * 64, "eval_every": 0, "eval_episodes": 2} | TINY
@@ -65,7 +64,9 @@ SURROUNDINGS = {
 def trained(name: str) -> bytes:
     """Weights and history of a run."""
     found = RUNS[name]
-    run = train(Population(found) if isinstance(found, list) else build(found), progress=False)
+    run = train(
+        build_population(found) if isinstance(found, list) else build(found), progress=False
+    )
     columns = [
         np.array(column).tobytes()
         for name, column in run.history.columns.items()
@@ -474,7 +475,7 @@ def test_a_checkpoint_imports_nothing_that_it_names(tmp_path, monkeypatch, capsy
     (tmp_path / "payload.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    run = train(Config(**SHORT), progress=False)
+    run = train(build(Config(**SHORT)), progress=False)
     checkpoint.save("checkpoint.pt", run)
     content = torch.load("checkpoint.pt", weights_only=True)
     content["config"] |= {"env_id": "payload:Foo-v0", "start_noise": 0.5}

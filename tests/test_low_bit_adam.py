@@ -119,14 +119,14 @@ def twin(
     return theta, m, v
 
 
-def row_of(tensors) -> torch.Tensor:
+def fields_of_row(tensors) -> torch.Tensor:
     return torch.cat([x.detach().flatten() for x in tensors]).unsqueeze(0)
 
 
 @pytest.mark.parametrize("formats", WAYS, ids=str)
 def test_steps_are_those_of_a_population_of_one(formats):
     module, seed = network(), 5
-    theta, sizes = row_of(module.parameters()), [p.numel() for p in module.parameters()]
+    theta, sizes = fields_of_row(module.parameters()), [p.numel() for p in module.parameters()]
     grads = [torch.randn(theta.shape) * 10.0 ** -(k % 5) for k in range(12)]
     optimizer = LowBitAdam(module.parameters(), lr=2e-3, eps=1e-5, seed=seed, **formats)
     for g in grads:
@@ -134,9 +134,9 @@ def test_steps_are_those_of_a_population_of_one(formats):
             p.grad = part.view(p.shape).clone()
         optimizer.step()
     theta, m, v = twin(theta, grads, sizes, optimizer.places, seed)
-    assert torch.equal(row_of(module.parameters()), theta)
+    assert torch.equal(fields_of_row(module.parameters()), theta)
     for name, x in {"weights": theta, "m": m, "v": v}.items():
-        found = row_of(unpack(*row) for row in stored(optimizer, name))
+        found = fields_of_row(unpack(*row) for row in stored(optimizer, name))
         assert torch.equal(found.square() if name == "v" and "root" in formats else found, x)
 
 
@@ -256,7 +256,7 @@ class Agent(nn.Module):
         return self.head(self.body(x))
 
 
-class Recurrent(nn.Module):
+class RecurrentActorCritic(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
@@ -281,7 +281,7 @@ def transformer() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "make", [network, Agent, Recurrent, transformer], ids=lambda make: make.__name__
+    "make", [network, Agent, RecurrentActorCritic, transformer], ids=lambda make: make.__name__
 )
 def test_attached_modules_learn_the_same(make):
     found = []

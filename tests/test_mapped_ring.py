@@ -9,21 +9,24 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import SERVER, WIDE, after, coded, forked, noise, refused, same, small
+from helpers import SERVER, WIDE, after, coded, forked, noise, refused, ring_of, same, small
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.build import Machine, build
-from fp8rl.disk.mapped_ring import StoredRing, ring_bytes
+from fp8rl.build import Machine, build, require_ring
+from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.observation_codec import CODECS
-from fp8rl.replay import ReplayBuffer
+from fp8rl.replay import ReplayBuffer, ring_bytes
 from fp8rl.rollout import DUMMY, Rollout
 
 
-class PlainRing(StoredRing):
-    """The slow twin: reads by an index of rows."""
+class PlainRing(ReplayBuffer):
+    """The slow twin: reads row after row."""
 
-    _take = ReplayBuffer._take
+    def _gather(self, name, index):
+        field = self.fields[name]
+        entries = [field[i // self.rows, i % self.rows] for i in index.flatten().tolist()]
+        return torch.stack(entries).unflatten(0, index.shape)
 
 
 @given(
@@ -39,7 +42,7 @@ def test_a_stored_ring_samples_what_the_plain_one_does(
 ):
     plain, stored, clock = (
         PlainRing(rows, num_envs, WIDE, codec),
-        StoredRing(rows, num_envs, WIDE, codec),
+        ring_of(rows, num_envs, WIDE, codec),
         0,
     )
     for n in (min(n, rows - 1) for n in lengths):
@@ -55,7 +58,7 @@ def test_a_stored_ring_samples_what_the_plain_one_does(
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_large_ring_samples_what_the_plain_one_does(codec):
     rows, num_envs = 4000, 300
-    plain, stored = PlainRing(rows, num_envs, codec=codec), StoredRing(rows, num_envs, codec=codec)
+    plain, stored = PlainRing(rows, num_envs, codec=codec), ring_of(rows, num_envs, codec=codec)
     for start in (0, 2500):  # around the end
         rollout = some(start, 2500, num_envs)
         plain.append(rollout)
@@ -88,7 +91,7 @@ HALF_STEPS = {
     seed=st.integers(0, 1000),
 )
 def test_every_codec_gives_the_plain_ones_slices(lengths, codec, seed):
-    plain, ring, clock = ReplayBuffer(10, 2), StoredRing(10, 2, codec=codec), 0
+    plain, ring, clock = ReplayBuffer(10, 2), ring_of(10, 2, codec=codec), 0
     for n in lengths:
         plain.append(noise(clock, n, 2))
         ring.append(noise(clock, n, 2))
@@ -107,7 +110,7 @@ def test_predicted_bytes_are_the_measured_ones(tmp_path):
     for i, (codec, features) in enumerate(itertools.product(CODECS, (2, 64))):
         by_hand = 25 * 16 * (features * WIDTHS[codec] + 10)
         for folder in (None, tmp_path / str(i)):
-            ring = StoredRing(25, 16, ([-1.0] * features, [1.0] * features), codec, folder=folder)
+            ring = ring_of(25, 16, ([-1.0] * features, [1.0] * features), codec, folder=folder)
             assert ring_bytes(25, 16, features, codec) == ring.nbytes == by_hand
             ring.append(noise(0, 24, 16, features))
             assert ring.nbytes == by_hand
@@ -118,7 +121,7 @@ def test_predicted_bytes_are_the_measured_ones(tmp_path):
 
 
 def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path):
-    memory, folder = StoredRing(10, 2, WIDE), StoredRing(10, 2, WIDE, folder=tmp_path / "ring")
+    memory, folder = ring_of(10, 2, WIDE), ring_of(10, 2, WIDE, folder=tmp_path / "ring")
     memory.append(coded(0, 7, 2))
     assert folder.state_dict() == {"folder": str(tmp_path / "ring")}
     folder.load_state_dict(memory.state_dict())
@@ -127,7 +130,7 @@ def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path)
 
 
 def test_a_seam_is_a_dummy_row_between_two_sources():
-    ring = StoredRing(20, 2, WIDE)
+    ring = ring_of(20, 2, WIDE)
     ring.append(coded(0, 5, 2))
     ring.new_episodes = True
     ring.append(coded(100, 5, 2))
@@ -139,10 +142,10 @@ def test_a_seam_is_a_dummy_row_between_two_sources():
 
 
 def test_settings_that_cannot_be_are_refused():
-    for function in (StoredRing, ring_bytes):
+    for function in (ring_of, ring_bytes):
         refused("codec is 'fp4': choose from", function, 10, 2, codec="fp4")
     room = r"replay needs 18,000,000,000,000 bytes and cpu has [\d,]+ free: lower capacity"
-    refused(room, StoredRing, 10**12, 1, error=MemoryError)
+    refused(room, require_ring, ring_bytes(10**12, 1), "cpu", error=MemoryError)
 
 
 def poisoned(name: str) -> Rollout:
@@ -152,7 +155,7 @@ def poisoned(name: str) -> Rollout:
 
 
 def test_a_rollout_that_does_not_fit_is_refused_and_leaves_the_ring_as_it_was():
-    ring, good = StoredRing(10, 2, WIDE), coded(8, 4, 2)
+    ring, good = ring_of(10, 2, WIDE), coded(8, 4, 2)
     ring.append(coded(0, 8, 2))
     before = ring.sample(1, 8)
     for rollout, message in (
@@ -182,7 +185,7 @@ def test_a_rollout_that_does_not_fit_is_refused_and_leaves_the_ring_as_it_was():
 
 
 def folder_of(tmp_path, **kind) -> tuple:
-    ring = StoredRing(10, 2, WIDE, folder=tmp_path / "ring", **kind)
+    ring = ring_of(10, 2, WIDE, folder=tmp_path / "ring", **kind)
     ring.append(coded(0, 7, 2))
     ring.append(coded(7, 7, 2))
     return tmp_path / "ring", ring
@@ -191,14 +194,14 @@ def folder_of(tmp_path, **kind) -> tuple:
 def test_a_folder_holds_what_ram_would(tmp_path):
     for codec in CODECS:
         folder = tmp_path / codec
-        rings = [StoredRing(10, 2, codec=codec, folder=place) for place in (None, folder)]
+        rings = [ring_of(10, 2, codec=codec, folder=place) for place in (None, folder)]
         for start in (0, 7, 14):
             for ring in rings:
                 ring.append(noise(start, 7, 2))
         in_ram, mapped = (ring.sample(30, 4) for ring in rings)
         assert same(in_ram, mapped)
         rings[1].close()
-        again = StoredRing.open(folder)
+        again = MappedRing.open(folder)
         assert same(in_ram, again.sample(30, 4)) and again.codec.name == codec
 
 
@@ -206,7 +209,7 @@ def test_reopened_to_read_it_never_changes(tmp_path):
     folder, ring = folder_of(tmp_path)
     del ring
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    reader, other = StoredRing.open(folder), StoredRing.open(folder)
+    reader, other = MappedRing.open(folder), MappedRing.open(folder)
     refused("the ring is closed or was opened for reading", reader.append, coded(14, 3, 2))
     reader.fields["reward"].fill_(99)  # a private copy
     assert other.sample(5, 3).reward.max() < 99
@@ -218,9 +221,9 @@ def test_reopened_to_go_on_it_puts_a_seam(tmp_path, how):
     folder, ring = folder_of(tmp_path)
     del ring
     ring = (
-        StoredRing.open(folder, writable=True)
+        MappedRing.open(folder, writable=True)
         if how == "open"
-        else StoredRing(10, 2, WIDE, folder=folder)
+        else ring_of(10, 2, WIDE, folder=folder)
     )
     ring.append(coded(500, 3, 2))
     assert ring.sample(1, 9).obs[:, 0, 0].tolist() == [9, 10, 11, 12, 13, 14, 500, 501, 502, 503]
@@ -231,13 +234,13 @@ def test_a_folder_has_one_writer(tmp_path):
     for writable in (True, False):
         refused(
             "memmap is .*, which another ring is using",
-            StoredRing.open,
+            MappedRing.open,
             folder,
             writable,
             error=OSError,
         )
     del ring
-    StoredRing.open(folder, writable=True)
+    MappedRing.open(folder, writable=True)
 
 
 def cut(path):
@@ -275,7 +278,7 @@ def test_a_damaged_folder_says_what_is_wrong(tmp_path):
         damage(folder)
         refused(
             f"memmap is {folder},? .*{message}",
-            StoredRing.open,
+            MappedRing.open,
             folder,
             error=(ValueError, OSError),
         )
@@ -308,23 +311,23 @@ def test_a_folder_of_another_config_is_refused(tmp_path):
         )
         refused(
             message,
-            StoredRing,
+            ring_of,
             **{"rows": 10, "num_envs": 2, "bounds": WIDE, "folder": folder} | {name: value},
         )
-    assert StoredRing.open(folder).size == 9
+    assert MappedRing.open(folder).size == 9
 
 
 def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
     large, refused_folder = tmp_path / "large", functools.partial(refused, error=OSError)
-    refused_folder(".*(Not a directory|File exists)", StoredRing, 10, 2, folder=tmp_path / "file")
-    refused_folder(".*holds files but no complete ring", StoredRing, 10, 2, folder=tmp_path)
+    refused_folder(".*(Not a directory|File exists)", ring_of, 10, 2, folder=tmp_path / "file")
+    refused_folder(".*holds files but no complete ring", ring_of, 10, 2, folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (
         tmp_path / "file"
     ).read_text() == "kept"
     refused_folder(
         r".*needs [\d,]+ bytes, the disk has [\d,]+ free: lower capacity",
-        StoredRing,
+        ring_of,
         10**15,
         2,
         folder=large,
@@ -343,12 +346,12 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
             message = (
                 rf"memmap is .* and cannot be used \({error.strerror}\): choose another folder"
             )
-            refused_folder(message, StoredRing, 10, 2, folder=tmp_path / "ring")
-    StoredRing(10, 2, folder=tmp_path / "ring")  # which left nothing in the way
+            refused_folder(message, ring_of, 10, 2, folder=tmp_path / "ring")
+    ring_of(10, 2, folder=tmp_path / "ring")  # which left nothing in the way
 
 
 def write_forever(folder, ready) -> None:
-    ring, t = StoredRing(50, 4, ((-1e9,), (1e9,)), folder=folder), 0
+    ring, t = ring_of(50, 4, ((-1e9,), (1e9,)), folder=folder), 0
     ready.set()
     while True:
         n = 1 + t % 40
@@ -371,7 +374,7 @@ def test_a_killed_writer_leaves_whole_rows(tmp_path):
         assert process.is_alive()
         process.kill()
         process.join()
-        ring = StoredRing.open(folder)
+        ring = MappedRing.open(folder)
         if ring.size:
             batch = ring.sample(1, ring.size)
             time = batch.obs[:, 0, 0]
@@ -386,7 +389,7 @@ def test_an_append_cut_short_gives_up_only_what_it_was_overwriting(tmp_path, mon
     stores = 0
     for stop in itertools.count():
         folder = tmp_path / str(stop)
-        ring = StoredRing(10, 2, WIDE, folder=folder)
+        ring = ring_of(10, 2, WIDE, folder=folder)
         ring.append(coded(0, 7, 2))
         done = 0
 
@@ -405,7 +408,7 @@ def test_an_append_cut_short_gives_up_only_what_it_was_overwriting(tmp_path, mon
             except KeyboardInterrupt:
                 pass
         del ring
-        ring = StoredRing.open(folder)
+        ring = MappedRing.open(folder)
         whole = stop >= (stores or stop + 1)
         assert ring.count == (13 if whole else 7) and ring.size == (
             9 if whole else 7 if stop == 0 else 3
@@ -422,14 +425,14 @@ def test_an_append_cut_short_gives_up_only_what_it_was_overwriting(tmp_path, mon
 def test_a_device_s_ring_holds_what_ram_would():
     start, env = torch.tensor([12, 15, 20]), torch.tensor([0, 2, 1])
     for codec in CODECS:
-        rings = [StoredRing(20, 3, codec=codec, device=device) for device in ("cpu", "cuda")]
+        rings = [ring_of(20, 3, codec=codec, device=device) for device in ("cpu", "cuda")]
         for ring in rings:
             for clock in (0, 12):
                 ring.append(
                     noise(clock, 12, 3).to(ring.device if clock else "cpu")
                 )  # from either side
         in_ram, on_device = (
-            ring._read(start.to(ring.device), env.to(ring.device), 4).to("cpu") for ring in rings
+            ring.read(start.to(ring.device), env.to(ring.device), 4).to("cpu") for ring in rings
         )
         assert (
             rings[1].device.type == "cuda"

@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.bits.places import EIGHT_BIT
-from fp8rl.build import NETWORKS, build, normalizes
+from fp8rl.build import build
 from fp8rl.disk import checkpoint
 from fp8rl.evaluate import evaluate
-from fp8rl.losses import only_here
+from fp8rl.fast_forward import FAST_NETWORKS
+from fp8rl.losses import no_all_reduce
+from fp8rl.requirements import normalizes
 from fp8rl.train import iterate
 
 SIZES = np.array([1e3, 1.0, 1e-3, 1e-3])
@@ -51,10 +53,10 @@ def test_the_running_statistics_are_those_of_all_rows_at_once(lengths, size, off
     rows = (
         torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(seed)) * size + offset
     )
-    model = NETWORKS["mlp", True](3, 2)
+    model = FAST_NETWORKS["mlp", True](3, 2)
     for part in rows.split(lengths):
-        model.watch(part, only_here)
-        model.settle()
+        model.add_observations(part, no_all_reduce)
+        model.update_statistics()
     assert model.seen.item() == len(rows)
     error = 1e-6 * (abs(offset) + size)  # float32's, of the mean
     np.testing.assert_allclose(model.mean, rows.double().mean(0), atol=error)
@@ -69,18 +71,18 @@ def test_the_running_statistics_are_those_of_all_rows_at_once(lengths, size, off
 def test_two_processes_have_the_statistics_of_both():
     rows, found = torch.randn(2, 30, 3) + 5, []
     for own, other in (rows, rows.flip(0)):
-        sums, model = [], NETWORKS["mlp", True](3, 2)
-        NETWORKS["mlp", True](3, 2).watch(
+        sums, model = [], FAST_NETWORKS["mlp", True](3, 2)
+        FAST_NETWORKS["mlp", True](3, 2).add_observations(
             other, lambda tensors, sums=sums: sums.extend(tensors) or tensors
         )
-        model.watch(
+        model.add_observations(
             own, lambda tensors, sums=sums: [x + y for x, y in zip(tensors, sums, strict=True)]
         )
-        model.settle()
+        model.update_statistics()
         found.append(model)
-    whole = NETWORKS["mlp", True](3, 2)
-    whole.watch(rows, only_here)
-    whole.settle()
+    whole = FAST_NETWORKS["mlp", True](3, 2)
+    whole.add_observations(rows, no_all_reduce)
+    whole.update_statistics()
     assert all(map(torch.equal, statistics(found[0]), statistics(found[1])))
     for ours, theirs in zip(statistics(whole), statistics(found[0]), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -89,11 +91,11 @@ def test_two_processes_have_the_statistics_of_both():
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 def test_it_is_the_plain_network_on_normalized_observations(encoder):
     torch.manual_seed(0)
-    plain, model = NETWORKS[encoder, False](4, 2), NETWORKS[encoder, True](4, 2)
+    plain, model = FAST_NETWORKS[encoder, False](4, 2), FAST_NETWORKS[encoder, True](4, 2)
     model.load_state_dict(plain.state_dict(), strict=False)
     obs = torch.randn(5, 3, 4) * torch.from_numpy(SIZES).float() + 7
-    model.watch(obs, only_here)
-    model.settle()
+    model.add_observations(obs, no_all_reduce)
+    model.update_statistics()
     scaled = ((obs.double() - model.mean) / model.variance.double().sqrt()).float()
     for ours, theirs in zip(model(obs), plain(scaled), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -105,10 +107,10 @@ def test_it_is_the_plain_network_on_normalized_observations(encoder):
 
 
 def test_a_feature_that_has_not_varied_is_0_and_a_far_one_is_clipped():
-    model = NETWORKS["mlp", True](3, 2)
+    model = FAST_NETWORKS["mlp", True](3, 2)
     rows = torch.tensor([[1e6, 0.0, 0.0], [1e6, 1.0, 0.0]])
-    model.watch(rows, only_here)
-    model.settle()
+    model.add_observations(rows, no_all_reduce)
+    model.update_statistics()
     torch.testing.assert_close(
         model.normalize(rows), torch.tensor([[0.0, -1.0, 0.0], [0.0, 1.0, 0.0]])
     )
@@ -121,7 +123,7 @@ def test_a_single_environment_begins_with_zeros():
     rollout = run.collect()
     assert not run.model.normalize(rollout.obs).any()
     run.learner.watch(rollout)
-    run.model.settle()
+    run.model.update_statistics()
     assert 0.3 < run.model.normalize(rollout.obs).square().mean() < 3
 
 
@@ -167,12 +169,12 @@ def test_it_normalizes_where_only_gymnasium_has_the_task():
 
 def test_an_observation_that_is_not_finite_does_not_reach_the_statistics():
     run = build(SHORT)
-    run.collector.inner = Changed(
-        run.collector.inner, lambda rollout: rollout._replace(obs=rollout.obs * torch.nan)
+    run.collector = Changed(
+        run.collector, lambda rollout: rollout._replace(obs=rollout.obs * torch.nan)
     )
     with pytest.raises(ValueError, match="obs from the environment is not finite"):
         trained(run)
-    run.model.settle()
+    run.model.update_statistics()
     assert all(x.isfinite().all() for x in statistics(run.model))
 
 
@@ -186,7 +188,7 @@ def test_a_checkpoint_has_the_statistics(formats, tmp_path):
     assert all(map(torch.equal, statistics(again.model), statistics(run.model)))
     returns = []
     for network in (model, run.model):
-        with contextlib.closing(run.judge.make_env(config, 4, 0.05, "cpu", 0)) as env:
+        with contextlib.closing(run.evaluator.make_env(config, 4, 0.05, "cpu", 0)) as env:
             returns.append(evaluate(network, env).tolist())
     assert returns[0] == returns[1]
 

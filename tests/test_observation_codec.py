@@ -29,7 +29,7 @@ def test_round_trip_stays_within_the_stated_error(rows, name):
         "fp8": torch.maximum(x.abs(), 2**-14 * bound) * 2**-4,
     }[name]
     assert ((back - x).abs() <= allowed * (1 + 1e-5) + (1e-6 if name == "int8" else 0)).all()
-    assert codec.outside(x).tolist() == [0, 0, 0]
+    assert codec.count_clipped(x).tolist() == [0, 0, 0]
 
 
 @given(inside, st.sampled_from(CODECS))
@@ -95,7 +95,7 @@ def test_fp8_has_scale_1_without_bounds():
     )
     assert codec.scale.tolist() == [1, 2**-7]
     assert codec.decode(codec.encode(x)).tolist() == [[1.125, 1.125], [448, 2.5]]
-    assert codec.outside(x).tolist() == [1, 0]
+    assert codec.count_clipped(x).tolist() == [1, 0]
 
 
 def test_error_and_count_by_hand():
@@ -103,4 +103,4 @@ def test_error_and_count_by_hand():
     assert codec.decode(
         codec.encode(torch.tensor([[0.5], [-0.25], [3.0], [129.0]]))
     ).flatten().tolist() == [0, 0, 3, 127]
-    assert codec.outside(torch.tensor([[127.4], [-127.4], [127.6], [-129.0]])).tolist() == [2]
+    assert codec.count_clipped(torch.tensor([[127.4], [-127.4], [127.6], [-129.0]])).tolist() == [2]

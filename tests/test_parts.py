@@ -12,18 +12,16 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, after, assert_same, forked, refused, reusing, small, weights
+from helpers import SHORT, Wrapper, after, assert_same, forked, refused, reusing, small, weights
 from torch import nn
 
 from fp8rl import fp8
-from fp8rl.around import Around
-from fp8rl.build import build
+from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.distribution import LOG_STD, Categorical, Gaussian
 from fp8rl.env import TensorEnv
-from fp8rl.evaluate import Judge
-from fp8rl.population.population import Population
+from fp8rl.evaluate import Evaluator
 from fp8rl.precision import PRECISIONS, Rules
 from fp8rl.study import comparison
 from fp8rl.tasks.by_id import task_of
@@ -73,7 +71,7 @@ def test_a_precision_is_one_entry(monkeypatch):
     config = Config("e4m3", seed=1, learning_rate=5e-4, **SHORT)
     alone, together = (
         train(build(config), progress=False),
-        train(Population([config]), progress=False),
+        train(build_population([config]), progress=False),
     )
     assert alone.model.hidden[0].backward_type == fp8.E4M3
     for name in ("loss", "grad_norm", "eval_return"):
@@ -105,7 +103,10 @@ def test_a_task_is_one_class(tmp_path, monkeypatch):
     (tmp_path / "my_tasks_of_test.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     config = small(env_id="my_tasks_of_test:Bandit", steps=20_480, eval_every=0)
-    for run in (train(build(config), progress=False), train(Population([config]), progress=False)):
+    for run in (
+        train(build(config), progress=False),
+        train(build_population([config]), progress=False),
+    ):
         assert np.mean(run.history.last["eval_return"]) == 8
     assert (
         issubclass(task_of(config.env_id), TensorEnv)
@@ -131,7 +132,7 @@ class Positions(CartPole):
 
 def test_a_task_may_set_its_bounds_when_it_is_made():
     config = small(env_id="test_parts:Positions")
-    for run in (build(config), Population([config])):
+    for run in (build(config), build_population([config])):
         assert after(1, run).env.obs.shape == (config.num_envs, 2)
 
 
@@ -172,7 +173,7 @@ def test_what_is_no_task_is_refused_in_one_line(env_id):
 )
 def test_any_shape_trains_saves_and_is_a_population_s_agent(fields, tmp_path):
     config = Config(**{**SHORT, "learning_rate": 5e-4, **fields})
-    run, together = build(config), Population([config])
+    run, together = build(config), build_population([config])
     state = after(2, run)
     checkpoint.save(tmp_path / "a.pt", state)
     model, loaded = checkpoint.load(tmp_path / "a.pt")
@@ -216,7 +217,7 @@ def test_gru_policies_of_three_layers_learn():
     assert len(run.model.hidden) == 2 and run.history.final_return > 150
 
 
-class Slow(Around):
+class Slow(Wrapper):
     calls = 0
 
     def collect(self, learned):
@@ -250,7 +251,7 @@ def test_layers_that_are_replaced_are_those_that_act():
 def test_layers_that_the_optimizer_does_not_have_are_refused():
     fp8_too = reusing(build(Config("fp8", **SHORT)))
     in_few_bits = build(Config(formats="weights=e4m3:stochastic", **SHORT))
-    for run in (Run(Config(**SHORT)), build(Config(**SHORT)), fp8_too, in_few_bits):
+    for run in (build(Config(**SHORT)), build(Config(**SHORT)), fp8_too, in_few_bits):
         run.model.hidden[0] = nn.Linear(64, 64)
         refused(
             "optimizer does not have all of the model's parameters: build the run again",
@@ -258,7 +259,7 @@ def test_layers_that_the_optimizer_does_not_have_are_refused():
             run,
             progress=False,
         )
-    agents = Population([Config(**SHORT)])
+    agents = build_population([Config(**SHORT)])
     agents.model.theta = nn.Parameter(agents.model.theta.detach().clone())
     refused("optimizer does not have all of the model's parameters", train, agents, progress=False)
     frozen = build(Config(**SHORT))
@@ -270,15 +271,15 @@ def test_a_run_takes_the_rows_that_it_can_fill():
     config = small(steps=5_120)
     assert (
         build(config).ring.rows
-        == Run(config).ring.rows
-        == Population([config]).ring.rows
+        == build(config).ring.rows
+        == build_population([config]).ring.rows
         == 10 * 32 + 1
     )
     assert build(small(capacity=800)).ring.rows == 50
     with mock.patch(
         "fp8rl.hardware.available", return_value=10**8
     ):  # 32 full rings would take 288 MB
-        assert Population([small(seed=seed, steps=5_120) for seed in range(32)]).agents == 32
+        assert build_population([small(seed=seed, steps=5_120) for seed in range(32)]).agents == 32
 
 
 def test_a_deviation_beyond_its_bound_can_come_back():
@@ -313,13 +314,13 @@ def test_a_population_is_saved_and_read_again(tmp_path):
     configs = [
         Config(precision, seed=seed, **SHORT) for precision in ("fp32", "fp8") for seed in range(2)
     ]
-    run = Population(configs)
-    run.stop(1, ValueError("a reason"))
+    run = build_population(configs)
+    run.stop(1, "a reason")
     checkpoint.save(tmp_path / "a.pt", after(2, run))
     found, state = checkpoint.resume(tmp_path / "a.pt")
-    again, whole = Population(found), Population(configs)
+    again, whole = build_population(found), build_population(configs)
     again.load_state_dict(state)
-    whole.stop(1, ValueError("a reason"))
+    whole.stop(1, "a reason")
     train(again, progress=False), train(whole, progress=False)
     assert torch.equal(again.model.theta, whole.model.theta) and again.history.failures == [
         None,
@@ -334,10 +335,10 @@ def test_a_population_is_saved_and_read_again(tmp_path):
 def write_peak(path) -> None:
     """Writes down a ring's bytes and by how much saving it raises the process's peak of resident
     memory."""
-    run = Run(small(steps=2_000_000, capacity=2_000_000))
+    run = build(small(steps=2_000_000, capacity=2_000_000))
     for field in run.ring.fields.values():
         field.fill_(1)
-    run.ring._clock[1] = run.ring.rows - 1
+    run.ring.clock.set(0, run.ring.rows - 1)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     checkpoint.save(path.with_suffix(".pt"), run)
     path.write_text(
@@ -352,12 +353,12 @@ def test_a_checkpoint_holds_the_ring_once_more_and_not_four_times(tmp_path):
     assert size > 3e7 and more < 2.5 * size  # the copy, and pages of the file that is read again
 
 
-class NotFinite(Judge):
-    def evaluate(self, learned):
-        return self.found
+class NotFinite(Evaluator):
+    def returns(self, model):
+        return np.array([self.found, 1.0])
 
 
-class SomeAreNotFinite(Judge):
+class SomeAreNotFinite(Evaluator):
     def evaluate(self, learned):
         return np.array([1.0, math.nan, 2.0, math.inf])
 
@@ -365,29 +366,28 @@ class SomeAreNotFinite(Judge):
 def test_an_evaluation_that_is_not_finite_is_a_failure():
     for found in (math.nan, math.inf, -math.inf):
         run = build(Config(**SHORT))
-        run.judge = NotFinite(run.config, run.learner.precision, None)
-        run.judge.found = found
+        run.evaluator = NotFinite(run.config, run.learner.precision, None)
+        run.evaluator.found = found
         refused(
             "evaluation is not finite in fp32: fix the environment's rewards",
             train,
             run,
             progress=False,
         )
-    together = Population([Config(seed=seed, **SHORT) for seed in range(4)])
-    together.judge = SomeAreNotFinite(together.config, None, None)
+    together = build_population([Config(seed=seed, **SHORT) for seed in range(4)])
+    together.evaluator = SomeAreNotFinite(together.config, None, None)
     train(together, progress=False)
-    _, failed, fine, infinite = together.history.each
+    _, failed, fine, infinite = together.history.of_agents
     for each in (failed, infinite):
         assert (
-            each.failures[0].startswith("evaluation is not finite")
-            and each.final_return == -math.inf
+            each.failure.startswith("evaluation is not finite") and each.final_return == -math.inf
         )
-    assert fine.failures[0] is None and fine.final_return == 2.0
+    assert fine.failure is None and fine.final_return == 2.0
 
 
 def test_a_seed_that_diverges_is_recorded():
     history = comparison.run(Config(learning_rate=1e30, **SHORT))
-    assert "lower learning_rate" in history.failures[0] and history.final_return == -math.inf
+    assert "lower learning_rate" in history.failure and history.final_return == -math.inf
     fine = comparison.run(Config(**SHORT))
     results = [
         comparison.summarize(small(seed=seed), h)
@@ -407,10 +407,10 @@ def test_no_verdict_from_four_seeds():
 
 
 def test_an_overflow_builds_no_histories():
-    run = Population([Config("fp16", seed=seed, **SHORT) for seed in range(4)])
+    run = build_population([Config("fp16", seed=seed, **SHORT) for seed in range(4)])
     run.learner.precision.scale.fill_(2.0**40)
     with mock.patch.object(
-        type(run.history), "each", mock.PropertyMock(side_effect=AssertionError)
+        type(run.history), "of_agents", mock.PropertyMock(side_effect=AssertionError)
     ):
         train(run, progress=False)
     assert run.history.columns["skipped"][0].sum() > 0

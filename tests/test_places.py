@@ -9,9 +9,9 @@ from torch import nn
 
 from fp8rl.bits.formats import format_of, rounded, scaled
 from fp8rl.bits.places import PlaceFormat, Places, places_of
-from fp8rl.matmul_rounding import Matmuls, roundings_of
-from fp8rl.population import population
-from fp8rl.population.population import Population
+from fp8rl.build import build_population
+from fp8rl.matmul_rounding import Matmuls, matmuls_of, roundings_of
+from fp8rl.population.optimizer import Adam
 
 SMALL = {
     "steps": 1024,
@@ -132,7 +132,7 @@ def test_adam_equals_its_equations_by_hand(text):
     start = torch.randn(9, generator=torch.Generator().manual_seed(1))
     grads = torch.randn(5, 9, generator=torch.Generator().manual_seed(2)) * torch.logspace(-3, 0, 9)
     theta = nn.Parameter(torch.stack([start, start]))
-    adam = population.Adam(theta, 0.05, [Places(), places_of(text)], SIZES)
+    adam = Adam(theta, 0.05, [Places(), places_of(text)], SIZES)
     for grad in grads:
         adam.step(torch.stack([grad, grad]), torch.ones(2, 1), torch.ones(2, 1, dtype=torch.bool))
     plain, kept = theta.detach()
@@ -145,7 +145,7 @@ def test_adam_equals_its_equations_by_hand(text):
 def test_a_skipped_step_changes_nothing_that_is_kept(text):
     """The first one, too, before which nothing has been counted that Adam could divide by."""
     theta, taken = nn.Parameter(torch.randn(2, 9)), torch.tensor([[True], [False]])
-    adam = population.Adam(theta, 0.1, 2 * [places_of(text)], SIZES, torch.tensor([0, 1]))
+    adam = Adam(theta, 0.1, 2 * [places_of(text)], SIZES, torch.tensor([0, 1]))
     for takes in (taken, ~taken):
         before = [x.detach().clone() for x in (theta, adam.first, adam.second, adam.count)]
         adam.step(torch.where(takes, torch.randn(2, 9), torch.inf), torch.ones(2, 1), takes)
@@ -159,9 +159,7 @@ def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
     1."""
     for word, expected in (("", 1.0), (":stochastic", 1.1)):
         theta = nn.Parameter(torch.ones(1, 4000))
-        adam = population.Adam(
-            theta, 1e-3, [places_of(f"weights=e4m3{word}")], [4000], torch.tensor([0])
-        )
+        adam = Adam(theta, 1e-3, [places_of(f"weights=e4m3{word}")], [4000], torch.tensor([0]))
         for _ in range(100):
             adam.step(-torch.ones(1, 4000), torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool))
         assert math.isclose(theta.mean().item(), expected, abs_tol=0.005)
@@ -169,7 +167,7 @@ def test_stochastic_rounding_keeps_what_rounding_to_nearest_loses():
 
 def test_matmuls_are_rounded_by_places_or_by_a_precision():
     config = small(formats="forward=e4m3 backward=e5m2 acting=e2m1")
-    learner, actor = population.matmuls_of(config), population.matmuls_of(config, acting=True)
+    learner, actor = matmuls_of(config), matmuls_of(config, acting=True)
     assert learner == Matmuls(
         "fp32", PlaceFormat(format_of("e4m3")), PlaceFormat(format_of("e5m2"))
     )
@@ -204,10 +202,10 @@ def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
         for formats in ARMS
         for seed in (3, 4)
     ]
-    together = trained(Population(configs[::-1]))
+    together = trained(build_population(configs[::-1]))
     found = set()
     for k, formats in enumerate(ARMS):
-        apart = trained(Population(configs[2 * k : 2 * k + 2]))
+        apart = trained(build_population(configs[2 * k : 2 * k + 2]))
         same = together.model.theta[[together.configs.index(config) for config in apart.configs]]
         differ = ~torch.isclose(same, apart.model.theta, rtol=1e-4, atol=1e-6)
         assert differ.float().mean() < 0.05, formats
@@ -217,8 +215,8 @@ def test_an_agent_is_the_same_whatever_the_others_keep(env_id):
 
 @pytest.mark.parametrize("kept", ["e4m3", "e2m1:block"])
 def test_the_acting_policy_multiplies_the_weights_of_the_learner(kept):
-    run = Population([small(formats=f"forward={kept}", **SMALL)])
-    ((_, layers),) = run.model.policy("actor").parts
+    run = build_population([small(formats=f"forward={kept}", **SMALL)])
+    ((_, layers),) = run.model.policy_of("actor").parts
     for i, ((weight, _), (held, _, rounding)) in enumerate(
         zip(run.model.layers, layers, strict=True)
     ):
@@ -229,8 +227,8 @@ def test_the_acting_policy_multiplies_the_weights_of_the_learner(kept):
 
 def test_what_is_kept_is_in_its_format():
     config = small(formats="weights=e4m3:stochastic m=e5m2 root=e3m3", **SMALL)
-    run = trained(Population([config]))
-    places, sizes, adam = run.learner.places[0], run.model.sizes, run.learner.optimizer
+    run = trained(build_population([config]))
+    places, sizes, adam = places_of(config.formats), run.model.sizes, run.learner.optimizer
     assert torch.equal(places["weights"].each(run.model.theta.data, sizes), run.model.theta.data)
     assert torch.equal(places["m"].each(adam.first, sizes), adam.first)
     assert torch.equal(places["root"].each(adam.second.sqrt(), sizes).square(), adam.second)
@@ -238,8 +236,8 @@ def test_what_is_kept_is_in_its_format():
 
 def test_a_stopped_population_continues_bit_for_bit():
     configs = [small(seed=1, formats=formats, **SMALL) for formats in ARMS[:4]]
-    whole, again = trained(Population(configs)), Population(configs)
-    again.load_state_dict(after(5, Population(configs)).state_dict())
+    whole, again = trained(build_population(configs)), build_population(configs)
+    again.load_state_dict(after(5, build_population(configs)).state_dict())
     trained(again)
     assert torch.equal(again.model.theta, whole.model.theta)
     assert torch.equal(again.learner.optimizer.second, whole.learner.optimizer.second)

@@ -11,28 +11,28 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import SHORT, Changed, after, refused, small, trained
+from helpers import SHORT, Changed, after, refused, ring_of, small, trained
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8rl import fp8
+from fp8rl import fp8, requirements
 from fp8rl.bits.places import in_order
-from fp8rl.build import build
+from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
-from fp8rl.disk.mapped_ring import StoredRing
 from fp8rl.distribution import Gaussian
 from fp8rl.env import STATE_BOUNDS, Cart
 from fp8rl.hardware import keep_freed_memory
 from fp8rl.losses import actor_critic_loss
 from fp8rl.matmul_rounding import TO, Matmuls, roundings_of, roundings_of_network
-from fp8rl.population import population
-from fp8rl.population.population import Population, batches, environments
+from fp8rl.population import networks
+from fp8rl.population.population import Population, PopulationRing, by_agent, environments
 from fp8rl.replay import ReplayBuffer
-from fp8rl.rollout import Rollout, noise_of
+from fp8rl.requirements import batches
+from fp8rl.rollout import Rollout, action_noise
 from fp8rl.tasks.by_id import TASKS
-from fp8rl.train import Run, iterate, train
+from fp8rl.train import iterate, make_cart, train
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
 MIXED = {
@@ -64,12 +64,12 @@ def theta(run: Population, config: Config) -> torch.Tensor:
 
 @functools.cache
 def whole(*configs: Config) -> Population:
-    return trained(Population(list(configs)))
+    return trained(build_population(list(configs)))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_its_networks_can_be_pickled(precision):
-    model = Population([small(precision)]).model
+    model = build_population([small(precision)]).model
     again, obs = pickle.loads(pickle.dumps(model)), torch.rand(3, 1, 16, 2)
     assert all(map(torch.equal, again(obs), model(obs)))
 
@@ -82,7 +82,7 @@ def of_all(network) -> torch.Tensor:
 @functools.cache
 def thetas(*configs: Config) -> list[dict[Config, torch.Tensor]]:
     """The agents' parameters after each iteration."""
-    run = Population(list(configs))
+    run = build_population(list(configs))
     return [{config: theta(run, config) for config in configs} for _ in iterate(run)]
 
 
@@ -106,7 +106,7 @@ def test_so_it_is_in_every_precision(k):
     """Where a sum's order changes the last bit of a rounded gradient (2^-8 of it in bfloat16), so
     much does the step change."""
     config = thirty()[k]
-    alone, among = Population([config]), Population(thirty())
+    alone, among = build_population([config]), build_population(thirty())
     for run in (alone, among):
         after(1, run)
     close = config.settled(Cart).learning_rate * 2 * 2.0**-7  # of two updates
@@ -123,7 +123,7 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     fields = {"steps": 5_120, "eval_every": 2_560, "eval_episodes": 5, "replay_updates": 1}
     fields |= {"lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
     configs = [small(precision, seed=seed, **fields) for seed in (1, 3, 5)]
-    alone, among = Run(configs[1]), Population(configs)
+    alone, among = build(configs[1]), build_population(configs)
     far, near_zero = (
         {"fp32": 5e-5, "fp16": 2e-3}.get(precision, 5e-2),
         0.01 * configs[1].settled(Cart).learning_rate,
@@ -171,7 +171,7 @@ def test_the_first_gradient_is_a_run_s_own(precision):
         "replay_updates": 0,
     }
     config = small(precision, **fields)
-    alone, together = trained(build(config)), trained(Population([config]))
+    alone, together = trained(build(config)), trained(build_population([config]))
     first, state = (
         together.learner.optimizer.first[0].split(together.model.sizes),
         alone.learner.optimizer.state,
@@ -221,9 +221,9 @@ def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
     16."""
     config = small(precision, env_id=f"test_population:{task.__name__}", layers=layers)
     if layers == 1 and task is Fifteen and "fp8" in precision:
-        refused("precision is 'fp8.*' and no layer can run in FP8", Population, [config])
+        refused("precision is 'fp8.*' and no layer can run in FP8", build_population, [config])
         return
-    alone, among = build(config), Population([config])
+    alone, among = build(config), build_population([config])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():  # an actor starts with so small weights that its errors would not be seen
         for parameter in (
@@ -240,7 +240,7 @@ def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
         with torch.no_grad():
             acted = alone.model.acting().policy(obs[0])[0]
     ours, our_values = among.model(obs.unsqueeze(1))
-    for policy in (among.model.acting(), among.model.policy("learner")):
+    for policy in (among.model.acting(), among.model.policy_of("learner")):
         torch.testing.assert_close(policy.policy(obs[0])[0], acted, rtol=close, atol=close)
     torch.testing.assert_close(ours.squeeze(1), outputs, rtol=close, atol=close)
     torch.testing.assert_close(our_values.squeeze(1), values, rtol=close, atol=close)
@@ -275,7 +275,7 @@ def test_with_as_many_actions_the_first_gradient_is_a_run_s_own(precision, task)
     ]
     alone, together = (
         trained(build(configs[1])),
-        trained(Population(configs[precision == "fp32" :])),
+        trained(build_population(configs[precision == "fp32" :])),
     )
     agent, state = place(together, configs[1]), alone.learner.optimizer.state
     first = together.learner.optimizer.first[agent].split(together.model.sizes)
@@ -329,7 +329,7 @@ PUBLISHED = {
 )
 def test_settings_mean_the_same_as_in_a_run_of_its_own(fields):
     configs = [Config(seed=seed, **{**SHORT, **fields}) for seed in (4, 5)]
-    alone, among = trained(build(configs[1])), trained(Population(configs))
+    alone, among = trained(build(configs[1])), trained(build_population(configs))
     ours, theirs = among.histories(configs)[1], alone.history
     assert ours.columns.keys() == theirs.columns.keys()
     for name in theirs.columns.keys() - {"seconds"}:
@@ -345,8 +345,8 @@ def assert_same_agents(one: Population, other: Population, configs: list[Config]
     ):
         assert (
             torch.equal(theta(one, config), theta(other, config))
-            and not ours.failures[0]
-            and not theirs.failures[0]
+            and not ours.failure
+            and not theirs.failure
         )
         for name in ours.columns.keys() - {"seconds"}:
             np.testing.assert_array_equal(ours.column(name), theirs.column(name), name)
@@ -363,7 +363,7 @@ def test_hyperparameters_of_one_leave_the_others_bit_for_bit():
 @pytest.mark.parametrize("fed", ["observation", "reward", "weights"])
 def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
     configs = thirty()
-    run, one = Population(configs), configs[5]
+    run, one = build_population(configs), configs[5]
     k, iterations = place(run, one), iterate(run)
 
     def infinite(rollout):
@@ -380,14 +380,14 @@ def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
     before = theta(run, one)
     list(iterations)
     assert torch.equal(theta(run, one), before) or not before.isfinite().all()
-    assert run.histories([one])[0].failures[0]
+    assert run.histories([one])[0].failure
     assert_same_agents(whole(*configs), run, [config for config in configs if config != one])
 
 
 def test_a_loss_scale_is_each_agent_s_own_and_goes_as_grad_scaler_s():
     configs = [Config(name, seed=seed, **SHORT) for name in ("fp16", "fp32") for seed in range(3)]
     run, scaler = (
-        Population(configs),
+        build_population(configs),
         torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=100),
     )
     scales, parameter = run.learner.precision, torch.nn.Parameter(torch.ones(1))
@@ -445,7 +445,7 @@ def write_memory(path, configs: list[Config]) -> None:
     """Writes down what a process takes that has trained a population."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    trained(Population(configs))
+    trained(build_population(configs))
     path.write_text(str(psutil.Process().memory_info().rss))
 
 
@@ -469,30 +469,30 @@ def test_memory_is_foreseen(precision, tmp_path):
     for process in processes:
         process.join(60)
     few, many = (int((tmp_path / str(agents)).read_text()) for agents in (12, 48))
-    assert 0.4 < (many - few) / 36 / population.bytes_per_agent(configs[0]) < 1.4
+    assert 0.4 < (many - few) / 36 / requirements.bytes_per_agent(configs[0]) < 1.4
 
 
 def test_an_agent_s_ring_is_foreseen_by_its_task():
     for env_id in (None, *TASKS):
         configs = [small(env_id=env_id, steps=steps) for steps in (5_120, 51_200)]
         (short, few), (long, many) = (
-            (Population([c]).ring.nbytes, population.bytes_per_agent(c)) for c in configs
+            (build_population([c]).ring.nbytes, requirements.bytes_per_agent(c)) for c in configs
         )
         assert long - short == many - few > 0, env_id
 
 
 def test_gradients_are_those_of_autograd():
     """The written-out backward pass against autograd on S plain networks."""
-    agents = population.CHUNK + 2
+    agents = networks.CHUNK + 2
     configs = [Config(seed=seed, **SHORT) for seed in range(agents)]
-    run = Population(configs)
-    rollout = run.collect().by_agent(agents)
-    loss, _ = actor_critic_loss(*run.model(rollout.obs), rollout, run.config)
+    run = build_population(configs)
+    rollout = by_agent(run.collect(), agents)
+    loss, _ = actor_critic_loss(*run.model(rollout.obs), rollout, run.settled)
     loss.sum().backward()
     for k in range(agents):
         model = run.model.network(k)
         own = Rollout(*(x if x is None else x[:, k] for x in rollout))
-        loss, _ = actor_critic_loss(*model(own.obs), own, run.config)
+        loss, _ = actor_critic_loss(*model(own.obs), own, run.settled)
         loss.backward()
         grads = torch.cat([p.grad.flatten() for p in in_order(model).values()])
         torch.testing.assert_close(run.model.theta.grad[k], grads, rtol=1e-4, atol=1e-7)
@@ -506,7 +506,7 @@ def test_gradients_are_those_of_autograd():
 def test_environments_draw_what_each_would_alone(envs, features, length):
     config = small(num_envs=envs, extra_features=features, slice_length=1, batch_size=1)
     noises, seeds = [0.1, 0.5, 1.0], (3, 4, 5)
-    together = environments(config, envs, noises, torch.tensor(seeds))
+    together = environments(make_cart, config, envs, noises, torch.tensor(seeds))
     alone = [
         Cart(envs, n, seed=s, extra_features=features) for n, s in zip(noises, seeds, strict=True)
     ]
@@ -519,11 +519,11 @@ def test_environments_draw_what_each_would_alone(envs, features, length):
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
 def test_agents_draw_what_their_runs_draw(env_id):
     configs = [Config(seed=seed, env_id=env_id, **SHORT) for seed in (5, 0, 2**32 - 1)]
-    together, runs = Population(configs), [build(config) for config in configs]
+    together, runs = build_population(configs), [build(config) for config in configs]
     for iteration in range(3):
         noise, starts = [], []
         for run in (together, *runs):
-            noise.append(noise_of(run.env, 4, run.collector.seed, "actions", iteration))
+            noise.append(action_noise(run.env, 4, run.collector.seed, "actions", iteration))
             starts.append(run.env.draw(4))
         assert torch.equal(noise[0], torch.cat(noise[1:], dim=1)) and torch.equal(
             starts[0], torch.cat(starts[1:], dim=1)
@@ -534,17 +534,17 @@ def test_agents_draw_what_their_runs_draw(env_id):
 def test_every_agent_replays_its_own():
     configs = [Config(seed=seed, **SHORT) for seed in range(3)]
     run, rings = (
-        Population(configs),
+        build_population(configs),
         [ReplayBuffer(run_rows := configs[0].rows, 16) for _ in configs],
     )
     assert run.ring.rows == run_rows
     for _ in range(3):
         rollout = run.collect()
         run.ring.append(rollout)
-        own = rollout.by_agent(3)
+        own = by_agent(rollout, 3)
         for k, ring in enumerate(rings):
             ring.append(Rollout(*(x[:, k] for x in own[:5])))
-    batch = run.sample(2).by_agent(3)
+    batch = by_agent(run.sample(2), 3)
     for k, ring in enumerate(rings):
         expected = ring.sample(16, 32, seed=k, iteration=2)
         assert all(torch.equal(x[:, k], y) for x, y in zip(batch[:5], expected[:5], strict=True))
@@ -553,16 +553,16 @@ def test_every_agent_replays_its_own():
 def test_clipped_values_are_counted_for_each_agent():
     narrow, rollout = (
         ((-0.1, -0.1), (0.1, 0.1)),
-        Population([Config(seed=s, **SHORT) for s in range(3)]).collect,
+        build_population([Config(seed=s, **SHORT) for s in range(3)]).collect,
     )
     together, alone = (
-        population.Rings([{}] * 3, 40, 48, narrow, "int8"),
-        [StoredRing(40, 16, narrow, "int8") for _ in range(3)],
+        PopulationRing([{}] * 3, 40, 48, narrow, "int8"),
+        [ring_of(40, 16, narrow, "int8") for _ in range(3)],
     )
     for batch in (rollout(), rollout()):
         together.append(batch)
         for k, ring in enumerate(alone):
-            ring.append(Rollout(*(x[:, k] for x in batch.by_agent(3)[:5])))
+            ring.append(Rollout(*(x[:, k] for x in by_agent(batch, 3)[:5])))
     assert (
         torch.equal(together.clipped, torch.stack([ring.clipped for ring in alone]))
         and together.clipped.all()
@@ -571,9 +571,9 @@ def test_clipped_values_are_counted_for_each_agent():
 
 def test_a_population_continues_from_its_checkpoint(tmp_path):
     configs = thirty()
-    checkpoint.save(tmp_path / "checkpoint.pt", after(2, Population(configs)))
+    checkpoint.save(tmp_path / "checkpoint.pt", after(2, build_population(configs)))
     found, state = checkpoint.resume(tmp_path / "checkpoint.pt")
-    again = Population(found)
+    again = build_population(found)
     again.load_state_dict(state)
     assert set(found) == set(configs) and len(again.history) == 2
     assert_same_agents(whole(*configs), trained(again), configs)
@@ -596,7 +596,9 @@ def test_more_agents_take_no_more_calls(formats):
     """Of what they compute together: up to CHUNK of them."""
     found = []
     for agents in (4, 8):
-        run = Population([Config(seed=seed, formats=formats, **SHORT) for seed in range(agents)])
+        run = build_population(
+            [Config(seed=seed, formats=formats, **SHORT) for seed in range(agents)]
+        )
         for _ in range(2):  # the second has what is made only once
             with Counted() as counted:
                 rollout = run.collect()
@@ -604,7 +606,7 @@ def test_more_agents_take_no_more_calls(formats):
                 run.learner.update(rollout)
                 run.learner.update(run.sample(1))
         found.append(counted.calls)
-    assert found[0] == found[1] and agents <= population.CHUNK
+    assert found[0] == found[1] and agents <= networks.CHUNK
 
 
 def test_configs_are_split_where_shapes_differ():
@@ -622,7 +624,7 @@ def test_configs_are_split_where_shapes_differ():
 
 
 def test_what_cannot_be_in_it_is_refused_before_anything_runs():
-    refused("configs is empty: give at least one", Population, [])
+    refused("configs is empty: give at least one", build_population, [])
     for fields, message in (
         (
             {"env_id": "MountainCar-v0", "start_noise": 0.5},
@@ -648,14 +650,14 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
             "formats rounds matmuls beside bf16: use fp32 in precision and",
         ),
     ):
-        refused(message, Population, [Config(**SHORT), Config(seed=1, **SHORT, **fields)])
+        refused(message, build_population, [Config(**SHORT), Config(seed=1, **SHORT, **fields)])
     for field, other in (("precision", {"hidden_size": 24}), ("collect_precision", {"layers": 1})):
         message = f"{field} is 'fp8' and no layer can run in FP8: use a hidden_size"
-        refused(message, Population, [Config(**SHORT, **{field: "fp8"}, **other)])
-    with unittest.mock.patch.object(population.hardware, "available", return_value=10**7):
+        refused(message, build_population, [Config(**SHORT, **{field: "fp8"}, **other)])
+    with unittest.mock.patch.object(requirements.hardware, "available", return_value=10**7):
         refused(
             r"population of 30 agents needs .* use at most 6 agents, or lower",
-            Population,
+            build_population,
             thirty(),
             error=MemoryError,
         )
@@ -663,7 +665,7 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
 
 def test_the_bar_shows_the_mean_of_all_agents(capsys):
     run = train(
-        Population([small(seed=seed, steps=512, eval_episodes=2) for seed in range(3)]),
+        build_population([small(seed=seed, steps=512, eval_episodes=2) for seed in range(3)]),
         progress=True,
     )
     mean = np.mean(run.history.columns["eval_return"][-1])
@@ -681,13 +683,13 @@ def test_agents_histories_and_networks_are_in_the_callers_order():
         for seed in range(2)
         for precision in ("fp8", "fp32", "bf16")
     ]
-    mixed = trained(Population(configs))
-    ordered = trained(Population(sorted(configs, key=lambda config: config.precision)))
+    mixed = trained(build_population(configs))
+    ordered = trained(build_population(sorted(configs, key=lambda config: config.precision)))
     assert mixed.configs == configs
     for k, config in enumerate(configs):
         other = ordered.configs.index(config)
-        assert mixed.history.each[k].column("loss").tolist() == pytest.approx(
-            ordered.history.each[other].column("loss").tolist()
+        assert mixed.history.of_agents[k].column("loss").tolist() == pytest.approx(
+            ordered.history.of_agents[other].column("loss").tolist()
         )
         for p, q in zip(
             mixed.model.network(k).parameters(),

@@ -33,16 +33,17 @@ from hypothesis import strategies as st
 from torch import distributed
 
 from fp8rl import processes
-from fp8rl.build import NETWORKS, build
+from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.run_folder import FILES, MARK, Folder
 from fp8rl.env import Cart
-from fp8rl.losses import actor_critic_loss, only_here
+from fp8rl.losses import actor_critic_loss, no_all_reduce
 from fp8rl.model import ActorCritic
+from fp8rl.normalization import NETWORKS
 from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, Rollout
-from fp8rl.train import Learner, OneProcess, Run, iterate
+from fp8rl.train import Learner, Run, iterate
 
 QUICK = {"steps": 4 * 512, "eval_every": 0, "eval_episodes": 1, "seed": 1}
 RUNS = {
@@ -72,7 +73,7 @@ def columns_of(rollout: Rollout, keep) -> Rollout:
 
 
 def learned(
-    name: str, rollouts: list[Rollout], all_reduce=only_here
+    name: str, rollouts: list[Rollout], all_reduce=no_all_reduce
 ) -> tuple[torch.Tensor, list[float]]:
     """The weights, and the first losses, after updates on given rollouts."""
     torch.manual_seed(0)
@@ -96,10 +97,7 @@ def own_normalization(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def state_of(run: Run) -> dict:
     """The state of this rank's part of a run, and the weights."""
-    group, run.group = run.group, OneProcess()
-    state = {**run.state_dict(), "model": weights(run)}
-    run.group = group
-    return state
+    return {**run.state_dict(), "model": weights(run)}
 
 
 def drawn(run: Run) -> tuple[int, int, int]:
@@ -160,7 +158,7 @@ def work(rank: int, size: int, port: int, folder) -> None:
 @pytest.fixture(scope="module")
 def rollouts():
     """What twenty-odd rollouts of a run that learns were."""
-    run, found = Run(small()), []
+    run, found = build(small()), []
     for _ in range(25):
         found.append(run.collect())
         run.learner.update(found[-1])
@@ -332,10 +330,11 @@ def test_the_parts_of_a_state_make_up_the_whole(size):
         eval_every=0,
         eval_episodes=1,
     )
-    whole, parts, group = after(2, build(config)).state_dict(), [], processes.Ranks()
-    group.size = size
-    for group.rank in range(size):
-        parts.append(group.part(whole))
+    whole = after(2, build(config)).state_dict()
+    parts = []
+    for rank in range(size):
+        with mock.patch.object(processes, "rank_and_size", lambda rank=rank: (rank, size)):
+            parts.append(processes.part_of(whole))
     assert_whole(whole, parts)
     assert all(
         part["model"] is whole["model"] and part["history"] is whole["history"] for part in parts
@@ -410,7 +409,7 @@ def answering(sums: list, asks: list):
     return all_reduce
 
 
-def loss_of(model, batch: Rollout, normalized: bool = True, all_reduce=only_here):
+def loss_of(model, batch: Rollout, normalized: bool = True, all_reduce=no_all_reduce):
     logits, values = model(batch.obs)
     config = Config(gamma=0.99, entropy_coef=0.01, normalize_advantage=normalized)
     loss, stats = actor_critic_loss(logits, values, batch, config, all_reduce)

@@ -1,12 +1,15 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import log_probabilities, small, trained
 
 from fp8rl.build import build
 from fp8rl.env import Cart
-from fp8rl.gpu.cuda_graphs import InPlace
+from fp8rl.gpu.cuda_graphs import Held
 from fp8rl.precision import Precision
-from fp8rl.recurrent import Recurrent
+from fp8rl.recurrent import RecurrentActorCritic
+from fp8rl.replay import ReplayBuffer
 from fp8rl.rollout import DUMMY, Collector
 
 
@@ -15,7 +18,7 @@ def sequence(length=12, batch=5, obs_size=3, seed=0, layers=2):
     torch.manual_seed(seed)
     first = torch.rand(length, batch) < 0.2
     return (
-        Recurrent(obs_size, layers=layers),
+        RecurrentActorCritic(obs_size, layers=layers),
         torch.randn(length, batch, obs_size),
         first,
         torch.randn(batch, 64),
@@ -64,7 +67,7 @@ def test_episodes_in_a_sequence_do_not_see_each_other():
 def test_memory_runs_in_every_precision(precision):
     precision = Precision(precision)
     torch.manual_seed(0)
-    model = Recurrent()
+    model = RecurrentActorCritic()
     obs = torch.randn(8, 16, 2)
     exact, _ = model(obs)
     model = precision.prepare(model)
@@ -92,7 +95,7 @@ def test_no_state_is_zero():
 def test_a_memory_s_rollout_can_be_gone_through_again_as_it_was_acted(name):
     precision = Precision(name)
     torch.manual_seed(0)
-    model = precision.prepare(Recurrent(1))
+    model = precision.prepare(RecurrentActorCritic(1))
     collector = Collector(Cart(16, 0.5, hide_velocity=True), model, precision, 32)
     for _ in range(4):  # across rollouts and episodes
         before, rollout = collector.state, collector.collect(model)
@@ -105,11 +108,14 @@ def test_a_memory_s_rollout_can_be_gone_through_again_as_it_was_acted(name):
 
 def test_a_rollout_keeps_the_state_before_it_when_the_next_state_is_written_in_place():
     torch.manual_seed(0)
-    model = Recurrent(1)
-    collector = InPlace(Collector(Cart(16, 0.5, hide_velocity=True), model, Precision("fp32"), 32))
+    model = RecurrentActorCritic(1)
+    collector = Collector(Cart(16, 0.5, hide_velocity=True), model, Precision("fp32"), 32)
+    held = Held(SimpleNamespace(collector=collector, ring=ReplayBuffer(64, 16), iterations_run=0))
     collector.collect(model)
+    held.put_back()
     before = collector.state.clone()
     rollout = collector.collect(model)
+    held.put_back()
     assert torch.equal(rollout.state, before) and not torch.equal(collector.state, before)
 
 

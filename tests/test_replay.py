@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from helpers import WIDE, coded, noise, number_of, refused, same
+from helpers import WIDE, coded, noise, number_of, refused, ring_of, same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.disk.mapped_ring import StoredRing
+from fp8rl.disk.restore import check_ring
 from fp8rl.replay import ReplayBuffer
 
 
@@ -70,8 +70,8 @@ def test_sample_gives_what_the_loss_takes():
 def test_samples_are_copies(tmp_path):
     for ring in (
         ReplayBuffer(10, 2),
-        StoredRing(10, 2),
-        StoredRing(10, 2, folder=tmp_path / "ring"),
+        ring_of(10, 2),
+        ring_of(10, 2, folder=tmp_path / "ring"),
     ):
         ring.append(coded(0, 5, 2))
         fields = [
@@ -85,7 +85,7 @@ def test_samples_are_copies(tmp_path):
 
 def test_a_ring_is_saved_and_restored():
     for length in (3, 7):  # filled in part, and around the end
-        ring, again = StoredRing(8, 2, WIDE, "bf16"), StoredRing(8, 2, WIDE, "bf16")
+        ring, again = ring_of(8, 2, WIDE, "bf16"), ring_of(8, 2, WIDE, "bf16")
         for i in range(2):
             ring.append(coded(i * length, length, 2))
         again.load_state_dict(ring.state_dict())
@@ -100,13 +100,17 @@ def test_a_ring_is_saved_and_restored():
         }  # no room for another row
         refused(
             "clock is .*, which no ring of 8 rows has: restore the original",
-            again.load_state_dict,
+            check_ring,
+            again,
             late,
+            2,
         )
     refused(
         "obs is from a ring of other settings",
-        StoredRing(8, 3, WIDE, "bf16").load_state_dict,
+        check_ring,
+        ring_of(8, 3, WIDE, "bf16"),
         ring.state_dict(),
+        2,
     )
 
 
@@ -135,7 +139,7 @@ def test_what_cannot_be_is_refused():
 
 @pytest.mark.parametrize("codec", ["fp16", "bf16", "int8", "fp8"])
 def test_values_out_of_range_are_counted_and_clipped(codec):
-    ring = StoredRing(10, 1, ((-4.0, -2.0), (4.0, 2.0)), codec=codec)
+    ring = ring_of(10, 1, ((-4.0, -2.0), (4.0, 2.0)), codec=codec)
     rollout = noise(0, 4, 1)
     far = {"fp16": 1e5, "bf16": 3.4e38}.get(codec, 10)
     rollout.obs[1, 0, 1], rollout.obs[2, 0, 1] = far, -far
@@ -168,7 +172,7 @@ def test_a_state_holds_nothing_that_was_never_written(monkeypatch):
     monkeypatch.setattr(
         torch, "empty", lambda *args, empty=torch.empty, **kwargs: empty(*args, **kwargs).fill_(77)
     )
-    ring = StoredRing(12, 2, WIDE)
+    ring = ring_of(12, 2, WIDE)
     for clock in (0, 5, 10, 15):  # the last two wrap around
         ring.append(coded(clock, 5, 2))
         state = ring.state_dict()

@@ -2,15 +2,15 @@ import itertools
 
 import pytest
 import torch
-from helpers import WIDE, coded, noise, refused
+from helpers import WIDE, coded, noise, refused, ring_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.disk.mapped_ring import StoredRing, ring_bytes
 from fp8rl.env import STATE_BOUNDS, Cart
 from fp8rl.model import ActorCritic
 from fp8rl.observation_codec import CODECS
 from fp8rl.precision import Precision
+from fp8rl.replay import ring_bytes
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector, Rollout
 from fp8rl.study.replay_layouts import (
     LAYOUTS,
@@ -58,7 +58,7 @@ def test_transitions_are_those_of_a_rollout_without_its_dummy_rows():
 @pytest.mark.parametrize("codec", CODECS)
 def test_full_gives_back_what_the_compact_ring_does(codec):
     rollout = played(num_envs=1, length=100)
-    ring = StoredRing(101, 1, codec=codec)
+    ring = ring_of(101, 1, codec=codec)
     ring.append(rollout)
     compact = transitions_of(ring.sample(1, 100))
     layout = FullLayout(100, codec=codec)

@@ -20,7 +20,7 @@ seeds = st.integers(0, ONES)
 
 
 def as_tensor(word: int) -> torch.Tensor:
-    return rng._column(word, "cpu")
+    return rng._int32_column(word, "cpu")
 
 
 @pytest.mark.parametrize("counter, key, result", KNOWN)

@@ -52,12 +52,12 @@ def test_every_import_is_one_of_a_module():
 
 
 AGENT = "config env distribution model recurrent normalization precision fp8 rng rollout losses"
-AGENT += " replay observation_codec history evaluate train kernels"
+AGENT += " replay observation_codec returns history evaluate train kernels state"
 
 
 def test_the_agent_imports_nothing_but_itself_and_formats():
     for name in AGENT.split():
-        assert imports_of(name) <= {*AGENT.split(), "around", "bits.formats"}, name
+        assert imports_of(name) <= {*AGENT.split(), "bits.formats"}, name
 
 
 FLOORS = {"bits": (), "tasks": (), "gpu": (), "disk": ()}

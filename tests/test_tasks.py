@@ -8,18 +8,16 @@ import torch
 from gymnasium.utils.env_checker import check_env
 from helpers import SHORT, Changed, after, assert_same, refused, small, trained, weights
 
-from fp8rl.build import Machine, build
+from fp8rl.build import Machine, build, build_population
 from fp8rl.config import Config
 from fp8rl.distribution import Gaussian
 from fp8rl.evaluate import play
-from fp8rl.history import RewardScale
-from fp8rl.population.population import Population
-from fp8rl.rollout import DUMMY, TERMINATED, Rollout, noise_of
+from fp8rl.returns import RewardScale
+from fp8rl.rollout import DUMMY, TERMINATED, Rollout, action_noise
 from fp8rl.tasks import acrobot, lqr
 from fp8rl.tasks.by_id import TASKS, task_of
 from fp8rl.tasks.custom_env import Single
 from fp8rl.tasks.gymnasium_env import GymEnv
-from fp8rl.train import Run
 
 LQR = "fp8rl/Lqr-v0"
 
@@ -89,7 +87,7 @@ def test_observations_stay_inside_the_bounds_and_starts_inside_theirs(env_id):
     np.testing.assert_allclose(single.observation_space.low, low, rtol=1e-6)
     np.testing.assert_allclose(single.observation_space.high, high, rtol=1e-6)
     outputs = torch.zeros(64, env.num_actions * (1 + (env.distribution is Gaussian)))
-    for noise in noise_of(env, 600, 0, "actions", 0):
+    for noise in action_noise(env, 600, 0, "actions", 0):
         assert (env.obs >= low - 1e-6).all() and (env.obs <= high + 1e-6).all()
         env.step(env.distribution.sample(outputs, noise))
     starts = TASKS[env_id](1000).draw(2).flatten(0, 1)
@@ -202,7 +200,7 @@ def test_an_agent_of_a_population_is_a_run_of_its_own(env_id):
         "learning_rate": 5e-4,
     }  # low, so that differences in rounding do not grow
     configs = [small(seed=seed, env_id=env_id, **fields) for seed in (1, 2)]
-    alone, among = trained(build(configs[1])), trained(Population(configs))
+    alone, among = trained(build(configs[1])), trained(build_population(configs))
     ours, theirs = among.histories(configs)[1], alone.history
     assert ours.columns.keys() == theirs.columns.keys()
     for name in theirs.columns.keys() - {"seconds"}:
@@ -262,7 +260,7 @@ def test_rewards_are_divided_by_the_size_of_discounted_returns():
 @pytest.mark.parametrize("factor", [2.0**-20, 2.0**20])
 def test_the_size_of_rewards_changes_nothing(factor):
     """Bit for bit, by a power of two."""
-    plain, scaled = Run(Config(**SHORT)), Run(Config(**SHORT))
+    plain, scaled = build(Config(**SHORT)), build(Config(**SHORT))
     scaled.collector = Changed(
         scaled.collector, lambda rollout: rollout._replace(reward=factor * rollout.reward)
     )

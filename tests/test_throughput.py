@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8rl import build as composition
+from fp8rl import requirements
 from fp8rl.build import Machine
 from fp8rl.study import throughput
 
@@ -45,7 +45,7 @@ def test_the_floor_multiplies_what_the_loop_must(monkeypatch):
         forward = 2 * 16 * (2 * size + (layers - 1) * size**2 + size * 3)
         backward = 2 * forward - 2 * 16 * 2 * size  # no gradient is wanted of the observations
         loop = throughput.Loop(16, 4, "fp32", hidden_size=(size,), layers=layers)
-        monkeypatch.setattr(composition, "LARGE", 0 if reused else 2**18)
+        monkeypatch.setattr(requirements, "LARGE", 0 if reused else 2**18)
         floor = throughput.floor_of(loop.config(), Machine(), agents)
         with FlopCounterMode(display=False) as counted:
             floor()

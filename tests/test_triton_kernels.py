@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fp8rl import hardware, kernels, rng
-from fp8rl.history import RewardScale
+from fp8rl.build import build_population
 from fp8rl.losses import discounts_of, vtrace
-from fp8rl.population.population import Population
+from fp8rl.population.population import by_agent
+from fp8rl.returns import RewardScale
 from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -61,7 +62,7 @@ def test_words_are_those_of_plain_code(seeds, iteration, count, purpose):
     forms = [
         (seed, x)
         for seed in (seeds[0], several)
-        for x in (iteration, one, one.view(1), rng._column(iteration, DEVICE)[0])
+        for x in (iteration, one, one.view(1), rng._int32_column(iteration, DEVICE)[0])
     ]
     strided = torch.stack((several, several + 1), 1)[:, 0]
     for seed, x in (
@@ -167,7 +168,7 @@ def test_vtrace_is_that_of_plain_code(used, seed, length, lam):
 def test_the_scale_of_rewards_is_that_of_plain_code(used):
     numbers = torch.Generator().manual_seed(0)
     scales, gamma = (
-        [RewardScale(6, DEVICE, agents=2) for _ in range(2)],
+        [RewardScale((2, 3), DEVICE) for _ in range(2)],
         torch.tensor([[0.9], [0.5]], device=DEVICE),
     )
     for length in (7, 1, 4):
@@ -178,14 +179,18 @@ def test_the_scale_of_rewards_is_that_of_plain_code(used):
         for scale, use_kernels in zip(scales, (False, True), strict=True):
             used(use_kernels)
             scale.add(
-                Rollout(None, None, rewards, flags.to(DEVICE), None), gamma, lambda tensors: tensors
+                by_agent(Rollout(None, None, rewards, flags.to(DEVICE), None), 2),
+                gamma,
+                lambda tensors: tensors,
             )
         torch.testing.assert_close(*(scale.state_dict() for scale in scales))
     rewards[2, 4] = torch.inf
     for scale, use_kernels in zip(scales, (False, True), strict=True):
         used(use_kernels)
         scale.add(
-            Rollout(None, None, rewards, flags.to(DEVICE), None), gamma, lambda tensors: tensors
+            by_agent(Rollout(None, None, rewards, flags.to(DEVICE), None), 2),
+            gamma,
+            lambda tensors: tensors,
         )
     torch.testing.assert_close(*(scale.state_dict() for scale in scales), equal_nan=True)
 
@@ -195,7 +200,7 @@ def test_a_population_learns_with_them(used):
     runs = []
     for use_kernels in (False, True):
         used(False)
-        runs.append(Population(configs, DEVICE))
+        runs.append(build_population(configs, DEVICE))
         used(use_kernels)
         trained(runs[-1])
     torch.testing.assert_close(runs[1].model.theta, runs[0].model.theta, rtol=1e-3, atol=1e-4)
@@ -219,13 +224,16 @@ def test_kernels_that_do_not_run_here_are_not_used(used, monkeypatch):
     assert hardware.load_kernels("cpu") is False and hardware.load_kernels(DEVICE) is (
         DEVICE == "cuda"
     )
-    assert triton_kernels.tried(DEVICE) and set(kernels.KERNELS) == {"words", "recurrence"}
+    assert triton_kernels.install_kernels(DEVICE) and set(kernels.KERNELS) == {
+        "words",
+        "recurrence",
+    }
     monkeypatch.setattr(triton_kernels, "recur", None)
     with pytest.warns(
         UserWarning,
         match="launched one by one, because a kernel for many does not run here: 'NoneType'",
     ):
-        assert not triton_kernels.tried(DEVICE)
+        assert not triton_kernels.install_kernels(DEVICE)
     assert not kernels.KERNELS and kernels.kernel("words", torch.device(DEVICE)) is None
 
 

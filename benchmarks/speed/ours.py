@@ -53,7 +53,7 @@ def train(options, tick):
                 lambda obs, model=run.model: model(obs)[0].argmax(-1),
             )
         except common.Stop:
-            stop = run.group.rank == 0
+            stop = processes.rank_and_size()[0] == 0
         # All processes stop at once, or one would wait for ever; when, says the one that speaks.
         if processes.all_reduce([torch.tensor(int(stop))])[0]:
             raise common.Stop

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.model import ActorCritic
-from fp8rl.train import Run, iterate
+from fp8rl.train import iterate
 
 LOOP = Config.published()
 
@@ -76,7 +77,7 @@ def package(options, tick):
         "steps": options.steps,
         "eval_every": 0,
     }
-    for run in iterate(Run(Config.published(**changes))):
+    for run in iterate(build(Config.published(**changes))):
         tick(int(run.history.last["steps"]), lambda x, model=run.model: model(x)[0].argmax(-1))
 
 

@@ -1,9 +1,11 @@
 """Checkpoints: written whole or not at all, and read without executing anything in them.
 
-A checkpoint is a dict: `format` (this module's version), `config` (the run's fields) and `run`
-(from `Run.state_dict`). torch writes it as an uncompressed zip archive, but reads a flipped bit in
-a tensor without noticing, and returns uninitialized memory for an entry marked as a folder. So
-checksums and marks are checked first. torch's `weights_only` reader makes plain data only."""
+A checkpoint is a dict: `format` (this module's version), `config` (the run's fields, or a list of
+those of a population's agents) and `run` (from `Run.state_dict`). torch writes it as an uncompressed
+zip archive, but reads a flipped bit in a tensor without noticing, and returns uninitialized memory
+for an entry marked as a folder. So checksums and marks are checked first. torch's `weights_only`
+reader makes plain data only. disk/restore.py puts the state into a run.
+"""
 
 import dataclasses
 import functools
@@ -11,45 +13,43 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from ..build import NETWORKS
+from .. import processes
 from ..config import Config
 from ..distribution import Categorical, Gaussian
-from ..history import TERMS
 from ..model import ActorCritic
+from ..normalization import NETWORKS
 from ..train import Run
+from .restore import check_history
 from .safe_files import write_whole
 
-FORMAT = "fp8rl-9"
-ALWAYS = ("iteration", "steps", "seconds", "eval_return")  # columns of a history
-COLUMNS = (*ALWAYS, *TERMS, "learning_rate", "loss_scale", "train_return", "clipped", "outside")
-COLUMNS += ("ess", "min_logp", "grad_norm", "nonfinite", "skipped")
+FORMAT = "fp8rl-10"
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
-    """Writes a run's state to `path`, with or without the ring's rows. After a crash, or an OSError
-    because it cannot be written, the old file is there. All ranks must call it; rank 0 writes."""
-    fields = [dataclasses.asdict(config) for config in run.configs]
-    content = {
-        "format": FORMAT,
-        "config": fields if run.history.agents else fields[0],
-        "run": run.state_dict(ring),
-    }
-    if run.group.rank:
+    """Writes a run's state to `path`, with or without the ring's rows.
+
+    After a crash, or an OSError because it cannot be written, the old file is there. All ranks must
+    call it; rank 0 writes.
+    """
+    agents = getattr(run, "configs", None)  # of a population
+    if agents is None:
+        fields = dataclasses.asdict(run.config)
+    else:
+        fields = [dataclasses.asdict(config) for config in agents]
+    state = processes.whole_state(run.state_dict(ring))
+    if processes.rank_and_size()[0]:
         return
-    try:  # straight to the file, because the ring may be most of what is in memory
-        write_whole(
-            Path(path),
-            functools.partial(torch.save, content),
-            check=functools.partial(_read, mmap=True),
-        )
+    content = {"format": FORMAT, "config": fields, "run": state}
+    try:
+        # Straight to the file, because the ring may be most of what is in memory.
+        write = functools.partial(torch.save, content)
+        write_whole(Path(path), write, check=functools.partial(_read, mmap=True))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OSError(
-            f"checkpoint {path} cannot be written ({reason}): make room or choose another folder"
-        ) from error
+        remedy = "make room or choose another folder"
+        raise OSError(f"checkpoint {path} cannot be written ({reason}): {remedy}") from error
 
 
 def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
@@ -113,30 +113,6 @@ def require_trust(what: str | Path, env_id: str | None, trust: bool) -> None:
         raise ValueError(
             f"{what} has env_id {env_id!r}: import {module} first, or add --trust if you trust it"
         )
-
-
-def check_history(state: dict, agents: int | None = None) -> None:
-    """Raises ValueError for what History.state_dict cannot have given: its names and numbers go on
-    into files."""
-    columns = {name: x.numpy() for name, x in state.items() if name != "failures"}
-    failures = [*state.get("failures", [None] * (agents or 1))]
-    if columns and not columns.keys() >= {*ALWAYS}:
-        raise ValueError(
-            f"history lacks one of the columns {', '.join(ALWAYS)}: restore the original"
-        )
-    shape = (*columns["iteration"].shape[:1], *([agents] if agents else [])) if columns else ()
-    for name, values in columns.items():
-        if name not in COLUMNS:
-            raise ValueError(f"history has the column {name!r}, which does not exist: leave it out")
-        if values.dtype != np.float64 or values.shape != shape:
-            raise ValueError(
-                f"history has the column {name!r} in another type or shape than {shape}: "
-                "restore the original"
-            )
-    if len(failures) != (agents or 1) or not all(
-        isinstance(reason, str | None) for reason in failures
-    ):
-        raise ValueError(f"history has failures {failures!r}: restore the original")
 
 
 def _read(path: Path, mmap: bool = False) -> dict:

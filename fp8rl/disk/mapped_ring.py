@@ -1,13 +1,13 @@
-"""Storage beyond the plain ring: observations in fewer bytes (codec.py), and a ring in a folder of
-files.
+"""A replay ring in a folder of memory-mapped files.
 
-A folder of memory-mapped files may be larger than RAM and outlives the process. It holds NAME.bin
-for each tensor, `ring.json`, which describes them, and `lock`. The files are reserved in full, so
-that a disk that fills up later cannot break a run, and `ring.json` comes last, by a rename, so a
-folder that has it is complete. What a process has written to a mapped page belongs to the kernel
-from then on: killing the process loses nothing and keeps the order of writes. (A power failure may
-lose data: the kernel writes pages back when it likes.) Either one process may write to a folder or
-any number may read it; the kernel releases the lock of a process that dies."""
+The folder may be larger than RAM and outlives the process. It holds NAME.bin for each tensor,
+`ring.json`, which describes them, and `lock`. The files are reserved in full, so that a disk that
+fills up later cannot break a run, and `ring.json` comes last, by a rename, so a folder that has it is
+complete. What a process has written to a mapped page belongs to the kernel from then on: killing the
+process loses nothing and keeps the order of writes. (A power failure may lose data: the kernel writes
+pages back when it likes.) Either one process may write to a folder or any number may read it; the
+kernel releases the lock of a process that dies.
+"""
 
 import contextlib
 import json
@@ -20,12 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .. import rng
 from ..env import STATE_BOUNDS
-from ..hardware import require_room
-from ..observation_codec import Codec, type_of_codes
-from ..replay import ReplayBuffer, can_be, row_of
-from ..rollout import DUMMY, Rollout
+from ..replay import Clock, ReplayBuffer
+from ..rollout import Rollout
+from .restore import can_be, require_actions
 from .safe_files import locked, opened, read_json, told, write_whole
 
 FORMAT = "fp8rl-ring-3"
@@ -37,18 +35,6 @@ def sizes_of(fields: Fields) -> dict[str, int]:
     return {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in fields.items()}
 
 
-def ring_bytes(
-    rows: int, num_envs: int, obs_size: int = 2, codec: str = "fp32", action_size: int = 0
-) -> int:
-    """Bytes that a ring of these settings will occupy, without allocating it. Raises ValueError for
-    an unknown codec."""
-    return (
-        rows
-        * num_envs
-        * sum(sizes_of(row_of(obs_size, action_size, type_of_codes(codec))).values())
-    )
-
-
 def free_on_disk(folder: str | Path) -> int:
     """Bytes that are free on the disk of a folder, which need not exist yet."""
     folder = Path(folder)
@@ -56,181 +42,147 @@ def free_on_disk(folder: str | Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-class StoredRing(ReplayBuffer):
-    """A ReplayBuffer with any codec, in memory or in a folder of files. `bounds`: lowest and
-    highest value of each feature of an observation, infinite if it has none. `folder`: its path; a
-    ring that is there is continued if its settings are the same, or, not `writable`, only sampled
-    from. Attribute `new_episodes`: the next rollout does not continue the last one.
+class MappedClock(Clock):
+    """A Clock whose numbers are in a file: `numbers` is an int64 tensor [2] mapped to it."""
 
-    Raises ValueError, besides as ReplayBuffer, for a codec that is unknown or does not suit the
-    bounds, or a folder whose ring is damaged or has other settings; OSError for a folder without
-    room or permissions, or in use."""
+    def __init__(self, rows: int, numbers: torch.Tensor):
+        self.rows = rows
+        self.numbers = numbers
+
+    @property
+    def start(self) -> int:
+        return int(self.numbers[0])
+
+    @start.setter
+    def start(self, value: int) -> None:
+        self.numbers[0] = value
+
+    @property
+    def count(self) -> int:
+        return int(self.numbers[1])
+
+    @count.setter
+    def count(self, value: int) -> None:
+        self.numbers[1] = value
+
+
+class MappedRing(ReplayBuffer):
+    """A ReplayBuffer in a folder of files, on the CPU.
+
+    A ring that is there already is continued if its settings are the same or, if not `writable`, only
+    sampled from. The other arguments are those of ReplayBuffer.
+
+    Raises ValueError, besides as ReplayBuffer, for a folder whose ring is damaged or has other
+    settings, and OSError for a folder without room or permissions, or in use.
+    """
+
+    outlives_run = True
 
     def __init__(
         self,
-        rows,
-        num_envs,
+        folder: str | Path,
+        rows: int,
+        num_envs: int,
         bounds=STATE_BOUNDS,
-        codec="fp32",
-        device="cpu",
-        folder=None,
-        action_size=0,
-        writable=True,
+        codec: str = "fp32",
+        action_size: int = 0,
+        writable: bool = True,
     ):
-        self.bounds, self.lasting, self._path, self._folder, self.writable = (
-            bounds,
-            bool(folder),
-            folder,
-            None,
-            writable,
-        )
-        device = torch.device("cpu" if folder else device)
-        self.codec = Codec(codec, *bounds, device)
-        super().__init__(rows, num_envs, bounds, device, action_size)
-        self.new_episodes = self.held > 0  # a resumed folder does not continue its last episodes
+        self.path = folder
+        self.writable = writable
+        super().__init__(rows, num_envs, bounds, codec, "cpu", action_size)
+        self.new_episodes = self.size > 0  # a resumed folder does not continue its last episodes
 
-    def _allocate(self) -> dict[str, torch.Tensor]:
-        row = row_of(self.obs_size, self.action_size, type_of_codes(self.codec.name))
-        fields = {
-            name: (dtype, (self.num_envs, self.rows, *shape))
-            for name, (dtype, shape) in row.items()
-        }
-        if not self._path:
-            remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
-            require_room("replay", sum(sizes_of(fields).values()), remedy, self.device)
-            return {
-                name: torch.empty(shape, dtype=dtype, device=self.device)
-                for name, (dtype, shape) in fields.items()
-            }
-        about = {
+    def _allocate(self, fields: Fields) -> tuple[Clock, dict[str, torch.Tensor]]:
+        low, high = ([float(x) for x in bound] for bound in self.bounds)
+        settings = {
             "format": FORMAT,
             "rows": self.rows,
             "num_envs": self.num_envs,
             "codec": self.codec.name,
+            "action_size": self.action_size,
+            "low": low,
+            "high": high,
         }
-        low, high = ([float(x) for x in bound] for bound in self.bounds)
-        about |= {"action_size": self.action_size, "low": low, "high": high}
-        self._folder = MappedFolder(
-            self._path, about, fields | {"clock": (torch.int64, (2,))}, self.writable
-        )
+        files = fields | {"clock": (torch.int64, (2,))}
+        self._folder = MappedFolder(self.path, settings, files, self.writable)
         tensors = dict(self._folder.tensors)
-        self._clock = tensors.pop("clock")
-        if not can_be(self.start, self.count, self.rows):
+        clock = MappedClock(self.rows, tensors.pop("clock"))
+        if not can_be(clock.start, clock.count, self.rows):
             self._folder.close()
             raise ValueError(
-                f"memmap is {self._path}, whose clock.bin is damaged: delete the folder"
+                f"memmap is {self.path}, whose clock.bin is damaged: delete the folder"
             )
-        return tensors
+        return clock, tensors
 
     @classmethod
-    def open(cls, folder: str | Path, writable: bool = False) -> "StoredRing":
+    def open(cls, folder: str | Path, writable: bool = False) -> "MappedRing":
         """A folder's ring with its stored settings, to sample from or, if `writable`, to continue.
-        Raises like the class."""
-        about = MappedFolder.about(folder)
-        kinds = {"format": str, "rows": int, "num_envs": int, "codec": str, "action_size": int}
-        good = {name: type(value) for name, value in about.items()} == kinds | {
+
+        Raises like the class.
+        """
+        settings = MappedFolder.about(folder)
+        types = {
+            "format": str,
+            "rows": int,
+            "num_envs": int,
+            "codec": str,
+            "action_size": int,
             "low": list,
             "high": list,
         }
-        if not (good and all(isinstance(bound, float) for bound in about["low"] + about["high"])):
+        is_good = {name: type(value) for name, value in settings.items()} == types
+        if not is_good or not all(
+            isinstance(bound, float) for bound in settings["low"] + settings["high"]
+        ):
             raise ValueError(f"memmap is {folder}, whose ring.json is damaged: delete the folder")
-        _, low, high = (about.pop(name) for name in ("format", "low", "high"))
-        return cls(bounds=(low, high), folder=folder, writable=writable, **about)
-
-    def close(self) -> None:
-        """Releases a folder for others; garbage collection of the ring does the same."""
-        if self._folder:
-            self._folder.close()
-            self.writable = False
-
-    def state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Copies of the rows and the clock; for a ring in a folder, which needs no copy, only its
-        path."""
-        return (
-            {"folder": str(Path(self._path).absolute())} if self._folder else super().state_dict()
+        return cls(
+            folder,
+            settings["rows"],
+            settings["num_envs"],
+            bounds=(settings["low"], settings["high"]),
+            codec=settings["codec"],
+            action_size=settings["action_size"],
+            writable=writable,
         )
 
+    def require_actions(self, number: int) -> None:
+        """Raises ValueError if a row holds a discrete action other than 0 to `number` - 1."""
+        if not self.action_size and self.count:
+            require_actions(self.fields["action"][:, : self.count + 1], number)
+
+    def append(self, rollout: Rollout) -> None:
+        """As ReplayBuffer. Raises ValueError, too, if the ring is open only for reading."""
+        if not self.writable:
+            remedy = "open it with writable=True to append"
+            raise ValueError(f"the ring is closed or was opened for reading: {remedy}")
+        super().append(rollout)
+
+    def close(self) -> None:
+        """Releases the folder for others; garbage collection of the ring does the same."""
+        self._folder.close()
+        self.writable = False
+
+    def state_dict(self) -> dict:
+        """Only the folder's path: the rows need no copy."""
+        return {"folder": str(Path(self.path).absolute())}
+
     def load_state_dict(self, state: dict) -> None:
-        """Like ReplayBuffer.load_state_dict; a ring in a folder stays as it is. Raises OSError if
-        the run stored its rows in a folder and this ring has none, or this ring's folder holds
-        those of another run."""
+        """Keeps the rows of the folder, which are the run's.
+
+        With a warning if the folder is a new one. Rows of another ring are copied into an empty one.
+        Raises OSError if this folder holds those of another run.
+        """
         folder = state.get("folder")
-        if folder is None and self._folder and self.count:
+        if folder is None and self.count:
             raise FileExistsError(
-                f"memmap is {self._path}, which holds another run's ring: choose a new folder"
+                f"memmap is {self.path}, which holds another run's ring: choose a new folder"
             )
         if folder is None:
             super().load_state_dict(state)
-        elif not self._folder:
-            raise FileNotFoundError(
-                f"memmap is None and the run stored its ring in {folder}: use that folder, "
-                "or a new one"
-            )
         elif not self.count:
-            print(
-                f"warning: memmap is {self._path}, a new ring, "
-                f"and the run stored its own in {folder}",
-                file=sys.stderr,
-            )
-
-    def append(self, rollout: Rollout) -> None:
-        """Like ReplayBuffer.append. If `new_episodes` is set, a dummy row parts the rollout from
-        the last one, so that no slice joins two episodes. Raises ValueError, too, if the ring is
-        open only for reading, for shapes other than the ring's, and on a CPU for a NaN or an action
-        that does not fit a byte; the ring is unchanged then."""
-        if not self.writable:
-            raise ValueError(
-                "the ring is closed or was opened for reading: open it with writable=True to append"
-            )
-        self._check(rollout)
-        rollout = rollout.to(self.device)
-        counted = int(
-            self.held > 0 and not self.new_episodes
-        )  # observations, as the last of the rollout before
-        if self.new_episodes and self.size:
-            self._write(self._dummy_row(rollout.obs[:1]))
-        self.new_episodes = False
-        super().append(rollout)
-        if self.codec.name != "fp32":
-            self.clipped += self.outside(rollout.obs[counted:])
-
-    def _check(self, rollout: Rollout) -> None:
-        """Rejects what would be stored as something else."""
-        fields = row_of(self.obs_size, self.action_size)
-        for name, (_, shape) in fields.items():
-            found = list(getattr(rollout, name).shape)
-            expected = [len(rollout.action) + (name == "obs"), self.num_envs, *shape]
-            if found != expected:
-                raise ValueError(f"{name} has shape {found}: this ring takes {expected}")
-        if self.device.type != rng.HOST:
-            return  # a GPU would be waited for
-        floats = [name for name in fields if getattr(rollout, name).is_floating_point()]
-        bad = torch.stack([getattr(rollout, name).isnan().any() for name in floats]).tolist()
-        if any(bad):
-            raise ValueError(
-                f"{floats[bad.index(True)]} is NaN: fix its source or leave out those rows"
-            )
-        if not self.action_size and (rollout.action != (rollout.action & 255)).any():
-            raise ValueError("action is outside 0 to 255: the ring stores actions in a byte")
-
-    def _dummy_row(self, next_obs: torch.Tensor) -> Rollout:
-        """One row that leads from the newest observation to that of another episode, next_obs [1,
-        N, F]."""
-        env = torch.arange(self.num_envs, device=self.device)
-        last = self._read(torch.full_like(env, self.count - 1), env, 1)
-        action, reward, flags, logp = (torch.zeros_like(x) for x in last[1:5])
-        return Rollout(torch.cat((last.obs[1:], next_obs)), action, reward, flags + DUMMY, logp)
-
-    def _observations(self, index: torch.Tensor) -> torch.Tensor:
-        return self.codec.decode(self._take("obs", index))
-
-    def outside(self, obs: torch.Tensor) -> torch.Tensor:
-        """How many values of each feature of observations [T, N, F] the codec clips: int64, like
-        `clipped`."""
-        return self.codec.outside(obs)
-
-    def _codes(self, obs: torch.Tensor) -> torch.Tensor:
-        return self.codec.encode(obs)
+            new = f"memmap is {self.path}, a new ring"
+            print(f"warning: {new}, and the run stored its own in {folder}", file=sys.stderr)
 
 
 class MappedFolder:

@@ -527,7 +527,7 @@ def numbers(layers: list[tuple]) -> tuple[int, ...]:
     return tuple(4 * ROUNDINGS.index(inputs) + ROUNDINGS.index(result) for inputs, result in found)
 
 
-def tried(env: TensorEnv, model, acting: Callable) -> Fused | None:
+def kernel_loop(env: TensorEnv, model, acting: Callable) -> Fused | None:
     """A Fused, after a short rollout on a copy. None if there is no kernel or, with a warning, if
     it does not run here: Triton needs a C compiler, and a GPU with shared memory for the weights of
     all layers."""

@@ -125,9 +125,12 @@ def recurrence(
 kernels.KERNELS |= {"words": words, "recurrence": recurrence, "quantize": triton_quantize.quantize}
 
 
-def tried(device: torch.device) -> bool:
-    """Whether all kernels run on a device, with a few numbers. If one does not, all are taken out
-    of kernels.KERNELS, and a warning says why: Triton needs a C compiler and a driver."""
+def install_kernels(device: torch.device) -> bool:
+    """Tries all kernels on a device, with a few numbers, and returns whether they run.
+
+    If one does not, all are taken out of kernels.KERNELS, and a warning says why: Triton needs a C
+    compiler and a driver.
+    """
     few = torch.ones(2, 3, device=device)
     try:
         for result in (

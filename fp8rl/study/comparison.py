@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from ..build import build
+from ..build import build, build_population
 from ..config import Config
-from ..disk.checkpoint import ALWAYS, check_history
+from ..disk.restore import REQUIRED_COLUMNS, check_history
 from ..disk.safe_files import opened, parsed
 from ..hardware import cores, keep_freed_memory
 from ..history import History
-from ..population.population import Population, batches, obstacle, require_one_population
 from ..precision import Precision
+from ..requirements import batches, obstacle, require_one_population
 from ..tasks.by_id import task_of
 from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts, interface_of
 from ..train import iterate, train
@@ -138,7 +138,7 @@ def run(config: Config) -> History:
     try:
         train(made, progress=False)
     except (ValueError, FloatingPointError, EnvironmentFailed) as error:
-        made.history.failures[0] = str(error)
+        made.history.failure = str(error)
         made.history.add(
             {
                 "iteration": 0.0,
@@ -291,7 +291,7 @@ def _work(
     """A process's task. It counts environment steps and agents that have reached the threshold in
     `_numbers`, from `place` on."""
     if each is None:
-        population, reached = Population(configs), set()
+        population, reached = build_population(configs), set()
         for _ in iterate(population):
             reached |= set(
                 np.flatnonzero(population.history.columns["eval_return"][-1] >= threshold)
@@ -352,7 +352,7 @@ class Journal:
             "arm": arm,
             "config": dataclasses.asdict(config),
             "rows": rows,
-            "failure": history.failures[0],
+            "failure": history.failure,
         }
         with opened(self.path, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -364,9 +364,9 @@ class Journal:
         history = History()
         for row in rows:
             history.add(row)
-        history.failures = [failure]
+        history.failure = failure
         check_history(history.state_dict())
-        numbers = np.array([history.columns.get(name, [math.nan]) for name in ALWAYS])
+        numbers = np.array([history.columns.get(name, [math.nan]) for name in REQUIRED_COLUMNS])
         good = np.isfinite(numbers) | (np.isneginf(numbers) & (failure is not None))
         if not rows or not isinstance(arm, str) or not good.all():
             raise ValueError("it has no name, or no evaluation")
@@ -388,14 +388,14 @@ def summarize(
         "precision": config.precision,
         "collect_precision": config.collect_precision or config.precision,
         "seed": config.seed,
-        "final_return": -math.inf if history.failures[0] else history.final_return,
+        "final_return": -math.inf if history.failure else history.final_return,
         "area": float(history.evaluations()[1].mean()),
         "first_step_at_threshold": first,
         "seconds_to_threshold": float(history.column("seconds")[reached][0])
         if reached.any()
         else math.nan,
         "train_seconds": history.last["seconds"],
-        "failure": history.failures[0] or "",
+        "failure": history.failure or "",
     }
 
 

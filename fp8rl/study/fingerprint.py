@@ -29,10 +29,9 @@ from torch import nn
 from .. import processes
 from ..bits.doctor import Doctor
 from ..bits.places import EIGHT_BIT
-from ..build import Machine, build
+from ..build import Machine, build, build_population
 from ..config import Config
 from ..observation_codec import CODECS
-from ..population.population import Population
 from ..train import train
 
 # The settings that benchmarks name, so that their numbers stay when these defaults change.
@@ -104,7 +103,7 @@ def core() -> list[bytes]:
     }  # the first clips nothing
     configs = [Config(name, **shape) for name in ("fp32", "fp8")]
     settled = Config(**shape | {"steps": 2048} | SETTLED | EIGHT_BIT)
-    runs = build(configs[0]), Population(configs), Population([settled])
+    runs = build(configs[0]), build_population(configs), build_population([settled])
     models = [train(run, progress=False).model for run in runs]
     return [
         torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
@@ -124,7 +123,7 @@ def alone(*configs: Config, machine: Machine | None = None) -> list[nn.Module]:
 
 def together(*configs: Config) -> list[nn.Module]:
     """The networks that a population trains, as one module."""
-    return [train(Population(list(configs)), progress=False).model]
+    return [train(build_population(list(configs)), progress=False).model]
 
 
 def trainings() -> dict[str, Callable[[], list[nn.Module]]]:

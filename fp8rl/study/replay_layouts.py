@@ -18,11 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..disk.mapped_ring import sizes_of
 from ..env import STATE_BOUNDS
 from ..hardware import require_room
 from ..observation_codec import Codec, type_of_codes
-from ..replay import row_of
+from ..replay import bytes_of_row, fields_of_row
 from ..rollout import Rollout
 
 # How `delta` stores differences: steps that grow with the difference suit the many small ones
@@ -85,7 +84,7 @@ def layout_row(
 ) -> dict[str, tuple[torch.dtype, tuple]]:
     """Type and shape of each number that a layout stores for one transition. Raises ValueError for
     an unknown layout or codec."""
-    row = row_of(obs_size, action_size, type_of_codes(codec))
+    row = fields_of_row(obs_size, action_size, codec)
     if layout == "full":
         row["next_obs"] = row["obs"]
     elif layout == "delta":
@@ -106,7 +105,7 @@ def layout_bytes(
     """Bytes that so many transitions occupy in a layout, without allocating them. Raises like
     `layout_row`."""
     row = layout_row(layout, obs_size, codec, action_size, difference)
-    return transitions * sum(sizes_of(row).values())
+    return transitions * bytes_of_row(row)
 
 
 class FullLayout:
@@ -144,7 +143,7 @@ class FullLayout:
         self.count = 0  # transitions that were ever appended
         self.codec = Codec(codec, low, high, device)
         row = layout_row(self.name, len(low), codec, action_size, difference)
-        needed = capacity * sum(sizes_of(row).values())
+        needed = capacity * bytes_of_row(row)
         require_room(
             "replay", needed, "lower capacity or choose a one-byte codec", torch.device(device)
         )

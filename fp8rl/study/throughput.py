@@ -17,13 +17,12 @@ from collections.abc import Callable
 import torch
 
 from .. import processes
-from ..around import Around
-from ..build import HERE, Machine, build, reuses_forward
+from ..build import HERE, Machine, build, build_population
 from ..config import Config
-from ..gpu.cuda_graphs import WARMUP, launcher
+from ..gpu.cuda_graphs import WARMUP, Graphed, has_graphs
 from ..hardware import hardware, is_emulated
-from ..population.population import Population
 from ..precision import PRECISIONS, Precision, available_precisions
+from ..requirements import reuses_forward
 from ..train import iterate
 from .fingerprint import fingerprint
 
@@ -104,21 +103,31 @@ def origin() -> str:
     return f"{hardware()}; code {fingerprint()}"
 
 
-class Timed(Around):
-    """A collector or a learner whose calls add up to `spent`, in seconds."""
+class Timed:
+    """A collector or a learner whose calls add up to `seconds`; all else is the part's own."""
 
-    spent = 0.0
+    def __init__(self, part):
+        vars(self).update(part=part, seconds=0.0)
+
+    def __getattr__(self, name: str):
+        return getattr(self.part, name)
+
+    def __setattr__(self, name: str, value) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self.part, name, value)
 
     def collect(self, learned: torch.nn.Module):
-        return self._timed(self.inner.collect, learned)
+        return self._timed(self.part.collect, learned)
 
-    def update(self, *arguments, **options):
-        return self._timed(self.inner.update, *arguments, **options)
+    def update(self, batch):
+        return self._timed(self.part.update, batch)
 
-    def _timed(self, function, *arguments, **options):
+    def _timed(self, function: Callable, argument):
         began = time.perf_counter()
-        result = function(*arguments, **options)
-        self.spent += time.perf_counter() - began
+        result = function(argument)
+        self.seconds += time.perf_counter() - began
         return result
 
 
@@ -137,7 +146,7 @@ def bench_loop(
     if agents is None:
         run = build(config, machine)
     else:
-        run = Population(
+        run = build_population(
             [dataclasses.replace(config, seed=seed) for seed in range(agents)],
             machine.device,
             machine.graph,
@@ -152,21 +161,23 @@ def bench_loop(
         for _ in range(5):  # caches, and the capture of a graph
             began = time.perf_counter()
             next(iterations)
-            run.read()
+            run.launch.finish(run)
         # The same count in every process, because they wait for each other.
-        (each,) = processes.all_reduce([torch.tensor(time.perf_counter() - began) / run.group.size])
+        (each,) = processes.all_reduce(
+            [torch.tensor(time.perf_counter() - began) / processes.rank_and_size()[1]]
+        )
         count = max(1, int(seconds / rounds / each.item()))
         for _ in range(rounds):
             for part in parts:
-                part.spent = 0.0
+                part.seconds = 0.0
             began = time.perf_counter()
             for _ in range(count):
                 next(iterations)
-            run.read()
+            run.launch.finish(run)
             each = (time.perf_counter() - began) / count
             lowest = seconds_of({"floor": floor}, 1, 0.05, machine.device)["floor"]
             found.append(
-                (steps / each, *(part.spent / count / each for part in parts), lowest / each)
+                (steps / each, *(part.seconds / count / each for part in parts), lowest / each)
             )
     speed, *shares = (statistics.median(values) for values in zip(*found, strict=True))
     result = {"train_steps_per_second": speed} | ({} if agents is None else {"agents": agents})
@@ -218,11 +229,14 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
             for a, b, out in all_products:
                 torch.matmul(a, b, out=out)
 
-    if launch := launcher(machine.graph, torch.device(device)):
-        multiply = launch(multiply)
-        for _ in range(WARMUP + 1):  # until it is captured
-            multiply()
-    return multiply
+    device = torch.device(device)
+    if not (machine.graph and has_graphs(device)):
+        return multiply
+    graphed = Graphed(device)
+    replay = functools.partial(graphed, multiply)
+    for _ in range(WARMUP + 1):  # until it is captured
+        replay()
+    return replay
 
 
 def fastest_product(

@@ -16,7 +16,7 @@ import torch
 from gymnasium.spaces import Box
 
 from ..distribution import Categorical, Gaussian
-from ..history import Saved
+from ..state import TensorState
 from .by_id import task_of
 
 VECTORIZATIONS = ("sync", "async")
@@ -192,7 +192,7 @@ def actions_of(
     raise ValueError(f"env_id is {env_id!r}, whose actions are {kind}: {remedy}")
 
 
-class GymEnv(Saved):
+class GymEnv(TensorState):
     """N copies of a Gymnasium environment on the CPU, in place of a TensorEnv whose tensors are on
     `device`; environment i starts from `seed` + i. `vectorization`: sync, one after the other in
     this process; or async, each in its own process. Raises ValueError for an environment of another

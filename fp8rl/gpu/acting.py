@@ -1,0 +1,60 @@
+"""The loop over time as one kernel, where there is one for the task and the network.
+
+This module can be imported without Triton; acting_kernel.py, which has the kernel, cannot.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from torch import nn
+
+from ..env import TensorEnv
+from ..fast_forward import FastActorCritic, acts_without_calls
+from ..fp8 import E4M3, E5M2, Float8Linear
+from ..hardware import load_kernels
+from ..matmul_rounding import TO, Matmuls, Rounding, roundings_of, stored
+from ..rollout import unroll
+
+
+def acting_loop(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:
+    """What a collector's `loop` should be.
+
+    It is all steps in one kernel, where Triton's kernels run and the one for the task exists and
+    runs; or else `unroll`. `acting` makes of the model what has its policies: `Agents.acting` of a
+    population, or `as_population`.
+    """
+    if not load_kernels(env.device):
+        return unroll
+    from .acting_kernel import kernel_loop  # Triton takes long to import, and may be missing
+
+    return kernel_loop(env, model, acting) or unroll
+
+
+def as_population(model: FastActorCritic, precision: str) -> SimpleNamespace | None:
+    """The acting network of a single run, with its present weights, as a population's policy.
+
+    It has `parts`, here of one agent, and `spread`. It is None if the network's layers must be
+    called, or are in FP8 where the precision has none, or the other way round. `precision` is a
+    name, and must not be tf32.
+    """
+    if not acts_without_calls(model):
+        return None
+    modules = (model.inputs, *model.hidden, model.actor)
+    layers = [
+        (layer.weight.detach().unsqueeze(0), layer.bias.detach().view(1, 1, -1))
+        for layer in modules
+    ]
+    shapes = [tuple(layer.weight.shape) for layer in modules]
+    roundings = roundings_of(Matmuls(precision), shapes)
+    if not all(map(rounds_by, modules, roundings)):
+        return None
+    spread = None if model.spread is None else model.spread.detach().view(1, 1, -1)
+    return SimpleNamespace(parts=[(slice(0, 1), stored(layers, roundings))], spread=spread)
+
+
+def rounds_by(layer: nn.Linear, rounding: Rounding) -> bool:
+    """Whether a layer rounds its input and weight as `rounding` does."""
+    if not isinstance(layer, Float8Linear):
+        return rounding.weights not in (TO[E4M3], TO[E5M2])
+    one_scale = layer.scales == "tensor"
+    return one_scale and rounding.inputs is rounding.weights is TO[layer.forward_type]

@@ -1,0 +1,136 @@
+"""Adam and loss scales for S agents: each has its own step count, learning rate and skipped steps."""
+
+import math
+
+import torch
+from torch import nn
+
+from .. import rng
+from ..bits.places import Places, noises
+from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
+from ..state import TensorState
+from ..train import ADAM_EPS
+from .networks import chunk_for, runs_of_equal
+
+BETA1 = 0.9
+BETA2 = 0.999
+
+
+class Adam(TensorState):
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980) for agents whose parameters are rows of `theta`.
+
+    `theta`   float32 [S, P]
+    `rate`    learning rates, a number or float32 [S, 1]
+    `places`  of each agent, what it keeps in few bits; None keeps everything in float32
+    `sizes`   of the tensors in a row of theta
+    `seeds`   int64 [S], for stochastic rounding
+
+    Its state: the moments `first` and `second`, float32 [S, P], and `count`, float32 [S, 1], steps
+    that each agent has taken.
+    """
+
+    NAMES = ("first", "second", "count")
+
+    def __init__(self, theta: nn.Parameter, rate, places=None, sizes=(), seeds=None):
+        self.theta = theta
+        self.sizes = list(sizes)
+        self.seeds = seeds
+        self.param_groups = [{"params": [theta]}]
+        self.rate = torch.zeros(len(theta), 1, dtype=torch.float32, device=theta.device)
+        self.set_rate(rate)
+        places = places or [Places()] * len(theta)
+        self.parts = runs_of_equal(places, chunk_for(theta.device))
+        for agents, places_of_part in self.parts:
+            theta.data[agents] = places_of_part.weights(theta.data[agents], self.sizes)
+        self.first = torch.zeros_like(theta)
+        self.second = torch.zeros_like(theta)
+        self.count = torch.zeros(len(theta), 1, dtype=torch.float32, device=theta.device)
+
+    def set_rate(self, rate) -> None:
+        """Sets the learning rates, in place, because others may hold this tensor."""
+        if isinstance(rate, torch.Tensor):
+            self.rate.copy_(rate)
+        else:
+            self.rate.fill_(rate)
+
+    @torch.no_grad()
+    def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
+        """One step of the agents in `takes`, bool [S, 1].
+
+        Their gradients are `grad` [S, P] times `factor` [S, 1].
+        """
+        self.count += takes
+        taken = takes.float()
+        steps = self.count.clamp(min=1)  # before an agent's first step it would divide by 0
+        bias_correction1 = 1 - BETA1**steps
+        root_correction2 = (1 - BETA2**steps).sqrt()
+        step_size = bias_correction1.reciprocal() * self.rate * taken
+        # An agent that takes no step keeps its moments.
+        weight1 = (1 - BETA1) * taken
+        decay2 = 1 - (1 - BETA2) * taken
+        # The quotient |m| / sqrt(v) at which the step is as long as the learning rate.
+        limit = bias_correction1 / root_correction2
+        all_step = takes.device.type == rng.HOST and takes.all()
+        for agents, places in self.parts:
+            g = grad[agents] * factor[agents]
+            if not all_step:
+                g = g.masked_fill_(~takes[agents], 0)  # what is not finite times 0 would be NaN
+            m = self.first[agents].lerp_(g, weight1[agents])
+            v = self.second[agents].mul_(decay2[agents]).addcmul_(g, g, value=1 - BETA2)
+            noise = {}
+            if places.noisy:
+                steps_before = self.count[agents] - taken[agents]
+                seeds = self.seeds[agents]
+                noise = noises(places, seeds, steps_before, grad.shape[1], grad.device)
+            (m, m_kept), (v, v_kept) = places.moments(m, v, self.sizes, noise, limit[agents])
+            denominator = v.sqrt().div_(root_correction2[agents]).add_(ADAM_EPS)
+            theta = self.theta[agents].addcdiv_(m * step_size[agents], denominator, value=-1)
+            if places:
+                theta.copy_(places.weights(theta, self.sizes, noise))
+                self.first[agents] = m_kept
+                self.second[agents] = v_kept
+
+
+class Scales(TensorState):
+    """Loss scales and gradient steps of S agents, in place of Precision.
+
+    float16's `scale` grows and shrinks for each agent as GradScaler's does (precision.py). Any agent
+    skips a step whose gradient is not finite.
+
+    Its state: `scale`, float32 [S, 1]; `good`, steps since the scale last changed, float32 [S, 1];
+    `stopped`, agents that take no more steps, bool [S, 1].
+    """
+
+    NAMES = ("scale", "good", "stopped")
+
+    def __init__(self, precisions: list[str], device):
+        self.exact = Precision("fp32", device)
+        self.device = torch.device(device)
+        self.autocast = self.exact.autocast  # whatever surrounds it: the networks round themselves
+        self.scaler = self  # what has the state, as in Precision
+        rules = [PRECISIONS[name] for name in precisions]
+        self.grows = torch.tensor([[rule.scale_grows] for rule in rules], device=device)
+        scales = [[rule.loss_scale or 1.0] for rule in rules]
+        self.scale = torch.tensor(scales, dtype=torch.float32, device=device)
+        self.good = torch.zeros_like(self.scale)
+        self.stopped = torch.zeros_like(self.grows)
+
+    def step(self, loss: torch.Tensor, optimizer: Adam, max_grad_norm, all_reduce=None):
+        """As Precision.step, for losses [S]; the StepReport has [S] of each."""
+        optimizer.theta.grad = None
+        with self.autocast():
+            loss.backward(self.scale.squeeze(1))  # times its gradient
+        grad = optimizer.theta.grad
+        norm = grad.norm(dim=1, keepdim=True) / self.scale
+        finite = norm < math.inf  # and no NaN
+        factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1) / self.scale
+        # Of bools, a > b is "a and not b".
+        optimizer.step(grad, factor, takes=finite > self.stopped)
+        # In place, because others may hold these tensors.
+        self.good.add_(1).mul_(finite)
+        grows_now = self.good == SCALE_GROWTH_INTERVAL
+        grown = torch.where(grows_now, 2 * self.scale, self.scale)
+        adapted = torch.where(finite, grown, self.scale / 2)
+        self.scale.copy_(torch.where(self.grows, adapted, self.scale))
+        self.good.masked_fill_(grows_now, 0)
+        return StepReport(norm.squeeze(1), self.scale.squeeze(1).clone(), ~finite.squeeze(1))

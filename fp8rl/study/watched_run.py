@@ -1,0 +1,123 @@
+"""A run that a doctor watches (bits/doctor.py): which formats would break its training?
+
+The doctor sees the optimizer's updates through its hooks. Here it is also shown the loss of every
+update, and what the loss would be with targets or replayed observations in few bits.
+"""
+
+import functools
+
+import torch
+
+from ..bits.doctor import Doctor, Through, read
+from ..bits.places import PlaceFormat
+from ..distribution import distribution_of
+from ..losses import Targets, vtrace_fast
+from ..rollout import Rollout
+from ..train import Immediate, Learner, Run, forward_pass
+
+SHOWN = ("observations", "targets")  # places that a doctor sees only through a learner's loss
+
+
+class LowBitLearner(Learner):
+    """A learner with another one's network, that sees some places in few bits.
+
+    These are replayed observations, or advantages and value targets.
+    """
+
+    def __init__(self, learner: Learner, places: dict[str, PlaceFormat]):
+        super().__init__(
+            learner.coefficients,
+            learner.model,
+            learner.precision,
+            learner.optimizer,
+            learner.reward_scale,
+            learner.all_reduce,
+            compute_targets=self.low_bit_targets,
+        )
+        self.places = places
+        self.newest: Rollout | None = None  # the newest rollout, whose observations are not stored
+
+    def loss(self, batch: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if "observations" in self.places and batch is not self.newest:
+            obs = Through.rounded(batch.obs, self.places["observations"])
+            batch = batch._replace(obs=obs)
+        return super().loss(batch)
+
+    def low_bit_targets(self, *arguments) -> Targets:
+        targets = vtrace_fast(*arguments)
+        if "targets" not in self.places:
+            return targets
+        form = self.places["targets"]
+        return targets._replace(
+            value=Through.rounded(targets.value, form),
+            advantage=Through.rounded(targets.advantage, form),
+        )
+
+
+class WatchedLearner(Learner):
+    """A learner in another one's place, that shows a doctor the loss of every update.
+
+    `low_bit_learners`: learners with the same network, by what they have in few bits.
+    """
+
+    def __init__(
+        self, learner: Learner, doctor: Doctor, low_bit_learners: dict[str, LowBitLearner]
+    ):
+        vars(self).update(vars(learner))
+        self.doctor = doctor
+        self.low_bit_learners = low_bit_learners
+
+    def watch(self, rollout: Rollout) -> None:
+        for learner in self.low_bit_learners.values():
+            learner.newest = rollout
+        rollout_here = rollout.to(self.device)
+
+        def logp() -> torch.Tensor:
+            with self.precision.autocast():
+                outputs, _ = forward_pass(self.model, rollout_here)
+            policy = distribution_of(rollout_here.action)(outputs[:-1])
+            return policy.log_prob(rollout_here.action)[rollout_here.valid]
+
+        self.doctor.act(logp)
+        super().watch(rollout)
+
+    def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
+        plain = Learner(
+            self.coefficients,
+            self.model,
+            self.precision,
+            self.optimizer,
+            self.reward_scale,
+            self.all_reduce,
+        )
+
+        def loss_of(learner: Learner) -> torch.Tensor:
+            loss, _ = learner.loss(batch)
+            return loss
+
+        others = {
+            text: functools.partial(loss_of, learner)
+            for text, learner in self.low_bit_learners.items()
+        }
+        self.doctor.look(functools.partial(loss_of, plain), others=others)
+        return super().update(batch)
+
+
+def watched(run: Run, formats: tuple[str, ...], **options) -> Doctor:
+    """A doctor that watches a run from now on, by its optimizer's and its learner's places.
+
+    Raises ValueError as Doctor does, and for observations or targets that are rounded stochastically.
+    """
+    shown = [text for text in formats if text.split("=")[0] in SHOWN]
+    if wrong := [text for text in shown if "stochastic" in text]:
+        to_nearest = f"the doctor rounds {' and '.join(SHOWN)} to the nearest"
+        raise ValueError(f"formats has {wrong[0]!r}: {to_nearest}")
+    of_optimizer = [text for text in formats if text not in shown]
+    doctor = Doctor(run.learner.optimizer, formats=of_optimizer, names=("adam",), **options)
+    places = {text: {place: form} for text in shown for place, form, _ in read(text, SHOWN)}
+    run.launch.finish(run)
+    run.launch.check(run)
+    run.launch = Immediate()  # a doctor reads numbers, which a graph does not allow
+    learners = {text: LowBitLearner(run.learner, places[text]) for text in shown}
+    run.learner = WatchedLearner(run.learner, doctor, learners)
+    return doctor
