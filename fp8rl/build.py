@@ -34,6 +34,7 @@ from .gpu.cuda_graphs import GraphQueue, has_graphs
 from .losses import LossCoefficients, no_all_reduce
 from .machine import HERE, Machine
 from .model import ActorCritic, make_network
+from .normalization import NETWORKS
 from .population.population import Agents, Population
 from .precision import Precision
 from .replay import ReplayBuffer, ring_bytes
@@ -80,7 +81,8 @@ def build(
     make_env = env_maker(config, machine, first_seed_of(config, state, rank))
     env = make_env(config, config.num_envs // size, config.start_noise, acting.device, seed)
     settled = config.settled(env)
-    model = make_network(config, env, FAST_NETWORKS[config.encoder, normalizes(config)])
+    networks = FAST_NETWORKS if machine.fast_forward else NETWORKS
+    model = make_network(config, env, networks[config.encoder, normalizes(config)])
     actor = model
     if (acting.name, acting.device) != (learning.name, learning.device):
         actor = acting.prepare(copy.deepcopy(model))  # before `prepare` converts the learner's

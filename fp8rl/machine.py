@@ -31,6 +31,9 @@ class Machine:
     # parts on one GPU, in one process and in the package's own environments, without normalized
     # observations and formats.
     graph: bool = True
+    # Save calls and repeated forward passes (fast_forward.py, gpu/acting_kernel.py). Without it the
+    # agent computes as its own files say, which is the same but for rounding.
+    fast_forward: bool = True
 
     def __post_init__(self):
         count = torch.cuda.device_count()

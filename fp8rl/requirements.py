@@ -76,7 +76,7 @@ def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
     on_cpu = machine.on("collect") == machine.on("learn") == torch.device("cpu")
     if not on_cpu or acting_precision != config.precision or config.fresh_updates != 1:
         return False
-    if config.formats or rules.forward:
+    if config.formats or rules.forward or not machine.fast_forward:
         return False
     itemsize = (rules.autocast or torch.float32).itemsize
     layer_bytes = num_envs * config.hidden_size * itemsize
