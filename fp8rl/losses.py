@@ -235,10 +235,8 @@ def actor_critic_loss(
 
     # Targets and advantages.
     discounts = discounts_of(rollout.flags, coefficients.gamma, coefficients.bootstrap_truncation)
-    corrected = log_ratios
-    if not coefficients.importance_correction:
-        corrected = torch.zeros_like(log_ratios)
-    target, advantage, _ = compute_targets(
+    corrected = log_ratios if coefficients.importance_correction else torch.zeros_like(log_ratios)
+    target, advantage, ratio = compute_targets(
         values.detach(), rollout.reward, discounts, corrected, valid, coefficients.lam
     )
     # Dummy rows hold 0, so these are sums over valid rows.
@@ -251,7 +249,8 @@ def actor_critic_loss(
     if coefficients.clip is not None:
         # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
         # the advantage pushes it.
-        ratio = log_ratios.exp()
+        if not coefficients.importance_correction:
+            ratio = log_ratios.exp()  # V-trace had none
         advantage = advantage * ((ratio - 1) * advantage.sign() < coefficients.clip)
 
     # The loss. It has no factor rho: V-trace's min(1, rho) is in the advantage.
