@@ -37,8 +37,7 @@ import torch
 from ladder import EARLIER
 from tasks import CART, LQR, above_optimum
 
-from fp8rl.bits.places import EIGHT_BIT
-from fp8rl.config import Config
+from fp8rl.config import EIGHT_BIT, Config
 from fp8rl.study import comparison
 from fp8rl.study.statistics import fails
 from fp8rl.study.throughput import origin

@@ -44,9 +44,8 @@ import zoo
 from optimum import optimal_returns
 from torch import nn
 
-from fp8rl.bits.places import EIGHT_BIT
 from fp8rl.build import Machine, build, make_task
-from fp8rl.config import Config
+from fp8rl.config import EIGHT_BIT, Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import Evaluator
 from fp8rl.hardware import cores

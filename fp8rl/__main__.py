@@ -34,9 +34,8 @@ from matplotlib.figure import Figure
 from . import hardware, processes
 from .bits import doctor
 from .bits.low_bit_adam import LowBitAdam
-from .bits.places import EIGHT_BIT
 from .build import HERE, Machine, build, env_maker
-from .config import Config
+from .config import EIGHT_BIT, Config
 from .disk import checkpoint
 from .disk.mapped_ring import free_on_disk
 from .disk.run_folder import Folder, read_mark, require_free

@@ -21,7 +21,7 @@ import torch
 
 from . import hardware, processes, rng
 from .bits.low_bit_adam import LowBitAdam
-from .bits.places import in_order
+from .bits.places import places_of
 from .config import Config
 from .disk.mapped_ring import MappedRing
 from .disk.restore import restore
@@ -33,7 +33,7 @@ from .gpu.acting import acting_loop, as_population
 from .gpu.cuda_graphs import GraphQueue, has_graphs
 from .losses import LossCoefficients, no_all_reduce
 from .machine import HERE, Machine
-from .model import ActorCritic, make_network
+from .model import ActorCritic, make_network, parameters_in_order
 from .normalization import NETWORKS
 from .population.population import Agents, Population
 from .precision import Precision
@@ -52,7 +52,7 @@ from .returns import EpisodeReturns, RewardScale
 from .rollout import Collector, unroll
 from .tasks.by_id import task_of
 from .tasks.gymnasium_env import GymEnv
-from .train import Learner, Parts, Run, adam, forward_pass, make_cart
+from .train import ADAM_EPS, Learner, Parts, Run, adam, forward_pass, make_cart
 
 FIRST_EVALUATION_SEED = 2**31  # of Gymnasium's environments, so that they differ from training's
 
@@ -139,10 +139,11 @@ def resume(run: Run, state: dict, new_episodes: bool) -> None:
 
 def low_bit_optimizer(settled: Config, model: ActorCritic, seed: int) -> LowBitAdam:
     """An optimizer that keeps weights and moments in the config's formats."""
-    formats = dict(entry.split("=", 1) for entry in settled.formats.split())
-    optimizer = LowBitAdam(
-        in_order(model).items(), settled.learning_rate, eps=1e-5, seed=seed, **formats
-    )
+    places = places_of(settled.formats)
+    formats = {name: str(form) for name, form in places.items()}
+    parameters = parameters_in_order(model).items()
+    noise = rng.rounding_noise(seed)
+    optimizer = LowBitAdam(parameters, settled.learning_rate, eps=ADAM_EPS, noise=noise, **formats)
     optimizer.attach(model)
     return optimizer
 

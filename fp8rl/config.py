@@ -36,6 +36,14 @@ RANGES = (
     ("fresh_updates", lambda x: x in (0, 1), "use 0 or 1"),
 )
 
+# Fields that keep weights, moments and replayed observations in one byte a number, and multiply in
+# FP8.
+EIGHT_BIT = {
+    "precision": "fp8",
+    "codec": "fp8",
+    "formats": "weights=e4m3:stochastic m=e4m3 root=e4m3",
+}
+
 
 @dataclass(frozen=True)
 class Config:

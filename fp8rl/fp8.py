@@ -38,7 +38,6 @@ plain form, in a Float8Linear too, on a CPU with the same bits. FP8 pays off onl
 hardware that multiplies float8: benchmarks/fp8_layer.py measures it."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -48,8 +47,8 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from . import kernels
+from .bits.formats import E4M3, E5M2, power_of_two_scale
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 TAKEN = torch.float32, torch.bfloat16  # types that are quantized
 SCALES = "tensor", "row"  # what has a scale of its own
@@ -142,22 +141,6 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rounds to the nearest float8, ties to even. Without the clamp, e4m3 gives NaN before torch
     2.12, and e5m2 infinity."""
     return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
-
-
-def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
-    """The smallest power of two s, from 2^-126 up, with largest / s <= limit (for 0 the same as for
-    0.5), but none with which limit * s would not be finite: float32's very largest numbers
-    saturate. NaN if `largest` is not finite."""
-    mantissa, exponent = torch.frexp(
-        largest
-    )  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
-    limit_mantissa, limit_exponent = math.frexp(limit)
-    exponent = (exponent - limit_exponent + (mantissa > limit_mantissa)).clamp(
-        -126, 128 - limit_exponent
-    )
-    return torch.where(
-        largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan
-    )
 
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:

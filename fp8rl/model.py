@@ -128,3 +128,16 @@ def make_network(config, env, network: type = ActorCritic) -> ActorCritic:
         generator=weights,
         distribution=env.distribution,
     )
+
+
+def parameters_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A network's parameters by name: the encoder's, both heads' weights, both heads' biases, spread.
+
+    In this order they lie in a row of a population's parameters, and get the noise of stochastic
+    rounding.
+    """
+    last = ("actor.weight", "critic.weight", "actor.bias", "critic.bias", "spread")
+    named = dict(model.named_parameters())
+    names = [name for name in named if name not in last]
+    names += [name for name in last if name in named]
+    return {name: named[name] for name in names}

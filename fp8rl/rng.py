@@ -204,3 +204,12 @@ def seeds_of(seed, purpose: str, iteration: int):
     if isinstance(numbers, np.ndarray):
         return torch.from_numpy(numbers.astype(np.int64))
     return numbers.long() & 0xFFFFFFFF
+
+
+def rounding_noise(seed: int):
+    """What draws the noise of stochastic rounding, as bits.LowBitAdam takes it."""
+
+    def draw(update: int, shape: tuple[int, ...], device) -> torch.Tensor:
+        return uniform(seed, "rounding", update, shape, device)
+
+    return draw

@@ -11,8 +11,8 @@ import torch
 from helpers import SIZED, after, refused, resumed, run_cli, small, trained
 
 from fp8rl.bits.low_bit_adam import unpack
-from fp8rl.bits.places import EIGHT_BIT
 from fp8rl.build import build, build_population
+from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
 from fp8rl.evaluate import evaluate
 from fp8rl.precision import Precision

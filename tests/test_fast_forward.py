@@ -7,8 +7,8 @@ import torch
 from helpers import after, assert_same, resumed, reusing, same, small, trained
 
 from fp8rl import fp8, requirements
-from fp8rl.bits.places import EIGHT_BIT
 from fp8rl.build import HERE, build
+from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
 from fp8rl.fast_forward import FastActorCritic, Reuse
 from fp8rl.gpu.acting import as_population

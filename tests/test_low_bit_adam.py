@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8rl.bits import low_bit_adam
-from fp8rl.bits.low_bit_adam import LowBitAdam, pack, unpack
+from fp8rl.bits.low_bit_adam import LowBitAdam, pack, seeded_noise, unpack
 from fp8rl.bits.places import places_of
-from fp8rl.rng import uniform
+from fp8rl.rng import rounding_noise, uniform
 
 EIGHT = {"weights": "e4m3:stochastic", "m": "e4m3", "root": "e4m3"}
 WAYS = [
@@ -119,24 +119,25 @@ def twin(
     return theta, m, v
 
 
-def fields_of_row(tensors) -> torch.Tensor:
+def row_of(tensors) -> torch.Tensor:
     return torch.cat([x.detach().flatten() for x in tensors]).unsqueeze(0)
 
 
 @pytest.mark.parametrize("formats", WAYS, ids=str)
 def test_steps_are_those_of_a_population_of_one(formats):
     module, seed = network(), 5
-    theta, sizes = fields_of_row(module.parameters()), [p.numel() for p in module.parameters()]
+    theta, sizes = row_of(module.parameters()), [p.numel() for p in module.parameters()]
     grads = [torch.randn(theta.shape) * 10.0 ** -(k % 5) for k in range(12)]
-    optimizer = LowBitAdam(module.parameters(), lr=2e-3, eps=1e-5, seed=seed, **formats)
+    noise = rounding_noise(seed)
+    optimizer = LowBitAdam(module.parameters(), lr=2e-3, eps=1e-5, noise=noise, **formats)
     for g in grads:
         for p, part in zip(module.parameters(), g.split(sizes, dim=1), strict=True):
             p.grad = part.view(p.shape).clone()
         optimizer.step()
     theta, m, v = twin(theta, grads, sizes, optimizer.places, seed)
-    assert torch.equal(fields_of_row(module.parameters()), theta)
+    assert torch.equal(row_of(module.parameters()), theta)
     for name, x in {"weights": theta, "m": m, "v": v}.items():
-        found = fields_of_row(unpack(*row) for row in stored(optimizer, name))
+        found = row_of(unpack(*row) for row in stored(optimizer, name))
         assert torch.equal(found.square() if name == "v" and "root" in formats else found, x)
 
 
@@ -627,3 +628,12 @@ def test_options_of_adam_that_it_does_not_have_are_refused_by_their_names():
         LowBitAdam([p], **{name: False})
     refused("weight_decay is -1: use 0 or more", LowBitAdam, [p], weight_decay=-1)
     refused("formats has the place 'weigths'", LowBitAdam, [p], weigths="bf16")
+
+
+def test_noise_of_a_seed_is_a_function_of_the_update_and_uniform():
+    draw = seeded_noise(3)
+    one = draw(5, (2, 10_000), "cpu")
+    assert torch.equal(one, draw(5, (2, 10_000), "cpu"))
+    assert not torch.equal(one, draw(6, (2, 10_000), "cpu"))
+    assert not torch.equal(one, seeded_noise(4)(5, (2, 10_000), "cpu"))
+    assert 0 <= one.min() and one.max() < 1 and abs(one.mean() - 0.5) < 0.01

@@ -13,8 +13,8 @@ from helpers import Changed, after, resumed, small, trained
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.bits.places import EIGHT_BIT
 from fp8rl.build import build
+from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
 from fp8rl.evaluate import evaluate
 from fp8rl.fast_forward import FAST_NETWORKS

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8rl import fp8, requirements
-from fp8rl.bits.places import in_order
 from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
@@ -26,6 +25,7 @@ from fp8rl.env import STATE_BOUNDS, Cart
 from fp8rl.hardware import keep_freed_memory
 from fp8rl.losses import actor_critic_loss
 from fp8rl.matmul_rounding import TO, Matmuls, roundings_of, roundings_of_network
+from fp8rl.model import parameters_in_order
 from fp8rl.population import networks
 from fp8rl.population.population import Population, PopulationRing, by_agent, environments
 from fp8rl.replay import ReplayBuffer
@@ -76,7 +76,7 @@ def test_its_networks_can_be_pickled(precision):
 
 def of_all(network) -> torch.Tensor:
     """The parameters of a network as a population has them."""
-    return torch.cat([p.detach().flatten() for p in in_order(network).values()])
+    return torch.cat([p.detach().flatten() for p in parameters_in_order(network).values()])
 
 
 @functools.cache
@@ -176,7 +176,7 @@ def test_the_first_gradient_is_a_run_s_own(precision):
         together.learner.optimizer.first[0].split(together.model.sizes),
         alone.learner.optimizer.state,
     )
-    for parameter, theirs in zip(in_order(alone.model).values(), first, strict=True):
+    for parameter, theirs in zip(parameters_in_order(alone.model).values(), first, strict=True):
         ours = state[parameter]["exp_avg"].flatten()
         assert (ours - theirs).norm() <= (
             1e-4 if precision in ("fp32", "fp8") else 2e-2
@@ -249,7 +249,7 @@ def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
     ((outputs * weight).sum() + values[:-1].square().sum()).backward()
     ((ours.squeeze(1) * weight).sum() + our_values[:-1].square().sum()).backward()
     for parameter, found in zip(
-        in_order(alone.model).values(),
+        parameters_in_order(alone.model).values(),
         among.model.theta.grad[0].split(among.model.sizes),
         strict=True,
     ):
@@ -279,7 +279,7 @@ def test_with_as_many_actions_the_first_gradient_is_a_run_s_own(precision, task)
     )
     agent, state = place(together, configs[1]), alone.learner.optimizer.state
     first = together.learner.optimizer.first[agent].split(together.model.sizes)
-    for parameter, theirs in zip(in_order(alone.model).values(), first, strict=True):
+    for parameter, theirs in zip(parameters_in_order(alone.model).values(), first, strict=True):
         ours = state[parameter]["exp_avg"].flatten()
         assert (ours - theirs).norm() <= (
             1e-4 if precision in ("fp32", "fp8") else 2e-2
@@ -494,7 +494,7 @@ def test_gradients_are_those_of_autograd():
         own = Rollout(*(x if x is None else x[:, k] for x in rollout))
         loss, _ = actor_critic_loss(*model(own.obs), own, run.settled)
         loss.backward()
-        grads = torch.cat([p.grad.flatten() for p in in_order(model).values()])
+        grads = torch.cat([p.grad.flatten() for p in parameters_in_order(model).values()])
         torch.testing.assert_close(run.model.theta.grad[k], grads, rtol=1e-4, atol=1e-7)
     late = run.model(rollout.obs)[0].sum()
     run.model(rollout.obs)

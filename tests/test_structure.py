@@ -45,6 +45,12 @@ def imports_of(name: str) -> set[str]:
     return found
 
 
+def test_bits_import_nothing_of_the_package():
+    for name in MODULES:
+        if name.split(".")[0] == "bits":
+            assert all(other.split(".")[0] == "bits" for other in imports_of(name)), name
+
+
 def test_every_import_is_one_of_a_module():
     assert len(CORE) > 10 and sum(len(imports_of(name)) for name in MODULES) > 50
     for name in MODULES:
@@ -106,9 +112,10 @@ def test_the_numerics_load_neither_gymnasium_nor_tqdm():
     script = """
 import sys, torch
 before = set(sys.modules)
-import fp8rl.fp8
+import fp8rl.fp8, fp8rl.bits
 print(*{name.split(".")[0] for name in sys.modules.keys() - before})"""
-    assert not {"gymnasium", "tqdm"} & set(python("-c", script).split())
+    others = {"gymnasium", "tyro", "tqdm", "matplotlib", "psutil"}
+    assert not others & set(python("-c", script).split())
 
 
 ORDERS = [

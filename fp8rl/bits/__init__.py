@@ -1,1 +1,19 @@
-"""Numbers in few bits, for any training in PyTorch: formats, an optimizer, a doctor."""
+"""Numbers in few bits, for any training in PyTorch: formats, an optimizer, a doctor.
+
+Nothing here needs the rest of the package: README.md beside this file shows how to use it.
+"""
+
+from .doctor import Doctor
+from .formats import Format, format_of
+from .low_bit_adam import LowBitAdam
+from .places import PlaceFormat, Places, places_of
+
+__all__ = [
+    "Doctor",
+    "Format",
+    "LowBitAdam",
+    "PlaceFormat",
+    "Places",
+    "format_of",
+    "places_of",
+]

@@ -55,7 +55,7 @@ from torch._utils import _flatten_dense_tensors as flattened  # one call for all
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .places import PLACES, SLACK, STATE, PlaceFormat, places_of
+from .places import PLACES, SLACK, STATE, PlaceFormat, places_of, split_entry
 
 FORMATS = (
     "weights=bf16",
@@ -174,7 +174,7 @@ class Report(list[Finding]):
                     OPERANDS, ", and let the doctor look at the loss of an Adam"
                 )
                 remedy = remedies.get(
-                    name.split("=")[0], ", or let the doctor look at it or follow it"
+                    split_entry(name)[0], ", or let the doctor look at it or follow it"
                 )
                 raise ValueError(f"{name} was not watched: name it in the doctor's formats{remedy}")
             for finding in found:
@@ -905,7 +905,8 @@ class Doctor:
         """Judges an acting policy in few bits. Call it now and then: `logp` returns the
         log-probabilities of actions that the policy took, of any shape, as it computes them now.
 
-            >>> policy, obs, actions = torch.nn.Linear(4, 2), torch.randn(8, 4), torch.ones(8, 1).long()
+            >>> policy, obs = torch.nn.Linear(4, 2), torch.randn(8, 4)
+            >>> actions = torch.ones(8, 1).long()
             >>> doctor = Doctor(torch.optim.Adam(policy.parameters()))
             >>> doctor.act(lambda: policy(obs).log_softmax(-1).gather(-1, actions))
             >>> doctor.report().require("acting=bf16")
@@ -991,7 +992,7 @@ def finding(
     optimizer: str, windows: dict[str, np.ndarray], text: str, looked: bool = False
 ) -> Finding:
     """The verdict on a format, and its cure. `looked`: whether it is one of `Looks`."""
-    place, form = text.split("=", 1)
+    place, form = split_entry(text)
     bare = form.split(":")[0]
     cures = [f"{place}={bare}", f"{place}={form}:stochastic", f"{place}={bare}:stochastic"]
     cures += [f"root={form}", f"root={bare}", f"root={bare}:stochastic"] * (place == "v")

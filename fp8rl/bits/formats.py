@@ -23,14 +23,15 @@ Few exponent bits cover few magnitudes, so numbers are divided by a scale first:
 row or a block, from its own largest magnitude. A power of two costs no accuracy (fp8.py)."""
 
 import functools
+import math
 import re
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ..fp8 import E4M3, E5M2, power_of_two_scale
-
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 NAMES = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10"}
 # torch's types of the same numbers.
 DTYPES = {"e8m7": torch.bfloat16, "e5m10": torch.float16, "e4m3": E4M3, "e5m2": E5M2}
@@ -56,17 +57,21 @@ class Format(NamedTuple):
     def largest(self) -> float:
         """The largest number."""
         codes = 2 ** (self.exponent + self.mantissa)  # of one sign, in order of their values
-        reserved = 2**self.mantissa if self.exponent > 4 else self.exponent == 4
+        if self.exponent > 4:
+            reserved = 2**self.mantissa  # the highest exponent, for infinities and NaN
+        else:
+            reserved = int(self.exponent == 4)  # the highest code, for NaN
         exponent, mantissa = divmod(codes - 1 - reserved, 2**self.mantissa)
-        return (mantissa / 2**self.mantissa + (exponent > 0)) * 2.0 ** (
-            self.normal + max(exponent - 1, 0)
-        )
+        fraction = mantissa / 2**self.mantissa + (exponent > 0)  # subnormals have no leading 1
+        return fraction * 2.0 ** (self.normal + max(exponent - 1, 0))
 
     def numbers(self) -> torch.Tensor:
         """All positive numbers and 0, float32, in order; for formats of up to 16 bits."""
         codes = torch.arange(2 ** (self.exponent + self.mantissa), dtype=torch.float64)
-        exponent, mantissa = codes // 2**self.mantissa, codes % 2**self.mantissa / 2**self.mantissa
-        values = (mantissa + (exponent > 0)) * 2.0 ** (self.normal + (exponent - 1).clamp(min=0))
+        exponent = codes // 2**self.mantissa
+        mantissa = codes % 2**self.mantissa / 2**self.mantissa
+        fraction = mantissa + (exponent > 0)  # subnormals have no leading 1
+        values = fraction * 2.0 ** (self.normal + (exponent - 1).clamp(min=0))
         return values[values <= self.largest].float()
 
 
@@ -74,8 +79,8 @@ class Format(NamedTuple):
 def format_of(name: str) -> Format:
     """The format of a name: e4m3, e2m1, ..., bf16 or fp16. Raises ValueError for one without
     exponent bits or with more bits than float32."""
-    found = re.fullmatch(r"e([0-9]+)m([0-9]+)", NAMES.get(name, name))
-    exponent, mantissa = map(int, found.groups()) if found else (0, 0)
+    match = re.fullmatch(r"e([0-9]+)m([0-9]+)", NAMES.get(name, name))
+    exponent, mantissa = map(int, match.groups()) if match else (0, 0)
     if not (1 <= exponent <= 8 and mantissa <= 23):
         raise ValueError(
             f"format is {name!r}: use fp32, bf16, fp16, "
@@ -84,14 +89,17 @@ def format_of(name: str) -> Format:
     return Format(exponent, mantissa)
 
 
+def power_of_two_below(x: torch.Tensor) -> torch.Tensor:
+    """The power of two at or below |x|, by float32's bits of exponent; 0 for subnormals."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
 def rounded(x: torch.Tensor, to: Format, noise: torch.Tensor | None = None) -> torch.Tensor:
     """Rounds float32 numbers to those of a format, float32: to the nearest or, with `noise` uniform
     in [0, 1) and shaped like it, stochastically. Raises TypeError if `x` is not float32."""
     if x.dtype != torch.float32:
         raise TypeError(f"x is {x.dtype}: cast it to float32 before rounding")
-    step = (x.view(torch.int32) & 0x7F800000).view(
-        torch.float32
-    )  # the power of two at or below |x|
+    step = power_of_two_below(x)
     step = step.clamp_(min=2.0**to.normal).mul_(2.0**-to.mantissa)
     parts = x / step
     if noise is None:
@@ -118,11 +126,23 @@ def scaled(
     # The same in half as many passes over memory. Float32 rounds sums to the nearest, too, and ties
     # to even, and a sum of 2^23 to 2^24 steps of the format is rounded to whole steps. Nothing
     # saturates, because the largest number fits.
-    binade = torch.maximum(
-        (x.view(torch.int32) & 0x7F800000).view(torch.float32), scale * 2.0**to.normal
-    )
+    binade = torch.maximum(power_of_two_below(x), scale * 2.0**to.normal)
     shift = 1.5 * 2.0 ** (23 - to.mantissa)
     return x.add(binade, alpha=shift).sub_(binade, alpha=shift)
+
+
+def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
+    """The smallest power of two s, from 2^-126 up, with largest / s <= limit.
+
+    For 0 it is the same as for 0.5. It is never one with which limit * s would not be finite:
+    float32's very largest numbers saturate. NaN if `largest` is not finite.
+    """
+    mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, in [0.5, 1)
+    limit_mantissa, limit_exponent = math.frexp(limit)
+    exponent = exponent - limit_exponent + (mantissa > limit_mantissa)
+    exponent = exponent.clamp(-126, 128 - limit_exponent)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    return torch.where(largest.isfinite(), scale, torch.nan)
 
 
 def blocks(x: torch.Tensor, size: int) -> torch.Tensor:

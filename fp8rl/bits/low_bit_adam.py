@@ -1,30 +1,24 @@
-"""Adam whose moments, and the weights themselves, are stored in few bits: for any module with
-float32 parameters.
+"""Adam whose moments, and the weights themselves, are stored in few bits.
 
-A tensor is stored as codes, numbers of one of torch's float8 or 16-bit types (float32 for a format
-that torch has no type for), and scales, float32 powers of two: one for the tensor or one for each
-block of 32. Of 4 bytes a parameter for weights and 8 for moments there remain 1 and 2, in 16 bits 2
-and 4, and 4 for each scale.
+It trains any module with float32 parameters. A tensor is stored as codes, numbers of one of torch's
+float8 or 16-bit types (float32 for a format that torch has no type for), and scales, float32 powers
+of two: one for the tensor or one for each block of 32. Of 4 bytes a parameter for weights and 8 for
+moments there remain 1 and 2, in 16 bits 2 and 4, and 4 for each scale.
 
     moments    A step unpacks and updates them, uses them, and only then rounds them (as torchao's
-               low-bit optimizers do; blocks
-               with scales: Dettmers et al. 2022, arXiv:2110.02861). The root of v needs half of v's
-               range of exponents (Bjorck
-               et al. 2021, arXiv:2102.13565).
+               low-bit optimizers do; blocks with scales: Dettmers et al. 2022, arXiv:2110.02861). The
+               root of v needs half of v's range of exponents (Bjorck et al. 2021, arXiv:2102.13565).
                They are rounded so that no step becomes much longer than float32's
-               (`Places.moments`), unless the word
-               `independent` asks for each to be rounded by itself.
+               (`Places.moments`), unless the word `independent` asks for each to be rounded by
+               itself.
     weights    A step is often far smaller than the distance from a number to the next, and rounding
-               to the nearest would undo it.
-               Stochastic rounding is right in the mean (Gupta et al. 2015, arXiv:1502.02551),
-               without a float32 copy.
-    in use     No layer computes with codes. They are unpacked into the parameters for a forward
-               pass and until the step after
-               it, as FSDP gathers parameters and frees them (Zhao et al. 2023, arXiv:2304.11277).
-               So in use there are float32
-               weights, gradients and activations, and in a step one tensor's moments and 4 bytes of
-               noise for each number that is
-               rounded stochastically. What is saved is what lies between calls.
+               to the nearest would undo it. Stochastic rounding is right in the mean (Gupta et al.
+               2015, arXiv:1502.02551), without a float32 copy.
+    in use     No layer computes with codes. They are unpacked into the parameters for a forward pass
+               and until the step after it, as FSDP gathers parameters and frees them (Zhao et al.
+               2023, arXiv:2304.11277). So in use there are float32 weights, gradients and
+               activations, and in a step one tensor's moments and 4 bytes of noise for each number
+               that is rounded stochastically. What is saved is what lies between calls.
 """
 
 import contextlib
@@ -37,9 +31,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..fp8 import power_of_two_scale
-from .formats import DTYPES, blocks, unblocked
-from .places import BLOCK, NONE, STATE, PlaceFormat, noises, places_of
+from .formats import DTYPES, blocks, power_of_two_scale, unblocked
+from .places import BLOCK, NO_NOISE, STATE, PlaceFormat, places_of
 
 # What torch's Adam and AdamW have besides. They may be given with a value that asks for nothing.
 OPTIONS_OF_ADAM = (
@@ -50,34 +43,58 @@ OPTIONS_OF_ADAM = (
     "fused",
     "decoupled_weight_decay",
 )
-Row = tuple[torch.Tensor, torch.Tensor | None]
+Packed = tuple[torch.Tensor, torch.Tensor | None]  # codes, and scales or None
 
 
-def pack(x: torch.Tensor, kept: PlaceFormat | None) -> Row:
-    """Stores a float32 tensor that is rounded already: codes of its shape, and scales [] or
-    [blocks], or None."""
-    dtype = DTYPES.get(kept.format.name, torch.float32) if kept else torch.float32
-    if dtype == torch.float32 or not kept.scaled:
+def pack(x: torch.Tensor, form: PlaceFormat | None) -> Packed:
+    """Stores a float32 tensor that is rounded already.
+
+    Returns codes of its shape, and scales [] or [blocks], or None.
+    """
+    dtype = DTYPES.get(form.format.name, torch.float32) if form else torch.float32
+    if dtype == torch.float32 or not form.scaled:
         return x.to(dtype, copy=True), None
     flat = x.flatten()
-    rows = blocks(flat, BLOCK) if kept.block else flat
-    scale = power_of_two_scale(rows.abs().amax(-1), kept.format.largest)
+    rows = blocks(flat, BLOCK) if form.block else flat
+    scale = power_of_two_scale(rows.abs().amax(-1), form.format.largest)
     rows = rows / scale.unsqueeze(-1)
-    return (unblocked(rows, flat) if kept.block else rows).view(x.shape).to(dtype), scale
+    flat_codes = unblocked(rows, flat) if form.block else rows
+    return flat_codes.view(x.shape).to(dtype), scale
 
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """The float32 tensor that `pack` stored, in memory of its own."""
     x = codes.to(torch.float32, copy=True)
-    if scale is None or not scale.dim():
-        return x if scale is None else x.mul_(scale)
-    return unblocked(blocks(x.flatten(), BLOCK) * scale.unsqueeze(-1), x.flatten()).view(x.shape)
+    if scale is None:
+        return x
+    if not scale.dim():
+        return x.mul_(scale)
+    flat = x.flatten()
+    return unblocked(blocks(flat, BLOCK) * scale.unsqueeze(-1), flat).view(x.shape)
+
+
+def seeded_noise(seed: int) -> Callable:
+    """What draws noise for stochastic rounding from a seed.
+
+    It is called with the number of the update, a shape and a device, and returns float32 numbers,
+    uniform in [0, 1). They depend on nothing else, so a training that is resumed draws the same.
+    """
+
+    def draw(update: int, shape: tuple[int, ...], device) -> torch.Tensor:
+        generator = torch.Generator(device)
+        # An odd constant, which spreads neighbouring seeds and updates.
+        generator.manual_seed((seed * 0x9E3779B97F4A7C15 + update) % 2**63)
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
+
+    return draw
 
 
 @dataclass
 class Hook:
-    """Calls a method of the optimizer. A deep copy of the module gets its weights, and hooks that
-    do nothing."""
+    """Calls a method of the optimizer.
+
+    A deep copy of the module gets its weights, and hooks that do nothing.
+    """
 
     optimizer: "LowBitAdam"
     method: str
@@ -87,23 +104,27 @@ class Hook:
         getattr(self.optimizer, self.method)()
 
     def __deepcopy__(self, memo: dict) -> Callable:
-        for p in self.optimizer.parameters if not self.optimizer.filled else ():
-            copy.deepcopy(p, memo).data = unpack(*self.optimizer.stored(p, "weights"))
+        if not self.optimizer.filled:
+            for p in self.optimizer.parameters:
+                copy.deepcopy(p, memo).data = unpack(*self.optimizer.stored(p, "weights"))
         return lambda *_: None
 
 
 class LowBitAdam(torch.optim.Optimizer):
-    """Adam (Kingma & Ba 2015, arXiv:1412.6980) with formats of places.py for weights, m, and v or
-    its root; without one they are float32. `weight_decay` is decoupled, as in AdamW (Loshchilov &
-    Hutter 2019, arXiv:1711.05101): it multiplies the weights by 1 - lr weight_decay before the
-    step, and what comes of both is rounded once. `maximize` climbs. Other options of torch's Adam
-    are refused. Weights are first rounded to the nearest. Change them in place, under
-    `torch.no_grad()` and after `attach` within `unpacked`: a change of a parameter's `.data` is not
-    seen.
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980) that keeps its state in few bits.
+
+    `weights`, `m`, `v` or `root` (the root of v) are formats of places.py, such as
+    "e4m3:stochastic"; what has none is float32. `weight_decay` is decoupled, as in AdamW (Loshchilov
+    & Hutter 2019, arXiv:1711.05101): it multiplies the weights by 1 - lr weight_decay before the
+    step, and what comes of both is rounded once. `maximize` climbs. `noise` draws the numbers for
+    stochastic rounding, by default `seeded_noise(seed)`. Other options of torch's Adam are refused.
+
+    Weights are first rounded to the nearest. Change them in place, under `torch.no_grad()` and after
+    `attach` within `unpacked`: a change of a parameter's `.data` is not seen.
 
     >>> model = torch.nn.Linear(64, 64)
     >>> optimizer = LowBitAdam(model.parameters(), weights="e4m3:stochastic", m="e4m3", root="e4m3")
-    >>> optimizer.attach(model)  # its parameters are empty now, except in use; without this only moments save memory
+    >>> optimizer.attach(model)  # without this only moments save memory
     >>> model(torch.randn(8, 64)).square().mean().backward()
     >>> optimizer.step()
     >>> print(optimizer.describe().splitlines()[-1])
@@ -120,32 +141,31 @@ class LowBitAdam(torch.optim.Optimizer):
         *,
         maximize=False,
         seed=0,
+        noise: Callable | None = None,
         **formats: str | None,
     ):
-        if unknown := [name for name in formats if name in OPTIONS_OF_ADAM and formats[name]]:
-            raise ValueError(
-                f"{unknown[0]} is {formats[unknown[0]]}: leave it out, LowBitAdam does not have it"
-            )
-        formats = {name: text for name, text in formats.items() if name not in OPTIONS_OF_ADAM}
+        for name in OPTIONS_OF_ADAM:
+            if value := formats.pop(name, None):
+                raise ValueError(f"{name} is {value}: leave it out, LowBitAdam does not have it")
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay is {weight_decay}: use 0 or more")
         if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
-            raise ValueError(
-                f"lr, eps and betas are {lr}, {eps} and {betas}: use at least 0, and betas below 1"
-            )
-        named = dict.fromkeys(STATE) | formats  # in one order
+            remedy = "use at least 0, and betas below 1"
+            raise ValueError(f"lr, eps and betas are {lr}, {eps} and {betas}: {remedy}")
+        in_one_order = dict.fromkeys(STATE) | formats
         self.formats = " ".join(
-            f"{name}={text}" for name, text in named.items() if text or name not in STATE
+            f"{name}={form}" for name, form in in_one_order.items() if form or name not in STATE
         )
-        self.places, self.seed = places_of(self.formats, STATE), seed
+        self.places = places_of(self.formats, STATE)
         self.second = "root" if "root" in self.places else "v"
-        self.versions: dict[
-            torch.Tensor, int
-        ] = {}  # torch's counts of in-place changes, when weights were packed
+        self.draw_noise = noise or seeded_noise(seed)
         self.parameters: list[torch.Tensor] = []  # in the order of the groups
-        # filled: they hold their weights. depth: calls that are using them. pending: a backward
-        # pass and a step are due.
-        self.filled, self.attached, self.depth, self.pending = True, False, 0, False
+        # torch's counts of in-place changes of the parameters, when their weights were packed.
+        self.versions: dict[torch.Tensor, int] = {}
+        self.attached = False
+        self.filled = True  # whether the parameters hold their weights
+        self.depth = 0  # calls that are using them
+        self.pending = False  # whether a backward pass and a step are due
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -159,132 +179,154 @@ class LowBitAdam(torch.optim.Optimizer):
         """As in torch. Raises ValueError for a parameter that is empty or not float32."""
         self.fill()
         super().add_param_group(param_group)
-        new = self.param_groups[-1]["params"]
-        if bad := [
-            f"{p.dtype} {list(p.shape)}" for p in new if p.dtype != torch.float32 or not p.numel()
-        ]:
-            self.param_groups.pop()
-            raise ValueError(f"a parameter is {bad[0]}: use float32 parameters that are not empty")
-        self.parameters += new
-        for p in new:
+        new_parameters = self.param_groups[-1]["params"]
+        for p in new_parameters:
+            if p.dtype != torch.float32 or not p.numel():
+                self.param_groups.pop()
+                remedy = "use float32 parameters that are not empty"
+                raise ValueError(f"a parameter is {p.dtype} {list(p.shape)}: {remedy}")
+        self.parameters += new_parameters
+        for p in new_parameters:
             self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-            for name in ("m", self.second):
-                self.store(p, name, torch.zeros_like(p))
+            self.store(p, "m", torch.zeros_like(p))
+            self.store(p, self.second, torch.zeros_like(p))
         self.sync()
         self.release()
 
     def store(self, p: torch.Tensor, name: str, x: torch.Tensor) -> None:
-        """Packs weights, m, v or root, rounded already; in a new dictionary, because a state_dict
-        holds the old one."""
-        codes, scale = pack(x.detach().view(p.shape), self.places.get(name))
-        self.state[p] = {**self.state[p], name: codes} | (
-            {} if scale is None else {f"{name}_scale": scale}
-        )
+        """Packs weights, m, v or root, rounded already.
 
-    def stored(self, p: torch.Tensor, name: str) -> Row:
-        """Codes, and scales or None, of weights, m, or v (its root, if that is kept). Weights
-        without a format are those in the parameter."""
-        name = self.second if name == "v" else name
-        return self.state[p].get(name, p.detach()), self.state[p].get(f"{name}_scale")
+        They go into a new dictionary, because a state_dict holds the old one.
+        """
+        codes, scale = pack(x.detach().view(p.shape), self.places.get(name))
+        state = {**self.state[p], name: codes}
+        if scale is not None:
+            state[f"{name}_scale"] = scale
+        self.state[p] = state
+
+    def stored(self, p: torch.Tensor, name: str) -> Packed:
+        """Codes, and scales or None, of weights, m, or v (its root, if that is kept).
+
+        Weights without a format are those in the parameter.
+        """
+        if name == "v":
+            name = self.second
+        state = self.state[p]
+        return state.get(name, p.detach()), state.get(f"{name}_scale")
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None):
-        """Adam's step of all parameters that have a gradient. After `attach`, frees weights and
-        gradients."""
-        with torch.enable_grad():
-            loss = closure() if closure else None
-        drawn, noise = functools.cache(self.noise), {}
+        """Adam's step of all parameters that have a gradient.
+
+        After `attach`, it frees weights and gradients.
+        """
+        loss = None
+        if closure:
+            with torch.enable_grad():
+                loss = closure()
+        noise_of_update = functools.cache(self._noise)
+        noise = {}
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    noise[p] = drawn(int(self.state[p]["step"]))[p]
-                    self.update(p, group, noise[p])
+                    updates = int(self.state[p]["step"])
+                    noise[p] = noise_of_update(updates)[p]
+                    self._update(p, group, noise[p])
         self.sync(noise)
         self.pending = False
         self.release()
         return loss
 
-    def noise(self, update: int) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Each parameter's noise for the update after `update` others, [1, P] for each place that
-        is rounded stochastically."""
-        sizes = [p.numel() for p in self.parameters]
-        drawn = noises(
-            self.places,
-            torch.tensor([self.seed], device="cpu"),
-            update,
-            sum(sizes),
-            self.parameters[0].device,
-        )
-        parts = {name: x.split(sizes, dim=1) for name, x in drawn.items()}
-        return {
-            p: {name: own[i].to(p.device) for name, own in parts.items()}
-            for i, p in enumerate(self.parameters)
-        }
+    def _noise(self, update: int) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+        """Each parameter's noise for the update after `update` others.
 
-    def update(self, p: torch.Tensor, group: dict, noise: dict[str, torch.Tensor]) -> None:
+        It is [1, P] for each place that is rounded stochastically.
+        """
+        if not self.places.noisy:
+            return dict.fromkeys(self.parameters, NO_NOISE)
+        sizes = [p.numel() for p in self.parameters]
+        shape = (len(self.places.noisy), sum(sizes))
+        drawn = self.draw_noise(update, shape, self.parameters[0].device)
+        by_place = self.places.split_noise(drawn.unsqueeze(0))
+        noise: dict = {p: {} for p in self.parameters}
+        for name, numbers in by_place.items():
+            for p, part in zip(self.parameters, numbers.split(sizes, dim=1), strict=True):
+                noise[p][name] = part.to(p.device)
+        return noise
+
+    def _update(self, p: torch.Tensor, group: dict, noise: dict[str, torch.Tensor]) -> None:
         """One parameter's step, on rows [1, P]; its weights are not rounded yet."""
-        (beta1, beta2), size = group["betas"], [p.numel()]
+        beta1, beta2 = group["betas"]
         step = self.state[p]["step"] + 1
-        rate, correction = (1 - beta1**step).reciprocal() * -group["lr"], (1 - beta2**step).sqrt()
+        bias_correction1 = 1 - beta1**step
+        root_correction2 = (1 - beta2**step).sqrt()
+        step_size = bias_correction1.reciprocal() * -group["lr"]
         grad = -p.grad if group["maximize"] else p.grad
-        g, m, v = (
-            x.reshape(1, -1)
-            for x in (grad, *(unpack(*self.stored(p, name)) for name in ("m", "v")))
-        )
-        v = v.square_() if self.second == "root" else v
-        m, v = m.lerp_(g, 1 - beta1), v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        limit = (
-            1 - beta1**step
-        ) / correction  # of |m| / sqrt(v), where the step is as long as the learning rate
-        (m, m_kept), (v, v_kept) = self.places.moments(m, v, size, noise, limit.to(m.device))
+        g = grad.reshape(1, -1)
+        m = unpack(*self.stored(p, "m")).reshape(1, -1)
+        v = unpack(*self.stored(p, "v")).reshape(1, -1)
+        if self.second == "root":
+            v = v.square_()
+        m = m.lerp_(g, 1 - beta1)
+        v = v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        # The quotient |m| / sqrt(v) at which the step is as long as the learning rate.
+        limit = (bias_correction1 / root_correction2).to(m.device)
+        (m, m_kept), (v, v_kept) = self.places.moments(m, v, [p.numel()], noise, limit)
         row = p.reshape(1, -1)
-        if group[
-            "weight_decay"
-        ]:  # of the weights before they are rounded, or a small decay would always be lost
+        if group["weight_decay"]:
+            # Of the weights before they are rounded, or a small decay would always be lost.
             row = row * (1 - group["lr"] * group["weight_decay"])
-        row = row.addcdiv(m * rate, v.sqrt().div_(correction).add_(group["eps"]))
+        denominator = v.sqrt().div_(root_correction2).add_(group["eps"])
+        row = row.addcdiv(m * step_size, denominator)
         self.state[p] = {**self.state[p], "step": step}
         self.store(p, "m", m_kept)
         self.store(p, self.second, v_kept.sqrt() if self.second == "root" else v_kept)
         p.copy_(row.view(p.shape))
 
     @torch.no_grad()
-    def sync(self, noise: dict[torch.Tensor, dict[str, torch.Tensor]] = NONE) -> None:
-        """Rounds and packs weights that have been changed in place, by a step or by others, if
-        weights have a format."""
-        for p in self.parameters if self.filled and "weights" in self.places else ():
+    def sync(self, noise: dict[torch.Tensor, dict[str, torch.Tensor]] = NO_NOISE) -> None:
+        """Rounds and packs weights that have been changed in place, by a step or by others.
+
+        Does nothing if weights have no format.
+        """
+        if not self.filled or "weights" not in self.places:
+            return
+        for p in self.parameters:
             if self.versions.get(p) != p._version:
-                p.copy_(
-                    self.places.weights(p.reshape(1, -1), [p.numel()], noise.get(p, NONE)).view(
-                        p.shape
-                    )
-                )
+                row = p.reshape(1, -1)
+                rounded = self.places.weights(row, [p.numel()], noise.get(p, NO_NOISE))
+                p.copy_(rounded.view(p.shape))
                 self.store(p, "weights", p)
                 self.versions[p] = p._version
 
     @torch.inference_mode(False)  # in that mode there would be tensors that autograd refuses
     def fill(self) -> None:
         """Unpacks the weights into the parameters, if these are empty."""
-        if not self.filled:
-            for p in self.parameters:
-                p.data, self.versions[p] = unpack(*self.stored(p, "weights")), p._version
-            self.filled = True
+        if self.filled:
+            return
+        for p in self.parameters:
+            p.data = unpack(*self.stored(p, "weights"))
+            self.versions[p] = p._version
+        self.filled = True
 
     @torch.inference_mode(False)
     def release(self) -> None:
-        """After `attach`, frees weights and gradients unless they are in use: the parameters hold
-        nothing then."""
-        if self.attached and not (self.depth or self.pending):
-            self.sync()
-            for p in self.parameters:
-                p.grad, p.data = None, p.data.new_empty(0)
-            self.filled = False
+        """After `attach`, frees weights and gradients unless they are in use.
+
+        The parameters hold nothing then.
+        """
+        if not self.attached or self.depth or self.pending:
+            return
+        self.sync()
+        for p in self.parameters:
+            p.grad = None
+            p.data = p.data.new_empty(0)
+        self.filled = False
 
     # What the hooks of a module call, beside `fill` and `release`.
 
     def touch(self) -> None:
-        """Before any layer's forward. With gradients, the backward pass will need the weights,
-        too."""
+        """Before any layer's forward. With gradients, the backward pass will need the weights."""
         self.fill()
         self.pending |= torch.is_grad_enabled()
 
@@ -298,26 +340,32 @@ class LowBitAdam(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def unpacked(self) -> Iterator[None]:
-        """The parameters hold their weights within. At its end they are emptied, unless a backward
-        pass was due before it."""
-        before = self.pending
+        """The parameters hold their weights within.
+
+        At its end they are emptied, unless a backward pass was due before it.
+        """
+        pending_before = self.pending
         self.enter()
         try:
             yield
         finally:
-            self.pending &= before
+            self.pending &= pending_before
             self.leave()
 
     def attach(self, *modules: nn.Module) -> None:
-        """Lets the parameters hold their weights only in use, if weights have a format. Forward of
-        a module or of any layer in it fills them, as do state_dict and load_state_dict. A module's
-        forward without gradients empties them, and so does a step. Whatever else reads them does so
-        within `unpacked`. A deep copy of a module is an ordinary one, in float32."""
+        """Lets the parameters hold their weights only in use, if weights have a format.
+
+        Forward of a module or of any layer in it fills them, as do state_dict and load_state_dict. A
+        module's forward without gradients empties them, and so does a step. Whatever else reads them
+        does so within `unpacked`. A deep copy of a module is an ordinary one, in float32.
+        """
         if "weights" not in self.places:
             return
-        fill, touch, enter, leave, release = (
-            Hook(self, name) for name in ("fill", "touch", "enter", "leave", "release")
-        )
+        fill = Hook(self, "fill")
+        touch = Hook(self, "touch")
+        enter = Hook(self, "enter")
+        leave = Hook(self, "leave")
+        release = Hook(self, "release")
         for module in modules:
             for layer in module.modules():
                 layer.register_forward_pre_hook(touch, prepend=True)
@@ -336,34 +384,37 @@ class LowBitAdam(torch.optim.Optimizer):
         return {**super().state_dict(), "formats": self.formats}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As in torch. Raises ValueError, and changes nothing, for a state of other formats or of
-        other parameters."""
-        own, fits = [self.state[p] for p in self.parameters], False
-        with contextlib.suppress(KeyError, TypeError, AttributeError):
-            saved = [
-                state_dict["state"][i]
-                for group in state_dict["param_groups"]
-                for i in group["params"]
-            ]
-            kinds = [
-                [{name: (x.shape, x.dtype) for name, x in one.items()} for one in states]
-                for states in (own, saved)
-            ]
-            fits = state_dict["formats"] == self.formats and kinds[0] == kinds[1]
-            fits = fits and all(
-                0 <= float(one["step"]) < 2**32 for one in saved
-            )  # it counts the draws of noise
-        if not fits:
+        """As in torch.
+
+        Raises ValueError, and changes nothing, for a state of other formats or of other parameters.
+        """
+        own_states = [self.state[p] for p in self.parameters]
+        saved_states = self._saved_states(state_dict, own_states)
+        if saved_states is None:
             what = f"one of these parameters with formats {self.formats!r}"
             raise ValueError(f"the state is not {what}: resume with its own formats")
-        super().load_state_dict(
-            {**state_dict, "state": {}}
-        )  # with codes, torch would make them float32
-        for p, mine, new in zip(self.parameters, own, saved, strict=True):
-            self.state[p] = {name: x.to(mine[name].device, copy=True) for name, x in new.items()}
+        super().load_state_dict({**state_dict, "state": {}})  # torch would make codes float32
+        for p, own, saved in zip(self.parameters, own_states, saved_states, strict=True):
+            self.state[p] = {name: x.to(own[name].device, copy=True) for name, x in saved.items()}
         if self.filled and "weights" in self.places:
             self.filled = False
             self.fill()
+
+    def _saved_states(self, state_dict: dict, own_states: list[dict]) -> list[dict] | None:
+        """The states of the parameters in a saved state, or None if it does not fit."""
+
+        def kinds(states: list[dict]) -> list[dict]:
+            return [{name: (x.shape, x.dtype) for name, x in state.items()} for state in states]
+
+        with contextlib.suppress(KeyError, TypeError, AttributeError):
+            numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+            saved_states = [state_dict["state"][i] for i in numbers]
+            # The step counts the draws of noise.
+            good_steps = all(0 <= float(state["step"]) < 2**32 for state in saved_states)
+            same_formats = state_dict["formats"] == self.formats
+            if good_steps and same_formats and kinds(saved_states) == kinds(own_states):
+                return saved_states
+        return None
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
@@ -371,25 +422,30 @@ class LowBitAdam(torch.optim.Optimizer):
         )
 
     def describe(self) -> str:
-        """The type and size of all that is stored, and bytes a parameter, counted and as the
-        formats predict."""
+        """The type and size of all that is stored.
+
+        The last line has bytes a parameter, counted and as the formats predict.
+        """
         self.sync()
-        lines, counted, predicted = [], 0, 0
-        for name, label in {
-            "weights": "weights",
-            "m": "m",
-            "v": "root of v" if self.second == "root" else "v",
-        }.items():
-            codes, scales = zip(*(self.stored(p, name) for p in self.parameters), strict=True)
-            size, of_scales = (
-                sum(x.nbytes for x in part if x is not None) for part in (codes, scales)
-            )
-            counted, predicted = counted + size + of_scales, predicted + codes[0].itemsize
+        labels = {"weights": "weights", "m": "m", "v": "v"}
+        if self.second == "root":
+            labels["v"] = "root of v"
+        numbers = 0
+        total_bytes = 0
+        predicted = 0
+        lines = []
+        for name, label in labels.items():
+            packed = [self.stored(p, name) for p in self.parameters]
+            codes = [codes for codes, _ in packed]
+            scales = [scale for _, scale in packed if scale is not None]
+            code_bytes = sum(x.nbytes for x in codes)
+            scale_bytes = sum(x.nbytes for x in scales)
+            numbers = sum(x.numel() for x in codes)
+            total_bytes += code_bytes + scale_bytes
+            predicted += codes[0].itemsize
             kind = str(codes[0].dtype).removeprefix("torch.")
-            lines.append(
-                f"{label}: {len(codes)} tensors, {kind}, {size:,} bytes and {of_scales:,} of scales"
-            )
-        counted /= sum(x.numel() for x in codes)
-        return "\n".join(
-            [*lines, f"stored: {counted:.2f} bytes a parameter, {predicted:.2f} without scales"]
-        )
+            sizes = f"{code_bytes:,} bytes and {scale_bytes:,} of scales"
+            lines.append(f"{label}: {len(codes)} tensors, {kind}, {sizes}")
+        counted = total_bytes / numbers
+        lines.append(f"stored: {counted:.2f} bytes a parameter, {predicted:.2f} without scales")
+        return "\n".join(lines)

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..bits.places import in_order
 from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..matmul_rounding import Rounding, apply, matmuls_of, roundings_of_network, stored
-from ..model import ActorCritic
+from ..model import ActorCritic, parameters_in_order
 
 # Agents that compute together, and the rounding of every layer. The heads of actor and critic are one
 # layer, unless they are rounded differently: then the last two roundings are the actor's and the
@@ -94,10 +93,11 @@ class Agents(nn.Module):
         self.shapes = [tuple(layer.weight.shape) for layer in (first.inputs, *first.hidden)]
         self.shapes.append((self.num_actions + 1, first.hidden_size))  # both heads
         rows = [
-            nn.utils.parameters_to_vector(in_order(model).values()).detach() for model in models
+            nn.utils.parameters_to_vector(parameters_in_order(model).values()).detach()
+            for model in models
         ]
         self.theta = nn.Parameter(torch.stack(rows).to(device))
-        self.sizes = [p.numel() for p in in_order(first).values()]
+        self.sizes = [p.numel() for p in parameters_in_order(first).values()]
         self.parts = self._parts_of(configs, most=chunk_for(self.theta.device))
         self.acting_parts = {
             "learner": self._parts_of(configs),
@@ -194,7 +194,7 @@ class Agents(nn.Module):
             obs_size, self.num_actions, hidden_size, layers, distribution=distribution
         )
         parameters = self.theta[agent].detach().to("cpu", copy=True)
-        nn.utils.vector_to_parameters(parameters, in_order(model).values())
+        nn.utils.vector_to_parameters(parameters, parameters_in_order(model).values())
         return model
 
 

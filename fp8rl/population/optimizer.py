@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .. import rng
-from ..bits.places import Places, noises
+from ..bits.places import Places
 from ..precision import PRECISIONS, SCALE_GROWTH_INTERVAL, Precision, StepReport
 from ..state import TensorState
 from ..train import ADAM_EPS
@@ -80,8 +80,10 @@ class Adam(TensorState):
             noise = {}
             if places.noisy:
                 steps_before = self.count[agents] - taken[agents]
+                shape = (len(places.noisy), grad.shape[1])
                 seeds = self.seeds[agents]
-                noise = noises(places, seeds, steps_before, grad.shape[1], grad.device)
+                drawn = rng.uniform(seeds, "rounding", steps_before, shape, grad.device)
+                noise = places.split_noise(drawn)
             (m, m_kept), (v, v_kept) = places.moments(m, v, self.sizes, noise, limit[agents])
             denominator = v.sqrt().div_(root_correction2[agents]).add_(ADAM_EPS)
             theta = self.theta[agents].addcdiv_(m * step_size[agents], denominator, value=-1)

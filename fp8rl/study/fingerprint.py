@@ -28,9 +28,8 @@ from torch import nn
 
 from .. import processes
 from ..bits.doctor import Doctor
-from ..bits.places import EIGHT_BIT
 from ..build import Machine, build, build_population
-from ..config import Config
+from ..config import EIGHT_BIT, Config
 from ..observation_codec import CODECS
 from ..train import train
 

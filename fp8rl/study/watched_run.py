@@ -9,7 +9,7 @@ import functools
 import torch
 
 from ..bits.doctor import Doctor, Through, read
-from ..bits.places import PlaceFormat
+from ..bits.places import PlaceFormat, split_entry
 from ..distribution import distribution_of
 from ..losses import Targets, vtrace_fast
 from ..rollout import Rollout
@@ -108,7 +108,7 @@ def watched(run: Run, formats: tuple[str, ...], **options) -> Doctor:
 
     Raises ValueError as Doctor does, and for observations or targets that are rounded stochastically.
     """
-    shown = [text for text in formats if text.split("=")[0] in SHOWN]
+    shown = [text for text in formats if split_entry(text)[0] in SHOWN]
     if wrong := [text for text in shown if "stochastic" in text]:
         to_nearest = f"the doctor rounds {' and '.join(SHOWN)} to the nearest"
         raise ValueError(f"formats has {wrong[0]!r}: {to_nearest}")
