@@ -8,7 +8,7 @@ nothing of devices, processes, CUDA graphs or files. What these change is put in
     CUDA graphs                      how an iteration is launched and read
     a ring in files                  disk/mapped_ring.py
     weights in few bits              the optimizer, and a context in which the network acts
-    faster forward passes            the network's class, the collector's loop, the learner's forward
+    faster forward passes            the network's class, collector's loop, learner's forward
 """
 
 import contextlib
@@ -62,9 +62,10 @@ def build(
 ) -> Run:
     """A run of a config on a machine.
 
-    It is new or, with a `state` from `checkpoint.resume`, resumed. `kind` is Run, or a subclass with
-    another schedule. Raises ValueError if the machine cannot do what the config asks for or the state
-    does not fit it, MemoryError if it does not fit into memory, and what MappedRing and GymEnv raise.
+    It is new or, with a `state` from `checkpoint.resume`, resumed. `kind` is Run, or a subclass
+    with another schedule. Raises ValueError if the machine cannot do what the config asks for or
+    the state does not fit it, MemoryError if it does not fit into memory, and what MappedRing and
+    GymEnv raise.
     """
     rank, size = processes.rank_and_size()
     check(config, machine, size)
@@ -216,9 +217,9 @@ def build_population(configs: list[Config], device="cpu", graph: bool = True) ->
     """Agents trained as one batch on a device, whose configs may differ in the fields of FREE.
 
     `graph`: on CUDA, launch each iteration as one graph. Agents are in the order of `configs`, in
-    histories and networks too; those of one precision and formats that follow each other are computed
-    together, which is faster. Raises ValueError for a config that cannot be in a population, or for
-    two that cannot be in the same one, and MemoryError if they do not fit.
+    histories and networks too; those of one precision and formats that follow each other are
+    computed together, which is faster. Raises ValueError for a config that cannot be in a
+    population, or for two that cannot be in the same one, and MemoryError if they do not fit.
     """
     require_one_population(configs, device)
     hardware.load_kernels(device)

@@ -67,8 +67,8 @@ class Config:
     # flat, bounded Box actions. None: the cart.
     env_id: str | None = None
     num_envs: int = 16  # Number of environments stepped together, N.
-    # Training episodes start within this distance of 0, evaluation episodes within 0.05. This option
-    # and the next two exist only for the built-in cart.
+    # Training episodes start within this distance of 0, evaluation episodes within 0.05. This
+    # option and the next two exist only for the built-in cart.
     start_noise: float = 0.5
     extra_features: int = 0  # Noise channels appended to the observation.
     # Leave the velocity out of the observation, so that the policy needs memory.

@@ -7,15 +7,15 @@ left, 1 pushes right:
     reward = 1 - 0.1 |p|                             (of the new p)
     terminated when |p| > 2, truncated after 200 steps
 
-So |v| < 1.9 always, and the step that ends an episode ends at |p| < 4: these bound the observations.
-Returns from the origin: constant action 6.2, random actions 18.5, bang-bang control (push against
-p + 3 v) 199 of 200.
+So |v| < 1.9 always, and the step that ends an episode ends at |p| < 4: these bound the
+observations. Returns from the origin: constant action 6.2, random actions 18.5, bang-bang control
+(push against p + 3 v) 199 of 200.
 
 Two options change only what is observed. `hide_velocity` leaves the velocity out, so a policy needs
 memory. `extra_features=k` appends k channels of uniform noise in [-1, 1), drawn anew at every step.
 
-Autoreset is Gymnasium's default, NEXT_STEP: the step after an end ignores its action and returns the
-first observation of the next episode with reward 0. So the final observation is never lost.
+Autoreset is Gymnasium's default, NEXT_STEP: the step after an end ignores its action and returns
+the first observation of the next episode with reward 0. So the final observation is never lost.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Faster forward passes on a CPU, which compute what the plain network does, but for rounding.
 
-`FastActorCritic` acts without calling its modules, and of many rows computes both heads in one layer.
-`Reuse` keeps the forward passes of acting, so that learning need not repeat them. The plain forms are
-model.ActorCritic, rollout.unroll and train.forward_pass.
+`FastActorCritic` acts without calling its modules, and of many rows computes both heads in one
+layer. `Reuse` keeps the forward passes of acting, so that learning need not repeat them. The plain
+forms are model.ActorCritic, rollout.unroll and train.forward_pass.
 """
 
 import functools
@@ -125,8 +125,8 @@ def as_function(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 class Reuse:
     """Lets a learner go on from the forward passes that acted.
 
-    It is the `loop` of a collector: `unroll`, with gradient. And `forward` is that of a learner: for
-    the newest rollout it returns what acting computed, with its gradient, and otherwise what
+    It is the `loop` of a collector: `unroll`, with gradient. And `forward` is that of a learner:
+    for the newest rollout it returns what acting computed, with its gradient, and otherwise what
     `train.forward_pass` computes.
     """
 

@@ -3,8 +3,10 @@ tensors.
 
 Formats (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433). A float8
 number has one sign bit and
-    e4m3   4 exponent, 3 mantissa bits: +-448, smallest 2^-9, no infinity.   Forward: activations and weights need precision.
-    e5m2   5 exponent, 2 mantissa bits: +-57344, smallest 2^-16, has inf.    Gradients: they need range.
+    e4m3   4 exponent, 3 mantissa bits: +-448, smallest 2^-9, no infinity.
+           Forward: activations and weights need precision.
+    e5m2   5 exponent, 2 mantissa bits: +-57344, smallest 2^-16, has inf.
+           Gradients: they need range.
 Each tensor is divided by its scale first, and the product multiplied by both scales. A scale is
 computed anew for every tensor ("dynamic", not "delayed"): the smallest power of two with which its
 largest magnitude fits. Scaling by it is exact, so the only error is the rounding to float8, and it
@@ -296,7 +298,8 @@ class Float8Linear(nn.Linear):
 
         >>> import torch
         >>> from fp8rl.fp8 import convert_linears
-        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        >>> layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
+        >>> model = torch.nn.Sequential(*layers)
         >>> convert_linears(model)
         {'0': None, '2': 'its 10 outputs are not a multiple of 16'}
         >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model

@@ -13,11 +13,11 @@ class History:
     """One row of numbers per iteration, kept as `columns` of floats:
 
     iteration, steps      number of the iteration, environment steps so far
-    seconds               of training so far; where a GPU runs ahead of the host, the caller's own work
-                          counts as well
+    seconds               of training so far; where a GPU runs ahead of the host, the caller's own
+                          work counts as well
     learning_rate, loss_scale
-    train_return          mean return of the episodes that ended; NaN if none did, or after an infinite
-                          reward
+    train_return          mean return of the episodes that ended; NaN if none did, or after an
+                          infinite reward
     eval_return           mean greedy return; NaN where there was no evaluation
     clipped               values clipped by the ring's codec so far
     outside               share of continuous actions beyond the bounds

@@ -6,17 +6,17 @@ arXiv:1802.01561, section 4.1) weights each step by the importance ratio
 rho_t = pi(a_t|x_t) / mu(a_t|x_t), clipped at 1:
 
     delta_t        = min(1, rho_t) (r_t + discount_t V(x_{t+1}) - V(x_t))
-    vs_t - V(x_t)  = delta_t + discount_t c_t (vs_{t+1} - V(x_{t+1})),      c_t = lambda min(1, rho_t)
+    vs_t - V(x_t)  = delta_t + discount_t c_t (vs_{t+1} - V(x_{t+1})),   c_t = lambda min(1, rho_t)
 
 vs is the critic's target and vs - V the advantage: IMPALA's, with its vs_{t+1} replaced by
 lambda vs_{t+1} + (1 - lambda) V(x_{t+1}). On the policy's own data every rho is 1, up to rounding;
 vs is the lambda-return and the advantage is GAE(lambda) (Schulman et al. 2015, arXiv:1506.02438,
 equation 16).
 
-Ends of episodes: the discount is 0 in a row whose action terminates the episode and gamma elsewhere,
-so a truncation bootstraps from V of the final observation, the next row. The row after any end is a
-dummy whose action was ignored: `valid` is False there, which zeroes its delta and cuts the trace, so
-that nothing leaks from one episode into the previous one.
+Ends of episodes: the discount is 0 in a row whose action terminates the episode and gamma
+elsewhere, so a truncation bootstraps from V of the final observation, the next row. The row after
+any end is a dummy whose action was ignored: `valid` is False there, which zeroes its delta and cuts
+the trace, so that nothing leaks from one episode into the previous one.
 
 V-trace bounds the weight of an old step, not how far repeated updates on it move the policy. So a
 step counts for the policy only while rho < 1 + clip if its advantage, after any normalization, is
@@ -33,7 +33,8 @@ from . import kernels
 from .distribution import distribution_of
 from .rollout import TERMINATED, TRUNCATED, Rollout
 
-# Added to the advantages' standard deviation, so that the noise of almost equal ones is not magnified.
+# Added to the advantages' standard deviation, so that the noise of almost equal ones is not
+# magnified.
 FLOOR = 0.05
 LOWEST = torch.finfo(torch.float32).min
 
@@ -83,8 +84,8 @@ def vtrace(
     discounts     float32 [T, B], 0 in a row whose action terminated its episode
     log_ratios    float32 [T, B], log pi - log mu of the actions taken, or zeros to leave out the
                   correction
-    valid         bool [T, B], False on dummy rows, where rewards and log_ratios may be anything, NaN
-                  too
+    valid         bool [T, B], False on dummy rows, where rewards and log_ratios may be anything,
+                  NaN too
     lam           lambda, from 0 to 1
 
     The row after an end is expected to hold the final observation: that is this package's layout,
@@ -195,23 +196,23 @@ def actor_critic_loss(
 
         policy loss + value_coef * value loss - entropy_coef * entropy
 
-    each a mean over valid rows. The policy loss of a row is -log pi(a|x) times its V-trace advantage,
-    after the batch mean is subtracted and it is divided by the standard deviation + FLOOR
-    (`normalize_advantage`), and 0 where PPO's rule says so (`clip`, whether or not V-trace has the
-    ratios, `importance_correction`). The value loss is half the squared distance to the V-trace
-    target (Espeholt et al. 2018, section 4.2).
+    each a mean over valid rows. The policy loss of a row is -log pi(a|x) times its V-trace
+    advantage, after the batch mean is subtracted and it is divided by the standard deviation +
+    FLOOR (`normalize_advantage`), and 0 where PPO's rule says so (`clip`, whether or not V-trace
+    has the ratios, `importance_correction`). The value loss is half the squared distance to the
+    V-trace target (Espeholt et al. 2018, section 4.2).
 
     `outputs`          the model's, float32 [T+1, B, A] (2 A for continuous actions), with gradient
     `values`           the model's, float32 [T+1, B], with gradient
     `coefficients`     LossCoefficients, or a settled Config
-    `all_reduce`       sums tensors over the processes that hold other parts of the batch; the losses
-                       and entropies of the parts add up to those of the whole
+    `all_reduce`       sums tensors over the processes that hold other parts of the batch; the
+                       losses and entropies of the parts add up to those of the whole
     `compute_targets`  called like `vtrace_fast`
 
     Returns the loss (float32 scalar) and a dict of statistics without gradient: policy_loss,
     value_loss, entropy (nats), min_logp (smallest log-probability of an action taken) and ess
-    (effective sample size of the ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum rho^2);
-    1 on-policy). Dimensions between time and batch are left alone: the results have them.
+    (effective sample size of the ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum
+    rho^2); 1 on-policy). Dimensions between time and batch are left alone: the results have them.
 
         >>> import torch
         >>> from fp8rl.config import Config

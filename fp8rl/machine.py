@@ -10,8 +10,8 @@ class Machine:
     """Where and how fast a run computes. A resumed run may change it, but not its Config.
 
     The parts of a run, learner, collector, replay ring and evaluator, may each be on a device of
-    their own. Only rollouts, slices and copies of the weights pass between them. (The scheme is that
-    of rlstructures: separate devices for learner, batcher and evaluation.)
+    their own. Only rollouts, slices and copies of the weights pass between them. (The scheme is
+    that of rlstructures: separate devices for learner, batcher and evaluation.)
     """
 
     # Device of everything that has no device of its own: cpu, cuda or cuda:1.

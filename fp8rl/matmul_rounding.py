@@ -35,9 +35,9 @@ def to_e5m2(x: torch.Tensor) -> torch.Tensor:
 
 
 # How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each
-# matrix of finite numbers. A number that is not finite makes the whole matrix NaN, where fp8.quantize
-# makes only this number NaN: either way the agent's gradient is not finite, and it takes no step.
-# They are functions of a module: copies and pickles of a network share them.
+# matrix of finite numbers. A number that is not finite makes the whole matrix NaN, where
+# fp8.quantize makes only this number NaN: either way the agent's gradient is not finite, and it
+# takes no step. They are functions of a module: copies and pickles of a network share them.
 TO = {
     torch.bfloat16: to_bfloat16,
     torch.float16: to_float16,
@@ -100,8 +100,8 @@ def roundings_of_network(
     """The roundings of a network, the last two shapes being those of the heads of actor and critic.
 
     Where both heads are rounded alike, they have one Rounding, because they are computed as one
-    layer. Where they are not, as with an actor in FP8 beside a critic with one output, they have two.
-    Raises what `roundings_of` raises.
+    layer. Where they are not, as with an actor in FP8 beside a critic with one output, they have
+    two. Raises what `roundings_of` raises.
     """
     *encoder, actor, critic = shapes
     with_actor = roundings_of(matmuls, [*encoder, actor], field)

@@ -2,8 +2,8 @@
 
 By default two layers of 64 ReLU units. Weights start orthogonal, with gain sqrt(2) before a ReLU, 1
 for the critic, and 0.01 for the actor, so that the first policy is almost uniform (as in CleanRL's
-PPO). The standard deviations of continuous actions do not depend on the observation. Parameters stay
-float32: a precision changes only the matmuls. A policy with memory (recurrent.py) has the same
+PPO). The standard deviations of continuous actions do not depend on the observation. Parameters
+stay float32: a precision changes only the matmuls. A policy with memory (recurrent.py) has the same
 methods and uses the states that this one ignores.
 """
 
@@ -83,8 +83,8 @@ class ActorCritic(nn.Module):
     def forward(self, obs: torch.Tensor, state=None, first=None):
         """Outputs [..., A or 2 A] and values [...] of observations [..., obs_size].
 
-        The other arguments are for a policy with memory: its state before the first row, and the rows
-        that start an episode (`Rollout.first`).
+        The other arguments are for a policy with memory: its state before the first row, and the
+        rows that start an episode (`Rollout.first`).
         """
         return self.heads(self.encode(obs))
 
@@ -131,7 +131,8 @@ def make_network(config, env, network: type = ActorCritic) -> ActorCritic:
 
 
 def parameters_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
-    """A network's parameters by name: the encoder's, both heads' weights, both heads' biases, spread.
+    """A network's parameters by name: the encoder's, both heads' weights, both heads' biases,
+    spread.
 
     In this order they lie in a row of a population's parameters, and get the noise of stochastic
     rounding.

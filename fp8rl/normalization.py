@@ -5,9 +5,10 @@ layer. The network subtracts each feature's running mean, divides by its running
 and clips the result to 10 on either side (as Stable-Baselines3's VecNormalize).
 
 These statistics are part of the network. So a checkpoint's network takes observations as the
-environment gives them, and the ring stores those. They are updated just before a rollout is collected
-and stay fixed until its updates are done, so new data are on-policy. Replayed data were normalized by
-earlier statistics, for which the importance ratios correct as they do for earlier weights.
+environment gives them, and the ring stores those. They are updated just before a rollout is
+collected and stay fixed until its updates are done, so new data are on-policy. Replayed data were
+normalized by earlier statistics, for which the importance ratios correct as they do for earlier
+weights.
 """
 
 import torch

@@ -10,9 +10,9 @@
                    a power of two per feature
 
 Scales come from the bounds of the observation space and never change, so storing them costs nothing
-per transition. int8 has equal steps and needs bounds; a feature without them has scale 1 in fp8. The
-steps of fp8 grow with the value: finer than int8's within a sixteenth of the bound from 0, coarser
-beyond. What a codec cannot represent is clipped to the nearest end of its range. Names of
+per transition. int8 has equal steps and needs bounds; a feature without them has scale 1 in fp8.
+The steps of fp8 grow with the value: finer than int8's within a sixteenth of the bound from 0,
+coarser beyond. What a codec cannot represent is clipped to the nearest end of its range. Names of
 bits/formats.py are accepted, too, where torch has a type: e4m3 is fp8, and e5m2 is scaled like it.
 """
 

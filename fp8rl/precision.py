@@ -5,18 +5,19 @@
         outputs, values = model(obs)
     report = precision.step(loss, optimizer, max_grad_norm)
 
-    name       matmuls                                  loss scaling             where
-    fp32       float32, TF32 off                        none                     everywhere
-    tf32       TensorFloat-32                           none                     CUDA, compute capability 8.0 or higher
-    bf16       autocast bfloat16                        none                     everywhere
-    fp16       autocast float16                         torch.amp.GradScaler     everywhere
-    fp8        e4m3 forward, e5m2 gradients (fp8.py)    only skips bad steps     everywhere, from capability 8.9 in hardware
-    fp8+bf16   fp8, and bf16 for layers not in FP8      as fp8                   as fp8
+    name       matmuls                            loss scaling           where
+    fp32       float32, TF32 off                  none                   everywhere
+    tf32       TensorFloat-32                     none                   CUDA, capability 8.0 up
+    bf16       autocast bfloat16                  none                   everywhere
+    fp16       autocast float16                   torch.amp.GradScaler   everywhere
+    fp8        e4m3 forward, e5m2 gradients       only skips bad steps   everywhere, in hardware
+               from (fp8.py)                                                  capability 8.9
+    fp8+bf16   fp8, and bf16 for other layers     as fp8                 as fp8
 
 A machine emulates, with the same numerics, types that it has no instructions for (on many CPUs
 bfloat16 and float16).
 
-In the core, parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no
+Parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no
 scaling. float16 ends at 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss, unscales
 the gradients before clipping, skips the step and halves the scale when a gradient is not finite,
 and doubles it after SCALE_GROWTH_INTERVAL good steps in a row. FP8 scales each tensor; its

@@ -95,8 +95,8 @@ def gather(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([part.view(x.dtype).view(x.shape) for part in parts])
 
 
-# Parts of a run's state in which the ranks' tensors are joined along the first dimension; the others
-# are the same on all ranks.
+# Parts of a run's state in which the ranks' tensors are joined along the first dimension; the
+# others are the same on all ranks.
 JOINED = ("env", "returns", "rewards", "state", "ring")
 # Tensors in these parts that are the same on all ranks.
 SAME = ("clock", "square")

@@ -22,8 +22,8 @@ from .model import ActorCritic, linear
 class RecurrentActorCritic(ActorCritic):
     """An ActorCritic with a GRU as its last layer, whose state is float32 [B, hidden_size].
 
-    A state of None is 0. `forward` takes observations [T, B, obs_size] in time order, and `first` as
-    bool [T, B], None if no row starts an episode.
+    A state of None is 0. `forward` takes observations [T, B, obs_size] in time order, and `first`
+    as bool [T, B], None if no row starts an episode.
     """
 
     recurrent = True

@@ -56,8 +56,8 @@ def ring_bytes(
 class Clock:
     """Where a ring of `rows` rows is: which rows are complete, and where the next ones go.
 
-    The complete rows are numbers `start` to `count` - 1 of all that were ever appended. Row number n
-    is at n modulo `rows`.
+    The complete rows are numbers `start` to `count` - 1 of all that were ever appended. Row number
+    n is at n modulo `rows`.
     """
 
     def __init__(self, rows: int):
@@ -185,8 +185,8 @@ class ReplayBuffer:
         """Appends T rows. Their first observation is the one in the open row already.
 
         If `new_episodes` is set, a dummy row parts the rollout from the last one, so that no slice
-        joins two episodes. Raises ValueError, and leaves the ring unchanged, for T >= `rows`, shapes
-        other than the ring's and, on a CPU, for a NaN or an action that does not fit a byte.
+        joins two episodes. Raises ValueError, and leaves the ring unchanged, for T >= `rows`,
+        shapes other than the ring's and, on a CPU, for a NaN or an action that does not fit a byte.
         """
         length = len(rollout.action)
         self._check_shapes(rollout)
@@ -253,15 +253,16 @@ class ReplayBuffer:
         self.clock.advance(length)
 
     def count_clipped(self, obs: torch.Tensor) -> torch.Tensor:
-        """How many values of each feature the codec clips in observations [T, N, F], like `clipped`."""
+        """How many values of each feature the codec clips in observations [T, N, F], like
+        `clipped`."""
         return self.codec.count_clipped(obs)
 
     def sample(self, slices: int, length: int, seed=0, iteration: int = 0) -> Rollout:
         """Draws B slices of L rows, as a Rollout of obs [L+1, B, F] and the rest [L, B].
 
-        They are drawn uniformly, with replacement, over all possible starts and environments. `seed`
-        and `iteration` are those of the draw (rng.py). Raises ValueError for fewer than L complete
-        rows, and for B or L below 1.
+        They are drawn uniformly, with replacement, over all possible starts and environments.
+        `seed` and `iteration` are those of the draw (rng.py). Raises ValueError for fewer than L
+        complete rows, and for B or L below 1.
         """
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")

@@ -1,6 +1,7 @@
 """What a config needs of a machine, and which settings do not work together.
 
-All is checked before anything is allocated or written. Errors name the field and what to use instead.
+All is checked before anything is allocated or written. Errors name the field and what to use
+instead.
 """
 
 import dataclasses
@@ -175,8 +176,8 @@ def shared(config: Config) -> Config:
 def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
     """Splits configs into lists that can each be a population, of at most `most` agents.
 
-    In a list, agents of one precision and formats follow each other; otherwise they are in the order
-    given.
+    In a list, agents of one precision and formats follow each other; otherwise they are in the
+    order given.
     """
     groups: dict[Config, list[Config]] = {}
     for config in configs:

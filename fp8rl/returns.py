@@ -20,8 +20,8 @@ class RewardScale(TensorState):
 
     of an episode's past rewards. So the targets of the critic are of order 1.
 
-    `open` is G of each environment, float32 [N]. `square`, float32 [2, 1], holds running means of G^2
-    and of 1, both from 0: their quotient is unbiased at the start, as in Adam.
+    `open` is G of each environment, float32 [N]. `square`, float32 [2, 1], holds running means of
+    G^2 and of 1, both from 0: their quotient is unbiased at the start, as in Adam.
     """
 
     NAMES = ("open", "square")
@@ -46,8 +46,8 @@ class RewardScale(TensorState):
             )
             raise ValueError(f"num_envs is {beside}: use one number")
         rewards = torch.where(rollout.valid, rollout.reward, 0)
-        # 0 in the dummy row before a new episode. After an infinite reward, at which training stops,
-        # G stays NaN.
+        # 0 in the dummy row before a new episode. After an infinite reward, at which training
+        # stops, G stays NaN.
         decay = rollout.valid.float() * gamma
         if kernel := kernels.kernel("recurrence", rewards.device):
             G = kernel(rewards, decay, self.open)  # [T, N]

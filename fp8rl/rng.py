@@ -11,10 +11,10 @@ under a key of two words. Here
     key     = (seed, purpose)
     counter = (index // 2, iteration)
 
-and the parity of the index chooses one of the two results. The cipher needs only sums, rotations and
-exclusive ors of 32-bit words, all modulo 2^32. NumPy computes them on a CPU. Elsewhere the same lines
-run on int32 tensors, which torch adds with the same wrap-around, or one kernel computes all of them
-(kernels.py).
+and the parity of the index chooses one of the two results. The cipher needs only sums, rotations
+and exclusive ors of 32-bit words, all modulo 2^32. NumPy computes them on a CPU. Elsewhere the same
+lines run on int32 tensors, which torch adds with the same wrap-around, or one kernel computes all
+of them (kernels.py).
 
     >>> from fp8rl.rng import uniform
     >>> uniform(seed=0, purpose="actions", iteration=3, shape=(2, 4)).shape

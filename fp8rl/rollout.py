@@ -64,7 +64,8 @@ class Rollout(NamedTuple):
 
 
 def extremes(rollout: Rollout) -> torch.Tensor:
-    """The smallest and largest observation, then those of the rewards, then whether an action is NaN.
+    """The smallest and largest observation, then those of the rewards, then whether an action is
+    NaN.
 
     float32 [5]. Smallest and largest are NaN if one of the numbers is, and the last is 1 or 0.
     """
@@ -117,8 +118,8 @@ def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.
 def inference(env):
     """Inference mode, for stepping an environment.
 
-    Autograd cannot use tensors that were made in it. So at the end, those that the environment holds
-    become copies.
+    Autograd cannot use tensors that were made in it. So at the end, those that the environment
+    holds become copies.
     """
     try:
         with torch.inference_mode():
@@ -136,8 +137,8 @@ def unroll(model, env, noise, starts, state):
     `starts`  the environments' random starts (`TensorEnv.draw`)
     `state`   of a recurrent policy, or None
 
-    Returns obs, action, reward and flags as in Rollout, with the policy's outputs [T, N, A or 2 A] as
-    the fifth, and the state at the end.
+    Returns obs, action, reward and flags as in Rollout, with the policy's outputs [T, N, A or 2 A]
+    as the fifth, and the state at the end.
     """
     obs = [env.obs]
     outputs = []

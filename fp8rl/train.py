@@ -1,13 +1,13 @@
 """Training: collect T steps from N environments, learn from them once, learn from replay K times,
 repeat.
 
-The new rollout is on-policy, except for rounding if the acting policy has a precision of its own. The
-slices replayed from the ring are off-policy. Both go through V-trace (losses.py).
+The new rollout is on-policy, except for rounding if the acting policy has a precision of its own.
+The slices replayed from the ring are off-policy. Both go through V-trace (losses.py).
 
 A `Run` is made of a config and parts that own their state: a collector acts (rollout.py), a ring
-replays (replay.py), a learner updates the network, an evaluator plays greedy episodes (evaluate.py),
-and a history remembers. `build.build` makes these parts for a config and a machine. `iterate` is the
-loop; an iteration is `Run.iteration`.
+replays (replay.py), a learner updates the network, an evaluator plays greedy episodes
+(evaluate.py), and a history remembers. `build.build` makes these parts for a config and a machine.
+`iterate` is the loop; an iteration is `Run.iteration`.
 """
 
 import contextlib
@@ -110,8 +110,8 @@ class Learner:
     def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
         """One gradient step on a batch from any device.
 
-        Returns the statistics of the loss and of the step, scalars. With several processes, those of
-        the loss are this process's part.
+        Returns the statistics of the loss and of the step, scalars. With several processes, those
+        of the loss are this process's part.
         """
         loss, statistics = self.loss(batch)
         max_grad_norm = self.coefficients.max_grad_norm
@@ -336,10 +336,11 @@ class Run:
         self.recorded.add(row)
 
     def totals(self, iteration: int, measurements: Measurements, numbers: np.ndarray) -> dict:
-        """An iteration's numbers: statistics of its updates, and the mean return of the episodes that
-        ended, over all processes that train together.
+        """An iteration's numbers: statistics of its updates, and the mean return of the episodes
+        that ended, over all processes that train together.
 
-        `numbers` are those of the measurements, [n], or [n, S] of S runs that are measured together.
+        `numbers` are those of the measurements, [n], or [n, S] of S runs that are measured
+        together.
         """
         names = measurements.names
         updates = [
@@ -412,8 +413,8 @@ class Run:
         """All that the run needs to continue as if it had never stopped, perhaps without the ring's
         rows.
 
-        As in torch, the tensors of model and optimizer are not copies. Raises what `iterate` does, of
-        iterations that were not checked yet.
+        As in torch, the tensors of model and optimizer are not copies. Raises what `iterate` does,
+        of iterations that were not checked yet.
         """
         self.launch.finish(self)
         self.launch.check(self)
@@ -428,8 +429,8 @@ class Run:
     def load_state_dict(self, state: dict) -> None:
         """Restores the `state_dict` of a run with the same config into one that has not started.
 
-        It then continues bit for bit on a CPU; without the ring's rows, with an empty ring. The state
-        is taken as it is: disk/restore.py checks one that comes from a file.
+        It then continues bit for bit on a CPU; without the ring's rows, with an empty ring. The
+        state is taken as it is: disk/restore.py checks one that comes from a file.
         """
         self.recorded.load_state_dict(state["history"])
         self.iterations_run += len(self.recorded)
@@ -497,8 +498,8 @@ def make_cart(
 def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:
     """Fused Adam over a model's parameters.
 
-    On CUDA its step counts and learning rate are on the device, so that it never waits for the host.
-    `capturable` is torch's option of this name.
+    On CUDA its step counts and learning rate are on the device, so that it never waits for the
+    host. `capturable` is torch's option of this name.
     """
     device = model.actor.weight.device
     if device.type == "cuda":

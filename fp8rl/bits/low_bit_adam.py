@@ -6,17 +6,17 @@ of two: one for the tensor or one for each block of 32. Of 4 bytes a parameter f
 moments there remain 1 and 2, in 16 bits 2 and 4, and 4 for each scale.
 
     moments    A step unpacks and updates them, uses them, and only then rounds them (as torchao's
-               low-bit optimizers do; blocks with scales: Dettmers et al. 2022, arXiv:2110.02861). The
-               root of v needs half of v's range of exponents (Bjorck et al. 2021, arXiv:2102.13565).
-               They are rounded so that no step becomes much longer than float32's
-               (`Places.moments`), unless the word `independent` asks for each to be rounded by
-               itself.
+               low-bit optimizers do; blocks with scales: Dettmers et al. 2022, arXiv:2110.02861).
+               The root of v needs half of v's range of exponents (Bjorck et al. 2021,
+               arXiv:2102.13565). They are rounded so that no step becomes much longer than
+               float32's (`Places.moments`), unless the word `independent` asks for each to be
+               rounded by itself.
     weights    A step is often far smaller than the distance from a number to the next, and rounding
                to the nearest would undo it. Stochastic rounding is right in the mean (Gupta et al.
                2015, arXiv:1502.02551), without a float32 copy.
-    in use     No layer computes with codes. They are unpacked into the parameters for a forward pass
-               and until the step after it, as FSDP gathers parameters and frees them (Zhao et al.
-               2023, arXiv:2304.11277). So in use there are float32 weights, gradients and
+    in use     No layer computes with codes. They are unpacked into the parameters for a forward
+               pass and until the step after it, as FSDP gathers parameters and frees them (Zhao et
+               al. 2023, arXiv:2304.11277). So in use there are float32 weights, gradients and
                activations, and in a step one tensor's moments and 4 bytes of noise for each number
                that is rounded stochastically. What is saved is what lies between calls.
 """
@@ -114,13 +114,14 @@ class LowBitAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) that keeps its state in few bits.
 
     `weights`, `m`, `v` or `root` (the root of v) are formats of places.py, such as
-    "e4m3:stochastic"; what has none is float32. `weight_decay` is decoupled, as in AdamW (Loshchilov
-    & Hutter 2019, arXiv:1711.05101): it multiplies the weights by 1 - lr weight_decay before the
-    step, and what comes of both is rounded once. `maximize` climbs. `noise` draws the numbers for
-    stochastic rounding, by default `seeded_noise(seed)`. Other options of torch's Adam are refused.
+    "e4m3:stochastic"; what has none is float32. `weight_decay` is decoupled, as in AdamW
+    (Loshchilov & Hutter 2019, arXiv:1711.05101): it multiplies the weights by 1 - lr weight_decay
+    before the step, and what comes of both is rounded once. `maximize` climbs. `noise` draws the
+    numbers for stochastic rounding, by default `seeded_noise(seed)`. Other options of torch's Adam
+    are refused.
 
-    Weights are first rounded to the nearest. Change them in place, under `torch.no_grad()` and after
-    `attach` within `unpacked`: a change of a parameter's `.data` is not seen.
+    Weights are first rounded to the nearest. Change them in place, under `torch.no_grad()` and
+    after `attach` within `unpacked`: a change of a parameter's `.data` is not seen.
 
     >>> model = torch.nn.Linear(64, 64)
     >>> optimizer = LowBitAdam(model.parameters(), weights="e4m3:stochastic", m="e4m3", root="e4m3")
@@ -355,9 +356,9 @@ class LowBitAdam(torch.optim.Optimizer):
     def attach(self, *modules: nn.Module) -> None:
         """Lets the parameters hold their weights only in use, if weights have a format.
 
-        Forward of a module or of any layer in it fills them, as do state_dict and load_state_dict. A
-        module's forward without gradients empties them, and so does a step. Whatever else reads them
-        does so within `unpacked`. A deep copy of a module is an ordinary one, in float32.
+        Forward of a module or of any layer in it fills them, as do state_dict and load_state_dict.
+        A module's forward without gradients empties them, and so does a step. Whatever else reads
+        them does so within `unpacked`. A deep copy of a module is an ordinary one, in float32.
         """
         if "weights" not in self.places:
             return

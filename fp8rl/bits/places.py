@@ -1,28 +1,28 @@
 """Places: what a training keeps or computes in few bits, each in a format of its own (formats.py).
 
-    forward        inputs and weights of the matmuls of the forward pass; their products are summed in
-                   float32
+    forward        inputs and weights of the matmuls of the forward pass; their products are summed
+                   in float32
     backward       the gradients that are multiplied in the backward pass
     weights        the parameters between updates, instead of a float32 master copy
     m, v           Adam's moments between updates
     root           the root of v, in place of v: half of its exponent's range is enough
     observations   those of replayed slices, in reinforcement learning
-    acting         inputs and weights of the acting policy's matmuls; without it, it acts in the format
-                   of `forward`
+    acting         inputs and weights of the acting policy's matmuls; without it, it acts in the
+                   format of `forward`
     targets        advantages and value targets
 
 A text names some of them, as in "weights=e4m3:stochastic v=e5m2", and `places_of` reads it. What it
-does not name stays float32, as do sums. An update takes its step in float32 from what is stored, and
-rounds the result. A format is followed by any of the words
+does not name stays float32, as do sums. An update takes its step in float32 from what is stored,
+and rounds the result. A format is followed by any of the words
 
     unscaled     no scale; otherwise each tensor has one, a power of two
     block        a scale for each 32 numbers instead
     stochastic   round up or down at random so that the mean is right; otherwise to the nearest
     stored       (m, v, root) take Adam's step from the moments as they were stored; otherwise it is
                  taken just before
-    independent  (m, v, root) round without regard to the other moment, as most low-bit optimizers do;
-                 otherwise m and v are rounded so that no step becomes much longer than float32's
-                 (`Places.moments`)
+    independent  (m, v, root) round without regard to the other moment, as most low-bit optimizers
+                 do; otherwise m and v are rounded so that no step becomes much longer than
+                 float32's (`Places.moments`)
 """
 
 from typing import NamedTuple

@@ -1,10 +1,10 @@
 """Checkpoints: written whole or not at all, and read without executing anything in them.
 
 A checkpoint is a dict: `format` (this module's version), `config` (the run's fields, or a list of
-those of a population's agents) and `run` (from `Run.state_dict`). torch writes it as an uncompressed
-zip archive, but reads a flipped bit in a tensor without noticing, and returns uninitialized memory
-for an entry marked as a folder. So checksums and marks are checked first. torch's `weights_only`
-reader makes plain data only. disk/restore.py puts the state into a run.
+those of a population's agents) and `run` (from `Run.state_dict`). torch writes it as an
+uncompressed zip archive, but reads a flipped bit in a tensor without noticing, and returns
+uninitialized memory for an entry marked as a folder. So checksums and marks are checked first.
+torch's `weights_only` reader makes plain data only. disk/restore.py puts the state into a run.
 """
 
 import dataclasses

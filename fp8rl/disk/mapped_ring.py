@@ -2,11 +2,11 @@
 
 The folder may be larger than RAM and outlives the process. It holds NAME.bin for each tensor,
 `ring.json`, which describes them, and `lock`. The files are reserved in full, so that a disk that
-fills up later cannot break a run, and `ring.json` comes last, by a rename, so a folder that has it is
-complete. What a process has written to a mapped page belongs to the kernel from then on: killing the
-process loses nothing and keeps the order of writes. (A power failure may lose data: the kernel writes
-pages back when it likes.) Either one process may write to a folder or any number may read it; the
-kernel releases the lock of a process that dies.
+fills up later cannot break a run, and `ring.json` comes last, by a rename, so a folder that has it
+is complete. What a process has written to a mapped page belongs to the kernel from then on: killing
+the process loses nothing and keeps the order of writes. (A power failure may lose data: the kernel
+writes pages back when it likes.) Either one process may write to a folder or any number may read
+it; the kernel releases the lock of a process that dies.
 """
 
 import contextlib
@@ -69,8 +69,8 @@ class MappedClock(Clock):
 class MappedRing(ReplayBuffer):
     """A ReplayBuffer in a folder of files, on the CPU.
 
-    A ring that is there already is continued if its settings are the same or, if not `writable`, only
-    sampled from. The other arguments are those of ReplayBuffer.
+    A ring that is there already is continued if its settings are the same or, if not `writable`,
+    only sampled from. The other arguments are those of ReplayBuffer.
 
     Raises ValueError, besides as ReplayBuffer, for a folder whose ring is damaged or has other
     settings, and OSError for a folder without room or permissions, or in use.
@@ -170,8 +170,8 @@ class MappedRing(ReplayBuffer):
     def load_state_dict(self, state: dict) -> None:
         """Keeps the rows of the folder, which are the run's.
 
-        With a warning if the folder is a new one. Rows of another ring are copied into an empty one.
-        Raises OSError if this folder holds those of another run.
+        With a warning if the folder is a new one. Rows of another ring are copied into an empty
+        one. Raises OSError if this folder holds those of another run.
         """
         folder = state.get("folder")
         if folder is None and self.count:

@@ -1,8 +1,8 @@
 """Restores a run from a state that comes from a file, which may hold anything.
 
-The agent's own `load_state_dict` methods take a state as it is. Here it is checked first: names, types
-and shapes. Values are checked only where a wrong one would reach memory that is not the run's or a
-file's content. What is wrong raises ValueError before the run goes on.
+The agent's own `load_state_dict` methods take a state as it is. Here it is checked first: names,
+types and shapes. Values are checked only where a wrong one would reach memory that is not the run's
+or a file's content. What is wrong raises ValueError before the run goes on.
 """
 
 import numpy as np

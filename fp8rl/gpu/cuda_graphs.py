@@ -1,15 +1,15 @@
 """CUDA graphs: launch a whole iteration as one, and read what it measured later.
 
-An iteration of a small network is thousands of kernels of microseconds each, and most of the time is
-spent by the CPU launching them one by one. A CUDA graph records the launches once and replays them
-all with a single call. The price: a replay repeats exactly the same launches on exactly the same
-addresses. So nothing inside may read a number on the host, results are overwritten by the next
+An iteration of a small network is thousands of kernels of microseconds each, and most of the time
+is spent by the CPU launching them one by one. A CUDA graph records the launches once and replays
+them all with a single call. The price: a replay repeats exactly the same launches on exactly the
+same addresses. So nothing inside may read a number on the host, results are overwritten by the next
 replay, and what changes from one to the next must be in tensors on the device: counters of random
-numbers, the ring's clock, the learning rate, the loss scale, Adam's step count. That is why Adam must
-be `capturable`.
+numbers, the ring's clock, the learning rate, the loss scale, Adam's step count. That is why Adam
+must be `capturable`.
 
-The agent's code counts in Python numbers and stores new tensors in its attributes. `GraphQueue` puts
-tensors in their place (`Held`), so the agent does not know that it is captured.
+The agent's code counts in Python numbers and stores new tensors in its attributes. `GraphQueue`
+puts tensors in their place (`Held`), so the agent does not know that it is captured.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from ..rollout import Rollout
 # state (Adam's, the scaler's).
 WARMUP = 3
 GRAPHED = ("cuda",)  # types of devices that have graphs
-# Iterations that may wait before the older half is read. A run's first ones, among them the captured
-# one, are read at once.
+# Iterations that may wait before the older half is read. A run's first ones, among them the
+# captured one, are read at once.
 AHEAD = 16
 
 
@@ -40,8 +40,8 @@ def has_graphs(device: torch.device) -> bool:
 class Graphed:
     """Runs a function that updates its own state in place, on a device.
 
-    It is run eagerly at its first calls, captured at the next and replayed from then on. Tensors that
-    it returns are overwritten by the next call.
+    It is run eagerly at its first calls, captured at the next and replayed from then on. Tensors
+    that it returns are overwritten by the next call.
     """
 
     def __init__(self, device: torch.device):

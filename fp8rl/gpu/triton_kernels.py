@@ -6,8 +6,8 @@ each step, which wait for those of the step before. Launched one by one, they ar
 beginnings for very little arithmetic. Here each is one kernel, which keeps in registers what it
 works on.
 
-Importing this module puts the kernels, and that of passes.py, into kernels.KERNELS, where the core
-finds them; `hardware.load_kernels` does it where they run. Where the environment variable
+Importing this module puts the kernels, and that of triton_quantize.py, into kernels.KERNELS, where
+the core finds them; `hardware.load_kernels` does it where they run. Where the environment variable
 TRITON_INTERPRET is 1, Triton's interpreter runs them on a CPU, slowly."""
 
 import warnings

@@ -3,7 +3,7 @@
 Memory decides how long they take: a GPU reads a number from it in the time of some hundred
 operations. So a kernel reads each number as few times as its mathematics allow, computes on the
 chip, and writes each result once. (Where the kernels are used, and how they run on a CPU:
-launches.py.)
+triton_kernels.py.)
 
 Quantizing a matrix to float8 takes two readings, because the scale must be known before any number
 is rounded. The first finds the largest magnitude. A float32's bits without its sign, as a whole

@@ -19,9 +19,9 @@ from ..distribution import Categorical, Gaussian
 from ..matmul_rounding import Rounding, apply, matmuls_of, roundings_of_network, stored
 from ..model import ActorCritic, parameters_in_order
 
-# Agents that compute together, and the rounding of every layer. The heads of actor and critic are one
-# layer, unless they are rounded differently: then the last two roundings are the actor's and the
-# critic's.
+# Agents that compute together, and the rounding of every layer. The heads of actor and critic are
+# one layer, unless they are rounded differently: then the last two roundings are the actor's and
+# the critic's.
 Part = tuple[slice, list[Rounding]]
 # Agents that compute together on a CPU: results of more would leave its cache before they are read
 # again.
@@ -78,9 +78,9 @@ class Workspace(dict):
 class Agents(nn.Module):
     """The networks of S agents of given configs, with the parameters of `models`.
 
-    `theta` has the parameters, float32 [S, P], and `layers` views of it, weights [S, O, I] and biases
-    [S, 1, O]: the encoder's layers and, as one, the heads of actor and critic. Agents whose matmuls
-    are rounded alike and that follow each other are computed together.
+    `theta` has the parameters, float32 [S, P], and `layers` views of it, weights [S, O, I] and
+    biases [S, 1, O]: the encoder's layers and, as one, the heads of actor and critic. Agents whose
+    matmuls are rounded alike and that follow each other are computed together.
     """
 
     recurrent = False
@@ -269,8 +269,8 @@ class Policy:
 class AgentsFunction(torch.autograd.Function):
     """Forward and backward pass of all agents, a few agents at a time.
 
-    Only the first rows have a gradient. The next forward pass overwrites what a backward pass needs,
-    which then raises RuntimeError.
+    Only the first rows have a gradient. The next forward pass overwrites what a backward pass
+    needs, which then raises RuntimeError.
     """
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""Adam and loss scales for S agents: each has its own step count, learning rate and skipped steps."""
+"""Adam and loss scales for S agents: each has its own step count, learning rate and skipped
+steps."""
 
 import math
 
@@ -96,8 +97,8 @@ class Adam(TensorState):
 class Scales(TensorState):
     """Loss scales and gradient steps of S agents, in place of Precision.
 
-    float16's `scale` grows and shrinks for each agent as GradScaler's does (precision.py). Any agent
-    skips a step whose gradient is not finite.
+    float16's `scale` grows and shrinks for each agent as GradScaler's does (precision.py). Any
+    agent skips a step whose gradient is not finite.
 
     Its state: `scale`, float32 [S, 1]; `good`, steps since the scale last changed, float32 [S, 1];
     `stopped`, agents that take no more steps, bool [S, 1].

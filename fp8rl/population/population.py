@@ -1,11 +1,11 @@
 """Populations: S agents trained as one batch.
 
 All agents share the calls of one loop. Their matmuls are one `bmm` over an axis of agents
-(networks.py), and everything else has that axis too: rollouts are [T, S, N], losses [S]. Nothing else
-is shared. Every agent has its own weights, environments, replay, Adam and loss scale, its own seed,
-its own precision and, where wanted, its own hyperparameters, and clipping and skipping are decided
-for each. Losses are summed over the agents, so no gradient is divided by S. A Population is a Run:
-`train.iterate` is the loop of both.
+(networks.py), and everything else has that axis too: rollouts are [T, S, N], losses [S]. Nothing
+else is shared. Every agent has its own weights, environments, replay, Adam and loss scale, its own
+seed, its own precision and, where wanted, its own hyperparameters, and clipping and skipping are
+decided for each. Losses are summed over the agents, so no gradient is divided by S. A Population is
+a Run: `train.iterate` is the loop of both.
 
 Agent k draws the random numbers of a Run with its config (rng.py). So it is that run, whatever the
 other agents are, except for the order in which a matmul sums.
@@ -240,8 +240,8 @@ class Population(Run):
     `settled`   the same configs, settled for their task
     `make_env`  makes environments, as `train.make_cart`
 
-    An agent from which nothing can be learned any more does not end the run: it takes no more steps,
-    is evaluated as it is, and its history says why.
+    An agent from which nothing can be learned any more does not end the run: it takes no more
+    steps, is evaluated as it is, and its history says why.
     """
 
     def __init__(self, configs: list[Config], settled: list[Config], make_env: Callable, device):

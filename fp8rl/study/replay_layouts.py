@@ -1,10 +1,12 @@
 """Layouts: three ways for a replay store to keep the observation that an action led to, for
 comparison.
 
-    layout    stored besides the observation, action, reward, flags and log-probability    next observation
-    compact   nothing                                                                       the next row, as exact as any other
-    full      the next observation, in the same codec                                       as exact as any other
-    delta     the difference to the next observation, in one byte for each feature          off by the rounding of the difference
+    layout    stored for a transition, besides observation,     next observation
+              action, reward, flags and log-probability
+    compact   nothing                                           the next row, as exact as any other
+    full      the next observation, in the same codec           as exact as any other
+    delta     the difference to the next observation,           off by the rounding of the
+              in one byte for each feature                      difference
 
 `compact` is the ring that training uses (replay.py); `full` and `delta` are here to be measured
 beside it, and training does not use them. The compact ring can rebuild every next observation
@@ -119,7 +121,8 @@ class FullLayout:
 
         >>> layout = FullLayout(capacity=100, codec="bf16")
         >>> flags = torch.zeros(8, 4, dtype=torch.uint8)
-        >>> rollout = Rollout(torch.rand(9, 4, 2), torch.ones(8, 4).long(), torch.ones(8, 4), flags, torch.zeros(8, 4))
+        >>> ones = torch.ones(8, 4)
+        >>> rollout = Rollout(torch.rand(9, 4, 2), ones.long(), ones, flags, 0 * ones)
         >>> layout.append(transitions_of(rollout))
         >>> layout.read(torch.arange(layout.size)).next_obs.shape
         torch.Size([32, 2])

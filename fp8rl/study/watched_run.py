@@ -106,7 +106,8 @@ class WatchedLearner(Learner):
 def watched(run: Run, formats: tuple[str, ...], **options) -> Doctor:
     """A doctor that watches a run from now on, by its optimizer's and its learner's places.
 
-    Raises ValueError as Doctor does, and for observations or targets that are rounded stochastically.
+    Raises ValueError as Doctor does, and for observations or targets that are rounded
+    stochastically.
     """
     shown = [text for text in formats if split_entry(text)[0] in SHOWN]
     if wrong := [text for text in shown if "stochastic" in text]:
