@@ -1,0 +1,29 @@
+"""The code on the page of bits/ runs, and prints what the page says."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import fp8rl.bits
+
+PAGE = (Path(fp8rl.bits.__file__).parent / "README.md").read_text()
+LOW_BIT_ADAM, DOCTOR = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+(PRINTED,) = re.findall(r"```\n(weights:.*?)```", PAGE, re.S)
+
+
+def printed(code: str) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, {})
+    return output.getvalue()
+
+
+def test_the_optimizer_stores_what_the_page_says():
+    assert printed(LOW_BIT_ADAM) == PRINTED
+
+
+def test_the_doctor_reports_on_every_format():
+    report = printed(DOCTOR)
+    for form in ("bf16 ", "bf16:stochastic ", "e4m3:unscaled "):
+        assert f"| {form}|" in report
