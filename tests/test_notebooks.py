@@ -57,11 +57,6 @@ def test_kernel_is_python3(notebook):
     assert notebook["metadata"]["kernelspec"]["name"] == "python3"
 
 
-def test_prose_comes_at_least_every_third_cell(notebook):
-    kinds = "".join(cell["cell_type"][0] for cell in notebook["cells"])
-    assert kinds.startswith("m") and "ccc" not in kinds
-
-
 def test_parameters_are_literals_near_the_top(notebook):
     tagged = [i for i, cell in enumerate(notebook["cells"]) if "parameters" in tags(cell)]
     assert len(tagged) == 1 and tagged[0] < 5
@@ -124,13 +119,6 @@ def test_exercises_are_shown_unsolved_and_their_solutions_are_hidden():
         assert tags(cells[at + 1]) == ["solution"] and cells[at + 1]["metadata"]["jupyter"] == {
             "source_hidden": True
         }
-
-
-def test_the_main_notebook_has_at_most_2000_words_of_prose():
-    cells = json.loads((ROOT / "notebooks" / f"{MAIN}.ipynb").read_text())["cells"]
-    assert (
-        sum(len(source(cell).split()) for cell in cells if cell["cell_type"] == "markdown") <= 2000
-    )
 
 
 def test_outputs_name_no_private_folder(code):
