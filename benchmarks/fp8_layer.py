@@ -91,9 +91,8 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
         times = result["seconds"][batch] = {}
         for width in widths:
             times[width] = seconds_of(layer_steps(width, batch), rounds=5, round_seconds=0.02)
-            part.write_text(
-                json.dumps(result, indent=1) + "\n"
-            )  # a later, larger one may run out of memory
+            # A later, larger one may run out of memory
+            part.write_text(json.dumps(result, indent=1) + "\n")
         result["break_even_width"][batch] = {
             against: break_even(times, against) for against in PRECISIONS[:3]
         }

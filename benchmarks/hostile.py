@@ -54,6 +54,7 @@ from fp8rl.study.throughput import origin
 from fp8rl.train import iterate, train
 
 RUN = [sys.executable, "-m", "fp8rl"]
+# Two batches
 STUDY = [
     "study",
     "--precisions",
@@ -66,7 +67,7 @@ STUDY = [
     "--num-envs",
     "16",
     "8",
-]  # two batches
+]
 SHORT = ["train", "--steps", "10240", "--eval-episodes", "2"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 KILLS, STUDY_KILLS, TOGETHER, DAMAGES, FORGERIES, STRANGERS = 100, 20, 50, 10_000, 200, 10_000
@@ -473,9 +474,8 @@ class Strangers:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, old)
         shutil.rmtree(self.out)
-        os.utime(
-            self.out.parent, ns=(0, self.before[self.out.parent][2])
-        )  # of which this has changed the time
+        # Of which this has changed the time
+        os.utime(self.out.parent, ns=(0, self.before[self.out.parent][2]))
         return fate if snapshot(self.out.parent) == self.before else "CHANGED WHAT IS OUTSIDE"
 
     def fates(self, count: int) -> collections.Counter:
@@ -530,9 +530,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(workers) as pool:
         folder = Path(name)
         whole = list(train(build(Config()), progress=False).model.state_dict().values())
-        for job in [
-            start("train", "--out", folder / f"whole{i}") for i in range(workers)
-        ]:  # as many as will run side by side
+        # As many as will run side by side
+        for job in [start("train", "--out", folder / f"whole{i}") for i in range(workers)]:
             job.communicate()
         seconds = time.time() - (folder / "whole0/config.json").stat().st_mtime
         assert same(weights(folder / "whole0"), whole)

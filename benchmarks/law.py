@@ -64,10 +64,11 @@ STEPS = {
     "LunarLander-v3": 307_200,
 }
 ALONE, FEW = "LunarLander-v3", ("e8m7", "e8m3", "e8m0", "e4m3", "e4m3:unscaled")
+# Places that are seen through the loss, and the acting policy
 LOOKED, ACTING = (
     (*doctor.OPERANDS, *SHOWN),
     "acting",
-)  # places that are seen through the loss, and the acting policy
+)
 EDGES = (-np.inf, 0.125, 0.25, 0.5, 2, 4, 32, np.inf)
 COLUMNS = (
     "cells",
@@ -102,10 +103,11 @@ HELD_OUT = [Setting(task, rate) for task in STEPS if task != ALONE for rate in (
 HELD_OUT += [Setting("CartPole-v1", 5e-4), Setting("Pendulum-v1", 5e-4)]
 HELD_OUT += [Setting("CartPole-v1", 2e-3, 16), Setting("CartPole-v1", 1e-3, 256)]
 HELD_OUT += SLOW
+# Where those places are judged, too
 THROUGH_LOSS = [
     *CHOSEN,
     *(setting for setting in HELD_OUT if setting[1:] == (2e-3, 64)),
-]  # where those places are judged, too
+]
 PREDICTED = (*Setting._fields, "cell", "progress", "noise", "lost", "verdict")
 MEASURED = (*Setting._fields, "cell", "returns")
 

@@ -99,9 +99,10 @@ class Linear(nn.Linear):
     def forward(self, x):
         if not any(self.kit.form(self.owner, place) for place in ("forward", "backward")):
             return super().forward(x)
+        # Straight through
         x, weight = (
             y + (self.kit.keep(self.owner, "forward", y) - y).detach() for y in (x, self.weight)
-        )  # straight through
+        )
         out = F.linear(x, weight, self.bias)
         if out.requires_grad:
             out.register_hook(lambda grad: self.kit.keep(self.owner, "backward", grad))
@@ -198,9 +199,8 @@ def sac(kit: Kit, updates: int = 5_000) -> dict[str, float]:
     for i in range(updates):
         action = policy(torch.from_numpy(obs))[0].detach() if i > 100 else 2 * torch.rand(4, 1) - 1
         new, reward, _, cut, _ = envs.step(2 * action.numpy())
-        replay.add(
-            *(x[~done] for x in (obs, action.numpy(), reward / 8, new))
-        )  # after an episode's end a step only resets
+        # After an episode's end a step only resets
+        replay.add(*(x[~done] for x in (obs, action.numpy(), reward / 8, new)))
         obs, done = new, cut
         if i < 100:
             continue

@@ -66,9 +66,8 @@ class Moves:
         """Reward plus value of the next state, float64 [2, N], of values at the grid's points."""
         total = self.reward.clone()
         for row, corners in zip(total, self.corners, strict=True):
-            for place, weight in zip(
-                *corners, strict=True
-            ):  # one at a time, which takes less memory
+            # One at a time, which takes less memory
+            for place, weight in zip(*corners, strict=True):
                 row.addcmul_(weight, values.index_select(0, place))
         return total
 

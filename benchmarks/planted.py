@@ -38,9 +38,8 @@ HEALTHY = (
     "backward=bf16",
 )
 HEALTHY += ("target=bf16:stochastic", "normalizer=bf16:stochastic")
-TOGETHER = " ".join(
-    text for text in HEALTHY if text != "v=bf16:stochastic"
-)  # of v and its root only one can be kept
+# Of v and its root only one can be kept
+TOGETHER = " ".join(text for text in HEALTHY if text != "v=bf16:stochastic")
 PREDICTED, MEASURED = (
     ("loop", "cell", "progress", "noise", "verdict", "why", "cure"),
     ("loop", "planted", "seed", "quantity", "value"),

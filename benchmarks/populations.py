@@ -221,9 +221,8 @@ def main() -> None:
         os.environ["JAX_PLATFORMS"] = (
             "cuda"  # or without a JAX for CUDA, this processor would stand in the table of a GPU
         )
-        subprocess.run(
-            [sys.executable, "-c", "import jax; jax.devices()"], check=True
-        )  # which says so now, not at last
+        # Which says so now, not at last
+        subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], check=True)
     if options.avx2:
         keep_to_avx2()
     options.origin = origin()

@@ -237,9 +237,8 @@ def others_seconds() -> float:
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     began, before = time.perf_counter(), others_seconds()
-    collecting = (
-        collecting_table()
-    )  # first: its processes are forks, of a process that has not trained yet
+    # First: its processes are forks, of a process that has not trained yet
+    collecting = collecting_table()
     lines = [*training_tables(), "", *reusing_table(), "", *collecting]
     others = (others_seconds() - before) / (time.perf_counter() - began)
     about = (

@@ -24,11 +24,12 @@ from fp8rl.study.throughput import origin
 SEEDS = range(9000, 9030)  # the settings of the arms were tried on 100 to 115
 BUDGET = {"steps": 40_960, "eval_every": 2_048}
 LEVEL = 100  # half of what an episode can return
+# 16 times the steps an iteration, and the updates
 MANY = {
     "num_envs": 16,
     "start_noise": 0.5,
     "replay_updates": 16,
-}  # 16 times the steps an iteration, and the updates
+}
 RATIO = {"importance_correction": True}
 CLIP = {"clip": Config.clip}
 ONE = {

@@ -100,18 +100,20 @@ PEERS |= {
     "populations_avx2": ("jax",),
     "populations_cuda": ("jax",),
 }
+# In the order of `make gpu`
 ON_CUDA = (
     "populations_cuda",
     "fp8_layer",
     "widths_cuda",
     "placements",
-)  # in the order of `make gpu`
+)
+# Those of a fingerprint's first hashes; the others have names in it
 PARTS = (
     "defaults",
     "settled",
     "doctor",
     "averages",
-)  # those of a fingerprint's first hashes; the others have names in it
+)
 # The parts of a fingerprint that each table's numbers rest on. Tables whose settings are their own
 # rest on "settled" and not on the defaults. Where a table has tasks without a tensor form,
 # Gymnasium steps them and the network normalizes.

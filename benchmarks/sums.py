@@ -44,13 +44,14 @@ from fp8rl.study.throughput import origin
 from fp8rl.study.watched_run import WatchedLearner
 from fp8rl.train import Learner, Run, iterate, train
 
+# Seen through the loss
 SUMS = (
     "values",
     "recursion",
     "advantages",
     "value targets",
     "log-probabilities",
-)  # seen through the loss
+)
 MEANS = ("reward scale", "normalizer")  # that follow others
 FORMATS = ("bf16", "fp16:unscaled", "e8m3", "e8m1", "e8m0", "e5m2", "e4m3", "e4m3:unscaled")
 SETTINGS = [setting for setting in CHOSEN if setting.learning_rate == 2e-3]

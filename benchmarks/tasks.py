@@ -76,12 +76,13 @@ TASKS = {
     "LunarLander-v3": (8000, 1_000_000, 50_000, 200),
     "InvertedPendulum-v5": (8000, 200_000, 10_000, 1000),
     "Hopper-v5": (8000, 1_000_000, 50_000, 2400),
+    # An evaluation takes as many steps as a tenth of the training
     "HalfCheetah-v5": (
         8000,
         1_000_000,
         200_000,
         5800,
-    ),  # an evaluation takes as many steps as a tenth of the training
+    ),
 }
 PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp8")} | {
     "eight-bit state": EIGHT_BIT
@@ -233,9 +234,8 @@ def read(journal: Path) -> Found:
     """The finished seeds."""
     head = "task,arm,seed,settings,seconds,returns\n"
     text = journal.read_text() if journal.exists() else head
-    journal.write_text(
-        text[: text.rfind("\n") + 1]
-    )  # a line that was being written when the benchmark was killed is no seed
+    # A line that was being written when the benchmark was killed is no seed
+    journal.write_text(text[: text.rfind("\n") + 1])
     found = {}
     for row in csv.DictReader(journal.read_text().splitlines()):
         task, arm = row["task"], row["arm"]
@@ -335,9 +335,8 @@ def draw(path: Path, found: Found) -> None:
                 for (name, of, _), each in found.items()
                 if (name, of) == (task, arm)
             ]
-            returns = np.array(
-                seeds or [np.full(count, np.nan)]
-            )  # so that the other arms keep their colours
+            # So that the other arms keep their colours
+            returns = np.array(seeds or [np.full(count, np.nan)])
             lost = {CART: best_of(CART) - returns, LQR: above_optimum(returns)}
             curves[arm] = every * np.arange(1, count + 1), lost.get(task, returns)
         figures.learning_curves(ax, curves, marks=False).get_legend().remove()
@@ -359,10 +358,11 @@ def draw(path: Path, found: Found) -> None:
             "color": "#444444",
             "bbox": box,
         }
+        # Left, above the curves
         free = np.nanmedian(curves["fp32"][1], axis=0)[-1] < goal and task not in (
             CART,
             LQR,
-        )  # left, above the curves
+        )
         side = {"ha": "left", "va": "bottom"} if free else {"ha": "right", "va": "top"}
         at = (0.02, at) if free else (0.98, at)
         ax.annotate(

@@ -54,6 +54,7 @@ from fp8rl.train import Run, iterate, train
 # up, so they have others.
 FIRST, WIDTHS = {64: 8200}, (16, 64, 256, 1024)
 ARMS = ("fp32", "bf16", "fp8", "eight-bit state")
+# Width and layers: seeds
 SHAPES = {
     (16, 2): 30,
     (64, 1): 10,
@@ -61,12 +62,13 @@ SHAPES = {
     (64, 3): 10,
     (256, 2): 30,
     (1024, 2): 30,
-}  # width and layers: seeds
+}
+# What --speed times, and how many agents are together
 ALONE, TOGETHER, AGENTS = (
     ("fp32", "bf16", "fp8"),
     ("fp32", "fp8"),
     8,
-)  # what --speed times, and how many agents are together
+)
 ON_CUDA, CUDA = (
     tuple(2**n for n in range(6, 14)),
     Machine("cuda") if torch.cuda.is_available() else HERE,
@@ -126,9 +128,8 @@ def grown(configs: list[Config]) -> int:
     torch.set_num_threads(1)
     keep_freed_memory()
     train(build_population(configs[:1]), progress=False)
-    before = (
-        psutil.Process().memory_info().rss
-    )  # with what any training loads, and one agent's, which the process keeps
+    # With what any training loads, and one agent's, which the process keeps
+    before = psutil.Process().memory_info().rss
     train(build_population(configs), progress=False)
     peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     return (peak - before) // (len(configs) - 1)
@@ -264,10 +265,11 @@ def learning(journal: Path, only: list[str], widths: list[int], arms: list[str],
     """The table of what is learned, after the training of what the journal does not have."""
     found, wanted = read(journal), (tasks.CART, tasks.CARTPOLE)
     for (width, layers), task, arm in itertools.product(SHAPES, wanted, ARMS):
+        # Wider ones in smaller steps
         names, most = (
             (task, width, layers, arm),
             min(30, 2560 // width),
-        )  # wider ones in smaller steps
+        )
         configs = (
             configs_of(*names)[:seeds] if task in only and width in widths and arm in arms else []
         )

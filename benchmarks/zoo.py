@@ -180,21 +180,18 @@ class Evaluator:
                 self.config.eval_episodes, purpose="evaluation starts"
             )
         else:
-            env = GymEnv(
-                self.config.env_id, self.config.eval_episodes, seed=2**31
-            )  # as machine.make_judge
-        largest = getattr(
-            self.model.action_space, "high", None
-        )  # of a push; there is none of a choice
+            # As machine.make_judge
+            env = GymEnv(self.config.env_id, self.config.eval_episodes, seed=2**31)
+        # Of a push; there is none of a choice
+        largest = getattr(self.model.action_space, "high", None)
 
         def policy(obs: torch.Tensor) -> torch.Tensor:
             seen = obs.numpy()
             action, _ = self.model.predict(
                 normalizer.normalize_obs(seen) if normalizer else seen, deterministic=True
             )
-            return torch.as_tensor(
-                action if largest is None else action / largest
-            )  # tensor tasks take [-1, 1]
+            # Tensor tasks take [-1, 1]
+            return torch.as_tensor(action if largest is None else action / largest)
 
         row = {
             "iteration": len(self.history),
@@ -223,9 +220,8 @@ def train(algorithm: str, config: Config) -> History:
     )
     if settings.pop("normalize", False):
         env = sb3.common.vec_env.VecNormalize(env, gamma=settings.get("gamma", 0.99))
-    torch.optim.Adam(
-        [torch.zeros(1, requires_grad=True)]
-    )  # imports what it needs for a second, which is no training
+    # Imports what it needs for a second, which is no training
+    torch.optim.Adam([torch.zeros(1, requires_grad=True)])
     judge = Evaluator(config)
     if "activation_fn" in settings.get("policy_kwargs", {}):
         policy = settings["policy_kwargs"]

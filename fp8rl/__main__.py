@@ -120,14 +120,12 @@ def train(
                 name: kept[name] for name in options if name in kept and name not in given()
             }
             Saving(**options)  # the mark may hold anything
-            processes.all_reduce(
-                [torch.zeros(1)]
-            )  # all have read the mark before rank 0 writes it again
+            # All have read the mark before rank 0 writes it again
+            processes.all_reduce([torch.zeros(1)])
         elif first:
             require_free(out, "train", overwrite)
-        run = build(
-            config, machine, state
-        )  # what cannot be is refused before anything is written or replaced
+        # What cannot be is refused before anything is written or replaced
+        run = build(config, machine, state)
         if machine.memmap and run.ring.count:
             print(
                 f"continuing with {run.ring.size} rows of {run.ring.num_envs} environments in "
@@ -206,18 +204,20 @@ def write_while_training(
     def keep(
         kind: type | None, *_
     ) -> None:  # if the environment fails, what was learned until then
+        # With a graph it has learned from it since
         good = kind is EnvironmentFailed or (
             kind is ValueError and isinstance(run.launch, Immediate)
-        )  # with a graph it has learned from it since
+        )
         if good and len(run.history) and processes.rank_and_size()[1] == 1:
             checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
     if folder and len(run.history):
         write_metrics(folder, run.history, 0)  # the rows from before a resumption
+    # All rows are written again with the first new one, which may have other columns
     written, saved = (
         0,
         time.monotonic(),
-    )  # all rows are written again with the first new one, which may have other columns
+    )
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
@@ -250,9 +250,8 @@ def write_while_training(
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
     if processes.rank_and_size()[0] == 0:
         most = "" if run.config.env_id else " of 200"
-        print(
-            f"final greedy return {run.history.final_return:.2f}{most}"
-        )  # known even if it cannot be written
+        # Known even if it cannot be written
+        print(f"final greedy return {run.history.final_return:.2f}{most}")
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
 
@@ -412,9 +411,8 @@ def compare(
         )
         arms |= comparison.arms(suffix, **fields)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
-    last_arm = {
-        in_numbers(configs[0]): arm for arm, configs in arms.items()
-    }  # None and the number that it stands for are one
+    # None and the number that it stands for are one
+    last_arm = {in_numbers(configs[0]): arm for arm, configs in arms.items()}
     for arm, configs in arms.items():
         other = last_arm[in_numbers(configs[0])]
         if other != arm:
@@ -423,9 +421,8 @@ def compare(
     if not one_by_one and (shapes := len(set(map(shared, arm_of)))) > 1:
         print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
     study.require(list(arm_of), each)  # what cannot be is refused before anything is written
-    options = json.loads(
-        json.dumps(dataclasses.asdict(comparison) | numbers)
-    )  # as they are read back
+    # As they are read back
+    options = json.loads(json.dumps(dataclasses.asdict(comparison) | numbers))
     with folder_of(out, options, overwrite) as folder:
         journal = study.Journal(out / "runs.jsonl")
         done = {config for config, arm in arm_of.items() if (arm, config) in journal.histories}
@@ -507,9 +504,8 @@ def write_study(
     figures.intervals(right, final := study.scores(results, "final_return"), "final greedy return")
     right.set_title("each seed, interquartile mean, 95% interval", fontsize=9)
     best = max(values.max() for values in final.values())
-    if (
-        iqm(final[next(iter(arms))]) >= threshold < best
-    ):  # an arm far below would leave the others no room
+    # An arm far below would leave the others no room
+    if iqm(final[next(iter(arms))]) >= threshold < best:
         low = threshold - (best - threshold) / 4
         right.set_xlim(low, best + (best - threshold) / 4)
         right.set_xlabel(f"{right.get_xlabel()}, from {low:.0f} up")
@@ -709,12 +705,10 @@ def parse(commands: dict[str, Callable]) -> Callable[[], None]:
     except SystemExit as stop:
         if not stop.code:
             raise  # --help
-        text = " ".join(
-            line.strip("│ ") for line in box.getvalue().splitlines()[1:]
-        )  # under a title
-        said = next(
-            filter(None, (part.strip() for part in re.split("[─-]{9,}", text)))
-        )  # above the next rule
+        # Under a title
+        text = " ".join(line.strip("│ ") for line in box.getvalue().splitlines()[1:])
+        # Above the next rule
+        said = next(filter(None, (part.strip() for part in re.split("[─-]{9,}", text))))
         said = re.sub(r"^Error parsing __tyro\S*: ", "", said)
         raise ValueError(
             f"{said} (see --help)"
@@ -726,16 +720,14 @@ def parse(commands: dict[str, Callable]) -> Callable[[], None]:
 def main() -> None:
     """Runs the command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # so that a study ends its workers first
+    # So that a study ends its workers first
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     warnings.formatwarning = lambda text, *_, **__: re.sub(
         r"\x1b\[\d+m", "", f"fp8rl: warning: {text}\n"
     )
     hardware.keep_freed_memory()
-    torch.set_num_threads(
-        1
-    )  # the network is too small for more, and so a run's numbers do not depend on the cores
+    # The network is too small for more, and so a run's numbers do not depend on the cores
+    torch.set_num_threads(1)
     commands = {
         "train": train,
         "eval": evaluate_run,
@@ -749,9 +741,8 @@ def main() -> None:
         parse(commands)()
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
-        said = (
-            str(error) or "out of memory: use a smaller config, or a folder whose files fit"
-        )  # Python's own has no words
+        # Python's own has no words
+        said = str(error) or "out of memory: use a smaller config, or a folder whose files fit"
     except KeyboardInterrupt:
         said, code = "interrupted", 130
     except RuntimeError as error:
@@ -768,9 +759,8 @@ def main() -> None:
                 f"rank {rank} of {size} lost the others ({str(error).splitlines()[0]}): "
                 "resume from the last checkpoint"
             )
-    said = "".join(
-        x if x.isprintable() else repr(x)[1:-1] for x in said
-    )  # names in a folder may have any characters
+    # Names in a folder may have any characters
+    said = "".join(x if x.isprintable() else repr(x)[1:-1] for x in said)
     print(f"fp8rl: {said}", file=sys.stderr)
     sys.exit(code)
 

@@ -105,9 +105,8 @@ def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, scales: str = "tensor")
     if scales == "tensor":
         largest = largest.amax((-2, -1)) if x.shape[-2] else x.new_zeros(x.shape[:-2])
     scale = power_of_two_scale(largest, LARGEST[dtype])
-    x = x.nan_to_num(
-        torch.nan, torch.nan, torch.nan
-    )  # or `cast` would make an infinity the largest number
+    # Or `cast` would make an infinity the largest number
+    x = x.nan_to_num(torch.nan, torch.nan, torch.nan)
     return Quantized(
         cast(x / (scale[..., None, None] if scales == "tensor" else scale), dtype), scale
     )
@@ -179,17 +178,15 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
                 "none along the sum"
             )
     device = a.data.device
-    with torch.autocast(
-        device.type, enabled=False
-    ):  # a surrounding bfloat16 autocast would round the result
+    # A surrounding bfloat16 autocast would round the result
+    with torch.autocast(device.type, enabled=False):
         if emulate or (emulate is None and not has_kernel(device)):
             # Row-major, like the second matrix in the CPU's kernel, so that both sum in the same
             # order, bit for bit.
             return (a.data.float() @ b.data.float().contiguous()) * (a.scale * b.scale)
         whole = F.ScalingType.TensorWise
-        if not (
-            a.shared and b.shared
-        ):  # after the sum, powers of two scale as exactly as before it
+        # After the sum, powers of two scale as exactly as before it
+        if not (a.shared and b.shared):
             one = a.scale.new_ones(())
             product = F.scaled_mm(
                 a.data, b.data, one, whole, one, whole, output_dtype=torch.float32
@@ -277,9 +274,8 @@ class _Float8Gradients(_Refusing):
             grad_x = scaled_matmul(g8, w8, layer.emulate).to(input_dtype)  # [B, O] @ [O, I]
         if of_weight:
             x8 = Quantized(x_data, x_scale).column_major()
-            grad_w = scaled_matmul(
-                later_g8.column_major().t(), x8, layer.emulate
-            )  # [O, B] @ [B, I]
+            # [O, B] @ [B, I]
+            grad_w = scaled_matmul(later_g8.column_major().t(), x8, layer.emulate)
         return grad_x, grad_w
 
     @staticmethod
@@ -321,13 +317,11 @@ class Float8Linear(nn.Linear):
         missing = -rows % MULTIPLE if rows else MULTIPLE
         if missing:  # the weight gradient contracts rows, and kernels need some
             flat = F.pad(flat, (0, 0, 0, missing))
-        weight = (
-            self.weight if torch.is_grad_enabled() else self.weight.detach()
-        )  # or it would be prepared for a backward pass
+        # Or it would be prepared for a backward pass
+        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
         y = self.product(flat, weight, w8)
-        y = (
-            y[:rows] if missing else y
-        )  # a slice of all of it would cost a copy in the backward pass
+        # A slice of all of it would cost a copy in the backward pass
+        y = y[:rows] if missing else y
         if self.bias is not None:
             y = y + self.bias if missing else y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
@@ -363,9 +357,8 @@ def convert_linears(
     each, by name, None if it was converted, else the reason why not. `scales` is that of the
     layers. Raises ValueError if there is none of this name."""
     require_scales(scales)
-    modules = model.named_modules(
-        remove_duplicate=False
-    )  # a tied layer appears under each of its names
+    # A tied layer appears under each of its names
+    modules = model.named_modules(remove_duplicate=False)
     linears = {name: layer for name, layer in modules if isinstance(layer, nn.Linear)}
     reasons = {
         name: misfit(layer.in_features, layer.out_features) for name, layer in linears.items()

@@ -98,18 +98,16 @@ def available(device="cpu") -> int:
     cgroup (v2)."""
     device = torch.device(device)
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device
-        )  # blocks that torch would reuse
+        # Blocks that torch would reuse
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     left = [psutil.virtual_memory().available]
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
         free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        left.append(
-            free + int(stat["inactive_file"])
-        )  # file pages that the kernel drops when memory is needed
+        # File pages that the kernel drops when memory is needed
+        left.append(free + int(stat["inactive_file"]))
     if sys.platform == "linux":  # other kernels do not enforce these
         used = psutil.Process().memory_info()
         for limit, taken in ((resource.RLIMIT_DATA, used.data), (resource.RLIMIT_AS, used.vms)):

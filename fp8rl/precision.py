@@ -127,9 +127,8 @@ class Precision:
     def autocast(self):
         """Runs a forward pass in this precision."""
         dtype = self.rules.autocast
-        cached = (
-            not torch.is_grad_enabled()
-        )  # gradients would be summed in low precision, in the cached copy of a weight
+        # Gradients would be summed in low precision, in the cached copy of a weight
+        cached = not torch.is_grad_enabled()
         cast = torch.autocast(
             self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached
         )
@@ -152,10 +151,11 @@ class Precision:
         one = torch.ones((), dtype=torch.float32, device=self.device)
         scale = self.scaler.scale(one)  # unlike get_scale() this does not wait for a GPU
         optimizer.zero_grad(set_to_none=True)
+        # A surrounding one would cast FP8's matmuls
         with (
             self.matmul_mode(),
             torch.autocast(self.device.type, enabled=False),
-        ):  # a surrounding one would cast FP8's matmuls
+        ):
             self.scaler.scale(loss).backward()
         if all_reduce:
             for p, grad in zip(parameters, all_reduce([p.grad for p in parameters]), strict=True):
@@ -165,9 +165,8 @@ class Precision:
         self.scaler.step(optimizer)
         self.scaler.update()
         skipped = self.scaler.scale(one) < scale  # it becomes smaller only by a skip
-        if (
-            self.rules.loss_scale and not self.rules.scale_grows
-        ):  # back to where it was, or it would end at 0
+        # Back to where it was, or it would end at 0
+        if self.rules.loss_scale and not self.rules.scale_grows:
             self.scaler.update(one * self.rules.loss_scale)
         return StepReport(grad_norm, self.scaler.scale(one), skipped)
 

@@ -87,9 +87,8 @@ def gather(x: torch.Tensor) -> torch.Tensor:
     """The ranks' tensors, all of the same shape, one after the other along the first dimension."""
     if (size := rank_and_size()[1]) == 1:
         return x
-    flat = (
-        x.contiguous().flatten().view(torch.uint8)
-    )  # bytes, because gloo does not support every dtype
+    # Bytes, because gloo does not support every dtype
+    flat = x.contiguous().flatten().view(torch.uint8)
     parts = [torch.empty_like(flat) for _ in range(size)]
     distributed.all_gather(parts, flat)
     return torch.cat([part.view(x.dtype).view(x.shape) for part in parts])

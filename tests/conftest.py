@@ -11,9 +11,8 @@ from fp8rl.study import comparison
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # read when triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
-settings.register_profile(
-    "fp8rl", deadline=None
-)  # how fast a machine is must not pass or fail a test
+# How fast a machine is must not pass or fail a test
+settings.register_profile("fp8rl", deadline=None)
 settings.load_profile("fp8rl")
 
 

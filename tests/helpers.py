@@ -33,9 +33,10 @@ SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5} | SMALL
 TINY = SMALL | {"rollout_length": 4, "slice_length": 4, "batch_size": 64}
 WIDE = (-1000.0, -10.0), (1000.0, 10.0)  # bounds that the times and environments of `coded` stay in
 
+# The same as options
 SIZED = [
     word for name, size in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(size))
-]  # the same as options
+]
 small = functools.partial(Config, **SMALL)
 
 
@@ -140,9 +141,8 @@ def forked(target, *arguments) -> multiprocessing.Process:
     """A process forked from a server that has imported everything, which takes longer than what the
     processes of these tests do. (If a study has started the server before, it has only torch, and
     the process imports the rest.)"""
-    SERVER.set_forkserver_preload(
-        ["fp8rl.__main__", "torch._dynamo"]
-    )  # the second comes with a process's first optimizer
+    # The second comes with a process's first optimizer
+    SERVER.set_forkserver_preload(["fp8rl.__main__", "torch._dynamo"])
     process = SERVER.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process

@@ -28,9 +28,8 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 acting_kernel = pytest.importorskip("fp8rl.gpu.acting_kernel")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 short = functools.partial(Config, **TINY)  # the interpreter takes long
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
-]  # of the interpreter's NumPy
+# Of the interpreter's NumPy
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
 pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
 TASKS = None, "CartPole-v1", "Acrobot-v1", "Pendulum-v1", "fp8rl/Lqr-v0"
 
@@ -96,9 +95,8 @@ def test_the_kernel_acts_as_the_plain_loop_does_in_every_task(task):
 )
 def test_the_kernel_rounds_as_the_networks_do(layers, options):
     """Agents of all precisions, with a number of environments that is no power of two."""
-    precisions = ["fp32", "bf16", "fp16"] + ["fp8", "fp8"] * (
-        layers > 1
-    )  # a network of one has none to convert
+    # A network of one has none to convert
+    precisions = ["fp32", "bf16", "fp16"] + ["fp8", "fp8"] * (layers > 1)
     own = {"layers": layers, "num_envs": 20, **options}
     configs = [short(seed=seed, precision=name, **own) for seed, name in enumerate(precisions)]
     plain, other = pair(configs)
@@ -334,9 +332,10 @@ PLAIN += [{"precision": "tf32"}] * torch.cuda.is_available()
 
 
 def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
+    # As on a GPU
     monkeypatch.setattr(
         composition, "acting_loop", lambda *own: acting_kernel.kernel_loop(*own) or unroll
-    )  # as on a GPU
+    )
     for options in (
         {},
         {"precision": "fp8", "collect_precision": "bf16"},
@@ -357,9 +356,8 @@ def test_a_kernel_that_does_not_run_here_is_not_used(monkeypatch):
     assert isinstance(
         acting_kernel.kernel_loop(run.env, run.model, Agents.acting), acting_kernel.Fused
     )
-    assert all(
-        map(torch.equal, before.values(), run.env.state_dict().values())
-    )  # it was a copy that was stepped
+    # It was a copy that was stepped
+    assert all(map(torch.equal, before.values(), run.env.state_dict().values()))
     monkeypatch.setattr(acting_kernel, "play", None)
     with pytest.warns(
         UserWarning,

@@ -108,12 +108,13 @@ def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
     ("task", "medians", "interval", "expected"),
     [
         ("the cart", (198.0, 198.6, 6.6), (-0.4, 0.1), "equal"),
+        # Loses less than a tenth of 192
         (
             "the cart",
             (180.0, 198.6, 6.6),
             (-20.0, -17.0),
             "between",
-        ),  # loses less than a tenth of 192
+        ),
         ("the cart", (179.0, 198.6, 6.6), (-21.0, -18.0), "fails"),
         ("fp8rl/Lqr-v0", (1.1, 1.05, 51.05), (1.01, 1.1), "equal"),  # costs
         ("fp8rl/Lqr-v0", (6.0, 1.05, 51.05), (5.0, 6.5), "between"),
@@ -149,9 +150,8 @@ def test_below_the_codecs_table_every_failing_seed_is_named_and_the_control_is_j
     spec = importlib.util.spec_from_file_location(
         "codecs_benchmark", results.ROOT / "benchmarks/codecs.py"
     )
-    spec.loader.exec_module(
-        codecs := importlib.util.module_from_spec(spec)
-    )  # by its path: Python has a module of this name
+    # By its path: Python has a module of this name
+    spec.loader.exec_module(codecs := importlib.util.module_from_spec(spec))
 
     monkeypatch.setattr(codecs, "SEEDS", range(5000, 5003))
     plain, one, control = (
@@ -373,12 +373,10 @@ def test_several_films_run_side_by_side_with_captions():
         both.seek(k)
         frames.append(np.asarray(both.convert("RGB")))
     assert not np.array_equal(frames[0][:240], np.asarray(alone.convert("RGB")))  # the caption
-    assert not np.array_equal(
-        frames[1][240:], frames[2][240:]
-    )  # now it says that the cart is off the track
-    end = np.abs(frames[2].astype(int) - frames[3]).mean(
-        (1, 2)
-    )  # but for its palette a picture that is kept stays the same
+    # Now it says that the cart is off the track
+    assert not np.array_equal(frames[1][240:], frames[2][240:])
+    # But for its palette a picture that is kept stays the same
+    end = np.abs(frames[2].astype(int) - frames[3]).mean((1, 2))
     assert end[240:].mean() < 0.5 < end[:240].mean()
 
 
@@ -403,12 +401,10 @@ def test_the_map_is_drawn_beside_its_prediction(tmp_path, monkeypatch):
     law.draw_map(tmp_path / "map.png", [row | {"verdict": "breaks"} for row in rows[: len(cells)]])
     axes = law.plt.gcf().axes
     shades = [{patch.get_facecolor() for patch in ax.patches} for ax in axes]
-    assert (
-        shades[0] == shades[1] and len(shades[0]) == 2
-    )  # what is equal at both rates, and what fails
-    assert (
-        axes[0].lines and not axes[1].lines
-    )  # foreseen to break at the first cart's lower rate alone
+    # What is equal at both rates, and what fails
+    assert shades[0] == shades[1] and len(shades[0]) == 2
+    # Foreseen to break at the first cart's lower rate alone
+    assert axes[0].lines and not axes[1].lines
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -461,9 +457,8 @@ def test_stable_baselines3_trains_with_the_weights_that_are_stored():
 
     weights, optimizers = [], []
     for formats in (None, "", "weights=e4m3"):
-        model = law_sb3.model_of(
-            "PPO", seed=5
-        )  # draws from global generators, so models train one after the other
+        # Draws from global generators, so models train one after the other
+        model = law_sb3.model_of("PPO", seed=5)
         optimizers += [] if formats is None else law_sb3.keep(model, formats)
         model.learn(512)
         weights.append([*model.policy.parameters()])
@@ -508,10 +503,11 @@ def without(part: str) -> str:
     ("code", "stale"),
     [
         (CODE, []),
+        # Other defaults, or another single run
         (
             CODE.replace("aaaaaaaa", "00000000"),
             ["tasks", "law"],
-        ),  # other defaults, or another single run
+        ),
         (CODE.replace("bbbbbbbb", "00000000"), ["tasks", "law"]),
         (CODE.replace("cccccccc", "00000000"), ALL),  # another algorithm
         (CODE.replace("dddddddd", "00000000"), ["law", "planted"]),  # another doctor

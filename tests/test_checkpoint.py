@@ -246,9 +246,8 @@ def test_moments_of_other_shapes_are_refused(path):
     config, state = checkpoint.resume(path)
     for name in ("step", "exp_avg", "exp_avg_sq"):
         forged = copy.deepcopy(state)
-        forged["optimizer"]["state"][2][name] = torch.zeros(
-            3
-        )  # torch's fused step would write beyond its end
+        # Torch's fused step would write beyond its end
+        forged["optimizer"]["state"][2][name] = torch.zeros(3)
         refused("the state does not fit the config", build, config, state=forged)
 
 

@@ -419,19 +419,21 @@ def test_resuming_takes_the_run_s_own_config_and_a_refused_run_changes_nothing(
             "--steps",
             "2048",
         ),
+        # The default, but not the run's own
         (
             "steps is given beside resume",
             "--resume",
             trained,
             "--steps",
             "100000",
-        ),  # the default, but not the run's own
+        ),
+        # Though it is
         (
             "precision is given beside resume",
             "--resume",
             trained,
             "--precision=bf16",
-        ),  # though it is
+        ),
         ("overwrite is given beside resume", "--resume", trained, "--overwrite"),
         ("out is ", "--resume", trained, "--out", tmp_path / "b"),
         ("out is None and resume None: use one of them",),
@@ -661,9 +663,8 @@ def test_memory_counts_the_whole_capacity_of_a_ring_in_a_folder_and_the_room_on_
     result = memory_of(capsys, *options, "--memmap", tmp_path / "new" / "ring")
     assert result["predicted_bytes"] == 18_000_000 and result["transitions"] == 1_000_000
     assert result["available_bytes"] == 12_345_678_901
-    assert (
-        memory_of(capsys, *options)["predicted_bytes"] == 1_769_760
-    )  # in memory, only what the run can fill
+    # In memory, only what the run can fill
+    assert memory_of(capsys, *options)["predicted_bytes"] == 1_769_760
 
 
 def test_memory_compares_layouts(tmp_path, capsys, refused):
@@ -771,9 +772,8 @@ def test_an_evaluation_that_is_not_finite_is_no_result_and_what_was_learned_is_k
 def test_whole_numbers_are_read_as_in_a_config(refused, capsys):
     run_cli("memory", "--capacity", "1e6", "--steps", "2e6", "--json")
     assert json.loads(capsys.readouterr().out)["transitions"] == 10**6
-    assert refused("memory", "--seed", str(2**53 + 1)).startswith(
-        "seed is 9007199254740993: "
-    )  # all of its digits
+    # All of its digits
+    assert refused("memory", "--seed", str(2**53 + 1)).startswith("seed is 9007199254740993: ")
     for value in ("1.5", "many", "inf", "nan", "1e-3"):
         assert (
             refused("memory", "--capacity", value)

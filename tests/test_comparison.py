@@ -66,9 +66,8 @@ def test_summary_by_hand():
         and np.isnan(row["seconds_to_threshold"])
         and row["arm"] == "another"
     )
-    assert (
-        row["failure"] == "diverged" and row["final_return"] == -np.inf
-    )  # whatever the agent as it is would earn
+    # Whatever the agent as it is would earn
+    assert row["failure"] == "diverged" and row["final_return"] == -np.inf
 
 
 def test_stack_leaves_out_rows_without_a_value_and_runs_that_ended_early():
@@ -87,15 +86,12 @@ def test_scores_are_by_arm_and_in_order_of_seed():
 
 def test_table_pairs_by_seed_and_judges():
     results = [result("a", seed, 196 + seed) for seed in range(5)]
-    results += [
-        result("b", seed, 195 + seed) for seed in (2, 0, 4, 1, 3)
-    ]  # in any order: always one less
-    results += [
-        result("c", seed, 194.9 + seed) for seed in range(5)
-    ]  # its lowest seed is below 195
-    results += [
-        result("d", seed, 200) for seed in range(5)
-    ]  # 2 above in the middle, up to 4 in a resample
+    # In any order: always one less
+    results += [result("b", seed, 195 + seed) for seed in (2, 0, 4, 1, 3)]
+    # Its lowest seed is below 195
+    results += [result("c", seed, 194.9 + seed) for seed in range(5)]
+    # 2 above in the middle, up to 4 in a resample
+    results += [result("d", seed, 200) for seed in range(5)]
     rows = rows_of(comparison.table(results, ["a", "b", "c", "d"]))[2:]
     assert [row[0] for row in rows] == ["a", "b", "c", "d"] and [row[5] for row in rows] == [
         "pass",
@@ -298,9 +294,8 @@ def test_populations_are_dealt_out_whole_or_in_equal_parts(sizes, workers):
         assert max(parts) - min(parts) <= 1 or size > comparison.AGENTS * workers
         whole[size] += parts == [size]
     for size, count in Counter(sizes).items():
-        if (
-            1 < size <= comparison.AGENTS and size not in rests
-        ):  # the rest of a larger one counts as one of its size
+        # The rest of a larger one counts as one of its size
+        if 1 < size <= comparison.AGENTS and size not in rests:
             assert whole[size] == count // workers * workers
 
 

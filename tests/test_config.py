@@ -74,9 +74,8 @@ def test_fields_that_fit_only_together():
     for field, value in (("hide_velocity", True), ("extra_features", 2), ("start_noise", 0.1)):
         of_another = functools.partial(Config, env_id="CartPole-v1", **{field: value})
         refused(f"{field} is {value}: leave it out, CartPole-v1 does not have it", of_another)
-    Config(
-        rollout_length=8, replay_updates=0, capacity=144
-    )  # nothing is replayed, so slices may be longer
+    # Nothing is replayed, so slices may be longer
+    Config(rollout_length=8, replay_updates=0, capacity=144)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().seed = 1
 
@@ -186,7 +185,6 @@ def test_published_is_the_published_loop():
     assert not (config.bootstrap_truncation or config.normalize_advantage) and config.seed == 3
     assert not (config.halved_after or config.anneal)
     assert (config.gamma, config.scale_rewards, config.start_noise) == (0.99, False, 0.0)
-    assert (
-        Config.published(gamma=0.5, num_envs=2).gamma == 0.5
-    )  # a change wins over the published value
+    # A change wins over the published value
+    assert Config.published(gamma=0.5, num_envs=2).gamma == 0.5
     assert len(trained(dataclasses.replace(config, steps=512, eval_episodes=2)).history) == 4

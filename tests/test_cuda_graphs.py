@@ -74,12 +74,10 @@ def captured(
     of the CPU: they have no values, so asking for one raises. (Tensors made before, the cart's
     constants, have values, but are the same in every replay.) Returns the numbers of its row."""
     with FakeTensorMode(allow_non_fake_inputs=True), drawn_on_tensors():
-        patch.setattr(
-            torch.nn.Module, "to", lambda module, device: module
-        )  # fake modules cannot move
-        with (
-            patch.context() as new
-        ):  # a new run asks for seeds, how full the ring is, and whether its bounds are good
+        # Fake modules cannot move
+        patch.setattr(torch.nn.Module, "to", lambda module, device: module)
+        # A new run asks for seeds, how full the ring is, and whether its bounds are good
+        with patch.context() as new:
             for module in (rng, model):
                 new.setattr(module, "seed_of", lambda *_: 0)
             new.setattr(torch.Tensor, "__bool__", lambda x: False)
@@ -399,11 +397,12 @@ def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
     together, alone = build_population(configs, "cuda"), build(configs[7], Machine(device="cuda"))
     ours = trained(together).histories(configs)[7]
     trained(alone)
+    # Of two iterations: later the order of sums may change an action
     for name in (
         "train_return",
         "loss",
         "entropy",
-    ):  # of two iterations: later the order of sums may change an action
+    ):
         torch.testing.assert_close(
             ours.column(name), alone.history.column(name), equal_nan=True, rtol=0.02, atol=1e-3
         )
@@ -414,9 +413,8 @@ def test_an_agent_of_a_population_on_a_gpu_is_its_run(precision):
 def test_the_scaler_works_inside_the_graph():
     config = small(steps=102_400, eval_every=0, precision="fp16")
     history = trained(build(config, Machine(device="cuda"))).history
-    assert (
-        history.column("loss_scale").max() > 2.0**16 and history.final_return >= 195
-    )  # it has grown
+    # It has grown
+    assert history.column("loss_scale").max() > 2.0**16 and history.final_return >= 195
 
 
 @pytest.mark.cuda

@@ -67,9 +67,8 @@ def test_rows_are_rounded_as_one_format_after_the_other(forms, seed):
     x = (
         draw.normal(size=(len(forms), 3, 20)) * np.exp2(draw.integers(-30, 10, (len(forms), 3, 1)))
     ).astype(np.float32)
-    least = np.exp2(draw.integers(-30, 12, (len(forms), 3, 1))).astype(
-        np.float32
-    )  # of numbers that are not in the sample
+    # Of numbers that are not in the sample
+    least = np.exp2(draw.integers(-30, 12, (len(forms), 3, 1))).astype(np.float32)
     found = Rows(forms, 0).round(x.copy(), least)
     for form, rows, top, own in zip(forms, x, least, found, strict=True):
         expected = form(torch.from_numpy(np.concatenate((rows, top), -1)))[:, :-1]
@@ -341,9 +340,8 @@ def test_planted_failures_are_found_with_their_mechanism_and_a_cure_that_is_fine
         f"{f.place}={f.format}": f
         for f in watched(torch.optim.Adam(model.parameters(), lr=1e-5), model)
     }
-    assert (
-        report["weights=bf16"].verdict == "breaks"
-    )  # a master copy thrown away at a low learning rate
+    # A master copy thrown away at a low learning rate
+    assert report["weights=bf16"].verdict == "breaks"
     assert report["weights=bf16"].cure == "use weights=bf16:stochastic"
     for place, cure in (
         ("v=e4m3:unscaled:independent", "use v=e4m3"),
@@ -751,9 +749,8 @@ def test_an_acting_policy_is_judged_by_its_importance_ratios():
         form(obs.reshape(1, -1)).view_as(obs),
         form(policy.weight.detach().reshape(1, -1)).view(3, 4),
     )
-    log_ratio = logp() - (low + policy.bias).log_softmax(-1).gather(
-        1, actions
-    )  # of the learner to the actor
+    # Of the learner to the actor
+    log_ratio = logp() - (low + policy.bias).log_softmax(-1).gather(1, actions)
     assert coarse.progress == pytest.approx(1 / log_ratio.exp().mean().item(), rel=1e-4)
     assert (
         coarse.noise == pytest.approx(log_ratio.mean().item(), abs=1e-5)

@@ -54,13 +54,11 @@ def test_the_first_updates_are_those_of_a_population_of_one(formats, env_id):
         kept(trained(build(config)))["weights"],
         trained(build_population([config])).model.theta.detach()[0],
     )
-    torch.testing.assert_close(
-        ours, theirs, rtol=0.14, atol=1e-4
-    )  # a number beside the other's, at most
+    # A number beside the other's, at most
+    torch.testing.assert_close(ours, theirs, rtol=0.14, atol=1e-4)
     differ = ~torch.isclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    assert (
-        differ.float().mean() < 0.05
-    )  # sums in another order cross a rounding boundary now and then
+    # Sums in another order cross a rounding boundary now and then
+    assert differ.float().mean() < 0.05
 
 
 @pytest.mark.parametrize("formats", [EIGHT_BIT["formats"], "m=bf16 v=e4m3:block", "weights=fp16"])
@@ -157,11 +155,12 @@ def test_a_state_that_misses_a_part_or_has_another_format_is_refused(tmp_path):
         one = state["optimizer"]["state"][0]
         one.pop("weights_scale") if scale is None else one.update(weights_scale=scale)
         refused(misfit, build, config, state=state)
+    # With too many scales
     content = {
         "format": checkpoint.FORMAT,
         "config": dataclasses.asdict(config),
         "run": state,
-    }  # with too many scales
+    }
     torch.save(content, tmp_path / "a.pt")
     refused(
         r"checkpoint .* does not fit this version's network: train again",

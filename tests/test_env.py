@@ -90,9 +90,8 @@ def test_render_draws_the_state():
         and before.shape == (240, 480, 3)
         and (before != env.render()).any()
     )
-    env.state = torch.tensor(
-        [[3.9, 1.9]]
-    )  # as far out as an episode can end, and in the picture all the same
+    # As far out as an episode can end, and in the picture all the same
+    env.state = torch.tensor([[3.9, 1.9]])
     assert (env.render() == 0).all(-1).sum() > 200
     silent = CustomEnv()
     silent.reset(seed=0)
@@ -137,9 +136,8 @@ def test_bounds_of_the_space_are_the_dynamics_own():
     for _ in range(500):
         state = dynamics(state, torch.tensor(1))
     assert state[1].item() == pytest.approx(velocity, rel=1e-5)  # what pushing forever comes to
-    assert position == pytest.approx(
-        LIMIT + velocity + PUSH
-    )  # one step past the limit at that speed
+    # One step past the limit at that speed
+    assert position == pytest.approx(LIMIT + velocity + PUSH)
 
 
 @pytest.mark.parametrize("policy", ["random", "bang-bang"])
@@ -182,9 +180,8 @@ def test_make_vec_is_seeded_and_batched():
         and (first != first[0]).any()
     )
     assert env.metadata["autoreset_mode"] == gymnasium.vector.AutoresetMode.NEXT_STEP
-    assert not np.array_equal(
-        *(gymnasium.make_vec(NAME, num_envs=5).reset()[0] for _ in range(2))
-    )  # without a seed any
+    # Without a seed any
+    assert not np.array_equal(*(gymnasium.make_vec(NAME, num_envs=5).reset()[0] for _ in range(2)))
 
 
 def test_what_is_outside_its_range_is_refused():

@@ -86,9 +86,8 @@ def test_in_fp8_it_quantizes_weights_once_and_acts_alike_bit_for_bit(
         )
         for _ in range(2):
             assert torch.equal(acting.policy(obs)[0], expected)
-        assert seen == 2 * len(in_fp8) * [
-            (32, hidden_size)
-        ]  # inputs alone, with rows up to a multiple of 16
+        # Inputs alone, with rows up to a multiple of 16
+        assert seen == 2 * len(in_fp8) * [(32, hidden_size)]
 
 
 FP8 = {}, {"precision": "fp8+bf16"}, {"normalize_obs": True}, {"formats": EIGHT_BIT["formats"]}
@@ -202,9 +201,8 @@ def collected(run: Run, rollouts: int = 3):
     comes."""
     for _ in range(rollouts):
         rollout = run.collect()
-        run.learner.watch(
-            rollout
-        )  # or float16's loss scale would be too large for the first gradient
+        # Or float16's loss scale would be too large for the first gradient
+        run.learner.watch(rollout)
     assert (rollout.flags & DUMMY).any()
     return run, rollout
 

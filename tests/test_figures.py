@@ -35,9 +35,8 @@ RUNS = {
 @pytest.mark.parametrize("draw", RUNS.values(), ids=RUNS)
 def test_runs_of_one_seed_or_several_are_named_and_labelled(ax, draw, seeds):
     assert draw(ax, np.random.default_rng(0).uniform(0, 200, (seeds, 30))) is ax
-    in_legend = ax.get_legend_handles_labels()[
-        1
-    ]  # what a legend would show: series leaves it to the caller to place one
+    # What a legend would show: series leaves it to the caller to place one
+    in_legend = ax.get_legend_handles_labels()[1]
     assert (in_legend or [label.get_text() for label in ax.get_yticklabels()]) == ["a", "b"]
     assert ax.get_xlabel() and (ax.get_ylabel() or not in_legend)
 
@@ -61,9 +60,8 @@ def test_learning_curves_show_the_iqm_and_the_references(ax, seeds):
         and "return" in ax.get_ylabel()
     )
     assert [text.get_text() for text in ax.texts] == list(figures.REFERENCES)
-    assert all(
-        text.xyann[0] > 1 and text.get_ha() == "left" for text in ax.texts
-    )  # outside the axes
+    # Outside the axes
+    assert all(text.xyann[0] > 1 and text.get_ha() == "left" for text in ax.texts)
 
 
 def test_steps_are_written_in_full(ax):
@@ -81,9 +79,8 @@ def test_panels_show_a_name_each_with_every_seed():
         Figure().subplots(1, 2, sharex=True, sharey=True),
     )
     figures.panels(axes, {"a": (STEPS, returns), "b": (2 * STEPS, returns[:1])})
-    assert (
-        axes[0].get_xlim()[0] == 0 and axes[0].get_xlim()[1] > 2 * STEPS[-1]
-    )  # no panel cuts another's run off
+    # No panel cuts another's run off
+    assert axes[0].get_xlim()[0] == 0 and axes[0].get_xlim()[1] > 2 * STEPS[-1]
     assert (
         [ax.get_title() for ax in axes] == ["a", "b"]
         and axes[0].get_ylabel()
@@ -91,10 +88,11 @@ def test_panels_show_a_name_each_with_every_seed():
     )
     np.testing.assert_array_equal([line.get_ydata() for line in axes[0].lines[:3]], returns)
     np.testing.assert_allclose(axes[0].lines[3].get_ydata(), returns.mean(0))
+    # The lines are named once
     assert [len(ax.texts) for ax in axes] == [
         0,
         len(figures.REFERENCES),
-    ]  # the lines are named once
+    ]
 
 
 @pytest.mark.parametrize("length", [0, 1, 4])
@@ -131,9 +129,8 @@ def test_policy_map_has_a_labelled_scale(ax):
     assert figures.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), right) is ax
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("position", "velocity")
     assert ax.figure.axes[1].get_ylabel() == "probability of a push to the right"
-    figures.policy_map(
-        ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.ones((3, 5))
-    )  # which never doubts: it has no boundary
+    # Which never doubts: it has no boundary
+    figures.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.ones((3, 5)))
 
 
 def test_a_precision_has_its_style_whatever_is_beside_it():

@@ -40,9 +40,8 @@ sizes = st.none() | st.integers(1, 24)
 
 def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert torch.equal(ours.isnan(), theirs.isnan())
-    assert torch.equal(
-        ours.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32)
-    )  # -0.0 is not 0.0
+    # -0.0 is not 0.0
+    assert torch.equal(ours.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32))
 
 
 def hard_inputs(to: Format) -> torch.Tensor:
@@ -119,9 +118,8 @@ def test_what_is_no_format_or_not_float32_is_refused():
 @pytest.mark.parametrize("name", IN_ML_DTYPES)
 def test_rounds_like_torch_and_ml_dtypes(name):
     to = format_of(name)
-    spread = (
-        torch.arange(-(2**31), 2**31, 2**16 - 1).int().view(torch.float32)
-    )  # also infinities and NaN
+    # Also infinities and NaN
+    spread = torch.arange(-(2**31), 2**31, 2**16 - 1).int().view(torch.float32)
     x = torch.cat((hard_inputs(to), spread))
     ours, finite = rounded(x, to), x.isfinite()
     assert ours[~finite].isnan().all()

@@ -423,9 +423,8 @@ def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulat
         and torch.equal(grad_x, by_hand[1][:rows])
         and torch.equal(grad_w, by_hand[2])
     )
-    assert (
-        torch.equal(grad_b, grad.sum(0)) and grad_x.dtype == x.dtype
-    )  # no matmul: zeros would add up in another order
+    # No matmul: zeros would add up in another order
+    assert torch.equal(grad_b, grad.sum(0)) and grad_x.dtype == x.dtype
     assert (by_hand[1][rows:] == 0).all()
 
 
@@ -505,9 +504,8 @@ def test_a_spectral_norm_stays_in_the_layer_or_the_layer_out():
     by_hook = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)))
     assert convert_linears(by_hook) == {"0": None}
     by_hook(torch.ones(16, 16)).sum().backward()
-    assert (
-        by_hook[0].weight.grad_fn and by_hook[0].weight_orig.grad.any()
-    )  # the hook computes the weight anew
+    # The hook computes the weight anew
+    assert by_hook[0].weight.grad_fn and by_hook[0].weight_orig.grad.any()
     parametrized = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)))
     assert convert_linears(parametrized) == {
         "0": "it is a ParametrizedLinear, not a plain nn.Linear"
@@ -567,9 +565,8 @@ def test_a_bad_number_skips_the_step(bad):
     logits, values = model(obs)
     report = precision.step(logits.sum() + values.sum(), optimizer, 0.5)
     assert report.skipped and torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
-    assert (
-        report.loss_scale == 1
-    )  # or enough bad steps would bring it to 0, and a good one after them NaN into the weights
+    # Or enough bad steps would bring it to 0, and a good one after them NaN into the weights
+    assert report.loss_scale == 1
 
 
 def test_a_gradient_that_overflows_is_not_saturated_away(pair):
@@ -743,6 +740,5 @@ def test_compiled_it_quantizes_and_multiplies_alike(pair):
     (*plain, bias), (*compiled, other_bias) = (
         gradients(each, x, grad) for each in (layer, torch.compile(layer))
     )
-    assert all(map(torch.equal, plain, compiled)) and torch.allclose(
-        bias, other_bias, atol=1e-4
-    )  # whose sum has another order
+    # Whose sum has another order
+    assert all(map(torch.equal, plain, compiled)) and torch.allclose(bias, other_bias, atol=1e-4)

@@ -21,9 +21,8 @@ from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, Collector
 from fp8rl.tasks.gymnasium_env import EnvironmentFailed, GymEnv, interface_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*registered without a time limit"
-)  # which Counter is
+# Which Counter is
+pytestmark = pytest.mark.filterwarnings("ignore:.*registered without a time limit")
 
 
 class Counter(gymnasium.Env):
@@ -520,9 +519,8 @@ def test_a_resumed_run_s_ring_parts_its_new_episodes_from_the_old_ones(tmp_path)
         torch.equal(count[1:][batch.valid], count[:-1][batch.valid] + 1)
         and (count[1:][~batch.valid] == 0).all()
     )
-    assert (
-        run.history.column("train_return")[1:].min() >= 35
-    )  # of whole episodes, seven steps of 5 or more
+    # Of whole episodes, seven steps of 5 or more
+    assert run.history.column("train_return")[1:].min() >= 35
 
 
 def test_seeds_fit_old_generators():

@@ -15,10 +15,11 @@ from fp8rl.build import Machine, build
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 
+# A processor without 16-bit arithmetic
 PRETENDED = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "ATEN_CPU_CAPABILITY": "avx2",
-}  # a processor without 16-bit arithmetic
+}
 ASK = """
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision

@@ -183,9 +183,8 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path, w
         err = said.read_text()
         assert code == 128 + number and "Traceback" not in err
         assert f"of 20,480: continue with train --resume {out}" in err.splitlines()[-1]
-        assert (
-            len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 4
-        )  # nothing was lost
+        # Nothing was lost
+        assert len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"]) >= 4
     assert_goes_on_to(whole, out)
 
 
@@ -195,17 +194,15 @@ def test_a_resumed_run_goes_on_saving(tmp_path, whole):
         before = rows_of(out / "metrics.csv")
         ended(begun(said, out, 7, *arguments), signal.SIGKILL)
         saved = len(checkpoint.resume(out / "checkpoint.pt")[1]["history"]["steps"])
-        assert (
-            saved >= rows_of(out / "metrics.csv") - 2 > before
-        )  # a header, and at most one row is not in the checkpoint
+        # A header, and at most one row is not in the checkpoint
+        assert saved >= rows_of(out / "metrics.csv") - 2 > before
     assert_goes_on_to(whole, out)
 
 
 @pytest.mark.parametrize("module", ["torch", "gymnasium"])  # in the order of their imports
 def test_ctrl_c_during_the_imports_is_no_traceback(module):
-    process = start(
-        *TRAIN, "--out", "/nowhere", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
-    )  # names modules on stderr
+    # Names modules on stderr
+    process = start(*TRAIN, "--out", "/nowhere", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})
     assert any(line.endswith(f" {module}\n") for line in process.stderr)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -353,9 +350,10 @@ def test_a_study_that_ends_early_says_one_line_or_none(tmp_path):
         process.terminate() if name == "terminated" else workers_of(process)[0].kill()
     (_, err), (_, terminated) = (process.communicate(timeout=60) for process in both)
     assert [process.returncode for process in both] == [2, 128 + signal.SIGTERM]
+    # The last
     assert err.endswith(
         "\nfp8rl: a process of the study died (killed, or out of memory): run the command again\n"
-    )  # the last
+    )
     for said in (err, terminated):
         assert "Traceback" not in said and "leaked" not in said
 

@@ -77,9 +77,8 @@ def test_on_policy_with_lambda_1_the_target_is_the_n_step_return(seed, length):
         for t in range(start, length):
             total += discount * rollout.reward[t, 0].item()
             discount *= GAMMA
-            if (
-                flags[t] or t + 1 == length
-            ):  # an end, or the slice's: what comes after is the critic's guess, or nothing
+            # An end, or the slice's: what comes after is the critic's guess, or nothing
+            if flags[t] or t + 1 == length:
                 total += 0 if flags[t] & TERMINATED else discount * values[t + 1, 0].item()
                 break
         assert ours[start].item() == pytest.approx(total, abs=1e-6)
@@ -289,9 +288,8 @@ def test_normalization_survives_a_mean_far_larger_than_the_deviation(seed, mean,
     )
     (gradient,) = torch.autograd.grad(loss, logits)
     exact = rewards.double()[0]
-    expected = (
-        -0.5 * (exact - exact.mean()) / (exact.std(correction=0) + FLOOR) / 512
-    )  # of the logit of the action taken
+    # Of the logit of the action taken
+    expected = -0.5 * (exact - exact.mean()) / (exact.std(correction=0) + FLOOR) / 512
     torch.testing.assert_close(
         gradient[0, :, 0].double(), expected, rtol=1e-3, atol=0.01 * 0.5 / 512
     )

@@ -189,9 +189,8 @@ def test_a_state_continues_bit_for_bit(tmp_path, formats, attached):
     torch.save((module.state_dict(), state), tmp_path / "a.pt")
     expected = train(module, optimizer, first=4)
 
-    resumed = LowBitAdam(
-        other.parameters(), **dict(reversed(formats.items()))
-    )  # named in another order
+    # Named in another order
+    resumed = LowBitAdam(other.parameters(), **dict(reversed(formats.items())))
     if attached:
         resumed.attach(other)
     weights, loaded = torch.load(tmp_path / "a.pt", weights_only=True)
@@ -204,9 +203,8 @@ def test_a_state_continues_bit_for_bit(tmp_path, formats, attached):
     assert same(resumed.state_dict(), optimizer.state_dict()) and same(
         other.state_dict(), module.state_dict()
     )
-    assert same(
-        torch.load(tmp_path / "a.pt", weights_only=True)[1], loaded
-    )  # nor those of who loaded it
+    # Nor those of who loaded it
+    assert same(torch.load(tmp_path / "a.pt", weights_only=True)[1], loaded)
 
 
 @pytest.mark.parametrize(
@@ -335,9 +333,8 @@ def test_when_attached_parameters_are_empty():
     expected, value = module(x).detach(), module.value(x).detach()
     optimizer.attach(module)
     with torch.no_grad():
-        assert torch.equal(module.value(x), value) and not is_empty(
-            module
-        )  # until the next forward of its own
+        # Until the next forward of its own
+        assert torch.equal(module.value(x), value) and not is_empty(module)
         assert torch.equal(module(x), expected) and is_empty(module)
         with pytest.raises(RuntimeError):
             module(torch.randn(3, 5))
@@ -413,9 +410,8 @@ def test_a_parameter_without_a_gradient_is_skipped():
         found.append((before, optimizer.state_dict()["state"]))
     (before, whole), (_, part) = found
     assert same(part[0], before[0]) and not same(whole[0], before[0])
-    assert all(
-        same(part[i], whole[i]) for i in range(1, len(whole))
-    )  # with the noise of its own place
+    # With the noise of its own place
+    assert all(same(part[i], whole[i]) for i in range(1, len(whole)))
 
 
 def test_bytes():

@@ -428,9 +428,8 @@ def test_a_device_s_ring_holds_what_ram_would():
         rings = [ring_of(20, 3, codec=codec, device=device) for device in ("cpu", "cuda")]
         for ring in rings:
             for clock in (0, 12):
-                ring.append(
-                    noise(clock, 12, 3).to(ring.device if clock else "cpu")
-                )  # from either side
+                # From either side
+                ring.append(noise(clock, 12, 3).to(ring.device if clock else "cpu"))
         in_ram, on_device = (
             ring.read(start.to(ring.device), env.to(ring.device), 4).to("cpu") for ring in rings
         )

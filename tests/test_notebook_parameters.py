@@ -61,9 +61,8 @@ def run_cell(shell: InteractiveShell, cell) -> list[str]:
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("ignore:.*non-interactive, and thus cannot be shown")
-@pytest.mark.filterwarnings(
-    "ignore:.*Overriding environment CustomEnv-v0"
-)  # when its cell runs again
+# When its cell runs again
+@pytest.mark.filterwarnings("ignore:.*Overriding environment CustomEnv-v0")
 def test_runs_with_other_parameters_in_another_folder(
     name, tmp_path_factory, tmp_path, monkeypatch, one_process
 ):
@@ -79,9 +78,8 @@ def test_runs_with_other_parameters_in_another_folder(
             if cell.cell_type == "code":
                 began = time.perf_counter()
                 shown += run_cell(shell, cell)
-                if (
-                    time.perf_counter() - began < 0.5
-                ):  # again, as a reader may, unless that takes long
+                # Again, as a reader may, unless that takes long
+                if time.perf_counter() - began < 0.5:
                     shown += run_cell(shell, cell)
     finally:
         shell.reset(new_session=False)

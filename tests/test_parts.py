@@ -183,9 +183,8 @@ def test_any_shape_trains_saves_and_is_a_population_s_agent(fields, tmp_path):
         and model.critic.in_features == config.hidden_size
     )
     with torch.no_grad():
-        torch.testing.assert_close(
-            model(run.env.obs), run.model(run.env.obs), rtol=0.1, atol=0.05
-        )  # not in FP8
+        # Not in FP8
+        torch.testing.assert_close(model(run.env.obs), run.model(run.env.obs), rtol=0.1, atol=0.05)
     resumed = build(
         *checkpoint.resume(tmp_path / "a.pt")[:1], state=checkpoint.resume(tmp_path / "a.pt")[1]
     )
@@ -276,9 +275,8 @@ def test_a_run_takes_the_rows_that_it_can_fill():
         == 10 * 32 + 1
     )
     assert build(small(capacity=800)).ring.rows == 50
-    with mock.patch(
-        "fp8rl.hardware.available", return_value=10**8
-    ):  # 32 full rings would take 288 MB
+    # 32 full rings would take 288 MB
+    with mock.patch("fp8rl.hardware.available", return_value=10**8):
         assert build_population([small(seed=seed, steps=5_120) for seed in range(32)]).agents == 32
 
 

@@ -105,9 +105,8 @@ def by_hand(text: str, theta: torch.Tensor, grads: list[torch.Tensor], rate: flo
     for t, grad in enumerate(grads, 1):
         m, v = torch.lerp(m, grad, 1 - 0.9), 0.999 * v + (1 - 0.999) * grad * grad
         words = {name: places[name].words for name in places}
-        limit = (
-            1.01 * (1 - 0.9**t) / (1 - 0.999**t) ** 0.5
-        )  # of |m| / sqrt(v): a step as long as the learning rate
+        # Of |m| / sqrt(v): a step as long as the learning rate
+        limit = 1.01 * (1 - 0.9**t) / (1 - 0.999**t) ** 0.5
         second = "root" if "root" in places else "v"
         x = v.sqrt() if second == "root" else v
         x_kept = keep(x, second)

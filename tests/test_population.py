@@ -449,17 +449,15 @@ def write_memory(path, configs: list[Config]) -> None:
     path.write_text(str(psutil.Process().memory_info().rss))
 
 
-@pytest.mark.parametrize(
-    "precision", ["fp32", "fp8"]
-)  # the first keeps the forward passes that acted
+# The first keeps the forward passes that acted
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_memory_is_foreseen(precision, tmp_path):
     configs = [
         small(precision, seed=seed, steps=1_536, eval_every=0, eval_episodes=1)
         for seed in range(48)
     ]
-    new = multiprocessing.get_context(
-        "spawn"
-    )  # a forked one would use memory that earlier tests have freed
+    # A forked one would use memory that earlier tests have freed
+    new = multiprocessing.get_context("spawn")
     processes = [
         new.Process(target=write_memory, args=(tmp_path / str(agents), configs[:agents]))
         for agents in (12, 48)

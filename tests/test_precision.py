@@ -22,9 +22,8 @@ def forward_loss(precision, model, obs=None):
     obs = torch.linspace(-1, 1, 64).view(32, 2) if obs is None else obs
     with precision.autocast():
         logits, values = model(obs)
-    return (
-        0.05 * (logits.square() + values.square().unsqueeze(-1)).mean()
-    )  # small enough for float16's first loss scale
+    # Small enough for float16's first loss scale
+    return 0.05 * (logits.square() + values.square().unsqueeze(-1)).mean()
 
 
 def test_what_cannot_run_is_refused_with_what_can():
@@ -54,9 +53,8 @@ def test_gradient_is_float32s_to_the_precisions_rounding(name):
     precision, model, optimizer = prepared(name)
     report = precision.step(forward_loss(precision, model), optimizer, 1e9)
     tolerance = 0.15 if name.startswith("fp8") else 0.03  # e5m2 has two digits
-    torch.testing.assert_close(
-        report.grad_norm, expected, rtol=tolerance, atol=0
-    )  # so it was unscaled before it was measured
+    # So it was unscaled before it was measured
+    torch.testing.assert_close(report.grad_norm, expected, rtol=tolerance, atol=0)
     difference = nn.utils.parameters_to_vector(model.parameters()) - nn.utils.parameters_to_vector(
         reference[1].parameters()
     )
@@ -139,10 +137,11 @@ def test_every_precision_of_a_gpu_trains_a_step_there(name):
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 def test_gradients_of_parts_are_added_up_before_they_are_clipped(name):
     found = []
+    # Another process has the same half
     for share, total in (
         (1, None),
         (2, lambda grads: [2 * grad for grad in grads]),
-    ):  # another process has the same half
+    ):
         precision, model, optimizer = prepared(name)
         report = precision.step(forward_loss(precision, model) / share, optimizer, 1e-4, total)
         found.append((report.grad_norm, nn.utils.parameters_to_vector(model.parameters())))

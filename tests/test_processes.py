@@ -112,9 +112,8 @@ def machine_with_a_gpu():
     with (
         mock.patch.object(torch._C, "_get_accelerator", lambda: torch.device("cuda")),
         mock.patch.object(torch.cuda, "device_count", lambda: 1),
-        mock.patch.dict(
-            distributed.Backend.default_device_backend_map, cuda="gloo"
-        ),  # since nccl may not be built in
+        # Since nccl may not be built in
+        mock.patch.dict(distributed.Backend.default_device_backend_map, cuda="gloo"),
     ):
         yield
 
@@ -148,9 +147,8 @@ def work(rank: int, size: int, port: int, folder) -> None:
     found["gathered"] = processes.gather(torch.tensor([[rank, 2]], dtype=torch.bfloat16))
     found["sums"] = processes.all_reduce([torch.tensor(rank + 1), torch.full((2, 2), rank)])
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        run_cli(
-            "train", "--steps", 1024, *SIZED, "--eval-episodes", 2, "--out", folder / "command"
-        )  # joined already; it leaves
+        # Joined already; it leaves
+        run_cli("train", "--steps", 1024, *SIZED, "--eval-episodes", 2, "--out", folder / "command")
     found["said"], found["left"] = said.getvalue(), group() is None
     torch.save(found, folder / f"rank-{rank}.pt")
 
@@ -199,9 +197,8 @@ def test_two_ranks_train_one_agent(name, two):
         config.steps_per_iteration * (i + 1) for i in range(config.iterations)
     ]
     assert np.isfinite(columns["loss"]).all() and columns["nonfinite"].sum() == 0
-    assert (
-        np.isfinite(columns["eval_return"][-1]) and np.isnan(others["eval_return"]).all()
-    )  # rank 0 evaluates
+    # Rank 0 evaluates
+    assert np.isfinite(columns["eval_return"][-1]) and np.isnan(others["eval_return"]).all()
 
 
 def test_two_ranks_learn(two):
@@ -285,9 +282,8 @@ def test_a_checkpoint_of_two_ranks_holds_the_whole(two, folder):
     assert int(by_two["run"]["ring"]["clock"][1]) == STOPPED * 32
     assert [part["slices"] for part in parts] == [8, 8]  # of 16 in a batch
     assert_whole(by_two["run"], parts)
-    assert not torch.equal(
-        parts[0]["env"]["state"], parts[1]["env"]["state"]
-    )  # they draw numbers of their own
+    # They draw numbers of their own
+    assert not torch.equal(parts[0]["env"]["state"], parts[1]["env"]["state"])
 
 
 def test_a_checkpoint_continues_with_as_many_ranks_bit_for_bit(two):
@@ -308,10 +304,11 @@ def test_a_checkpoint_continues_with_another_number_of_ranks(two, folder):
     assert_whole(saved["by-two"], [alone_again.state_dict()])
     assert drawn(alone_again) == (MORE.seed, STOPPED, STOPPED + 1)
     (seed, *those), (other, *others) = (found["by-one", "numbers"] for found in two)
+    # As if they had always been two
     assert seed == MORE.seed != other and those == others == [
         STOPPED,
         STOPPED + 1,
-    ]  # as if they had always been two
+    ]
     trained(alone_again)
     for result, columns in (
         *(found["by-one"] for found in two),
@@ -370,9 +367,8 @@ def test_losses_and_gradients_of_parts_add_up_to_the_whole_s(sizes, length, seed
     ]
     torch.manual_seed(seed)
     model = ActorCritic()
-    normalized = bool(
-        whole.valid.sum() >= 16
-    )  # the deviation of a few nearly equal advantages is rounding itself
+    # The deviation of a few nearly equal advantages is rounding itself
+    normalized = bool(whole.valid.sum() >= 16)
     loss, gradient, stats = loss_of(model, whole, normalized)
     # Sums over ranks happen in step: one at a time is answered with what the others give, found by
     # running all parts again and again.
@@ -388,9 +384,8 @@ def test_losses_and_gradients_of_parts_add_up_to_the_whole_s(sizes, length, seed
         sums.append(
             [sum(tensors) for tensors in zip(*(asks[len(sums)] for asks in asked), strict=True)]
         )
-    assert len(sums) == (
-        2 if normalized else 1
-    )  # the mean of the advantages comes before their deviation from it
+    # The mean of the advantages comes before their deviation from it
+    assert len(sums) == (2 if normalized else 1)
     torch.testing.assert_close(sum(result[0] for result in results), loss, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(sum(result[1] for result in results), gradient, rtol=1e-4, atol=1e-5)
     for name in ("policy_loss", "value_loss", "entropy"):
@@ -454,11 +449,12 @@ def joined(devices: dict[str, str], gpus: int, monkeypatch) -> list:
 def test_processes_join_over_what_their_tensors_need(monkeypatch):
     for devices, gpus, did in (
         ({"device": "cpu"}, 0, [processes.stop, "gloo"]),
+        # More processes than GPUs, which none of them uses
         (
             {"device": "cpu"},
             1,
             [processes.stop, "gloo"],
-        ),  # more processes than GPUs, which none of them uses
+        ),
         ({"device": "cuda"}, 2, [1, processes.stop, "cpu:gloo,cuda:nccl"]),
         (
             {"device": "cpu", "evaluate_device": "cuda"},

@@ -47,9 +47,8 @@ def test_starts_are_uniform_over_all_valid_ones(length):
     assert len(counts) == starts
     statistic = ((counts - draws / starts) ** 2 / (draws / starts)).sum()
     freedom = starts - 1
-    assert statistic < freedom + 4 * np.sqrt(
-        2 * freedom
-    )  # mean and four standard deviations of chi-square
+    # Mean and four standard deviations of chi-square
+    assert statistic < freedom + 4 * np.sqrt(2 * freedom)
 
 
 def test_sample_gives_what_the_loss_takes():
@@ -74,9 +73,8 @@ def test_samples_are_copies(tmp_path):
         ring_of(10, 2, folder=tmp_path / "ring"),
     ):
         ring.append(coded(0, 5, 2))
-        fields = [
-            field.view(torch.uint8) for field in ring.fields.values()
-        ]  # rows not written yet hold anything, also NaN
+        # Rows not written yet hold anything, also NaN
+        fields = [field.view(torch.uint8) for field in ring.fields.values()]
         before = [field.clone() for field in fields]
         for x in ring.sample(8, 3)[:5]:
             x.fill_(99)
@@ -94,10 +92,11 @@ def test_a_ring_is_saved_and_restored():
         assert (again.start, again.count) == (ring.start, ring.count)
         one, other = (each.sample(20, 3) for each in (ring, again))
         assert same(one, other)
+        # No room for another row
         late = {
             **ring.state_dict(),
             "clock": torch.tensor([2**63 - 8, 2**63 - 1]),
-        }  # no room for another row
+        }
         refused(
             "clock is .*, which no ring of 8 rows has: restore the original",
             check_ring,

@@ -50,6 +50,5 @@ def test_a_failure_is_a_loss_of_more_than_a_tenth_of_the_gain():
     ]
     assert fails(-3.5, -1, -21) and not fails(-2.5, -1, -21)  # costs are negative scores
     reference, start = np.array([100.0, 200.0, 300.0]), np.zeros(3)
-    assert (
-        share_lost(np.array([90.0, 190.0, 0.0]), reference, start) == 0.05
-    )  # medians: one bad seed of three is no failure
+    # Medians: one bad seed of three is no failure
+    assert share_lost(np.array([90.0, 190.0, 0.0]), reference, start) == 0.05

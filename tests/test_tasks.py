@@ -141,9 +141,10 @@ def test_leaving_the_track_is_never_worth_it():
 def test_any_task_has_the_gymnasium_api(env_id):
     """The same numbers as the batched form, from the same starts, to the first end."""
     with warnings.catch_warnings():
+        # CartPole's own
         warnings.filterwarnings(
             "ignore", message=".*Box observation space m.*imum value is.*infinity"
-        )  # CartPole's own
+        )
         gymnasium.register("OneTask-v0", "fp8rl.tasks.custom_env:Single", kwargs={"task": env_id})
         env = gymnasium.make("OneTask-v0").unwrapped
         check_env(env, skip_render_check=True)
@@ -193,12 +194,13 @@ def test_a_task_of_one_s_own_is_found_by_its_module():
 
 @pytest.mark.parametrize("env_id", TASKS)
 def test_an_agent_of_a_population_is_a_run_of_its_own(env_id):
+    # Low, so that differences in rounding do not grow
     fields = {
         **SHORT,
         "steps": 2_560,
         "eval_every": 0,
         "learning_rate": 5e-4,
-    }  # low, so that differences in rounding do not grow
+    }
     configs = [small(seed=seed, env_id=env_id, **fields) for seed in (1, 2)]
     alone, among = trained(build(configs[1])), trained(build_population(configs))
     ours, theirs = among.histories(configs)[1], alone.history

@@ -181,9 +181,10 @@ def test_a_policy_may_act_in_another_precision_with_the_learner_s_weights(learne
     for _ in range(2):
         run.learner.update(run.collect())
     pairs = list(zip(run.model.parameters(), acting.parameters(), strict=True))
+    # Copied, never shared
     assert run.collector.precision.name == actor and all(
         a.data_ptr() != b.data_ptr() for a, b in pairs
-    )  # copied, never shared
+    )
     assert not any(torch.equal(a, b) for a, b in pairs)  # one update behind
     rollout = run.collect()
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -257,9 +258,8 @@ def test_what_a_run_starts_from_stays_as_it_is():
     config = Config(**SHORT)
     state = after(1, build(config)).state_dict()
     elsewhere = copy.deepcopy(state)
-    elsewhere["optimizer"]["param_groups"][0].update(
-        fused=True, capturable=True
-    )  # a GPU's: how it runs is not loaded
+    # A GPU's: how it runs is not loaded
+    elsewhere["optimizer"]["param_groups"][0].update(fused=True, capturable=True)
     runs = []
     for start in (state, state, elsewhere):
         runs.append(build(config))
@@ -323,9 +323,8 @@ def test_training_starts_tell_nothing_of_those_of_evaluations(seed):
     run = build(small(seed=seed, num_envs=64, eval_episodes=64))
     run.evaluator = Evaluator(run.config, run.learner.precision, make_env)
     run.evaluate()
-    assert (
-        abs(np.corrcoef(run.env.state.flatten(), *starts)[0, 1]) < 0.4
-    )  # of 128 independent numbers: a deviation of 0.09
+    # Of 128 independent numbers: a deviation of 0.09
+    assert abs(np.corrcoef(run.env.state.flatten(), *starts)[0, 1]) < 0.4
 
 
 def test_a_checkpoint_is_a_run_s_state(tmp_path):

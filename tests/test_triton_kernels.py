@@ -21,13 +21,11 @@ from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
 pytest.importorskip("triton", reason="triton is not installed")
 triton_kernels = pytest.importorskip("fp8rl.gpu.triton_kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
-]  # of the interpreter's NumPy
+# Of the interpreter's NumPy
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
 pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
-few = settings(
-    max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)  # the interpreter takes long
+# The interpreter takes long
+few = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 ONES = 0xFFFFFFFF
 words = st.integers(0, ONES)
 
@@ -56,9 +54,8 @@ def used(monkeypatch):
 def test_words_are_those_of_plain_code(seeds, iteration, count, purpose):
     several, one = torch.tensor(seeds, device=DEVICE), torch.tensor(iteration, device=DEVICE)
     each = (one + torch.arange(len(seeds), device=DEVICE)) & ONES
-    steps = torch.full(
-        (len(seeds), 1), float(iteration % 2**24), device=DEVICE
-    )  # a population's Adam counts its steps so
+    # A population's Adam counts its steps so
+    steps = torch.full((len(seeds), 1), float(iteration % 2**24), device=DEVICE)
     forms = [
         (seed, x)
         for seed in (seeds[0], several)
@@ -91,9 +88,8 @@ def test_random_numbers_are_drawn_with_the_kernel(used):
                 used(use_kernels)
                 drawn.append(rng.uniform(own, "starts", iteration, (5, 3), DEVICE))
             assert drawn[0].shape == drawn[1].shape and torch.equal(*drawn)
-    assert isinstance(
-        rng.words(7, "starts", 3, 5, DEVICE), torch.Tensor
-    )  # by the kernel, whatever the device
+    # By the kernel, whatever the device
+    assert isinstance(rng.words(7, "starts", 3, 5, DEVICE), torch.Tensor)
     with pytest.raises(RuntimeError):
         triton_kernels.words(seed, 0, seed[:2], 3, DEVICE)
 
@@ -124,10 +120,11 @@ def test_a_recurrence_is_the_plain_loop(seed, length, shape, begins, reverse):
     here = [x.to(DEVICE) for x in (added, kept, begun)]
     found = triton_kernels.recurrence(*here[:2], here[2] if begins else None, reverse).cpu()
     torch.testing.assert_close(found, plain(added, kept, begun, reverse), rtol=1e-5, atol=1e-6)
+    # Neither contiguous nor of one shape
     added, kept = (
         added.transpose(0, -1),
         kept[:1, ..., :1].transpose(0, -1),
-    )  # neither contiguous nor of one shape
+    )
     found = triton_kernels.recurrence(added.to(DEVICE), kept.to(DEVICE), reverse=reverse).cpu()
     expected = plain(added, kept.expand(added.shape), torch.zeros(added.shape[1:]), reverse)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

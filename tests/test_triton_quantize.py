@@ -16,9 +16,8 @@ from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized
 triton = pytest.importorskip("triton", reason="triton is not installed")
 triton_quantize = pytest.importorskip("fp8rl.gpu.triton_quantize")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
-]  # of the interpreter's NumPy
+# Of the interpreter's NumPy
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
 pytestmark += [pytest.mark.cuda] * torch.cuda.is_available()
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
 
@@ -135,9 +134,8 @@ def test_a_layer_computes_with_it_what_it_computes_without(here, monkeypatch, ro
     found = results(layer, x, grad)
     assert calls == 3 * [(True, True)]  # input, weight and gradient
     with torch.no_grad():
-        assert torch.equal(layer(x), found[0]) and calls[3:] == 2 * [
-            (True, False)
-        ]  # no backward pass will come
+        # No backward pass will come
+        assert torch.equal(layer(x), found[0]) and calls[3:] == 2 * [(True, False)]
     layer(x).backward(grad)  # a first layer, whose input is data
     assert calls[5:] == [(True, True), (True, False), (False, True)]
     monkeypatch.delitem(kernels.KERNELS, "quantize")

@@ -111,11 +111,12 @@ PRODUCTS |= dict.fromkeys(
     (torch.addmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm, torch.einsum), 1
 )
 FIRST, LOOKED = 32, 8  # a window of eight looks begins at update 32, 64, 128, ...
+# Factors of progress, and noise, chosen on two tasks (benchmarks/law.py)
 BREAKS, UNSURE, NOISY = (
     4.0,
     3.0,
     2.5,
-)  # factors of progress, and noise, chosen on two tasks (benchmarks/law.py)
+)
 FEW, ENOUGH = 0.9, 0.985  # effective sample sizes of an acting policy, chosen on the same tasks
 
 
@@ -201,15 +202,13 @@ class Rows:
             return np.array(list(values), dtype).reshape(-1, 1, 1)
 
         self.ulp = column(2.0**-form.format.mantissa for form in forms)
-        self.limit = column(
-            np.inf if form.scaled else form.format.largest for form in forms
-        )  # a scale leaves nothing above
+        # A scale leaves nothing above
+        self.limit = column(np.inf if form.scaled else form.format.largest for form in forms)
         # The rest in the bits of float32, where 1 << 23 is a doubling and the exponent begins at
         # 127.
         self.largest = column(form.format.largest for form in forms).view(np.int32)
-        self.mask = column(
-            (-1 << 23 if form.scaled else 0 for form in forms), np.int32
-        )  # to whole doublings; without scale none
+        # To whole doublings; without scale none
+        self.mask = column((-1 << 23 if form.scaled else 0 for form in forms), np.int32)
         self.normal = column(
             (form.format.normal + 127 + form.scaled << 23 for form in forms), np.int32
         )
@@ -282,16 +281,14 @@ class Sample:
         self.index = [
             torch.randperm(size, generator=generator)[each % size].to(device) for size in sizes
         ]
-        self.joined = (
-            sum(sizes) <= 2**18
-        )  # then one look at the joined tensors is faster than one at each
+        # Then one look at the joined tensors is faster than one at each
+        self.joined = sum(sizes) <= 2**18
         begins = torch.tensor([0, *sizes, *sizes[:-1]], device=device).cumsum(0).unsqueeze(1)
         self.whole = [
             (torch.stack(self.index * n) + begins[: n * len(sizes)]).flatten() for n in (1, 2)
         ]
-        self.share = np.minimum(
-            np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1
-        )  # of each of the numbers, in sums
+        # Of each of the numbers, in sums
+        self.share = np.minimum(np.array(sizes, np.float32).reshape(-1, 1) / len(each), 1)
 
     @torch.no_grad()
     def read(self, tensors: list[torch.Tensor] | None = None) -> torch.Tensor:
@@ -492,10 +489,11 @@ class Watched:
     ):
         self.name, self.optimizer, self.length = name, optimizer, length
         pairs = [(p, i) for i, p in self.all() if p.requires_grad and p.numel()]
+        # A loaded optimizer has new groups
         self.parameters, self.group = (
             [p for p, _ in pairs],
             [i for _, i in pairs],
-        )  # a loaded optimizer has new groups
+        )
         if not pairs:
             raise ValueError(f"{name} has no parameters that learn: leave it out")
         if found := {p.dtype for p in self.parameters} - {torch.float32}:
@@ -518,9 +516,8 @@ class Watched:
             (self.kind == 0).reshape(-1, 1, 1),
             np.flatnonzero(self.kind == STATE.index("root")),
         )
-        self.bounded = np.array(
-            [not form.independent for _, form, _ in kept]
-        )  # rows that Places.moments rounds with a limit
+        # Rows that Places.moments rounds with a limit
+        self.bounded = np.array([not form.independent for _, form, _ in kept])
         self.sample, self.format = (
             Sample(self.parameters, sample, seed),
             Rows([form for _, form, _ in kept], seed),
@@ -581,9 +578,8 @@ class Watched:
 
     def before(self, optimizer, args, kwargs) -> None:
         versions = [p._version for p in self.parameters]
-        self.weight = (
-            self.now if versions == self.versions else self.sample.read()
-        )  # as they were after the last step
+        # As they were after the last step
+        self.weight = self.now if versions == self.versions else self.sample.read()
         if self.kept is None:
             self.steps = max(
                 int(self.optimizer.state.get(p, {}).get("step", 0)) for p in self.parameters
@@ -606,10 +602,11 @@ class Watched:
         self.least = np.stack((weights, moments, squares, np.sqrt(squares)))[self.kind]
         fresh = self.format.round(np.broadcast_to(self.sample.take(), rows.shape), self.least)
         self.kept[0] = np.where(self.weights, fresh, rows)
+        # Updates that are replayed, and those that are only recorded
         self.window, self.new = (
             [],
             [],
-        )  # updates that are replayed, and those that are only recorded
+        )
 
     def after(self, optimizer, args, kwargs) -> None:
         gradients = [p.grad for p in self.parameters]
@@ -753,9 +750,8 @@ class Looks:
         training, if it was looked at."""
         new, self.new, watched = self.new, None, self.watched
         g = both[len(weight) :].cpu().numpy() if new else None
-        if (
-            new is None or not np.isfinite(g).all()
-        ):  # of a window every update is looked at, or it is given up
+        # Of a window every update is looked at, or it is given up
+        if new is None or not np.isfinite(g).all():
             self.count = 0
             return
         (own, norm), *others = new
@@ -917,13 +913,13 @@ class Doctor:
                 apart(parameters, each)
                 for each in (logp, *(partial(x.within, logp) for x in self.acting.values()))
             )
+            # Pi / mu
             log_ratios = exact.double().flatten() - torch.stack(
                 [each.double().flatten() for each in low]
-            )  # pi / mu
+            )
             if log_ratios.numel():
-                size = (1 / log_ratios.exp().mean(1)).nan_to_num(
-                    0.0
-                )  # a policy that is no number has no actions
+                # A policy that is no number has no actions
+                size = (1 / log_ratios.exp().mean(1)).nan_to_num(0.0)
                 numbers = torch.stack(
                     (size, log_ratios.mean(1), torch.zeros_like(size), torch.ones_like(size)), dim=1
                 )

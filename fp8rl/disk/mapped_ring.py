@@ -268,9 +268,8 @@ class MappedFolder:
             for path, size in files.items():
                 with opened(path, "xb") as file:
                     on_error.callback(path.unlink)
-                    if hasattr(
-                        os, "posix_fallocate"
-                    ):  # or a full disk would kill the process at a later write
+                    # Or a full disk would kill the process at a later write
+                    if hasattr(os, "posix_fallocate"):
                         os.posix_fallocate(file.fileno(), 0, size)
                     file.truncate(size)
             on_error.pop_all()

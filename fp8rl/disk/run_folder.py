@@ -23,9 +23,8 @@ FILES = {
 def read_mark(path: Path) -> dict:
     """The mark of a folder, `command` and `options`; empty if there is none, or not the file that
     the command writes first."""
-    with contextlib.suppress(
-        OSError, ValueError, KeyError, TypeError
-    ):  # no mark, or not one of ours
+    # No mark, or not one of ours
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = read_json(path / MARK)
         if isinstance(found["options"], dict) and (path / FILES[found["command"]][0]).exists():
             return found
@@ -84,9 +83,8 @@ class Folder(contextlib.ExitStack):
         with contextlib.ExitStack() as on_error:
             folder = on_error.enter_context(cls(path))
             _require_own(path, command, overwrite)  # again, now that nobody else can fill it
-            for name in FILES.get(
-                read_mark(path).get("command"), ()
-            ):  # a run that fails is not mistaken for the old one
+            # A run that fails is not mistaken for the old one
+            for name in FILES.get(read_mark(path).get("command"), ()):
                 for file in (name, f"{name}.tmp"):
                     (path / file).unlink(missing_ok=True)
             folder.remember(command, options)

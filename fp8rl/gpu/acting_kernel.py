@@ -42,16 +42,16 @@ WIDTHS = 16, 32, 64, 128  # units in a layer
 # 128 units and 64 of them an H200 took longer than in the plain loop; with 64 units more were not
 # tried.)
 MOST_RESULTS = 64 * 64
-MOST_WEIGHTS = (
-    2 * 128 * 128
-)  # in the layers between the first and the heads, which are in shared memory
+# In the layers between the first and the heads, which are in shared memory
+MOST_WEIGHTS = 2 * 128 * 128
 BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # what `cast` rounds to; 0 is float32
+# The functions that it computes, by these numbers
 ROUNDINGS = (
     None,
     TO[torch.bfloat16],
     TO[torch.float16],
     TO[fp8.E4M3],
-)  # the functions that it computes, by these numbers
+)
 SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tl.dot multiplies
 COLUMN = f"tl.arange(0, {SIDE.value})[None, :]"
 
@@ -181,9 +181,8 @@ def written(env: TensorEnv, name: str, inputs: dict[str, torch.Tensor]) -> Calla
     for tensors [1], vectors [B], whole numbers as float32. Raises NotImplementedError if it cannot
     be translated, or depends on what is no argument and may change."""
     try:
-        twin = copy.deepcopy(
-            env
-        )  # which the trace may change, and which has nothing that changes from step to step
+        # Which the trace may change, and which has nothing that changes from step to step
+        twin = copy.deepcopy(env)
         vars(twin).update(dict.fromkeys(env.NAMES))
         before = dict(vars(twin))
         method, decompositions = getattr(twin, name), core_aten_decompositions()
@@ -209,12 +208,13 @@ def written(env: TensorEnv, name: str, inputs: dict[str, torch.Tensor]) -> Calla
         + "\n"
     )
     file, scope = f"<{name} {hashlib.sha256(text.encode()).hexdigest()}>", {"tl": tl}
+    # Where Triton looks for the source
     linecache.cache[file] = (
         len(text),
         None,
         text.splitlines(True),
         file,
-    )  # where Triton looks for the source
+    )
     exec(compile(text, file, "exec"), scope)
     return triton.jit(scope[name])
 
@@ -237,15 +237,13 @@ def cast(x, inside, TO: tl.constexpr):
     if TO == FP16:
         x = x.to(tl.float16).to(tl.float32)
     if TO == E4M3:
-        magnitude = (
-            x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        )  # of which a larger one has larger bits, and NaN the largest
+        # Of which a larger one has larger bits, and NaN the largest
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         bits = tl.max(tl.max(tl.where(inside[:, None], magnitude, 0), 1), 0)
         scale = ((scale_of(bits, 3) + 127) << 23).to(tl.float32, bitcast=True)
         binade = (magnitude & 0x7F800000).to(tl.float32, bitcast=True)
-        shift = (
-            tl.maximum(binade, scale * 0.015625) * 1572864.0
-        )  # 2^-6, and 1.5 * 2^20: as in bits.formats.scaled
+        # 2^-6, and 1.5 * 2^20: as in bits.formats.scaled
+        shift = tl.maximum(binade, scale * 0.015625) * 1572864.0
         x = tl.where(bits < 0x7F800000, x + shift - shift, float("nan"))
     return x
 
@@ -359,9 +357,10 @@ def play(
                 chosen = (difference > tl.load(noise + now, mask=inside, other=0.0)).to(tl.int32)
             else:
                 drawn = tl.load(noise + own_action, mask=of_action, other=0.0)
+                # Beyond, if all are NaN
                 chosen = tl.minimum(
                     tl.argmax(tl.where(column < A, x + drawn, -float("inf")), 1), A - 1
-                )  # beyond, if all are NaN
+                )
             tl.store(actions + now, chosen.to(tl.int64), mask=inside)
             action = chosen.to(tl.float32)
         moved, reward, terminated = ADVANCE(state, action)
@@ -426,9 +425,8 @@ class Fused:
         twin.draw(1)
         for name, (x, version) in versions(twin).items():
             old, its_version = before.get(name, (None, -1))
-            if name != "draws" and (
-                x is not old or version != its_version
-            ):  # set anew, or a tensor changed in place
+            # Set anew, or a tensor changed in place
+            if name != "draws" and (x is not old or version != its_version):
                 raise NotImplementedError("drawing starts changes the task")
         state = torch.zeros(1, env.state_size, device=env.device)
         action = (

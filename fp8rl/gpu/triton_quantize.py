@@ -20,10 +20,11 @@ import triton.language as tl
 from ..fp8 import E4M3, Quantized
 
 SPAN = 8192  # numbers in a program that finds the largest
+# Rows and columns in one that rounds: of each row, 64 float32 are two whole cache lines
 TILE = (
     128,
     64,
-)  # rows and columns in one that rounds: of each row, 64 float32 are two whole cache lines
+)
 
 
 @triton.jit
@@ -70,9 +71,8 @@ def encoded(x, MANTISSA: tl.constexpr):
     bits = magnitude.to(tl.int32, bitcast=True)
     rounding = (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)
     normal = (bits + rounding - ((127 - BIAS) << 23)) >> DROPPED
-    added = magnitude + tl.full((), SUBNORMAL, tl.int32).to(
-        tl.float32, bitcast=True
-    )  # the sum is rounded to these steps
+    # The sum is rounded to these steps
+    added = magnitude + tl.full((), SUBNORMAL, tl.int32).to(tl.float32, bitcast=True)
     subnormal = added.to(tl.int32, bitcast=True) - SUBNORMAL
     return tl.where(bits < ((128 - BIAS) << 23), subnormal, normal) | ((signed >> 24) & 0x80)
 
@@ -95,9 +95,8 @@ def rounded(
     exponent = scale_of(bits, MANTISSA)
     if tl.program_id(0) == 0:
         tl.store(scale, ((exponent + 127) << 23).to(tl.float32, bitcast=True))
-    inverse = ((127 - exponent) << 23).to(
-        tl.float32, bitcast=True
-    )  # by a power of two, multiplying is dividing
+    # By a power of two, multiplying is dividing
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
     inside = (row < M)[:, None] & (column < N)[None, :]
     values = read(x + row[:, None] * N + column[None, :], inside)
     finite = (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000

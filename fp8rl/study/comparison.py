@@ -48,12 +48,13 @@ AGENTS = 64  # in a population, at most: with more, results come later and take 
 class Comparison:
     """Precisions compared on the same seeds."""
 
+    # What to compare; differences are taken to the first.
     precisions: tuple[str, ...] = (
         "fp32",
         "bf16",
         "fp16",
         "fp8",
-    )  # What to compare; differences are taken to the first.
+    )
     seeds: int = 30  # Agents of each.
     first_seed: int = 0  # Seeds run upwards from here.
     collect_precision: str | None = (
@@ -313,9 +314,8 @@ def _begin_worker(numbers) -> None:
     _numbers = numbers  # shared memory goes only to a process that begins
     torch.set_num_threads(1)
     keep_freed_memory()
-    tqdm.set_lock(
-        threading.RLock()
-    )  # its own has a semaphore of the system, which a worker that is killed would leave there
+    # Its own has a semaphore of the system, which a worker that is killed would leave there
+    tqdm.set_lock(threading.RLock())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its children
 
     def follow_parent() -> None:
@@ -333,9 +333,8 @@ class Journal:
         self.path, self.histories = path, {}
         with contextlib.suppress(FileNotFoundError), opened(path, "r+b") as file:
             for number, line in enumerate(file, 1):
-                if not line.endswith(
-                    b"\n"
-                ):  # it was being written when the study was killed, and is no run
+                # It was being written when the study was killed, and is no run
+                if not line.endswith(b"\n"):
                     file.truncate(file.tell() - len(line))
                     break
                 try:
@@ -475,9 +474,8 @@ def table(
 
 def median_of(values: np.ndarray, form: str) -> str:
     """A median as text, in a format such as ",.0f"."""
-    median = np.median(
-        np.where(np.isnan(values), np.inf, values)
-    )  # a seed that never got there counts as the latest
+    # A seed that never got there counts as the latest
+    median = np.median(np.where(np.isnan(values), np.inf, values))
     return f"{median:{form}}" if np.isfinite(median) else "not reached"
 
 

@@ -21,9 +21,8 @@ STYLES = [
         strict=True,
     )
 ]
-PRECISIONS = dict(
-    zip(("fp32", "bf16", "fp16", "fp8"), STYLES, strict=False)
-)  # each has its own style, in every figure
+# Each has its own style, in every figure
+PRECISIONS = dict(zip(("fp32", "bf16", "fp16", "fp8"), STYLES, strict=False))
 REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
 
 

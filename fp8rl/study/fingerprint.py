@@ -49,11 +49,12 @@ SETTLED |= {
     "halved_after": 1024,
     "normalize_obs": False,
 }
+# Two iterations of SETTLED with 16 environments
 SHORT = {
     "steps": 1024,
     "eval_every": 0,
     "eval_episodes": 1,
-}  # two iterations of SETTLED with 16 environments
+}
 TASKS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "fp8rl/Lqr-v0")
 # One place each, so that a change of any rounding shows.
 PLACES = (
@@ -95,11 +96,12 @@ def weights_of(model: nn.Module) -> bytes:
 
 def core() -> list[bytes]:
     """The weights behind the first three hashes."""
+    # The first clips nothing
     shape = {
         "steps": 2 * Config().steps_per_iteration,
         "eval_every": 0,
         "eval_episodes": 1,
-    }  # the first clips nothing
+    }
     configs = [Config(name, **shape) for name in ("fp32", "fp8")]
     settled = Config(**shape | {"steps": 2048} | SETTLED | EIGHT_BIT)
     runs = build(configs[0]), build_population(configs), build_population([settled])
@@ -129,9 +131,8 @@ def trainings() -> dict[str, Callable[[], list[nn.Module]]]:
     """The named parts: what trains their networks."""
     stepped = [settled(env_id=name) for name in ("CartPole-v1", "Pendulum-v1")]  # by Gymnasium
     gru = settled(encoder="gru", hide_velocity=True)
-    many = settled(
-        num_envs=1024, rollout_length=4, slice_length=4, capacity=20_000, steps=8192
-    )  # enough to reuse forward passes
+    # Enough to reuse forward passes
+    many = settled(num_envs=1024, rollout_length=4, slice_length=4, capacity=20_000, steps=8192)
     mixed = [settled(precision=name) for name in ("bf16", "fp16")]
     mixed += [settled(precision=name, collect_precision="fp8") for name in ("fp32", "bf16", "fp16")]
     one = {"steps": 512}  # iteration

@@ -38,9 +38,8 @@ class Transitions(NamedTuple):
     action: torch.Tensor  # int64 [M], or float32 [M, A] if continuous
     reward: torch.Tensor  # float32 [M]
     flags: torch.Tensor  # uint8 [M], TERMINATED and TRUNCATED (rollout.py)
-    behavior_logp: (
-        torch.Tensor
-    )  # float32 [M], the log-probability of the action under the behaviour policy
+    # Float32 [M], the log-probability of the action under the behaviour policy
+    behavior_logp: torch.Tensor
     next_obs: torch.Tensor  # float32 [M, F]; at the end of an episode, its final observation
 
     @property

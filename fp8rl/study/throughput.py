@@ -39,9 +39,8 @@ class Loop:
     agents: int | None = (
         None  # Agents trained as one batch (population/population.py); None is a single run.
     )
-    hidden_size: tuple[int, ...] = (
-        64,
-    )  # Units in each layer of the network; each of several values is measured.
+    # Units in each layer of the network; each of several values is measured.
+    hidden_size: tuple[int, ...] = (64,)
     layers: int = 2  # Layers of the network.
 
     def config(self, machine: Machine = HERE) -> Config:
@@ -207,9 +206,8 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
         return [(rows, i, o) for i, o in sizes]
 
     def backward(rows: int) -> list[tuple[int, int, int]]:
-        return [(i, rows, o) for i, o in sizes] + [
-            (rows, o, i) for i, o in sizes[1:]
-        ]  # of weights, of inputs
+        # Of weights, of inputs
+        return [(i, rows, o) for i, o in sizes] + [(rows, o, i) for i, o in sizes[1:]]
 
     def products(
         shapes: list[tuple[int, int, int]], precision: str = config.precision

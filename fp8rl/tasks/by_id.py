@@ -10,12 +10,13 @@ from .cartpole import CartPole
 from .lqr import Lqr
 from .pendulum import Pendulum
 
+# Gymnasium's names
 TASKS = {
     "CartPole-v1": CartPole,
     "Acrobot-v1": Acrobot,
     "Pendulum-v1": Pendulum,
     "fp8rl/Lqr-v0": Lqr,
-}  # Gymnasium's names
+}
 
 
 def task_of(env_id: str | None) -> type[TensorEnv] | None:
@@ -34,9 +35,8 @@ def task_of(env_id: str | None) -> type[TensorEnv] | None:
     if not (isinstance(found, type) and issubclass(found, TensorEnv)):
         return None
     for attribute in ("bounds", "max_steps", "state_size", "num_actions"):
-        if found.__init__ is TensorEnv.__init__ and not hasattr(
-            found, attribute
-        ):  # another one may set them
+        # Another one may set them
+        if found.__init__ is TensorEnv.__init__ and not hasattr(found, attribute):
             raise ValueError(
                 f"env_id is {env_id!r}, which has no {attribute}: "
                 "give it all attributes of a TensorEnv"

@@ -130,9 +130,8 @@ class CustomEnv(Single):
             "", (position + 3 * velocity, 0.72), (position, 0.72), arrowprops=arrow
         ).arrow_patch.set_clip_box(ax.bbox)
         ax.plot(position, 0.4, "s", color="#000000", markersize=18)
-        wide = max(
-            1.25 * LIMIT, abs(position) + 0.25
-        )  # the last step of an episode may leave the track by far
+        # The last step of an episode may leave the track by far
+        wide = max(1.25 * LIMIT, abs(position) + 0.25)
         ax.set(
             xlim=(-wide, wide),
             ylim=(0, 1),

@@ -63,9 +63,8 @@ def flat_space(space: gymnasium.Space) -> gymnasium.Space:
     value, 1 where it is the value and 0 elsewhere; a Tuple or a Dict has the features of its parts.
     What cannot become at most a million features stays as it is, and so does a Box: this is no
     network for images."""
-    with contextlib.suppress(
-        NotImplementedError, ValueError
-    ):  # of a class of one's own, of a Tuple without parts
+    # Of a class of one's own, of a Tuple without parts
+    with contextlib.suppress(NotImplementedError, ValueError):
         if (
             not isinstance(space, Box)
             and space.is_np_flattenable
@@ -211,9 +210,8 @@ class GymEnv(TensorState):
             )
         self.bounds, self.num_actions, self.actions, self.max_steps = interface_of(env_id)
         self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
-        self.discount = getattr(
-            task_of(env_id.rpartition(":")[2]), "discount", 1.0
-        )  # without a module to import
+        # Without a module to import
+        self.discount = getattr(task_of(env_id.rpartition(":")[2]), "discount", 1.0)
         self.env_id, self.num_envs, self.device, self.envs = (
             env_id,
             num_envs,
@@ -264,9 +262,8 @@ class GymEnv(TensorState):
             )
         with self._guarded():
             obs, reward, terminated, truncated, _ = self.envs.step(actions)
-        live = (
-            ~self.done
-        )  # a step that resets has no reward and no end, whatever the environment returns
+        # A step that resets has no reward and no end, whatever the environment returns
+        live = ~self.done
         self.obs = self._tensor(obs, torch.float32)
         terminated, truncated = (
             self._tensor(flag, torch.bool) & live for flag in (terminated, truncated)
@@ -282,16 +279,14 @@ class GymEnv(TensorState):
 
     def close(self) -> None:
         """Closes the environments and their processes."""
-        with contextlib.suppress(
-            EOFError, ConnectionError
-        ):  # from processes that have already ended
+        # From processes that have already ended
+        with contextlib.suppress(EOFError, ConnectionError):
             if self.envs:
                 self.envs.close()
 
     def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(
-            array, dtype=dtype, device=self.device
-        )  # a copy: the environment may reuse its array
+        # A copy: the environment may reuse its array
+        return torch.tensor(array, dtype=dtype, device=self.device)
 
     @contextlib.contextmanager
     def _guarded(self):
@@ -299,13 +294,13 @@ class GymEnv(TensorState):
         try:
             with warnings.catch_warnings() if self._async else contextlib.nullcontext():
                 if self._async:
-                    warnings.simplefilter(
-                        "ignore"
-                    )  # Gymnasium's repeat a worker's error in several lines
+                    # Gymnasium's repeat a worker's error in several lines
+                    warnings.simplefilter("ignore")
+                # The environment may use torch in its own way
                 with (
                     torch.inference_mode(False),
                     torch.no_grad(),
-                ):  # the environment may use torch in its own way
+                ):
                     yield
         except RAISES as error:
             for process in getattr(self.envs, "processes", ()):

@@ -57,10 +57,11 @@ class Lqr(TensorEnv):
     """N of these carts. Arguments as in TensorEnv."""
 
     num_actions, distribution, max_steps, state_size, discount = 1, Gaussian, MAX_STEPS, 2, DISCOUNT
+    # On the track |v + u| < 4, so the step that leaves it has at most 5
     bounds = (
         (-4 * LIMIT, -5.0),
         (4 * LIMIT, 5.0),
-    )  # on the track |v + u| < 4, so the step that leaves it has at most 5
+    )
 
     def start(self, numbers):
         position, velocity = numbers.unbind(-1)
