@@ -37,8 +37,9 @@ import numpy as np
 import psutil
 import torch
 
-from fp8rl import __main__ as cli
 from fp8rl.build import Machine, build
+from fp8rl.cli import study as cli_study
+from fp8rl.cli import train as cli_train
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
@@ -303,13 +304,13 @@ def forged(content, path: tuple, value):
 def resume(out: Path) -> None:
     """What `train --resume` does with a folder but for the training."""
     with Folder.reopen(out, "train") as folder:
-        config, state = cli.stopped_run(out, trust=False)
+        config, state = cli_train.stopped_run(out, trust=False)
         run = build(config, Machine(), state)
         folder.remember("train", {})
         folder.write("config.json", config.to_json())
         if len(run.history):
-            cli.write_metrics(folder, run.history, 0)
-        cli.write_metrics(folder, HISTORY, 0)
+            cli_train.write_metrics(folder, run.history, 0)
+        cli_train.write_metrics(folder, HISTORY, 0)
         checkpoint.save(out / "checkpoint.pt", run)
         run.close()
 
@@ -324,7 +325,7 @@ def replace(out: Path) -> None:
 
 def study(out: Path) -> None:
     """What `study` does, where it goes on and where it is new."""
-    with cli.folder_of(out, {}, overwrite=False) as folder:
+    with cli_study.folder_of(out, {}, overwrite=False) as folder:
         Journal(out / "runs.jsonl").add("another arm", TINY, HISTORY)
         for name in FILES["study"][1:]:
             folder.write(name, "new")
@@ -372,7 +373,7 @@ def originals(root: Path) -> dict[str, dict[str, bytes]]:
     with Folder(root / "run") as folder:
         folder.remember("train", {"checkpoint_every": 1})
         folder.write("config.json", TINY.to_json())
-        cli.write_metrics(folder, run.history, 0)
+        cli_train.write_metrics(folder, run.history, 0)
     study(root / "study")
     store(root / "ring")
     found = {

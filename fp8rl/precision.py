@@ -40,18 +40,15 @@ class Rules(NamedTuple):
     PRECISIONS."""
 
     autocast: torch.dtype | None = None  # torch.autocast's type for matmuls
-    forward: torch.dtype | None = (
-        None  # float8 type of inputs and weights in the layers that FP8 can take
-    )
+    # float8 type of inputs and weights in the layers that FP8 can take
+    forward: torch.dtype | None = None
     backward: torch.dtype | None = None  # float8 type of the gradients of their outputs
-    loss_scale: float | None = (
-        None  # of the first step; with one, a step whose gradient is not finite is skipped
-    )
+    # of the first step; with one, a step whose gradient is not finite is skipped
+    loss_scale: float | None = None
     scale_grows: bool = False  # and shrinks, as GradScaler's does; otherwise it stays as it is
     tf32: bool = False  # CUDA rounds float32 operands to TF32
-    capability: tuple[int, int] | None = (
-        None  # the CUDA compute capability that it needs; None runs everywhere
-    )
+    # the CUDA compute capability that it needs; None runs everywhere
+    capability: tuple[int, int] | None = None
 
 
 PRECISIONS = {

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl import __main__ as cli
 from fp8rl import rng
 from fp8rl.build import HERE, build
+from fp8rl.cli.main import main
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
@@ -131,7 +131,7 @@ def run_cli(*arguments) -> None:
     """The command line in this process, which need not import everything first."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["fp8rl", *map(str, arguments)])
-        cli.main()
+        main()
 
 
 SERVER = multiprocessing.get_context("forkserver")

@@ -15,10 +15,11 @@ import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 from helpers import SIZED, run_cli, small
 
-from fp8rl import __main__ as cli
 from fp8rl import build as machine_module
 from fp8rl import hardware
 from fp8rl.build import build
+from fp8rl.cli import main as command_line
+from fp8rl.cli import train as cli_train
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
@@ -525,7 +526,7 @@ def test_what_ends_a_command_is_one_line(monkeypatch, capsys):
         (RuntimeError(host), 2, f"{host}: use fewer environments or agents, or a lower capacity"),
     ):
         monkeypatch.setattr(
-            cli, "parse", lambda _, error=error: lambda: (_ for _ in ()).throw(error)
+            command_line, "parse", lambda *_, error=error: lambda: (_ for _ in ()).throw(error)
         )
         with pytest.raises(SystemExit) as caught:
             run_cli("bench")
@@ -560,7 +561,7 @@ def test_resuming_a_finished_run_leaves_its_metrics_whole(precision, tmp_path, m
         yield
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(cli, "iterate", refuses)
+        patch.setattr(cli_train, "iterate", refuses)
         run_cli("train", "--resume", tmp_path)
     assert (tmp_path / "metrics.csv").read_text() == before
     for _ in range(2):
@@ -573,7 +574,7 @@ def test_a_resumed_run_takes_the_machine_that_is_given_now(tmp_path, monkeypatch
     run_cli("train", *TINY, "--out", tmp_path)
     seen = []
     monkeypatch.setattr(
-        cli, "build", lambda *args: seen.append(args[1]) or machine_module.build(*args)
+        cli_train, "build", lambda *args: seen.append(args[1]) or machine_module.build(*args)
     )
     run_cli("train", "--resume", tmp_path, "--store-device", "cpu", "--no-graph")
     assert (

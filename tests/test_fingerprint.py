@@ -93,7 +93,7 @@ CHANGES = {
     "an FP8 layer": (Float8Linear, "forward", of_result(larger), {"float8linear"}),
     "GRU": (RecurrentActorCritic, "gru", of_result(larger), {"gru"}),
     "normalized observations": (normalization, "LIMIT", lambda limit: 0.1, {"normalized"}),
-    "an optimizer that packs": (LowBitAdam, "update", with_larger_steps, {"lowbit"}),
+    "an optimizer that packs": (LowBitAdam, "_update", with_larger_steps, {"lowbit"}),
     "Gymnasium": (GymEnv, "step", of_result(with_larger_rewards), {"gymnasium"}),
     "sums over processes": (processes, "all_reduce", with_larger_sums, {"ranks"}),
     "int8": (Codec, "__init__", with_coarser_int8, {"codecs"}),

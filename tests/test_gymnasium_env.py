@@ -10,8 +10,8 @@ import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete, Sequence, Tuple
 from helpers import SHORT, SIZED, after, refused, resumed, run_cli, small, trained
 
-from fp8rl import __main__ as cli
 from fp8rl.build import Machine, build
+from fp8rl.cli import train as cli_train
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.distribution import Gaussian
@@ -467,7 +467,7 @@ def test_the_last_whole_iteration_is_saved_when_the_environment_fails(
 ):
     out = tmp_path / "a"
 
-    keep = cli.write_metrics
+    keep = cli_train.write_metrics
 
     def write(folder, history, *others):
         if len(history) == 3:
@@ -475,7 +475,7 @@ def test_the_last_whole_iteration_is_saved_when_the_environment_fails(
         return keep(folder, history, *others)
 
     monkeypatch.setattr(Counter, "healthy", True)
-    monkeypatch.setattr(cli, "write_metrics", write)
+    monkeypatch.setattr(cli_train, "write_metrics", write)
     fields = [
         "--env-id",
         f"fp8rl-tests/{name}-v0",

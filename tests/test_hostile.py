@@ -22,8 +22,9 @@ import pytest
 import torch
 from helpers import SIZED, TINY, cli_into, forked, refused, run_cli, weights
 
-from fp8rl import __main__ as cli
 from fp8rl.build import build, build_population
+from fp8rl.cli import study as cli_study
+from fp8rl.cli import train as cli_train
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.run_folder import FILES, MARK, Folder, require_free
@@ -325,7 +326,7 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, 
     assert (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
     assert rows_of(out / "runs.jsonl") == 8 and "| bf16, steps 20480 |" in capsys.readouterr().out
     message = "out is .*, which holds another study: use a new folder, or add --overwrite"
-    refused(message, cli.folder_of, out, {"seeds": 9}, overwrite=False, error=FileExistsError)
+    refused(message, cli_study.folder_of, out, {"seeds": 9}, overwrite=False, error=FileExistsError)
 
 
 def workers_of(process: subprocess.Popen) -> list[psutil.Process]:
@@ -438,7 +439,9 @@ def test_metrics_are_not_appended_through_a_link(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/metrics.csv").symlink_to(tmp_path / "precious")
     with Folder(tmp_path / "a") as folder:
-        refused(".*metrics.csv is a link", cli.write_metrics, folder, history, 1, error=OSError)
+        refused(
+            ".*metrics.csv is a link", cli_train.write_metrics, folder, history, 1, error=OSError
+        )
     assert not (tmp_path / "precious").read_text()
 
 

@@ -57,9 +57,8 @@ class Comparison:
     )
     seeds: int = 30  # Agents of each.
     first_seed: int = 0  # Seeds run upwards from here.
-    collect_precision: str | None = (
-        None  # Train each precision once more, with the acting policy in this one.
-    )
+    # Train each precision once more, with the acting policy in this one.
+    collect_precision: str | None = None
     # Add two arms that test the comparison itself: the first precision on other seeds, which must
     # pass, and float32 whose second moments are kept in e4m3 without a scale, which must fail.
     controls: bool = False

@@ -1,11 +1,13 @@
 """Figures: arrays in, Axes out. The colours are those of Okabe and Ito, which colour-blind readers
 can tell apart; lines also differ in dash and marker, for print."""
 
+import io
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from ..bits.doctor import BREAKS
@@ -185,3 +187,10 @@ def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.n
     ax.set(xlabel="position", ylabel="velocity", ylim=(velocity[0], velocity[-1]))
     ax.legend(fontsize=8)
     return ax
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG file's bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()

@@ -36,9 +36,8 @@ class Loop:
     # None is the fastest on the machine among those that it does not emulate; of a population it is
     # fp32.
     precision: str | None = None
-    agents: int | None = (
-        None  # Agents trained as one batch (population/population.py); None is a single run.
-    )
+    # Agents trained as one batch (population/population.py); None is a single run.
+    agents: int | None = None
     # Units in each layer of the network; each of several values is measured.
     hidden_size: tuple[int, ...] = (64,)
     layers: int = 2  # Layers of the network.

@@ -1,0 +1,56 @@
+"""`python -m fp8rl bench`: measures how fast this machine trains."""
+
+import dataclasses
+import json
+import math
+
+import tyro
+
+from .. import processes
+from ..build import Machine
+from ..study import throughput
+from ..study.fingerprint import fingerprint as code_fingerprint
+from .arguments import Json
+
+
+def measure(
+    loop: tyro.conf.OmitArgPrefixes[throughput.Loop] = throughput.Loop(),  # noqa: B008
+    machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(),  # noqa: B008
+    seconds: float = 5.0,
+    fingerprint: bool = False,
+    json_output: Json = False,
+) -> None:
+    """Measure how fast this machine trains without replay, against a floor; under torchrun, all
+    processes together.
+
+    Args:
+        loop: what is trained.
+        machine: where and how fast.
+        seconds: how long to measure.
+        fingerprint: only print hashes of the weights after a few updates, which show on one machine
+            whether numbers are the same.
+        json_output: print one JSON object.
+    """
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds is {seconds}: use a positive number")
+    if fingerprint:
+        print(code_fingerprint())
+        return
+    if not loop.hidden_size:
+        raise ValueError("hidden_size is empty: give at least one value")
+    processes.start(machine.devices)
+    sizes = [dataclasses.replace(loop, hidden_size=(size,)) for size in loop.hidden_size]
+    results = [
+        throughput.bench_loop(one.fastest(machine), machine, seconds, agents=loop.agents)
+        for one in sizes
+    ]
+    first = processes.rank_and_size()[0] == 0
+    processes.stop()
+    if first and json_output:
+        print(json.dumps(results if len(results) > 1 else results[0]))
+    for result in results if first and not json_output else ():
+        shown = {name: f"{x:,.3f}" if isinstance(x, float) else x for name, x in result.items()}
+        print(
+            "\n".join(f"{name:24} {x:>16}" for name, x in shown.items()),
+            end="\n\n" if len(results) > 1 else "\n",
+        )

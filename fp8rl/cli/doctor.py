@@ -1,0 +1,66 @@
+"""`python -m fp8rl doctor`: says which formats would break a training."""
+
+import contextlib
+import dataclasses
+import sys
+from pathlib import Path
+
+import tyro
+from matplotlib.figure import Figure
+
+from ..bits import doctor
+from ..build import build
+from ..config import Config
+from ..disk.run_folder import Folder, require_free
+from ..study import figures
+from ..study.watched_run import SHOWN, watched
+from ..train import iterate
+from .arguments import Json
+
+
+def examine(
+    config: tyro.conf.OmitArgPrefixes[Config],
+    judge: tuple[str, ...] = (*doctor.FORMATS, *(f"{place}=e4m3" for place in SHOWN)),
+    require: tuple[str, ...] = (),
+    out: Path | None = None,
+    overwrite: bool = False,
+    json_output: Json = False,
+) -> None:
+    """Train one agent in float32, and print which formats of its places would break its training.
+
+    Args:
+        config: what is learned.
+        judge: places and formats (v=e4m3:unscaled); Adam takes its step from moments as they are
+            kept.
+        require: those that must be fine, or else the exit code is 2.
+        out: folder to write report.md, report.json and report.png to.
+        overwrite: replace a report that the folder holds.
+    """
+    for field in ("precision", "formats"):
+        if getattr(config, field) != getattr(Config, field):
+            raise ValueError(
+                f"{field} is {getattr(config, field)!r}: leave it out, "
+                "the doctor watches a training in float32"
+            )
+    if out:
+        require_free(out, "doctor", overwrite)
+    with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
+        run = build(config)
+        watching = watched(run, tuple(dict.fromkeys((*judge, *require))))
+        for _ in iterate(run, progress=True):
+            pass
+    report = watching.report()
+    print(report.to_json() if json_output else report)
+    if out:
+        figure = Figure(figsize=(7, 1.2 + 0.2 * len(report)), layout="constrained")
+        figures.findings(
+            figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}"), report
+        )
+        with Folder.create(out, "doctor", dataclasses.asdict(config), overwrite) as folder:
+            for ending, content in {
+                "json": report.to_json(),
+                "md": f"{report}\n",
+                "png": figures.png(figure),
+            }.items():
+                folder.write(f"report.{ending}", content)
+    report.require(*require)

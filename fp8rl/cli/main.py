@@ -1,0 +1,70 @@
+"""The command line: python -m fp8rl train | eval | study | doctor | memory | bench.
+
+Each takes --help. Invalid input (a bad value, a folder in use, a missing file) is reported in one
+line on stderr, with exit code 2.
+"""
+
+import re
+import signal
+import sys
+import warnings
+
+import torch
+
+from .. import hardware, processes
+from ..tasks.gymnasium_env import EnvironmentFailed
+from .arguments import parse
+from .bench import measure
+from .doctor import examine
+from .evaluate import evaluate_run
+from .memory import predict_and_measure
+from .study import compare
+from .train import train
+
+
+def main() -> None:
+    """Runs the command line."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # So that a study ends its workers first
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    warnings.formatwarning = lambda text, *_, **__: re.sub(
+        r"\x1b\[\d+m", "", f"fp8rl: warning: {text}\n"
+    )
+    hardware.keep_freed_memory()
+    # The network is too small for more, and so a run's numbers do not depend on the cores
+    torch.set_num_threads(1)
+    commands = {
+        "train": train,
+        "eval": evaluate_run,
+        "study": compare,
+        "doctor": examine,
+        "memory": predict_and_measure,
+    }
+    commands["bench"] = measure
+    code = 2
+    try:
+        parse(commands, __doc__)()
+        return
+    except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
+        # Python's own has no words
+        said = str(error) or "out of memory: use a smaller config, or a folder whose files fit"
+    except KeyboardInterrupt:
+        said, code = "interrupted", 130
+    except RuntimeError as error:
+        rank, size = processes.rank_and_size()
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            said = (
+                f"{str(error).splitlines()[0].split('. ')[0]}: "
+                "use fewer environments or agents, or a lower capacity"
+            )
+        elif size == 1:
+            raise
+        else:
+            said = (
+                f"rank {rank} of {size} lost the others ({str(error).splitlines()[0]}): "
+                "resume from the last checkpoint"
+            )
+    # Names in a folder may have any characters
+    said = "".join(x if x.isprintable() else repr(x)[1:-1] for x in said)
+    print(f"fp8rl: {said}", file=sys.stderr)
+    sys.exit(code)

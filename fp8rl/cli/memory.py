@@ -1,0 +1,71 @@
+"""`python -m fp8rl memory`: predicts the bytes of a replay ring, and measures them."""
+
+import contextlib
+import json
+import sys
+
+import tyro
+
+from .. import hardware
+from ..build import Machine, build
+from ..config import Config
+from ..disk.mapped_ring import free_on_disk
+from ..requirements import ring_rows
+from ..study.replay_layouts import LAYOUTS, STORES, layout_bytes
+from .arguments import Json
+
+
+def predict_and_measure(
+    config: tyro.conf.OmitArgPrefixes[Config],
+    machine: tyro.conf.OmitArgPrefixes[Machine],
+    layout: str = "compact",
+    json_output: Json = False,
+) -> None:
+    """Predict the bytes of a config's replay ring, allocate it and measure. A ring in a memmap
+    folder has the whole capacity, and stays there.
+
+    Args:
+        config: what would be trained.
+        machine: where.
+        layout: how the next observation is stored: compact, as the next row, which is what training
+            uses; or, to compare (no
+            training uses them), full, beside the observation, or delta, as its rounded difference
+            to the observation.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}: choose from {', '.join(LAYOUTS)}")
+    if layout != "compact" and machine.memmap is not None:
+        raise ValueError(
+            f"memmap is {machine.memmap} and layout {layout!r}: leave memmap out, "
+            "or use the compact layout"
+        )
+    available = (
+        free_on_disk(machine.memmap) if machine.memmap else hardware.available(machine.on("store"))
+    )
+    with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
+        run = build(config, machine)
+        run.close()
+    ring = run.ring
+    transitions = ring_rows(config, machine) * config.num_envs
+    predicted = layout_bytes(layout, transitions, ring.obs_size, config.codec, ring.action_size)
+    measured = ring.nbytes
+    if layout != "compact":
+        settings = transitions, ring.bounds, config.codec, ring.device, ring.action_size
+        del run, ring  # so that the two stores need not fit side by side
+        measured = STORES[layout](*settings).nbytes
+    result = {
+        "layout": layout,
+        "predicted_bytes": predicted,
+        "measured_bytes": measured,
+        "bytes_per_transition": predicted / transitions,
+        "transitions": transitions,
+        "available_bytes": available,
+    }
+    print(
+        json.dumps(result)
+        if json_output
+        else "\n".join(
+            f"{name:20} {value if name == 'layout' else f'{value:,}':>20}"
+            for name, value in result.items()
+        )
+    )

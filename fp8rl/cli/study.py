@@ -1,0 +1,187 @@
+"""`python -m fp8rl study`: trains every precision on the same seeds and compares them."""
+
+import dataclasses
+import itertools
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from matplotlib.figure import Figure
+
+from ..config import Config
+from ..disk.run_folder import Folder, read_mark, require_free
+from ..env import Cart
+from ..history import History
+from ..requirements import shared
+from ..study import comparison as study
+from ..study import figures, throughput
+from ..study.statistics import iqm
+from ..tasks.by_id import task_of
+
+
+def swept(field: dataclasses.Field) -> tuple:
+    """A number of Config as a field with any number of values."""
+    shown = tyro.conf.arg(help=f"Values of `train`'s {field.name}.")
+    return (
+        field.name,
+        Annotated[tuple[field.type, ...], shown],
+        dataclasses.field(default=(field.default,)),
+    )
+
+
+NUMBERS = [
+    field
+    for field in dataclasses.fields(Config)
+    if field.type in (int, float, float | None) and field.name != "seed"
+]
+
+
+Sweep = dataclasses.make_dataclass("Sweep", map(swept, NUMBERS), frozen=True)
+
+
+def compare(
+    out: Path,
+    comparison: tyro.conf.OmitArgPrefixes[study.Comparison] = study.Comparison(),  # noqa: B008
+    sweep: tyro.conf.OmitArgPrefixes[Sweep] = Sweep(),  # noqa: B008
+    one_by_one: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Train every precision on the same seeds, many agents as one batch on every core, and write
+    results.csv, table.md and curves.png. Any number of Config may have several values
+    (--learning-rate 1e-4 3e-4): each is crossed with all others. A study that was stopped continues
+    when it is called again.
+
+    Args:
+        out: folder for the results.
+        sweep: numbers of the config.
+        one_by_one: train every agent alone, which takes much longer.
+        overwrite: replace a study that the folder holds.
+    """
+    if comparison.threshold is None:
+        comparison = dataclasses.replace(
+            comparison, threshold=study.threshold_of(comparison.env_id)
+        )
+    numbers, arms = dataclasses.asdict(sweep), {}
+    for name, values in {"precisions": comparison.precisions, **numbers}.items():
+        if not values:
+            raise ValueError(f"{name} is empty: give at least one value")
+        if len({*values}) < len(values):
+            raise ValueError(f"{name} is {' '.join(map(str, values))}: give each value once")
+    for values in itertools.product(*numbers.values()):
+        fields = dict(zip(numbers, values, strict=True))
+        suffix = "".join(
+            f", {name} {in_words(value)}"
+            for name, value in fields.items()
+            if len(numbers[name]) > 1
+        )
+        arms |= comparison.arms(suffix, **fields)
+    arm_of = {config: arm for arm, configs in arms.items() for config in configs}
+    # None and the number that it stands for are one
+    last_arm = {in_numbers(configs[0]): arm for arm, configs in arms.items()}
+    for arm, configs in arms.items():
+        other = last_arm[in_numbers(configs[0])]
+        if other != arm:
+            raise ValueError(f"{arm} is {other}: give each value once")
+    each = study.run if one_by_one else None
+    if not one_by_one and (shapes := len(set(map(shared, arm_of)))) > 1:
+        print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
+    study.require(list(arm_of), each)  # what cannot be is refused before anything is written
+    # As they are read back
+    options = json.loads(json.dumps(dataclasses.asdict(comparison) | numbers))
+    with folder_of(out, options, overwrite) as folder:
+        journal = study.Journal(out / "runs.jsonl")
+        done = {config for config, arm in arm_of.items() if (arm, config) in journal.histories}
+        for config, history in study.run_all(
+            list(arm_of), run=each, done=done, threshold=comparison.threshold
+        ):
+            with folder.writing():
+                journal.add(arm_of[config], config, history)
+            if history.failure:
+                print(
+                    f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}",
+                    file=sys.stderr,
+                )
+        write_study(folder, journal.histories, arms, comparison)
+
+
+def in_numbers(config: Config) -> Config:
+    """A config with numbers where None leaves them to the width or to a task that is known without
+    making it."""
+    task = task_of(config.env_id) if config.env_id else Cart
+    if task:
+        return config.settled(task)
+    if config.learning_rate is None:
+        return dataclasses.replace(config, learning_rate=config.learning_rate_of_width)
+    return config
+
+
+def in_words(value: float | None) -> str:
+    """A number in the name of an arm: six digits of it, or all where it has more."""
+    return f"{value:g}" if value is not None and float(f"{value:g}") == value else str(value)
+
+
+def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
+    """The folder of a study with these options: a new one, or that of the same study, which was
+    stopped."""
+    if overwrite or read_mark(out).get("command") != "study":
+        require_free(out, "study", overwrite)
+        return Folder.create(out, "study", options, overwrite)
+    folder = Folder.reopen(out, "study")
+    if read_mark(out).get("options") != options:
+        folder.close()
+        raise FileExistsError(
+            f"out is {out}, which holds another study: use a new folder, "
+            "or add --overwrite to replace it"
+        )
+    return folder
+
+
+def write_study(
+    folder: Folder,
+    histories: dict[tuple[str, Config], History],
+    arms: dict[str, list[Config]],
+    comparison: study.Comparison,
+) -> None:
+    """Writes results.csv, table.md and curves.png, with learning curves of all arms but the
+    controls, and prints the table."""
+    threshold = comparison.threshold
+    runs = {arm: [histories[arm, config] for config in configs] for arm, configs in arms.items()}
+    results = [
+        study.summarize(*each, arm, threshold)
+        for arm in arms
+        for each in zip(arms[arm], runs[arm], strict=True)
+    ]
+    text = study.table(results, list(arms), threshold, comparison.margin)
+    text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {throughput.origin()}.\n"
+    folder.write("results.csv", study.results_csv(results))
+    folder.write("table.md", text)
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    curves = {
+        arm: study.stack(each, "eval_return")
+        for arm, each in runs.items()
+        if not arm.startswith("control")
+    }
+    figures.learning_curves(left, curves, marks=comparison.env_id is None)
+    left.set_title(
+        f"interquartile mean, 10th to 90th percentile of {comparison.seeds} seeds", fontsize=9
+    )
+    figures.intervals(right, final := study.scores(results, "final_return"), "final greedy return")
+    right.set_title("each seed, interquartile mean, 95% interval", fontsize=9)
+    best = max(values.max() for values in final.values())
+    # An arm far below would leave the others no room
+    if iqm(final[next(iter(arms))]) >= threshold < best:
+        low = threshold - (best - threshold) / 4
+        right.set_xlim(low, best + (best - threshold) / 4)
+        right.set_xlabel(f"{right.get_xlabel()}, from {low:.0f} up")
+        for row, average in (
+            (row, iqm(values)) for row, values in enumerate(final.values()) if iqm(values) < low
+        ):
+            right.annotate(
+                f"← {average:.1f}", (low, row), (3, 0), textcoords="offset points", va="center"
+            )
+    folder.write("curves.png", figures.png(figure))
+    print(text)

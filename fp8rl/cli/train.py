@@ -1,0 +1,251 @@
+"""`python -m fp8rl train`: trains one agent into a folder, or continues a run that was stopped."""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import tyro
+from matplotlib.figure import Figure
+
+from .. import hardware, processes
+from ..bits.low_bit_adam import LowBitAdam
+from ..build import Machine, build
+from ..config import EIGHT_BIT, Config
+from ..disk import checkpoint
+from ..disk.run_folder import Folder, read_mark, require_free
+from ..disk.safe_files import opened, read_json
+from ..history import History
+from ..study import figures
+from ..tasks.gymnasium_env import EnvironmentFailed
+from ..train import Immediate, Run, iterate
+from .arguments import given
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """What checkpoints a run writes. A resumed run keeps this."""
+
+    # Iterations between checkpoints, 0 for one at the end; by default one is written every minute.
+    checkpoint_every: int | None = None
+    # Keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty
+    # one.
+    checkpoint_ring: bool = True
+
+    def __post_init__(self):
+        if self.checkpoint_every is not None and (
+            type(self.checkpoint_every) is not int or self.checkpoint_every < 0
+        ):
+            raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}: use 0 or more")
+        if type(self.checkpoint_ring) is not bool:
+            raise ValueError(f"checkpoint_ring is {self.checkpoint_ring!r}: use True or False")
+
+
+def train(
+    config: tyro.conf.OmitArgPrefixes[Config],
+    machine: tyro.conf.OmitArgPrefixes[Machine],
+    out: Path | None = None,
+    resume: Path | None = None,
+    saving: tyro.conf.OmitArgPrefixes[Saving] = Saving(),
+    overwrite: bool = False,
+    trust: bool = False,
+    eight_bit: bool = False,
+) -> None:
+    """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png.
+    Ctrl-C leaves a checkpoint. Under torchrun several processes train the agent together; only rank
+    0 writes.
+
+    Args:
+        config: what is learned: a resumed run takes its own.
+        machine: where it runs and how fast: a resumed run takes what is given now.
+        out: folder for the results.
+        resume: folder of a run that was stopped: it continues from its checkpoint, on the CPU bit
+            for bit as if it had not been,
+            or from the beginning if it has none yet.
+        overwrite: replace a run that the folder holds.
+        trust: a checkpoint may name a module to import (env_id module:Name-v0).
+        eight_bit: keep weights, Adam's moments and replayed observations in one byte a number, and
+            multiply in FP8.
+    """
+    if (out is None) == (resume is None):
+        raise ValueError(f"out is {out} and resume {resume}: use one of them")
+    config = chosen(config, bool(resume), eight_bit)
+    processes.start(machine.devices)
+    first, state = processes.rank_and_size()[0] == 0, None
+    options = dataclasses.asdict(saving)
+    with contextlib.ExitStack() as owned:
+        if resume:
+            out = resume
+            if first:
+                folder = owned.enter_context(Folder.reopen(out, "train"))
+            config, state = stopped_run(out, trust)
+            kept = read_mark(out).get("options", {})
+            options |= {
+                name: kept[name] for name in options if name in kept and name not in given()
+            }
+            Saving(**options)  # the mark may hold anything
+            # All have read the mark before rank 0 writes it again
+            processes.all_reduce([torch.zeros(1)])
+        elif first:
+            require_free(out, "train", overwrite)
+        # What cannot be is refused before anything is written or replaced
+        run = build(config, machine, state)
+        if machine.memmap and run.ring.count:
+            print(
+                f"continuing with {run.ring.size} rows of {run.ring.num_envs} environments in "
+                f"{machine.memmap}"
+            )
+        if first and not resume:
+            folder = owned.enter_context(Folder.create(out, "train", options, overwrite))
+        if first:
+            folder.remember("train", options)
+            folder.write("config.json", config.to_json())
+        write_while_training(run, out, folder if first else None, **options)
+        clipped = processes.all_reduce([run.ring.clipped])[0].tolist()
+        processes.stop()
+        if first:
+            report(run, clipped, folder)
+
+
+def chosen(config: Config, resume: bool, eight_bit: bool) -> Config:
+    """The config, in eight bits if wanted. Raises ValueError for an option that is given beside one
+    which decides it."""
+    for name in (*Config.__dataclass_fields__, "overwrite", "eight_bit") if resume else ():
+        if name in given():
+            raise ValueError(
+                f"{name} is given beside resume, which takes the run's own: leave it out"
+            )
+    for name, value in EIGHT_BIT.items() if eight_bit else ():
+        if name in given() and getattr(config, name) != value:
+            raise ValueError(
+                f"{name} is {getattr(config, name)} beside eight_bit, "
+                f"which makes it {value!r}: leave one out"
+            )
+    return dataclasses.replace(config, **EIGHT_BIT) if eight_bit else config
+
+
+def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
+    """A run's config and state; no state if it was stopped before its first checkpoint."""
+    if (out / "checkpoint.pt").exists() or not (out / "config.json").exists():
+        config, state = checkpoint.resume(out / "checkpoint.pt", trust)
+        if isinstance(config, list):
+            raise ValueError(
+                f"checkpoint {out / 'checkpoint.pt'} is of a population: "
+                "train goes on with single runs alone"
+            )
+        return config, state
+    try:
+        config = Config.of(read_json(out / "config.json"))
+    except ValueError as error:
+        raise ValueError(f"{out / 'config.json'}: {error}") from error
+    checkpoint.require_trust(out / "config.json", config.env_id, trust)
+    return config, None
+
+
+def write_while_training(
+    run: Run, out: Path, folder: Folder | None, checkpoint_every: int | None, checkpoint_ring: bool
+) -> None:
+    """Trains a run to its end. Rank 0, which owns the folder, writes metrics.csv and checkpoint.pt
+    as it goes. After SIGINT or SIGTERM the program exits when the iteration is finished and saved;
+    a second signal ends a single process at once."""
+    signals: list[int] = []
+
+    def remember(number, _):
+        if signals and processes.rank_and_size()[1] == 1:
+            raise KeyboardInterrupt
+        signals.append(number)
+
+    def keep(
+        kind: type | None, *_
+    ) -> None:  # if the environment fails, what was learned until then
+        # With a graph it has learned from it since
+        good = kind is EnvironmentFailed or (
+            kind is ValueError and isinstance(run.launch, Immediate)
+        )
+        if good and len(run.history) and processes.rank_and_size()[1] == 1:
+            checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+
+    if folder and len(run.history):
+        write_metrics(folder, run.history, 0)  # the rows from before a resumption
+    # All rows are written again with the first new one, which may have other columns
+    written, saved = (
+        0,
+        time.monotonic(),
+    )
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, remember))
+        stack.push(keep)
+        for _ in stack.enter_context(
+            contextlib.closing(iterate(run, progress=processes.rank_and_size()[0] == 0))
+        ):
+            due = (
+                checkpoint_every is None
+                and processes.rank_and_size()[0] == 0
+                and time.monotonic() - saved > 60
+            )
+            # All ranks must agree: rank 0's clock counts, and a signal to any of them.
+            (sums,) = processes.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
+            due, stop = sums.tolist()
+            if due or stop or (checkpoint_every and run.iterations % checkpoint_every == 0):
+                checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+                saved = time.monotonic()
+            if folder and len(run.recorded) > written:  # of a graph, only what has been read
+                write_metrics(folder, run.recorded, written)
+                written = len(run.recorded)
+            if stop:
+                break
+    if len(run.history) < run.config.iterations:
+        if processes.rank_and_size()[0] == 0:
+            at = f"step {run.history.last['steps']:,.0f} of {run.config.steps:,}"
+            print(
+                f"fp8rl: interrupted at {at}: continue with train --resume {out}", file=sys.stderr
+            )
+        sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
+    if processes.rank_and_size()[0] == 0:
+        most = "" if run.config.env_id else " of 200"
+        # Known even if it cannot be written
+        print(f"final greedy return {run.history.final_return:.2f}{most}")
+    checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
+
+
+def write_metrics(folder: Folder, history: History, written: int) -> None:
+    """Appends the rows that come after those `written` to metrics.csv; without any it is written
+    anew, with a header."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    if not written:
+        writer.writerow([*history.last])
+    writer.writerows(
+        [int(x) if x.is_integer() else x for x in row.values()] for row in history.since(written)
+    )
+    if not written:
+        return folder.write("metrics.csv", text.getvalue())
+    with folder.writing(), opened(folder.path / "metrics.csv", "a", newline="") as file:
+        file.write(text.getvalue())
+
+
+def report(run: Run, clipped: list[int], folder: Folder) -> None:
+    """Draws reward_curve.png and prints what else is to be known."""
+    config, history = run.config, run.history
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    ax = figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}")
+    figures.learning_curves(
+        ax, {config.precision: history.evaluations()}, marks=config.env_id is None
+    )
+    folder.write("reward_curve.png", figures.png(figure))
+    print(hardware.describe(run.learner.precision, run.model))
+    if isinstance(run.learner.optimizer, LowBitAdam):
+        print(run.learner.optimizer.describe())
+    if any(clipped):
+        counts = ", ".join(f"feature {i}: {n}" for i, n in enumerate(clipped) if n)
+        print(
+            f"warning: codec {config.codec} clipped observations ({counts}): choose bf16 or fp32",
+            file=sys.stderr,
+        )
+    print(f"results in {folder.path}/")
