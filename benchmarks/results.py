@@ -82,6 +82,7 @@ COMMANDS = {
     "from_start_avx2": "python benchmarks/speed/from_start.py benchmarks/results/from_start_avx2.md --avx2",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
+    "acting_kernel": "python benchmarks/acting_kernel.py benchmarks/results/acting_kernel.md",
     "fp8_layer": "python benchmarks/fp8_layer.py benchmarks/results",
     "widths_cuda": "python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda",
 }
@@ -106,6 +107,7 @@ ON_CUDA = (
     "fp8_layer",
     "widths_cuda",
     "placements",
+    "acting_kernel",
 )
 # Those of a fingerprint's first hashes; the others have names in it
 PARTS = (
@@ -150,6 +152,7 @@ RESTS_ON = {
     "from_start_avx2": ("defaults",),
     "length": ("defaults",),
     "placements": SINGLE_RUNS,
+    "acting_kernel": ("defaults",),
     "fp8_layer": ("float8linear",),
     "widths_cuda": SINGLE_RUNS,
 }
