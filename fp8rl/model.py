@@ -134,8 +134,7 @@ def parameters_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
     """A network's parameters by name: the encoder's, both heads' weights, both heads' biases,
     spread.
 
-    In this order they lie in a row of a population's parameters, and get the noise of stochastic
-    rounding.
+    Where parameters are laid out one after the other, they are in this order.
     """
     last = ("actor.weight", "critic.weight", "actor.bias", "critic.bias", "spread")
     named = dict(model.named_parameters())

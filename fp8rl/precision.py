@@ -86,52 +86,59 @@ REMEDY = (
 
 
 class Precision:
-    """One row of the module's table, its `rules`, for a model on a device. Raises ValueError for a
-    name that is unknown or that the device cannot run, and names those it can and the `field` of a
-    config that has it. There is no fallback."""
+    """What a precision of the module's table does to a model on a device.
+
+    Raises ValueError for a name that is unknown or that the device cannot run. The error names
+    those that it can, and the `field` of a config that has the name. There is no fallback.
+    """
 
     def __init__(self, name: str, device="cpu", field: str = "precision"):
-        self.name, self.field = name, field
+        self.name = name
+        self.field = field
         self.device = torch.device(device)
-        if name not in (names := available_precisions(device)):
-            needs = "it is unknown"
+        names = available_precisions(device)
+        if name not in names:
+            reason = "it is unknown"
             if name in PRECISIONS:
-                needs = "it needs CUDA, compute capability {}.{} or higher".format(
-                    *PRECISIONS[name].capability
-                )
-            raise ValueError(f"{field} is {name!r} and {needs}: choose from {', '.join(names)}")
-        self.rules = rules = PRECISIONS[name]
-        growth = SCALE_GROWTH_INTERVAL if rules.scale_grows else 2**31 - 1
-        scale = {"init_scale": rules.loss_scale or 1.0, "enabled": rules.loss_scale is not None}
-        self.scaler = torch.amp.GradScaler(self.device.type, growth_interval=growth, **scale)
+                major, minor = PRECISIONS[name].capability
+                reason = f"it needs CUDA, compute capability {major}.{minor} or higher"
+            raise ValueError(f"{field} is {name!r} and {reason}: choose from {', '.join(names)}")
+        self.rules = PRECISIONS[name]
+        never = 2**31 - 1
+        self.scaler = torch.amp.GradScaler(
+            self.device.type,
+            init_scale=self.rules.loss_scale or 1.0,
+            growth_interval=SCALE_GROWTH_INTERVAL if self.rules.scale_grows else never,
+            enabled=self.rules.loss_scale is not None,
+        )
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Moves the model to the device and, for FP8, converts its eligible linear layers;
-        ValueError if there are none."""
+        """Moves the model to the device and, for FP8, converts its eligible linear layers.
+
+        Raises ValueError if FP8 can take none of them.
+        """
         model = model.to(self.device)
-        if self.rules.forward:
-            reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)
-            if all(reasons.values()):
-                why = "; ".join(
-                    f"{name or 'the model'}: {reason}" for name, reason in reasons.items()
-                )
-                raise ValueError(
-                    f"{self.field} is {self.name!r} and no layer can run in FP8 ({why}): {REMEDY}"
-                )
+        if not self.rules.forward:
+            return model
+        reasons = fp8.convert_linears(model, self.rules.forward, self.rules.backward)
+        if all(reasons.values()):
+            details = "; ".join(f"{name or 'the model'}: {why}" for name, why in reasons.items())
+            no_layer = f"no layer can run in FP8 ({details})"
+            raise ValueError(f"{self.field} is {self.name!r} and {no_layer}: {REMEDY}")
         return model
 
     @contextlib.contextmanager
     def autocast(self):
         """Runs a forward pass in this precision."""
         dtype = self.rules.autocast
-        # Gradients would be summed in low precision, in the cached copy of a weight
+        # With gradients, these would be summed in low precision, in the cached copy of a weight.
         cached = not torch.is_grad_enabled()
         cast = torch.autocast(
             self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached
         )
         with self.matmul_mode(), cast:
             yield
-        # In a caller's own region, the cached casts would outlive the next update
+        # In a caller's own region, the cached casts would outlive the next update.
         torch.clear_autocast_cache()
 
     def step(
@@ -141,42 +148,42 @@ class Precision:
         max_grad_norm: float,
         all_reduce=None,
     ) -> StepReport:
-        """Backward, unscale, clip to an L2 norm, step. In that order, because the norm of scaled
-        gradients is meaningless. `all_reduce` sums a list of gradients over processes that share
-        the loss. A capturable optimizer never waits for a GPU."""
+        """One optimizer step: backward, unscale, clip to an L2 norm, step.
+
+        In that order, because the norm of scaled gradients is meaningless. `all_reduce` sums a list
+        of gradients over processes that share the loss. Nothing here waits for a GPU.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), dtype=torch.float32, device=self.device)
-        scale = self.scaler.scale(one)  # unlike get_scale() this does not wait for a GPU
+        scale_before = self.scaler.scale(one)  # get_scale() would wait for a GPU
         optimizer.zero_grad(set_to_none=True)
-        # A surrounding one would cast FP8's matmuls
-        with (
-            self.matmul_mode(),
-            torch.autocast(self.device.type, enabled=False),
-        ):
+        # Autocast is off, because a surrounding region would cast FP8's matmuls.
+        with self.matmul_mode(), torch.autocast(self.device.type, enabled=False):
             self.scaler.scale(loss).backward()
         if all_reduce:
-            for p, grad in zip(parameters, all_reduce([p.grad for p in parameters]), strict=True):
-                p.grad = grad
+            gradients = all_reduce([p.grad for p in parameters])
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
         self.scaler.unscale_(optimizer)
         grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
-        skipped = self.scaler.scale(one) < scale  # it becomes smaller only by a skip
-        # Back to where it was, or it would end at 0
+        skipped = self.scaler.scale(one) < scale_before  # it becomes smaller only by a skip
         if self.rules.loss_scale and not self.rules.scale_grows:
+            # Back to where it was, or many skips would bring it to 0.
             self.scaler.update(one * self.rules.loss_scale)
         return StepReport(grad_norm, self.scaler.scale(one), skipped)
 
     @contextlib.contextmanager
     def matmul_mode(self):
-        """On CUDA, sets torch's process-wide TF32 switch for this precision and restores it
-        afterwards."""
+        """On CUDA, sets torch's process-wide TF32 switch for this precision within."""
         if self.device.type != "cuda":
             yield
             return
         matmul = torch.backends.cuda.matmul
-        before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if self.rules.tf32 else "ieee"
+        mode_before = matmul.fp32_precision
+        matmul.fp32_precision = "tf32" if self.rules.tf32 else "ieee"
         try:
             yield
         finally:
-            matmul.fp32_precision = before
+            matmul.fp32_precision = mode_before

@@ -339,8 +339,7 @@ class Run:
         """An iteration's numbers: statistics of its updates, and the mean return of the episodes
         that ended, over all processes that train together.
 
-        `numbers` are those of the measurements, [n], or [n, S] of S runs that are measured
-        together.
+        `numbers` are those of the measurements on the host, [n], each perhaps an array.
         """
         names = measurements.names
         updates = [
