@@ -264,13 +264,13 @@ def actor_critic_loss(
     # Statistics.
     log_ratios = torch.where(valid, log_ratios, -torch.inf)
     largest = _extreme(torch.amax, log_ratios).clamp(min=LOWEST)
-    ratio = (log_ratios - largest).exp()  # `largest` cancels in ess, and nothing overflows
+    scaled_ratio = (log_ratios - largest).exp()  # the scale cancels, and nothing overflows
     statistics = {
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
         "min_logp": _extreme(torch.amin, torch.where(valid, logp, torch.inf)),
-        "ess": _sum(ratio).square() / (rows * _sum(ratio.square())).clamp(min=1),
+        "ess": _sum(scaled_ratio).square() / (rows * _sum(scaled_ratio.square())).clamp(min=1),
     }
     return _squeezed(loss), {name: _squeezed(x.detach()) for name, x in statistics.items()}
 
