@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fp8rl.config import Config
 from fp8rl.distribution import Categorical
-from fp8rl.losses import FLOOR, actor_critic_loss, discounts_of, vtrace
+from fp8rl.losses import FLOOR, actor_critic_loss, discounts_of, vtrace, vtrace_fast
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 GAMMA = 0.9
@@ -400,3 +400,27 @@ def test_both_layouts_of_the_same_episodes_have_the_same_targets(seed, length, l
     found = vtrace(values[rows], *parts, lam, ended=ended[keep], final_values=final_values[keep])
     for x, y in zip(expected, found, strict=True):
         torch.testing.assert_close(x[keep], y, atol=1e-12, rtol=0)
+
+
+@given(seed=st.integers(0, 1000), length=st.integers(1, 12), same_step=st.booleans())
+def test_the_fast_form_of_vtrace_is_the_plain_one(seed, length, same_step):
+    values, log_ratios, rollout = random_rollout(seed, length)
+    rewards = torch.where(rollout.valid, rollout.reward, torch.nan)  # dummy rows may be anything
+    discounts = discounts_of(rollout.flags, 0.9)
+    options = {}
+    if same_step:
+        options = {"ended": rollout.ended, "final_values": values[1:] + 1}
+    arguments = (values, rewards, discounts, log_ratios, rollout.valid, 0.95)
+    for plain, fast in zip(
+        vtrace(*arguments, **options), vtrace_fast(*arguments, **options), strict=True
+    ):
+        torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)  # in float64
+
+
+def test_the_loss_takes_either_form_of_vtrace():
+    values, _, rollout = random_rollout(0, 20)
+    outputs = torch.randn(*values.shape, 2, dtype=torch.float64)
+    config = Config(gamma=0.9, entropy_coef=0.01)
+    plain, _ = actor_critic_loss(outputs, values, rollout, config, compute_targets=vtrace)
+    fast, _ = actor_critic_loss(outputs, values, rollout, config)
+    torch.testing.assert_close(plain, fast)
