@@ -1,5 +1,4 @@
-"""Distributions of actions: softmax over a few actions, or independent Gaussians for continuous
-ones.
+"""Distributions of actions: softmax over a few of them, or Gaussians for continuous ones.
 
 A network's outputs are logits [..., A], or means and logarithms of standard deviations [..., 2 A].
 Actions are sampled from them and independent noise: argmax(logits + Gumbel noise) is a sample from
@@ -23,9 +22,11 @@ LOG_STD = -2.5, 2.0
 
 
 class Categorical:
-    """Distribution of actions int64 [..., B] from logits float32 [..., B, A], of which some, not
-    all, may be -inf: actions that are masked out. `log_policy` has the log-probabilities of the
-    actions."""
+    """Distribution of actions int64 [..., B] from logits float32 [..., B, A].
+
+    Some logits, not all, may be -inf: those of actions that are masked out. `log_policy` has the
+    log-probabilities of the actions, [..., B, A].
+    """
 
     ENTROPY_COEF = 0.01  # of the loss, unless a config has one
 
@@ -35,20 +36,20 @@ class Categorical:
 
     @staticmethod
     def numbers(num_actions: int) -> int:
-        """How many random numbers an action takes: one for each, but of two actions only the
+        """How many random numbers a choice takes: one for each action, but of two actions only the
         difference counts."""
         return 1 if num_actions == 2 else num_actions
 
     @staticmethod
     def noise(numbers: torch.Tensor) -> torch.Tensor:
-        """Noise from uniform numbers in (0, 1), float32 [..., `numbers(A)`]: Gumbel noise of that
-        shape or, for two actions, logistic noise [...], which is the difference of two Gumbel
-        numbers."""
-        return (
-            numbers.squeeze(-1).logit()
-            if numbers.shape[-1] == 1
-            else numbers.log().neg_().log_().neg_()
-        )
+        """Noise from uniform numbers in (0, 1), float32 [..., `numbers(A)`].
+
+        It is Gumbel noise of that shape or, for two actions, logistic noise [...], which is the
+        difference of two Gumbel numbers.
+        """
+        if numbers.shape[-1] == 1:
+            return numbers.squeeze(-1).logit()
+        return numbers.log().neg_().log_().neg_()  # -log(-log(u))
 
     @staticmethod
     def sample(logits: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
@@ -59,20 +60,21 @@ class Categorical:
         return (logits + noise).contiguous().argmax(-1)
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities [..., B] of actions; log-densities of continuous ones."""
+        """Log-probabilities [..., B] of actions."""
         return self.log_policy.movedim(-1, 0).gather(0, action.unsqueeze(0)).squeeze(0)
 
     def entropy(self) -> torch.Tensor:
-        """Entropies [..., B] in nats, differential ones for continuous actions."""
-        # An action with the logit -inf has probability 0 and adds nothing; 0 times -inf would be
-        # NaN.
+        """Entropies [..., B] in nats."""
+        # An action with the logit -inf has probability 0 and adds nothing; 0 * -inf would be NaN
         finite = self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
         return -(self.log_policy.exp() * finite).sum(-1)
 
 
 class Gaussian:
-    """Distribution of actions float32 [..., B, A] from means and logarithms of standard deviations,
-    together [..., B, 2 A]."""
+    """Distribution of continuous actions float32 [..., B, A].
+
+    Its parameters are means and logarithms of standard deviations, together [..., B, 2 A].
+    """
 
     # With a bonus the deviation grows beyond the range of actions, where it costs nothing more
     ENTROPY_COEF = 0.0
@@ -82,10 +84,12 @@ class Gaussian:
 
     @staticmethod
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., 2 A] from means [..., A] and a parameter `spread` [A], a quarter of the
-        logarithms: Adam moves it by about the sum of its learning rates, by default 1.1 in a
-        million steps, too little for a logarithm. The gradient passes the clamp, or a deviation
-        beyond a bound would stay there for good."""
+        """Outputs [..., 2 A] from means [..., A] and a parameter `spread` [A].
+
+        `spread` is a quarter of the logarithms: Adam moves it by about the sum of its learning
+        rates, by default 1.1 in a million steps, too little for a logarithm. The gradient passes
+        the clamp, or a deviation beyond a bound would stay there for good.
+        """
         log_std = 4 * spread
         bounded = log_std + (log_std.clamp(*LOG_STD) - log_std).detach()
         return torch.cat((mean, bounded.expand_as(mean)), dim=-1)
@@ -105,10 +109,12 @@ class Gaussian:
         return mean + log_std.exp() * noise
 
     def log_prob(self, action: torch.Tensor) -> torch.Tensor:
+        """Log-densities [..., B] of actions, added over the A numbers of each."""
         distance = (action - self.mean) * (-self.log_std).exp()
         return -(0.5 * distance.square() + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
 
     def entropy(self) -> torch.Tensor:
+        """Differential entropies [..., B] in nats."""
         return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
 

@@ -51,18 +51,18 @@ from torch.torch_version import TorchVersion
 from . import kernels
 from .bits.formats import E4M3, E5M2, power_of_two_scale
 
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-TAKEN = torch.float32, torch.bfloat16  # types that are quantized
+LARGEST_FLOAT8 = {E4M3: 448.0, E5M2: 57344.0}
+INPUT_TYPES = torch.float32, torch.bfloat16  # types that are quantized
 SCALES = "tensor", "row"  # what has a scale of its own
-MULTIPLE = 16
+MULTIPLE = 16  # of which the dimensions of matrices are multiples
 
 
 class Quantized(NamedTuple):
     """Matrices with the values data * scale."""
 
     data: torch.Tensor  # float8 [..., M, N]
-    # Float32, powers of two: [...], or with a scale for each row [..., M, 1], for each column [...,
-    # 1, N]
+    # Powers of two, float32: one for each matrix [...], for each row [..., M, 1], or for each
+    # column [..., 1, N]
     scale: torch.Tensor
 
     @property
@@ -80,36 +80,47 @@ class Quantized(NamedTuple):
         return Quantized(self.data.t().contiguous().t(), self.scale)
 
     def dequantize(self) -> torch.Tensor:
-        return self.data.float() * (self.scale[..., None, None] if self.shared else self.scale)
+        scale = self.scale[..., None, None] if self.shared else self.scale
+        return self.data.float() * scale
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, scales: str = "tensor") -> Quantized:
-    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), each with a scale of its own or,
-    with `scales="row"`, with one for each row. What is not finite becomes NaN. Raises ValueError
-    for another shape, `dtype` or `scales`, and TypeError if `x` is not float32 or bfloat16: float16
-    may already have lost what FP8 would have scaled."""
+    """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), with scales.
+
+    Each matrix has a scale of its own or, with `scales="row"`, each row. What is not finite becomes
+    NaN. Raises ValueError for another shape, `dtype` or `scales`, and TypeError if `x` is not
+    float32 or bfloat16: float16 may already have lost what FP8 would have scaled.
+    """
     require_scales(scales)
-    if x.dtype not in TAKEN:
+    if x.dtype not in INPUT_TYPES:
         raise TypeError(
             f"x is {x.dtype}: quantize takes float32 or bfloat16, "
             "cast before values leave float16's range"
         )
-    if x.dim() < 2 or dtype not in LARGEST:
+    if x.dim() < 2 or dtype not in LARGEST_FLOAT8:
         raise ValueError(
             f"x has shape {list(x.shape)} and dtype is {dtype}: use matrices [..., M, N], "
             "and E4M3 or E5M2"
         )
     x = x.float().contiguous()  # row-major, whatever the input's strides
-    magnitude = x.nan_to_num(0.0, 0.0, 0.0).abs()  # 0 in place of what is not finite
-    largest = magnitude.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
-    if scales == "tensor":
-        largest = largest.amax((-2, -1)) if x.shape[-2] else x.new_zeros(x.shape[:-2])
-    scale = power_of_two_scale(largest, LARGEST[dtype])
+    scale = power_of_two_scale(largest_magnitude(x, scales), LARGEST_FLOAT8[dtype])
     # Or `cast` would make an infinity the largest number
     x = x.nan_to_num(torch.nan, torch.nan, torch.nan)
-    return Quantized(
-        cast(x / (scale[..., None, None] if scales == "tensor" else scale), dtype), scale
-    )
+    divisor = scale[..., None, None] if scales == "tensor" else scale
+    return Quantized(cast(x / divisor, dtype), scale)
+
+
+def largest_magnitude(x: torch.Tensor, scales: str) -> torch.Tensor:
+    """The largest finite magnitude of matrices [..., M, N]: [...], or by row [..., M, 1].
+
+    It is 0 where a matrix has no number.
+    """
+    if not x.numel():
+        return x.new_zeros(x.shape[:-2] if scales == "tensor" else (*x.shape[:-1], 1))
+    magnitude = x.nan_to_num(0.0, 0.0, 0.0).abs()  # 0 in place of what is not finite
+    if scales == "tensor":
+        return magnitude.amax((-2, -1))
+    return magnitude.amax(-1, keepdim=True)
 
 
 def require_scales(scales: str) -> None:
@@ -121,34 +132,42 @@ def require_scales(scales: str) -> None:
 def in_layouts(
     x: torch.Tensor,
     dtype: torch.dtype,
-    rows: bool = True,
-    columns: bool = True,
+    row_major: bool = True,
+    column_major: bool = True,
     scales: str = "tensor",
 ) -> tuple[Quantized | None, Quantized | None]:
-    """`quantize` of a matrix [M, N]: as it is, with these `scales`, and for its `column_major()`,
-    always with one scale. A kernel makes both at once, or None in place of one that is not wanted.
-    Without one both are the same matrix, which `column_major` copies when it is called."""
+    """Quantizes a matrix [M, N] for the two products that it takes part in.
+
+    Returns it row-major, with these `scales`, and for its `column_major()`, always with one scale.
+    A kernel makes both at once, or None in place of one that is not wanted. Without a kernel both
+    are the same matrix, which `column_major` copies when it is called.
+    """
     if scales == "row":
-        by_row = quantize(x, dtype, scales) if rows else None
-        by_column = in_layouts(x, dtype, rows=False)[1] if columns else None
+        by_row = quantize(x, dtype, scales) if row_major else None
+        by_column = in_layouts(x, dtype, row_major=False)[1] if column_major else None
         return by_row, by_column
-    kernel = None if torch.compiler.is_compiling() else kernels.kernel("quantize", x.device)
-    if kernel is None or x.dtype not in TAKEN or not x.numel():
-        return 2 * (quantize(x, dtype),)
-    return kernel(x, dtype, rows, columns)
+    kernel = None
+    if not torch.compiler.is_compiling():
+        kernel = kernels.kernel("quantize", x.device)
+    if kernel is None or x.dtype not in INPUT_TYPES or not x.numel():
+        both = quantize(x, dtype)
+        return both, both
+    return kernel(x, dtype, row_major, column_major)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rounds to the nearest float8, ties to even. Without the clamp, e4m3 gives NaN before torch
     2.12, and e5m2 infinity."""
-    return x.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return x.clamp(-LARGEST_FLOAT8[dtype], LARGEST_FLOAT8[dtype]).to(dtype)
 
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
-    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N]. Each has
-    one scale, or `a` one for each row and `b` one for each column. `emulate` works in float32,
-    exactly but for the order of the sum; None uses torch's kernel where there is one. Raises
-    ValueError for what a GPU's cannot take."""
+    """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N].
+
+    Each has one scale, or `a` one for each row and `b` one for each column. `emulate` works in
+    float32, exactly but for the order of the sum; None uses torch's kernel where there is one.
+    Raises ValueError for what a GPU's cannot take.
+    """
     left, right = a.data.shape, b.data.shape
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
         raise ValueError(
@@ -183,18 +202,22 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
         if emulate or (emulate is None and not has_kernel(device)):
             # Row-major, like the second matrix in the CPU's kernel, so that both sum in the same
             # order, bit for bit.
-            return (a.data.float() @ b.data.float().contiguous()) * (a.scale * b.scale)
-        whole = F.ScalingType.TensorWise
+            product = a.data.float() @ b.data.float().contiguous()
+            return product * (a.scale * b.scale)
+        if a.shared and b.shared:
+            return tensorwise_matmul(a.data, b.data, a.scale, b.scale)
         # After the sum, powers of two scale as exactly as before it
-        if not (a.shared and b.shared):
-            one = a.scale.new_ones(())
-            product = F.scaled_mm(
-                a.data, b.data, one, whole, one, whole, output_dtype=torch.float32
-            )
-            return product.mul_(a.scale * b.scale)
-        return F.scaled_mm(
-            a.data, b.data, a.scale, whole, b.scale, whole, output_dtype=torch.float32
-        )
+        one = a.scale.new_ones(())
+        product = tensorwise_matmul(a.data, b.data, one, one)
+        return product.mul_(a.scale * b.scale)
+
+
+def tensorwise_matmul(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
+) -> torch.Tensor:
+    """torch's product of two float8 matrices with one scale each: float32."""
+    whole = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b, a_scale, whole, b_scale, whole, output_dtype=torch.float32)
 
 
 def has_kernel(device: torch.device | str) -> bool:
@@ -232,50 +255,61 @@ class _Refusing(torch.autograd.Function):
 
 
 class _Float8Matmuls(_Refusing):
-    """The three matmuls in the module's docstring. `x` and `weight` only get the gradients. What is
-    multiplied are the data and scales of x8 and w8, and for the backward pass of `later_x8` and
-    `later_w8`, whose data and scale are None if unused."""
+    """The three matmuls in the module's docstring.
+
+    `x` and `weight` only get the gradients. What is multiplied are data and scales, because
+    autograd takes tensors: those of x8 and w8, and in the backward pass those of x8_columns and
+    w8_columns, which are None if no gradient needs them.
+    """
 
     @staticmethod
-    def forward(x, weight, layer, x_data, x_scale, w_data, w_scale, *later):
+    def forward(x, weight, layer, x_data, x_scale, w_data, w_scale, *for_backward):
         x8, w8 = Quantized(x_data, x_scale), Quantized(w_data, w_scale)
         return scaled_matmul(x8, w8.t(), layer.emulate)  # [B, I] @ [I, O]
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, ctx.layer, _, _, _, _, *later = inputs
-        ctx.save_for_backward(weight, *later)
+        x, weight, ctx.layer, _, _, _, _, *for_backward = inputs
+        ctx.save_for_backward(weight, *for_backward)
         ctx.input_dtype = x.dtype
 
     @staticmethod
     def backward(ctx, grad):
-        weight, *later = ctx.saved_tensors
-        arguments = grad, weight, ctx.layer, ctx.input_dtype, *ctx.needs_input_grad[:2], *later
+        weight, *columns = ctx.saved_tensors
+        arguments = grad, weight, ctx.layer, ctx.input_dtype, *ctx.needs_input_grad[:2], *columns
         # With create_graph, as in torch.func.grad, it must be known later that this was not
         # differentiable.
         gradients = _Float8Gradients.apply if torch.is_grad_enabled() else _Float8Gradients.forward
-        return *gradients(*arguments), *[None] * 9
+        grad_x, grad_w = gradients(*arguments)
+        return grad_x, grad_w, *[None] * 9
 
 
 class _Float8Gradients(_Refusing):
-    """The backward pass of _Float8Matmuls, which itself has none. `weight` connects a second
-    derivative with it."""
+    """The backward pass of _Float8Matmuls, which itself has none.
+
+    `weight` connects a second derivative with it.
+    """
 
     @staticmethod
     def forward(
-        grad, weight, layer, input_dtype, of_x, of_weight, x_data, x_scale, w_data, w_scale
+        grad, weight, layer, input_dtype, needs_x, needs_weight, x_data, x_scale, w_data, w_scale
     ):
-        g8, later_g8 = in_layouts(
-            grad, layer.backward_type, rows=of_x, columns=of_weight, scales=layer.scales
+        g8, g8_columns = in_layouts(
+            grad,
+            layer.backward_type,
+            row_major=needs_x,
+            column_major=needs_weight,
+            scales=layer.scales,
         )
         grad_x = grad_w = None
-        if of_x:
-            w8 = Quantized(w_data, w_scale).column_major()
-            grad_x = scaled_matmul(g8, w8, layer.emulate).to(input_dtype)  # [B, O] @ [O, I]
-        if of_weight:
-            x8 = Quantized(x_data, x_scale).column_major()
-            # [O, B] @ [B, I]
-            grad_w = scaled_matmul(later_g8.column_major().t(), x8, layer.emulate)
+        if needs_x:
+            w8_columns = Quantized(w_data, w_scale).column_major()
+            grad_x = scaled_matmul(g8, w8_columns, layer.emulate)  # [B, O] @ [O, I]
+            grad_x = grad_x.to(input_dtype)
+        if needs_weight:
+            x8_columns = Quantized(x_data, x_scale).column_major()
+            g8_transposed = g8_columns.column_major().t()
+            grad_w = scaled_matmul(g8_transposed, x8_columns, layer.emulate)  # [O, B] @ [B, I]
         return grad_x, grad_w
 
     @staticmethod
@@ -306,45 +340,56 @@ class Float8Linear(nn.Linear):
     scale for the tensor, and by 3.8% with one for each row. Without the outlier both differ by
     3.8%."""
 
-    forward_type, backward_type = E4M3, E5M2  # of inputs and weights, and of gradients
+    forward_type = E4M3  # of inputs and weights
+    backward_type = E5M2  # of gradients
     scales: str = "tensor"  # or "row": of the input, and of the gradient that gives the input's
     emulate: bool | None = None  # as in scaled_matmul
 
     def forward(self, x: torch.Tensor, w8: Quantized | None = None) -> torch.Tensor:
         """`w8`: the weight, if it has been quantized already."""
-        flat = x.reshape(-1, self.in_features)
-        rows = len(flat)
-        missing = -rows % MULTIPLE if rows else MULTIPLE
-        if missing:  # the weight gradient contracts rows, and kernels need some
-            flat = F.pad(flat, (0, 0, 0, missing))
-        # Or it would be prepared for a backward pass
-        weight = self.weight if torch.is_grad_enabled() else self.weight.detach()
-        y = self.product(flat, weight, w8)
-        # A slice of all of it would cost a copy in the backward pass
-        y = y[:rows] if missing else y
+        batch = x.reshape(-1, self.in_features)
+        size = len(batch)
+        # The weight gradient contracts the batch, so it is padded to a multiple, and not empty
+        missing = -size % MULTIPLE if size else MULTIPLE
+        if missing:
+            batch = F.pad(batch, (0, 0, 0, missing))
+        weight = self.weight
+        if not torch.is_grad_enabled():
+            weight = weight.detach()  # or it would be prepared for a backward pass
+        y = self.product(batch, weight, w8)
+        if missing:  # only then, because a slice costs a copy in the backward pass
+            y = y[:size]
         if self.bias is not None:
             y = y + self.bias if missing else y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, w8: Quantized | None) -> torch.Tensor:
-        """x W^T of a matrix [B, I]. Quantizes x, and the weight if there is no `w8`, in the layouts
-        that backward needs."""
-        of_x, of_weight = (each.requires_grad and torch.is_grad_enabled() for each in (x, weight))
-        x8, later_x8 = in_layouts(
-            x.detach(), self.forward_type, columns=of_weight, scales=self.scales
+        """x W^T of a matrix [B, I].
+
+        Quantizes x, and the weight if there is no `w8`, in the layouts that backward needs: the
+        gradient of the weight needs x by columns, the gradient of x the weight by columns.
+        """
+        needs_x = x.requires_grad and torch.is_grad_enabled()
+        needs_weight = weight.requires_grad and torch.is_grad_enabled()
+        x8, x8_columns = in_layouts(
+            x.detach(), self.forward_type, column_major=needs_weight, scales=self.scales
         )
-        w8, later_w8 = (
-            (w8, w8) if w8 else in_layouts(weight.detach(), self.forward_type, columns=of_x)
-        )
-        later = *(later_x8 if of_weight else (None, None)), *(later_w8 if of_x else (None, None))
-        return _Float8Matmuls.apply(x, weight, self, *x8, *w8, *later)
+        if w8 is None:
+            w8, w8_columns = in_layouts(weight.detach(), self.forward_type, column_major=needs_x)
+        else:
+            w8_columns = w8
+        nothing = None, None  # data and scale that no gradient needs
+        x8_columns = x8_columns if needs_weight else nothing
+        w8_columns = w8_columns if needs_x else nothing
+        return _Float8Matmuls.apply(x, weight, self, *x8, *w8, *x8_columns, *w8_columns)
 
     def held(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`forward` for as long as the weight stays as it is now: it is quantized only once. Hooks
-        are not called."""
-        return functools.partial(
-            self.forward, w8=in_layouts(self.weight.detach(), self.forward_type, columns=False)[0]
-        )
+        """`forward` for as long as the weight stays as it is now: it is quantized only once.
+
+        Hooks are not called.
+        """
+        w8, _ = in_layouts(self.weight.detach(), self.forward_type, column_major=False)
+        return functools.partial(self.forward, w8=w8)
 
 
 def convert_linears(
@@ -353,30 +398,37 @@ def convert_linears(
     backward: torch.dtype = E5M2,
     scales: str = "tensor",
 ) -> dict[str, str | None]:
-    """Makes linear layers Float8Linear, in place: parameters, hooks and all else stay. Returns for
-    each, by name, None if it was converted, else the reason why not. `scales` is that of the
-    layers. Raises ValueError if there is none of this name."""
+    """Makes linear layers Float8Linear, in place: parameters, hooks and all else stay.
+
+    Returns for each, by name, None if it was converted, else the reason why not. `scales` is that
+    of the layers. Raises ValueError if there is none of this name.
+    """
     require_scales(scales)
+    reasons = {}
     # A tied layer appears under each of its names
-    modules = model.named_modules(remove_duplicate=False)
-    linears = {name: layer for name, layer in modules if isinstance(layer, nn.Linear)}
-    reasons = {
-        name: misfit(layer.in_features, layer.out_features) for name, layer in linears.items()
-    }
-    for name, layer in linears.items():
-        if type(layer) not in (nn.Linear, Float8Linear):
-            reasons[name] = f"it is a {type(layer).__name__}, not a plain nn.Linear"
-        elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerEncoderLayer):
-            reasons[name] = (
-                "a TransformerEncoderLayer in eval mode reads its weights and does not call it"
-            )
-        elif layer.weight.dtype != torch.float32:
-            reasons[name] = f"its weights are {layer.weight.dtype}"
-        elif not reasons[name]:
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, nn.Linear):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            reasons[name] = why_not_float8(layer, parent)
+    for name, reason in reasons.items():
+        if reason is None:
+            layer = model.get_submodule(name)
             layer.__class__ = Float8Linear
-            layer.forward_type, layer.backward_type = forward, backward
+            layer.forward_type = forward
+            layer.backward_type = backward
             layer.scales = scales
     return reasons
+
+
+def why_not_float8(layer: nn.Linear, parent: nn.Module) -> str | None:
+    """Why a linear layer, in its parent module, cannot be a Float8Linear, or None."""
+    if type(layer) not in (nn.Linear, Float8Linear):
+        return f"it is a {type(layer).__name__}, not a plain nn.Linear"
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        return "a TransformerEncoderLayer in eval mode reads its weights and does not call it"
+    if layer.weight.dtype != torch.float32:
+        return f"its weights are {layer.weight.dtype}"
+    return misfit(layer.in_features, layer.out_features)
 
 
 def misfit(inputs: int, outputs: int) -> str | None:

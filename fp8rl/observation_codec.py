@@ -22,7 +22,7 @@ import torch
 
 from .bits import formats
 from .bits.formats import power_of_two_scale
-from .fp8 import E4M3, LARGEST
+from .fp8 import E4M3, LARGEST_FLOAT8
 
 DTYPES = {
     "fp32": torch.float32,
@@ -43,7 +43,7 @@ def type_of_codes(codec: str) -> torch.dtype:
     """
     if codec not in DTYPES:
         raise ValueError(f"codec is {codec!r}: choose from {', '.join(DTYPES)}")
-    return torch.uint8 if DTYPES[codec] in LARGEST else DTYPES[codec]
+    return torch.uint8 if DTYPES[codec] in LARGEST_FLOAT8 else DTYPES[codec]
 
 
 class Codec:
@@ -77,7 +77,7 @@ class Codec:
             self.largest_code = math.inf
         else:
             self.largest_code = torch.finfo(self.number_type).max
-        if self.number_type in LARGEST:
+        if self.number_type in LARGEST_FLOAT8:
             bound = torch.maximum(low.abs(), high.abs())
             scale = power_of_two_scale(bound, self.largest_code)
             self.scale = scale.where(bound.isfinite(), 1)

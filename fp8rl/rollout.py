@@ -24,7 +24,7 @@ TRUNCATED = 2
 DUMMY = 4
 # Largest magnitudes that float32 can learn from (norms square the gradient), each with a wrapper
 # that scales larger ones down.
-LARGEST = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
+LARGEST_ALLOWED = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
 
 
 class Rollout(NamedTuple):
@@ -80,7 +80,7 @@ def extremes(rollout: Rollout) -> torch.Tensor:
 def check_finite(rollout: Rollout) -> None:
     """Raises ValueError for a rollout that nothing can be learned from.
 
-    That is one with an observation or reward that is not finite or above `LARGEST`, or an action
+    That is one with an observation or reward that is not finite or above `LARGEST_ALLOWED`, or an action
     that is NaN.
     """
     check_extremes(extremes(rollout).tolist())
@@ -100,7 +100,7 @@ def _check_range(name: str, low: float, high: float) -> None:
     if not (math.isfinite(low) and math.isfinite(high)):
         remedy = "fix the environment, nothing can be learned from it"
         raise ValueError(f"{name} from the environment is not finite: {remedy}")
-    bound, wrapper = LARGEST[name]
+    bound, wrapper = LARGEST_ALLOWED[name]
     largest = max(-low, high)
     if largest > bound:
         remedy = f"register it wrapped in gymnasium.wrappers.{wrapper}"

@@ -296,12 +296,13 @@ class Run:
     def sample(self, update: int = 0) -> Rollout:
         """Slices from the ring, for an update of this iteration.
 
-        Every update of a run has draws of its own, also of a subclass that samples more often than
-        `config.updates` in an iteration.
+        Every update of a run has draws of its own: those of a seed and of the number of the update
+        in the run. Where a subclass samples more often than `config.updates` in an iteration, that
+        number would be one of the next iteration's, so these updates have a seed of their own.
         """
         seed = self.collector.seed
         number = self.iterations_run * self.config.updates + update
-        if update >= self.config.updates:  # that number is one of the next iteration's
+        if update >= self.config.updates:
             seed = seed_of(seed, "more replay", update)
             number = self.iterations_run
         return self.ring.sample(self.slices, self.config.slice_length, seed, number)

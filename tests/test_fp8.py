@@ -16,7 +16,7 @@ from fp8rl import fp8
 from fp8rl.fp8 import (
     E4M3,
     E5M2,
-    LARGEST,
+    LARGEST_FLOAT8,
     Float8Linear,
     Quantized,
     cast,
@@ -43,7 +43,7 @@ def decoded(dtype) -> torch.Tensor:
 
 
 def assert_casts_like_oracle(x: torch.Tensor, dtype) -> None:
-    limit = LARGEST[dtype]
+    limit = LARGEST_FLOAT8[dtype]
     with np.errstate(invalid="ignore"):  # NaN is among the inputs
         expected = np.clip(x.numpy(), -limit, limit).astype(ORACLE[dtype])
     ours = cast(x, dtype)
@@ -114,15 +114,15 @@ def test_cast_is_idempotent_odd_and_monotone(dtype, x, y):
 @FORMATS
 @given(largest=st.floats(2**-100, 2**127, width=32))
 def test_scale_is_the_smallest_power_of_two_that_fits(dtype, largest):
-    scale = fp8.power_of_two_scale(torch.tensor(largest), fp8.LARGEST[dtype]).double()
+    scale = fp8.power_of_two_scale(torch.tensor(largest), fp8.LARGEST_FLOAT8[dtype]).double()
     assert torch.frexp(scale).mantissa == 0.5
-    assert largest / scale <= LARGEST[dtype] < 2 * largest / scale
+    assert largest / scale <= LARGEST_FLOAT8[dtype] < 2 * largest / scale
 
 
 @FORMATS
 @pytest.mark.parametrize("largest", [0.0, 1e-45, 1e-38])
 def test_scale_stays_a_normal_number_for_tiny_tensors(dtype, largest):
-    scale = fp8.power_of_two_scale(torch.tensor(largest), fp8.LARGEST[dtype])
+    scale = fp8.power_of_two_scale(torch.tensor(largest), fp8.LARGEST_FLOAT8[dtype])
     assert scale >= torch.finfo(torch.float32).smallest_normal
     assert quantize(torch.tensor([[largest]]), dtype).dequantize().isfinite().all()
 
@@ -133,7 +133,7 @@ def test_quantize_is_idempotent_and_never_saturates(dtype, seed):
     x, _ = random_pair(seed, 4, 16, 1)
     once = quantize(x, dtype)
     assert torch.equal(quantize(once.dequantize(), dtype).dequantize(), once.dequantize())
-    assert (x / once.scale).abs().max() <= LARGEST[dtype]
+    assert (x / once.scale).abs().max() <= LARGEST_FLOAT8[dtype]
 
 
 @FORMATS
