@@ -25,7 +25,7 @@ demo: $(READY)
 	@echo "Its figures:       build/$(NOTEBOOK)_files/"
 
 test: $(READY)
-	$(RUN) pytest -n auto --dist worksteal --nbmake notebooks tests
+	$(RUN) pytest -n auto --dist loadgroup --nbmake notebooks tests
 
 lab: $(READY)
 	$(RUN) jupyter lab notebooks

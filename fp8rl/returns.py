@@ -20,8 +20,8 @@ class RewardScale(TensorState):
 
     of an episode's past rewards. So the targets of the critic are of order 1.
 
-    `open` is G of each environment, float32 [N]. `square`, float32 [2, 1], holds running means of
-    G^2 and of 1, both from 0: their quotient is unbiased at the start, as in Adam.
+    `open` is G of each environment, float32 [N]. `square`, float32 [2, 1], holds two running means,
+    of G^2 and of 1, both from 0: their quotient is unbiased at the start, as in Adam.
     """
 
     NAMES = ("open", "square")
@@ -34,8 +34,8 @@ class RewardScale(TensorState):
     @property
     def scale(self) -> torch.Tensor:
         """What rewards are multiplied by, float32 [1]: 1 if there were none, or none but 0."""
-        square, weight = self.square
-        return (square / weight).rsqrt().nan_to_num(nan=1, posinf=1)
+        mean_square, mean_one = self.square
+        return (mean_square / mean_one).rsqrt().nan_to_num(nan=1, posinf=1)
 
     def add(self, rollout: Rollout, gamma, all_reduce: Callable) -> None:
         """Takes the next rollout, with a discount. `all_reduce` sums tensors over processes."""

@@ -80,8 +80,8 @@ def extremes(rollout: Rollout) -> torch.Tensor:
 def check_finite(rollout: Rollout) -> None:
     """Raises ValueError for a rollout that nothing can be learned from.
 
-    That is one with an observation or reward that is not finite or above `LARGEST_ALLOWED`, or an action
-    that is NaN.
+    That is one with an observation or reward that is not finite or above `LARGEST_ALLOWED`, or an
+    action that is NaN.
     """
     check_extremes(extremes(rollout).tolist())
 

@@ -79,8 +79,8 @@ class Learner:
         self.forward = forward
         self.compute_targets = compute_targets
         self.device = precision.device
-        # Whether the optimizer keeps the weights, in few bits (bits/low_bit_adam.py).
-        self.optimizer_has_weights = "weights" in getattr(optimizer, "places", ())
+        # Whether the weights are part of the optimizer's state, as in bits/low_bit_adam.py
+        self.optimizer_has_weights = getattr(optimizer, "has_weights", False)
 
     def require_parameters(self) -> None:
         """Raises ValueError if the model has other parameters than at first."""
@@ -180,12 +180,12 @@ class Immediate:
     Another object with these methods may let a GPU run ahead of the host, and read later.
     """
 
-    waiting = 0  # iterations that were launched and not read yet
+    unread = 0  # iterations that were launched and whose numbers were not read yet
 
     def __init__(self):
         self.unchecked: list[tuple[int, int]] = []  # iterations, and how many updates each made
 
-    def advance(self, run: "Run", row: dict) -> None:
+    def run_iteration(self, run: "Run", row: dict) -> None:
         """Runs an iteration and adds its `row`, which already has what is known beforehand."""
         began = time.perf_counter()
         measurements = run.iteration()
@@ -205,10 +205,12 @@ class Immediate:
 class Run:
     """A config and its Parts, which `build.build` makes.
 
-    `history`    a row for each iteration, `recorded` without those that a GPU has not finished
-    `returns`    of the running episodes
-    `launch`     how an iteration is run and read
-    `slices`     in a replayed batch of this process
+    `history`         a row for each iteration; waits for a GPU
+    `recorded`        the rows that were read so far; does not wait
+    `iterations_run`  what replay draws its numbers by; in a CUDA graph, a tensor that it counts
+    `returns`         of the running episodes
+    `launch`          how an iteration is run and read: `Immediate`, or a queue for a GPU
+    `slices`          in a replayed batch of this process
     """
 
     def __init__(self, config: Config, parts: Parts, slices: int | None = None, launch=None):
@@ -244,9 +246,9 @@ class Run:
         return self.recorded
 
     @property
-    def iterations(self) -> int:
-        """How many were launched. Does not wait."""
-        return len(self.recorded) + self.launch.waiting
+    def iterations_launched(self) -> int:
+        """How many iterations were launched, read or not. Does not wait."""
+        return len(self.recorded) + self.launch.unread
 
     def iteration(self, check: Callable[[Rollout], None] | None = None) -> Measurements:
         """One iteration: collects a rollout, stores it, and learns from it and from the ring.
@@ -396,7 +398,7 @@ class Run:
             "learning_rate": learning_rate,
             "eval_return": math.nan,
         }
-        self.launch.advance(self, row)
+        self.launch.run_iteration(self, row)
 
     def evaluate(self) -> float:
         """Mean greedy return, which goes into the history's last row.

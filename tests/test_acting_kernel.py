@@ -460,7 +460,7 @@ class Compiled:
 play, acting_kernel.play = acting_kernel.play, Compiled()
 many = build_population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
 one = build(Config(steps=100_000, precision="bf16", env_id="test_acting_kernel:Many", layers=3, num_envs=1, rollout_length=128))
-for run, acting, capabilities in ((many, Agents.acting, (80, 90)), (one, partial(as_population, precision="bf16"), (90,))):
+for run, acting, capabilities in ((many, Agents.acting, (80,)), (one, partial(as_population, precision="bf16"), (90,))):
     with torch.no_grad():
         noise = action_noise(run.env, run.collector.length, run.collector.seed, "actions", 0)
         loop = copy.deepcopy(acting_kernel.Fused(run.env, run.model, acting))
@@ -475,9 +475,8 @@ def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
         "TRITON_INTERPRET": "0",
         "TRITON_DEFAULT_FP_FUSION": "1",
     }
-    environment = (
-        os.environ | own | {"PYTHONPATH": os.pathsep.join([f"{Path(__file__).parent}", *sys.path])}
-    )
+    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
     done = subprocess.run(
         [sys.executable, "-c", COMPILES],
         env=environment,
@@ -486,7 +485,7 @@ def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert [int(line) > 10_000 for line in done.stdout.split()] == [True] * 3
+    assert [int(line) > 10_000 for line in done.stdout.split()] == [True] * 2
 
 
 def test_without_a_gpu_the_plain_loop_acts():

@@ -255,7 +255,7 @@ def test_what_a_graph_has_done_is_checked_soon_whoever_reads_the_history(reads, 
     run, seen = spoiled(build(small(**shape)), at=21), 0
     with pytest.raises(ValueError, match=r"obs from the environment reaches 1e\+09"):
         for seen, _ in enumerate(iterate(run), 1):
-            assert not reads or len(run.history) == run.iterations == seen
+            assert not reads or len(run.history) == run.iterations_launched == seen
     assert seen == (21 if reads else 31) and run.history.column("steps").tolist() == [
         512.0 * i for i in range(1, len(run.history) + 1)
     ]
@@ -279,8 +279,8 @@ def test_rows_that_wait_share_their_time_and_are_those_of_launches_one_by_one(gr
     run = build(config)
     waiting = []
     for _ in iterate(run):
-        waiting.append(run.launch.waiting)
-        time.sleep(0.002 * bool(run.launch.waiting))  # in which a GPU would be at work
+        waiting.append(run.launch.unread)
+        time.sleep(0.002 * bool(run.launch.unread))  # in which a GPU would be at work
     assert waiting[:16] == [0] * 16 and waiting[16:] == [*range(1, 16), *range(8, 16), 0]
     assert_same(run, plain)
     seconds = run.history.column("seconds")
@@ -295,7 +295,7 @@ def test_a_doctor_may_begin_while_rows_wait(graphed):
     graphed(Replayed)
     run = build(small(steps=40 * 512, eval_every=0, eval_episodes=1))
     for _ in iterate(run):
-        if run.launch.waiting == 5:
+        if run.launch.unread == 5:
             doctor = watched_run.watched(run, ("weights=e4m3",))
     assert len(run.history) == 40 and doctor.report()[0].verdict != "fine"
 

@@ -120,6 +120,7 @@ def train_below_a_limit(folder) -> None:
     assert (run.ring.nbytes, run.ring.size) == (450_000_000, 64)
 
 
+@pytest.mark.xdist_group("forked")
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux holds private memory to RLIMIT_DATA"
 )

@@ -541,7 +541,7 @@ def falls_silent(updates: int, position: int, loud: int, size: float = 64) -> to
     return gradients
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-8, 1e-5])
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
 def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent(eps):
     gradients = falls_silent(2_000, 0, 200)
     assert longest_step(gradients, 1e-8) == pytest.approx(1, abs=0.01)
@@ -572,7 +572,7 @@ BITS = st.sampled_from(["e4m3", "e5m2", "e3m2", "e2m1", "e8m0"])
     st.floats(-6, 3),
     st.sampled_from([0.0, 1e-8]),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(
     m, v, second, position, loud, size, eps
 ):

@@ -365,6 +365,7 @@ def write_forever(folder, ready) -> None:
         t += n
 
 
+@pytest.mark.xdist_group("forked")
 def test_a_killed_writer_leaves_whole_rows(tmp_path):
     for i, delay in enumerate(np.random.default_rng(0).uniform(0, 0.05, 8)):
         folder, ready = tmp_path / str(i), SERVER.Event()

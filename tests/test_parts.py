@@ -344,6 +344,7 @@ def write_peak(path) -> None:
     )
 
 
+@pytest.mark.xdist_group("forked")
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count in other units")
 def test_a_checkpoint_holds_the_ring_once_more_and_not_four_times(tmp_path):
     forked(write_peak, tmp_path / "peak").join(60)

@@ -2,7 +2,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import multiprocessing
 import pickle
 import unittest.mock
 from collections import Counter
@@ -11,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import SHORT, Changed, after, refused, ring_of, small, trained
+from helpers import SHORT, Changed, after, forked, refused, ring_of, small, trained
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -450,20 +449,17 @@ def write_memory(path, configs: list[Config]) -> None:
 
 
 # The first keeps the forward passes that acted
+@pytest.mark.xdist_group("forked")
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_memory_is_foreseen(precision, tmp_path):
     configs = [
         small(precision, seed=seed, steps=1_536, eval_every=0, eval_episodes=1)
         for seed in range(48)
     ]
-    # A forked one would use memory that earlier tests have freed
-    new = multiprocessing.get_context("spawn")
+    # Forked from a server, not from this process, which has memory that earlier tests have freed
     processes = [
-        new.Process(target=write_memory, args=(tmp_path / str(agents), configs[:agents]))
-        for agents in (12, 48)
+        forked(write_memory, tmp_path / str(agents), configs[:agents]) for agents in (12, 48)
     ]
-    for process in processes:
-        process.start()
     for process in processes:
         process.join(60)
     few, many = (int((tmp_path / str(agents)).read_text()) for agents in (12, 48))

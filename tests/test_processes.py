@@ -45,15 +45,17 @@ from fp8rl.precision import Precision
 from fp8rl.rollout import DUMMY, Rollout
 from fp8rl.train import Learner, Run, iterate
 
+# Tests of what two ranks found go to one worker, so that ranks are started once.
+together = pytest.mark.xdist_group("forked")
 QUICK = {"steps": 4 * 512, "eval_every": 0, "eval_episodes": 1, "seed": 1}
 RUNS = {
-    "replay": small(steps=20_480, eval_every=0, eval_episodes=50),
+    "replay": small(steps=10_240, eval_every=0, eval_episodes=50),
     "on-policy": small(**QUICK, replay_updates=0),
     "gru": small(**QUICK, encoder="gru", hide_velocity=True),
     "few slices": small(**QUICK, batch_size=64, fresh_updates=0),
     "fp8": small(**QUICK, precision="fp8"),
     "fp16": small(**QUICK, precision="fp16"),
-    "reused": small(**QUICK | {"steps": 4 * 65_536}, num_envs=2048, capacity=2048 * 33),
+    "reused": small(**QUICK | {"steps": 2 * 65_536}, num_envs=2048, capacity=2048 * 33),
     "gym": small(**QUICK, env_id="CartPole-v1"),
 }
 STOPPED, MORE = 2, small(**QUICK, codec="int8", encoder="gru")
@@ -184,6 +186,7 @@ def two(folder):
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
+@together
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_train_one_agent(name, two):
     (first, columns), (second, others) = (found[name] for found in two)
@@ -201,10 +204,12 @@ def test_two_ranks_train_one_agent(name, two):
     assert np.isfinite(columns["eval_return"][-1]) and np.isnan(others["eval_return"]).all()
 
 
+@together
 def test_two_ranks_learn(two):
     assert two[0]["replay"][1]["eval_return"][-1] >= 195
 
 
+@together
 @pytest.mark.parametrize("name", GIVEN)
 def test_two_ranks_learn_from_given_rollouts_what_one_process_does(name, two, rollouts):
     (first, losses), (second, others) = (found["given", name] for found in two)
@@ -214,17 +219,20 @@ def test_two_ranks_learn_from_given_rollouts_what_one_process_does(name, two, ro
     np.testing.assert_allclose(np.add(losses, others), whole, rtol=1e-3, atol=1e-5)
 
 
+@together
 def test_normalizing_by_each_rank_s_own_deviation_would_be_noticed(two, rollouts):
     expected, _ = learned("normalized", rollouts)
     assert float((two[0]["control"][0] - expected).abs().max()) > 5 * TOLERANCE
 
 
+@together
 def test_sums_and_parts_of_every_dtype_are_joined(two):
     for found in two:
         assert found["gathered"].tolist() == [[0, 2], [1, 2]]
         assert [x.tolist() for x in found["sums"]] == [3, [[1, 1], [1, 1]]]
 
 
+@together
 def test_the_command_writes_one_run(two, folder):
     assert ["final greedy return" in found["said"] for found in two] == [True, False]
     out = folder / "command"
@@ -273,6 +281,7 @@ def assert_whole(whole: dict, parts: list[dict]) -> None:
         assert torch.equal(whole["state"], torch.cat([part["state"] for part in parts]))
 
 
+@together
 def test_a_checkpoint_of_two_ranks_holds_the_whole(two, folder):
     by_one, by_two = (
         torch.load(folder / f"by-{name}.pt", weights_only=True) for name in ("one", "two")
@@ -286,6 +295,7 @@ def test_a_checkpoint_of_two_ranks_holds_the_whole(two, folder):
     assert not torch.equal(parts[0]["env"]["state"], parts[1]["env"]["state"])
 
 
+@together
 def test_a_checkpoint_continues_with_as_many_ranks_bit_for_bit(two):
     for found in two:
         (expected, columns), (result, others) = found["whole"], found["by-two"]
@@ -294,6 +304,7 @@ def test_a_checkpoint_continues_with_as_many_ranks_bit_for_bit(two):
             np.testing.assert_array_equal(others[name][STOPPED:], values[STOPPED:], name)
 
 
+@together
 def test_a_checkpoint_continues_with_another_number_of_ranks(two, folder):
     saved = {
         name: torch.load(folder / f"{name}.pt", weights_only=True)["run"]
@@ -426,6 +437,7 @@ def test_what_ranks_cannot_share_is_refused_before_a_run_is_replaced(tmp_path, m
     assert (tmp_path / "config.json").read_text() == "precious"
 
 
+@together
 def test_no_thread_of_the_group_is_left_to_abort_the_process(two):
     """It is gone when the command leaves it. Whatever still refers to it would keep gloo's threads
     while Python ends."""

@@ -52,7 +52,7 @@ def assert_quantizes_alike(x: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @FORMATS
-@settings(max_examples=50)  # the interpreter takes long
+@settings(max_examples=20)  # the interpreter takes long
 @given(
     rows=st.integers(1, 150),
     columns=st.integers(1, 150),
@@ -188,9 +188,9 @@ def compile(kernel, constants, capability, **types):
     source = ASTSource(kernel, signature, constants)
     print(len(triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).asm["cubin"]))
 
-for x, capability in (("*fp32", 80), ("*fp32", 90), ("*bf16", 90)):
+for x, capability, kinds in (("*fp32", 80, ((1, 3), (3, 2))), ("*bf16", 90, ((2, 2),))):
     compile(triton_quantize.largest, {"BLOCK": triton_quantize.SPAN}, capability, x=x, bits="*i32")
-    for layouts, mantissa in ((1, 3), (2, 2), (3, 2)):
+    for layouts, mantissa in kinds:
         own = {"MANTISSA": mantissa, "TILE": triton_quantize.TILE, "LAYOUTS": layouts}
         out, shape = ("*u8", "*u8", "*fp32"), ("i32", "i32")
         compile(triton_quantize.rounded, own, capability, x=x, found="*i32", out=out, shape=shape)
@@ -212,4 +212,4 @@ def test_they_compile_for_gpus_that_are_not_here(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert [int(line) > 1_000 for line in done.stdout.split()] == [True] * 12
+    assert [int(line) > 1_000 for line in done.stdout.split()] == [True] * 5

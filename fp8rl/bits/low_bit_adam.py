@@ -158,6 +158,7 @@ class LowBitAdam(torch.optim.Optimizer):
             f"{name}={form}" for name, form in in_one_order.items() if form or name not in STATE
         )
         self.places = places_of(self.formats, STATE)
+        self.has_weights = "weights" in self.places  # which it then keeps, in few bits
         self.second = "root" if "root" in self.places else "v"
         self.draw_noise = noise or seeded_noise(seed)
         self.parameters: list[torch.Tensor] = []  # in the order of the groups
@@ -290,7 +291,7 @@ class LowBitAdam(torch.optim.Optimizer):
 
         Does nothing if weights have no format.
         """
-        if not self.filled or "weights" not in self.places:
+        if not self.filled or not self.has_weights:
             return
         for p in self.parameters:
             if self.versions.get(p) != p._version:
@@ -360,7 +361,7 @@ class LowBitAdam(torch.optim.Optimizer):
         A module's forward without gradients empties them, and so does a step. Whatever else reads
         them does so within `unpacked`. A deep copy of a module is an ordinary one, in float32.
         """
-        if "weights" not in self.places:
+        if not self.has_weights:
             return
         fill = Hook(self, "fill")
         touch = Hook(self, "touch")
@@ -397,7 +398,7 @@ class LowBitAdam(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": {}})  # torch would make codes float32
         for p, own, saved in zip(self.parameters, own_states, saved_states, strict=True):
             self.state[p] = {name: x.to(own[name].device, copy=True) for name, x in saved.items()}
-        if self.filled and "weights" in self.places:
+        if self.filled and self.has_weights:
             self.filled = False
             self.fill()
 

@@ -192,7 +192,11 @@ def write_while_training(
             # All ranks must agree: rank 0's clock counts, and a signal to any of them.
             (sums,) = processes.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
             due, stop = sums.tolist()
-            if due or stop or (checkpoint_every and run.iterations % checkpoint_every == 0):
+            if (
+                due
+                or stop
+                or (checkpoint_every and run.iterations_launched % checkpoint_every == 0)
+            ):
                 checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
                 saved = time.monotonic()
             if folder and len(run.recorded) > written:  # of a graph, only what has been read

@@ -189,10 +189,10 @@ class GraphQueue:
         return GraphQueue(self.device)
 
     @property
-    def waiting(self) -> int:
+    def unread(self) -> int:
         return len(self.queue)
 
-    def advance(self, run, row: dict) -> None:
+    def run_iteration(self, run, row: dict) -> None:
         """Launches an iteration, whose `row` has what is known beforehand."""
         if self.held is None:
             self.held = Held(run)

@@ -98,7 +98,13 @@ class Loop:
 def origin() -> str:
     """What a result was made with, in one line: the machine, versions, and the code's
     fingerprint."""
-    return f"{hardware()}; code {fingerprint()}"
+    return f"{hardware()}; code {own_fingerprint()}"
+
+
+@functools.cache  # it takes seconds, and the code of a process does not change
+def own_fingerprint() -> str:
+    """The fingerprint of the code that this process runs."""
+    return fingerprint()
 
 
 class Timed:
