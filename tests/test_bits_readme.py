@@ -25,5 +25,5 @@ def test_the_optimizer_stores_what_the_page_says():
 
 def test_the_doctor_reports_on_every_format():
     report = printed(DOCTOR)
-    for form in ("bf16 ", "bf16:stochastic ", "e4m3:unscaled "):
-        assert f"| {form}|" in report
+    for text in ("weights=bf16:", "weights=bf16:stochastic:", "v=e4m3:unscaled:"):
+        assert f"  {text} " in report

@@ -78,17 +78,18 @@ def test_doctor_writes_its_report_and_ends_with_an_error_if_a_required_format_is
     assert files_of(tmp_path / "a") == [".fp8rl", "report.json", "report.md", "report.png"]
     found = json.loads((tmp_path / "a" / "report.json").read_text())
     assert [(each["place"], each["verdict"]) for each in found] == [
-        ("m", "fine"),
-        ("weights", "fine"),
-        ("targets", "fine"),
+        ("m", "as float32"),
+        ("weights", "as float32"),
+        ("targets", "as float32"),
     ]
-    assert (tmp_path / "a" / "report.md").read_text().strip() in capsys.readouterr().out
+    assert "| adam | m | bf16 | 1.00 |" in (tmp_path / "a" / "report.md").read_text()
+    assert "m=bf16: as float32: learns as at 1 times" in capsys.readouterr().out
     assert refused(*arguments).startswith(
         f"out is {tmp_path / 'a'}, which holds another run: use a new folder"
     )
     with pytest.raises(SystemExit):
         run_cli(*arguments[:-2], "--judge", "m=bf16", "--require", "v=e3m0:unscaled")
-    assert "v=e3m0:unscaled is not fine in adam (breaks: " in capsys.readouterr().err
+    assert "v=e3m0:unscaled is not fine in adam (" in capsys.readouterr().err
 
 
 def test_train_writes_its_four_files(trained):

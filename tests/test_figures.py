@@ -158,12 +158,12 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(ax):
 
 def test_findings_have_a_row_each_and_a_colour_by_verdict(ax):
     report = [
-        Finding("adam", "m", f"e8m{i}", 2.0**i, 0.1, 0.0, verdict, "", "")
-        for i, verdict in enumerate(("fine", "breaks"))
+        Finding("adam", "m", f"e8m{i}", 2.0**i, 1.0, 1.0, 0.1, 0.0, {}, verdict, "")
+        for i, verdict in enumerate(("as float32", "faster"))
     ]
     figures.findings(ax, report)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["m=e8m0", "m=e8m1"]
     drawn = {
         line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines
     }
-    assert drawn == {"fine": ([1], [0]), "unknown": ([], []), "breaks": ([2], [1])}
+    assert drawn == {"as float32": ([1], [0]), "not judged": ([], []), "otherwise": ([2], [1])}

@@ -37,6 +37,10 @@ def imports_of(name: str) -> set[str]:
             else:
                 continue
             module = ".".join(parts)
+            if f"{module}.__init__" in MODULES and any(
+                f"{module}.{alias.name}" not in MODULES for alias in node.names
+            ):
+                module = f"{module}.__init__"  # the folder's own names
             found |= (
                 {module}
                 if module in MODULES

@@ -58,6 +58,11 @@ class PlaceFormat(NamedTuple):
     format: Format
     words: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, text: str) -> "PlaceFormat":
+        """The format and words in a text such as "e4m3:unscaled"."""
+        return places_of(f"m={text}")["m"]
+
     def __str__(self) -> str:
         return ":".join((self.format.name, *self.words))
 

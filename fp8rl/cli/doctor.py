@@ -1,4 +1,4 @@
-"""`python -m fp8rl doctor`: says which formats would break a training."""
+"""`python -m fp8rl doctor`: says what a training would be with places in few bits."""
 
 import contextlib
 import dataclasses
@@ -22,17 +22,20 @@ def examine(
     config: tyro.conf.OmitArgPrefixes[Config],
     judge: tuple[str, ...] = (*doctor.FORMATS, *(f"{place}=e4m3" for place in SHOWN)),
     require: tuple[str, ...] = (),
+    tolerates: tuple[float, float] = doctor.TOLERATES,
     out: Path | None = None,
     overwrite: bool = False,
     json_output: Json = False,
 ) -> None:
-    """Train one agent in float32, and print which formats of its places would break its training.
+    """Train one agent in float32, and print at which factor of the learning rate it would learn
+    with each place in few bits.
 
     Args:
         config: what is learned.
         judge: places and formats (v=e4m3:unscaled); Adam takes its step from moments as they are
             kept.
-        require: those that must be fine, or else the exit code is 2.
+        require: those that must learn as float32 does, or else the exit code is 2.
+        tolerates: the factors of the learning rate between which this training learns as well.
         out: folder to write report.md, report.json and report.png to.
         overwrite: replace a report that the folder holds.
     """
@@ -46,7 +49,8 @@ def examine(
         require_free(out, "doctor", overwrite)
     with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
         run = build(config)
-        watching = watched(run, tuple(dict.fromkeys((*judge, *require))))
+        formats = tuple(dict.fromkeys((*judge, *require)))
+        watching = watched(run, formats, tolerates=tolerates)
         for _ in iterate(run, progress=True):
             pass
     report = watching.report()
@@ -54,12 +58,14 @@ def examine(
     if out:
         figure = Figure(figsize=(7, 1.2 + 0.2 * len(report)), layout="constrained")
         figures.findings(
-            figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}"), report
+            figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}"),
+            report,
+            tolerates,
         )
         with Folder.create(out, "doctor", dataclasses.asdict(config), overwrite) as folder:
             for ending, content in {
                 "json": report.to_json(),
-                "md": f"{report}\n",
+                "md": f"{report.to_markdown()}\n",
                 "png": figures.png(figure),
             }.items():
                 folder.write(f"report.{ending}", content)

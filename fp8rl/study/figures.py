@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from ..bits.doctor import BREAKS
+from ..bits.doctor import TOLERATES
 from .statistics import bootstrap_interval, iqm, percentiles
 
 # Black, orange, sky blue, green, vermillion, blue, purple, each with a dash pattern and a marker.
@@ -148,28 +148,30 @@ def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
     return ax
 
 
-def findings(ax: Axes, report) -> Axes:
-    """One row per finding of a doctor (bits/doctor.py): its progress, with the range in which
-    learning survives in grey. A number at the edge is beyond it."""
-    names = [
-        f"{f.place}={f.format}"
-        + f" ({f.optimizer})" * (len({each.optimizer for each in report}) > 1)
-        for f in report
-    ]
-    for verdict, look in {"fine": STYLES[3], "unknown": STYLES[1], "breaks": STYLES[4]}.items():
-        rows = [row for row, f in enumerate(report) if f.verdict == verdict]
-        ax.plot(
-            np.clip([report[row].progress for row in rows], 2**-6, 2**10),
-            rows,
-            label=verdict,
-            **{**look, "linestyle": ""},
-        )
-    ax.axvspan(1 / BREAKS, BREAKS, color="#DDDDDD", zorder=0)
+def findings(ax: Axes, report, tolerates=TOLERATES) -> Axes:
+    """One row per finding of a doctor (bits/doctor/): the factor of the learning rate at which it
+    learns, with what training tolerates in grey. A number at the edge is beyond it."""
+    several = len({found.optimizer for found in report}) > 1
+    names = [found.text + f" ({found.optimizer})" * several for found in report]
+    looks = {
+        "as float32": STYLES[3],
+        "not judged": STYLES[1],
+        "otherwise": STYLES[4],
+    }
+    for label, look in looks.items():
+        rows = [
+            row
+            for row, found in enumerate(report)
+            if label == (found.verdict if found.verdict in looks else "otherwise")
+        ]
+        rates = np.clip([report[row].rate for row in rows], 2**-6, 2**10)
+        ax.plot(rates, rows, label=label, **{**look, "linestyle": ""})
+    ax.axvspan(*tolerates, color="#DDDDDD", zorder=0)
     ax.set_xscale("log", base=2)
     ax.set(
         yticks=range(len(report)),
         ylim=(len(report) - 0.5, -0.5),
-        xlabel="progress: the way covered, in units of float32's",
+        xlabel="learns as float32 at this factor of the learning rate",
     )
     ax.set_yticklabels(names, fontsize=8)
     ax.legend(fontsize=8)

@@ -214,8 +214,8 @@ class ThreadGroup:
 
 
 def examined() -> list[list[tuple]]:
-    """What the doctor finds in a layer that learns to add, and in an average of its weights: p, q
-    and verdicts."""
+    """What the doctor finds in a layer that learns to add, and in an average of its weights: rates,
+    noise and verdicts."""
     noise = torch.Generator().manual_seed(0)
     weight = torch.randn(1, 16, generator=noise).requires_grad_()
     doctor = Doctor(optimizer := torch.optim.Adam([weight], lr=1e-2))
@@ -231,6 +231,10 @@ def examined() -> list[list[tuple]]:
         optimizer.step()
     report = doctor.report()
     return [
-        [(*each[1:5], each.verdict) for each in report if each.optimizer == name]
+        [
+            (found.place, found.format, found.rate, found.noise, found.verdict)
+            for found in report
+            if found.optimizer == name
+        ]
         for name in ("optimizer 0", "average")
     ]

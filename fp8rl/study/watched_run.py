@@ -8,7 +8,7 @@ import functools
 
 import torch
 
-from ..bits.doctor import Doctor, Through, read
+from ..bits.doctor import Doctor, Through, read_format
 from ..bits.places import PlaceFormat, split_entry
 from ..distribution import distribution_of
 from ..losses import Targets, vtrace_fast
@@ -114,8 +114,17 @@ def watched(run: Run, formats: tuple[str, ...], **options) -> Doctor:
         to_nearest = f"the doctor rounds {' and '.join(SHOWN)} to the nearest"
         raise ValueError(f"formats has {wrong[0]!r}: {to_nearest}")
     of_optimizer = [text for text in formats if text not in shown]
-    doctor = Doctor(run.learner.optimizer, formats=of_optimizer, names=("adam",), **options)
-    places = {text: {place: form} for text in shown for place, form, _ in read(text, SHOWN)}
+    doctor = Doctor(
+        run.learner.optimizer,
+        formats=of_optimizer,
+        names=("adam",),
+        model=run.learner.model,
+        **options,
+    )
+    places = {}
+    for text in shown:
+        place, form, _ = read_format(text, SHOWN)
+        places[text] = {place: form}
     run.launch.finish(run)
     run.launch.check(run)
     run.launch = Immediate()  # a doctor reads numbers, which a graph does not allow

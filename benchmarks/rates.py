@@ -1,0 +1,319 @@
+"""Few bits are another learning rate: how well does that foresee what a format costs?
+
+Over 32 updates of a float32 agent let d be how far the weights move, and d' how far they would move
+with one place kept in few bits. Split d' into a part along d and the rest, d' = rate * d + noise.
+The law says that training with few bits does what float32 does at `rate` times the learning rate.
+So a *twin* is trained for each cell: float32, its learning rate multiplied by the rate that was
+measured on one other agent, which changes over time. What the twin loses is the prediction.
+
+    choose    forms of the twin (one rate, one for each tensor, ...) on settings of an earlier test,
+              whose outcomes are known (law_measured.csv)
+    predict   the new settings, with the form that was chosen; committed before they are measured
+    measure   the new settings: agents with the place really kept in few bits
+    table     the outcome, beside the lookup by format and other rules that know less
+
+    python benchmarks/rates.py choose benchmarks/results/rates_chosen.csv
+    python benchmarks/rates.py predict benchmarks/results/rates_predicted.csv
+    python benchmarks/rates.py measure benchmarks/results/rates_measured.csv
+    python benchmarks/rates.py table benchmarks/results/rates.md
+
+`predict` and `measure` go on where they were stopped. A loss is a share of float32's gain: 0 is
+float32, 1 has learned nothing, and less than 0 is better than float32.
+"""
+
+import argparse
+import csv
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fp8rl.build import build, build_population
+from fp8rl.config import Config
+from fp8rl.model import parameters_in_order
+from fp8rl.study.statistics import share_lost
+from fp8rl.study.watched_run import watched
+from fp8rl.train import train
+
+RESULTS = Path(__file__).parent / "results"
+WATCHED = 900  # the seed of the agent on which rates are measured
+TWINS = range(500, 508)  # seeds of the twins, and of the float32 agents beside them
+MEASURED = range(8000, 8008)  # seeds of the agents that keep a place in few bits
+PARTS = 24  # of a training, in each of which the rate is constant
+SLOWEST, FASTEST = 2.0**-10, 2.0**12  # rates beyond these are taken for these
+WINDOW = 32  # updates in one of the doctor's windows
+
+STEPS = {
+    "CartPole-v1": 61_440,
+    "Pendulum-v1": 122_880,
+    "Acrobot-v1": 245_760,
+    "fp8rl/Lqr-v0": 61_440,
+}
+
+
+class Setting(NamedTuple):
+    """What an agent learns with."""
+
+    task: str
+    learning_rate: float
+    hidden_size: int = 64
+    batch_size: int = 1024
+    gamma: float | None = None  # None: the task's own
+
+    def __str__(self) -> str:
+        text = f"{self.task}, rate {self.learning_rate:g}"
+        if self.hidden_size != 64:
+            text += f", {self.hidden_size} units"
+        if self.batch_size != 1024:
+            text += f", batches of {self.batch_size}"
+        if self.gamma is not None:
+            text += f", discount {self.gamma:g}"
+        return text
+
+
+NEW = [
+    # Learning rates over two orders of magnitude
+    *(Setting("CartPole-v1", rate) for rate in (1e-4, 3e-4, 1e-3, 1e-2)),
+    *(Setting("Pendulum-v1", rate) for rate in (2e-4, 1e-3, 1e-2)),
+    *(Setting("fp8rl/Lqr-v0", rate) for rate in (2e-4, 1e-3, 1e-2)),
+    # Widths, batches, discounts
+    Setting("CartPole-v1", 1e-3, hidden_size=16),
+    Setting("CartPole-v1", 1e-3, hidden_size=512),
+    Setting("CartPole-v1", 1e-3, batch_size=256),
+    Setting("CartPole-v1", 1e-3, batch_size=4096),
+    Setting("Pendulum-v1", 1e-3, gamma=0.9),
+]
+CELLS = (
+    "weights=e8m7",
+    "weights=e8m5",
+    "weights=e8m3",
+    "weights=e5m2",
+    "weights=e4m3",
+    "weights=e3m3",
+    "weights=e8m3:stochastic",
+    "weights=e8m1:stochastic",
+    "weights=e4m3:stochastic",
+    "m=e8m0",
+    "m=e4m3:unscaled",
+    "m=e4m3:independent",
+    "m=e3m3:independent",
+    "v=e8m1",
+    "v=e3m3:independent",
+    "v=e4m3:independent",
+    "v=e4m3:unscaled:independent",
+    "root=e3m3:independent",
+    "root=e4m3:unscaled:independent",
+    "root=e8m0",
+)
+
+
+def config_of(setting: Setting, seed: int, formats: str = "") -> Config:
+    fields = setting._asdict()
+    task = fields.pop("task")
+    if fields["gamma"] is None:
+        del fields["gamma"]
+    return Config(
+        seed=seed, formats=formats, env_id=task, steps=STEPS[task], eval_every=0, **fields
+    )
+
+
+class Rates(NamedTuple):
+    """What a doctor measured of C cells on an agent with T tensors, in each part of its training.
+
+    `alike`      rate [PARTS, C, 1], in which every tensor counts alike
+    `numbers`    rate [PARTS, C, 1], in which every number counts alike
+    `by_tensor`  rate [PARTS, C, T]
+    `noise`      standard deviation of the noise of a number in one update, [PARTS, C, T]
+    """
+
+    alike: np.ndarray
+    numbers: np.ndarray
+    by_tensor: np.ndarray
+    noise: np.ndarray
+
+    @property
+    def farther(self) -> np.ndarray:
+        """Of `alike` and `numbers` the one that is farther from 1."""
+        farther = np.abs(np.log(self.alike)) > np.abs(np.log(self.numbers))
+        return np.where(farther, self.alike, self.numbers)
+
+
+def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tuple]]:
+    """Trains one float32 agent. Returns the rates of these cells, their tensors in the order of the
+    network's parameters in a population, and for each cell what the doctor says."""
+    run = build(config_of(setting, WATCHED))
+    doctor = watched(run, cells)
+    train(run, progress=False)
+    optimizer = doctor.watched[0]
+    order = [optimizer.names.index(cell) for cell in cells]
+    sums = np.array(optimizer.tensor_sums)[:, :, order]  # [W, 4, C, T]
+    parameters = list(run.model.parameters())
+    in_order = [
+        next(i for i, p in enumerate(parameters) if p is own)
+        for own in parameters_in_order(run.model).values()
+    ]
+    sums = sums[..., in_order]
+    sizes = np.array([parameters[i].numel() for i in in_order], float)
+    sampled = optimizer.sample.index[0].numel()
+    parts = [part.mean(0) for part in np.array_split(sums, min(PARTS, len(sums)))]
+    findings = {f"{found.place}={found.format}": found for found in doctor.report()}
+    return rates_of(np.array(parts), sizes, sampled), findings
+
+
+def rates_of(parts: np.ndarray, sizes: np.ndarray, sampled: int) -> Rates:
+    """Rates from the sums [PARTS, 4, C, T] of parts."""
+
+    def quotient(weight):
+        true = (weight * parts[:, 0]).sum(-1, keepdims=True)
+        along = (weight * parts[:, 1]).sum(-1, keepdims=True)
+        return np.clip(along / np.maximum(true, 1e-38), SLOWEST, FASTEST)
+
+    by_tensor = np.clip(parts[:, 1] / np.maximum(parts[:, 0], 1e-38), SLOWEST, FASTEST)
+    across = parts[:, 2] - (by_tensor - 1) ** 2 * parts[:, 0]
+    noise = np.sqrt(np.maximum(across, 0) / WINDOW)
+    return Rates(quotient(np.minimum(sizes, sampled)), quotient(sizes), by_tensor, noise)
+
+
+def twins(setting: Setting, arms: list[tuple], seeds, formats=None) -> np.ndarray:
+    """Final returns [arms, seeds] of float32 agents whose learning rate is multiplied.
+
+    Each arm has its rates [PARTS, 1 or T], and its noise [PARTS, T] or None.
+    """
+    configs = [config_of(setting, seed) for _ in arms for seed in seeds]
+    run = build_population(configs)
+    optimizer = run.learner.optimizer
+    agents, numbers = optimizer.theta.shape
+    sizes = torch.tensor(optimizer.sizes)
+    optimizer.rate = torch.zeros(agents, numbers)
+    iterations = run.config.iterations
+    set_rate, step = optimizer.set_rate, optimizer.step
+    noisy = [i for i, (_, noise) in enumerate(arms) if noise is not None]
+    generator = torch.Generator().manual_seed(0)
+    now = {"iteration": 0, "part": None}
+
+    def spread(values: np.ndarray) -> torch.Tensor:
+        """Of each tensor, or of all, to each number of each agent of an arm."""
+        x = torch.as_tensor(values, dtype=torch.float32)
+        x = x.repeat_interleave(sizes) if len(x) > 1 else x.expand(numbers)
+        return x.expand(len(seeds), numbers)
+
+    def at(values: np.ndarray, part: int) -> np.ndarray:
+        return values[part * len(values) // PARTS]
+
+    def set_multiplied_rate(rate) -> None:
+        part = now["iteration"] * PARTS // iterations
+        if part != now["part"]:
+            now["part"] = part
+            now["factor"] = torch.cat([spread(at(rates, part)) for rates, _ in arms])
+            now["noise"] = {i: spread(at(arms[i][1], part)) for i in noisy}
+        set_rate(rate)
+        optimizer.rate *= now["factor"]
+        now["iteration"] += 1
+
+    @torch.no_grad()
+    def step_with_noise(*arguments, **options) -> None:
+        step(*arguments, **options)
+        for i, deviation in now["noise"].items():
+            own = optimizer.theta.data[i * len(seeds) : (i + 1) * len(seeds)]
+            own += deviation * torch.randn(own.shape, generator=generator)
+
+    optimizer.set_rate, optimizer.step = set_multiplied_rate, step_with_noise
+    train(run, progress=False)
+    returns = [history.final_return for history in run.history.of_agents]
+    return np.array(returns).reshape(len(arms), len(seeds))
+
+
+def untrained(setting: Setting, seeds) -> np.ndarray:
+    """Returns [seeds] before training."""
+    configs = [
+        dataclasses.replace(config_of(setting, seed), steps=2_048, learning_rate=1e-12)
+        for seed in seeds
+    ]
+    run = train(build_population(configs), progress=False)
+    return np.array([history.final_return for history in run.history.of_agents])
+
+
+FORMS = ("alike", "numbers", "by_tensor", "farther")
+
+
+def forms_of(rates: Rates, cell: int, stochastic: bool) -> dict[str, tuple]:
+    """The twins of a cell by form: rates, and noise or None."""
+    found = {form: (getattr(rates, form)[:, cell], None) for form in FORMS}
+    noise = rates.noise[:, cell] if stochastic else None
+    found["farther, noise"] = rates.farther[:, cell], noise
+    return found
+
+
+# Settings of the first edition's test, and the cells of which it has outcomes, with moments that
+# are rounded by themselves.
+KNOWN = [
+    Setting("CartPole-v1", 5e-4),
+    Setting("Pendulum-v1", 2e-3),
+    Setting("CartPole-v1", 2e-3, hidden_size=16),
+    Setting("Pendulum-v1", 5e-4),
+    Setting("CartPole-v1", 5e-3),
+]
+KNOWN_CELLS = (
+    *(f"weights={form}" for form in ("e8m7", "e8m5", "e8m3", "e8m2", "e4m3", "e3m3")),
+    *(f"weights={form}:stochastic" for form in ("e8m3", "e8m0", "e4m3")),
+    *(f"m={form}" for form in ("e8m0", "e4m3:unscaled", "e5m3:unscaled", "e3m3:unscaled")),
+    *(f"v={form}" for form in ("e3m3", "e2m3", "e4m3", "e4m3:unscaled")),
+    *(f"root={form}" for form in ("e2m3", "e3m3", "e4m3:unscaled")),
+)
+
+
+def known_losses() -> dict[tuple[Setting, str], float]:
+    """The outcomes of the first edition's test: what the median agent loses."""
+    returns = {}
+    with (RESULTS / "law_measured.csv").open() as file:
+        for row in csv.DictReader(file):
+            setting = Setting(row["task"], float(row["learning_rate"]), int(row["hidden_size"]))
+            returns[setting, row["cell"]] = np.array([float(x) for x in row["returns"].split()])
+    return {
+        (setting, cell): share_lost(
+            own, returns[setting, "float32"][: len(own)], returns[setting, "untrained"][: len(own)]
+        )
+        for (setting, cell), own in returns.items()
+        if cell not in ("float32", "untrained") and (setting, "float32") in returns
+    }
+
+
+def choose(out: Path) -> None:
+    """Twins of every form on settings whose outcomes are known."""
+    measured = known_losses()
+    seeds = TWINS[:4]
+    with out.open("w") as file:
+        file.write("setting,cell,measured," + ",".join([*FORMS, "farther; noise"]) + "\n")
+        for setting in KNOWN:
+            cells = tuple(cell for cell in KNOWN_CELLS if (setting, cell) in measured)
+            names = [
+                cell if cell.startswith("weights") else f"{cell}:independent" for cell in cells
+            ]
+            rates, _ = watch(setting, tuple(names))
+            arms = [(np.ones((1, 1)), None)]
+            for i, cell in enumerate(cells):
+                arms += forms_of(rates, i, "stochastic" in cell).values()
+            returns = twins(setting, arms, seeds)
+            start = untrained(setting, seeds)
+            losses = [share_lost(own, returns[0], start) for own in returns[1:]]
+            losses = np.reshape(losses, (len(cells), -1))
+            for cell, own in zip(cells, losses, strict=True):
+                numbers = ",".join(f"{x:.3f}" for x in (measured[setting, cell], *own))
+                file.write(f'"{setting}",{cell},{numbers}\n')
+            file.flush()
+            print(setting, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["choose"])
+    parser.add_argument("out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    {"choose": choose}[arguments.command](arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""A doctor that watches a training in float32 and says which formats would change it.
+
+`doctor.py` has the `Doctor`; its docstring says what it measures.
+"""
+
+from .doctor import AVERAGES, FORMATS, Doctor, check_tolerance, read_format, tensor_names
+from .findings import TOLERATES, Finding, Report, judge_acting
+from .format_rows import FormatRows, MomentBounds
+from .looks import OPERANDS, Operands, Through
+from .sample import Sample, WindowSums, noise_of, rate_of, rates_by_tensor
+from .watched_optimizer import WatchedOptimizer
+
+__all__ = [
+    "AVERAGES",
+    "FORMATS",
+    "OPERANDS",
+    "TOLERATES",
+    "Doctor",
+    "Finding",
+    "FormatRows",
+    "MomentBounds",
+    "Operands",
+    "Report",
+    "Sample",
+    "Through",
+    "WatchedOptimizer",
+    "WindowSums",
+    "check_tolerance",
+    "judge_acting",
+    "noise_of",
+    "rate_of",
+    "rates_by_tensor",
+    "read_format",
+    "tensor_names",
+]

@@ -1,0 +1,367 @@
+"""Will few bits do in this training? A doctor that watches an optimizer train in float32.
+
+Keep the numbers of one place in few bits and let everything else be as it is. Over a window of
+updates let d be how far the weights move in float32, and d' how far they would move then. Split d'
+into the part along d and the rest:
+
+    d' = rate d + noise        rate = <d', d> / <d, d>        noise = |d' - d| / |d|
+
+Training with few bits then does about what float32 does at `rate` times the learning rate
+(docs/law.md). Whether that matters depends on the training: one that learns as well at four times
+its learning rate does not mind a rate of 4. So the doctor reports the rate, and a verdict for the
+factors of the learning rate that the user says training tolerates.
+
+The numbers come from the updates that the training makes anyway, on a sample of each tensor's
+numbers (watched_optimizer.py). What only the loss can show needs the loss (looks.py). Averages
+that follow others, such as target networks, are followed, too (averages.py).
+
+An acting policy mu in few bits learns nothing. It only takes other actions, and the ratios pi / mu
+to float32's policy pi correct for them. Its number is the effective sample size of these ratios as
+a share of the actions, 1 / E_mu[(pi / mu)^2] = 1 / E_pi[pi / mu], from actions of pi.
+
+A place and its format are written as in Config's field `formats` (places.py): "weights=bf16",
+"v=e4m3:unscaled", "root=e4m3:stochastic". Adam takes its step from moments as they are kept,
+whether the word `stored` is there or not.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..places import PLACES, STATE, PlaceFormat, places_of
+from .averages import Average
+from .findings import TOLERATES, Finding, Report, judge, judge_acting, with_cures
+from .looks import OPERANDS, Operands, with_same_random_numbers
+from .sample import Sample
+from .watched_optimizer import WatchedOptimizer
+
+FORMATS = (
+    "weights=bf16",
+    "weights=bf16:stochastic",
+    "weights=fp16",
+    "weights=e4m3",
+    "weights=e4m3:stochastic",
+    "m=bf16",
+    "m=e4m3",
+    "m=e4m3:unscaled",
+    "v=bf16",
+    "v=bf16:stochastic",
+    "v=fp16:unscaled",
+    "v=e5m2",
+    "v=e4m3",
+    "v=e4m3:unscaled",
+    "v=e4m3:stochastic",
+    "root=e4m3",
+    "root=e4m3:unscaled",
+    "root=e4m3:stochastic",
+    "forward=bf16",
+    "forward=e4m3",
+    "forward=e4m3:unscaled",
+    "backward=bf16",
+    "backward=fp16:unscaled",
+    "backward=e5m2",
+    "backward=e5m2:unscaled",
+    "backward=e4m3",
+    "backward=e4m3:unscaled",
+    "acting=bf16",
+    "acting=e4m3",
+)
+AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic")
+
+
+def read_format(text: str, names: tuple[str, ...]) -> tuple[str, PlaceFormat, str]:
+    """The place, format and text of an entry such as "weights=bf16".
+
+    Raises ValueError as `places_of` does, and unless it is one entry.
+    """
+    entries = [*places_of(text, names).items()]
+    if len(entries) != 1:
+        raise ValueError(
+            f"formats has {text!r}: give each place and format once, as a string of its own"
+        )
+    place, form = entries[0]
+    return place, form, text
+
+
+class Doctor:
+    """Watches one or more optimizers from now on.
+
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        >>> doctor = Doctor(optimizer, model=model)
+        >>> for _ in range(64):
+        ...     model(torch.ones(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        >>> doctor.report().require("weights=bf16:stochastic")
+
+    `formats`    the places and formats to judge; those of operands are judged where `look` is
+                 called. An optimizer that is not Adam or AdamW, or that uses amsgrad, is judged by
+                 its weights alone.
+    `tolerates`  the factors of the learning rate between which this training learns as well; the
+                 default is half of it to four times
+    `length`     updates in a window
+    `sample`     numbers followed in each optimizer, as many of each tensor; it keeps
+                 4 (length + 1) bytes for each number and format
+    `names`      what reports call the optimizers
+    `model`      a module, or several, whose names the tensors have in reports
+
+    Raises ValueError for a format as `places_of` does, for one in blocks or given twice, for
+    parameters that are not float32, and for an option that makes no sense.
+    """
+
+    def __init__(
+        self,
+        *optimizers: torch.optim.Optimizer,
+        formats: Iterable[str] = FORMATS,
+        tolerates: tuple[float, float] = TOLERATES,
+        length: int = 32,
+        sample: int = 512,
+        seed: int = 0,
+        names: Iterable[str] = (),
+        model: nn.Module | Iterable[nn.Module] = (),
+    ):
+        names = [*names] or [f"optimizer {i}" for i in range(len(optimizers))]
+        self.formats = tuple(formats)
+        if len(self.formats) != len({*self.formats}):
+            raise ValueError(
+                f"formats is {' '.join(self.formats)!r}: give each place and format once, "
+                "as a string of its own"
+            )
+        if type(length) is not int or length < 1:
+            raise ValueError(f"length is {length!r}: use a whole number of updates, at least 1")
+        self.tolerates = check_tolerance(tolerates)
+        entries = [read_format(text, (*STATE, *OPERANDS, "acting")) for text in self.formats]
+        self.operands: dict[str, Operands] = {}
+        self.acting: dict[str, Operands] = {}
+        state = []
+        for place, form, text in entries:
+            if place in OPERANDS:
+                self.operands[text] = Operands(**{place: form})
+            elif place == "acting":
+                self.acting[text] = Operands(forward=form)
+            else:
+                state.append((place, form, text))
+        self.modules = [model] if isinstance(model, nn.Module) else [*model]
+        self.watched = [
+            WatchedOptimizer(name, optimizer, state, length, sample, seed)
+            for name, optimizer in zip(names, optimizers, strict=True)
+        ]
+        self.averages: dict[str, Average] = {}
+        self.looks_at_acting: list[list[tuple[float, float]]] = []  # of each `act`, by format
+
+    @classmethod
+    def of(cls, model, **options) -> "Doctor":
+        """A doctor of all the optimizers that a model of Stable-Baselines3, or another object,
+        holds in itself or in its attributes. Raises ValueError if there is none."""
+        found = {}
+        for name, part in {"": model, **vars(model)}.items():
+            for own, value in vars(part).items() if hasattr(part, "__dict__") else ():
+                if isinstance(value, torch.optim.Optimizer):
+                    found.setdefault(id(value), (f"{name}.{own}".lstrip("."), value))
+        if not found:
+            raise ValueError(
+                f"model is a {type(model).__name__} without optimizers: give them to Doctor itself"
+            )
+        names, optimizers = zip(*found.values(), strict=True)
+        return cls(*optimizers, names=names, **options)
+
+    @property
+    def is_watching(self) -> bool:
+        return bool(self.watched[0].hooks)
+
+    def look(
+        self,
+        loss: Callable[[], torch.Tensor],
+        optimizer: str | None = None,
+        others: dict[str, Callable[[], torch.Tensor]] | None = None,
+    ) -> None:
+        """Judges what only the loss can show. Call it before every update, where its loss is
+        computed.
+
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+            >>> doctor, x = Doctor(optimizer), torch.randn(8, 4)
+            >>> for _ in range(80):
+            ...     doctor.look(lambda: model(x).square().mean())
+            ...     optimizer.zero_grad()
+            ...     model(x).square().mean().backward()
+            ...     optimizer.step()
+            >>> doctor.report().require("forward=bf16", "backward=e5m2")
+
+        `loss`       returns the update's loss, a scalar with gradient, and leaves nothing changed
+                     behind (batch normalization in training would count its batch again)
+        `optimizer`  the name of the one that steps on it, if there are several
+        `others`     losses with something in few bits, by place and format, as
+                     {"targets=e4m3": function}
+
+        It looks at 8 updates in a row from update 32, 64, 128, ... on, and otherwise returns at
+        once. Raises ValueError, at the step, if the gradient is not the training's but for a
+        factor, such as a scaled loss or a clipped norm.
+        """
+        found = [watched for watched in self.watched if optimizer in (None, watched.name)]
+        if len(found) != 1:
+            names = ", ".join(watched.name for watched in self.watched)
+            raise ValueError(f"optimizer is {optimizer!r}: choose from {names}")
+        losses = {text: partial(mode.within, loss) for text, mode in self.operands.items()}
+        losses |= others or {}
+        if wrong := [name for name in losses if "=" not in name]:
+            raise ValueError(
+                f"others has {wrong[0]!r}: name each by place and format, as in targets=e4m3"
+            )
+        if losses and self.is_watching:
+            found[0].looks.look({"": loss, **losses})
+
+    @torch.no_grad()
+    def act(self, logp: Callable[[], torch.Tensor]) -> None:
+        """Judges an acting policy in few bits. Call it now and then.
+
+            >>> policy, obs = torch.nn.Linear(4, 2), torch.randn(8, 4)
+            >>> actions = torch.ones(8, 1).long()
+            >>> doctor = Doctor(torch.optim.Adam(policy.parameters()))
+            >>> doctor.act(lambda: policy(obs).log_softmax(-1).gather(-1, actions))
+            >>> doctor.report().require("acting=bf16")
+
+        `logp` returns the log-probabilities of actions that the policy took, of any shape, as it
+        computes them now.
+        """
+        if not (self.acting and self.is_watching):
+            return
+        parameters = self.watched[0].parameters
+        exact = with_same_random_numbers(parameters, logp).double().flatten()
+        if not exact.numel():
+            return
+        look = []
+        for mode in self.acting.values():
+            low = with_same_random_numbers(parameters, partial(mode.within, logp))
+            log_ratio = exact - low.double().flatten()  # log pi / mu
+            size = (1 / log_ratio.exp().mean()).nan_to_num(0.0)  # NaN: no policy at all
+            look.append((float(size), float(log_ratio.mean())))
+        self.looks_at_acting.append(look)
+
+    def follow(
+        self,
+        name: str,
+        tensors: Iterable[torch.Tensor],
+        rate: float | Callable[[], float],
+        formats: Iterable[str] = AVERAGES,
+        sample: int = 512,
+    ) -> None:
+        """Judges an average that something else updates, x <- (1 - rate) x + rate new: a target
+        network's parameters, a running mean.
+
+        `name`     of the average in reports, which is no place
+        `tensors`  of it, float32
+        `rate`     a number above 0, or a function of nothing that returns it
+
+        It is looked at before each step of the first optimizer, and may be updated once between two
+        of them. Raises ValueError for other tensors, rates and names.
+        """
+        tensors = [x for x in tensors if x.numel()]
+        types = {str(x.dtype) for x in tensors}
+        if types != {"torch.float32"}:
+            listed = ", ".join(sorted(types)) or "none"
+            raise ValueError(f"tensors of {name} are {listed}: give float32")
+        if not callable(rate) and not (isinstance(rate, float | int) and 0 < rate <= 1):
+            raise ValueError(
+                f"rate is {rate!r}: give a number above 0 and up to 1, "
+                "or a function of nothing that returns it"
+            )
+        if name in PLACES or "=" in name:
+            raise ValueError(
+                f"name is {name!r}: choose one that is no place of {', '.join(PLACES)} and has no ="
+            )
+        entries = []
+        for form in formats:
+            _, kept_as, _ = read_format(f"weights={form}", STATE)
+            entries.append((f"{name}={form}", kept_as))
+        first = self.watched[0]
+        average = Average(rate, entries, first.length, Sample(tensors, sample, 0))
+        self.averages[name] = average
+        first.hooks.append(first.optimizer.register_step_pre_hook(average.look))
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        for watched in self.watched:
+            for hook in watched.hooks:
+                hook.remove()
+            watched.hooks = []
+
+    def report(self) -> Report:
+        """What was found so far."""
+        report = Report()
+        for watched in self.watched:
+            report += with_cures(self.findings_of(watched))
+            if not watched.is_adam:
+                kind = type(watched.optimizer).__name__
+                amsgrad = " with amsgrad" if isinstance(watched.optimizer, torch.optim.Adam) else ""
+                report.notes.append(
+                    f"{watched.name} is a {kind}{amsgrad}: only its weights are judged, "
+                    "because the doctor follows the moments of Adam and AdamW alone"
+                )
+        if self.looks_at_acting:
+            looks = zip(self.acting, zip(*self.looks_at_acting, strict=True), strict=True)
+            report += [judge_acting(text, look) for text, look in looks]
+        for average in self.averages.values():
+            sample = average.sample
+            names = tensor_names(sample.tensors, self.modules)
+            windows = average.windows
+            found = []
+            for i, text in enumerate(average.names):
+                own = [sums.of_row(i) for sums in windows]
+                found.append(judge("average", text, own, sample.sizes, names, self.tolerates))
+            report += with_cures(found)
+        return report
+
+    def findings_of(self, watched: WatchedOptimizer) -> list[Finding]:
+        """The findings of an optimizer, in the order of the formats, without cures."""
+        names = tensor_names(watched.parameters, self.modules)
+        sizes = watched.sample.sizes
+        by_text = {}
+        for part, looked in ((watched, False), (watched.looks, True)):
+            for i, text in enumerate(part.names):
+                windows = [sums.of_row(i) for sums in part.windows]
+                by_text[text] = judge(
+                    watched.name,
+                    text,
+                    windows,
+                    sizes,
+                    names,
+                    self.tolerates,
+                    looked,
+                )
+        order = dict.fromkeys([*self.formats, *by_text])
+        findings = [by_text[text] for text in order if text in by_text]
+        if trouble := watched.trouble():
+            findings = [
+                found._replace(verdict="not judged", why=trouble, cure="") for found in findings
+            ]
+        return findings
+
+
+def check_tolerance(tolerates: tuple[float, float]) -> tuple[float, float]:
+    """Raises ValueError unless these are two factors around 1."""
+    try:
+        low, high = map(float, tolerates)
+    except (TypeError, ValueError):
+        low, high = 1.0, 0.0
+    if not 0 < low <= 1 <= high:
+        raise ValueError(
+            f"tolerates is {tolerates!r}: give two factors of the learning rate, "
+            "at most 1 and at least 1, as in (0.5, 8)"
+        )
+    return low, high
+
+
+def tensor_names(tensors: list[torch.Tensor], modules: Iterable[nn.Module]) -> list[str]:
+    """A name for each tensor: that of a module's parameter, or its number and shape."""
+    known = {}
+    for module in modules:
+        for name, p in module.named_parameters():
+            known.setdefault(id(p), name)
+    names = []
+    for i, x in enumerate(tensors):
+        name = known.get(id(x), f"tensor {i} {list(x.shape)}")
+        names.append(name if name not in names else f"{name} ({i})")
+    return names
