@@ -40,7 +40,7 @@ from fp8rl.train import train
 RESULTS = Path(__file__).parent / "results"
 WATCHED = 900  # the seed of the agent on which rates are measured
 TWINS = range(500, 508)  # seeds of the twins, and of the float32 agents beside them
-MEASURED = range(8000, 8008)  # seeds of the agents that keep a place in few bits
+MEASURED_SEEDS = range(8000, 8008)  # seeds of the agents that keep a place in few bits
 PARTS = 24  # of a training, in each of which the rate is constant
 SLOWEST, FASTEST = 2.0**-10, 2.0**12  # rates beyond these are taken for these
 WINDOW = 32  # updates in one of the doctor's windows
@@ -80,7 +80,7 @@ NEW = [
     *(Setting("fp8rl/Lqr-v0", rate) for rate in (2e-4, 1e-3, 1e-2)),
     # Widths, batches, discounts
     Setting("CartPole-v1", 1e-3, hidden_size=16),
-    Setting("CartPole-v1", 1e-3, hidden_size=512),
+    Setting("CartPole-v1", 1e-3, hidden_size=256),
     Setting("CartPole-v1", 1e-3, batch_size=256),
     Setting("CartPole-v1", 1e-3, batch_size=4096),
     Setting("Pendulum-v1", 1e-3, gamma=0.9),
@@ -148,7 +148,7 @@ def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tu
     train(run, progress=False)
     optimizer = doctor.watched[0]
     order = [optimizer.names.index(cell) for cell in cells]
-    sums = np.array(optimizer.tensor_sums)[:, :, order]  # [W, 4, C, T]
+    sums = np.array(optimizer.windows)[:, :, order]  # [W, 4, C, T]
     parameters = list(run.model.parameters())
     in_order = [
         next(i for i, p in enumerate(parameters) if p is own)
@@ -156,10 +156,9 @@ def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tu
     ]
     sums = sums[..., in_order]
     sizes = np.array([parameters[i].numel() for i in in_order], float)
-    sampled = optimizer.sample.index[0].numel()
     parts = [part.mean(0) for part in np.array_split(sums, min(PARTS, len(sums)))]
-    findings = {f"{found.place}={found.format}": found for found in doctor.report()}
-    return rates_of(np.array(parts), sizes, sampled), findings
+    findings = {found.text: found for found in doctor.report()}
+    return rates_of(np.array(parts), sizes, optimizer.sample.each), findings
 
 
 def rates_of(parts: np.ndarray, sizes: np.ndarray, sampled: int) -> Rates:
@@ -252,8 +251,6 @@ KNOWN = [
     Setting("CartPole-v1", 5e-4),
     Setting("Pendulum-v1", 2e-3),
     Setting("CartPole-v1", 2e-3, hidden_size=16),
-    Setting("Pendulum-v1", 5e-4),
-    Setting("CartPole-v1", 5e-3),
 ]
 KNOWN_CELLS = (
     *(f"weights={form}" for form in ("e8m7", "e8m5", "e8m3", "e8m2", "e4m3", "e3m3")),
@@ -306,13 +303,105 @@ def choose(out: Path) -> None:
             print(setting, flush=True)
 
 
+# What is written of a cell before it is measured: `twin` is the loss of its twins, which have a rate
+# for each tensor and, where weights are rounded stochastically, the measured noise. The other
+# numbers are those of rules that know less.
+PREDICTED = (*Setting._fields, "cell", "twin", "alike", "numbers", "noise", "verdict")
+MEASURED = (*Setting._fields, "cell", "returns")
+
+
+def key_of(row: dict[str, str]) -> tuple[Setting, str]:
+    """The setting and cell of a line of a file."""
+    setting = Setting(
+        row["task"],
+        float(row["learning_rate"]),
+        int(row["hidden_size"]),
+        int(row["batch_size"]),
+        float(row["gamma"]) if row["gamma"] else None,
+    )
+    return setting, row["cell"]
+
+
+def lines_of(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
+    """The lines of a file, which is begun if there is none."""
+    if not path.exists():
+        path.write_text(",".join(columns) + "\n")
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def add_line(path: Path, *values) -> None:
+    with path.open("a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerow(values)
+
+
+def predict(out: Path, only: list[int]) -> None:
+    """Adds the predictions of settings that the file does not have."""
+    done = {key_of(row)[0] for row in lines_of(out, PREDICTED)}
+    for setting in [NEW[i] for i in only or range(len(NEW))]:
+        if setting in done:
+            continue
+        rates, findings = watch(setting, CELLS)
+        arms = [(np.ones((1, 1)), None)]
+        for i, cell in enumerate(CELLS):
+            noise = rates.noise[:, i] if "stochastic" in cell else None
+            arms.append((rates.by_tensor[:, i], noise))
+        returns = twins(setting, arms, TWINS)
+        start = untrained(setting, TWINS)
+        for i, cell in enumerate(CELLS):
+            loss = share_lost(returns[1 + i], returns[0], start)
+            means = [float(rate[:, i].mean()) for rate in (rates.alike, rates.numbers)]
+            numbers = [f"{x:.4g}" for x in (loss, *means, findings[cell].noise)]
+            add_line(out, *setting, cell, *numbers, findings[cell].verdict)
+        print(setting, flush=True)
+
+
+def measure(out: Path, only: list[int]) -> None:
+    """Adds the final returns of cells that the file does not have."""
+    for setting in [NEW[i] for i in only or range(len(NEW))]:
+        done = {key_of(row) for row in lines_of(out, MEASURED)}
+        if (setting, "untrained") not in done:
+            add_line(out, *setting, "untrained", join(untrained(setting, MEASURED_SEEDS)))
+        missing = [cell for cell in ("float32", *CELLS) if (setting, cell) not in done]
+        if not missing:
+            continue
+        configs = [
+            config_of(setting, seed, formats_of(cell))
+            for cell in missing
+            for seed in MEASURED_SEEDS
+        ]
+        run = train(build_population(configs), progress=False)
+        histories = run.histories(configs)
+        returns = np.reshape([history.final_return for history in histories], (len(missing), -1))
+        for cell, own in zip(missing, returns, strict=True):
+            add_line(out, *setting, cell, join(own))
+        print(setting, flush=True)
+
+
+def formats_of(cell: str) -> str:
+    """A cell as Config's field `formats` has it: Adam takes its step from what is stored."""
+    if cell == "float32":
+        return ""
+    return cell if cell.startswith("weights") else f"{cell}:stored"
+
+
+def join(returns: np.ndarray) -> str:
+    return " ".join(f"{x:.6g}" for x in returns)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["choose"])
+    parser.add_argument("command", choices=["choose", "predict", "measure"])
     parser.add_argument("out", type=Path)
+    parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of settings")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    {"choose": choose}[arguments.command](arguments.out)
+    if arguments.command == "choose":
+        choose(arguments.out)
+    elif arguments.command == "predict":
+        predict(arguments.out, arguments.only)
+    elif arguments.command == "measure":
+        measure(arguments.out, arguments.only)
 
 
 if __name__ == "__main__":

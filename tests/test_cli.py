@@ -83,7 +83,7 @@ def test_doctor_writes_its_report_and_ends_with_an_error_if_a_required_format_is
         ("targets", "as float32"),
     ]
     assert "| adam | m | bf16 | 1.00 |" in (tmp_path / "a" / "report.md").read_text()
-    assert "m=bf16: as float32: learns as at 1 times" in capsys.readouterr().out
+    assert "m=bf16: as float32: learns as at 1.00 times" in capsys.readouterr().out
     assert refused(*arguments).startswith(
         f"out is {tmp_path / 'a'}, which holds another run: use a new folder"
     )

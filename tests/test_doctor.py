@@ -101,7 +101,7 @@ def test_float32_makes_all_the_progress_and_no_noise(kind, options):
     for finding in watched(kind(model.parameters(), lr=1e-3, **options), model, EXACT):
         assert finding.rate == pytest.approx(1, abs=1e-3) and finding.noise < 1e-2
         assert (finding.verdict, finding.cure) == ("as float32", "")
-        assert finding.why == "learns as at 1 times the learning rate"
+        assert finding.why == "learns as at 1.00 times the learning rate"
 
 
 def two_groups(**options) -> tuple[nn.Module, torch.optim.Optimizer]:

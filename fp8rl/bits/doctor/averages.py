@@ -10,7 +10,7 @@ import torch
 
 from ..places import PlaceFormat
 from .format_rows import FormatRows
-from .sample import Sample, WindowSums, add_up
+from .sample import Sample, WindowSums, in_parts
 from .watched_optimizer import largest_of
 
 PARTS = 4  # of the training, over each of which sums are taken
@@ -78,8 +78,4 @@ class Average:
     @property
     def windows(self) -> list[WindowSums]:
         """Sums of each part of the training."""
-        count = min(PARTS, len(self.all_windows))
-        if not count:
-            return []
-        parts = np.array_split(np.arange(len(self.all_windows)), count)
-        return [add_up([self.all_windows[i] for i in part]) for part in parts]
+        return in_parts(self.all_windows, PARTS)

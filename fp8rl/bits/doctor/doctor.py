@@ -33,6 +33,7 @@ from torch import nn
 from ..places import PLACES, STATE, PlaceFormat, places_of
 from .averages import Average
 from .findings import TOLERATES, Finding, Report, judge, judge_acting, with_cures
+from .looks import LENGTH as LOOK_LENGTH
 from .looks import OPERANDS, Operands, with_same_random_numbers
 from .sample import Sample
 from .watched_optimizer import WatchedOptimizer
@@ -310,7 +311,9 @@ class Doctor:
             found = []
             for i, text in enumerate(average.names):
                 own = [sums.of_row(i) for sums in windows]
-                found.append(judge("average", text, own, sample.sizes, names, self.tolerates))
+                found.append(
+                    judge("average", text, own, sample.sizes, names, self.tolerates, average.length)
+                )
             report += with_cures(found)
         return report
 
@@ -329,6 +332,7 @@ class Doctor:
                     sizes,
                     names,
                     self.tolerates,
+                    watched.length if part is watched else LOOK_LENGTH,
                     looked,
                 )
         order = dict.fromkeys([*self.formats, *by_text])

@@ -11,6 +11,8 @@ from .looks import OPERANDS
 from .sample import (
     WindowSums,
     add_up,
+    in_parts,
+    noise_by_tensor,
     noise_of,
     rate_of,
     rates_by_tensor,
@@ -24,6 +26,7 @@ NOISY = 2.5  # times float32's way; noise below it hardly matters, because it av
 ENOUGH = 0.985
 FEW = 0.9
 NAMED = 4  # tensors that a line names
+PARTS = 24  # of a training, by which rates are kept
 
 AS_FLOAT32 = "as float32"
 NOT_JUDGED = "not judged"
@@ -45,7 +48,9 @@ class Finding(NamedTuple):
     `lost`       share of numbers that stay the same over a window, or become 0: the median
                  window's
     `tensors`    the rate of each tensor by name
-    `rates`      the rate of each window, [W], and `tensor_rates` of each tensor in it, [W, T]
+    `tensor_rates`, `tensor_noise`
+                 in each of up to 24 parts of the training, the rate of each tensor, and the
+                 standard deviation of the noise that an update adds to a number, [parts, T]
     `verdict`    as float32, slower, faster, stalls, frozen tensors, too noisy, not judged
     `why`        in words
     `cure`       a format of the same place, or the root of v, that was watched and learns as
@@ -64,8 +69,8 @@ class Finding(NamedTuple):
     verdict: str
     why: str
     cure: str = ""
-    rates: tuple[float, ...] = ()
     tensor_rates: tuple[tuple[float, ...], ...] = ()
+    tensor_noise: tuple[tuple[float, ...], ...] = ()
 
     @property
     def text(self) -> str:
@@ -179,12 +184,13 @@ def judge(
     sizes: list[int],
     names: list[str],
     tolerates: tuple[float, float],
+    length: int,
     looked: bool = False,
 ) -> Finding:
     """The finding, without a cure, of a place and format from its windows [T] each.
 
-    `sizes` and `names` are those of the tensors. `looked` says that it is one of Looks, whose
-    windows are few.
+    `sizes` and `names` are those of the tensors, `length` is the number of updates in a window, and
+    `looked` says that it is one of Looks, whose windows are few.
     """
     place, form = split_entry(text)
     weight = np.asarray(sizes, float)
@@ -195,6 +201,7 @@ def judge(
     rates = [rate_of(sums, weight) for sums in windows]
     quarter = max(1, len(windows) // 4)
     whole = add_up(windows)
+    parts = in_parts(windows, PARTS)
     by_tensor = rates_by_tensor(whole)
     found = Finding(
         optimizer,
@@ -208,8 +215,8 @@ def judge(
         tensors={name: float(rate) for name, rate in zip(names, by_tensor, strict=True)},
         verdict=AS_FLOAT32,
         why="",
-        rates=tuple(rates),
-        tensor_rates=tuple(tuple(rates_by_tensor(sums)) for sums in windows),
+        tensor_rates=tuple(tuple(map(float, rates_by_tensor(sums))) for sums in parts),
+        tensor_noise=tuple(tuple(map(float, noise_by_tensor(sums, length))) for sums in parts),
     )
     verdict = verdict_of(found, tolerates)
     return found._replace(verdict=verdict, why=explain(found, verdict, tolerates, looked))
@@ -244,7 +251,7 @@ def explain(found: Finding, verdict: str, tolerates: tuple[float, float], looked
     """What a finding means, in words."""
     parts = [f"learns as at {times(found.rate)} the learning rate"]
     if abs(math.log(max(found.last, 1e-6) / max(found.first, 1e-6))) > math.log(1.5):
-        parts[0] += f" ({found.first:.2g} at first, {found.last:.2g} at the end)"
+        parts[0] += f" ({found.first:.2f} at first, {found.last:.2f} at the end)"
     total = len(found.tensors)
     if frozen := frozen_tensors(found):
         if len(frozen) == total:
@@ -276,7 +283,9 @@ def mechanism_of(found: Finding, looked: bool) -> str:
 
 def times(rate: float) -> str:
     """A factor in words."""
-    return f"{rate:,.0f} times" if rate >= 100 else f"{rate:.2g} times"
+    if rate >= 100:
+        return f"{rate:,.0f} times"
+    return f"{rate:.2f} times" if rate >= 0.01 else f"{rate:.1g} times"
 
 
 def listed(names: list[str]) -> str:
@@ -309,7 +318,6 @@ def judge_acting(text: str, looks: list[tuple[float, float]]) -> Finding:
         tensors={},
         verdict=verdict,
         why=why,
-        rates=tuple(sizes),
     )
 
 

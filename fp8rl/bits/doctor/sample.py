@@ -90,6 +90,16 @@ def add_up(windows: list[WindowSums]) -> WindowSums:
     return WindowSums(*(np.mean(part, axis=0) for part in zip(*windows, strict=True)))
 
 
+def in_parts(windows: list[WindowSums], parts: int) -> list[WindowSums]:
+    """The means over each of so many parts of the windows, or over each window if there are
+    fewer."""
+    count = min(parts, len(windows))
+    if not count:
+        return []
+    numbers = np.array_split(np.arange(len(windows)), count)
+    return [add_up([windows[i] for i in part]) for part in numbers]
+
+
 def rate_of(sums: WindowSums, weight: np.ndarray) -> float:
     """The factor by which few bits multiply the learning rate, <d', d> / <d, d>.
 
@@ -103,6 +113,16 @@ def rates_by_tensor(sums: WindowSums) -> np.ndarray:
     """The same for each tensor by itself, [T]."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return sums.along / sums.true
+
+
+def noise_by_tensor(sums: WindowSums, length: int) -> np.ndarray:
+    """The standard deviation of the noise that one update adds to a number of each tensor, [T].
+
+    It is what is beside the way that the rate explains, spread over the updates of a window.
+    """
+    rate = np.nan_to_num(rates_by_tensor(sums), nan=1.0)
+    beside = sums.apart - (rate - 1) ** 2 * sums.true
+    return np.sqrt(np.maximum(beside, 0) / length)
 
 
 def noise_of(sums: WindowSums, weight: np.ndarray) -> float:

@@ -1,0 +1,220 @@
+"""Scripts that others wrote, unchanged: do the doctor's words hold?
+
+For each script and format `python -m fp8rl.doctor` watches one training in float32, keeps the place
+in this format in another one, and trains a twin in float32 at the learning rates that it has
+measured. The three outcomes stand side by side, with what the doctor had said.
+
+    python benchmarks/strangers.py run benchmarks/results/strangers.csv --cleanrl DIR --nanogpt DIR
+    python benchmarks/strangers.py table benchmarks/results/strangers.md
+    python benchmarks/strangers.py cost benchmarks/results/strangers_cost.md --cleanrl DIR --nanogpt DIR
+
+DIR are clones of github.com/vwxyzjn/cleanrl and of github.com/karpathy/nanoGPT. CleanRL needs
+gymnasium 0.29 and tensorboard; FP8RL_STRANGERS is prepended to PYTHONPATH for them. nanoGPT learns
+the characters of a text that Python ships. `run` goes on where it was stopped.
+"""
+
+import argparse
+import csv
+import json
+import os
+import pickle
+import pydoc_data.topics
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8rl.study.throughput import origin
+
+FORMATS = (
+    "weights=bf16",
+    "weights=bf16:stochastic",
+    "weights=e4m3",
+    "m=e4m3:unscaled",
+    "v=e5m2:independent",
+    "root=e4m3:unscaled:independent",
+)
+TOLERATES = 0.5, 4.0  # the doctor's default
+
+
+class Script(NamedTuple):
+    """A training: what is run, and how its outcome is read from its output.
+
+    `folder`     the option that names the clone it is in
+    `arguments`  of Python, with {seed}
+    `pattern`    of a number in a line of the output; the outcome is the mean of the `last` ones
+    `higher`     whether more is better
+    `start`      the outcome before training, for shares of what float32 gains
+    `seeds`      of the trainings; nanoGPT has no such option
+    """
+
+    folder: str
+    arguments: str
+    pattern: str
+    last: int
+    higher: bool
+    start: float
+    seeds: tuple[int, ...] = (1, 2)
+
+
+RETURN = r"episodic_return=\[?\s*(-?[\d.]+)"
+PENDULUM = "--env-id Pendulum-v1 --learning-starts 1000"
+GPT = (
+    "train.py --dataset=pydoc --device=cpu --compile=False --eval_interval=200 --eval_iters=20 "
+    "--log_interval=100 --block_size=64 --batch_size=12 --n_layer=2 --n_head=4 --n_embd=64 "
+    "--max_iters=600 --lr_decay_iters=600 --warmup_iters=50 --dropout=0.0 --always_save_checkpoint=False "
+    "--out_dir=out{seed}"
+)
+VALIDATION = r"val loss ([\d.]+)"
+SCRIPTS = {
+    "ppo, CartPole": Script(
+        "cleanrl", "cleanrl/ppo.py --total-timesteps 60000 --seed {seed}", RETURN, 20, True, 20
+    ),
+    "nanoGPT at 0.001": Script(
+        "nanogpt", GPT + " --learning_rate=1e-3 --min_lr=1e-3", VALIDATION, 1, False, 4.6, (1,)
+    ),
+    "nanoGPT at 0.0001": Script(
+        "nanogpt", GPT + " --learning_rate=1e-4 --min_lr=1e-4", VALIDATION, 1, False, 4.6, (1,)
+    ),
+    "dqn, CartPole": Script(
+        "cleanrl",
+        "cleanrl/dqn.py --total-timesteps 60000 --learning-starts 1000 --seed {seed}",
+        RETURN,
+        20,
+        True,
+        20,
+    ),
+    "td3, Pendulum": Script(
+        "cleanrl",
+        "cleanrl/td3_continuous_action.py --total-timesteps 5000 --seed {seed} " + PENDULUM,
+        RETURN,
+        5,
+        True,
+        -1200,
+        (1,),
+    ),
+    "c51, CartPole": Script(
+        "cleanrl",
+        "cleanrl/c51.py --total-timesteps 40000 --learning-starts 1000 --seed {seed}",
+        RETURN,
+        20,
+        True,
+        20,
+    ),
+}
+COLUMNS = ("script", "seed", "mode", "format", "outcome", "rate", "verdict")
+
+
+def prepare_text(clone: Path) -> None:
+    """Writes the characters of Python's own help as nanoGPT's dataset `pydoc`."""
+    folder = clone / "data" / "pydoc"
+    if (folder / "val.bin").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(pydoc_data.topics.topics.values())
+    text = "".join(c for c in text if c.isascii())
+    alphabet = sorted(set(text))
+    numbers = np.array([alphabet.index(c) for c in text], np.uint16)
+    border = 9 * len(numbers) // 10
+    numbers[:border].tofile(folder / "train.bin")
+    numbers[border:].tofile(folder / "val.bin")
+    meta = {"vocab_size": len(alphabet), "itos": alphabet, "stoi": {}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+def run_script(script: Script, clone: Path, seed: int, doctor: list[str]) -> tuple[str, float]:
+    """The output of a script under the doctor's command, or without one, and its seconds."""
+    prefix = ["-m", "fp8rl.doctor", *doctor] if doctor else []
+    own = script.arguments.format(seed=seed).split()
+    paths = [os.environ.get("FP8RL_STRANGERS", ""), str(clone), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *prefix, *own],
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        print(done.stderr[-600:], file=sys.stderr)
+    return done.stdout, time.perf_counter() - began
+
+
+def outcome_of(script: Script, output: str) -> float:
+    """What the script ended with; NaN if it did not get there."""
+    numbers = [float(x) for x in re.findall(script.pattern, output)]
+    return float(np.mean(numbers[-script.last :])) if numbers else float("nan")
+
+
+def run(out: Path, clones: dict[str, Path], only: list[str]) -> None:
+    if not out.exists():
+        out.write_text(",".join(COLUMNS) + "\n")
+
+    def add(*values) -> None:
+        with out.open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow(values)
+        print(*values, flush=True)
+
+    with out.open() as file:
+        done = {
+            (row["script"], int(row["seed"]), row["mode"], row["format"])
+            for row in csv.DictReader(file)
+        }
+    for name, script in SCRIPTS.items():
+        if only and name not in only:
+            continue
+        clone = clones[script.folder]
+        if script.folder == "nanogpt":
+            prepare_text(clone)
+        report = Path(tempfile.mkdtemp()) / "report.json"
+        for seed in script.seeds:
+            # What was measured on the first seed foretells both
+            if seed == script.seeds[0] or (name, seed, "float32", "") not in done:
+                watch = ["watch", "--formats", " ".join(FORMATS)]
+                if seed == script.seeds[0]:
+                    watch += ["--json", str(report)]
+                output, _ = run_script(script, clone, seed, watch)
+                if (name, seed, "float32", "") not in done:
+                    add(name, seed, "float32", "", outcome_of(script, output), "", "")
+            if seed == script.seeds[0]:
+                content = json.loads(report.read_text())
+                findings = content["optimizers"][-1]["findings"]
+                said = {f"{x['place']}={x['format']}": x for x in findings}
+            for text in FORMATS:
+                for mode, command in (
+                    ("keep", ["keep", text]),
+                    ("twin", ["twin", text, "--report", str(report)]),
+                ):
+                    if (name, seed, mode, text) in done:
+                        continue
+                    output, _ = run_script(script, clone, seed, command)
+                    rate, verdict = said[text]["rate"], said[text]["verdict"]
+                    add(name, seed, mode, text, outcome_of(script, output), f"{rate:.4g}", verdict)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=["run"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--cleanrl", type=Path)
+    parser.add_argument("--nanogpt", type=Path)
+    parser.add_argument("--only", nargs="*", default=[])
+    arguments = parser.parse_args()
+    clones = {name: getattr(arguments, name) for name in ("cleanrl", "nanogpt")}
+    clones = {name: path.resolve() for name, path in clones.items() if path}
+    run(arguments.out, clones, arguments.only)
+    origin()
+
+
+if __name__ == "__main__":
+    main()

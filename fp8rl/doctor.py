@@ -1,0 +1,605 @@
+"""`python -m fp8rl.doctor`: will few bits do in this training? For any PyTorch script, unchanged.
+
+    python -m fp8rl.doctor watch [--json FILE] script.py --its --own arguments
+    python -m fp8rl.doctor keep weights=bf16 script.py ...
+    python -m fp8rl.doctor twin weights=bf16 --report FILE script.py ...
+
+`watch` lets the script train as it is, in float32, and reports at the end, on stderr, at which
+factor of the learning rate it would learn with each place in few bits. `keep` runs the same
+training with a place really kept so, and `twin` one in float32 whose learning rate is multiplied by
+what `watch` has measured. So one can foresee what few bits do, and then see it.
+
+Put `-m` before a module, as in `watch -m package.train`. It works through torch's hooks on all
+optimizers of the process. The script's output and exit code are its own. Of a script that ends by
+os._exit or a signal there is no report.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from .bits.doctor import (
+    FORMATS,
+    OPERANDS,
+    TOLERATES,
+    Doctor,
+    Operands,
+    Report,
+    check_tolerance,
+    read_format,
+    tensor_names,
+)
+from .bits.doctor.findings import without_nan
+from .bits.places import NO_NOISE, STATE, Places, places_of
+
+WATCHED = tuple(text for text in FORMATS if text.partition("=")[0] in STATE)
+REPORT_KIND = "fp8rl.doctor report, version 1"
+SLOWEST, FASTEST = 2.0**-10, 2.0**12  # rates of a twin beyond these are taken for these
+
+
+class Refusal(Exception):
+    """What is wrong with the command, in one line."""
+
+
+# Running a script as Python itself would
+
+
+class Target(NamedTuple):
+    """A script or a module, and its arguments."""
+
+    name: str
+    arguments: list[str]
+    is_module: bool
+
+    def run(self) -> None:
+        """Runs it as `__main__`. Raises what it raises."""
+        if self.is_module:
+            sys.argv = [self.name, *self.arguments]
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        if not Path(self.name).is_file():
+            raise Refusal(f"script is {self.name}: there is no such file")
+        sys.argv = [self.name, *self.arguments]
+        sys.path[0] = str(Path(self.name).resolve().parent)
+        runpy.run_path(self.name, run_name="__main__")
+
+    def exit_code(self) -> int | str | None:
+        """Runs it and returns what it ends with. A traceback shows only the script's own frames."""
+        try:
+            self.run()
+        except SystemExit as end:
+            return end.code
+        except Refusal:
+            raise
+        except KeyboardInterrupt:
+            traceback.print_exc()
+            return 130
+        except BaseException as error:
+            traceback.print_exception(error.with_traceback(own_frames(error.__traceback__)))
+            return 1
+        return 0
+
+
+def own_frames(frames):
+    """A traceback without the frames of this module and of runpy at its beginning."""
+    inside = {__file__, runpy.__file__, "<frozen runpy>"}
+    while frames is not None and frames.tb_next is not None:
+        if frames.tb_frame.f_code.co_filename not in inside:
+            break
+        frames = frames.tb_next
+    return frames
+
+
+class Hooks:
+    """What is called before and after every step of every optimizer of this process.
+
+    A subclass has `begin` for an optimizer's first step, and `before` and `after`. None of them may
+    stop the script: `guarded` notes what goes wrong.
+    """
+
+    def __init__(self):
+        self.process = os.getpid()
+        self.optimizers: list[torch.optim.Optimizer] = []  # in the order of their first steps
+        self.notes: list[str] = []
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        handles = [
+            register_optimizer_step_pre_hook(self.before_step),
+            register_optimizer_step_post_hook(self.after_step),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def number_of(self, optimizer) -> int | None:
+        """The number of an optimizer, by identity; None before its first step."""
+        for i, own in enumerate(self.optimizers):
+            if own is optimizer:
+                return i
+        return None
+
+    def before_step(self, optimizer, args, kwargs) -> None:
+        if os.getpid() != self.process:
+            return  # a fork of the script
+        if self.number_of(optimizer) is None:
+            self.optimizers.append(optimizer)
+            self.begin(len(self.optimizers) - 1)
+        self.before(self.number_of(optimizer))
+
+    def after_step(self, optimizer, args, kwargs) -> None:
+        if os.getpid() == self.process and self.number_of(optimizer) is not None:
+            self.after(self.number_of(optimizer))
+
+    def name_of(self, number: int) -> str:
+        return f"optimizer {number} ({type(self.optimizers[number]).__name__})"
+
+
+def modules_of_process() -> list[nn.Module]:
+    """The modules that are no part of another one, for the names of their parameters."""
+    modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+    parts = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in parts]
+
+
+def parameters_of(optimizer) -> list[torch.Tensor]:
+    """Those that learn."""
+    return [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad and p.numel()
+    ]
+
+
+# watch
+
+
+class Watch(Hooks):
+    """Watches the training of a script.
+
+    `formats` and `tolerates` are as for Doctor. `doctors` has one for each optimizer, or None.
+    """
+
+    def __init__(self, formats: tuple[str, ...], tolerates: tuple[float, float]):
+        super().__init__()
+        self.formats = formats
+        self.tolerates = tolerates
+        self.doctors: list[Doctor | None] = []
+        self.steps: list[int] = []
+
+    def begin(self, number: int) -> None:
+        self.doctors.append(None)
+        self.steps.append(0)
+        optimizer = self.optimizers[number]
+        name = self.name_of(number)
+        kinds = {type(p).__name__ for p in parameters_of(optimizer)}
+        if "DTensor" in kinds:
+            self.notes.append(f"{name}: its parameters are sharded (DTensor): not judged")
+            return
+        try:
+            doctor = Doctor(
+                optimizer,
+                formats=self.formats,
+                tolerates=self.tolerates,
+                names=[name],
+                model=modules_of_process(),
+            )
+        except (ValueError, RuntimeError, TypeError) as error:
+            self.notes.append(f"{name}: not judged: {first_line(error)}")
+            return
+        # Its hooks are called from here, where an error cannot stop the script
+        doctor.stop()
+        self.doctors[number] = doctor
+        watched = doctor.watched[0]
+        load = optimizer.register_load_state_dict_post_hook
+        load(lambda optimizer: self.guarded(number, watched.after_loading, optimizer))
+
+    def guarded(self, number: int, function, *arguments) -> None:
+        """Calls a hook of a doctor. One that fails watches no longer."""
+        if self.doctors[number] is None:
+            return
+        try:
+            function(*arguments)
+        except Exception as error:
+            self.doctors[number] = None
+            self.notes.append(
+                f"{self.name_of(number)}: not judged: the doctor failed after "
+                f"{self.steps[number]} steps ({type(error).__name__}: {first_line(error)})"
+            )
+
+    def before(self, number: int) -> None:
+        if doctor := self.doctors[number]:
+            watched = doctor.watched[0]
+            self.guarded(number, watched.before_step, watched.optimizer, (), {})
+
+    def after(self, number: int) -> None:
+        self.steps[number] += 1
+        if doctor := self.doctors[number]:
+            watched = doctor.watched[0]
+            self.guarded(number, watched.after_step, watched.optimizer, (), {})
+
+    def report(self) -> Report:
+        """The findings of all optimizers."""
+        report = Report(notes=list(self.notes))
+        for doctor in self.doctors:
+            if doctor:
+                own = doctor.report()
+                report += own
+                report.notes += own.notes
+        if not self.optimizers:
+            report.notes.append("no optimizer of torch made a step: there is nothing to judge")
+        return report
+
+    def to_json(self, report: Report) -> str:
+        """All that `twin` needs."""
+        optimizers = []
+        for number, doctor in enumerate(self.doctors):
+            name = self.name_of(number)
+            own = [found for found in report if found.optimizer == name]
+            parameters = doctor.watched[0].parameters if doctor else []
+            optimizers.append(
+                {
+                    "name": name,
+                    "steps": self.steps[number],
+                    "tensors": tensor_names(parameters, doctor.modules) if doctor else [],
+                    "shapes": [list(p.shape) for p in parameters],
+                    "findings": [without_nan(found._asdict()) for found in own],
+                }
+            )
+        content = {"kind": REPORT_KIND, "optimizers": optimizers, "notes": report.notes}
+        return json.dumps(content, indent=1)
+
+
+# keep
+
+
+class Keep(Hooks):
+    """Keeps places of a script's training in few bits.
+
+    Weights are rounded after every step, and before the first one. Adam's moments are rounded in
+    its step, which it then takes from them. Operands are rounded in the script's matmuls.
+    """
+
+    def __init__(self, places: Places):
+        super().__init__()
+        self.places = places
+        self.generator = torch.Generator().manual_seed(0)  # the script's own stays as it is
+        self.moments_kept = False
+
+    def begin(self, number: int) -> None:
+        self.round_weights(number)
+
+    def before(self, number: int) -> None:
+        pass
+
+    def after(self, number: int) -> None:
+        self.round_weights(number)
+
+    @torch.no_grad()
+    def round_weights(self, number: int) -> None:
+        if "weights" not in self.places:
+            return
+        for p in parameters_of(self.optimizers[number]):
+            row = p.detach().reshape(1, -1)
+            kept = self.places.weights(row.float(), [row.numel()], self.noise(row))
+            p.copy_(kept.view_as(p))
+
+    def noise(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Noise for the places that are rounded stochastically."""
+        if not self.places.noisy:
+            return NO_NOISE
+        shape = (len(self.places.noisy), *row.shape)
+        drawn = torch.rand(shape, generator=self.generator).to(row.device)
+        return dict(zip(self.places.noisy, drawn, strict=True))
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        operands = {name: self.places[name] for name in OPERANDS if name in self.places}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().installed())
+            if operands:
+                stack.enter_context(Operands(**operands))
+            if {"m", "v", "root"} & self.places.keys():
+                module = importlib.import_module("torch.optim.adam")
+                stack.callback(setattr, module, "adam", module.adam)
+                module.adam = self.adam
+            yield
+
+    @torch.no_grad()
+    def adam(
+        self,
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs,
+        state_steps,
+        *,
+        amsgrad,
+        beta1,
+        beta2,
+        lr,
+        weight_decay,
+        eps,
+        maximize,
+        grad_scale=None,
+        found_inf=None,
+        decoupled_weight_decay=False,
+        **options,
+    ) -> None:
+        """torch.optim.adam.adam (Kingma and Ba 2015; Loshchilov and Hutter 2019, where weight decay
+        is decoupled), which keeps its moments in few bits and takes its step from them."""
+        if amsgrad or options.get("has_complex"):
+            raise RuntimeError("keep rounds moments of Adam without amsgrad, of real parameters")
+        if found_inf is not None and found_inf.item():
+            return
+        self.moments_kept = True
+        tensors = zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True)
+        for p, g, m, v, step in tensors:
+            step += 1
+            count = float(step)
+            if grad_scale is not None:
+                g = g / grad_scale
+            if maximize:
+                g = -g
+            if weight_decay and decoupled_weight_decay:
+                p.mul_(1 - lr * weight_decay)
+            elif weight_decay:
+                g = g + weight_decay * p
+            bias_correction1 = 1 - beta1**count
+            root_correction2 = (1 - beta2**count) ** 0.5
+            m_new = (beta1 * m + (1 - beta1) * g).reshape(1, -1)
+            v_new = (beta2 * v + (1 - beta2) * g * g).reshape(1, -1)
+            (_, m_kept), (_, v_kept) = self.places.moments(
+                m_new,
+                v_new,
+                [p.numel()],
+                self.noise(m_new),
+                bias_correction1 / root_correction2,
+            )
+            m.copy_(m_kept.view_as(m))
+            v.copy_(v_kept.view_as(v))
+            p.sub_(lr / bias_correction1 * m / (v.sqrt() / root_correction2 + eps))
+
+    def complaint(self) -> str:
+        """What of the places could not be kept, or an empty string."""
+        moments = [name for name in ("m", "v", "root") if name in self.places]
+        if not self.optimizers:
+            return "no optimizer of torch made a step: nothing was kept"
+        if moments and not self.moments_kept:
+            names = ", ".join(self.name_of(i) for i in range(len(self.optimizers)))
+            return f"{moments[0]} was not kept: only Adam and AdamW have it, and there is {names}"
+        return ""
+
+
+# twin
+
+
+class Twin(Hooks):
+    """Multiplies the learning rate of each tensor of a script's training by a measured rate.
+
+    What a step changes is multiplied, which is the same for every optimizer whose step is
+    proportional to its learning rate. Where a format is stochastic, the measured noise is added.
+    """
+
+    def __init__(self, text: str, report: dict, path: Path):
+        super().__init__()
+        self.text = text
+        self.path = path
+        self.recorded = report["optimizers"]
+        self.generator = torch.Generator().manual_seed(0)
+        self.steps: list[int] = []
+        self.rates: list[np.ndarray | None] = []  # [parts, T] of each optimizer
+        self.noise: list[np.ndarray | None] = []
+        known = {
+            f"{found['place']}={found['format']}"
+            for optimizer in self.recorded
+            for found in optimizer["findings"]
+        }
+        if text not in known:
+            listed = ", ".join(sorted(known)) or "none"
+            raise Refusal(f"report has no {text}: choose from {listed}")
+
+    def begin(self, number: int) -> None:
+        self.steps.append(0)
+        self.rates.append(None)
+        self.noise.append(None)
+        shapes = [list(p.shape) for p in parameters_of(self.optimizers[number])]
+        name = self.name_of(number)
+        if number >= len(self.recorded) or (
+            name != self.recorded[number]["name"] or shapes != self.recorded[number]["shapes"] != []
+        ):
+            raise Refusal(
+                f"report is {self.path}, of another training: {name} has other tensors there; "
+                "watch this script first"
+            )
+        for found in self.recorded[number]["findings"]:
+            if f"{found['place']}={found['format']}" == self.text and found["tensor_rates"]:
+                rates = np.array(found["tensor_rates"], float)  # null is NaN: it did not move
+                self.rates[number] = np.nan_to_num(rates, nan=1.0).clip(SLOWEST, FASTEST)
+                if "stochastic" in self.text:
+                    self.noise[number] = np.nan_to_num(np.array(found["tensor_noise"], float))
+        if self.rates[number] is None:
+            self.notes.append(f"{name}: {self.text} was not judged: it trains as it is")
+
+    def before(self, number: int) -> None:
+        if self.rates[number] is not None:
+            self.weights = [p.detach().clone() for p in parameters_of(self.optimizers[number])]
+
+    @torch.no_grad()
+    def after(self, number: int) -> None:
+        rates = self.rates[number]
+        step = self.steps[number]
+        self.steps[number] += 1
+        if rates is None:
+            return
+        part = min(step * len(rates) // max(self.recorded[number]["steps"], 1), len(rates) - 1)
+        parameters = parameters_of(self.optimizers[number])
+        noise = self.noise[number]
+        for i, (p, before) in enumerate(zip(parameters, self.weights, strict=True)):
+            p.copy_(before + float(rates[part, i]) * (p - before))
+            if noise is not None:
+                drawn = torch.randn(p.shape, generator=self.generator).to(p.device)
+                p.add_(float(noise[part, i]) * drawn)
+
+
+def read_report(path: Path) -> dict:
+    """A report of `watch`. Raises Refusal for another file."""
+    try:
+        report = json.loads(path.read_text())
+        if report["kind"] == REPORT_KIND and isinstance(report["optimizers"], list):
+            for optimizer in report["optimizers"]:
+                for found in optimizer["findings"]:
+                    check_finding(found, len(optimizer["shapes"]))
+                int(optimizer["steps"])
+            return report
+    except OSError as error:
+        raise Refusal(f"report is {path}, which cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise Refusal(f"report is {path}, which `watch --json` did not write: give it such a file")
+
+
+def check_finding(found: dict, tensors: int) -> None:
+    """Raises ValueError or TypeError unless its numbers have the right shapes."""
+    for name in ("tensor_rates", "tensor_noise"):
+        numbers = np.array(found[name], float)
+        if numbers.size and numbers.shape[1:] != (tensors,):
+            raise ValueError(name)
+    if not isinstance(found["place"], str) or not isinstance(found["format"], str):
+        raise TypeError("place")
+
+
+# The command
+
+
+def first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def reserve(path: Path) -> None:
+    """Makes an empty file for the report. Raises Refusal if there is one, which another script may
+    be about to fill."""
+    try:
+        with path.open("x"):
+            pass
+    except FileExistsError as error:
+        raise Refusal(f"json is {path}, which exists: name a new file") from error
+    except OSError as error:
+        raise Refusal(f"json is {path}, which cannot be written: {error.strerror}") from error
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target]:
+    """The command's own options, which come before the script, and the script."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8rl.doctor",
+        description="Will few bits do in this training? For any PyTorch script, unchanged.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    watch = commands.add_parser("watch", help="train in float32, and report at the end")
+    watch.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
+    watch.add_argument(
+        "--formats",
+        default=" ".join(WATCHED),
+        metavar="TEXT",
+        help="places and formats to judge, as in 'weights=bf16 v=e5m2'",
+    )
+    watch.add_argument(
+        "--tolerates",
+        type=float,
+        nargs=2,
+        default=TOLERATES,
+        metavar=("LOW", "HIGH"),
+        help="factors of the learning rate between which this training learns as well",
+    )
+    keep = commands.add_parser("keep", help="train with places really kept in few bits")
+    keep.add_argument("formats", help="as in 'weights=bf16' or 'weights=bf16 v=e5m2'")
+    twin = commands.add_parser("twin", help="train in float32 at the learning rates that were seen")
+    twin.add_argument("format", help="one place and format of the report")
+    twin.add_argument("--report", type=Path, required=True, metavar="FILE", help="of watch --json")
+    for command in (watch, keep, twin):
+        command.add_argument("-m", dest="is_module", action="store_true", help="run a module")
+        command.add_argument("script", help="a script, or with -m a module")
+        command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    options = parser.parse_args(arguments)
+    return options, Target(options.script, options.arguments, options.is_module)
+
+
+def run_watch(options: argparse.Namespace, target: Target):
+    """Runs a script and reports on stderr. Returns what it ends with."""
+    formats = tuple(options.formats.split())
+    for text in formats:
+        read_format(text, STATE)
+    hooks = Watch(formats, check_tolerance(options.tolerates))
+    reports = os.environ.get("RANK", "0") == "0"  # of the ranks that torchrun starts, the first
+    if options.json and reports:
+        reserve(options.json)
+    try:
+        with hooks.installed():
+            code = target.exit_code()
+    except BaseException:
+        if options.json and reports and os.getpid() == hooks.process:
+            options.json.unlink()
+        raise
+    if reports and os.getpid() == hooks.process:
+        report = hooks.report()
+        print(f"\nfp8rl.doctor:\n{report}", file=sys.stderr)
+        if options.json:
+            unfinished = options.json.with_name(options.json.name + ".tmp")
+            unfinished.write_text(hooks.to_json(report))
+            unfinished.replace(options.json)
+    return code
+
+
+def run_keep(options: argparse.Namespace, target: Target):
+    hooks = Keep(places_of(options.formats, (*STATE, *OPERANDS)))
+    with hooks.installed():
+        code = target.exit_code()
+    if os.getpid() == hooks.process and (complaint := hooks.complaint()):
+        print(f"fp8rl.doctor: {complaint}", file=sys.stderr)
+        return code or 2
+    return code
+
+
+def run_twin(options: argparse.Namespace, target: Target):
+    hooks = Twin(options.format, read_report(options.report), options.report)
+    with hooks.installed():
+        code = target.exit_code()
+    for note in hooks.notes if os.getpid() == hooks.process else ():
+        print(f"fp8rl.doctor: {note}", file=sys.stderr)
+    return code
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options, target = parse(sys.argv[1:] if arguments is None else arguments)
+    run = {"watch": run_watch, "keep": run_keep, "twin": run_twin}[options.command]
+    try:
+        code = run(options, target)
+    except (Refusal, ValueError) as error:
+        print(f"fp8rl.doctor: {first_line(error)}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""`python -m fp8rl.doctor`: scripts train as they are, and what is said of them comes true."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fp8rl import doctor
+from fp8rl.bits.formats import format_of, rounded
+
+# A training as anybody may write it: two layers and a LayerNorm, Adam, a learning rate that falls.
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 2))
+optimizer = torch.optim.{optimizer}
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, 320)
+for update in range(320):
+    x = torch.randn(32, 4)
+    loss = (model(x) - x[:, :2].sin()).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+print("arguments", sys.argv[1:])
+print(f"loss {{loss.item():.9g}}, drawn {{torch.rand(1).item():.9g}}")
+torch.save([p.detach() for p in model.parameters()], sys.argv[1])
+{end}
+"""
+
+
+def written(folder: Path, optimizer="Adam(model.parameters(), lr=1e-3)", end="") -> Path:
+    path = folder / "script.py"
+    path.write_text(SCRIPT.format(optimizer=optimizer, end=end))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, capfd, monkeypatch):
+    """Runs the command in this process: its exit code, what the script prints, and the rest."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["doctor"])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        state = torch.get_rng_state()
+        with pytest.raises(SystemExit) as end:
+            doctor.main([*map(str, arguments)])
+        torch.set_rng_state(state)
+        out, err = capfd.readouterr()
+        return end.value.code, out, err
+
+    return run
+
+
+def plain(path: Path, *arguments) -> tuple[int, str]:
+    """The exit code and output of a script by itself."""
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as in these tests
+    command = [sys.executable, path, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=one_thread)
+    return done.returncode, done.stdout
+
+
+def test_watching_changes_nothing_and_reports_on_stderr(tmp_path, run):
+    path = written(tmp_path, end="sys.exit(3)")
+    expected = plain(path, tmp_path / "weights.pt", "--lr", "1")
+    alone = torch.load(tmp_path / "weights.pt")
+    code, out, err = run(
+        "watch", "--json", tmp_path / "r.json", path, tmp_path / "weights.pt", "--lr", "1"
+    )
+    assert (code, out) == expected == (3, out)
+    assert all(map(torch.equal, torch.load(tmp_path / "weights.pt"), alone))
+    assert "\nfp8rl.doctor:\noptimizer 0 (Adam)\n  weights=bf16: " in err
+    report = json.loads((tmp_path / "r.json").read_text())
+    (optimizer,) = report["optimizers"]
+    assert optimizer["tensors"][2:4] == ["1.weight", "1.bias"] and optimizer["steps"] == 320
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_norm_weights_that_stand_still_are_named(tmp_path, run):
+    path = written(tmp_path)
+    _, _, err = run("watch", "--formats", "weights=bf16", path, tmp_path / "weights.pt")
+    (line,) = [line for line in err.splitlines() if "weights=bf16: " in line]
+    assert "tensors are frozen: 1.weight" in line
+
+
+def test_what_is_kept_is_what_was_asked(tmp_path, run):
+    path = written(tmp_path)
+    assert run("keep", "weights=e4m3:unscaled", path, tmp_path / "a.pt")[0] == 0
+    for p in torch.load(tmp_path / "a.pt"):
+        row = p.reshape(1, -1)
+        assert torch.equal(rounded(row, format_of("e4m3")), row)
+    for kind in ("Adam", "AdamW"):
+        options = "(model.parameters(), lr=1e-3, weight_decay=0.1)"
+        written(tmp_path, f"{kind}{options}")
+        plain(path, tmp_path / "plain.pt")
+        assert run("keep", "m=fp32 v=fp32", path, tmp_path / "b.pt")[0] == 0
+        pairs = zip(torch.load(tmp_path / "b.pt"), torch.load(tmp_path / "plain.pt"), strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        run("keep", "v=e2m1", path, tmp_path / "c.pt")
+        coarse = torch.load(tmp_path / "c.pt")[0]
+        assert not torch.allclose(coarse, torch.load(tmp_path / "b.pt")[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_twin_goes_as_far_as_its_rate(tmp_path, run):
+    path = written(tmp_path, "SGD(model.parameters(), lr=1e-3)")
+    run("watch", "--json", tmp_path / "r.json", path, tmp_path / "a.pt")
+    report = json.loads((tmp_path / "r.json").read_text())
+    start = [x.clone() for x in start_of(path)]
+    whole = torch.load(tmp_path / "a.pt")
+    for found in report["optimizers"][0]["findings"]:
+        found["tensor_rates"] = np.full_like(np.array(found["tensor_rates"], float), 0.0).tolist()
+    (tmp_path / "none.json").write_text(json.dumps(report))
+    twin = ("twin", "weights=bf16", "--report")
+    assert run(*twin, tmp_path / "none.json", path, tmp_path / "b.pt")[0] == 0
+    for x, y, first in zip(torch.load(tmp_path / "b.pt"), whole, start, strict=True):
+        # The slowest rate there is: 1/1024
+        assert (x - first).norm() < 0.02 * (y - first).norm()
+    for found in report["optimizers"][0]["findings"]:
+        found["tensor_rates"] = np.ones_like(np.array(found["tensor_rates"], float)).tolist()
+    (tmp_path / "all.json").write_text(json.dumps(report))
+    assert run(*twin, tmp_path / "all.json", path, tmp_path / "c.pt")[0] == 0
+    for x, y in zip(torch.load(tmp_path / "c.pt"), whole, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def start_of(path: Path) -> list[torch.Tensor]:
+    """The weights that the script begins with."""
+    torch.manual_seed(0)
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(4, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 2))
+    return [p.detach() for p in model.parameters()]
+
+
+ACCUMULATION = """
+import torch
+from torch import nn
+model = nn.Linear(4, 1)
+optimizers = [torch.optim.AdamW(model.parameters(), fused=True), torch.optim.SGD([nn.Parameter(torch.ones(3))], 0.1)]
+scaler = torch.amp.GradScaler("cpu")
+for update in range(64):
+    for part in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 4)).square().mean() + optimizers[1].param_groups[0]["params"][0].sum()
+        scaler.scale(loss).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+    scaler.update()
+"""
+LOW = """
+import torch
+model = torch.nn.Linear(4, 1).bfloat16()
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(1, 4).bfloat16()).sum().backward()
+optimizer.step()
+"""
+COMPILED = """
+import torch
+model = torch.compile(torch.nn.Linear(4, 1), backend="eager")
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(40):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+FORKS = """
+import os, sys, torch
+p = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.Adam([p])
+p.sum().backward()
+if not os.fork():
+    optimizer.step()
+    sys.exit(7)
+os.wait()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (ACCUMULATION, "optimizer 1 (SGD) is a SGD: only its weights are judged"),
+        (LOW, "not judged: parameters are torch.bfloat16: let the doctor watch a training in"),
+        (COMPILED, "weights=bf16:stochastic: as float32"),
+        ("print('nothing')", "no optimizer of torch made a step: there is nothing to judge"),
+    ],
+    ids=("several optimizers", "bfloat16", "compiled", "none"),
+)
+def test_trainings_of_many_kinds(source, said, tmp_path, run):
+    (tmp_path / "script.py").write_text(source)
+    code, _, err = run("watch", tmp_path / "script.py")
+    assert code == 0 and said in err
+
+
+def test_a_fork_of_the_script_does_not_report(tmp_path):
+    (tmp_path / "script.py").write_text(FORKS)
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8rl.doctor", "watch", tmp_path / "script.py"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stderr.count("fp8rl.doctor:") == 1
+
+
+def test_an_error_of_the_script_is_its_own(tmp_path, run):
+    (tmp_path / "script.py").write_text("def f():\n    raise KeyError('own')\nf()\n")
+    code, _, err = run("watch", tmp_path / "script.py")
+    assert code == 1 and "KeyError: 'own'" in err
+    assert "runpy" not in err and "doctor.py" not in err.split("fp8rl.doctor:")[0]
+
+
+def test_a_module_runs_with_m(tmp_path, run, monkeypatch):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, _ = run("watch", "-m", "package.train", "--steps", "3")
+    assert code == 0 and out == "__main__ ['--steps', '3']\n"
+
+
+def test_what_is_wrong_with_the_command_is_said_in_one_line(tmp_path, run):
+    path = written(tmp_path)
+    (tmp_path / "exists.json").write_text("precious")
+    (tmp_path / "other.json").write_text('{"kind": 1}')
+    run("watch", "--json", tmp_path / "r.json", path, tmp_path / "a.pt")
+    sgd = written(tmp_path / ".." / tmp_path.name, "SGD(model.parameters(), lr=1e-3)")
+    report = ("--report", tmp_path / "r.json", sgd, tmp_path / "a.pt")
+    for arguments, said in (
+        (("watch", "--formats", "weights=e99m1", sgd), "formats has 'weights=e99m1': "),
+        (("watch", "--tolerates", "2", "8", sgd), "tolerates is [2.0, 8.0]: give two factors"),
+        (("watch", "--json", tmp_path / "exists.json", sgd), "json is .*, which exists: name a"),
+        (("watch", tmp_path / "none.py"), "script is .*none.py: there is no such file"),
+        (("keep", "targets=bf16", sgd), "formats has the place 'targets': choose from weights"),
+        (("keep", "v=bf16", sgd, tmp_path / "a.pt"), "v was not kept: only Adam and AdamW have"),
+        (("twin", "weights=e8m1", *report), "report has no weights=e8m1: choose from m=bf16, "),
+        (("twin", "weights=bf16", *report), "report is .*, of another training: optimizer 0"),
+        (
+            ("twin", "weights=bf16", "--report", tmp_path / "other.json", sgd),
+            "report is .*, which `watch --json` did not write",
+        ),
+        (
+            ("twin", "weights=bf16", "--report", tmp_path / "nowhere.json", sgd),
+            "report is .*, which cannot be read: No such file",
+        ),
+    ):
+        code, _, err = run(*arguments)
+        last = err.strip().splitlines()[-1]
+        assert code == 2 and last.startswith("fp8rl.doctor: "), (arguments, err)
+        pattern = said.replace("[", r"\[").replace("]", r"\]")
+        assert re.match(pattern, last.removeprefix("fp8rl.doctor: ")), last
+    assert (tmp_path / "exists.json").read_text() == "precious"
+
+
+def test_a_report_that_anybody_may_have_changed_is_not_trusted(tmp_path):
+    good = {"kind": doctor.REPORT_KIND, "notes": [], "optimizers": []}
+    finding = {"place": "m", "format": "bf16", "tensor_rates": [[1.0]], "tensor_noise": []}
+    optimizer = {"name": "a", "steps": 3, "tensors": ["w"], "shapes": [[2]], "findings": [finding]}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(good | {"optimizers": [optimizer]}))
+    assert doctor.read_report(path)["optimizers"][0]["steps"] == 3
+    for change in (
+        {"steps": "x"},
+        {"findings": [finding | {"tensor_rates": [[1.0, 2.0]]}]},
+        {"findings": [finding | {"tensor_rates": "x"}]},
+        {"findings": [{}]},
+        {"findings": 3},
+    ):
+        path.write_text(json.dumps(good | {"optimizers": [optimizer | change]}))
+        with pytest.raises(doctor.Refusal, match=r"did not write: give it such a file$"):
+            doctor.read_report(path)
+
+
+def test_it_loads_nothing_but_the_numerics():
+    code = "import sys, torch; before = {*sys.modules}; import fp8rl.doctor; "
+    code += "print(*sys.modules.keys() - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert not {"gymnasium", "tyro", "tqdm", "matplotlib", "psutil"} & loaded
