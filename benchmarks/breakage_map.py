@@ -22,8 +22,8 @@ The score before training is that of 32 agents that learn nothing, in the lines 
 
 The second command repeats some cells, and the agent with eight bits in every place, with seeds 1000
 to 1099. Both write after each task and learning rate. The third gives verdicts anew, from the
-numbers in the files of both. law.py draws the map. `--only` makes some places or claims again and
-keeps the others. The discount, 0.985 instead of 0.99, was chosen after a look at the cart's cells,
+numbers in the files of both. `map` draws
+them, too. `--only` makes some places or claims again and keeps the others. The discount, 0.985 instead of 0.99, was chosen after a look at the cart's cells,
 and lines of value targets were added to the claims when the map had shown that they fail."""
 
 import argparse
@@ -32,9 +32,11 @@ import csv
 import dataclasses
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from ladder import EARLIER
+from matplotlib.patches import Rectangle
 from tasks import CART, LQR, above_optimum
 
 from fp8rl.config import EIGHT_BIT, Config
@@ -202,6 +204,7 @@ def map_of(out: Path, only: list[str]) -> None:
             write(table, rows)
             note = f"`python benchmarks/breakage_map.py map {out}` on {origin()}."
             out.with_suffix(".md").write_text(f"{counts(rows)}\n\n{note}\n")
+    draw(out.with_suffix(".png"), rows)
 
 
 def write(table: Path, rows: list[dict]) -> None:
@@ -209,6 +212,63 @@ def write(table: Path, rows: list[dict]) -> None:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def draw(out: Path, rows: list[dict]) -> None:
+    """The map of both carts, as measured: in each cell the worse of two learning rates."""
+    order = ("equal", "between", "fails")
+    shade = {"equals float32": "#F3E9C6", "in between": "#E69F00", "fails": "#1B2A5C"}
+    own, places, groups = cells(), list(PLACES), list(FORMATS.values())
+    columns = {
+        form: 0.4 * i + sum(map(len, groups[:i])) + k
+        for i, group in enumerate(groups)
+        for k, form in enumerate(group)
+    }
+    measured = {
+        (row["task"], float(row["learning_rate"]), row["place"], row["format"]): row["verdict"]
+        for row in rows
+    }
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
+    for ax, (task, rates) in zip(axes, RATES.items(), strict=True):
+        for place, form in own:
+            verdicts = [measured[task, rate, place, form] for rate in rates]
+            worse = max(map(order.index, verdicts))
+            color = list(shade.values())[worse]
+            corner = columns[form], places.index(place)
+            ax.add_patch(Rectangle(corner, 1, 1, facecolor=color, edgecolor="white", linewidth=2))
+        ax.set_title("the cart" if task == CART else "linear-quadratic cart", fontsize=11)
+        ax.set(xlim=(0, max(columns.values()) + 1), ylim=(len(places), 0))
+        ax.set_yticks(np.arange(len(places)) + 0.5, PLACES.values())
+        ax.set_xticks(
+            [x + 0.5 for x in columns.values()],
+            [form.split(":")[0] for form in columns],
+            fontsize=7,
+            rotation=45,
+        )
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        for form, group in (
+            ("e8m3", "no scale needed"),
+            ("e4m3", "a scale for each tensor"),
+            ("e4m3:unscaled", "no scale"),
+        ):
+            at = columns[form] + 0.5, len(places) + 1.4
+            ax.text(*at, group, ha="center", va="center", fontsize=8)
+    handles = [
+        Rectangle((0, 0), 1, 1, facecolor=color, label=name) for name, color in shade.items()
+    ]
+    title = "Eight bits fail in few places: weights to the nearest, and moments without a scale"
+    figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=3,
+        fontsize=9,
+        frameon=False,
+        title=title,
+        title_fontsize=12,
+    )
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
 
 
 def before_training(rows: list[dict]) -> dict[str, float]:

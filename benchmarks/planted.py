@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from loops import Kit, dqn, ppo, recurrent, regression, sac
+from sums import said_of
 
 from fp8rl.study.throughput import origin
 
@@ -41,7 +42,7 @@ HEALTHY += ("target=bf16:stochastic", "normalizer=bf16:stochastic")
 # Of v and its root only one can be kept
 TOGETHER = " ".join(text for text in HEALTHY if text != "v=bf16:stochastic")
 PREDICTED, MEASURED = (
-    ("loop", "cell", "progress", "noise", "verdict", "why", "cure"),
+    ("loop", "cell", "rate", "noise", "verdict", "why", "cure"),
     ("loop", "planted", "seed", "quantity", "value"),
 )
 LOOPS = {"SAC": sac, "DQN": dqn, "PPO": ppo, "regression": regression, "recurrent": recurrent}
@@ -123,9 +124,9 @@ def predict(out: Path) -> None:
                 (
                     name,
                     cell,
-                    f"{found.progress:.4g}",
+                    f"{found.rate:.4g}",
                     f"{found.noise:.4g}",
-                    found.verdict,
+                    said_of(found),
                     found.why,
                     found.cure,
                 )
@@ -136,7 +137,9 @@ def predict(out: Path) -> None:
 
 def cured(cell: str, cure: str) -> str:
     """What is planted to try a cure, or nothing where it is float32."""
-    return f"{cell.split('.')[0]}.{cure.removeprefix('use ')}" if cure.startswith("use ") else ""
+    if "=" not in cure:
+        return ""
+    return f"{cell.split('.')[0]}.{cure.removeprefix('use ').split(' (')[0]}"
 
 
 def measure(out: Path, predicted: dict) -> None:
@@ -203,7 +206,7 @@ def table(out: Path, predicted: dict, measured: list[dict]) -> None:
         ends = [outcome(measured, name, text, quantities) for text in ("", planted, *cures)] + [
             ""
         ] * (not cures)
-        numbers = [f"{float(row[x]):.2g}" if row[x] else "" for x in ("progress", "noise")]
+        numbers = [f"{float(row[x]):.2g}" if row[x] else "" for x in ("rate", "noise")]
         why = row["why"].partition(": ")[2] or row["why"]
         lines.append(
             "| "

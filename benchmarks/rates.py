@@ -27,13 +27,16 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
 from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.model import parameters_in_order
-from fp8rl.study.statistics import share_lost
+from fp8rl.study import figures
+from fp8rl.study.statistics import is_failure, share_lost
+from fp8rl.study.throughput import origin
 from fp8rl.study.watched_run import watched
 from fp8rl.train import train
 
@@ -389,9 +392,211 @@ def join(returns: np.ndarray) -> str:
     return " ".join(f"{x:.6g}" for x in returns)
 
 
+class Cell(NamedTuple):
+    """A cell that was predicted and measured. Losses are shares of float32's gain."""
+
+    setting: Setting
+    name: str
+    twin: float
+    measured: float
+    lookup: float  # the mean loss of this format in the other settings
+    first_edition: float  # 1 where the first edition said that it breaks, by progress p
+    away: float  # |log2 p|, by which it sorted
+    noise: float
+
+    @property
+    def place(self) -> str:
+        place = self.name.split("=")[0]
+        if place != "weights":
+            return {"root": "v and its root", "v": "v and its root"}.get(place, place)
+        return "weights, stochastic" if "stochastic" in self.name else "weights, nearest"
+
+
+BROKEN = 4.0  # the first edition's line: progress beyond this factor breaks learning
+CLEAR = 0.2  # losses that are this far apart make a pair
+LIMITS = -0.3, 1.2  # losses beyond these count as these: few agents end below the untrained ones
+
+
+def clipped(loss: float) -> float:
+    """A loss within LIMITS; one that is not a number has lost everything."""
+    return LIMITS[1] if np.isnan(loss) else float(np.clip(loss, *LIMITS))
+
+
+def measured_cells() -> list[Cell]:
+    """All cells that were predicted and measured, with what the other rules say of them."""
+    predicted = lines_of(RESULTS / "rates_predicted.csv", PREDICTED)
+    returns = {
+        key_of(row): np.array([float(x) for x in row["returns"].split()])
+        for row in lines_of(RESULTS / "rates_measured.csv", MEASURED)
+    }
+    losses = {
+        (setting, cell): clipped(
+            share_lost(own, returns[setting, "float32"], returns[setting, "untrained"])
+        )
+        for (setting, cell), own in returns.items()
+        if cell not in ("float32", "untrained")
+    }
+    cells = []
+    for row in predicted:
+        setting, name = key_of(row)
+        if (setting, name) not in losses:
+            continue
+        others = [loss for (s, n), loss in losses.items() if n == name and s != setting]
+        away = abs(np.log2(np.clip(float(row["alike"]), 2.0**-20, 2.0**20)))
+        cells.append(
+            Cell(
+                setting,
+                name,
+                clipped(float(row["twin"])),
+                losses[setting, name],
+                float(np.mean(others)) if others else 0.0,
+                float(away > np.log2(BROKEN)),
+                float(away),
+                float(row["noise"]),
+            )
+        )
+    return cells
+
+
+def auc(scores: np.ndarray, bad: np.ndarray) -> float:
+    """The area under the curve of found against false alarms; NaN without both kinds."""
+    if bad.all() or not bad.any():
+        return float("nan")
+    above = (scores[bad][:, None] > scores[~bad]).mean()
+    equal = (scores[bad][:, None] == scores[~bad]).mean()
+    return float(above + equal / 2)
+
+
+def pairs_in_order(cells: list[Cell], score) -> tuple[float, int]:
+    """Of the pairs of one format in two settings, whose losses are clearly apart, the share that a
+    score puts in order; and how many there are."""
+    right, count = 0.0, 0
+    for a in cells:
+        for b in cells:
+            if a.name == b.name and a.measured - b.measured >= CLEAR:
+                count += 1
+                right += (score(a) > score(b)) + (score(a) == score(b)) / 2
+    return right / max(count, 1), count
+
+
+def contested(cells: list[Cell]) -> list[Cell]:
+    """Those of formats that are bad in some settings and good in others."""
+    bad = {name: {is_failure(c.measured) for c in cells if c.name == name} for name in CELLS}
+    return [cell for cell in cells if len(bad[cell.name]) == 2]
+
+
+RULES = {
+    "the twin": lambda cell: cell.twin,
+    "lookup by format": lambda cell: cell.lookup,
+    "nothing is lost": lambda cell: 0.0,
+    "first edition, \\|log p\\|": lambda cell: cell.away,
+    "noise": lambda cell: cell.noise,
+}
+
+
+def row_of(name: str, cells: list[Cell]) -> str:
+    """A line of the table: each rule's error, and how it sorts."""
+    truth = np.array([cell.measured for cell in cells])
+    bad = np.array([is_failure(x) for x in truth])
+    both = contested(cells)
+    numbers = [name, str(len(cells)), str(int(bad.sum()))]
+    for rule in ("the twin", "lookup by format", "nothing is lost"):
+        said = np.array([RULES[rule](cell) for cell in cells])
+        numbers.append(f"{np.abs(said - truth).mean():.3f}")
+    for rule, score in RULES.items():
+        if rule != "nothing is lost":
+            share, count = pairs_in_order(cells, score)
+            numbers.append(f"{share:.0%}" if count else "-")
+    numbers.append(str(pairs_in_order(cells, RULES["the twin"])[1]))
+    bad_both = np.array([is_failure(cell.measured) for cell in both], bool)
+    for rule, score in RULES.items():
+        if rule != "nothing is lost":
+            scores = np.array([score(cell) for cell in both])
+            area = auc(scores, bad_both) if len(both) else float("nan")
+            numbers.append("-" if np.isnan(area) else f"{area:.3f}")
+    numbers.append(str(len(both)))
+    return f"| {' | '.join(numbers)} |"
+
+
+def intervals(cells: list[Cell]) -> str:
+    """95% bootstrap intervals over settings of the mean errors, and of their difference."""
+    settings = sorted({cell.setting for cell in cells}, key=str)
+    by_setting = [
+        np.mean(
+            [
+                [abs(c.twin - c.measured), abs(c.lookup - c.measured)]
+                for c in cells
+                if c.setting == setting
+            ],
+            axis=0,
+        )
+        for setting in settings
+    ]
+    draws = np.random.default_rng(0).integers(len(settings), size=(10_000, len(settings)))
+    means = np.array(by_setting)[draws].mean(1)
+    parts = {"twin": means[:, 0], "lookup": means[:, 1], "twin / lookup": means[:, 0] / means[:, 1]}
+    return ", ".join(
+        "{} {:.3f} to {:.3f}".format(name, *np.quantile(x, (0.025, 0.975)))
+        for name, x in parts.items()
+    )
+
+
+def table(out: Path) -> None:
+    cells = measured_cells()
+    heads = ["cells", "number", "bad", "error of the twin", "of the lookup", "of nothing is lost"]
+    names = ("twin", "lookup", "\\|log p\\|", "noise")
+    heads += [f"pairs in order: {name}" for name in names] + ["pairs"]
+    heads += [f"AUC, contested: {name}" for name in names] + ["contested"]
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|", row_of("all", cells)]
+    for place in dict.fromkeys(cell.place for cell in cells):
+        lines.append(row_of(place, [cell for cell in cells if cell.place == place]))
+    for setting in dict.fromkeys(cell.setting for cell in cells):
+        lines.append(row_of(str(setting), [cell for cell in cells if cell.setting == setting]))
+    worst = sorted(cells, key=lambda cell: -abs(cell.twin - cell.measured))[:12]
+    text = "\n".join(
+        f"- {cell.setting}: {cell.name}, measured {cell.measured:.2f}, twin {cell.twin:.2f}, "
+        f"lookup {cell.lookup:.2f}"
+        for cell in worst
+    )
+    note = (
+        "A loss is a share of float32's gain, in the median of eight seeds; errors are mean "
+        "distances from it. A cell is bad if it loses more than a tenth. Pairs are of one format in "
+        f"two settings, at least {CLEAR} apart. Contested formats are bad in some settings and good "
+        "in others. The lookup is the format's mean loss in the other settings. 95% intervals over "
+        f"settings: {intervals(cells)}. The twelve cells on which the twin is farthest off:"
+    )
+    command = f"`python benchmarks/rates.py table {out}` on {origin()}."
+    out.write_text("\n".join([*lines, "", note, "", text, "", command, ""]))
+    draw(out.with_suffix(".png"), cells)
+
+
+def draw(out: Path, cells: list[Cell]) -> None:
+    """Predicted against measured losses, every dot a cell; beside it those of the lookup."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True, layout="constrained")
+    titles = {
+        "twin": "float32 at the measured rate: mean error {:.2f}",
+        "lookup": "lookup by format: mean error {:.2f}",
+    }
+    places = list(dict.fromkeys(cell.place for cell in cells))
+    for ax, (rule, title) in zip(axes, titles.items(), strict=True):
+        ax.plot(LIMITS, LIMITS, color="#BBBBBB", linewidth=1, zorder=0)
+        for place, style in zip(places, figures.STYLES, strict=False):
+            own = [cell for cell in cells if cell.place == place]
+            x = [getattr(cell, rule) for cell in own]
+            y = [cell.measured for cell in own]
+            ax.plot(x, y, label=place, **{**style, "linestyle": ""}, alpha=0.65)
+        error = np.mean([abs(getattr(cell, rule) - cell.measured) for cell in cells])
+        ax.set_title(title.format(error), fontsize=12)
+        ax.set(xlabel="predicted loss, as a share of float32's gain")
+    axes[0].set_ylabel("measured loss")
+    axes[0].legend(fontsize=8)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["choose", "predict", "measure"])
+    parser.add_argument("command", choices=["choose", "predict", "measure", "table"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of settings")
     arguments = parser.parse_args()
@@ -402,6 +607,8 @@ def main() -> None:
         predict(arguments.out, arguments.only)
     elif arguments.command == "measure":
         measure(arguments.out, arguments.only)
+    else:
+        table(arguments.out)
 
 
 if __name__ == "__main__":

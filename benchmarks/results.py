@@ -55,17 +55,14 @@ COMMANDS = {
     "gaps": "python benchmarks/gaps.py benchmarks/results/gaps.md",
     "breakage_map": "python benchmarks/breakage_map.py map benchmarks/results/breakage_map",
     "breakage_claims": "python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md",
-    "law_predicted": "python benchmarks/law.py predict benchmarks/results/law_predicted.csv",
-    "law_measured": "python benchmarks/law.py measure benchmarks/results/law_measured.csv",
-    "law": "python benchmarks/law.py table benchmarks/results/law.md",
+    "rates_predicted": "python benchmarks/rates.py predict benchmarks/results/rates_predicted.csv",
+    "rates_measured": "python benchmarks/rates.py measure benchmarks/results/rates_measured.csv",
+    "rates": "python benchmarks/rates.py table benchmarks/results/rates.md",
+    "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
     "sums_predicted": "python benchmarks/sums.py predict benchmarks/results/sums_predicted.csv",
     "sums_measured": "python benchmarks/sums.py measure benchmarks/results/sums.csv",
     "sums": "python benchmarks/sums.py table benchmarks/results/sums.md",
     "planted": "python benchmarks/planted.py benchmarks/results/planted.md",
-    "law_sb3_predicted": "python benchmarks/law_sb3.py predict benchmarks/results/law_sb3_predicted.csv",
-    "law_sb3_measured": "python benchmarks/law_sb3.py measure benchmarks/results/law_sb3_measured.csv",
-    "law_sb3_cost": "python benchmarks/law_sb3.py cost benchmarks/results/law_sb3_cost.csv",
-    "law_sb3": "python benchmarks/law_sb3.py table benchmarks/results/law_sb3.md",
     "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
@@ -94,9 +91,6 @@ PEERS |= {
     "ladder": ("Box2D",),
     "tasks": ("stable_baselines3",),
     "off_policy": ("stable_baselines3",),
-    **dict.fromkeys(
-        ("law_sb3_predicted", "law_sb3_measured", "law_sb3_cost", "law_sb3"), ("stable_baselines3",)
-    ),
     "populations": ("jax",),
     "populations_avx2": ("jax",),
     "populations_cuda": ("jax",),
@@ -132,10 +126,10 @@ RESTS_ON = {
     "gaps": ("defaults", "tasks", *IN_GYMNASIUM),
     "breakage_map": ("settled", "places", "tasks"),
     "breakage_claims": ("settled", "places", "tasks"),
-    "law": ("defaults", "settled", "doctor", "lowbit", "places", "tasks", *IN_GYMNASIUM),
+    "rates": ("defaults", "settled", "doctor", "lowbit", "places", "tasks", *IN_GYMNASIUM),
     "sums": ("settled", "doctor", "averages", "tasks"),
     "planted": ("settled", "doctor", "averages", "lowbit"),
-    "law_sb3": ("settled", "doctor", "averages", "lowbit"),
+    "strangers": ("doctor",),
     "mismatch": ("settled", "places", "tasks"),
     "processes": ("defaults", "autocast", "gymnasium", "ranks", "reuse"),
     "hostile": ("settled", "autocast"),
@@ -169,7 +163,7 @@ JOURNALS |= {
     "widths": ("widths.csv",),
     "planted": ("planted_predicted.csv", "planted_measured.csv"),
 }
-FIGURES = {"curves.png": "film", "law_map.png": "breakage_map"}  # where it is not NAME.png
+FIGURES = {"curves.png": "film"}  # where it is not NAME.png
 CODES = json.loads(KNOWN.read_text())  # by part and kind of processor
 STEP = re.compile("_(predicted|measured|cost)$")
 

@@ -23,14 +23,14 @@ measured. `measure` goes on where it was stopped, cell by cell."""
 
 import argparse
 import csv
-import dataclasses
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from breakage_map import LQR, before_training, measure, verdict
-from law import CHOSEN, RESULTS, WATCHED, Setting, config_of
+from breakage_map import CART, LQR, RATES, STEPS, before_training, measure, verdict
+from breakage_map import SETTINGS as SHAPE
 
 from fp8rl.bits.doctor import Doctor, Through
 from fp8rl.bits.places import PlaceFormat, places_of
@@ -54,7 +54,18 @@ SUMS = (
 )
 MEANS = ("reward scale", "normalizer")  # that follow others
 FORMATS = ("bf16", "fp16:unscaled", "e8m3", "e8m1", "e8m0", "e5m2", "e4m3", "e4m3:unscaled")
-SETTINGS = [setting for setting in CHOSEN if setting.learning_rate == 2e-3]
+RESULTS = Path(__file__).parent / "results"
+WATCHED = 900  # the seed of the agent that the doctor watches
+
+
+class Setting(NamedTuple):
+    """A task of the breakage map, and a learning rate."""
+
+    task: str
+    learning_rate: float
+
+
+SETTINGS = [Setting(task, 2e-3) for task, rates in RATES.items() if 2e-3 in rates]
 SEEDS = range(9300, 9305)
 
 
@@ -130,7 +141,12 @@ class Kept(Learner):
 
 def config_in(setting: Setting, place: str, seed: int) -> Config:
     """The map's config; with normalization where it is judged."""
-    return dataclasses.replace(config_of(setting, seed), normalize_obs=place == "normalizer")
+    shape = SHAPE | {"env_id": None if setting.task == CART else setting.task, "steps": STEPS}
+    return Config(
+        seed=seed,
+        normalize_obs=place == "normalizer",
+        **shape | {"learning_rate": setting.learning_rate, "eval_every": 0},
+    )
 
 
 def run_of(config: Config, place: str = "", form: str = "") -> Run:
@@ -146,7 +162,7 @@ def finished(place: str, form: str, config: Config) -> History:
 
 
 def predict(out: Path) -> None:
-    lines = ["task,cell,progress,noise,lost,verdict"]
+    lines = ["task,cell,rate,noise,lost,verdict"]
     for setting in SETTINGS:
         for mean in MEANS:
             run = run_of(config_in(setting, mean, WATCHED))
@@ -175,9 +191,16 @@ def predict(out: Path) -> None:
                 pass
             for f in watching.report():
                 lines.append(
-                    f"{setting.task},{f.place}={f.format},{f.progress:.4g},{f.noise:.4g},{f.lost:.4g},{f.verdict}"
+                    f"{setting.task},{f.place}={f.format},{f.rate:.4g},{f.noise:.4g},{f.lost:.4g},{said_of(f)}"
                 )
     out.write_text("\n".join(lines) + "\n")
+
+
+def said_of(found) -> str:
+    """The doctor's verdict in one of three words."""
+    if found.verdict == "not judged":
+        return "unknown"
+    return "fine" if found.is_fine else "breaks"
 
 
 def measure_missing(out: Path) -> None:
@@ -242,7 +265,7 @@ def table(out: Path) -> None:
                     if task == LQR
                     else f"{np.median(difference):.1f}"
                 )
-                cells.append(f"{score} {found}; p {float(said['progress']):.2g} {said['verdict']}")
+                cells.append(f"{score} {found}; rate {float(said['rate']):.2g} {said['verdict']}")
                 counts[said["verdict"]] += 1
                 bad_said[said["verdict"]] += found == "fails"
             lines.append(f"| {' | '.join([place, task, *cells])} |")
@@ -255,7 +278,7 @@ def table(out: Path) -> None:
         "on the linear-quadratic cart the cost divided by float32's, and the "
     )
     note += (
-        "verdict; then progress and what the doctor said. A cell fails if it loses more than "
+        "verdict; then the rate and what the doctor said. A cell fails if it loses more than "
         "a tenth of float32's gain, which "
     )
     note += f"is float32's final score minus the score before training. In all, {words}."

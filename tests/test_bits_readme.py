@@ -8,7 +8,7 @@ from pathlib import Path
 import fp8rl.bits
 
 PAGE = (Path(fp8rl.bits.__file__).parent / "README.md").read_text()
-LOW_BIT_ADAM, DOCTOR = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+DOCTOR, LOW_BIT_ADAM = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 (PRINTED,) = re.findall(r"```\n(weights:.*?)```", PAGE, re.S)
 
 

@@ -212,3 +212,12 @@ def test_the_command_line(tmp_path, capsys):
         "train", "--eight-bit", "--resume", tmp_path / "a"
     )
     assert "mean return" in said("eval", tmp_path / "a", "--episodes", "2")
+
+
+def test_a_state_without_the_network_s_statistics_is_refused():
+    """The weights come from the optimizer's state, so that the network's is not loaded strictly."""
+    config = small(normalize_obs=True, **SMALL, **EIGHT_BIT)
+    state = after(1, build(config)).state_dict()
+    name = next(iter(state["model"]))
+    del state["model"][name]
+    refused("the state does not fit the config", build, config, state=state)

@@ -1,0 +1,168 @@
+"""A small character model, which is no reinforcement learning: what do few bits cost it, and save?
+
+A transformer of two layers of 64 units with LayerNorm learns the characters of Python's own help
+texts, which every Python ships, with AdamW's decoupled weight decay. Its optimizer is LowBitAdam
+(fp8rl/bits/low_bit_adam.py), which keeps
+
+    float32        weights and both moments
+    bf16           all three, to the nearest: half the bytes, as a network cast to bfloat16 has
+    8-bit state    m and the root of v in e4m3, weights in float32
+    all 8-bit      weights, too, rounded stochastically
+
+    python benchmarks/characters.py benchmarks/results/characters.md
+
+Beside a loss stand the bytes that are stored for a parameter between updates, and those that an
+update needs at its peak beside the activations: what is stored, float32 weights and gradients, and
+the noise of stochastic rounding.
+"""
+
+import argparse
+import pydoc_data.topics
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fp8rl.bits import LowBitAdam
+from fp8rl.study import figures
+from fp8rl.study.throughput import origin
+
+ARMS = {
+    "float32": {},
+    "bf16": {"weights": "bf16", "m": "bf16", "v": "bf16"},
+    "8-bit state": {"m": "e4m3", "root": "e4m3"},
+    "all 8-bit": {"weights": "e4m3:stochastic", "m": "e4m3", "root": "e4m3"},
+}
+STORED = {"fp32": 4, "bf16": 2, "e4m3": 1}  # bytes
+UPDATES, EVERY, SEEDS = 600, 50, 3
+LEARNING_RATE, DECAY = 1e-3, 0.1
+LENGTH, BATCH, UNITS, HEADS, LAYERS = 64, 16, 64, 4, 2
+
+
+def characters() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Numbers of characters to learn from and to test on, and how many characters there are."""
+    text = "".join(pydoc_data.topics.topics.values())
+    text = "".join(character for character in text if character.isascii())
+    alphabet = {character: i for i, character in enumerate(sorted(set(text)))}
+    numbers = torch.tensor([alphabet[character] for character in text])
+    border = 9 * len(numbers) // 10
+    return numbers[:border], numbers[border:], len(alphabet)
+
+
+class Block(nn.Module):
+    """Attention to earlier characters, then two linear layers, each added to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(UNITS)
+        self.attention = nn.Linear(UNITS, 3 * UNITS)
+        self.mix = nn.Linear(UNITS, UNITS)
+        self.norm2 = nn.LayerNorm(UNITS)
+        self.up = nn.Linear(UNITS, 4 * UNITS)
+        self.down = nn.Linear(4 * UNITS, UNITS)
+
+    def forward(self, x):  # [B, L, UNITS]
+        q, k, v = self.attention(self.norm1(x)).chunk(3, dim=-1)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, alphabet: int):
+        super().__init__()
+        self.characters = nn.Embedding(alphabet, UNITS)
+        self.positions = nn.Embedding(LENGTH, UNITS)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(UNITS)
+        self.head = nn.Linear(UNITS, alphabet)
+
+    def forward(self, x):  # int64 [B, L]
+        places = torch.arange(x.shape[1])
+        x = self.characters(x) + self.positions(places)
+        return self.head(self.norm(self.blocks(x)))
+
+
+def loss_of(model: Model, text: torch.Tensor, generator: torch.Generator, batch: int):
+    """The mean loss in nats of the next character, on pieces of a text."""
+    start = torch.randint(len(text) - LENGTH - 1, (batch, 1), generator=generator)
+    piece = text[start + torch.arange(LENGTH + 1)]
+    return F.cross_entropy(model(piece[:, :-1]).flatten(0, 1), piece[:, 1:].flatten())
+
+
+def train(arm: str, seed: int) -> list[float]:
+    """The loss on the test text after every EVERY updates."""
+    learn, test, alphabet = characters()
+    torch.manual_seed(seed)
+    model = Model(alphabet)
+    optimizer = LowBitAdam(
+        model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, seed=seed, **ARMS[arm]
+    )
+    optimizer.attach(model)
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for update in range(1, UPDATES + 1):
+        optimizer.zero_grad()
+        loss_of(model, learn, generator, BATCH).backward()
+        optimizer.step()
+        if update % EVERY == 0:
+            with torch.no_grad():
+                own = torch.Generator().manual_seed(0)
+                losses.append(loss_of(model, test, own, 128).item())
+    return losses
+
+
+def bytes_of(arm: str) -> tuple[int, int]:
+    """Bytes a parameter that are stored, and that an update needs at its peak."""
+    formats = ARMS[arm]
+    second = formats.get("root", formats.get("v", "fp32"))
+    kept = [formats.get("weights", "fp32"), formats.get("m", "fp32"), second]
+    stored = sum(STORED[form.split(":")[0]] for form in kept)
+    weights = 0 if formats.get("weights") is None else 4  # a float32 copy, while they are used
+    noise = 4 if any("stochastic" in form for form in kept) else 0
+    return stored, stored + weights + 4 + noise
+
+
+def draw(out: Path, losses: dict[str, np.ndarray]) -> None:
+    figure, ax = plt.subplots(figsize=(7, 4), layout="constrained")
+    updates = np.arange(EVERY, UPDATES + 1, EVERY)
+    for (arm, own), style in zip(losses.items(), figures.STYLES, strict=False):
+        stored, _ = bytes_of(arm)
+        label = f"{arm}, {stored} bytes a parameter stored"
+        ax.plot(updates, np.median(own, axis=0), label=label, markevery=3, **style)
+    ax.set(xlabel="updates", ylabel="loss on the test text (nats a character)")
+    ax.set_title("A character model in three bytes a parameter learns as in twelve", fontsize=11)
+    ax.legend(fontsize=9)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    losses = {arm: np.array([train(arm, seed) for seed in range(SEEDS)]) for arm in ARMS}
+    lines = [
+        "| kept | final loss, median of three seeds | smallest and largest | stored, bytes a parameter "
+        "| at the peak of an update |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for arm, own in losses.items():
+        final = own[:, -1]
+        stored, peak = bytes_of(arm)
+        lines.append(
+            f"| {arm} | {np.median(final):.3f} | {final.min():.3f}, {final.max():.3f} "
+            f"| {stored} | {peak} |"
+        )
+    draw(out.with_suffix(".png"), losses)
+    command = f"`python benchmarks/characters.py {out}` on {origin()}."
+    out.write_text("\n".join([*lines, "", command, ""]))
+
+
+if __name__ == "__main__":
+    main()
