@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import results
 import torch
-from helpers import bang_bang, figures, small
+from helpers import bang_bang, figures, small, trained
 from PIL import Image
 
+from fp8rl.build import build_population
 from fp8rl.config import Config
 from fp8rl.study.fingerprint import SETTLED, trainings
 from fp8rl.study.statistics import fails
@@ -437,6 +438,56 @@ def test_planted_predicts_first_and_then_measures_what_is_missing(monkeypatch, t
     monkeypatch.setattr(planted, "LOOPS", {"regression": None})  # nothing is trained again
     planted.main(tmp_path / "a.md")
     assert (tmp_path / "a.md").read_text() == found
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    import rates
+
+    monkeypatch.setitem(rates.STEPS, "CartPole-v1", 4_096)
+    return rates
+
+
+def test_a_twin_at_the_rate_of_one_is_float32_and_at_another_it_is_that_learning_rate(rates):
+    setting = rates.Setting("CartPole-v1", 1e-3)
+    ones = np.ones((2, 1))
+    by_tensor = np.full((2, 8), 4.0)
+    found = rates.twins(setting, [(ones, None), (4 * ones, None), (by_tensor, None)], (1, 2))
+    other = setting._replace(learning_rate=4e-3)
+    configs = [rates.config_of(own, seed) for own in (setting, other) for seed in (1, 2)]
+    run = trained(build_population(configs))
+    expected = [history.final_return for history in run.histories(configs)]
+    assert found[:2].flatten().tolist() == expected
+    assert found[1].tolist() == found[2].tolist()
+
+
+def test_noise_of_a_twin_is_that_of_its_arm_alone(rates):
+    setting = rates.Setting("CartPole-v1", 1e-3)
+    noise = np.full((1, 8), 0.1)
+    ones = np.ones((1, 1))
+    plain, noisy = rates.twins(setting, [(ones, None), (ones, noise)], (1, 2))
+    alone = rates.twins(setting, [(ones, None)], (1, 2))[0]
+    assert plain.tolist() == alone.tolist() and (noisy != plain).all()
+
+
+def test_a_rate_for_all_counts_tensors_or_numbers_alike(rates):
+    # Of a tensor of 4 numbers that moves in full, and one of 400 that stands still
+    parts = np.array([[[[1.0, 1.0]], [[1.0, 0.0]], [[0.0, 1.0]], [[0.0, 0.0]]]])
+    found = rates.rates_of(parts, np.array([4.0, 400.0]), sampled=4)
+    assert found.alike.item() == 0.5 and found.numbers.item() == pytest.approx(4 / 404)
+    assert found.by_tensor[0, 0].tolist() == [1.0, rates.SLOWEST] and found.noise.max() < 0.01
+
+
+def test_scores_of_predictions(rates):
+    def cell(name, rate, measured, twin):
+        return rates.Cell(rates.Setting("a", rate), name, twin, measured, 0.5, 0.0, 0.0, 0.0)
+
+    cells = [cell("m=bf16", 1, 0.0, 0.1), cell("m=bf16", 2, 0.9, 0.8), cell("m=bf16", 3, 0.4, 0.9)]
+    share, count = rates.pairs_in_order(cells, lambda cell: cell.twin)
+    assert count == 3 and share == pytest.approx(2 / 3)
+    assert rates.pairs_in_order(cells, lambda cell: 0)[0] == 0.5
+    assert rates.auc(np.array([1.0, 2.0, 2.0]), np.array([False, True, False])) == 0.75
+    assert np.isnan(rates.auc(np.ones(2), np.ones(2, bool)))
 
 
 FIVE = "aaaaaaaa-bbbbbbbb-cccccccc-dddddddd-eeeeeeee"  # as fingerprints were before parts had names
