@@ -83,7 +83,6 @@ NEW = [
     *(Setting("fp8rl/Lqr-v0", rate) for rate in (2e-4, 1e-3, 1e-2)),
     # Widths, batches, discounts
     Setting("CartPole-v1", 1e-3, hidden_size=16),
-    Setting("CartPole-v1", 1e-3, hidden_size=256),
     Setting("CartPole-v1", 1e-3, batch_size=256),
     Setting("CartPole-v1", 1e-3, batch_size=4096),
     Setting("Pendulum-v1", 1e-3, gamma=0.9),

@@ -295,11 +295,9 @@ class Doctor:
         for watched in self.watched:
             report += with_cures(self.findings_of(watched))
             if not watched.is_adam:
-                kind = type(watched.optimizer).__name__
-                amsgrad = " with amsgrad" if isinstance(watched.optimizer, torch.optim.Adam) else ""
                 report.notes.append(
-                    f"{watched.name} is a {kind}{amsgrad}: only its weights are judged, "
-                    "because the doctor follows the moments of Adam and AdamW alone"
+                    f"{watched.name}: only its weights are judged: "
+                    "moments are followed of Adam and AdamW without amsgrad"
                 )
         if self.looks_at_acting:
             looks = zip(self.acting, zip(*self.looks_at_acting, strict=True), strict=True)

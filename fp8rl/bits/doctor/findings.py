@@ -257,7 +257,8 @@ def explain(found: Finding, verdict: str, tolerates: tuple[float, float], looked
         if len(frozen) == total:
             parts.append("all tensors are frozen")
         else:
-            parts.append(f"{len(frozen)} of {total} tensors are frozen: {listed(frozen)}")
+            verb = "is" if len(frozen) == 1 else "are"
+            parts.append(f"{len(frozen)} of {total} tensors {verb} frozen: {listed(frozen)}")
     if verdict == "faster" and (fast := fast_tensors(found, tolerates[1])):
         fastest = max(found.tensors.values())
         parts.append(
