@@ -549,7 +549,11 @@ def run_watch(options: argparse.Namespace, target: Target):
     """Runs a script and reports on stderr. Returns what it ends with."""
     formats = tuple(options.formats.split())
     for text in formats:
-        read_format(text, STATE)
+        _, form, _ = read_format(text, STATE)
+        if form.block:
+            raise Refusal(
+                f"formats has {text}: leave block out, a sample of each tensor is followed"
+            )
     hooks = Watch(formats, check_tolerance(options.tolerates))
     reports = os.environ.get("RANK", "0") == "0"  # of the ranks that torchrun starts, the first
     if options.json and reports:

@@ -189,7 +189,10 @@ optimizer.step()
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (ACCUMULATION, "optimizer 1 (SGD): only its weights are judged: moments are followed of Adam"),
+        (
+            ACCUMULATION,
+            "optimizer 1 (SGD): only its weights are judged: moments are followed of Adam",
+        ),
         (LOW, "not judged: parameters are torch.bfloat16: let the doctor watch a training in"),
         (COMPILED, "weights=bf16:stochastic: as float32"),
         ("print('nothing')", "no optimizer of torch made a step: there is nothing to judge"),
@@ -236,6 +239,7 @@ def test_what_is_wrong_with_the_command_is_said_in_one_line(tmp_path, run):
     report = ("--report", tmp_path / "r.json", sgd, tmp_path / "a.pt")
     for arguments, said in (
         (("watch", "--formats", "weights=e99m1", sgd), "formats has 'weights=e99m1': "),
+        (("watch", "--formats", "m=e4m3:block", sgd), "formats has m=e4m3:block: leave block out"),
         (("watch", "--tolerates", "2", "8", sgd), "tolerates is [2.0, 8.0]: give two factors"),
         (("watch", "--json", tmp_path / "exists.json", sgd), "json is .*, which exists: name a"),
         (("watch", tmp_path / "none.py"), "script is .*none.py: there is no such file"),

@@ -219,7 +219,7 @@ def judge(
         tensor_noise=tuple(tuple(map(float, noise_by_tensor(sums, length))) for sums in parts),
     )
     verdict = verdict_of(found, tolerates)
-    return found._replace(verdict=verdict, why=explain(found, verdict, tolerates, looked))
+    return found._replace(verdict=verdict, why=explain(found, verdict, tolerates, length, looked))
 
 
 def verdict_of(found: Finding, tolerates: tuple[float, float]) -> str:
@@ -247,7 +247,9 @@ def fast_tensors(found: Finding, high: float) -> list[str]:
     return [name for name, rate in found.tensors.items() if rate > high]
 
 
-def explain(found: Finding, verdict: str, tolerates: tuple[float, float], looked: bool) -> str:
+def explain(
+    found: Finding, verdict: str, tolerates: tuple[float, float], length: int, looked: bool
+) -> str:
     """What a finding means, in words."""
     parts = [f"learns as at {times(found.rate)} the learning rate"]
     if abs(math.log(max(found.last, 1e-6) / max(found.first, 1e-6))) > math.log(1.5):
@@ -266,12 +268,12 @@ def explain(found: Finding, verdict: str, tolerates: tuple[float, float], looked
         )
     if verdict == "too noisy":
         parts.append(f"its noise is {found.noise:.1f} times the step")
-    if verdict != AS_FLOAT32 and found.lost > 0.01 and (mechanism := mechanism_of(found, looked)):
-        parts.append(mechanism)
+    if verdict not in (AS_FLOAT32, "too noisy") and found.lost > 0.01:
+        parts.append(mechanism_of(found, length, looked))
     return ", ".join(parts[:1]) + "".join(f"; {part}" for part in parts[1:])
 
 
-def mechanism_of(found: Finding, looked: bool) -> str:
+def mechanism_of(found: Finding, length: int, looked: bool) -> str:
     """How numbers are lost."""
     if found.place in STATE[1:]:
         kept = "roots of v" if found.place == "root" else found.place
@@ -279,7 +281,7 @@ def mechanism_of(found: Finding, looked: bool) -> str:
         return f"{found.lost:.0%} of the {kept} are kept as 0{then}"
     if looked:
         return f"{found.lost:.0%} of the gradients become 0"
-    return f"{found.lost:.0%} of the numbers stay the same in a window"
+    return f"{found.lost:.0%} of the numbers stay the same over {length} updates"
 
 
 def times(rate: float) -> str:
