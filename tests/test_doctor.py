@@ -817,3 +817,42 @@ def test_a_loaded_state_begins_anew_and_a_missing_group_stops_no_training():
     del optimizer.param_groups[1]
     train(40)
     assert watching.report()[0].why == "other parameters learn than at first"
+
+
+def falling(tolerates) -> doctor.Finding:
+    """What is said of weights in bfloat16 where the learning rate falls to a tenth."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    watching = Doctor(optimizer, formats=["weights=bf16"], tolerates=tolerates, model=model)
+    for _ in range(320):
+        fit(model, optimizer, 1)
+        optimizer.param_groups[0]["lr"] *= 0.993
+    (found,) = watching.report()
+    return found
+
+
+def test_a_stall_at_the_end_of_a_falling_learning_rate_is_seen_and_judged_by_what_is_tolerated():
+    found = falling((0.5, 4))
+    assert found.verdict == "stalls" and found.last < 0.3 < 0.5 < found.rate < found.first
+    assert f"({found.first:.2f} at first, {found.last:.2f} at the end)" in found.why
+    assert {*found.tensors} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    patient = falling((1e-3, 4))
+    assert patient[3:8] == found[3:8] and patient.verdict in ("as float32", "frozen tensors")
+
+
+@pytest.mark.parametrize("wrong", [(2, 8), (0.5, 0.9), (0, 4), 3, (1, 2, 3), ("a", 2)])
+def test_what_is_tolerated_is_two_factors_around_one(wrong):
+    optimizer = torch.optim.Adam(network().parameters())
+    with pytest.raises(
+        ValueError, match=r"^tolerates is .*: give two factors of the learning rate"
+    ):
+        Doctor(optimizer, tolerates=wrong)
+
+
+def test_a_cure_is_no_larger_than_what_it_cures():
+    model = network()
+    formats = ["weights=e8m12", "weights=e8m11:stochastic", "weights=fp32", "weights=e4m3"]
+    report = watched(torch.optim.Adam(model.parameters(), lr=1e-5), model, formats)
+    cures = {found.text: found.cure for found in report}
+    assert cures["weights=e8m12"].startswith("weights=e8m11:stochastic (")
+    assert cures["weights=e4m3"] == "keep it in float32"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..places import STATE, split_entry
+from ..places import STATE, PlaceFormat, split_entry
 from .looks import OPERANDS
 from .sample import (
     WindowSums,
@@ -324,6 +324,12 @@ def judge_acting(text: str, looks: list[tuple[float, float]]) -> Finding:
     )
 
 
+def bits_of(found: Finding) -> int:
+    """How many bits a number has in a finding's format."""
+    form = PlaceFormat.of(found.format).format
+    return 1 + form.exponent + form.mantissa
+
+
 def with_cures(findings: list[Finding]) -> list[Finding]:
     """The findings of one optimizer, with cures among each other."""
     fine = {found.text: found for found in findings if found.is_fine}
@@ -338,6 +344,13 @@ def with_cures(findings: list[Finding]) -> list[Finding]:
             ]
             if found.place == "v":
                 texts += [f"root={found.format}", f"root={bare}", f"root={bare}:stochastic"]
+            small_enough = [
+                own
+                for own in findings
+                if own.is_fine and own.place == found.place and bits_of(own) <= bits_of(found)
+            ]
+            small_enough.sort(key=lambda own: abs(math.log(own.rate)))
+            texts += [own.text for own in small_enough]
             good = [text for text in texts if text in fine]
             cure = f"{good[0]} ({fine[good[0]].rate:.2f})" if good else "keep it in float32"
             found = found._replace(cure=cure)
