@@ -63,7 +63,6 @@ class Script(NamedTuple):
 
 
 RETURN = r"episodic_return=\[?\s*(-?[\d.]+)"
-PENDULUM = "--env-id Pendulum-v1 --learning-starts 1000"
 GPT = (
     "train.py --dataset=pydoc --device=cpu --compile=False --eval_interval=200 --eval_iters=20 "
     "--log_interval=100 --block_size=64 --batch_size=12 --n_layer=2 --n_head=4 --n_embd=64 "
@@ -88,15 +87,6 @@ SCRIPTS = {
         20,
         True,
         20,
-    ),
-    "td3, Pendulum": Script(
-        "cleanrl",
-        "cleanrl/td3_continuous_action.py --total-timesteps 5000 --seed {seed} " + PENDULUM,
-        RETURN,
-        5,
-        True,
-        -1200,
-        (1,),
     ),
     "c51, CartPole": Script(
         "cleanrl",
