@@ -288,7 +288,7 @@ def cost(out: Path, clones: dict[str, Path]) -> None:
     out.write_text("\n".join([*lines, "", note, "", command, ""]))
 
 
-PAIRS = 5
+PAIRS = 4  # of runs, in `cost`
 
 
 def main() -> None:
