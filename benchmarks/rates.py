@@ -400,6 +400,7 @@ class Cell(NamedTuple):
     measured: float
     lookup: float  # the mean loss of this format in the other settings
     own_lookup: float  # and in all of them, this one included, which knows a little of the answer
+    neighbour: float  # its loss in the setting that is most like this one
     first_edition: float  # 1 where the first edition said that it breaks, by progress p
     away: float  # |log2 p|, by which it sorted
     noise: float
@@ -422,6 +423,17 @@ def clipped(loss: float) -> float:
     return LIMITS[1] if np.isnan(loss) else float(np.clip(loss, *LIMITS))
 
 
+def unlike(one: Setting, other: Setting) -> float:
+    """How much two settings differ: first of all in the task, then in decades of the learning rate
+    or in any other number."""
+    differences = sum(
+        getattr(one, name) != getattr(other, name)
+        for name in ("hidden_size", "batch_size", "gamma")
+    )
+    decades = abs(np.log10(one.learning_rate / other.learning_rate))
+    return 100 * (one.task != other.task) + decades + differences
+
+
 def measured_cells() -> list[Cell]:
     """All cells that were predicted and measured, with what the other rules say of them."""
     predicted = lines_of(RESULTS / "rates_predicted.csv", PREDICTED)
@@ -442,7 +454,8 @@ def measured_cells() -> list[Cell]:
         if (setting, name) not in losses:
             continue
         everywhere = [loss for (_, n), loss in losses.items() if n == name]
-        others = [loss for (s, n), loss in losses.items() if n == name and s != setting]
+        others_of = [(s, n) for s, n in losses if n == name and s != setting]
+        others = [losses[key] for key in others_of]
         away = abs(np.log2(np.clip(float(row["alike"]), 2.0**-20, 2.0**20)))
         cells.append(
             Cell(
@@ -452,6 +465,7 @@ def measured_cells() -> list[Cell]:
                 losses[setting, name],
                 float(np.mean(others)) if others else 0.0,
                 float(np.mean(everywhere)),
+                losses[min((key for key in others_of), key=lambda key: unlike(key[0], setting))],
                 float(away > np.log2(BROKEN)),
                 float(away),
                 float(row["noise"]),
@@ -491,6 +505,7 @@ RULES = {
     "the twin": lambda cell: cell.twin,
     # Without a cell's own outcome a lookup would put two of one format in the wrong order, always
     "lookup by format": lambda cell: cell.own_lookup,
+    "the nearest setting": lambda cell: cell.neighbour,
     "nothing is lost": lambda cell: 0.0,
     "first edition, \\|log p\\|": lambda cell: cell.away,
     "noise": lambda cell: cell.noise,
@@ -507,6 +522,7 @@ def row_of(name: str, cells: list[Cell]) -> str:
         [cell.twin for cell in cells],
         [cell.lookup for cell in cells],
         [cell.own_lookup for cell in cells],
+        [cell.neighbour for cell in cells],
         [0.0] * len(cells),
     ):
         numbers.append(f"{np.abs(np.array(said) - truth).mean():.3f}")
@@ -548,11 +564,28 @@ def intervals(cells: list[Cell]) -> str:
     )
 
 
+def seeds_apart() -> float:
+    """How far apart the losses of float32's own agents are: those of four seeds, the other four
+    taken for float32. Mean over the settings."""
+    apart = []
+    returns = {
+        key_of(row): np.array([float(x) for x in row["returns"].split()])
+        for row in lines_of(RESULTS / "rates_measured.csv", MEASURED)
+    }
+    for (setting, cell), own in returns.items():
+        if cell == "float32":
+            half = len(own) // 2
+            start = returns[setting, "untrained"][:half]
+            apart.append(abs(clipped(share_lost(own[:half], own[half:], start))))
+    return float(np.mean(apart))
+
+
 def table(out: Path) -> None:
     cells = measured_cells()
     heads = ["cells", "number", "bad", "error of the twin", "of the lookup"]
-    heads += ["of one that knows the cell", "of nothing is lost"]
-    names = ("twin", "lookup", "\\|log p\\|", "noise")
+    heads += ["of one that knows the cell", "of the nearest setting"]
+    heads += ["of nothing is lost"]
+    names = ("twin", "lookup", "nearest setting", "\\|log p\\|", "noise")
     heads += [f"pairs in order: {name}" for name in names] + ["pairs"]
     heads += [f"AUC, contested: {name}" for name in names] + ["contested"]
     lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|", row_of("all", cells)]
@@ -571,7 +604,9 @@ def table(out: Path) -> None:
         "distances from it. A cell is bad if it loses more than a tenth. Pairs are of one format in "
         f"two settings, at least {CLEAR} apart. Contested formats are bad in some settings and good "
         "in others. The lookup is the format's mean loss in the other settings; for orders and areas, and in "
-        "one column of errors, it knows the cell's own loss, too, as one of the mean. 95% intervals over "
+        "one column of errors, it knows the cell's own loss, too, as one of the mean. The nearest setting is one of the same task, at the learning rate that is "
+        "nearest, where there is one. Losses beyond -0.3 and 1.2 count as these. Two halves of "
+        f"float32's own seeds are {seeds_apart():.3f} of the gain apart on average. 95% intervals over "
         f"settings: {intervals(cells)}. The twelve cells on which the twin is farthest off:"
     )
     command = f"`python benchmarks/rates.py table {out}` on {origin()}."

@@ -480,7 +480,8 @@ def test_a_rate_for_all_counts_tensors_or_numbers_alike(rates):
 
 def test_scores_of_predictions(rates):
     def cell(name, rate, measured, twin):
-        return rates.Cell(rates.Setting("a", rate), name, twin, measured, 0.5, 0.5, 0.0, 0.0, 0.0)
+        numbers = 0.5, 0.5, 0.5, 0.0, 0.0, 0.0
+        return rates.Cell(rates.Setting("a", rate), name, twin, measured, *numbers)
 
     cells = [cell("m=bf16", 1, 0.0, 0.1), cell("m=bf16", 2, 0.9, 0.8), cell("m=bf16", 3, 0.4, 0.9)]
     share, count = rates.pairs_in_order(cells, lambda cell: cell.twin)
