@@ -289,3 +289,36 @@ def test_it_loads_nothing_but_the_numerics():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in done.stdout.split()}
     assert not {"gymnasium", "tyro", "tqdm", "matplotlib", "psutil"} & loaded
+
+
+# Weights of 1 to 2 are nearly right and gradients are mostly noise, as in a finetuning. The learning
+# rate is too high for float32.
+FINETUNING = """
+import torch
+torch.manual_seed(0)
+best = 1 + torch.rand(256)
+w = torch.nn.Parameter(best + 0.02 * torch.randn(256))
+optimizer = torch.optim.Adam([w], lr={learning_rate})
+error = 0.0
+for update in range(800):
+    optimizer.zero_grad()
+    (w * (w.detach() - best + 0.5 * torch.randn(256))).sum().backward()
+    optimizer.step()
+    error += (w.detach() - best).square().mean().item() * (update >= 400) / 400
+print(error)
+"""
+
+
+def test_few_bits_that_learn_better_do_so_because_the_learning_rate_was_too_high(tmp_path, run):
+    path = tmp_path / "script.py"
+    path.write_text(FINETUNING.format(learning_rate=7e-3))
+    report = tmp_path / "r.json"
+    _, exact, _ = run("watch", "--formats", "weights=bf16", "--json", report, path)
+    (found,) = json.loads(report.read_text())["optimizers"][0]["findings"]
+    assert found["verdict"] == "slower" and 0.1 < found["rate"] < 0.4
+    _, kept, _ = run("keep", "weights=bf16", path)
+    _, twin, _ = run("twin", "weights=bf16", "--report", report, path)
+    path.write_text(FINETUNING.format(learning_rate=7e-3 * found["rate"]))
+    _, lower = plain(path)
+    assert float(kept) < 0.7 * float(exact)  # bfloat16 is better than float32 at this learning rate
+    assert max(float(twin), float(lower)) < float(kept)  # and float32 at the rate's is better still
