@@ -7,7 +7,8 @@ So a *twin* is trained for each cell: float32, its learning rate multiplied by t
 measured on one other agent, which changes over time. What the twin loses is the prediction.
 
     choose    forms of the twin (one rate, one for each tensor, ...) on settings of an earlier test,
-              whose outcomes are known (law_measured.csv)
+              whose outcomes are known (law_measured.csv, which an earlier version of this
+              project measured with four agents a cell; its command is gone)
     predict   the new settings, with the form that was chosen; committed before they are measured
     measure   the new settings: agents with the place really kept in few bits
     table     the outcome, beside the lookup by format and other rules that know less
@@ -177,7 +178,7 @@ def rates_of(parts: np.ndarray, sizes: np.ndarray, sampled: int) -> Rates:
     return Rates(quotient(np.minimum(sizes, sampled)), quotient(sizes), by_tensor, noise)
 
 
-def twins(setting: Setting, arms: list[tuple], seeds, formats=None) -> np.ndarray:
+def twins(setting: Setting, arms: list[tuple], seeds) -> np.ndarray:
     """Final returns [arms, seeds] of float32 agents whose learning rate is multiplied.
 
     Each arm has its rates [PARTS, 1 or T], and its noise [PARTS, T] or None.
@@ -401,8 +402,7 @@ class Cell(NamedTuple):
     lookup: float  # the mean loss of this format in the other settings
     own_lookup: float  # and in all of them, this one included, which knows a little of the answer
     neighbour: float  # its loss in the setting that is most like this one
-    first_edition: float  # 1 where the first edition said that it breaks, by progress p
-    away: float  # |log2 p|, by which it sorted
+    away: float  # |log2 of the rate with all tensors alike|, by which the first edition sorted
     noise: float
 
     @property
@@ -413,7 +413,6 @@ class Cell(NamedTuple):
         return "weights, stochastic" if "stochastic" in self.name else "weights, nearest"
 
 
-BROKEN = 4.0  # the first edition's line: progress beyond this factor breaks learning
 CLEAR = 0.2  # losses that are this far apart make a pair
 LIMITS = -0.3, 1.2  # losses beyond these count as these: few agents end below the untrained ones
 
@@ -465,8 +464,7 @@ def measured_cells() -> list[Cell]:
                 losses[setting, name],
                 float(np.mean(others)) if others else 0.0,
                 float(np.mean(everywhere)),
-                losses[min((key for key in others_of), key=lambda key: unlike(key[0], setting))],
-                float(away > np.log2(BROKEN)),
+                losses[min(others_of, key=lambda key: unlike(key[0], setting))],
                 float(away),
                 float(row["noise"]),
             )

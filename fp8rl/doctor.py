@@ -426,9 +426,11 @@ class Twin(Hooks):
         self.noise.append(None)
         shapes = [list(p.shape) for p in parameters_of(self.optimizers[number])]
         name = self.name_of(number)
-        if number >= len(self.recorded) or (
-            name != self.recorded[number]["name"] or shapes != self.recorded[number]["shapes"] != []
-        ):
+        recorded = {"name": "", "shapes": []}
+        if number < len(self.recorded):
+            recorded = self.recorded[number]
+        was_judged = bool(recorded["shapes"])
+        if name != recorded["name"] or (was_judged and shapes != recorded["shapes"]):
             raise Refusal(
                 f"report is {self.path}, of another training: {name} has other tensors there; "
                 "watch this script first"

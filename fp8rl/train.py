@@ -207,7 +207,7 @@ class Run:
 
     `history`         a row for each iteration; waits for a GPU
     `recorded`        the rows that were read so far; does not wait
-    `iterations_run`  what replay draws its numbers by; in a CUDA graph, a tensor that it counts
+    `iterations_run`  what replay draws its numbers by, a number or a tensor
     `returns`         of the running episodes
     `launch`          how an iteration is run and read: `Immediate`, or a queue for a GPU
     `slices`          in a replayed batch of this process

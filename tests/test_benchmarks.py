@@ -480,7 +480,7 @@ def test_a_rate_for_all_counts_tensors_or_numbers_alike(rates):
 
 def test_scores_of_predictions(rates):
     def cell(name, rate, measured, twin):
-        numbers = 0.5, 0.5, 0.5, 0.0, 0.0, 0.0
+        numbers = 0.5, 0.5, 0.5, 0.0, 0.0
         return rates.Cell(rates.Setting("a", rate), name, twin, measured, *numbers)
 
     cells = [cell("m=bf16", 1, 0.0, 0.1), cell("m=bf16", 2, 0.9, 0.8), cell("m=bf16", 3, 0.4, 0.9)]

@@ -22,7 +22,7 @@ from .sample import (
 TOLERATES = 0.5, 4.0  # factors of the learning rate, unless the user says others
 FROZEN = 0.05  # a tensor that learns at less of its learning rate stands still
 NOISY = 2.5  # times float32's way; noise below it hardly matters, because it averages out
-# Effective sample sizes of an acting policy's ratios, chosen on two tasks (benchmarks/law.py)
+# Effective sample sizes of an acting policy's ratios, chosen on two carts
 ENOUGH = 0.985
 FEW = 0.9
 NAMED = 4  # tensors that a line names
@@ -270,7 +270,7 @@ def explain(
         parts.append(f"its noise is {found.noise:.1f} times the step")
     if verdict not in (AS_FLOAT32, "too noisy") and found.lost > 0.01:
         parts.append(mechanism_of(found, length, looked))
-    return ", ".join(parts[:1]) + "".join(f"; {part}" for part in parts[1:])
+    return "; ".join(parts)
 
 
 def mechanism_of(found: Finding, length: int, looked: bool) -> str:
@@ -332,27 +332,32 @@ def bits_of(found: Finding) -> int:
 
 def with_cures(findings: list[Finding]) -> list[Finding]:
     """The findings of one optimizer, with cures among each other."""
-    fine = {found.text: found for found in findings if found.is_fine}
     cured = []
     for found in findings:
         if not found.is_fine and found.verdict != NOT_JUDGED:
-            bare = found.format.split(":")[0]
-            texts = [
-                f"{found.place}={bare}",
-                f"{found.place}={found.format}:stochastic",
-                f"{found.place}={bare}:stochastic",
-            ]
-            if found.place == "v":
-                texts += [f"root={found.format}", f"root={bare}", f"root={bare}:stochastic"]
-            small_enough = [
-                own
-                for own in findings
-                if own.is_fine and own.place == found.place and bits_of(own) <= bits_of(found)
-            ]
-            small_enough.sort(key=lambda own: abs(math.log(own.rate)))
-            texts += [own.text for own in small_enough]
-            good = [text for text in texts if text in fine]
-            cure = f"{good[0]} ({fine[good[0]].rate:.2f})" if good else "keep it in float32"
-            found = found._replace(cure=cure)
+            found = found._replace(cure=cure_of(found, findings))
         cured.append(found)
     return cured
+
+
+def cure_of(found: Finding, findings: list[Finding]) -> str:
+    """A format that learns as float32 does, with its rate: the same with a scale or stochastic, for
+    v its root, or else any of the same place that is no larger."""
+    fine = {own.text: own for own in findings if own.is_fine}
+    bare = found.format.split(":")[0]
+    texts = [
+        f"{found.place}={bare}",
+        f"{found.place}={found.format}:stochastic",
+        f"{found.place}={bare}:stochastic",
+    ]
+    if found.place == "v":
+        texts += [f"root={found.format}", f"root={bare}", f"root={bare}:stochastic"]
+    small_enough = [
+        own for own in fine.values() if own.place == found.place and bits_of(own) <= bits_of(found)
+    ]
+    small_enough.sort(key=lambda own: abs(math.log(own.rate)))
+    texts += [own.text for own in small_enough]
+    for text in texts:
+        if text in fine:
+            return f"{text} ({fine[text].rate:.2f})"
+    return "keep it in float32"
