@@ -40,6 +40,7 @@ from .precision import Precision
 from .replay import ReplayBuffer, ring_bytes
 from .requirements import (
     check,
+    clips_by_learner,
     normalizes,
     require_memory,
     require_one_population,
@@ -182,15 +183,17 @@ def make_ring(config: Config, machine: Machine, env) -> ReplayBuffer:
     """The replay ring of a config on a machine."""
     rows = ring_rows(config, machine)
     action_size = env.num_actions if env.distribution is Gaussian else 0
+    proximal = clips_by_learner(config)
     settings = (rows, env.num_envs, env.bounds, config.codec)
     if machine.memmap:
-        ring = MappedRing(machine.memmap, *settings, action_size)
+        ring = MappedRing(machine.memmap, *settings, action_size, proximal)
         ring.require_actions(env.num_actions)
         return ring
     low, _ = env.bounds
     device = machine.on("store")
-    require_ring(ring_bytes(rows, env.num_envs, len(low), config.codec, action_size), device)
-    return ReplayBuffer(*settings, device, action_size)
+    needed = ring_bytes(rows, env.num_envs, len(low), config.codec, action_size, proximal)
+    require_ring(needed, device)
+    return ReplayBuffer(*settings, device, action_size, proximal)
 
 
 def require_ring(needed: int, device) -> None:

@@ -16,6 +16,7 @@ from typing import get_args
 import numpy as np
 
 ENCODERS = ("mlp", "gru")
+CLIPS_BY = ("actor", "learner")
 SIZES = "steps num_envs rollout_length capacity slice_length batch_size"
 COUNTS = "replay_updates eval_every halved_after"
 # Names of fields, a test of their values, and what to use where it fails.
@@ -33,6 +34,7 @@ RANGES = (
     ("learning_rate max_grad_norm clip", lambda x: 0 < x < math.inf, "use a positive number"),
     ("gamma lam start_noise", lambda x: 0 <= x <= 1, "use a number from 0 to 1"),
     ("encoder", lambda x: x in ENCODERS, f"choose from {', '.join(ENCODERS)}"),
+    ("clip_by", lambda x: x in CLIPS_BY, f"choose from {', '.join(CLIPS_BY)}"),
     ("fresh_updates", lambda x: x in (0, 1), "use 0 or 1"),
 )
 
@@ -111,6 +113,11 @@ class Config:
     # PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or
     # below 1 - clip (negative). None: no clip, all steps count.
     clip: float | None = 0.2
+    # What the clip's ratio divides by, where the acting policy has another precision or format:
+    # the probability of the action under the acting policy ("actor"), or under the learner's policy
+    # when the action was taken ("learner"; losses.py says why). Where both policies are the same,
+    # this changes nothing.
+    clip_by: str = "actor"
     # Divide rewards by the root mean square of their discounted sums: targets are of order 1.
     scale_rewards: bool = True
     # Weight of the entropy bonus, which keeps the policy from becoming deterministic too early.

@@ -18,10 +18,27 @@ elsewhere, so a truncation bootstraps from V of the final observation, the next 
 any end is a dummy whose action was ignored: `valid` is False there, which zeroes its delta and cuts
 the trace, so that nothing leaks from one episode into the previous one.
 
-V-trace bounds the weight of an old step, not how far repeated updates on it move the policy. So a
-step counts for the policy only while rho < 1 + clip if its advantage, after any normalization, is
-positive, and while rho > 1 - clip if it is negative: PPO's rule (Schulman et al. 2017,
-arXiv:1707.06347), with the step's own behaviour policy as the old one.
+V-trace bounds the weight of an old step, not how far repeated updates on it move the policy. That
+is what PPO's clip is for (Schulman et al. 2017, arXiv:1707.06347). With the step's advantage A_t,
+after any normalization, and the ratio r_t = pi(a_t|x_t) / pi_prox(a_t|x_t) to a proximal policy
+pi_prox, the step counts for the policy
+
+    only while r_t < 1 + clip    if A_t > 0
+    only while r_t > 1 - clip    if A_t < 0
+
+By default pi_prox is the step's behaviour policy mu, as in PPO, so r_t is rho_t. This goes wrong
+where the policy acts in fewer bits than it learns in. Some actions are errors of the rounding: mu
+takes them often and pi seldom. Their advantage is negative, and their r_t is below 1 - clip before
+any update. So the clip removes exactly the gradient that would punish them. The remedy is the
+decoupled clip (Hilton, Cobbe & Schulman 2021, "Batch size-invariance for policy optimization",
+arXiv:2110.00641, equation 4): mu corrects for who acted, and pi_prox bounds how far the policy
+moves. Where a rollout has `proximal_logp`, pi_prox is the learner's own policy when the rollout was
+collected, so r_t is 1 before the first update. The gradient of a row's policy loss is then
+
+    -min(1, pi / mu) (...) grad log pi    where the clip by pi / pi_prox lets it count, else 0
+
+with V-trace's factor min(1, rho_t), which is in A_t. Hilton et al. have pi_prox / mu times the
+gradient of pi / pi_prox, which is the same pi / mu, not truncated.
 """
 
 from collections.abc import Callable
@@ -199,8 +216,9 @@ def actor_critic_loss(
     each a mean over valid rows. The policy loss of a row is -log pi(a|x) times its V-trace
     advantage, after the batch mean is subtracted and it is divided by the standard deviation +
     FLOOR (`normalize_advantage`), and 0 where PPO's rule says so (`clip`, whether or not V-trace
-    has the ratios, `importance_correction`). The value loss is half the squared distance to the
-    V-trace target (Espeholt et al. 2018, section 4.2).
+    has the ratios, `importance_correction`). The rule's ratio divides by the rollout's
+    `proximal_logp`, or by its `behavior_logp` if that is None. The value loss is half the squared
+    distance to the V-trace target (Espeholt et al. 2018, section 4.2).
 
     `outputs`          the model's, float32 [T+1, B, A] (2 A for continuous actions), with gradient
     `values`           the model's, float32 [T+1, B], with gradient
@@ -237,7 +255,7 @@ def actor_critic_loss(
     # Targets and advantages.
     discounts = discounts_of(rollout.flags, coefficients.gamma, coefficients.bootstrap_truncation)
     corrected = log_ratios if coefficients.importance_correction else torch.zeros_like(log_ratios)
-    target, advantage, ratio = compute_targets(
+    target, advantage, _ = compute_targets(
         values.detach(), rollout.reward, discounts, corrected, valid, coefficients.lam
     )
     # Dummy rows hold 0, so these are sums over valid rows.
@@ -250,9 +268,10 @@ def actor_critic_loss(
     if coefficients.clip is not None:
         # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
         # the advantage pushes it.
-        if not coefficients.importance_correction:
-            ratio = log_ratios.exp()  # V-trace had none
-        advantage = advantage * ((ratio - 1) * advantage.sign() < coefficients.clip)
+        moved = log_ratios
+        if rollout.proximal_logp is not None:
+            moved = torch.where(valid, logp.detach() - rollout.proximal_logp, 0)
+        advantage = advantage * ((moved.exp() - 1) * advantage.sign() < coefficients.clip)
 
     # The loss. It has no factor rho: V-trace's min(1, rho) is in the advantage.
     policy_loss = -_sum(logp * advantage) / count

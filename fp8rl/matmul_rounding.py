@@ -79,6 +79,16 @@ def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
     return actor if acting else learner
 
 
+def acts_as_it_learns(config: Config) -> bool:
+    """Whether the acting policy's matmuls are rounded as those of the learner's forward pass.
+
+    Raises what `matmuls_of` raises.
+    """
+    learner = matmuls_of(config)
+    actor = matmuls_of(config, acting=True)
+    return (actor.precision, actor.operands) == (learner.precision, learner.operands)
+
+
 def roundings_of(
     matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "precision"
 ) -> list[Rounding]:

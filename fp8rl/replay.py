@@ -1,14 +1,15 @@
 """Replay: a ring of rollout rows in which every observation is stored once.
 
 Each environment has its own ring, with consecutive steps in consecutive memory. Row t holds the
-observation, the action taken on it, the reward and flags that followed, and the behaviour
-log-probability. Its next observation is row t+1, at the end of an episode too (rollout.py). The row
-at the head is open: it holds only the observation that the newest transition led to, until the next
-append fills it. So a ring of R rows holds R - 1 complete ones.
+observation, the action taken on it, the reward and flags that followed, the behaviour
+log-probability and, where rollouts have it, the proximal one. Its next observation is row t+1, at
+the end of an episode too (rollout.py). The row at the head is open: it holds only the observation
+that the newest transition led to, until the next append fills it. So a ring of R rows holds R - 1
+complete ones.
 
 Bytes per transition with F features: 4 F for the observation + 1 (action; 4 for each dimension of a
-continuous one) + 4 (reward) + 1 (flags) + 4 (log-probability), so 18 with two features. A codec
-(observation_codec.py) stores observations in fewer bytes.
+continuous one) + 4 (reward) + 1 (flags) + 4 (log-probability), so 18 with two features. A proximal
+log-probability takes 4 more. A codec (observation_codec.py) stores observations in fewer bytes.
 """
 
 import math
@@ -20,25 +21,28 @@ from .env import STATE_BOUNDS
 from .observation_codec import Codec, type_of_codes
 from .rollout import DUMMY, Rollout
 
-NAMES = ("obs", "action", "reward", "flags", "behavior_logp")
+NAMES = ("obs", "action", "reward", "flags", "behavior_logp")  # of what every ring stores
 
 
 def fields_of_row(
-    obs_size: int, action_size: int = 0, codec: str = "fp32"
+    obs_size: int, action_size: int = 0, codec: str = "fp32", proximal: bool = False
 ) -> dict[str, tuple[torch.dtype, tuple]]:
     """Type and shape of each number of a stored transition.
 
-    An action is float32 [action_size], or one byte if that is 0. Raises ValueError for an unknown
-    codec.
+    An action is float32 [action_size], or one byte if that is 0. `proximal`: with a proximal
+    log-probability. Raises ValueError for an unknown codec.
     """
     action = (torch.float32, (action_size,)) if action_size else (torch.uint8, ())
-    return {
+    fields = {
         "obs": (type_of_codes(codec), (obs_size,)),
         "action": action,
         "reward": (torch.float32, ()),
         "flags": (torch.uint8, ()),
         "behavior_logp": (torch.float32, ()),
     }
+    if proximal:
+        fields["proximal_logp"] = (torch.float32, ())
+    return fields
 
 
 def bytes_of_row(fields: dict[str, tuple[torch.dtype, tuple]]) -> int:
@@ -47,10 +51,15 @@ def bytes_of_row(fields: dict[str, tuple[torch.dtype, tuple]]) -> int:
 
 
 def ring_bytes(
-    rows: int, num_envs: int, obs_size: int = 2, codec: str = "fp32", action_size: int = 0
+    rows: int,
+    num_envs: int,
+    obs_size: int = 2,
+    codec: str = "fp32",
+    action_size: int = 0,
+    proximal: bool = False,
 ) -> int:
     """Bytes that a ring of these settings will occupy, without allocating it."""
-    return rows * num_envs * bytes_of_row(fields_of_row(obs_size, action_size, codec))
+    return rows * num_envs * bytes_of_row(fields_of_row(obs_size, action_size, codec, proximal))
 
 
 class Clock:
@@ -100,6 +109,7 @@ class ReplayBuffer:
                    where it has none
     `codec`        how observations are stored (observation_codec.py)
     `action_size`  dimensions of a continuous action, or 0 for one of up to 256
+    `proximal`     whether it stores proximal log-probabilities, which rollouts must then have
 
     Attributes: `fields` has the stored tensors by name, [N, rows], or [N, rows, size] for
     observations and continuous actions. `clipped`, int64 [F], counts values that the codec clipped.
@@ -125,6 +135,7 @@ class ReplayBuffer:
         codec: str = "fp32",
         device="cpu",
         action_size: int = 0,
+        proximal: bool = False,
     ):
         if rows < 2:
             raise ValueError(f"rows is {rows}: use at least 2, one of them is always open")
@@ -138,9 +149,10 @@ class ReplayBuffer:
         self.codec = Codec(codec, low, high, self.device)
         self.obs_size = len(low)
         self.action_size = action_size
+        self.proximal = proximal
         self.clipped = torch.zeros(self.obs_size, dtype=torch.int64, device=self.device)
         self.new_episodes = False
-        row = fields_of_row(self.obs_size, action_size, codec)
+        row = fields_of_row(self.obs_size, action_size, codec, proximal)
         shape = (num_envs, rows)
         self.clock, self.fields = self._allocate(
             {name: (dtype, (*shape, *size)) for name, (dtype, size) in row.items()}
@@ -186,7 +198,8 @@ class ReplayBuffer:
 
         If `new_episodes` is set, a dummy row parts the rollout from the last one, so that no slice
         joins two episodes. Raises ValueError, and leaves the ring unchanged, for T >= `rows`,
-        shapes other than the ring's and, on a CPU, for a NaN or an action that does not fit a byte.
+        shapes other than the ring's, proximal log-probabilities that are missing and, on a CPU, for
+        a NaN or an action that does not fit a byte.
         """
         length = len(rollout.action)
         self._check_shapes(rollout)
@@ -205,7 +218,10 @@ class ReplayBuffer:
             self.clipped += self.count_clipped(rollout.obs[int(continues) :])
 
     def _check_shapes(self, rollout: Rollout) -> None:
-        for name, (_, shape) in fields_of_row(self.obs_size, self.action_size).items():
+        if self.proximal and rollout.proximal_logp is None:
+            raise ValueError("proximal_logp is None: this ring stores it, so give the rollout one")
+        row = fields_of_row(self.obs_size, self.action_size, proximal=self.proximal)
+        for name, (_, shape) in row.items():
             given = list(getattr(rollout, name).shape)
             steps = len(rollout.action) + (name == "obs")
             expected = [steps, self.num_envs, *shape]
@@ -213,7 +229,10 @@ class ReplayBuffer:
                 raise ValueError(f"{name} has shape {given}: this ring takes {expected}")
 
     def _check_values(self, rollout: Rollout) -> None:
-        """Rejects what would be stored as something else."""
+        """Rejects what would be stored as something else.
+
+        A proximal log-probability may be NaN, where the learner overflows: the clip drops the row.
+        """
         if self.device.type != rng.HOST:
             return  # a GPU would be waited for
         floats = [name for name in NAMES if getattr(rollout, name).is_floating_point()]
@@ -234,6 +253,7 @@ class ReplayBuffer:
             reward=torch.zeros_like(last.reward),
             flags=torch.zeros_like(last.flags) + DUMMY,
             behavior_logp=torch.zeros_like(last.behavior_logp),
+            proximal_logp=torch.zeros_like(last.behavior_logp) if self.proximal else None,
         )
 
     def _write(self, rollout: Rollout) -> None:
@@ -245,11 +265,11 @@ class ReplayBuffer:
         """
         length = len(rollout.action)
         self.clock.make_room(length)
-        for name in NAMES:
+        for name, field in self.fields.items():
             values = getattr(rollout, name)
             if name == "obs":
                 values = self.codec.encode(values)
-            self.clock.write(self.fields[name], values.transpose(0, 1))  # [N, T, ...]
+            self.clock.write(field, values.transpose(0, 1))  # [N, T, ...]
         self.clock.advance(length)
 
     def count_clipped(self, obs: torch.Tensor) -> torch.Tensor:
@@ -287,12 +307,14 @@ class ReplayBuffer:
         row = torch.where(row < self.rows, row, row - self.rows)  # wraps around
         index = env * self.rows + row  # [L+1, B], into num_envs * rows
         action = self._gather("action", index[:-1])
+        proximal_logp = self._gather("proximal_logp", index[:-1]) if self.proximal else None
         return Rollout(
             obs=self.codec.decode(self._gather("obs", index)),
             action=action if action.is_floating_point() else action.long(),
             reward=self._gather("reward", index[:-1]),
             flags=self._gather("flags", index[:-1]),
             behavior_logp=self._gather("behavior_logp", index[:-1]),
+            proximal_logp=proximal_logp,
         )
 
     def _gather(self, name: str, index: torch.Tensor) -> torch.Tensor:

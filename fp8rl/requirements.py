@@ -15,7 +15,7 @@ from .config import Config
 from .distribution import Gaussian
 from .env import Cart
 from .machine import Machine
-from .matmul_rounding import matmuls_of, roundings_of_network
+from .matmul_rounding import acts_as_it_learns, matmuls_of, roundings_of_network
 from .precision import PRECISIONS, Precision
 from .replay import ring_bytes
 from .tasks.by_id import task_of
@@ -30,6 +30,7 @@ FREE = (
     "gamma",
     "lam",
     "clip",
+    "clip_by",
     "entropy_coef",
     "value_coef",
     "learning_rate",
@@ -53,6 +54,15 @@ def normalizes(config: Config) -> bool:
     if config.normalize_obs is None:
         return config.env_id is not None and task_of(config.env_id) is None
     return config.normalize_obs
+
+
+def clips_by_learner(config: Config) -> bool:
+    """Whether the clip measures from the learner's own policy because another one acts.
+
+    Rollouts and the ring then have the learner's log-probabilities (`Rollout.proximal_logp`).
+    """
+    is_wanted = config.clip is not None and config.clip_by == "learner"
+    return is_wanted and not acts_as_it_learns(config)
 
 
 def uses_graph(config: Config, machine: Machine, processes: int) -> bool:
@@ -266,7 +276,8 @@ def bytes_per_agent(config: Config) -> int:
     action_size = task.num_actions if task.distribution is Gaussian else 0
     parameters = sum(outputs * (inputs + 1) for outputs, inputs in shapes)
     _, features = shapes[0]
-    ring = ring_bytes(config.rows, config.num_envs, features, config.codec, action_size)
+    ring_settings = (config.rows, config.num_envs, features, config.codec, action_size)
+    ring = ring_bytes(*ring_settings, proximal=clips_by_learner(config))
     precisions = {config.precision, config.collect_precision or "fp32"}
     is_rounded = precisions != {"fp32"} or config.formats
     at_work = bytes_at_work(config, copies=4 if is_rounded else 2)

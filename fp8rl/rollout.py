@@ -36,6 +36,9 @@ class Rollout(NamedTuple):
     flags: torch.Tensor  # uint8 [T, B], the bits above
     behavior_logp: torch.Tensor  # float32 [T, B], log-probability under the behaviour policy
     state: torch.Tensor | None = None  # float32 [B, W], a recurrent policy's state before row 0
+    # float32 [T, B], log-probability under the proximal policy, from which PPO's clip measures
+    # (losses.py); None: this is the behaviour policy
+    proximal_logp: torch.Tensor | None = None
 
     @property
     def valid(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 repeat.
 
 The new rollout is on-policy, except for rounding if the acting policy has a precision of its own.
+The learner then gives each action its own log-probability, too, for the clip.
 The slices replayed from the ring are off-policy. Both go through V-trace (losses.py).
 
 A `Run` is made of a config and parts that own their state: a collector acts (rollout.py), a ring
@@ -23,6 +24,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from .config import Config
+from .distribution import distribution_of
 from .env import Cart
 from .evaluate import Evaluator
 from .history import LOSS_TERMS, History, summarize
@@ -129,6 +131,18 @@ class Learner:
         return actor_critic_loss(
             outputs, values, batch, self.coefficients, self.all_reduce, self.compute_targets
         )
+
+    @torch.no_grad()
+    def log_prob(self, rollout: Rollout) -> torch.Tensor:
+        """Log-probabilities float32 [T, N] of a rollout's actions under the learner's policy.
+
+        They are those of the present weights, computed as a later update computes them.
+        """
+        batch = rollout.to(self.device)
+        with self.precision.autocast():
+            outputs, _ = forward_pass(self.model, batch)
+        policy = distribution_of(batch.action)(outputs[:-1])
+        return policy.log_prob(batch.action).to(rollout.action.device)
 
     def state_dict(self) -> dict:
         model = self.model.state_dict()
@@ -266,8 +280,14 @@ class Run:
         return self.measure(rollout, updates)
 
     def collect(self) -> Rollout:
-        """The next T steps of the N environments."""
-        return self.collector.collect(self.model)
+        """The next T steps of the N environments.
+
+        If the ring stores proximal log-probabilities, they are the learner's.
+        """
+        rollout = self.collector.collect(self.model)
+        if self.ring.proximal:
+            rollout = rollout._replace(proximal_logp=self.learner.log_prob(rollout))
+        return rollout
 
     def check_rollout(self, rollout: Rollout) -> None:
         """Raises ValueError for a rollout that nothing can be learned from."""

@@ -11,6 +11,7 @@ from helpers import SHORT, after, assert_same, refused, resumed, reusing, small,
 from fp8rl.build import HERE, Machine, build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
+from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.env import Cart
 from fp8rl.normalization import NETWORKS
 from fp8rl.requirements import check
@@ -54,6 +55,7 @@ class Narrow(Task):
     [
         {"precision": "fp32"},
         {"precision": "bf16", "collect_precision": "fp32"},
+        {"collect_precision": "bf16", "clip": 0.01, "clip_by": "learner"},
         {"precision": "fp16"},
         {"precision": "fp8"},
         {"capacity": 1_000},
@@ -166,6 +168,23 @@ def test_a_ring_in_a_folder_trains_the_same_agent(tmp_path):
     assert_same(trained(config), trained(build(config, Machine(memmap=tmp_path / "ring"))))
 
 
+def test_a_ring_in_a_folder_with_the_learner_s_log_probabilities_is_one_of_its_own(tmp_path):
+    config = Config(**SHORT, collect_precision="fp8", clip_by="learner")
+    machine = Machine(memmap=tmp_path / "ring")
+    run = trained(build(config, machine))
+    assert_same(run, trained(config))
+    stored = MappedRing.open(tmp_path / "ring")
+    assert stored.proximal and torch.equal(
+        stored.fields["proximal_logp"], run.ring.fields["proximal_logp"]
+    )
+    stored.close()
+    other = dataclasses.replace(config, clip_by="actor")
+    refused("memmap is .*, whose ring has proximal True", build, other, machine)
+    machine = Machine(memmap=tmp_path / "other")
+    build(other, machine).close()
+    refused("memmap is .*, whose ring has proximal None", build, config, machine)
+
+
 def test_rounded_storage_trains_another_agent_as_well():
     config = small(steps=20_480, eval_every=0, eval_episodes=50)
     plain = trained(build(config))
@@ -200,6 +219,7 @@ def test_values_that_the_codec_clips_are_counted():
     "fields",
     [
         {"precision": "fp8", "collect_precision": "bf16", "encoder": "gru", "hide_velocity": True},
+        {"collect_precision": "fp8", "clip": 0.01, "clip_by": "learner"},
         {"codec": "int8", "capacity": 1_000, "extra_features": 2},  # the ring wraps around
     ],
     ids=str,

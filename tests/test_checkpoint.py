@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import io
 import math
 import os
@@ -70,6 +71,20 @@ def test_a_checkpoint_is_a_run_s_config_and_state_which_saving_does_not_change(p
         and equal(model.state_dict(), dict(weights))
         and equal(dict(weights), before["model"])
     )
+
+
+def test_a_run_saved_before_the_clip_had_a_choice_goes_on_as_it_was(tmp_path):
+    config = small(steps=1024, eval_every=0, eval_episodes=1, collect_precision="fp8")
+    config = dataclasses.replace(config, clip_by="actor")
+    whole = trained(config)
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save(path, after(1, build(config)))
+    content = torch.load(path, weights_only=True)
+    del content["config"]["clip_by"]
+    torch.save(content, path)
+    run = resumed(path)
+    assert run.config == config
+    assert_same(trained(run), whole)
 
 
 FIELDS = [

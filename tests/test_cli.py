@@ -622,6 +622,11 @@ def test_memory_predicts_and_measures(capsys):
         result["predicted_bytes"] == result["measured_bytes"] == 1_200_000
         and result["bytes_per_transition"] == 12
     )
+    by_learner = ("--collect-precision", "fp8", "--clip-by", "learner")
+    run_cli("memory", *by_learner, "--steps", 5_000, "--json")
+    result = json.loads(capsys.readouterr().out)
+    assert result["predicted_bytes"] == result["measured_bytes"]
+    assert result["bytes_per_transition"] == 22
     run_cli("memory", "--env-id", "CartPole-v1", "--steps", 5_000)
     assert "bytes_per_transition                 26.0" in capsys.readouterr().out
 

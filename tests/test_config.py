@@ -95,6 +95,14 @@ def test_numbers_become_pythons_own_whatever_they_come_from():
     )
 
 
+def test_the_clip_is_by_the_actor_or_the_learner():
+    for clip_by in ("actor", "learner"):
+        assert Config(clip_by=clip_by).clip_by == clip_by
+    for clip_by in ("", "both", "Learner"):
+        refused("clip_by is .*: choose from actor, learner", Config, clip_by=clip_by)
+    refused("clip_by is None: use a string", Config, clip_by=None)
+
+
 def test_json_gives_the_config_back():
     for config in (
         Config(),

@@ -93,13 +93,17 @@ FIELDS = [
     *({"precision": name} for name in available_precisions()),
     {"encoder": "gru"},
     {"env_id": "fp8rl/Lqr-v0"},
+    {"collect_precision": "bf16", "clip_by": "learner"},
 ]
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 def test_nothing_in_a_graph_asks_the_host(fields, graphed, monkeypatch):
     graphed(Unrecorded)
-    for alone in (True, False)[: 1 + ("encoder" not in fields)]:
+    kinds = [alone for alone in (True, False) if alone or "encoder" not in fields]
+    if "collect_precision" in fields:
+        kinds = [False]  # a copy of a network of fake tensors may crash the interpreter
+    for alone in kinds:
         assert len(captured(Config(**TINY | fields), monkeypatch, alone=alone)) > 25
 
 

@@ -150,9 +150,21 @@ def loss_of(logits, values, rollout, **changes):
     return actor_critic_loss(logits, values, rollout, dataclasses.replace(SETTINGS, **changes))
 
 
-@given(seeds, lengths, st.booleans(), st.booleans(), st.sampled_from([0.2, 2.0, None]))
-def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, normalize, clip):
+@given(
+    seeds,
+    lengths,
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0.2, 2.0, None]),
+    st.booleans(),
+)
+def test_loss_and_gradient_equal_the_sum_over_valid_rows(
+    seed, length, correct, normalize, clip, decoupled
+):
     values, _, rollout = random_rollout(seed, length)
+    if decoupled:
+        noise = torch.randn(length, 3, generator=torch.Generator().manual_seed(seed + 1))
+        rollout = rollout._replace(proximal_logp=rollout.behavior_logp + noise)
     logits = torch.randn(
         length + 1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     ).requires_grad_()
@@ -179,8 +191,9 @@ def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, 
     advantage = torch.stack([advantage[row] for row in rows])
     if normalize:
         advantage = (advantage - advantage.mean()) / (advantage.std(correction=0) + FLOOR)
+    proximal_logp = rollout.proximal_logp if decoupled else rollout.behavior_logp
     for i, row in enumerate(rows):  # the policy has moved far enough
-        ratio = log_ratios[row].exp()
+        ratio = (all_logp[row] - proximal_logp[row]).exp()
         if clip is None:
             continue
         if (advantage[i] > 0 and ratio >= 1 + clip) or (advantage[i] < 0 and ratio <= 1 - clip):
@@ -192,6 +205,29 @@ def test_loss_and_gradient_equal_the_sum_over_valid_rows(seed, length, correct, 
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     for a, b in zip(ours, torch.autograd.grad(expected, (logits, values)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_the_decoupled_clip_lets_an_error_of_the_acting_policy_be_punished():
+    """Two rows. The acting policy took an action of the first half of the time, which the learner
+    never moved from a tenth; it was bad."""
+    logp = torch.tensor([[0.1], [0.5]]).log()
+    logits = torch.stack((logp, (1 - logp.exp()).log()), dim=-1)
+    logits = torch.cat((logits, logits[:1])).requires_grad_()
+    rollout = Rollout(
+        obs=torch.zeros(3, 1, 2),
+        action=torch.zeros(2, 1, dtype=torch.int64),
+        reward=torch.tensor([[-1.0], [1.0]]),
+        flags=torch.full((2, 1), TERMINATED, dtype=torch.uint8),
+        behavior_logp=torch.full((2, 1), 0.5).log(),
+    )
+    gradients = []
+    for batch in (rollout, rollout._replace(proximal_logp=logp)):
+        loss, _ = loss_of(logits, torch.zeros(3, 1), batch, entropy_coef=0.0)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        gradients.append(gradient[:2, 0, 0])
+    by_actor, by_learner = gradients
+    assert by_actor[0] == 0 and by_learner[0] > 0  # descent lowers the bad action's logit
+    assert by_actor[1] == by_learner[1] < 0
 
 
 def test_statistics_by_hand():
@@ -336,6 +372,7 @@ def test_what_a_dummy_row_holds_reaches_neither_loss_nor_gradient(
     changed = rollout._replace(
         reward=torch.where(rollout.valid, rollout.reward, what),
         behavior_logp=torch.where(rollout.valid, rollout.behavior_logp, what),
+        proximal_logp=torch.where(rollout.valid, rollout.behavior_logp, what),
         action=torch.where(rollout.valid.unsqueeze(-1), rollout.action, what)
         if continuous
         else torch.where(rollout.valid, rollout.action, -1),

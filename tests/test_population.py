@@ -320,6 +320,7 @@ PUBLISHED = {
         {"hide_velocity": True, "normalize_advantage": False},
         {"collect_precision": "bf16"},
         {"collect_precision": "fp8", "max_grad_norm": 0.1},
+        {"collect_precision": "fp8", "clip": 0.01, "clip_by": "learner"},
         {"layers": 3, "hidden_size": 32},
         {"layers": 1, "env_id": "fp8rl/Lqr-v0"},
         PUBLISHED,
@@ -349,6 +350,23 @@ def assert_same_agents(one: Population, other: Population, configs: list[Config]
         )
         for name in ours.columns.keys() - {"seconds"}:
             np.testing.assert_array_equal(ours.column(name), theirs.column(name), name)
+
+
+def test_an_agent_clips_by_its_own_rule_beside_agents_with_another():
+    """An agent whose acting policy is its learner, or that clips by its actor, is bit for bit the
+    same whether or not the ring stores the learner's log-probabilities for others."""
+    options = [
+        {},
+        {"collect_precision": "fp8", "clip": 1e-3, "clip_by": "actor"},
+        {"collect_precision": "fp8", "clip_by": "learner", "clip": None},
+    ]
+    others = [Config(seed=seed, **SHORT, **fields) for seed, fields in enumerate(options)]
+    last = Config(seed=3, **SHORT, collect_precision="fp8", clip=1e-3, clip_by="actor")
+    without = whole(*others, last)
+    beside = whole(*others, dataclasses.replace(last, clip_by="learner"))
+    assert beside.ring.proximal and not without.ring.proximal
+    assert_same_agents(without, beside, others)
+    assert not torch.equal(theta(without, last), theta(beside, beside.configs[-1]))
 
 
 def test_hyperparameters_of_one_leave_the_others_bit_for_bit():

@@ -331,6 +331,8 @@ def test_a_checkpoint_continues_with_another_number_of_ranks(two, folder):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_parts_of_a_state_make_up_the_whole(size):
     config = small(
+        collect_precision="bf16",
+        clip_by="learner",
         num_envs=12,
         rollout_length=16,
         slice_length=16,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.disk.restore import check_ring
-from fp8rl.replay import ReplayBuffer
+from fp8rl.replay import ReplayBuffer, ring_bytes
 
 
 @given(
@@ -111,6 +111,23 @@ def test_a_ring_is_saved_and_restored():
         ring.state_dict(),
         2,
     )
+
+
+def test_proximal_log_probabilities_are_stored_where_the_ring_has_them(tmp_path):
+    for folder in (None, tmp_path / "ring"):
+        plain = ring_of(10, 2, WIDE)
+        ring = ring_of(10, 2, WIDE, folder=folder, proximal=True)
+        assert ring.nbytes == ring_bytes(10, 2, proximal=True) == plain.nbytes + 4 * 20
+        rollout = coded(0, 5, 2)
+        refused("proximal_logp is None: this ring stores it", ring.append, rollout)
+        ring.append(rollout._replace(proximal_logp=2 * rollout.behavior_logp))
+        ring.new_episodes = True  # a dummy row comes next
+        rollout = coded(6, 2, 2)
+        ring.append(rollout._replace(proximal_logp=2 * rollout.behavior_logp))
+        batch = ring.sample(20, 8)
+        assert torch.equal(batch.proximal_logp, 2 * batch.behavior_logp)
+        plain.append(rollout)
+        assert "proximal_logp" not in plain.fields and plain.sample(1, 2).proximal_logp is None
 
 
 def test_what_cannot_be_is_refused():

@@ -194,6 +194,37 @@ def test_a_policy_may_act_in_another_precision_with_the_learner_s_weights(learne
     torch.testing.assert_close(expected, rollout.behavior_logp, atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.parametrize("encoder", ["mlp", "gru"])
+def test_the_clip_measures_from_the_learner_s_policy_where_another_one_acts(encoder):
+    acting = {"collect_precision": "fp8", "clip": 1e-3, "clip_by": "learner"}
+    fields = SHORT | {"encoder": encoder} | acting
+    run = build(Config(**fields))
+    for _ in range(2):  # the second goes on from a recurrent state
+        rollout = run.collect()
+        expected = log_probabilities(run.model, run.learner.precision, rollout)
+        torch.testing.assert_close(rollout.proximal_logp, expected)
+        assert not torch.allclose(rollout.proximal_logp, rollout.behavior_logp)
+        run.learner.update(rollout)
+    by_learner = trained(Config(**fields))
+    by_actor = trained(Config(**fields | {"clip_by": "actor"}))
+    assert not torch.equal(weights(by_learner), weights(by_actor))
+
+
+def test_the_learner_s_log_probabilities_are_kept_only_where_they_differ_and_are_used():
+    acting = {"collect_precision": "fp8", "clip_by": "learner"}
+    assert build(Config(**SHORT, **acting)).ring.proximal
+    for fields in (
+        {"clip_by": "learner"},
+        {"clip_by": "learner", "precision": "fp8", "collect_precision": "fp8"},
+        acting | {"clip": None},
+        acting | {"clip_by": "actor"},
+    ):
+        run = build(Config(**SHORT, **fields))
+        assert not run.ring.proximal and run.collect().proximal_logp is None
+    one, other = (trained(Config(**SHORT, clip_by=name)) for name in ("actor", "learner"))
+    assert_same(one, other)
+
+
 def test_without_the_correction_replay_trains_another_agent():
     corrected, plain = (trained(Config(**SHORT, importance_correction=on)) for on in (True, False))
     assert not torch.equal(weights(corrected), weights(plain))

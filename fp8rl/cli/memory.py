@@ -48,6 +48,8 @@ def predict_and_measure(
     ring = run.ring
     transitions = ring_rows(config, machine) * config.num_envs
     predicted = layout_bytes(layout, transitions, ring.obs_size, config.codec, ring.action_size)
+    if layout == "compact" and ring.proximal:
+        predicted += transitions * ring.fields["proximal_logp"].itemsize
     measured = ring.nbytes
     if layout != "compact":
         settings = transitions, ring.bounds, config.codec, ring.device, ring.action_size

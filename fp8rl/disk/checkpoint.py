@@ -25,6 +25,8 @@ from .restore import check_history
 from .safe_files import write_whole
 
 FORMAT = "fp8rl-10"
+# Fields that earlier configs of this format lack, with what such a run did.
+EARLIER = {"clip_by": "actor"}
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
@@ -90,7 +92,7 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
     try:
         found, state = content["config"], content["run"]
         configs = [
-            Config.of({**each, **changes})
+            Config.of({**EARLIER, **each, **changes})
             for each in (found if isinstance(found, list) else [found])
         ]
         check_history(state["history"], len(configs) if isinstance(found, list) else None)

@@ -86,11 +86,12 @@ class MappedRing(ReplayBuffer):
         bounds=STATE_BOUNDS,
         codec: str = "fp32",
         action_size: int = 0,
+        proximal: bool = False,
         writable: bool = True,
     ):
         self.path = folder
         self.writable = writable
-        super().__init__(rows, num_envs, bounds, codec, "cpu", action_size)
+        super().__init__(rows, num_envs, bounds, codec, "cpu", action_size, proximal)
         self.new_episodes = self.size > 0  # a resumed folder does not continue its last episodes
 
     def _allocate(self, fields: Fields) -> tuple[Clock, dict[str, torch.Tensor]]:
@@ -104,6 +105,8 @@ class MappedRing(ReplayBuffer):
             "low": low,
             "high": high,
         }
+        if self.proximal:  # folders without it need not say so
+            settings["proximal"] = True
         files = fields | {"clock": (torch.int64, (2,))}
         self._folder = MappedFolder(self.path, settings, files, self.writable)
         tensors = dict(self._folder.tensors)
@@ -121,8 +124,9 @@ class MappedRing(ReplayBuffer):
 
         Raises like the class.
         """
-        settings = MappedFolder.about(folder)
+        settings = {"proximal": False, **MappedFolder.about(folder)}
         types = {
+            "proximal": bool,
             "format": str,
             "rows": int,
             "num_envs": int,
@@ -143,6 +147,7 @@ class MappedRing(ReplayBuffer):
             bounds=(settings["low"], settings["high"]),
             codec=settings["codec"],
             action_size=settings["action_size"],
+            proximal=settings["proximal"],
             writable=writable,
         )
 
@@ -279,7 +284,8 @@ class MappedFolder:
 
     def _check(self, about: dict, files: dict[Path, int]) -> None:
         theirs = self.about(self.folder)
-        for name, ours in about.items():
+        for name in (*about, *(theirs.keys() - about.keys())):
+            ours = about.get(name)
             if theirs.get(name) != ours:
                 other = f"has {name} {theirs.get(name)!r} and not {ours!r}"
                 raise ValueError(

@@ -30,6 +30,7 @@ from ..losses import LossCoefficients, Targets, vtrace_fast
 from ..model import make_network
 from ..precision import PRECISIONS
 from ..replay import ReplayBuffer
+from ..requirements import clips_by_learner
 from ..returns import EpisodeReturns, RewardScale
 from ..rollout import Collector, Rollout, check_extremes
 from ..train import PATIENCE, Learner, Parts, Run
@@ -167,6 +168,9 @@ class PopulationLearner(Learner):
     def loss(self, batch: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return super().loss(by_agent(batch, self.agents))
 
+    def log_prob(self, rollout: Rollout) -> torch.Tensor:
+        return super().log_prob(by_agent(rollout, self.agents)).flatten(1)
+
 
 class PopulationEvaluator(Evaluator):
     """As Evaluator, for S agents: returns float64 [S]. All agents begin at the same starts."""
@@ -270,7 +274,9 @@ class Population(Run):
         collector = Collector(env, model, scales, common.rollout_length, seeds)
         action_size = env.num_actions if env.distribution is Gaussian else 0
         ring_settings = (common.rows, env.num_envs, env.bounds, common.codec, device, action_size)
-        ring = PopulationRing(places, *ring_settings)
+        clips_apart = [clips_by_learner(config) for config in configs]
+        self.clips_apart = torch.tensor(clips_apart, device=device).unsqueeze(1)  # [S, 1]
+        ring = PopulationRing(places, *ring_settings, proximal=any(clips_apart))
         evaluator = PopulationEvaluator(common, scales.exact, make_envs)
         super().__init__(common, Parts(collector, learner, evaluator, ring))
         self.recorded = PopulationHistory(self.agents)
@@ -284,6 +290,15 @@ class Population(Run):
     def learning_rate_at(self, iteration: int):
         """The learning rates of an iteration: a number, or float32 [S, 1]."""
         return self.config.annealed(self.learning_rate, iteration)
+
+    def collect(self) -> Rollout:
+        """As Run.collect. Agents that clip by their acting policy have its log-probabilities."""
+        rollout = super().collect()
+        if rollout.proximal_logp is None:
+            return rollout
+        batch = by_agent(rollout, self.agents)
+        proximal_logp = torch.where(self.clips_apart, batch.proximal_logp, batch.behavior_logp)
+        return rollout._replace(proximal_logp=proximal_logp.flatten(1))
 
     def sample(self, update: int = 0) -> Rollout:
         seeds = self.collector.seed
