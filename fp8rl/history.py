@@ -7,6 +7,8 @@ import torch
 
 # The parts of the loss. With several processes, each process has a part of each.
 LOSS_TERMS = ("loss", "policy_loss", "value_loss", "entropy")
+# Other means over the rows of a batch, of which each process has a part, too.
+ROW_MEANS = ("mean_ratio", "k3", "clipped_share")
 
 
 class History:
@@ -23,7 +25,12 @@ class History:
     outside               share of continuous actions beyond the bounds
     loss, policy_loss, value_loss, entropy, ess
                           means over the iteration's updates
-    min_logp              the smallest of them
+    mean_ratio, k3        the same, of the importance ratios rho = pi / mu: their mean, and that of
+                          rho - 1 - log rho, a KL divergence in nats (losses.py)
+    clipped_share         the same: the share of valid rows that PPO's clip drops (`clipped` is of
+                          the codec)
+    min_logp, min_ratio   the smallest of them
+    max_ratio             the largest of them
     grad_norm             the largest finite one, or 0
     nonfinite             number of updates whose gradient was not finite
     skipped               number of updates that the scaler skipped
@@ -105,14 +112,16 @@ class History:
 def summarize(updates: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """The statistics of an iteration's updates in one row.
 
-    Each update has its statistics by name: loss, policy_loss, value_loss, entropy, ess, min_logp,
-    grad_norm, skipped and loss_scale, numbers or arrays of one shape.
+    Each update has its statistics by name, numbers or arrays of one shape: loss, those of
+    `losses.actor_critic_loss`, grad_norm, skipped and loss_scale.
     """
     columns = {name: np.array([update[name] for update in updates]) for name in updates[0]}
     grad_norm = columns["grad_norm"]
     is_finite = np.isfinite(grad_norm)
-    row = {name: columns[name].mean(axis=0) for name in (*LOSS_TERMS, "ess")}
+    row = {name: columns[name].mean(axis=0) for name in (*LOSS_TERMS, "ess", *ROW_MEANS)}
     row["min_logp"] = columns["min_logp"].min(axis=0)
+    row["min_ratio"] = columns["min_ratio"].min(axis=0)
+    row["max_ratio"] = columns["max_ratio"].max(axis=0)
     row["grad_norm"] = np.where(is_finite, grad_norm, 0).max(axis=0)
     row["nonfinite"] = (~is_finite).sum(axis=0)
     row["skipped"] = columns["skipped"].sum(axis=0)

@@ -227,10 +227,23 @@ def actor_critic_loss(
                        losses and entropies of the parts add up to those of the whole
     `compute_targets`  called like `vtrace_fast`
 
-    Returns the loss (float32 scalar) and a dict of statistics without gradient: policy_loss,
-    value_loss, entropy (nats), min_logp (smallest log-probability of an action taken) and ess
-    (effective sample size of the ratios as a fraction of the rows: Kish, (sum rho)^2 / (n sum
-    rho^2); 1 on-policy). Dimensions between time and batch are left alone: the results have them.
+    Returns the loss (float32 scalar) and a dict of statistics without gradient. Those of ratios
+    are of rho = pi / mu over the valid rows, before V-trace truncates it.
+
+        policy_loss, value_loss
+        entropy         nats
+        min_logp        smallest log-probability of an action taken
+        ess             effective sample size of the ratios as a fraction of the rows, by Kish:
+                        (sum rho)^2 / (n sum rho^2); 1 on-policy
+        mean_ratio      mean of rho; its expectation is 1
+        min_ratio, max_ratio
+        k3              mean of rho - 1 - log rho, an estimate of KL(mu || pi) in nats that is never
+                        negative (Schulman 2020, "Approximating KL divergence")
+        clipped_share   share of the valid rows that PPO's clip drops; 0 without a clip
+
+    With several processes, the means over rows, of losses, entropy, ratios, k3 and the clip, are
+    parts that add up to those of the whole; ess and the extremes are of this process's rows.
+    Dimensions between time and batch are left alone: the results have them.
 
         >>> import torch
         >>> from fp8rl.config import Config
@@ -265,13 +278,16 @@ def actor_critic_loss(
         advantage = torch.where(valid, advantage - advantage_sum / count, 0)
         (squares,) = all_reduce([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
+    dropped = torch.zeros_like(valid)
     if coefficients.clip is not None:
         # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
         # the advantage pushes it.
         moved = log_ratios
         if rollout.proximal_logp is not None:
             moved = torch.where(valid, logp.detach() - rollout.proximal_logp, 0)
-        advantage = advantage * ((moved.exp() - 1) * advantage.sign() < coefficients.clip)
+        counts = (moved.exp() - 1) * advantage.sign() < coefficients.clip
+        advantage = advantage * counts
+        dropped = valid & ~counts
 
     # The loss. It has no factor rho: V-trace's min(1, rho) is in the advantage.
     policy_loss = -_sum(logp * advantage) / count
@@ -280,7 +296,11 @@ def actor_critic_loss(
     entropy = _sum(torch.where(valid, policy.entropy(), 0)) / count
     loss = policy_loss + coefficients.value_coef * value_loss - coefficients.entropy_coef * entropy
 
-    # Statistics.
+    # Statistics. A dummy row has log rho = 0 here, so rho - 1 is 0, too.
+    excess = log_ratios.expm1()  # rho - 1, exact also where rho is almost 1
+    mean_ratio = (rows + _sum(excess)) / count
+    k3 = _sum(excess - log_ratios) / count
+    smallest = _extreme(torch.amin, torch.where(valid, log_ratios, torch.inf))
     log_ratios = torch.where(valid, log_ratios, -torch.inf)
     largest = _extreme(torch.amax, log_ratios).clamp(min=LOWEST)
     scaled_ratio = (log_ratios - largest).exp()  # the scale cancels, and nothing overflows
@@ -290,6 +310,11 @@ def actor_critic_loss(
         "entropy": entropy,
         "min_logp": _extreme(torch.amin, torch.where(valid, logp, torch.inf)),
         "ess": _sum(scaled_ratio).square() / (rows * _sum(scaled_ratio.square())).clamp(min=1),
+        "mean_ratio": mean_ratio,
+        "min_ratio": smallest.exp(),
+        "max_ratio": largest.exp(),
+        "k3": k3,
+        "clipped_share": _sum(dropped.float()) / count,
     }
     return _squeezed(loss), {name: _squeezed(x.detach()) for name, x in statistics.items()}
 

@@ -27,7 +27,7 @@ from .config import Config
 from .distribution import distribution_of
 from .env import Cart
 from .evaluate import Evaluator
-from .history import LOSS_TERMS, History, summarize
+from .history import LOSS_TERMS, ROW_MEANS, History, summarize
 from .losses import LossCoefficients, actor_critic_loss, no_all_reduce, vtrace_fast
 from .model import ActorCritic
 from .precision import PRECISIONS, Precision
@@ -371,9 +371,10 @@ class Run:
         ]
         returns, episodes, clipped, *outside = numbers[measurements.updates * len(names) :]
         summary = summarize(updates)
-        parts = np.stack([returns, episodes, clipped, *(summary[name] for name in LOSS_TERMS)])
+        added = (*LOSS_TERMS, *ROW_MEANS)  # over processes
+        parts = np.stack([returns, episodes, clipped, *(summary[name] for name in added)])
         (sums,) = self.learner.all_reduce([torch.from_numpy(parts)])
-        returns, episodes, clipped, *loss_terms = sums.numpy()
+        returns, episodes, clipped, *means = sums.numpy()
         row = {
             "steps": (iteration + 1) * self.config.steps_per_iteration,
             "clipped": clipped,
@@ -382,7 +383,7 @@ class Run:
             row["outside"] = outside[0]
         with np.errstate(invalid="ignore"):
             row["train_return"] = returns / episodes  # NaN where no episode ended
-        return row | summary | dict(zip(LOSS_TERMS, loss_terms, strict=True))
+        return row | summary | dict(zip(added, means, strict=True))
 
     def check_learning(self, iteration: int, updates: int) -> None:
         """Raises FloatingPointError if gradients up to an iteration, of so many updates, show that

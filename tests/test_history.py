@@ -155,6 +155,11 @@ def stats_of(**changes) -> dict[str, torch.Tensor]:
         "min_logp",
         "grad_norm",
         "ess",
+        "mean_ratio",
+        "min_ratio",
+        "max_ratio",
+        "k3",
+        "clipped_share",
         "loss_scale",
     )
     return {name: torch.tensor(1.0) for name in names} | {"skipped": torch.tensor(False)} | changes
@@ -162,6 +167,8 @@ def stats_of(**changes) -> dict[str, torch.Tensor]:
 
 def test_a_row_of_several_updates_by_hand():
     one = stats_of(loss=torch.tensor(2.0), min_logp=torch.tensor(-3.0), ess=torch.tensor(0.5))
+    one |= {"mean_ratio": torch.tensor(0.5), "k3": torch.tensor(0.0)}
+    one |= {"min_ratio": torch.tensor(0.25), "max_ratio": torch.tensor(4.0)}
     one |= {"grad_norm": torch.tensor(torch.inf), "skipped": torch.tensor(True)}
     other = stats_of(loss_scale=torch.tensor(8.0))
     row = summarize([{name: float(x) for name, x in stats.items()} for stats in (one, other)])
@@ -173,3 +180,5 @@ def test_a_row_of_several_updates_by_hand():
         8,
     )
     assert (row["nonfinite"], row["skipped"]) == (1, 1)
+    assert (row["mean_ratio"], row["k3"], row["clipped_share"]) == (0.75, 0.5, 1)
+    assert (row["min_ratio"], row["max_ratio"]) == (0.25, 4)

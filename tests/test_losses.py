@@ -254,9 +254,53 @@ def test_statistics_by_hand():
         "entropy": -(0.2 * np.log(0.2) + 0.8 * np.log(0.8)),
         "min_logp": np.log(0.2),
         "ess": 2**2 / (2 * 2.72),
+        "mean_ratio": (1.6 + 0.4) / 2,
+        "min_ratio": 0.4,
+        "max_ratio": 1.6,
+        "k3": (1.6 - 1 - np.log(1.6) + 0.4 - 1 - np.log(0.4)) / 2,
+        "clipped_share": 0.0,
     }
     assert {name: stat.item() for name, stat in stats.items()} == pytest.approx(expected, rel=1e-5)
     assert loss.requires_grad and not any(stat.requires_grad for stat in stats.values())
+
+
+@pytest.mark.parametrize("clip, share", [(0.4, 1.0), (0.55, 0.5), (0.7, 0.0), (None, 0.0)])
+def test_the_clipped_share_by_hand(clip, share):
+    """Two rows count: ratio 1.6 with a positive advantage, and 0.5 with a negative one. Measured
+    from the proximal policy, both ratios are 1."""
+    logits = torch.tensor([[0.2, 0.8], [0.2, 0.8], [0.5, 0.5], [0.5, 0.5]]).log().unsqueeze(1)
+    rollout = Rollout(
+        obs=torch.zeros(4, 1, 2),
+        action=torch.tensor([[1], [0], [0]]),
+        reward=torch.tensor([[1.0], [-1.0], [1.0]]),
+        flags=torch.tensor([[0], [TERMINATED], [DUMMY]], dtype=torch.uint8),
+        behavior_logp=torch.tensor([[0.5], [0.4], [0.5]]).log(),
+    )
+    options = {"lam": 0.0, "normalize_advantage": False, "clip": clip}
+    stats = loss_of(logits, torch.zeros(4, 1), rollout, **options)[1]
+    assert stats["clipped_share"].item() == share
+    decoupled = rollout._replace(proximal_logp=torch.tensor([[0.8], [0.2], [0.5]]).log())
+    stats = loss_of(logits, torch.zeros(4, 1), decoupled, **options)[1]
+    assert stats["clipped_share"].item() == 0
+    assert stats["max_ratio"].item() == pytest.approx(1.6)  # this one is of the behaviour policy
+
+
+@given(seeds, lengths)
+def test_statistics_of_ratios_are_of_valid_rows_alone(seed, length):
+    values, _, rollout = random_rollout(seed, length)
+    logits = torch.randn(length + 1, 3, 2, generator=torch.Generator().manual_seed(seed))
+    stats = loss_of(logits, values.float(), rollout)[1]
+    logp = logits[:-1].log_softmax(-1).gather(-1, rollout.action[..., None])[..., 0]
+    log_ratio = (logp - rollout.behavior_logp)[rollout.valid].double()
+    ratio = log_ratio.exp()
+    expected = {
+        "mean_ratio": ratio.mean(),
+        "min_ratio": ratio.min(),
+        "max_ratio": ratio.max(),
+        "k3": (ratio - 1 - log_ratio).mean(),
+    }
+    for name, number in expected.items():
+        assert stats[name].item() == pytest.approx(number.item(), rel=1e-4, abs=1e-6), name
 
 
 def test_inputs_are_not_modified():

@@ -38,6 +38,7 @@ from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.run_folder import FILES, MARK, Folder
 from fp8rl.env import Cart
+from fp8rl.history import ROW_MEANS
 from fp8rl.losses import actor_critic_loss, no_all_reduce
 from fp8rl.model import ActorCritic
 from fp8rl.normalization import NETWORKS
@@ -193,7 +194,7 @@ def test_two_ranks_train_one_agent(name, two):
     config = RUNS[name]
     assert torch.equal(first, second) and first.isfinite().all()
     assert not torch.equal(first, weights(build(config)))
-    own = {"ess", "min_logp", "eval_return"}  # of a rank's part
+    own = {"ess", "min_logp", "min_ratio", "max_ratio", "eval_return"}  # of a rank's part
     for column in columns.keys() - own:
         np.testing.assert_array_equal(columns[column], others[column], column)
     assert columns["steps"].tolist() == [
@@ -401,7 +402,7 @@ def test_losses_and_gradients_of_parts_add_up_to_the_whole_s(sizes, length, seed
     assert len(sums) == (2 if normalized else 1)
     torch.testing.assert_close(sum(result[0] for result in results), loss, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(sum(result[1] for result in results), gradient, rtol=1e-4, atol=1e-5)
-    for name in ("policy_loss", "value_loss", "entropy"):
+    for name in ("policy_loss", "value_loss", "entropy", *ROW_MEANS):
         torch.testing.assert_close(
             sum(result[2][name] for result in results), stats[name], rtol=1e-4, atol=1e-5
         )

@@ -8,7 +8,7 @@ or a file's content. What is wrong raises ValueError before the run goes on.
 import numpy as np
 import torch
 
-from ..history import LOSS_TERMS
+from ..history import LOSS_TERMS, ROW_MEANS
 from ..replay import ReplayBuffer
 from ..train import Run
 
@@ -17,6 +17,7 @@ REQUIRED_COLUMNS = ("iteration", "steps", "seconds", "eval_return")  # of a hist
 COLUMNS = (
     *REQUIRED_COLUMNS,
     *LOSS_TERMS,
+    *ROW_MEANS,
     "learning_rate",
     "loss_scale",
     "train_return",
@@ -24,6 +25,8 @@ COLUMNS = (
     "outside",
     "ess",
     "min_logp",
+    "min_ratio",
+    "max_ratio",
     "grad_norm",
     "nonfinite",
     "skipped",
