@@ -181,11 +181,40 @@ def test_mismatch_scores_as_the_tasks_do(monkeypatch):
     import tasks
 
     assert [fields["learning_rate"] for fields in mismatch.TASKS.values()] == [2e-3, 1e-3]
-    monkeypatch.setattr(mismatch, "SEEDS", 2)
-    monkeypatch.setitem(mismatch.TASKS, tasks.LQR, {**mismatch.SETTINGS, "steps": 512})
-    scores, divergence, new, replayed = mismatch.trained(tasks.LQR, "acting=e8m0", "right")
-    assert (scores < 0).all() and divergence > 0 and 0 < new < 1 and 0 < replayed <= 1
+    (one, other), wrong = (
+        mismatch.trained(tasks.LQR, "0", ratios, seeds=[3, 4], steps=512)
+        for ratios in ("learner", "wrong")
+    )
+    assert (one.seed, other.seed) == (3, 4) and one.score < 0
+    assert one.divergence > 0 and 0 < one.sample_size < 1 and 0 < one.replayed_sample_size <= 1
+    assert 0 <= one.clipped_share < 1 and one.score != wrong[0].score
     assert tasks.score(tasks.LQR, 1.05 * tasks.best_of(tasks.LQR)) == pytest.approx(-5)
+
+
+def test_mismatch_s_table_has_what_was_trained(tmp_path):
+    import mismatch
+
+    def results(ratios: str, scores: list[float]) -> list:
+        numbers = {"divergence": 1e-3, "sample_size": 0.9, "replayed_sample_size": 0.5}
+        return [
+            mismatch.Result(
+                "CartPole-v1", "1", ratios, seed, x, **numbers, clipped_share=len(ratios) / 100
+            )
+            for seed, x in enumerate(scores)
+        ]
+
+    found = results("actor", [100.0, 200.0, 300.0])[::-1] + results("learner", [110, 210, 310])
+    mismatch.write(tmp_path / "mismatch.csv", found)
+    assert mismatch.read(tmp_path / "mismatch.csv") == found
+    _, _, line = mismatch.table(found)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == [
+        *("CartPole-v1", "1", "1.0e-03", "1.0", "0.500", "0.050, 0.070"),
+        *("200.0 [150.0, 250.0]", "210.0 [160.0, 260.0]", "", "", "+10.0 [+10.0, +10.0]"),
+    ]
+    cells = mismatch.cells(mismatch.BITS, mismatch.RATIOS)
+    assert len(cells) == 2 * (7 * 3 + 2)
+    assert mismatch.read(tmp_path / "none.csv") == []
 
 
 def test_the_film_compares_the_agent_before_and_after_training(monkeypatch):
