@@ -113,11 +113,11 @@ class Config:
     # PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or
     # below 1 - clip (negative). None: no clip, all steps count.
     clip: float | None = 0.2
-    # What the clip's ratio divides by, where the acting policy has another precision or format:
-    # the probability of the action under the acting policy ("actor"), or under the learner's policy
-    # when the action was taken ("learner"; losses.py says why). Where both policies are the same,
+    # What the clip's ratio divides by, where the acting policy has another precision or format: the
+    # probability of the action under the learner's policy when the action was taken ("learner";
+    # losses.py says why), or under the acting policy ("actor"). Where both policies are the same,
     # this changes nothing.
-    clip_by: str = "actor"
+    clip_by: str = "learner"
     # Divide rewards by the root mean square of their discounted sums: targets are of order 1.
     scale_rewards: bool = True
     # Weight of the entropy bonus, which keeps the policy from becoming deterministic too early.

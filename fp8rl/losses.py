@@ -26,12 +26,14 @@ pi_prox, the step counts for the policy
     only while r_t < 1 + clip    if A_t > 0
     only while r_t > 1 - clip    if A_t < 0
 
-By default pi_prox is the step's behaviour policy mu, as in PPO, so r_t is rho_t. This goes wrong
-where the policy acts in fewer bits than it learns in. Some actions are errors of the rounding: mu
-takes them often and pi seldom. Their advantage is negative, and their r_t is below 1 - clip before
-any update. So the clip removes exactly the gradient that would punish them. The remedy is the
-decoupled clip (Hilton, Cobbe & Schulman 2021, "Batch size-invariance for policy optimization",
-arXiv:2110.00641, equation 4): mu corrects for who acted, and pi_prox bounds how far the policy
+Where the policy acts as it learns, pi_prox is the step's behaviour policy mu, as in PPO, and r_t is
+rho_t. That would go wrong where the policy acts in fewer bits than it learns in. Some of its
+actions are errors of the rounding: mu takes them often and pi seldom, so rho_t is below 1 - clip
+before any update. If such an action is bad, its A_t is negative, and a clip by rho_t removes
+exactly the gradient that would punish it.
+
+The remedy is the decoupled clip (Hilton, Cobbe & Schulman 2021, "Batch size-invariance for policy
+optimization", arXiv:2110.00641): mu corrects for who acted, and pi_prox bounds how far the policy
 moves. Where a rollout has `proximal_logp`, pi_prox is the learner's own policy when the rollout was
 collected, so r_t is 1 before the first update. The gradient of a row's policy loss is then
 

@@ -96,6 +96,7 @@ def test_numbers_become_pythons_own_whatever_they_come_from():
 
 
 def test_the_clip_is_by_the_actor_or_the_learner():
+    assert Config().clip_by == "learner"
     for clip_by in ("actor", "learner"):
         assert Config(clip_by=clip_by).clip_by == clip_by
     for clip_by in ("", "both", "Learner"):

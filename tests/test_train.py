@@ -211,11 +211,12 @@ def test_the_clip_measures_from_the_learner_s_policy_where_another_one_acts(enco
 
 
 def test_the_learner_s_log_probabilities_are_kept_only_where_they_differ_and_are_used():
-    acting = {"collect_precision": "fp8", "clip_by": "learner"}
+    acting = {"collect_precision": "fp8"}
     assert build(Config(**SHORT, **acting)).ring.proximal
     for fields in (
-        {"clip_by": "learner"},
-        {"clip_by": "learner", "precision": "fp8", "collect_precision": "fp8"},
+        {},
+        {"precision": "fp8"},
+        acting | {"precision": "fp8"},
         acting | {"clip": None},
         acting | {"clip_by": "actor"},
     ):
