@@ -210,6 +210,28 @@ def test_the_clip_measures_from_the_learner_s_policy_where_another_one_acts(enco
     assert not torch.equal(weights(by_learner), weights(by_actor))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"precision": "bf16"},
+        {"precision": "fp8", "collect_precision": "bf16"},
+        {"encoder": "gru", "hide_velocity": True},
+        {"normalize_obs": True},
+        {"env_id": "Pendulum-v1"},
+    ],
+    ids=str,
+)
+def test_the_first_update_on_a_rollout_drops_nothing_however_the_policy_acts(fields):
+    """Its ratios to the learner's policy are exactly 1, so even a tiny clip keeps all rows."""
+    once = {"replay_updates": 0, "clip": 1e-7, "collect_precision": "fp8"}
+    shares = {}
+    for clip_by in ("actor", "learner"):
+        config = Config(**SHORT | once | {"clip_by": clip_by} | fields)
+        shares[clip_by] = trained(config).history.column("clipped_share")
+    assert (shares["learner"] == 0).all() and (shares["actor"] > 0.1).all()
+
+
 def test_the_learner_s_log_probabilities_are_kept_only_where_they_differ_and_are_used():
     acting = {"collect_precision": "fp8"}
     assert build(Config(**SHORT, **acting)).ring.proximal
