@@ -273,6 +273,8 @@ def main(options: argparse.Namespace) -> None:
             results += agents
             write(numbers, sorted(results))
             print(*agents[0][:3], with_quartiles(np.array([x.score for x in agents])), flush=True)
+        pool.close()
+        pool.join()  # or a process would be killed as it ends, and leave a semaphore behind
     made = f"`python benchmarks/mismatch.py {options.out}` on {origin()}."
     options.out.write_text("\n".join([*table(results), "", made, ""]))
 

@@ -339,7 +339,15 @@ def test_a_graph_belongs_to_its_run_alone(graphed, monkeypatch):
 @pytest.mark.cuda
 @CUDA
 @pytest.mark.parametrize(
-    "fields", [{}, {"replay_updates": 0}, {"replay_updates": 2}, {"encoder": "gru"}], ids=str
+    "fields",
+    [
+        {},
+        {"replay_updates": 0},
+        {"replay_updates": 2},
+        {"encoder": "gru"},
+        {"collect_precision": "fp8", "clip_by": "learner"},
+    ],
+    ids=str,
 )
 @ON_CUDA
 def test_a_graph_trains_as_eager_launches_do(precision, fields):
@@ -372,7 +380,12 @@ def test_a_run_that_is_garbage_does_not_spoil_the_next_one_s_capture():
 @CUDA
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"env_id": "Pendulum-v1"}, {"formats": "weights=e4m3:stochastic v=e5m2"}],
+    [
+        {},
+        {"env_id": "Pendulum-v1"},
+        {"formats": "weights=e4m3:stochastic v=e5m2"},
+        {"collect_precision": "bf16", "clip_by": "learner"},
+    ],
     ids=str,
 )
 def test_a_population_s_graphs_train_as_eager_launches_do(fields):
