@@ -1,0 +1,362 @@
+"""Who may act in few bits? What it costs that sequences are written by a rounded copy of the policy.
+
+Policies are trained in float32, and a copy of them in few bits writes the sequences. What the
+learner loses depends on the format, on the length T of the sequences, and on what it does about the
+ratios pi / mu of the two policies (fp8rl/sequences/corrections.py).
+
+Before training, a float32 run tells the horizon H of a format: after H tokens, the weights of
+sequences have lost a tenth of their effective sample size. The claim is that T / H foresees the
+loss, for each correction. So the losses of the first experiment, drawn over T / H, predict those of
+the others, which are another task, another network and other formats.
+
+    first      the experiment from which each correction's curve is read; seeds below 1000
+    predict    horizons, and the losses of the other experiments; committed before they are measured
+    measure    the other experiments; seeds from 1000 up
+    table      the outcome, beside rules that know less: the format alone, T alone, a token's
+               effective sample size alone
+
+    python benchmarks/acting.py first benchmarks/results/acting_first.csv
+    python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv
+    python benchmarks/acting.py measure benchmarks/results/acting_measured.csv
+    python benchmarks/acting.py table benchmarks/results/acting.md
+
+`first` and `measure` go on where they were stopped. A loss is the share of the success that the
+learner reaches where float32 writes the sequences: 0 is float32, 1 gets nothing right.
+"""
+
+import argparse
+import csv
+import math
+import multiprocessing
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fp8rl.hardware import keep_freed_memory
+from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons, pretrained
+from fp8rl.study.throughput import origin
+
+RESULTS = Path(__file__).parent / "results"
+WATCHED = [900, 901, 902, 903]  # seeds of the float32 run on which horizons are measured
+REPAIRS = ("token_weights", "sequence_weights", "mask_tokens", "mask_sequences")
+ALL = ("none", *REPAIRS, "clip", "one_precision")
+ENDS = ("none", "clip")  # the least and the most that can happen
+
+
+def arms_of(corrections: dict[str, tuple[str, ...]]) -> list[Arm]:
+    """Float32, and each format with each of its corrections."""
+    pairs = [(form, name) for form, names in corrections.items() for name in names]
+    return [Arm(), *(Arm(form, name) for form, name in pairs)]
+
+
+class Experiment(NamedTuple):
+    """Arms by the length of sequences, trained in one setting with the same seeds."""
+
+    setting: Setting
+    seeds: range
+    arms: dict[int, list[Arm]]
+
+
+BITS = {form: ALL for form in ("e8m1", "e8m2", "e8m3")}
+BITS |= {form: ENDS for form in ("e8m5", "e8m7")}
+SIDES = ("clip_negative", "clip_positive")
+WITH_SIDES = BITS | {form: (*ALL, *SIDES) for form in ("e8m1", "e8m2")}
+LONG = {form: ENDS for form in ("e8m1", "e8m3", "e8m5")} | {"e8m2": (*ENDS, "mask_tokens")}
+ENGINES = {"fp8": ALL, "fp16": ENDS}
+ATTENTION = {form: ALL for form in ("e8m2", "e8m3", "fp8")}
+ATTENTION |= {form: ENDS for form in ("e8m1", "e8m5", "fp16")}
+SHARP = Setting()
+HARMLESS = Setting(right_tokens=4)
+# With the recurrent network's learning rate, attention unlearns in float32, too
+TWO_LAYERS = Setting(network="attention", learning_rate=5e-4)
+
+EXPERIMENTS = {
+    "first": Experiment(
+        SHARP,
+        range(16),
+        {
+            8: arms_of(WITH_SIDES),
+            32: arms_of(WITH_SIDES),
+            128: arms_of(WITH_SIDES),
+            512: arms_of(LONG),
+        },
+    ),
+    "other formats": Experiment(
+        SHARP,
+        range(1000, 1016),
+        {
+            8: arms_of(ENGINES),
+            32: arms_of(ENGINES),
+            128: arms_of(ENGINES),
+            512: arms_of({"fp8": ENDS}),
+        },
+    ),
+    "entropic task": Experiment(
+        HARMLESS,
+        range(1000, 1016),
+        {
+            8: arms_of(BITS | {"fp8": ENDS}),
+            32: arms_of(BITS | {"fp8": ENDS}),
+            128: arms_of(BITS | {"fp8": ENDS}),
+            512: arms_of({form: ENDS for form in ("e8m2", "e8m3")}),
+        },
+    ),
+    "attention": Experiment(
+        TWO_LAYERS,
+        range(1000, 1016),
+        {
+            8: arms_of(ATTENTION),
+            32: arms_of(ATTENTION),
+            96: arms_of({form: ENDS for form in ("e8m3", "e8m5", "fp8")}),
+        },
+    ),
+    "two updates": Experiment(
+        Setting(updates_per_rollout=2),
+        range(1000, 1016),
+        {
+            length: arms_of(
+                {form: ("none", "token_weights", "clip") for form in ("e8m1", "e8m2", "e8m3")}
+            )
+            for length in (32, 128)
+        },
+    ),
+}
+FIELDS = ["experiment", "length", "format", "correction", "seed", "learner", "actor", "dead", "start"]
+
+
+class Job(NamedTuple):
+    """Arms of one length and a few seeds, trained as one batch."""
+
+    experiment: str
+    length: int
+    seeds: tuple[int, ...]
+
+
+def jobs_of(names: list[str]) -> list[Job]:
+    """The jobs of experiments, the longest first."""
+    jobs = []
+    for name in names:
+        seeds = list(EXPERIMENTS[name].seeds)
+        for length in EXPERIMENTS[name].arms:
+            # A batch that fits into the cache takes half as long
+            size = max(1, min(4, 64 // length))
+            groups = [tuple(seeds[i : i + size]) for i in range(0, len(seeds), size)]
+            jobs += [Job(name, length, group) for group in groups]
+    return sorted(jobs, key=lambda job: -job.length * len(job.seeds))
+
+
+def trained(job: Job) -> list[dict]:
+    """One row for each arm and seed: successes at the end, the mean of four evaluations."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    experiment = EXPERIMENTS[job.experiment]
+    setting = experiment.setting._replace(length=job.length)
+    laboratory = Laboratory(setting, experiment.arms[job.length], list(job.seeds))
+    start = laboratory.learner_success()
+    laboratory.train(setting.updates - 20)
+    rewards = []  # of each prompt, [arms, seeds, prompts]
+    for _ in range(4):
+        laboratory.train(5)
+        rewards.append(laboratory.learner_rewards())
+    learner = torch.stack(rewards).mean(0)
+    actor = laboratory.actor_success()
+    rows = []
+    for i, arm in enumerate(laboratory.arms):
+        for j, seed in enumerate(job.seeds):
+            rows.append(
+                {
+                    "experiment": job.experiment,
+                    "length": job.length,
+                    "format": arm.format,
+                    "correction": arm.correction,
+                    "seed": seed,
+                    "learner": round(float(learner[i, j].mean()), 4),
+                    "actor": round(float(actor[i, j]), 4),
+                    "dead": int((learner[i, j] == 0).sum()),
+                    "start": round(float(start[i, j]), 4),
+                }
+            )
+    return rows
+
+
+def measure(names: list[str], out: Path, processes: int) -> None:
+    """Trains all jobs of experiments whose rows are not in the file yet, and appends them."""
+    done = set()
+    if out.exists():
+        done = {(row["experiment"], row["length"], row["seed"]) for row in read(out)}
+    jobs = [
+        job
+        for job in jobs_of(names)
+        if (job.experiment, str(job.length), str(job.seeds[0])) not in done
+    ]
+    if not out.exists():
+        write(out, FIELDS, [])
+    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=8) as pool:
+        for i, rows in enumerate(pool.imap_unordered(trained, jobs)):
+            with out.open("a", newline="") as file:
+                csv.DictWriter(file, FIELDS).writerows(rows)
+            print(f"{i + 1}/{len(jobs)}: {rows[0]['experiment']}, {rows[0]['length']} tokens")
+
+
+def read(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def write(path: Path, fields: list[str], rows: list[dict], last_line: str = "") -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields)
+        writer.writeheader()
+        writer.writerows(rows)
+        file.write(last_line)
+
+
+class Cell(NamedTuple):
+    """What one format and correction lost at one length."""
+
+    loss: float  # share of float32's success, by means over seeds
+    low: float  # 95% bootstrap interval over seeds
+    high: float
+    learner: float  # mean success of the learner
+    actor: float  # mean success of the acting copy
+    dead: float  # share of prompts without any success
+
+
+Key = tuple[str, int, str, str]  # experiment, length, format, correction
+
+
+def cells_of(rows: list[dict]) -> dict[Key, Cell]:
+    """The cells of measured rows, float32's own included."""
+    columns: dict[Key, dict[str, dict]] = {}
+    for row in rows:
+        key = (row["experiment"], int(row["length"]), row["format"], row["correction"])
+        columns.setdefault(key, {})[row["seed"]] = row
+    prompts = Setting().prompts
+    cells = {}
+    for key, by_seed in columns.items():
+        seeds = sorted(by_seed, key=int)
+        reference_rows = columns[(*key[:2], "fp32", "none")]
+        learner = np.array([float(by_seed[seed]["learner"]) for seed in seeds])
+        reference = np.array([float(reference_rows[seed]["learner"]) for seed in seeds])
+        picks = np.random.default_rng(0).integers(len(seeds), size=(10_000, len(seeds)))
+        resampled = 1 - learner[picks].mean(1) / reference[picks].mean(1)
+        low, high = np.percentile(resampled, [2.5, 97.5])
+        cells[key] = Cell(
+            loss=float(1 - learner.mean() / reference.mean()),
+            low=float(low),
+            high=float(high),
+            learner=float(learner.mean()),
+            actor=float(np.mean([float(by_seed[seed]["actor"]) for seed in seeds])),
+            dead=float(np.mean([int(by_seed[seed]["dead"]) for seed in seeds]) / prompts),
+        )
+    return cells
+
+
+def horizons_of(names: list[str]) -> dict[tuple[str, int, str], tuple[float, float]]:
+    """Effective sample size of a token, and horizon, by experiment, length and format.
+
+    Medians over the seeds of one pretrained float32 run.
+    """
+    result = {}
+    for name in names:
+        experiment = EXPERIMENTS[name]
+        for length, arms in experiment.arms.items():
+            setting = experiment.setting._replace(length=length)
+            policies, _ = pretrained(setting, WATCHED)
+            formats = [form for form in dict.fromkeys(arm.format for arm in arms) if form != "fp32"]
+            for form, horizon in horizons(policies, setting, WATCHED, formats).items():
+                size = horizon.sample_size.median().item()
+                result[name, length, form] = size, horizon.tokens.median().item()
+    return result
+
+
+class Curve:
+    """A rule that predicts losses from one number, which only rise with it.
+
+    It is the isotonic regression of the losses that it was given, linear between them in the
+    logarithm of the number, and constant beyond.
+    """
+
+    def __init__(self, numbers: list[float], losses: list[float]):
+        order = np.argsort(numbers)
+        self.logs = np.log(np.array(numbers)[order])
+        blocks: list[list[float]] = []  # mean and size of each block of equal predictions
+        for loss in np.array(losses)[order]:
+            blocks.append([loss, 1])
+            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+                mean, size = blocks.pop()
+                before, size_before = blocks.pop()
+                total = size + size_before
+                blocks.append([(mean * size + before * size_before) / total, total])
+        self.losses = np.concatenate([np.full(int(size), mean) for mean, size in blocks])
+
+    def __call__(self, number: float) -> float:
+        return float(np.interp(math.log(number), self.logs, self.losses))
+
+
+RULES = ("predicted", "format alone", "length alone", "sample size alone")
+PREDICTED = ["experiment", "length", "format", "correction", "sample_size", "horizon", *RULES]
+SAME_MANTISSA = {"fp8": "e8m3", "fp16": "e8m7"}  # the nearest format of the first experiment
+
+
+def predict(out: Path) -> None:
+    """Writes horizons, and what four rules predict from the first experiment."""
+    first = cells_of(read(RESULTS / "acting_first.csv"))
+    horizon_table = horizons_of(list(EXPERIMENTS))
+    rows = []
+    for (name, length, form), (size, horizon) in horizon_table.items():
+        for arm in EXPERIMENTS[name].arms[length]:
+            if arm.format != form:
+                continue
+            row = dict.fromkeys(PREDICTED, "")
+            row |= {"experiment": name, "length": length, "format": form}
+            row |= {"correction": arm.correction}
+            row |= {"sample_size": f"{size:.9f}", "horizon": f"{horizon:.4g}"}
+            if name != "first":
+                known = {
+                    key: cell
+                    for key, cell in first.items()
+                    if key[3] == arm.correction and key[2] != "fp32"
+                }
+                values = predictions(known, horizon_table, length, form, size, horizon)
+                row |= {rule: f"{value:.4f}" for rule, value in values.items()}
+            rows.append(row)
+    write(out, PREDICTED, rows, f"# python benchmarks/acting.py predict {out} on {origin()}\n")
+
+
+def predictions(known: dict[Key, Cell], horizon_table, length, form, size, horizon) -> dict:
+    """What each rule predicts for a cell, from the known cells of the same correction."""
+    losses = [cell.loss for cell in known.values()]
+    over = [key[1] / horizon_table[key[:3]][1] for key in known]
+    lost = [1 - horizon_table[key[:3]][0] for key in known]
+    like = SAME_MANTISSA.get(form, form)
+    same_format = [cell.loss for key, cell in known.items() if key[2] == like]
+    nearest = min({key[1] for key in known}, key=lambda x: abs(math.log(x / length)))
+    same_length = [cell.loss for key, cell in known.items() if key[1] == nearest]
+    return {
+        "predicted": Curve(over, losses)(length / horizon),
+        "format alone": float(np.mean(same_format)),
+        "length alone": float(np.mean(same_length)),
+        "sample size alone": Curve(lost, losses)(1 - size),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=("first", "predict", "measure"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    if arguments.command == "first":
+        measure(["first"], arguments.out, arguments.processes)
+    elif arguments.command == "predict":
+        predict(arguments.out)
+    else:
+        others = [name for name in EXPERIMENTS if name != "first"]
+        measure(others, arguments.out, arguments.processes)
+
+
+if __name__ == "__main__":
+    main()

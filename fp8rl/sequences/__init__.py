@@ -1,0 +1,12 @@
+"""A laboratory for policies that write sequences of tokens, as language models do.
+
+A small policy is trained in float32 by policy gradient, while a copy of it in few bits writes the
+sequences. What does that cost, and which correction repairs it? Hundreds of policies are trained as
+one batch, so that the answer takes minutes on a laptop.
+
+    task.py         what is right: each token follows from the prompt and an earlier token
+    policies.py     a recurrent network and a network with attention
+    rounding.py     how the acting copy is rounded
+    corrections.py  importance weights, masks and clips
+    laboratory.py   pretraining, training, evaluation, and the horizon
+"""

@@ -1,0 +1,258 @@
+"""Training policies that act in few bits: pretraining, updates, evaluation, and the horizon.
+
+A `Laboratory` trains all arms of an experiment side by side, from the same pretrained policies and
+with the same random numbers. An `Arm` is the format of the acting copy, and the correction that the
+learner applies.
+
+    >>> from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
+    >>> setting = Setting(length=8, updates=2)
+    >>> laboratory = Laboratory(setting, [Arm(), Arm("e8m2", "clip")], seeds=[0, 1])
+    >>> laboratory.train()
+    >>> laboratory.learner_success().shape  # of 2 arms and 2 seeds
+    torch.Size([2, 2])
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..rng import uniform
+from .corrections import gradient_factor
+from .policies import NETWORKS, Policies
+from .rounding import Rounding
+from .task import PermutationTask
+
+PRETRAINING_LENGTH = 32  # tokens, at most: what is learned is the same at every step
+PRETRAINING_RATE = 5e-3
+MOST_PRETRAINING = 4000  # updates
+TENTH_LOST = math.log(0.9)
+
+
+class Setting(NamedTuple):
+    """What is trained, and how."""
+
+    network: str = "recurrent"  # or "attention"
+    right_tokens: int = 1  # how many of the vocabulary are right at each step
+    length: int = 32  # tokens of a sequence, T
+    updates: int = 200
+    updates_per_rollout: int = 1
+    learning_rate: float = 3e-3  # Adam's, constant
+    batch: int = 32  # sequences of a rollout, B; each prompt has the same number of them
+    prompts: int = 4
+    vocabulary: int = 8
+    units: int = 32
+    start: float = 0.5  # pretraining ends where about this share of sequences is right
+
+
+class Arm(NamedTuple):
+    """The acting copy's format (rounding.py), and the learner's correction (corrections.py)."""
+
+    format: str = "fp32"
+    correction: str = "none"
+
+
+class Horizon(NamedTuple):
+    """How far an acting policy's probabilities are from the learner's, one number for each policy.
+
+    `sample_size`  p, the effective sample size of a token's ratio, as a share
+    `tokens`       H = ln 0.9 / ln p: after so many tokens, the effective sample size of whole
+                   sequences is 0.9
+    `divergence`   KL divergence of a token, nats
+    """
+
+    sample_size: torch.Tensor
+    tokens: torch.Tensor
+    divergence: torch.Tensor
+
+
+def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, PermutationTask]:
+    """Policies trained in float32 on right answers, until a share `start` of sequences is right.
+
+    Each stops at the update at which the mean probability of right tokens, along sequences of its
+    own, is the T-th root of `start`.
+    """
+    task = PermutationTask(seeds, setting.prompts, setting.vocabulary, setting.right_tokens)
+    policies = NETWORKS[setting.network].new(
+        seeds, setting.vocabulary, setting.prompts, setting.units
+    )
+    for p in policies.parameters.values():
+        p.requires_grad_()
+    parameters = list(policies.parameters.values())
+    optimizer = torch.optim.Adam(parameters, PRETRAINING_RATE)
+    length = min(setting.length, PRETRAINING_LENGTH)
+    prompt = torch.arange(setting.batch) % setting.prompts
+    needed = setting.start ** (1 / setting.length)
+    finished: list[dict | None] = [None] * len(seeds)
+    for update in range(MOST_PRETRAINING):
+        uniforms = random_numbers(seeds, "starts", update, length, setting.batch)
+        tokens, _ = policies.write(prompt, uniforms)
+        log_probs = policies.all_log_probs(tokens, prompt)
+        first = task.first_right_token(tokens, prompt)
+        right = torch.stack(
+            [(first + i) % setting.vocabulary for i in range(setting.right_tokens)], -1
+        )
+        right_logp = log_probs.gather(-1, right).logsumexp(-1)  # [T, S, B]
+        success = right_logp.detach().exp().mean((0, 2))
+        for i, probability in enumerate(success.tolist()):
+            if finished[i] is None and probability >= needed:
+                finished[i] = {k: p.detach()[i].clone() for k, p in policies.parameters.items()}
+        if all(finished):
+            break
+        optimizer.zero_grad()
+        (-right_logp.mean((0, 2)).sum()).backward()
+        optimizer.step()
+    for i, policy in enumerate(finished):
+        if policy is None:
+            finished[i] = {k: p.detach()[i] for k, p in policies.parameters.items()}
+    stacked = {k: torch.stack([policy[k] for policy in finished]) for k in policies.parameters}
+    return type(policies)(stacked), task
+
+
+def random_numbers(seeds, purpose: str, iteration: int, length: int, batch: int) -> torch.Tensor:
+    """Uniform random numbers [T, S, B], a function of seed, purpose and iteration."""
+    numbers = uniform(torch.tensor(seeds), purpose, iteration, (length, batch))  # [S, T, B]
+    return numbers.transpose(0, 1)
+
+
+def horizon(log_ratio: torch.Tensor) -> Horizon:
+    """The horizon from log ratios learner / actor [T, S, B] of tokens that the learner sampled.
+
+    The effective sample size of the actor's tokens is 1 / E_mu[(pi / mu)^2] = 1 / E_pi[pi / mu].
+    E_pi[mu / pi] = 1 is added and its mean subtracted: what both fluctuate by cancels.
+    """
+    d = log_ratio.double()
+    excess = (d.exp() + (-d).exp() - 2).mean((0, 2))  # E_pi[pi / mu] - 1
+    tokens = -TENTH_LOST / torch.log1p(excess).clamp(min=1e-15)
+    return Horizon(1 / (1 + excess), tokens, d.mean((0, 2)))
+
+
+class Laboratory:
+    """Policies of all arms and seeds, S = arms * seeds, one arm after the other.
+
+    `arms` are sorted, so that formats that are rounded in one call stand side by side: read their
+    order from the attribute. `start` may hold what `pretrained` returned for the setting and seeds.
+    """
+
+    def __init__(self, setting: Setting, arms: list[Arm], seeds: list[int], start=None):
+        self.setting = setting
+        self.seeds = seeds
+        self.arms = sorted(arms, key=self.position)
+        policies, task = start or pretrained(setting, seeds)
+        self.policies = policies.repeated(len(arms))
+        self.task = task.repeated(len(arms))
+        self.prompt = torch.arange(setting.batch) % setting.prompts
+        actor_formats = []
+        learner_formats = []
+        for arm in self.arms:
+            actor_formats += [arm.format] * len(seeds)
+            learner_format = arm.format if arm.correction == "one_precision" else "fp32"
+            learner_formats += [learner_format] * len(seeds)
+        self.actor_rounding = Rounding(actor_formats)
+        self.learner_rounding = Rounding(learner_formats)
+        parameters = list(self.policies.parameters.values())
+        self.optimizer = torch.optim.Adam(parameters, setting.learning_rate)
+        self.iteration = 0
+        self.actor_rewards: list[torch.Tensor] = []  # of each rollout, [arms, seeds, prompts]
+
+    @staticmethod
+    def position(arm: Arm) -> tuple[int, bool]:
+        """Where an arm is sorted: by the kind of its format, then by the learner's format."""
+        kinds = ("fp32", "mantissa", "fp8", "fp16")
+        return kinds.index(Rounding.kind_of(arm.format)), arm.correction == "one_precision"
+
+    def uniforms(self, purpose: str, iteration: int) -> torch.Tensor:
+        """Random numbers [T, S, B] that all arms of a seed share."""
+        setting = self.setting
+        numbers = random_numbers(self.seeds, purpose, iteration, setting.length, setting.batch)
+        return numbers.repeat(1, len(self.arms), 1)
+
+    def by_prompt(self, reward: torch.Tensor) -> torch.Tensor:
+        """Mean rewards of each prompt, [arms, seeds, prompts], from those of sequences [S, B]."""
+        prompts = self.setting.prompts
+        return reward.unflatten(1, (-1, prompts)).mean(1).view(len(self.arms), -1, prompts)
+
+    def advantage(self, reward: torch.Tensor) -> torch.Tensor:
+        """Rewards [S, B], standardized among the sequences of the same prompt (as GRPO does)."""
+        groups = reward.unflatten(1, (-1, self.setting.prompts))  # [S, B / P, P]
+        centered = groups - groups.mean(1, keepdim=True)
+        return (centered / (groups.std(1, keepdim=True) + 1e-4)).flatten(1)
+
+    def update(self) -> None:
+        """Writes sequences with the acting copies, and trains on them."""
+        uniforms = self.uniforms("actions", self.iteration)
+        tokens, actor_logp = self.policies.write(self.prompt, uniforms, self.actor_rounding)
+        reward = self.task.reward(tokens, self.prompt)
+        self.actor_rewards.append(self.by_prompt(reward))
+        advantage = self.advantage(reward)
+        first_logp = None
+        for _ in range(self.setting.updates_per_rollout):
+            logp = self.policies.log_probs(tokens, self.prompt, self.learner_rounding)
+            if first_logp is None:
+                first_logp = logp.detach()
+            factor = self.gradient_factors(logp.detach(), first_logp, actor_logp, advantage)
+            loss = -(factor * logp).mean((0, 2)).sum()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        self.iteration += 1
+
+    def gradient_factors(self, logp, first_logp, actor_logp, advantage) -> torch.Tensor:
+        """The factor of each token's gradient, [T, S, B], each arm's by its own correction."""
+        factors = []
+        for i, arm in enumerate(self.arms):
+            policies = slice(i * len(self.seeds), (i + 1) * len(self.seeds))
+            factors.append(
+                gradient_factor(
+                    arm.correction,
+                    logp[:, policies],
+                    first_logp[:, policies],
+                    actor_logp[:, policies],
+                    advantage[policies],
+                )
+            )
+        return torch.cat(factors, 1)
+
+    def train(self, updates: int | None = None) -> None:
+        """Makes `updates` updates, by default all of the setting's."""
+        for _ in range(self.setting.updates if updates is None else updates):
+            self.update()
+
+    def learner_rewards(self, rollouts: int = 4) -> torch.Tensor:
+        """Mean rewards of the learner's own sequences, in float32, [arms, seeds, prompts]."""
+        rewards = []
+        for i in range(rollouts):
+            uniforms = self.uniforms("evaluation actions", self.iteration * 100 + i)
+            tokens, _ = self.policies.write(self.prompt, uniforms)
+            rewards.append(self.by_prompt(self.task.reward(tokens, self.prompt)))
+        return torch.stack(rewards).mean(0)
+
+    def learner_success(self, rollouts: int = 4) -> torch.Tensor:
+        """The share of the learner's own sequences that are right, [arms, seeds]."""
+        return self.learner_rewards(rollouts).mean(-1)
+
+    def actor_success(self, rollouts: int = 20) -> torch.Tensor:
+        """The share of the acting copies' sequences that were right of late, [arms, seeds]."""
+        return torch.stack(self.actor_rewards[-rollouts:]).mean((0, -1))
+
+
+def horizons(
+    policies: Policies, setting: Setting, seeds: list[int], formats: list[str], rollouts: int = 4
+) -> dict[str, Horizon]:
+    """The horizon of each format, from sequences that float32 policies write and learn from.
+
+    The same tokens are given to a copy in the format; no training is needed.
+    """
+    prompt = torch.arange(setting.batch) % setting.prompts
+    log_ratios: dict[str, list] = {name: [] for name in formats}
+    with torch.no_grad():
+        for rollout in range(rollouts):
+            uniforms = random_numbers(
+                seeds, "evaluation starts", rollout, setting.length, setting.batch
+            )
+            tokens, _ = policies.write(prompt, uniforms)
+            exact = policies.log_probs(tokens, prompt)
+            for name in formats:
+                rounding = Rounding([name] * len(seeds))
+                log_ratios[name].append(exact - policies.log_probs(tokens, prompt, rounding))
+    return {name: horizon(torch.cat(parts, -1)) for name, parts in log_ratios.items()}

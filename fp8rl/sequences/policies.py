@@ -1,0 +1,317 @@
+"""Small networks that write sequences, S policies computed as one batch.
+
+Both have the same three methods:
+
+    write(prompt, uniforms, rounding)   writes T tokens, one after the other
+    log_probs(tokens, prompt, rounding) the log-probabilities of given tokens, all at once
+    repeated(arms)                      copies for several arms of an experiment
+
+Shapes: T tokens, S policies, B sequences of each, V tokens in the vocabulary, P prompts, H units.
+Everything is float32; a `Rounding` says what is rounded to fewer bits on the way.
+"""
+
+import math
+
+import torch
+
+from .rounding import Rounding
+
+REACH = 16  # distances that attention tells apart; all longer ones look the same
+FLOAT32 = Rounding([])
+
+
+def chosen(log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities [...] of tokens [...], from those of the vocabulary [..., V]."""
+    return log_probs.gather(-1, tokens[..., None])[..., 0]
+
+
+def sampled(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Tokens [S, B] from logits [S, B, V] and uniform numbers [S, B], by inverting the cdf.
+
+    Policies that share their uniform numbers and their probabilities choose the same tokens.
+    """
+    cumulative = logits.softmax(-1).cumsum(-1)
+    threshold = uniform[..., None] * cumulative[..., -1:]
+    return (cumulative <= threshold).sum(-1).clamp(max=logits.shape[-1] - 1)
+
+
+class Policies:
+    """What both networks share: parameters [S, ...] by name, embeddings of tokens and prompts."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor]):
+        self.parameters = parameters
+
+    @classmethod
+    def new(cls, seeds: list[int], vocabulary: int, prompts: int, units: int) -> "Policies":
+        """One policy for each seed, with initial weights of that seed."""
+        shapes = cls.shapes(vocabulary, prompts, units)
+        policies = []
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            policy = {
+                name: torch.randn(shape, generator=generator) * scale
+                for name, (shape, scale) in shapes.items()
+            }
+            policies.append(policy)
+        return cls({name: torch.stack([p[name] for p in policies]) for name in shapes})
+
+    @staticmethod
+    def shapes(vocabulary: int, prompts: int, units: int) -> dict:
+        """The shape of each parameter of one policy, and its standard deviation at the start."""
+        raise NotImplementedError
+
+    def repeated(self, arms: int) -> "Policies":
+        """Copies of these policies for each arm, one arm after the other, ready to be trained."""
+        return type(self)(
+            {
+                name: p.detach().repeat(arms, *[1] * (p.dim() - 1)).requires_grad_()
+                for name, p in self.parameters.items()
+            }
+        )
+
+    def embedded_prompt(self, prompt: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+        """The embedding of each sequence's prompt, [S, B, H], for int64 `prompt` [B]."""
+        table = rounding.straight_through(rounding.other, self.parameters["prompt_embedding"])
+        return table[:, prompt]
+
+    def embedded_tokens(self, tokens: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+        """The embeddings of tokens [..., S, B], [..., S, B, H]."""
+        table = rounding.straight_through(rounding.other, self.parameters["token_embedding"])
+        policies, vocabulary, units = table.shape
+        first_row = torch.arange(policies)[:, None] * vocabulary  # of each policy's part
+        return torch.nn.functional.embedding(tokens + first_row, table.reshape(-1, units))
+
+    def log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
+        """Log-probabilities of the tokens [T, S, B] under these policies, with gradient."""
+        return chosen(self.all_log_probs(tokens, prompt, rounding), tokens)
+
+
+class RecurrentPolicies(Policies):
+    """h[t] = tanh(W_token a[t-1] + W_prompt + b + U h[t-1]), logits = O h[t] + c."""
+
+    @staticmethod
+    def shapes(vocabulary, prompts, units):
+        return {
+            "token_embedding": ((vocabulary, units), 1.0),
+            "prompt_embedding": ((prompts, units), 1.0),
+            "bias": ((1, units), 0.0),
+            "recurrent": ((units, units), 1 / math.sqrt(units)),
+            "head": ((units, vocabulary), 0.1),
+            "head_bias": ((1, vocabulary), 0.0),
+        }
+
+    @torch.no_grad()
+    def write(self, prompt, uniforms, rounding: Rounding = FLOAT32):
+        """Tokens, int64 [T, S, B], and the log-probabilities with which they were sampled.
+
+        `uniforms`  random numbers from 0 to 1, [T, S, B]
+        """
+        recurrent = rounding.matmul_weight(self.parameters["recurrent"])
+        head = rounding.other(self.parameters["head"])
+        head_bias = self.parameters["head_bias"]
+        prompt_input = self.embedded_prompt(prompt, rounding) + self.parameters["bias"]
+        length, policies, batch = uniforms.shape
+        tokens = torch.empty(length, policies, batch, dtype=torch.int64)
+        logits = torch.empty(length, policies, batch, head.shape[-1])
+        hidden_input = torch.zeros_like(prompt_input)
+        layer_input = prompt_input
+        for t in range(length):
+            hidden = torch.tanh(torch.baddbmm(layer_input, hidden_input, recurrent))
+            hidden_input = rounding.matmul_input(hidden)
+            head_input = hidden_input
+            if rounding.rounds_inputs_otherwise:
+                head_input = rounding.other(hidden)
+            logits[t] = rounding.other(torch.baddbmm(head_bias, head_input, head))
+            tokens[t] = sampled(logits[t], uniforms[t])
+            layer_input = self.embedded_tokens(tokens[t], rounding) + prompt_input
+        return tokens, chosen(logits.log_softmax(-1), tokens)
+
+    def layer_inputs(self, tokens, prompt, rounding: Rounding) -> torch.Tensor:
+        """What token before, prompt and bias add to each step's layer, [T, S, B, H]."""
+        prompt_input = self.embedded_prompt(prompt, rounding) + self.parameters["bias"]
+        embedded = self.embedded_tokens(tokens[:-1], rounding)
+        first = (
+            torch.zeros_like(embedded[:1])
+            if len(embedded)
+            else embedded.new_zeros(1, *prompt_input.shape)
+        )
+        return torch.cat([first, embedded]) + prompt_input
+
+    def all_log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
+        """Log-probabilities of the whole vocabulary at each step, [T, S, B, V], with gradient."""
+        recurrent = rounding.straight_through(rounding.matmul_weight, self.parameters["recurrent"])
+        head = rounding.straight_through(rounding.other, self.parameters["head"])
+        hidden = Recurrence.apply(self.layer_inputs(tokens, prompt, rounding), recurrent, rounding)
+        head_input = rounding.straight_through(rounding.other, hidden)
+        logits = torch.matmul(head_input, head) + self.parameters["head_bias"]
+        return rounding.straight_through(rounding.other, logits).log_softmax(-1)
+
+
+class Recurrence(torch.autograd.Function):
+    """All states h[t] = tanh(x[t] + U q(h[t-1])), [T, S, B, H], with the gradient by hand.
+
+    q is the rounding of a matmul's input; its gradient passes straight through. `recurrence_plain`
+    is the same by autograd, which keeps each step's graph and takes about twice as long.
+    """
+
+    @staticmethod
+    def forward(ctx, layer_inputs, recurrent, rounding: Rounding):
+        hidden = torch.empty_like(layer_inputs)
+        torch.tanh(layer_inputs[0], out=hidden[0])
+        for t in range(1, len(hidden)):
+            hidden_input = rounding.matmul_input(hidden[t - 1])
+            total = torch.baddbmm(layer_inputs[t], hidden_input, recurrent)
+            torch.tanh(total, out=hidden[t])
+        ctx.rounding = rounding
+        ctx.save_for_backward(recurrent, hidden)
+        return hidden
+
+    @staticmethod
+    def backward(ctx, hidden_gradient):
+        recurrent, hidden = ctx.saved_tensors
+        transposed = recurrent.transpose(1, 2)
+        gradient = torch.empty_like(hidden)  # of what goes into tanh
+        last = len(hidden) - 1
+        for t in range(last, -1, -1):
+            total = hidden_gradient[t]
+            if t < last:
+                total = torch.baddbmm(total, gradient[t + 1], transposed)
+            torch.ops.aten.tanh_backward.grad_input(total, hidden[t], grad_input=gradient[t])
+        # The sum over time and batch of q(h[t-1]) times gradient[t], for each policy.
+        hidden_inputs = ctx.rounding.matmul_input(hidden[:-1])
+        rows = hidden_inputs.permute(1, 3, 0, 2).flatten(2)  # [S, H, (T - 1) * B]
+        columns = gradient[1:].permute(1, 0, 2, 3).flatten(1, 2)  # [S, (T - 1) * B, H]
+        return gradient, torch.bmm(rows, columns), None
+
+
+def recurrence_plain(layer_inputs, recurrent, rounding: Rounding) -> torch.Tensor:
+    """`Recurrence.apply` as one would write it."""
+    hidden = []
+    state = torch.zeros_like(layer_inputs[0])
+    for layer_input in layer_inputs:
+        state_input = rounding.straight_through(rounding.matmul_input, state)
+        state = torch.tanh(layer_input + state_input @ recurrent)
+        hidden.append(state)
+    return torch.stack(hidden)
+
+
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    """Rows with a root mean square of 1."""
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+class AttentionPolicies(Policies):
+    """Two layers of causal attention with one head, each followed by two dense layers.
+
+    A step attends to itself and to all steps before it. A learned number for each distance, up to
+    REACH, is added to the scores. The cache of keys and values is rounded, too.
+    """
+
+    LAYERS = 2
+
+    @staticmethod
+    def shapes(vocabulary, prompts, units):
+        scale = 1 / math.sqrt(units)
+        shapes = {
+            "token_embedding": ((vocabulary, units), 1.0),
+            "prompt_embedding": ((prompts, units), 1.0),
+        }
+        for layer in range(AttentionPolicies.LAYERS):
+            shapes |= {
+                f"query_key_value{layer}": ((units, 3 * units), scale),
+                f"projection{layer}": ((units, units), scale),
+                f"distance{layer}": ((REACH,), 0.1),
+                f"up{layer}": ((units, 2 * units), scale),
+                f"down{layer}": ((2 * units, units), scale),
+            }
+        return shapes | {"head": ((units, vocabulary), 0.1), "head_bias": ((1, vocabulary), 0.0)}
+
+    def rounded_weights(self, rounding: Rounding) -> dict[str, torch.Tensor]:
+        """The weights as they are computed with, with the gradient of the float32 ones."""
+        weights = {}
+        for name, parameter in self.parameters.items():
+            if name.startswith(("query_key_value", "projection", "up", "down")):
+                weights[name] = rounding.straight_through(rounding.matmul_weight, parameter)
+            elif name == "head":
+                weights[name] = rounding.straight_through(rounding.other, parameter)
+            else:
+                weights[name] = parameter
+        return weights
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+        """x [S, ., inputs] times a hidden layer's weight [S, inputs, outputs]."""
+        return torch.bmm(rounding.straight_through(rounding.matmul_input, x), weight)
+
+    def after_attention(self, x, mixed, weights, layer: int, rounding: Rounding) -> torch.Tensor:
+        """The rest of a layer, of rows x [S, ., H] and what attention found for them."""
+        x = x + self.product(mixed, weights[f"projection{layer}"], rounding)
+        wide = self.product(normalized(x), weights[f"up{layer}"], rounding).relu()
+        return x + self.product(wide, weights[f"down{layer}"], rounding)
+
+    def logits(self, x: torch.Tensor, weights, rounding: Rounding) -> torch.Tensor:
+        """Logits [S, ., V] of rows [S, ., H]."""
+        head_input = rounding.straight_through(rounding.other, normalized(x))
+        product = torch.baddbmm(weights["head_bias"], head_input, weights["head"])
+        return rounding.straight_through(rounding.other, product)
+
+    @torch.no_grad()
+    def write(self, prompt, uniforms, rounding: Rounding = FLOAT32):
+        """Tokens, int64 [T, S, B], and the log-probabilities with which they were sampled.
+
+        `uniforms`  random numbers from 0 to 1, [T, S, B]
+        """
+        length, policies, batch = uniforms.shape
+        weights = self.rounded_weights(rounding)
+        prompt_input = self.embedded_prompt(prompt, rounding)
+        units = prompt_input.shape[-1]
+        caches = [
+            torch.empty(2, policies, batch, length, units) for _ in range(self.LAYERS)
+        ]  # keys and values of each layer
+        tokens = torch.empty(length, policies, batch, dtype=torch.int64)
+        logits = []
+        x = prompt_input
+        for t in range(length):
+            distance = torch.arange(t, -1, -1).clamp(max=REACH - 1)
+            for layer, (keys, values) in enumerate(caches):
+                product = self.product(normalized(x), weights[f"query_key_value{layer}"], rounding)
+                query, key, value = product.chunk(3, -1)
+                keys[:, :, t] = rounding.other(key)
+                values[:, :, t] = rounding.other(value)
+                scores = (keys[:, :, : t + 1] @ query.unsqueeze(-1)).squeeze(-1)
+                scores = scores / math.sqrt(units) + weights[f"distance{layer}"][:, None, distance]
+                attention = scores.softmax(-1).unsqueeze(-2)
+                mixed = (attention @ values[:, :, : t + 1]).squeeze(-2)
+                x = self.after_attention(x, mixed, weights, layer, rounding)
+            logits.append(self.logits(x, weights, rounding))
+            tokens[t] = sampled(logits[t], uniforms[t])
+            x = self.embedded_tokens(tokens[t], rounding) + prompt_input
+        return tokens, chosen(torch.stack(logits).log_softmax(-1), tokens)
+
+    def all_log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
+        """Log-probabilities of the whole vocabulary at each step, [T, S, B, V], with gradient."""
+        length, policies, batch = tokens.shape
+        weights = self.rounded_weights(rounding)
+        prompt_input = self.embedded_prompt(prompt, rounding)  # [S, B, H]
+        units = prompt_input.shape[-1]
+        embedded = self.embedded_tokens(tokens, rounding)[:-1]
+        x = torch.cat([prompt_input[None], embedded + prompt_input])  # [T, S, B, H]
+        x = x.permute(1, 2, 0, 3).reshape(policies, batch * length, units)
+        step = torch.arange(length)
+        distance = (step[:, None] - step).clamp(0, REACH - 1)  # [T, T]
+        is_later = step[:, None] < step
+        for layer in range(self.LAYERS):
+            product = self.product(normalized(x), weights[f"query_key_value{layer}"], rounding)
+            query, key, value = product.chunk(3, -1)  # [S, B * T, H]
+            key = rounding.straight_through(rounding.other, key)
+            value = rounding.straight_through(rounding.other, value)
+            query, key, value = (y.unflatten(1, (batch, length)) for y in (query, key, value))
+            scores = query @ key.transpose(-1, -2) / math.sqrt(units)  # [S, B, T, T]
+            scores = scores + weights[f"distance{layer}"][:, None, distance]
+            attention = scores.masked_fill(is_later, -torch.inf).softmax(-1)
+            mixed = (attention @ value).flatten(1, 2)
+            x = self.after_attention(x, mixed, weights, layer, rounding)
+        logits = self.logits(x, weights, rounding).unflatten(1, (batch, length))
+        return logits.permute(2, 0, 1, 3).log_softmax(-1)
+
+
+NETWORKS = {"recurrent": RecurrentPolicies, "attention": AttentionPolicies}

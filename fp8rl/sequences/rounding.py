@@ -1,0 +1,114 @@
+"""How the acting copies of many policies are rounded, each to a format of its own.
+
+fp32    not at all
+e8mY    all weights, inputs of matmuls and logits to Y bits of mantissa, to the nearest
+fp16    all of these to float16
+fp8     as engines for language models do it: weights of the hidden layers to e4m3 with a scale
+        for each output, inputs of their matmuls to e4m3 with a scale for each token; embeddings,
+        head and logits to bfloat16
+"""
+
+import re
+
+import torch
+
+LARGEST_E4M3 = 448.0
+
+
+def rounded_to_e4m3(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Float32 numbers as e4m3 with a scale, along `dim`, that brings the largest to 448."""
+    scale = x.abs().amax(dim, keepdim=True).clamp(min=1e-12) / LARGEST_E4M3
+    return (x / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn).float() * scale
+
+
+class Rounding:
+    """Rounds tensors [..., S, rows, columns] of S policies.
+
+    `formats` is one for each policy. Equal ones, and all of e8mY, must stand side by side: each
+    group is rounded in one call. Raises ValueError for a format that it does not know.
+    """
+
+    def __init__(self, formats: list[str]):
+        mantissas = [self.mantissa_of(name) for name in formats]
+        kinds = [self.kind_of(name) for name in formats]
+        self.groups: dict[str, slice] = {}  # the policies of each kind that is rounded
+        for kind in dict.fromkeys(kinds):
+            if kind == "fp32":
+                continue
+            first = kinds.index(kind)
+            end = first + kinds.count(kind)
+            if set(kinds[first:end]) != {kind}:
+                raise ValueError(f"formats {formats} are mixed: put equal ones side by side")
+            self.groups[kind] = slice(first, end)
+        if "mantissa" in self.groups:
+            bits = torch.tensor([y for y in mantissas if y is not None])[:, None, None]
+            dropped = 23 - bits
+            self.half = (2 ** (dropped - 1)).int()  # half of the last place that is kept
+            self.mask = (-(2**dropped)).int()
+
+    @staticmethod
+    def mantissa_of(name: str) -> int | None:
+        """The bits of mantissa of a format e8mY, None for the others."""
+        match = re.fullmatch(r"e8m([0-9]+)", name)
+        if match and int(match[1]) < 23:
+            return int(match[1])
+        if name not in ("fp32", "fp16", "fp8"):
+            raise ValueError(f"format is {name!r}: use fp32, fp16, fp8, or e8m0 to e8m22")
+        return None
+
+    @staticmethod
+    def kind_of(name: str) -> str:
+        """Which formats are rounded in one call: fp32, fp16, fp8, or mantissa for all e8mY."""
+        return name if Rounding.mantissa_of(name) is None else "mantissa"
+
+    @property
+    def rounds_inputs_otherwise(self) -> bool:
+        """Whether `matmul_input` and `other` differ for any policy."""
+        return "fp8" in self.groups
+
+    def matmul_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Weights [S, inputs, outputs] of a hidden layer."""
+        return self._rounded(weight, lambda x: rounded_to_e4m3(x, 1))
+
+    def matmul_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Inputs [S, B, inputs] of a hidden layer."""
+        return self._rounded(x, lambda x: rounded_to_e4m3(x, -1))
+
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        """Embeddings, weights and inputs of the head, logits, keys and values, [S, ., .]."""
+        return self._rounded(x, lambda x: x.bfloat16().float())
+
+    def _rounded(self, x: torch.Tensor, as_fp8) -> torch.Tensor:
+        """`x` rounded, without gradient; `x` itself where nothing is to be rounded."""
+        if not self.groups:
+            return x
+        result = x.detach().clone(memory_format=torch.contiguous_format)
+        for kind, policies in self.groups.items():
+            part = result[..., policies, :, :]
+            if kind == "mantissa":
+                # Adding half of the last place and cutting off rounds to the nearest: ties away
+                # from zero, which are rare.
+                part.view(torch.int32).add_(self.half).bitwise_and_(self.mask)
+            elif kind == "fp16":
+                part.copy_(part.half().float())
+            else:
+                part.copy_(as_fp8(part))
+        return result
+
+    def straight_through(self, method, x: torch.Tensor) -> torch.Tensor:
+        """`method(x)`, with the gradient of `x`: for a learner in the acting policy's format."""
+        if not self.groups:
+            return x
+        return StraightThrough.apply(x, method)
+
+
+class StraightThrough(torch.autograd.Function):
+    """A rounding whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx, x, method):
+        return method(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None

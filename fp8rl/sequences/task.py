@@ -1,0 +1,63 @@
+"""The task: from a prompt, write a sequence in which each token follows from an earlier one.
+
+A prompt is a permutation of the vocabulary. The right token at time t is the prompt's permutation
+of the token that was written two steps before, whether that one was right or wrong; before the
+sequence begins, token 0 was written. Where several tokens are right, they are that token and those
+that follow it in the vocabulary, in a circle.
+
+The reward is 1 if every token of the sequence is right, and 0 otherwise: so do problems reward a
+language model whose answer can be checked. One wrong token among hundreds loses everything.
+"""
+
+import torch
+
+LAG = 2
+
+
+class PermutationTask:
+    """The right tokens of S policies, one task for each seed.
+
+    `seeds`         a seed for each policy
+    `prompts`       P, the number of prompts
+    `vocabulary`    V, the number of tokens
+    `right_tokens`  how many of the V tokens are right at each step: 1 makes a task that allows no
+                    error, V / 2 one in which most choices are harmless
+    """
+
+    def __init__(self, seeds: list[int], prompts: int, vocabulary: int, right_tokens: int):
+        self.vocabulary = vocabulary
+        self.right_tokens = right_tokens
+        tables = []
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            table = [torch.randperm(vocabulary, generator=generator) for _ in range(prompts)]
+            tables.append(torch.stack(table))
+        self.permutation = torch.stack(tables)  # [S, P, V]
+
+    def repeated(self, arms: int) -> "PermutationTask":
+        """The same tasks for several arms of an experiment, one arm after the other."""
+        task = object.__new__(PermutationTask)
+        task.vocabulary = self.vocabulary
+        task.right_tokens = self.right_tokens
+        task.permutation = self.permutation.repeat(arms, 1, 1)
+        return task
+
+    def first_right_token(self, tokens: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+        """The first of the right tokens at each step, [T, S, B], for int64 tokens of that shape.
+
+        `prompt` is the number of each sequence's prompt, int64 [B].
+        """
+        length, policies, batch = tokens.shape
+        before = torch.zeros(LAG, policies, batch, dtype=torch.int64)
+        earlier = torch.cat([before, tokens])[:length]
+        policy = torch.arange(policies)[:, None]
+        return self.permutation[policy, prompt, earlier]
+
+    def is_right(self, tokens: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+        """Which tokens are right, bool [T, S, B]."""
+        distance = (tokens - self.first_right_token(tokens, prompt)) % self.vocabulary
+        return distance < self.right_tokens
+
+    def reward(self, tokens: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+        """1 for sequences without an error, else 0: float32 [S, B]."""
+        return self.is_right(tokens, prompt).all(0).float()
