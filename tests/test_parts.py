@@ -29,7 +29,16 @@ from fp8rl.tasks.cartpole import CartPole
 from fp8rl.tasks.lqr import Lqr
 from fp8rl.train import Run, train
 
-EXAMPLES = ("rng", "fp8", "losses", "rollout", "replay", "bits.low_bit_adam", "bits.doctor.doctor")
+EXAMPLES = (
+    "rng",
+    "fp8",
+    "losses",
+    "rollout",
+    "replay",
+    "bits.low_bit_adam",
+    "bits.doctor.doctor",
+    "sequences.laboratory",
+)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -1,0 +1,306 @@
+"""The laboratory of policies that write sequences."""
+
+import math
+
+import pytest
+import torch
+
+from fp8rl.bits import format_of
+from fp8rl.bits.formats import rounded
+from fp8rl.sequences.corrections import (
+    CORRECTIONS,
+    gradient_factor,
+    is_dropped_by_clip,
+    mismatch_weight,
+)
+from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizon, horizons, pretrained
+from fp8rl.sequences.policies import NETWORKS, Recurrence, recurrence_plain, sampled
+from fp8rl.sequences.rounding import Rounding
+from fp8rl.sequences.task import PermutationTask
+
+SMALL = Setting(length=6, batch=8, updates=2, units=8)
+ATTENTION = SMALL._replace(network="attention")
+settings = pytest.mark.parametrize("setting", (SMALL, ATTENTION), ids=lambda s: s.network)
+
+
+def new_policies(setting: Setting, seeds=(0, 1)):
+    """Policies that were not trained, with a head that makes their choices uneven."""
+    policies = NETWORKS[setting.network].new(
+        list(seeds), setting.vocabulary, setting.prompts, setting.units
+    )
+    policies.parameters["head"] *= 10
+    return policies.repeated(1)
+
+
+def written(policies, setting: Setting, rounding: Rounding | None = None):
+    """A prompt for each sequence, the tokens that the policies wrote, and their log-probabilities."""
+    count = len(policies.parameters["head"])
+    uniforms = torch.rand(setting.length, count, setting.batch)
+    prompt = torch.arange(setting.batch) % setting.prompts
+    tokens, logp = policies.write(prompt, uniforms, *([rounding] if rounding else []))
+    return prompt, tokens, logp
+
+
+# Task
+
+
+def test_the_right_token_follows_from_the_one_two_steps_before():
+    task = PermutationTask([3, 4], prompts=2, vocabulary=5, right_tokens=2)
+    tokens = torch.randint(5, (7, 2, 4))
+    prompt = torch.tensor([0, 1, 0, 1])
+    is_right = task.is_right(tokens, prompt)
+    for t in range(7):
+        for s in range(2):
+            for b in range(4):
+                earlier = int(tokens[t - 2, s, b]) if t >= 2 else 0
+                first = int(task.permutation[s, prompt[b], earlier])
+                assert is_right[t, s, b] == (int(tokens[t, s, b]) in (first, (first + 1) % 5))
+    assert torch.equal(task.reward(tokens, prompt), is_right.all(0).float())
+
+
+# Rounding
+
+
+@pytest.mark.parametrize("mantissa", (0, 1, 3, 7))
+def test_bits_of_mantissa_are_those_of_the_format(mantissa):
+    x = torch.randn(1, 50, 40) * torch.randn(1, 50, 1).exp()
+    expected = rounded(x, format_of(f"e8m{mantissa}"))
+    rounding = Rounding([f"e8m{mantissa}"])
+    for method in (rounding.matmul_weight, rounding.matmul_input, rounding.other):
+        assert torch.equal(method(x), expected)
+
+
+def test_fp8_has_a_scale_for_each_token_and_output():
+    x = torch.randn(1, 6, 5)
+    rounding = Rounding(["fp8"])
+    for b in range(6):
+        row = x[0, b]
+        scale = row.abs().max() / 448
+        expected = (row / scale).to(torch.float8_e4m3fn).float() * scale
+        torch.testing.assert_close(rounding.matmul_input(x)[0, b], expected)
+    columns = rounding.matmul_input(x.mT.contiguous()).mT
+    assert torch.equal(rounding.matmul_weight(x), columns)
+    assert torch.equal(rounding.other(x), x.bfloat16().float())
+
+
+def test_each_policy_has_its_own_format():
+    formats = ["fp32", "e8m1", "e8m3", "fp8", "fp16"]
+    x = torch.randn(3, 5, 4, 6)
+    together = Rounding(formats).matmul_input(x)
+    for i, name in enumerate(formats):
+        alone = Rounding([name]).matmul_input(x[:, i : i + 1])
+        assert torch.equal(together[:, i : i + 1], alone), name
+    assert torch.equal(together[:, 0], x[:, 0])
+
+
+def test_the_gradient_passes_through_a_rounding():
+    x = torch.randn(1, 3, 4, requires_grad=True)
+    rounding = Rounding(["e8m1"])
+    rounding.straight_through(rounding.other, x).square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * rounding.other(x.detach()))
+
+
+@pytest.mark.parametrize("formats", (["e8m1", "fp8", "e8m2"], ["fp8", "fp32", "fp8"]))
+def test_mixed_formats_are_refused(formats):
+    with pytest.raises(ValueError, match="put equal ones side by side"):
+        Rounding(formats)
+
+
+@pytest.mark.parametrize("name", ("e8m23", "e4m3", "bf8", ""))
+def test_unknown_formats_are_refused(name):
+    with pytest.raises(ValueError, match=r"format is .*: use fp32, fp16, fp8, or e8m0 to e8m22"):
+        Rounding([name])
+
+
+# Policies
+
+
+@settings
+@pytest.mark.parametrize("formats", (["fp32", "fp32"], ["e8m2", "e8m4"], ["fp8", "fp16"]))
+def test_log_probs_are_those_with_which_tokens_were_written(setting, formats):
+    rounding = Rounding(formats)
+    prompt, tokens, logp = written(policies := new_policies(setting), setting, rounding)
+    again = policies.log_probs(tokens, prompt, rounding)
+    # In another order of sums, a number may fall on the other side of a rounding
+    close = (again - logp).abs() < 1e-4
+    assert close.float().mean() >= (0.9 if rounding.groups else 1)
+    assert again.requires_grad and not logp.requires_grad
+
+
+def test_one_precision_leaves_no_mismatch_in_a_recurrent_policy():
+    """The control: learner and actor in the same format have the same probabilities."""
+    rounding = Rounding(["e8m1", "e8m1"])
+    prompt, tokens, logp = written(policies := new_policies(SMALL), SMALL, rounding)
+    assert (policies.log_probs(tokens, prompt, rounding) - logp).abs().max() < 1e-6
+
+
+@settings
+def test_policies_are_independent(setting):
+    together = new_policies(setting)
+    prompt, tokens, logp = written(together, setting)
+    for i in range(2):
+        alone = new_policies(setting, seeds=(i,))
+        own = tokens[:, i : i + 1]
+        torch.testing.assert_close(alone.log_probs(own, prompt)[:, 0], logp[:, i])
+
+
+@settings
+def test_a_token_depends_on_earlier_ones_only(setting):
+    prompt, tokens, _ = written(policies := new_policies(setting), setting)
+    before = policies.all_log_probs(tokens, prompt)
+    tokens[3] = (tokens[3] + 1) % setting.vocabulary
+    after = policies.all_log_probs(tokens, prompt)
+    torch.testing.assert_close(before[:4], after[:4])
+    assert not torch.allclose(before[4:], after[4:])
+
+
+@pytest.mark.parametrize("formats", (["fp32", "fp32"], ["fp32", "e8m2"]))
+@pytest.mark.parametrize("length", (1, 5))
+def test_the_recurrence_by_hand_is_the_plain_one(formats, length):
+    rounding = Rounding(formats)
+    weight = torch.randn(length, 2, 3, 4)
+    results = []
+    for recurrence in (Recurrence.apply, recurrence_plain):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(length, 2, 3, 4, generator=generator).requires_grad_()
+        recurrent = torch.randn(2, 4, 4, generator=generator).requires_grad_()
+        hidden = recurrence(x, recurrent, rounding)
+        (hidden * weight).sum().backward()
+        results.append((hidden.detach(), x.grad, recurrent.grad))
+    for by_hand, plain in zip(*results, strict=True):
+        torch.testing.assert_close(by_hand, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_samples_have_their_probabilities():
+    logits = torch.tensor([0.0, 1.0, -1.0]).expand(1, 100_000, 3)
+    tokens = sampled(logits, torch.rand(1, 100_000))
+    shares = torch.bincount(tokens[0], minlength=3) / 100_000
+    torch.testing.assert_close(shares, logits[0, 0].softmax(-1), atol=0.01, rtol=0)
+
+
+# Corrections
+
+
+def factor_by_hand(correction, log_ratio, sequence_log_ratio, advantage):
+    """The factor of one token in the first update after a rollout."""
+    ratio = math.exp(log_ratio)
+    sequence_ratio = math.exp(sequence_log_ratio)
+    if correction == "token_weights":
+        return advantage * min(ratio, 2)
+    if correction == "sequence_weights":
+        return advantage * min(sequence_ratio, 2)
+    if correction == "mask_tokens":
+        return advantage if 1 / 2 < ratio < 2 else 0
+    if correction == "mask_sequences":
+        return advantage if 1 / 2 < sequence_ratio < 2 else 0
+    drops_negative = advantage < 0 and ratio < 0.8
+    drops_positive = advantage > 0 and ratio > 1.2
+    if correction == "clip":
+        return 0 if drops_negative or drops_positive else advantage * ratio
+    if correction == "clip_negative":
+        return 0 if drops_negative else advantage
+    if correction == "clip_positive":
+        return 0 if drops_positive else advantage
+    return advantage
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_factors_are_those_by_hand(correction):
+    learner = -torch.rand(5, 2, 3) * 2
+    actor = learner - 0.6 * torch.randn(5, 2, 3)
+    advantage = torch.randn(2, 3)
+    factor = gradient_factor(correction, learner, learner, actor, advantage)
+    log_ratio = learner - actor
+    for t in range(5):
+        for s in range(2):
+            for b in range(3):
+                by_hand = factor_by_hand(
+                    correction,
+                    float(log_ratio[t, s, b]),
+                    float(log_ratio[:, s, b].sum()),
+                    float(advantage[s, b]),
+                )
+                assert math.isclose(factor[t, s, b], by_hand, rel_tol=1e-4, abs_tol=1e-6)
+
+
+def test_later_updates_clip_by_the_learner_that_saw_the_rollout():
+    first = torch.full((1, 1, 2), -1.0)
+    actor = first - 0.1
+    now = first + torch.tensor([0.1, 0.3])
+    factor = gradient_factor("token_weights", now, first, actor, torch.ones(1, 2))
+    assert math.isclose(factor[0, 0, 0], math.exp(0.1) * math.exp(0.1), rel_tol=1e-5)
+    assert factor[0, 0, 1] == 0  # exp(0.3) > 1.2
+
+
+def test_the_clip_drops_what_ppo_drops():
+    """PPO's objective, the smaller of the two, has no gradient just there."""
+    ratio = torch.tensor([0.7, 0.9, 1.1, 1.3, 0.7, 0.9, 1.1, 1.3], requires_grad=True)
+    advantage = torch.tensor([1.0] * 4 + [-1.0] * 4)
+    objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    objective.sum().backward()
+    dropped = is_dropped_by_clip(ratio.detach(), advantage)
+    assert torch.equal(ratio.grad == 0, dropped)
+
+
+def test_unknown_corrections_are_refused():
+    with pytest.raises(ValueError, match="correction is 'clipp': choose from none"):
+        mismatch_weight("clipp", torch.zeros(1, 1, 1), torch.zeros(1, 1))
+
+
+# Laboratory
+
+
+def test_the_horizon_is_that_of_its_definition():
+    log_ratio = 0.1 * torch.randn(4, 3, 100_000)
+    # Of a Gaussian log ratio with deviation s, E_pi[pi / mu] = exp(s^2) if E_pi[mu / pi] = 1
+    result = horizon(log_ratio + 0.005)
+    size = math.exp(-0.01)
+    assert torch.allclose(result.sample_size, torch.tensor(size).double(), atol=2e-4)
+    assert torch.allclose(result.tokens, torch.tensor(math.log(0.9) / -0.01).double(), rtol=0.03)
+
+
+def test_more_bits_reach_further():
+    policies = new_policies(SMALL)
+    found = horizons(policies, SMALL, [0, 1], ["e8m1", "e8m3", "e8m7"])
+    reach = [found[name].tokens for name in ("e8m1", "e8m3", "e8m7")]
+    assert (reach[0] < reach[1]).all() and (reach[1] < reach[2]).all()
+
+
+def start_of(setting: Setting, seeds: list[int]):
+    """What stands in for a pretraining."""
+    task = PermutationTask(seeds, setting.prompts, setting.vocabulary, setting.right_tokens)
+    return new_policies(setting, seeds), task
+
+
+@settings
+def test_arms_do_not_depend_on_their_company(setting):
+    setting = setting._replace(right_tokens=7)
+    arms = [Arm("fp8", "clip"), Arm(), Arm("e8m1", "one_precision"), Arm("e8m2", "mask_tokens")]
+    together = Laboratory(setting, arms, [0, 1], start_of(setting, [0, 1]))
+    together.train()
+    assert together.arms[0] == Arm()
+    for i, arm in enumerate(together.arms):
+        alone = Laboratory(setting, [arm], [0, 1], start_of(setting, [0, 1]))
+        alone.train()
+        for name, p in alone.policies.parameters.items():
+            own = together.policies.parameters[name][2 * i : 2 * i + 2]
+            torch.testing.assert_close(p, own, rtol=1e-4, atol=1e-4)
+
+
+def test_training_improves_the_policy():
+    setting = SMALL._replace(length=4, batch=32, units=16, updates=40, learning_rate=1e-2)
+    laboratory = Laboratory(setting, [Arm(), Arm("e8m3")], [0, 1])
+    before = laboratory.learner_success()
+    laboratory.train()
+    after = laboratory.learner_success()
+    assert before.shape == (2, 2) and (before[0] == before[1]).all()
+    assert (after > before).all()
+    assert (laboratory.actor_success() > before.mean()).all()
+
+
+def test_pretraining_ends_where_it_should():
+    setting = SMALL._replace(length=8, batch=64, units=16, start=0.3)
+    policies, task = pretrained(setting, [0, 1])
+    laboratory = Laboratory(setting, [Arm()], [0, 1], (policies, task))
+    success = laboratory.learner_success(20)
+    assert ((success > 0.15) & (success < 0.6)).all()
