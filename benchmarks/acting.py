@@ -31,11 +31,13 @@ import multiprocessing
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
 from fp8rl.hardware import keep_freed_memory
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons, pretrained
+from fp8rl.study import figures
 from fp8rl.study.throughput import origin
 
 RESULTS = Path(__file__).parent / "results"
@@ -123,7 +125,17 @@ EXPERIMENTS = {
         },
     ),
 }
-FIELDS = ["experiment", "length", "format", "correction", "seed", "learner", "actor", "dead", "start"]
+FIELDS = [
+    "experiment",
+    "length",
+    "format",
+    "correction",
+    "seed",
+    "learner",
+    "actor",
+    "dead",
+    "start",
+]
 
 
 class Job(NamedTuple):
@@ -343,9 +355,180 @@ def predictions(known: dict[Key, Cell], horizon_table, length, form, size, horiz
     }
 
 
+LABELS = {
+    "none": "no correction",
+    "token_weights": "weights of tokens",
+    "sequence_weights": "weights of sequences",
+    "mask_tokens": "tokens masked",
+    "mask_sequences": "sequences masked",
+    "clip": "clip on pi / mu",
+    "clip_negative": "clip, A < 0 only",
+    "clip_positive": "clip, A > 0 only",
+    "one_precision": "one precision",
+}
+MANTISSA = {"fp8": 3, "fp16": 10}
+
+
+def bits_of(form: str) -> int:
+    """Bits of mantissa of a format."""
+    return MANTISSA.get(form) or int(form.removeprefix("e8m"))
+
+
+def spearman(x: list[float], y: list[float]) -> float:
+    """Rank correlation; ties have their mean rank."""
+    ranks = []
+    for values in (np.array(x), np.array(y)):
+        smaller = (values[:, None] > values).sum(1)
+        equal = (values[:, None] == values).sum(1)
+        ranks.append(smaller + (equal - 1) / 2)
+    if min(np.ptp(rank) for rank in ranks) == 0:
+        return math.nan
+    return float(np.corrcoef(ranks)[0, 1])
+
+
+def loss_table(name: str, cells: dict[Key, Cell], horizon_of: dict) -> list[str]:
+    """The losses of an experiment, a line for each format and length."""
+    own = {key: cell for key, cell in cells.items() if key[0] == name}
+    corrections = [x for x in LABELS if any(key[3] == x for key in own if key[2] != "fp32")]
+    lines = [f"| format, T | T / H | {' | '.join(LABELS[x] for x in corrections)} |"]
+    lines.append("| --- " * (len(corrections) + 2) + "|")
+    places = dict.fromkeys(key[1:3] for key in own if key[2] != "fp32")
+    for length, form in sorted(places, key=lambda place: (bits_of(place[1]), place)):
+        over = length / horizon_of[name, length, form]
+        entries = []
+        for correction in corrections:
+            cell = own.get((name, length, form, correction))
+            entries.append(
+                "" if cell is None else f"{cell.loss:.2f} [{cell.low:.2f}, {cell.high:.2f}]"
+            )
+        lines.append(f"| {form}, {length} | {over:.2g} | {' | '.join(entries)} |")
+    return lines
+
+
+def success_table(cells: dict[Key, Cell]) -> list[str]:
+    """Successes of learner and actor, and dead prompts, by experiment and length."""
+    lines = ["| experiment, T | format | correction | learner | actor | dead prompts |"]
+    lines.append("| --- " * 6 + "|")
+    for (name, length, form, correction), cell in cells.items():
+        if correction not in ("none", "clip", "sequence_weights", "one_precision"):
+            continue
+        if form not in ("fp32", "e8m1", "e8m2", "fp8") or length not in (32, 128):
+            continue
+        lines.append(
+            f"| {name}, {length} | {form} | {LABELS[correction]} | {cell.learner:.2f} | "
+            f"{cell.actor:.2f} | {cell.dead:.0%} |"
+        )
+    return lines
+
+
+def foresight_table(cells: dict[Key, Cell], predicted: list[dict]) -> list[str]:
+    """How far each rule's predictions are off, and how well each number orders the losses."""
+    lines = [
+        "| experiment, correction | cells | losses | mean error: T / H | format alone | T alone | "
+        "sample size alone | nothing is lost | Spearman: T / H | bits | T | sample size |"
+    ]
+    lines.append("| --- " * 12 + "|")
+    groups: dict[tuple, list[dict]] = {}
+    for row in predicted:
+        if row["experiment"] != "first" and row["predicted"]:
+            groups.setdefault((row["experiment"], row["correction"]), []).append(row)
+    for (name, correction), rows in groups.items():
+        losses = [cells[name, int(row["length"]), row["format"], correction].loss for row in rows]
+        errors = [
+            float(
+                np.mean(
+                    [abs(float(row[rule]) - loss) for row, loss in zip(rows, losses, strict=True)]
+                )
+            )
+            for rule in RULES
+        ]
+        errors.append(float(np.mean(np.abs(losses))))
+        numbers = [
+            [int(row["length"]) / float(row["horizon"]) for row in rows],
+            [-bits_of(row["format"]) for row in rows],
+            [int(row["length"]) for row in rows],
+            [1 - float(row["sample_size"]) for row in rows],
+        ]
+        orders = [spearman(number, losses) for number in numbers]
+        lines.append(
+            f"| {name}, {LABELS[correction]} | {len(rows)} | {min(losses):.2f} to "
+            f"{max(losses):.2f} | {' | '.join(f'{x:.3f}' for x in errors)} | "
+            f"{' | '.join(f'{x:.2f}' for x in orders)} |"
+        )
+    return lines
+
+
+MARKERS = {
+    "first": "o",
+    "other formats": "s",
+    "entropic task": "^",
+    "attention": "D",
+    "two updates": "v",
+}
+
+
+def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
+    """Losses over T / H: without a correction, and with the clip."""
+    fig, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    titles = {"none": "no correction", "clip": "PPO's clip on pi / mu"}
+    for ax, (correction, title) in zip(axes, titles.items(), strict=True):
+        for (name, marker), style in zip(MARKERS.items(), figures.STYLES, strict=False):
+            points = [
+                (key[1] / horizon_of[key[:3]], cell.loss)
+                for key, cell in cells.items()
+                if key[0] == name and key[3] == correction and key[2] != "fp32"
+            ]
+            if not points:
+                continue
+            over, loss = np.array(sorted(points)).T
+            ax.plot(over, loss, marker, color=style["color"], label=name, alpha=0.8)
+            if name == "first":
+                grid = np.geomspace(over.min(), over.max(), 200)
+                curve = Curve(list(over), list(loss))
+                ax.plot(grid, [curve(x) for x in grid], color=style["color"], linewidth=1)
+        ax.axhline(0, color="#888888", linewidth=0.8, zorder=0)
+        ax.set(xscale="log", title=title, xlabel="tokens of a sequence / horizon of the format")
+    axes[0].set_ylabel("share of the success that is lost")
+    axes[0].legend(fontsize=8)
+    fig.suptitle("What does harm is the clip by the acting policy, and T / H foresees it")
+    fig.savefig(out, dpi=110)
+    plt.close(fig)
+
+
+def table(out: Path) -> None:
+    """Writes the table and the figure."""
+    measured = read(RESULTS / "acting_first.csv") + read(RESULTS / "acting_measured.csv")
+    cells = cells_of(measured)
+    predicted = read(RESULTS / "acting_predicted.csv")
+    horizon_of = {
+        (row["experiment"], int(row["length"]), row["format"]): float(row["horizon"])
+        for row in predicted
+    }
+    lines = ["## How well the losses were foreseen", ""]
+    lines += foresight_table(cells, predicted)
+    for name, experiment in EXPERIMENTS.items():
+        seeds = experiment.seeds
+        lines += ["", f"## {name}: {describe(experiment.setting)}", ""]
+        lines += [f"Seeds {seeds[0]} to {seeds[-1]}. Losses with 95% bootstrap intervals.", ""]
+        lines += loss_table(name, cells, horizon_of)
+    lines += ["", "## Learner, actor, and prompts without any success", ""]
+    lines += success_table(cells)
+    text = "\n".join(lines)
+    out.write_text(f"{text}\n\n`python benchmarks/acting.py table {out}` on {origin()}.\n")
+    draw(cells, horizon_of, out.with_suffix(".png"))
+
+
+def describe(setting: Setting) -> str:
+    return (
+        f"{setting.network} network, {setting.right_tokens} of {setting.vocabulary} tokens right, "
+        f"learning rate {setting.learning_rate:g}, {setting.updates_per_rollout} update"
+        f"{'s' * (setting.updates_per_rollout > 1)} a rollout"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=("first", "predict", "measure"))
+    parser.add_argument("command", choices=("first", "predict", "measure", "table"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
@@ -353,9 +536,11 @@ def main() -> None:
         measure(["first"], arguments.out, arguments.processes)
     elif arguments.command == "predict":
         predict(arguments.out)
-    else:
+    elif arguments.command == "measure":
         others = [name for name in EXPERIMENTS if name != "first"]
         measure(others, arguments.out, arguments.processes)
+    else:
+        table(arguments.out)
 
 
 if __name__ == "__main__":
