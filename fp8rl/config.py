@@ -17,6 +17,8 @@ import numpy as np
 
 ENCODERS = ("mlp", "gru")
 CLIPS_BY = ("actor", "learner")
+# Fields that configs in older files lack, with what such a run did.
+EARLIER = {"clip_by": "actor"}
 SIZES = "steps num_envs rollout_length capacity slice_length batch_size"
 COUNTS = "replay_updates eval_every halved_after"
 # Names of fields, a test of their values, and what to use where it fails.

@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -201,6 +202,17 @@ def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
         found = again.histories["a", config]
         assert (found.rows, found.failure) == (history.rows[1:], history.failure)
     assert len(journal.path.read_text().splitlines()) == 2
+
+
+def test_runs_of_an_older_study_are_not_taken_for_those_of_another_clip(tmp_path):
+    config = small(steps=512, collect_precision="bf16")
+    journal = comparison.Journal(tmp_path / "runs.jsonl")
+    journal.add("bf16", config, comparison.run(config))
+    line = json.loads(journal.path.read_text())
+    del line["config"]["clip_by"]
+    journal.path.write_text(json.dumps(line) + "\n")
+    ((_, found),) = comparison.Journal(journal.path).histories
+    assert found == dataclasses.replace(config, clip_by="actor")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .. import processes
-from ..config import Config
+from ..config import EARLIER, Config
 from ..distribution import Categorical, Gaussian
 from ..model import ActorCritic
 from ..normalization import NETWORKS
@@ -25,8 +25,6 @@ from .restore import check_history
 from .safe_files import write_whole
 
 FORMAT = "fp8rl-10"
-# Fields that earlier configs of this format lack, with what such a run did.
-EARLIER = {"clip_by": "actor"}
 
 
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
