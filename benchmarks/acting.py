@@ -1,4 +1,4 @@
-"""Who may act in few bits? What it costs that sequences are written by a rounded copy of the policy.
+"""Who may act in few bits? What it costs that a rounded copy of the policy writes the sequences.
 
 Policies are trained in float32, and a copy of them in few bits writes the sequences. What the
 learner loses depends on the format, on the length T of the sequences, and on what it does about the
@@ -67,8 +67,10 @@ SIDES = ("clip_negative", "clip_positive")
 WITH_SIDES = BITS | {form: (*ALL, *SIDES) for form in ("e8m1", "e8m2")}
 LONG = {form: ENDS for form in ("e8m1", "e8m3", "e8m5")} | {"e8m2": (*ENDS, "mask_tokens")}
 ENGINES = {"fp8": ALL, "fp16": ENDS}
+ENTROPIC = {form: ALL for form in ("e8m1", "e8m2", "e8m3")}
+ENTROPIC |= {form: ENDS for form in ("e8m5", "fp8")}
 ATTENTION = {form: ALL for form in ("e8m2", "e8m3", "fp8")}
-ATTENTION |= {form: ENDS for form in ("e8m1", "e8m5", "fp16")}
+ATTENTION |= {form: ENDS for form in ("e8m1", "e8m5")}
 SHARP = Setting()
 HARMLESS = Setting(right_tokens=4)
 # With the recurrent network's learning rate, attention unlearns in float32, too
@@ -98,21 +100,12 @@ EXPERIMENTS = {
     "entropic task": Experiment(
         HARMLESS,
         range(1000, 1016),
-        {
-            8: arms_of(BITS | {"fp8": ENDS}),
-            32: arms_of(BITS | {"fp8": ENDS}),
-            128: arms_of(BITS | {"fp8": ENDS}),
-            512: arms_of({form: ENDS for form in ("e8m2", "e8m3")}),
-        },
+        {length: arms_of(ENTROPIC) for length in (8, 32, 128)},
     ),
     "attention": Experiment(
         TWO_LAYERS,
         range(1000, 1016),
-        {
-            8: arms_of(ATTENTION),
-            32: arms_of(ATTENTION),
-            96: arms_of({form: ENDS for form in ("e8m3", "e8m5", "fp8")}),
-        },
+        {length: arms_of(ATTENTION) for length in (8, 32)},
     ),
     "two updates": Experiment(
         Setting(updates_per_rollout=2),
