@@ -65,6 +65,10 @@ COMMANDS = {
     "sums_measured": "python benchmarks/sums.py measure benchmarks/results/sums.csv",
     "sums": "python benchmarks/sums.py table benchmarks/results/sums.md",
     "planted": "python benchmarks/planted.py benchmarks/results/planted.md",
+    "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
+    "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
+    "acting_measured": "python benchmarks/acting.py measure benchmarks/results/acting_measured.csv",
+    "acting": "python benchmarks/acting.py table benchmarks/results/acting.md",
     "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
@@ -134,6 +138,7 @@ RESTS_ON = {
     "strangers": ("doctor",),
     "watching": ("doctor",),
     "characters": ("lowbit",),
+    "acting": ("sequences",),
     "mismatch": ("settled", "places", "tasks"),
     "processes": ("defaults", "autocast", "gymnasium", "ranks", "reuse"),
     "hostile": ("settled", "autocast"),
@@ -169,7 +174,7 @@ JOURNALS |= {
 }
 FIGURES = {"curves.png": "film"}  # where it is not NAME.png
 CODES = json.loads(KNOWN.read_text())  # by part and kind of processor
-STEP = re.compile("_(predicted|measured|cost)$")
+STEP = re.compile("_(first|predicted|measured|cost)$")
 
 
 def obstacle(name: str) -> str | None:

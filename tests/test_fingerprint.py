@@ -13,6 +13,7 @@ from fp8rl.fast_forward import Reuse
 from fp8rl.fp8 import Float8Linear
 from fp8rl.observation_codec import Codec
 from fp8rl.recurrent import RecurrentActorCritic
+from fp8rl.sequences import corrections
 from fp8rl.study import fingerprint, throughput
 from fp8rl.tasks import lqr
 from fp8rl.tasks.gymnasium_env import GymEnv
@@ -105,6 +106,7 @@ CHANGES = {
         "PRECISIONS",
         lambda known: known | {"fp16": FP16._replace(loss_scale=2.0**40)},
     ),
+    "sequences": (corrections, "BOUND", lambda bound: 1.001),
     "defaults": (fingerprint, "Config", lambda config: functools.partial(config, gamma=0.97)),
 }
 

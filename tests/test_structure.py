@@ -70,7 +70,7 @@ def test_the_agent_imports_nothing_but_itself_and_formats():
         assert imports_of(name) <= {*AGENT.split(), "bits.formats"}, name
 
 
-FLOORS = {"bits": (), "tasks": (), "gpu": (), "disk": ()}
+FLOORS = {"bits": (), "tasks": (), "sequences": (), "gpu": (), "disk": ()}
 
 
 def test_each_folder_stands_on_the_core_and_on_those_below_it():

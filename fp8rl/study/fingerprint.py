@@ -14,7 +14,8 @@ The first five hashes, joined by hyphens, are of
     doctor     the doctor's verdicts on an optimizer
     averages   its verdicts on a running average
 
-Every other part has its name before its hash (`trainings`). All of them train with SETTLED.
+Every other part has its name before its hash (`trainings`). All of them but `sequences`, which has
+none of these settings, train with SETTLED.
 """
 
 import functools
@@ -31,6 +32,9 @@ from ..bits.doctor import Doctor
 from ..build import Machine, build, build_population
 from ..config import EIGHT_BIT, Config
 from ..observation_codec import CODECS
+from ..sequences.corrections import CORRECTIONS
+from ..sequences.laboratory import Arm, Laboratory, Setting
+from ..sequences.policies import NETWORKS
 from ..train import train
 
 # The settings that benchmarks name, so that their numbers stay when these defaults change.
@@ -152,8 +156,22 @@ def trainings() -> dict[str, Callable[[], list[nn.Module]]]:
         "populations": lambda: together(*mixed),
         "ranks": lambda: shared(settled()),
         "reuse": lambda: alone(many),
+        "sequences": writers,
         "tasks": lambda: alone(*(settled(env_id=task, **one) for task in TASKS)),
     }
+
+
+def writers() -> list[nn.Module]:
+    """Policies that write sequences, with each correction and format of the acting copy."""
+    arms = [Arm("e8m2", correction) for correction in CORRECTIONS]
+    arms += [Arm("fp8"), Arm("fp16")]
+    models = []
+    for network in NETWORKS:
+        setting = Setting(network=network, length=6, updates=3, updates_per_rollout=2, start=0.1)
+        laboratory = Laboratory(setting, arms, seeds=[0])
+        laboratory.train()
+        models.append(nn.ParameterDict(laboratory.policies.parameters))
+    return models
 
 
 def shared(config: Config, size: int = 2) -> list[nn.Module]:
