@@ -3,11 +3,15 @@
     python -m fp8rl.doctor watch [--json FILE] script.py --its --own arguments
     python -m fp8rl.doctor keep weights=bf16 script.py ...
     python -m fp8rl.doctor twin weights=bf16 --report FILE script.py ...
+    python -m fp8rl.doctor mismatch dump.npz
 
 `watch` lets the script train as it is, in float32, and reports at the end, on stderr, at which
 factor of the learning rate it would learn with each place in few bits. `keep` runs the same
 training with a place really kept so, and `twin` one in float32 whose learning rate is multiplied by
 what `watch` has measured. So one can foresee what few bits do, and then see it.
+
+`mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
+they differ by rounding or by a bug (bits/acting_mismatch.py).
 
 Put `-m` before a module, as in `watch -m package.train`. It works through torch's hooks on all
 optimizers of the process. The script's output and exit code are its own. Of a script that ends by
@@ -35,6 +39,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .bits.acting_mismatch import mismatch
 from .bits.doctor import (
     FORMATS,
     OPERANDS,
@@ -47,6 +52,7 @@ from .bits.doctor import (
     tensor_names,
 )
 from .bits.doctor.findings import without_nan
+from .bits.dump_file import read_dump
 from .bits.places import NO_NOISE, STATE, Places, places_of
 
 WATCHED = tuple(text for text in FORMATS if text.partition("=")[0] in STATE)
@@ -511,8 +517,9 @@ def reserve(path: Path) -> None:
         raise Refusal(f"json is {path}, which cannot be written: {error.strerror}") from error
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target]:
-    """The command's own options, which come before the script, and the script."""
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
+    """The command's own options, which come before the script, and the script; `mismatch` has
+    none."""
     parser = argparse.ArgumentParser(
         prog="python -m fp8rl.doctor",
         description="Will few bits do in this training? For any PyTorch script, unchanged.",
@@ -543,7 +550,20 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target]:
         command.add_argument("-m", dest="is_module", action="store_true", help="run a module")
         command.add_argument("script", help="a script, or with -m a module")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    compare = commands.add_parser(
+        "mismatch", help="compare log-probabilities of the same tokens: rounding or a bug?"
+    )
+    compare.add_argument(
+        "dump",
+        type=Path,
+        help="an .npz file with learner_logp and actor_logp, [sequences, tokens], "
+        "and mask and advantages if there are any",
+    )
+    compare.add_argument("--clip", type=float, default=0.2, help="PPO's, by default 0.2")
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
     options = parser.parse_args(arguments)
+    if options.command == "mismatch":
+        return options, None
     return options, Target(options.script, options.arguments, options.is_module)
 
 
@@ -596,9 +616,25 @@ def run_twin(options: argparse.Namespace, target: Target):
     return code
 
 
+def run_mismatch(options: argparse.Namespace, target: None) -> int:
+    """Reports on a dump of log-probabilities on stdout."""
+    report = mismatch(**read_dump(options.dump), clip=options.clip)
+    if options.json:
+        reserve(options.json)
+        options.json.write_text(report.to_json())
+    print(report)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> None:
     options, target = parse(sys.argv[1:] if arguments is None else arguments)
-    run = {"watch": run_watch, "keep": run_keep, "twin": run_twin}[options.command]
+    commands = {
+        "watch": run_watch,
+        "keep": run_keep,
+        "twin": run_twin,
+        "mismatch": run_mismatch,
+    }
+    run = commands[options.command]
     try:
         code = run(options, target)
     except (Refusal, ValueError) as error:

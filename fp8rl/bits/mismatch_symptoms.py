@@ -1,0 +1,256 @@
+"""Is a gap between two policies' log-probabilities rounding, or a bug? The symptoms of either.
+
+Rounding makes an error in each logit that knows nothing of the others. So the log ratio d of a
+token is small where the policy is certain, as likely to be positive as negative, and of a similar
+size in all sequences and at all positions. Each symptom below measures one way in which bugs
+differ. Its limit lies above nearly all dumps in which there was only rounding
+(benchmarks/dumps.py).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+FEW_TOKENS = 256  # with fewer, chance alone reaches the limits
+FEW_SEQUENCES = 16  # with fewer, sequences and positions are not compared
+FIRST = 4  # tokens of a sequence in which padding is looked for
+BINS = 10  # of surprisal
+LARGEST = 50.0  # log ratio; exp of a larger one may overflow in sums of squares
+OFFSETS = (1, -1, 2, -2)  # by which a log-probability may be misplaced
+
+
+class Gap(NamedTuple):
+    """Log-probabilities of the same tokens, [S, T] each, float64; 0 where `mask` is False."""
+
+    learner: np.ndarray
+    actor: np.ndarray
+    mask: np.ndarray
+
+    @property
+    def log_ratio(self) -> np.ndarray:
+        """log pi / mu, [S, T]."""
+        return self.learner - self.actor
+
+    @property
+    def excess(self) -> np.ndarray:
+        """pi / mu - 1, [S, T], exact where it is tiny and finite where it is huge."""
+        return np.expm1(np.minimum(self.log_ratio, LARGEST))
+
+
+class Symptom(NamedTuple):
+    """How strongly a gap looks like one kind of bug.
+
+    `name`   what is measured
+    `kind`   of bug that it betrays
+    `value`  the measured one
+    `limit`  above which rounding hardly ever gets
+    `says`   in words, what was seen
+    """
+
+    name: str
+    kind: str
+    value: float
+    limit: float
+    says: str
+
+    @property
+    def is_seen(self) -> bool:
+        return self.value > self.limit
+
+    @property
+    def excess(self) -> float:
+        return self.value / self.limit
+
+
+def symptoms_of(gap: Gap, advantages: np.ndarray | None) -> list[Symptom]:
+    """All symptoms that a dump is large enough for. `advantages` are [S, T] or None."""
+    if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
+        return []
+    symptoms = [misplaced(gap), truncated(gap), tempered(gap), unrelated(gap)]
+    if len(gap.mask) >= FEW_SEQUENCES:
+        relative = relative_size(gap)
+        symptoms += [some_sequences(relative, gap.mask), one_position(relative, gap.mask)]
+        symptoms.append(early(relative, gap.mask))
+        if advantages is not None:
+            symptoms.append(learned(gap, advantages))
+    return symptoms
+
+
+def misplaced(gap: Gap) -> Symptom:
+    """Do the learner's log-probabilities fit those of another position better?"""
+    size = np.abs(gap.log_ratio[gap.mask]).mean()
+    sizes = {}
+    length = gap.mask.shape[1]
+    for offset in OFFSETS:
+        if abs(offset) >= length:
+            continue
+        here = slice(max(offset, 0), length + min(offset, 0))
+        there = slice(max(-offset, 0), length + min(-offset, 0))
+        both = gap.mask[:, here] & gap.mask[:, there]
+        if both.any():
+            sizes[offset] = np.abs(gap.learner[:, here] - gap.actor[:, there])[both].mean()
+    if not sizes:
+        return Symptom("fit of a neighbouring token", "shift", 0.0, LIMITS["misplaced"], "")
+    best = min(sizes, key=sizes.get)
+    side = "before" if best > 0 else "after"
+    says = (
+        f"the learner's log-probabilities fit the actor's of the token {abs(best)} {side} it: "
+        f"they differ by {sizes[best]:.2g} there, and by {size:.2g} at the same token"
+    )
+    value = float(size / max(sizes[best], 1e-12))
+    return Symptom("fit of a neighbouring token", "shift", value, LIMITS["misplaced"], says)
+
+
+def truncated(gap: Gap) -> Symptom:
+    """Is the mean ratio below 1 by more than chance, and by a large part of the ratios' spread?"""
+    below = -gap.excess[gap.mask]
+    mean = below.mean()
+    centered = np.where(gap.mask, -gap.excess - mean, 0.0)
+    error = np.sqrt(np.square(centered.sum(1)).sum()) / gap.mask.sum()
+    spread = np.sqrt(np.square(below).mean())
+    is_chance = mean < 4 * error and len(gap.mask) > 1
+    value = 0.0 if is_chance else float(mean / max(spread, 1e-12))
+    says = (
+        f"the mean ratio is {1 - mean:.4f}: the actor never says what {mean:.1%} of the learner's "
+        "probability is for"
+    )
+    return Symptom("mean ratio below 1", "truncation", value, LIMITS["truncated"], says)
+
+
+def tempered(gap: Gap) -> Symptom:
+    """How much of the log ratios is a straight line in the actor's log-probability?"""
+    log_ratio = gap.log_ratio[gap.mask]
+    actor = gap.actor[gap.mask]
+    if actor.std() < 1e-6:
+        return Symptom("line in log-probability", "temperature", 0.0, LIMITS["tempered"], "")
+    slope, _ = np.polyfit(actor, log_ratio, 1)
+    correlation = np.corrcoef(actor, log_ratio)[0, 1]
+    says = (
+        f"the log ratio follows the actor's log-probability (correlation {correlation:.2f}): "
+        f"the learner's are {1 + slope:.2f} times as wide"
+    )
+    value = float(abs(correlation))
+    return Symptom("line in log-probability", "temperature", value, LIMITS["tempered"], says)
+
+
+def unrelated(gap: Gap) -> Symptom:
+    """How far are the two policies' log-probabilities from a common line?"""
+    learner = gap.learner[gap.mask]
+    actor = gap.actor[gap.mask]
+    if min(learner.std(), actor.std()) < 1e-6:
+        return Symptom("unlike log-probabilities", "other", 0.0, LIMITS["unrelated"], "")
+    correlation = np.corrcoef(learner, actor)[0, 1]
+    says = (
+        f"the policies' log-probabilities correlate by {correlation:.2f} only: one bit of "
+        "mantissa in all places leaves more"
+    )
+    value = float(1 - correlation)
+    return Symptom("unlike log-probabilities", "other", value, LIMITS["unrelated"], says)
+
+
+def relative_size(gap: Gap) -> np.ndarray:
+    """|d| in units of its mean over tokens of similar log-probability, [S, T].
+
+    A policy is certain of some tokens and not of others, and |d| is larger where it is not. What is
+    left may be compared over sequences and positions.
+    """
+    size = np.abs(gap.log_ratio)
+    actor = gap.actor[gap.mask]
+    edges = np.quantile(actor, np.linspace(0, 1, BINS + 1)[1:-1])
+    number = np.searchsorted(edges, gap.actor)
+    total = np.bincount(number[gap.mask], size[gap.mask], minlength=BINS)
+    count = np.bincount(number[gap.mask], minlength=BINS)
+    mean = total / np.maximum(count, 1)
+    return np.where(gap.mask, size / np.maximum(mean[number], 1e-12), 0.0)
+
+
+def log_means(values: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
+    """Logarithms of masked means; what has no token is NaN."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.log(np.where(mask, values, 0.0).sum(axis) / mask.sum(axis) + 1e-9)
+
+
+def some_sequences(relative: np.ndarray, mask: np.ndarray) -> Symptom:
+    """Do sequences differ in the size of their log ratios, at first or as a whole?"""
+    at_first = np.nanstd(log_means(relative[:, :FIRST], mask[:, :FIRST], 1))
+    whole = log_means(relative, mask, 1)
+    spread = np.nanstd(whole)
+    value = max(at_first / LIMITS["at first"], spread / LIMITS["as a whole"])
+    largest, median = np.exp(np.nanquantile(whole, (0.95, 0.5)))
+    says = (
+        "sequences differ: for its log-probabilities, a log ratio is "
+        f"{largest / median:.1f} times as large in the worst twentieth as in the median"
+    )
+    return Symptom("sequences that differ", "padding", float(value), 1.0, says)
+
+
+def one_position(relative: np.ndarray, mask: np.ndarray) -> Symptom:
+    """Is there a position at which log ratios become much larger at once?"""
+    enough = mask.sum(0) >= FEW_SEQUENCES
+    by_position = log_means(relative[:, enough], mask[:, enough], 0)
+    value = 0.0
+    place = 0
+    for t in range(2, len(by_position)):
+        rise = by_position[t : t + 2].mean() - by_position[max(t - 4, 0) : t].mean()
+        if rise > value:
+            value = rise
+            place = t
+    says = f"from token {place} on, log ratios are {np.exp(value):.1f} times as large as before"
+    return Symptom("a position", "template", float(value), LIMITS["one position"], says)
+
+
+def early(relative: np.ndarray, mask: np.ndarray) -> Symptom:
+    """Are log ratios largest at the first tokens?"""
+    enough = mask.sum(0) >= FEW_SEQUENCES
+    by_position = log_means(relative[:, enough], mask[:, enough], 0)
+    value = 0.0
+    if len(by_position) >= 3 * FIRST:
+        value = by_position[:2].mean() - np.median(by_position)
+    says = f"log ratios are {np.exp(value):.1f} times as large at the first tokens as later"
+    return Symptom("a large beginning", "template", float(value), LIMITS["early"], says)
+
+
+def learned(gap: Gap, advantages: np.ndarray) -> Symptom:
+    """Are tokens more likely to the learner in sequences that turned out better?
+
+    Rank correlation over sequences of mean log ratio and mean advantage, after what the mean
+    log-probability of a sequence explains.
+    """
+    counts = gap.mask.sum(1)
+    used = counts > 0
+
+    def ranks(x: np.ndarray) -> np.ndarray:
+        mean = np.where(gap.mask, x, 0.0).sum(1)[used] / counts[used]
+        rank = np.argsort(np.argsort(mean, kind="stable"), kind="stable").astype(float)
+        return rank - rank.mean()
+
+    actor = ranks(gap.actor)
+    residuals = []
+    for x in (gap.log_ratio, advantages):
+        rank = ranks(x)
+        residuals.append(rank - actor * (rank @ actor) / (actor @ actor))
+    norms = [np.linalg.norm(x) for x in residuals]
+    value = 0.0
+    if min(norms) > 0:
+        value = float(residuals[0] @ residuals[1] / (norms[0] * norms[1]))
+    chance = 3 / np.sqrt(used.sum())
+    says = (
+        f"the learner favours what turned out well (correlation {value:.2f} of a sequence's log "
+        "ratios and advantages): it has learned from such tokens, the actor has not"
+    )
+    value = 0.0 if value < chance else value
+    return Symptom("advantages", "stale", value, LIMITS["learned"], says)
+
+
+# Chosen on dumps of seeds below 1000: benchmarks/dumps.py
+LIMITS = {
+    "misplaced": 1.0,
+    "truncated": 0.1,
+    "tempered": 0.6,
+    "unrelated": 0.15,
+    "at first": 0.75,
+    "as a whole": 0.9,
+    "one position": 1.0,
+    "early": 0.5,
+    "learned": 0.15,
+}
