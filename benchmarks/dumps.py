@@ -14,8 +14,7 @@ divergence (k3), and one for the largest |log ratio|, chosen on the same seeds a
 """
 
 import argparse
-import itertools
-import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,13 +22,29 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fp8rl.bits import mismatch
+from fp8rl.bits.acting_mismatch import SIZE
 from fp8rl.bits.formats import Format, format_of, rounded, scaled
+from fp8rl.study.throughput import origin
 
 PROMPTS = 8
 SEQUENCES = 512  # in a dump
 BATCH = 256  # sequences in an update
 TOKENS = 32  # of the longest sequence
 PADDING = 6  # tokens that the planted bug puts before the prompt
+POLICIES = 4  # of each shape, untrained and trained
+# The simplest judges: of the dumps with rounding that `choose` makes, one in twenty is above
+LARGEST_K3 = 0.055
+LARGEST_LOG_RATIO = 4.8
+# What we may call each planted bug
+NAMES = {
+    "shift": ("shift",),
+    "temperature": ("temperature",),
+    "top-p": ("truncation",),
+    "padding": ("padding",),
+    "template": ("template", "beginning"),
+    "stale": ("stale",),
+}
 UPDATES_OF_POLICY = 24  # of reinforcement learning, by which a stale copy may lag
 LEARNING_RATE = 1e-3  # of reinforcement learning
 
@@ -418,3 +433,146 @@ def dumps_of(shape: Shape, seeds: range, is_trained: bool) -> Iterator[Dump]:
             tokens, actor_logp = policies.sample(history[-1 - lag], SEQUENCES, rounding)
             variant = f"{lag} updates"
             yield from split("stale", variant, rounding, learner(tokens), actor_logp, tokens)
+
+
+def all_dumps(shapes: tuple[Shape, ...], first_seed: int) -> Iterator[Dump]:
+    """The dumps of all shapes, of policies before and after training."""
+    seeds = range(first_seed, first_seed + POLICIES)
+    for shape in shapes:
+        for is_trained in (False, True):
+            yield from dumps_of(shape, seeds, is_trained)
+            seeds = range(seeds.stop, seeds.stop + POLICIES)
+
+
+class Judged(NamedTuple):
+    """What is said of a dump.
+
+    `kind` and `blind` are the report's kind of bug, or empty, with advantages and without. `k3` and
+    `largest` are what the simplest judges look at.
+    """
+
+    dump: Dump
+    kind: str
+    blind: str
+    k3: float
+    largest: float
+
+    @classmethod
+    def of(cls, dump: Dump) -> "Judged":
+        arrays = dump.learner_logp, dump.actor_logp, dump.mask
+        report = mismatch(*arrays, dump.advantages)
+        largest = np.abs(dump.learner_logp - dump.actor_logp)[dump.mask].max()
+        return cls(dump, report.kind, mismatch(*arrays).kind, report.kl_k3, float(largest))
+
+    @property
+    def is_named(self) -> bool:
+        return self.kind in NAMES[self.dump.bug]
+
+
+def share(hits: list[bool]) -> str:
+    return f"{sum(hits) / len(hits):.0%}"
+
+
+def simple(group: list[Judged]) -> list[str]:
+    """How often each of the simplest judges calls a dump a bug."""
+    return [
+        share([judged.k3 > LARGEST_K3 for judged in group]),
+        share([judged.largest > LARGEST_LOG_RATIO for judged in group]),
+    ]
+
+
+def table(head: tuple[str, ...], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def grouped(all_judged: list[Judged], *fields: str) -> dict[tuple[str, ...], list[Judged]]:
+    groups = {}
+    for judged in all_judged:
+        key = tuple(getattr(judged.dump, field) for field in fields)
+        groups.setdefault(key, []).append(judged)
+    return groups
+
+
+def tables(all_judged: list[Judged]) -> str:
+    """Bugs by kind and variant, stale copies by policy, and false alarms by rounding."""
+    bugs = [judged for judged in all_judged if judged.dump.bug]
+    rows = []
+    for (bug, variant), group in grouped(bugs, "bug", "variant").items():
+        others = Counter(judged.kind or "rounding" for judged in group if not judged.is_named)
+        rows.append(
+            [
+                f"{bug}, {variant}",
+                f"{len(group)}",
+                share([judged.kind != "" for judged in group]),
+                share([judged.is_named for judged in group]),
+                ", ".join(f"{kind} {count}" for kind, count in others.most_common()) or "-",
+                share([judged.blind != "" for judged in group]),
+                *simple(group),
+            ]
+        )
+    head = ("planted bug", "dumps", "called a bug", "of its kind", "otherwise called")
+    head += ("without advantages", "k3 alone", "largest log ratio alone")
+    text = table(head, rows)
+    stale = [judged for judged in bugs if judged.dump.bug == "stale"]
+    rows = [
+        [f"{variant}, {policy}", f"{len(group)}", share([judged.kind != "" for judged in group])]
+        for (variant, policy), group in grouped(stale, "variant", "policy").items()
+    ]
+    text += "\n" + table(("stale copy", "dumps", "called a bug"), rows)
+    rounding = [judged for judged in all_judged if not judged.dump.bug]
+    groups = {("all",): rounding} | grouped(rounding, "rounding")
+    rows = [
+        [
+            label,
+            f"{len(group)}",
+            share([judged.kind != "" for judged in group]),
+            share([judged.blind != "" for judged in group]),
+            *simple(group),
+        ]
+        for (label,), group in groups.items()
+    ]
+    head = ("only rounding, to", "dumps", "called a bug", "without advantages")
+    head += ("k3 alone", "largest log ratio alone")
+    return text + "\n" + table(head, rows)
+
+
+def choose() -> None:
+    """Prints how large each symptom gets in dumps with rounding alone."""
+    values = {}
+    sizes = []
+    for dump in all_dumps(CHOSEN_ON, 0):
+        if dump.bug:
+            continue
+        report = mismatch(dump.learner_logp, dump.actor_logp, dump.mask, dump.advantages)
+        for symptom in report.symptoms:
+            values.setdefault(f"{symptom.name} (limit {symptom.limit:g})", []).append(symptom.value)
+        largest = np.abs(dump.learner_logp - dump.actor_logp)[dump.mask].max()
+        values.setdefault("k3", []).append(report.kl_k3)
+        values.setdefault("largest log ratio", []).append(largest)
+        if dump.rounding.endswith("bits of weights and state and logits"):
+            bits = int(dump.rounding[0])
+            sizes.append(bits - report.bits)
+    for name, numbers in values.items():
+        quantiles = np.quantile(numbers, (0.5, 0.95, 0.99, 1))
+        print(f"{name}: median, 95%, 99%, largest:", *(f"{x:.3f}" for x in quantiles))
+    print(f"bits are underestimated by {np.median(sizes):.2f} with a size of {SIZE}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("choose")
+    commands.add_parser("report").add_argument("out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.command == "choose":
+        choose()
+        return
+    text = tables([Judged.of(dump) for dump in all_dumps(REPORTED_ON, 1000)])
+    command = f"python benchmarks/dumps.py report {options.out}"
+    options.out.write_text(f"{text}\n`{command}` on {origin()}.\n")
+
+
+if __name__ == "__main__":
+    main()

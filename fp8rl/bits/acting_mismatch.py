@@ -28,8 +28,8 @@ import torch
 from .mismatch_symptoms import FEW_SEQUENCES, FEW_TOKENS, Gap, Symptom, symptoms_of
 
 KEPT = 0.9  # the share of their sample size that weights keep over a horizon
-# rms(d) / std(actor_logp) of rounding all weights, state and logits to b bits is about SIZE * 2^-b
-SIZE = 0.36
+# Rounding weights and state to b bits makes rms(d) / std(actor_logp) about SIZE * 2^-b
+SIZE = 0.55
 LEAST = -1e4  # log-probability; what is lower was not sampled
 # How far above 0 rounding may put a log-probability
 ABOVE_ZERO = 1e-5
@@ -45,8 +45,10 @@ MEANING = {
     "actor's temperature.",
     "padding": "some sequences are read in another context. Look at left padding, position ids, "
     "the attention mask and cached prefixes.",
-    "template": "all sequences are read in another context from one place on. Look at the chat "
-    "template, the first token and the prompt.",
+    "template": "all sequences are read in another context from one position on. Look at the chat "
+    "template and at tokens that are added or left out there.",
+    "beginning": "all sequences begin in another context. Look at the prompt, the first token and "
+    "the padding before it.",
     "stale": "the actor has older weights than the learner. Look at when weights are sent.",
     "other": "the gap is larger than rounding makes it, and nothing says why. Old weights and "
     "another prompt do this.",
@@ -57,8 +59,8 @@ class MismatchReport(NamedTuple):
     """How far an acting policy mu is from the learner's policy pi, and why. `str()` says it.
 
     `verdict`               exact, rounding, bug or not judged
-    `kind`                  of a bug: shift, truncation, temperature, padding, template, stale or
-                            other; else empty
+    `kind`                  of a bug: shift, truncation, temperature, stale, padding, template,
+                            beginning or other; else empty
     `symptoms`              all that were measured, the strongest first
     `bits`                  rounding everything to so many bits of mantissa makes such a gap,
                             roughly
@@ -305,12 +307,12 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, str]:
     kinds = [symptom.kind for symptom in symptoms if symptom.is_seen]
     if not kinds:
         return "rounding", ""
-    # Misplaced or tempered log-probabilities have other symptoms, too
-    for kind in ("shift", "temperature", "truncation"):
+    # A bug of one kind has symptoms of those after it, too
+    for kind in ("shift", "temperature", "truncation", "stale"):
         if kind in kinds:
             return "bug", kind
     named = [kind for kind in kinds if kind != "other"]
-    return "bug", (named or kinds)[0]
+    return "bug", (named or kinds)[0]  # the strongest
 
 
 def notes_on(gap: Gap, steps: tuple[float, float]) -> list[str]:

@@ -200,14 +200,15 @@ def one_position(relative: np.ndarray, mask: np.ndarray) -> Symptom:
 
 
 def early(relative: np.ndarray, mask: np.ndarray) -> Symptom:
-    """Are log ratios largest at the first tokens?"""
+    """Are the median sequence's log ratios largest at the first tokens?"""
     enough = mask.sum(0) >= FEW_SEQUENCES
-    by_position = log_means(relative[:, enough], mask[:, enough], 0)
     value = 0.0
-    if len(by_position) >= 3 * FIRST:
+    if enough.sum() >= 3 * FIRST:
+        shown = np.where(mask, relative, np.nan)[:, enough]
+        by_position = np.log(np.nanmedian(shown, 0) + 1e-9)
         value = by_position[:2].mean() - np.median(by_position)
     says = f"log ratios are {np.exp(value):.1f} times as large at the first tokens as later"
-    return Symptom("a large beginning", "template", float(value), LIMITS["early"], says)
+    return Symptom("a large beginning", "beginning", float(value), LIMITS["early"], says)
 
 
 def learned(gap: Gap, advantages: np.ndarray) -> Symptom:
@@ -242,15 +243,15 @@ def learned(gap: Gap, advantages: np.ndarray) -> Symptom:
     return Symptom("advantages", "stale", value, LIMITS["learned"], says)
 
 
-# Chosen on dumps of seeds below 1000: benchmarks/dumps.py
+# Chosen on dumps of seeds below 1000 (benchmarks/dumps.py), a little above what rounding reaches
 LIMITS = {
-    "misplaced": 1.0,
+    "misplaced": 2.0,
     "truncated": 0.1,
-    "tempered": 0.6,
-    "unrelated": 0.15,
-    "at first": 0.75,
-    "as a whole": 0.9,
-    "one position": 1.0,
-    "early": 0.5,
-    "learned": 0.15,
+    "tempered": 0.66,
+    "unrelated": 0.12,
+    "at first": 0.85,
+    "as a whole": 0.65,
+    "one position": 1.2,
+    "early": 0.42,
+    "learned": 0.16,  # three of a hundred dumps with rounding are above
 }
