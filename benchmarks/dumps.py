@@ -32,6 +32,7 @@ SEQUENCES = 512  # in a dump
 BATCH = 256  # sequences in an update
 TOKENS = 32  # of the longest sequence
 PADDING = 6  # tokens that the planted bug puts before the prompt
+FIRST_REPORTED = 2000  # seed; on those from 1000 a first form was reported
 POLICIES = 4  # of each shape, untrained and trained
 # The simplest judges: of the dumps with rounding that `choose` makes, one in twenty is above
 LARGEST_K3 = 0.055
@@ -569,7 +570,7 @@ def main() -> None:
     if options.command == "choose":
         choose()
         return
-    text = tables([Judged.of(dump) for dump in all_dumps(REPORTED_ON, 1000)])
+    text = tables([Judged.of(dump) for dump in all_dumps(REPORTED_ON, FIRST_REPORTED)])
     command = f"python benchmarks/dumps.py report {options.out}"
     options.out.write_text(f"{text}\n`{command}` on {origin()}.\n")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import fp8rl.bits
 
 PAGE = (Path(fp8rl.bits.__file__).parent / "README.md").read_text()
-DOCTOR, LOW_BIT_ADAM = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+DOCTOR, MISMATCH, LOW_BIT_ADAM = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+(REPORTS,) = re.findall(r"```\n(rounding:.*?)```", PAGE, re.S)
 (PRINTED,) = re.findall(r"```\n(weights:.*?)```", PAGE, re.S)
 
 
@@ -27,3 +28,10 @@ def test_the_doctor_reports_on_every_format():
     report = printed(DOCTOR)
     for text in ("weights=bf16:", "weights=bf16:stochastic:", "v=e4m3:unscaled:"):
         assert f"  {text} " in report
+
+
+def test_the_gap_of_bfloat16_is_rounding_and_that_of_a_temperature_is_not():
+    beginnings = []
+    for text in (printed(MISMATCH), REPORTS):  # the last digits differ by processor
+        beginnings.append([line[:12] for line in text.splitlines()])
+    assert beginnings[0] == beginnings[1]

@@ -130,14 +130,14 @@ class MismatchReport(NamedTuple):
 
     def numbers(self) -> list[str]:
         lines = [
-            f"horizon: {self.horizon:,.0f} tokens, after which the weights of sequences have lost "
-            "a tenth of their sample size",
-            f"lengths: sequences of {self.mean_length:,.1f} tokens are {self.horizons:.2g} "
+            f"horizon: {amount(self.horizon)} tokens, after which the weights of sequences have "
+            "lost a tenth of their sample size",
+            f"lengths: sequences of {self.mean_length:,.1f} tokens are {amount(self.horizons)} "
             "horizons long",
             f"sample size: {self.token_sample_size:.4f} of the tokens, "
             f"{self.sequence_sample_size:.4f} of the sequences",
             f"divergence: {self.kl_k1:.3g} nats a token (k1), {self.kl_k3:.3g} (k3)",
-            f"ratios: mean {self.mean_ratio:.4f} ± {self.mean_ratio_error:.4f}, "
+            f"ratios: mean {self.mean_ratio:.4f} ± {self.mean_ratio_error:.1g}, "
             f"from {self.smallest_ratio:.3g} to {self.largest_ratio:.3g}",
         ]
         high, low = 1 + self.clip, 1 - self.clip
@@ -158,6 +158,11 @@ class MismatchReport(NamedTuple):
         fields = self._asdict()
         fields["symptoms"] = [symptom._asdict() for symptom in self.symptoms]
         return json.dumps(finite(fields), indent=2)
+
+
+def amount(x: float) -> str:
+    """A positive number, whole from 10 up."""
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
 
 
 def finite(x):

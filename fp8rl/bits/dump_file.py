@@ -75,7 +75,7 @@ def read_array(
                 f"{name} in {path} has the shape {shape}, {size:,} bytes: "
                 f"give at most {MOST_BYTES:,}, fewer sequences will do"
             )
-        if entry.file_size - file.tell() != size:
+        if min(shape, default=0) < 0 or entry.file_size - file.tell() != size:
             raise ValueError(
                 f"{name} in {path} is said to have the shape {shape}, which is not what follows: "
                 "write it with numpy.savez"
