@@ -111,7 +111,7 @@ EVERYWHERE = ("weights", "state", "logits")
 BF16 = Rounding("bf16", format_of("bf16"), EVERYWHERE)
 E4M3 = Rounding("e4m3", format_of("e4m3"), ("weights", "state"), has_scale=True)
 ROUNDINGS = [
-    Rounding(f"{bits} bits", Format(8, bits), places)
+    Rounding(f"{bits} bit{'s' * (bits > 1)}", Format(8, bits), places)
     for bits, all_places in (
         (1, (EVERYWHERE, ("weights",), ("state",), ("logits",))),
         (2, (EVERYWHERE,)),
@@ -551,9 +551,8 @@ def choose() -> None:
         largest = np.abs(dump.learner_logp - dump.actor_logp)[dump.mask].max()
         values.setdefault("k3", []).append(report.kl_k3)
         values.setdefault("largest log ratio", []).append(largest)
-        if dump.rounding.endswith("bits of weights and state and logits"):
-            bits = int(dump.rounding[0])
-            sizes.append(bits - report.bits)
+        if "bit" in dump.rounding and dump.rounding.endswith(" and ".join(EVERYWHERE)):
+            sizes.append(int(dump.rounding[0]) - report.bits)
     for name, numbers in values.items():
         quantiles = np.quantile(numbers, (0.5, 0.95, 0.99, 1))
         print(f"{name}: median, 95%, 99%, largest:", *(f"{x:.3f}" for x in quantiles))

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import struct
+import warnings
 import zipfile
 
 import dumps
@@ -179,6 +180,51 @@ def test_each_planted_bug_is_named():
     assert kind_of(pushed, logp, advantages=advantages) == "stale"
     assert kind_of(pushed, logp) == ""
     assert kind_of(pushed, logp, advantages=-advantages) == ""
+
+
+def test_a_verdict_is_of_the_tokens_that_count_wherever_they_are():
+    """Answers after prompts of different lengths, and some sequences that do not count."""
+    logp = policy_logp(128)
+    advantages = np.random.default_rng(3).normal(size=(128, 100))
+    gaps = [noisy(logp), np.where(np.arange(100) < 10, noisy(logp, 0.4), noisy(logp))]
+    start = np.random.default_rng(2).integers(0, 50, (128, 1))
+    place = start + np.arange(100)
+    mask = np.zeros((128, 160), bool)
+    np.put_along_axis(mask, place, True, 1)
+    mask[:5] = False
+    for learner in gaps:
+        spread = [np.full(mask.shape, np.nan) for _ in range(3)]
+        for wide, x in zip(spread, (learner, logp, advantages), strict=True):
+            np.put_along_axis(wide, place, x, 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = mismatch(spread[0], spread[1], mask, spread[2])
+        expected = mismatch(learner[5:], logp[5:], None, advantages[5:])
+        assert (report.verdict, report.kind) == (expected.verdict, expected.kind)
+        for name in ("tokens", "sequence_sample_size", "horizons", "mean_ratio_error", "clipped"):
+            assert getattr(report, name) == pytest.approx(getattr(expected, name)), name
+        for found, own in zip(report.symptoms, expected.symptoms, strict=True):
+            assert found.kind == own.kind and found.value == pytest.approx(own.value)
+
+
+def test_gaps_without_any_spread_are_judged_without_a_warning():
+    logp = policy_logp(32)
+    even = np.full_like(logp, -1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kind_of(even - 0.25, even) == "truncation"
+        assert kind_of(even, logp) == "other"
+        assert kind_of(noisy(even, 0.02), even) == ""
+        mismatch(noisy(logp), even, advantages=np.ones(32))
+        mismatch(noisy(logp[:1]), logp[:1], advantages=np.ones(1))
+
+
+def test_the_mean_ratio_of_one_sequence_is_judged_by_its_own_noise():
+    called = []
+    for seed in range(50):
+        logp = policy_logp(1, 300, seed)
+        called.append(kind_of(noisy(logp, 0.1, seed + 100), logp))
+    assert called == [""] * 50
 
 
 @pytest.fixture(scope="module")

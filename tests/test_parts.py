@@ -37,6 +37,7 @@ EXAMPLES = (
     "replay",
     "bits.low_bit_adam",
     "bits.doctor.doctor",
+    "bits.acting_mismatch",
     "sequences.laboratory",
 )
 

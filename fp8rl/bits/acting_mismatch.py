@@ -68,7 +68,7 @@ class MismatchReport(NamedTuple):
     `mean_length`           tokens in a sequence
     `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
     `sequence_sample_size`  of whole sequences' ratios; NaN for a single sequence
-    `p`                     the first, with a mean ratio of 1 taken for granted
+    `p`                     of tokens, with a mean ratio of 1 taken for granted
     `horizon`               H in tokens; infinite where all ratios are 1
     `horizons`              the mean length in horizons
     `kl_k1`, `kl_k3`        KL(mu || pi) of a token, in nats
@@ -121,9 +121,13 @@ class MismatchReport(NamedTuple):
                 f"give at least {FEW_TOKENS}"
             ]
         if self.verdict == "rounding":
-            return [
-                f"rounding: it looks like arithmetic with about {self.bits:.1f} bits of mantissa"
+            lines = [
+                "rounding: no symptom of a bug; arithmetic with about "
+                f"{max(self.bits, 0):.1f} bits of mantissa makes such a gap"
             ]
+            if not self.has_advantages:
+                lines.append("  give advantages, too, to tell old weights from rounding")
+            return lines
         lines = [f"bug ({self.kind}): {MEANING[self.kind]}"]
         lines += [f"  {symptom.says}" for symptom in self.symptoms if symptom.is_seen]
         return lines
@@ -231,24 +235,23 @@ def report_on(
     symptoms = sorted(symptoms_of(gap, advantages), key=lambda symptom: -symptom.excess)
     verdict, kind = judge(gap, symptoms)
     above, below, dropped = clipped_shares(1 + excess, advantages, gap.mask, clip)
-    single = len(by_sequence) == 1
     return MismatchReport(
         verdict=verdict,
         kind=kind,
         symptoms=tuple(symptoms),
         bits=bits_of(gap),
-        sequences=len(by_sequence),
+        sequences=gap.sequences,
         tokens=len(log_ratio),
         mean_length=float(lengths.mean()),
         token_sample_size=kish(log_ratio),
-        sequence_sample_size=math.nan if single else kish(by_sequence),
+        sequence_sample_size=kish(by_sequence) if gap.sequences > 1 else math.nan,
         p=1 / (1 + spread),
         horizon=horizon,
         horizons=float(lengths.mean()) / horizon,
         kl_k1=float(-log_ratio.mean()),
         kl_k3=float((excess - log_ratio).mean()),
         mean_ratio=1 + float(excess.mean()),
-        mean_ratio_error=standard_error(gap),
+        mean_ratio_error=gap.mean_ratio_error,
         smallest_ratio=1 + float(excess.min()),
         largest_ratio=1 + float(excess.max()),
         clip=clip,
@@ -264,15 +267,6 @@ def kish(log_weights: np.ndarray) -> float:
     """(sum w)^2 / (n sum w^2), Kish's effective sample size of n weights as a share of n."""
     weights = np.exp(log_weights - log_weights.max())
     return float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum()))
-
-
-def standard_error(gap: Gap) -> float:
-    """Of the mean ratio. Tokens of a sequence belong together; of a single one they are alone."""
-    excess = gap.excess
-    deviation = np.where(gap.mask, excess - excess[gap.mask].mean(), 0.0)
-    if gap.mask.any(1).sum() > 1:
-        deviation = deviation.sum(1)
-    return float(np.sqrt(np.square(deviation).sum()) / gap.mask.sum())
 
 
 def clipped_shares(
@@ -323,9 +317,9 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, str]:
 def notes_on(gap: Gap, steps: tuple[float, float]) -> list[str]:
     """What limits the numbers."""
     notes = []
-    if gap.mask.any(1).sum() == 1:
+    if gap.sequences == 1:
         notes.append("note: of one sequence there is no sample size of sequences")
-    elif len(gap.mask) < FEW_SEQUENCES:
+    elif gap.sequences < FEW_SEQUENCES:
         notes.append(
             f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more"
         )

@@ -15,7 +15,9 @@ FEW_TOKENS = 256  # with fewer, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer, sequences and positions are not compared
 FIRST = 4  # tokens of a sequence in which padding is looked for
 BINS = 10  # of surprisal
+TINY = 1e-12  # below it a standard deviation is that of arithmetic in float64
 LARGEST = 50.0  # log ratio; exp of a larger one may overflow in sums of squares
+SMALL = 0.1  # log ratio, in nats
 CLOSE = 0.9  # correlation of log-probabilities that a temperature keeps
 OFFSETS = (1, -1, 2, -2)  # by which a log-probability may be misplaced
 
@@ -36,6 +38,29 @@ class Gap(NamedTuple):
     def excess(self) -> np.ndarray:
         """pi / mu - 1, [S, T], exact where it is tiny and finite where it is huge."""
         return np.expm1(np.minimum(self.log_ratio, LARGEST))
+
+    @property
+    def mean_ratio_error(self) -> float:
+        """The standard error of the mean ratio.
+
+        Tokens of a sequence belong together. Of a single sequence they are taken for independent.
+        """
+        excess = self.excess
+        deviation = np.where(self.mask, excess - excess[self.mask].mean(), 0.0)
+        if self.sequences > 1:
+            deviation = deviation.sum(1)
+        return float(np.sqrt(np.square(deviation).sum()) / self.mask.sum())
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences with a token that counts."""
+        return int(self.mask.any(1).sum())
+
+    def left_aligned(self) -> "Gap":
+        """The same with the tokens that count first in each sequence, such as answers without their
+        prompts."""
+        order = np.argsort(~self.mask, axis=1, kind="stable")
+        return Gap(*(np.take_along_axis(x, order, 1) for x in self))
 
 
 class Symptom(NamedTuple):
@@ -67,8 +92,11 @@ def symptoms_of(gap: Gap, advantages: np.ndarray | None) -> list[Symptom]:
     """All symptoms that a dump is large enough for. `advantages` are [S, T] or None."""
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return []
+    if advantages is not None:
+        advantages = Gap(advantages, advantages, gap.mask).left_aligned().learner
+    gap = gap.left_aligned()
     symptoms = [misplaced(gap), truncated(gap), tempered(gap), unrelated(gap)]
-    if len(gap.mask) >= FEW_SEQUENCES:
+    if gap.sequences >= FEW_SEQUENCES:
         relative = relative_size(gap)
         symptoms += [some_sequences(relative, gap.mask), one_position(relative, gap.mask)]
         symptoms.append(early(relative, gap.mask))
@@ -98,7 +126,7 @@ def misplaced(gap: Gap) -> Symptom:
         f"the learner's log-probabilities fit the actor's of the token {abs(best)} {side} it: "
         f"they differ by {sizes[best]:.2g} there, and by {size:.2g} at the same token"
     )
-    value = float(size / max(sizes[best], 1e-12))
+    value = float(size / max(sizes[best], TINY))
     return Symptom("fit of a neighbouring token", "shift", value, LIMITS["misplaced"], says)
 
 
@@ -106,11 +134,9 @@ def truncated(gap: Gap) -> Symptom:
     """Is the mean ratio below 1 by more than chance, and by a large part of the ratios' spread?"""
     below = -gap.excess[gap.mask]
     mean = below.mean()
-    centered = np.where(gap.mask, -gap.excess - mean, 0.0)
-    error = np.sqrt(np.square(centered.sum(1)).sum()) / gap.mask.sum()
     spread = np.sqrt(np.square(below).mean())
-    is_chance = mean < 4 * error and len(gap.mask) > 1
-    value = 0.0 if is_chance else float(mean / max(spread, 1e-12))
+    is_chance = mean < 4 * gap.mean_ratio_error
+    value = 0.0 if is_chance else float(mean / max(spread, TINY))
     says = (
         f"the mean ratio is {1 - mean:.4f}: the actor never says what {mean:.1%} of the learner's "
         "probability is for"
@@ -122,17 +148,15 @@ def tempered(gap: Gap) -> Symptom:
     """How much of the log ratios is a straight line in the actor's log-probability?"""
     log_ratio = gap.log_ratio[gap.mask]
     actor = gap.actor[gap.mask]
-    if actor.std() < 1e-6:
-        return Symptom("line in log-probability", "temperature", 0.0, LIMITS["tempered"], "")
-    slope, _ = np.polyfit(actor, log_ratio, 1)
-    correlation = np.corrcoef(actor, log_ratio)[0, 1]
+    along = correlation(actor, log_ratio)
+    slope = along * log_ratio.std() / max(actor.std(), TINY)
     says = (
         f"where the actor's log-probability changes by 1, the learner's changes by {1 + slope:.2f} "
-        f"(correlation of the log ratio {correlation:.2f})"
+        f"(correlation of the log ratio {along:.2f})"
     )
     # Unrelated numbers, too, differ along a line. A temperature leaves them closely related.
-    is_close = np.corrcoef(actor, gap.learner[gap.mask])[0, 1] > CLOSE
-    value = float(abs(correlation)) if is_close else 0.0
+    is_close = correlation(actor, gap.learner[gap.mask]) > CLOSE
+    value = abs(along) if is_close else 0.0
     return Symptom("line in log-probability", "temperature", value, LIMITS["tempered"], says)
 
 
@@ -140,15 +164,22 @@ def unrelated(gap: Gap) -> Symptom:
     """How far are the two policies' log-probabilities from a common line?"""
     learner = gap.learner[gap.mask]
     actor = gap.actor[gap.mask]
-    if min(learner.std(), actor.std()) < 1e-6:
-        return Symptom("unlike log-probabilities", "other", 0.0, LIMITS["unrelated"], "")
-    correlation = np.corrcoef(learner, actor)[0, 1]
+    common = correlation(learner, actor)
     says = (
-        f"the policies' log-probabilities correlate by {correlation:.2f} only: one bit of "
-        "mantissa in all places leaves more"
+        f"the policies' log-probabilities correlate by {common:.2f} only: rounding to one bit of "
+        "mantissa leaves more"
     )
-    value = float(1 - correlation)
+    # Log-probabilities that hardly vary do not correlate, and need not
+    is_small = np.square(learner - actor).mean() ** 0.5 < SMALL
+    value = 0.0 if is_small else 1 - common
     return Symptom("unlike log-probabilities", "other", value, LIMITS["unrelated"], says)
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's, or 0 if one of them hardly varies."""
+    if min(x.std(), y.std()) < TINY * max(abs(x).max(), abs(y).max()):
+        return 0.0
+    return float(np.corrcoef(x, y)[0, 1])
 
 
 def expected(values: np.ndarray, gap: Gap) -> np.ndarray:
@@ -169,7 +200,7 @@ def relative_size(gap: Gap) -> np.ndarray:
     left may be compared over sequences and positions.
     """
     size = np.abs(gap.log_ratio)
-    return np.where(gap.mask, size / np.maximum(expected(size, gap), 1e-12), 0.0)
+    return np.where(gap.mask, size / np.maximum(expected(size, gap), TINY), 0.0)
 
 
 def log_means(values: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
