@@ -743,7 +743,9 @@ def test_an_acting_policy_is_judged_by_its_importance_ratios():
     )
     # Of the learner to the actor
     log_ratio = logp() - (low + policy.bias).log_softmax(-1).gather(1, actions)
-    assert coarse.rate == pytest.approx(1 / log_ratio.exp().mean().item(), rel=1e-4)
+    spread = (log_ratio.exp() + (-log_ratio).exp() - 2).mean().item()
+    assert coarse.rate == pytest.approx(1 / (1 + spread), rel=1e-4)
+    assert coarse.rate == pytest.approx(1 / log_ratio.exp().mean().item(), abs=0.02)
     assert (
         coarse.noise == pytest.approx(log_ratio.mean().item(), abs=1e-5)
         and coarse.optimizer == "policy"
@@ -751,8 +753,61 @@ def test_an_acting_policy_is_judged_by_its_importance_ratios():
     watching.stop()
     watching.act(logp)
     assert len(watching.looks_at_acting) == 1
-    for size, expected in ((1.0, "as float32"), (0.95, "not judged"), (0.8, "too noisy")):
-        assert doctor.judge_acting("acting=bf16", [(size, 0.0)]).verdict == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "verdict", "why"),
+    [
+        (1.0, 1e6, "as float32", "its ratios are all 1"),
+        (
+            0.999,
+            32,
+            "as float32",
+            "horizon of about 105 tokens; sequences of 32 are 0.3 times as long",
+        ),
+        (0.999, 105, "not judged", "sequences of 105 are 1 times as long"),
+        (0.999, 500, "too noisy", "sequences of 500 are 4.7 times as long"),
+        (0.95, 1, "as float32", "horizon of about 2.1 tokens"),
+        (0.8, 1, "too noisy", "horizon of about 0.47 tokens"),
+        (0.0, 1, "too noisy", "its probabilities are no numbers"),
+    ],
+)
+def test_an_acting_policy_is_fine_for_sequences_shorter_than_its_horizon(
+    size, length, verdict, why
+):
+    look = doctor.ActingLook(size, 0.0, length)
+    finding = doctor.judge_acting("acting=bf16", [look])
+    assert finding.verdict == verdict and why in finding.why
+    if 0 < size < 1:
+        assert size**finding.horizon == pytest.approx(0.9)
+
+
+def test_the_same_actions_are_one_sequence_or_many():
+    policy, obs = nn.Linear(4, 3), torch.randn(64, 32, 4)
+    actions = policy(obs).softmax(-1).flatten(0, 1).multinomial(1).view(64, 32, 1)
+
+    def logp():
+        return policy(obs).log_softmax(-1).gather(-1, actions)[..., 0]
+
+    def finding_of(act):
+        watching = doctor.Doctor(torch.optim.Adam(policy.parameters()), formats=["acting=e8m1"])
+        act(watching)
+        return watching.report()[0]
+
+    flat = finding_of(lambda watching: watching.act(lambda: logp().flatten()))
+    rows = finding_of(lambda watching: watching.act(logp))
+    groups = finding_of(lambda watching: watching.act(lambda: logp().view(8, 8, 32)))
+    assert flat.rate == pytest.approx(rows.rate) == pytest.approx(groups.rate)
+    assert "sequences of 1 are" in flat.why and "sequences of 32 are" in rows.why
+    assert groups.why == rows.why
+    mask = torch.arange(32).expand(64, -1) < 8
+    short = finding_of(lambda watching: watching.act(logp, mask))
+    first = finding_of(lambda watching: watching.act(lambda: logp()[:, :8]))
+    assert short.why == first.why and "sequences of 8 are" in first.why
+    with pytest.raises(
+        ValueError, match=r"^mask has the shape \[64, 31\]: give that of logp, \[64, 32\]$"
+    ):
+        finding_of(lambda watching: watching.act(logp, mask[:, 1:]))
 
 
 def test_an_acting_policy_with_dropout_no_actions_or_no_numbers():

@@ -76,9 +76,9 @@ class WatchedLearner(Learner):
             with self.precision.autocast():
                 outputs, _ = forward_pass(self.model, rollout_here)
             policy = distribution_of(rollout_here.action)(outputs[:-1])
-            return policy.log_prob(rollout_here.action)[rollout_here.valid]
+            return policy.log_prob(rollout_here.action).T  # [N, T]
 
-        self.doctor.act(logp)
+        self.doctor.act(logp, rollout_here.valid.T)
         super().watch(rollout)
 
     def update(self, batch: Rollout) -> dict[str, torch.Tensor]:

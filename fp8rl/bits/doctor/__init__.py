@@ -4,7 +4,7 @@
 """
 
 from .doctor import AVERAGES, FORMATS, Doctor, check_tolerance, read_format, tensor_names
-from .findings import TOLERATES, Finding, Report, judge_acting
+from .findings import TOLERATES, ActingLook, Finding, Report, judge_acting
 from .format_rows import FormatRows, MomentBounds
 from .looks import OPERANDS, Operands, Through
 from .sample import Sample, WindowSums, noise_of, rate_of, rates_by_tensor
@@ -15,6 +15,7 @@ __all__ = [
     "FORMATS",
     "OPERANDS",
     "TOLERATES",
+    "ActingLook",
     "Doctor",
     "Finding",
     "FormatRows",

@@ -17,7 +17,9 @@ that follow others, such as target networks, are followed, too (averages.py).
 
 An acting policy mu in few bits learns nothing. It only takes other actions, and the ratios pi / mu
 to float32's policy pi correct for them. Its number is the effective sample size of these ratios as
-a share of the actions, 1 / E_mu[(pi / mu)^2] = 1 / E_pi[pi / mu], from actions of pi.
+a share of the actions, p = 1 / E_mu[(pi / mu)^2] = 1 / E_pi[pi / mu], from actions of pi. Ratios of
+a sequence multiply, so whole sequences of N actions have a share of about p^N. That is 0.9 at the
+horizon H = ln 0.9 / ln p. A policy is as float32's if sequences are shorter than its horizon.
 
 A place and its format are written as in Config's field `formats` (places.py): "weights=bf16",
 "v=e4m3:unscaled", "root=e4m3:stochastic". Adam takes its step from moments as they are kept,
@@ -27,12 +29,21 @@ whether the word `stored` is there or not.
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..places import PLACES, STATE, PlaceFormat, places_of
 from .averages import Average
-from .findings import TOLERATES, Finding, Report, judge, judge_acting, with_cures
+from .findings import (
+    TOLERATES,
+    ActingLook,
+    Finding,
+    Report,
+    judge,
+    judge_acting,
+    with_cures,
+)
 from .looks import LENGTH as LOOK_LENGTH
 from .looks import OPERANDS, Operands, with_same_random_numbers
 from .sample import Sample
@@ -150,7 +161,7 @@ class Doctor:
             for name, optimizer in zip(names, optimizers, strict=True)
         ]
         self.averages: dict[str, Average] = {}
-        self.looks_at_acting: list[list[tuple[float, float]]] = []  # of each `act`, by format
+        self.looks_at_acting: list[list[ActingLook]] = []  # of each `act`, by format
 
     @classmethod
     def of(cls, model, **options) -> "Doctor":
@@ -215,30 +226,49 @@ class Doctor:
             found[0].looks.look({"": loss, **losses})
 
     @torch.no_grad()
-    def act(self, logp: Callable[[], torch.Tensor]) -> None:
+    def act(
+        self, logp: Callable[[], torch.Tensor], mask: torch.Tensor | np.ndarray | None = None
+    ) -> None:
         """Judges an acting policy in few bits. Call it now and then.
 
-            >>> policy, obs = torch.nn.Linear(4, 2), torch.randn(8, 4)
-            >>> actions = torch.ones(8, 1).long()
+            >>> policy, obs = torch.nn.Linear(4, 2), torch.randn(8, 16, 4)
+            >>> actions = torch.ones(8, 16, 1).long()
             >>> doctor = Doctor(torch.optim.Adam(policy.parameters()))
-            >>> doctor.act(lambda: policy(obs).log_softmax(-1).gather(-1, actions))
+            >>> doctor.act(lambda: policy(obs).log_softmax(-1).gather(-1, actions)[..., 0])
             >>> doctor.report().require("acting=bf16")
 
-        `logp` returns the log-probabilities of actions that the policy took, of any shape, as it
-        computes them now.
+        `logp`  returns the log-probabilities of actions that the policy took, as it computes them
+                now, [sequences, tokens]. The last dimension runs along a sequence, and those before
+                it count sequences. One dimension is of sequences of one token.
+        `mask`  of the tokens that count, of the same shape; the default is all
+
+        The finding names the horizon: how many tokens it takes until the weights of sequences, by
+        which one would correct for the actor, have lost a tenth of their sample size. The policy is
+        "as float32" if the sequences are clearly shorter, and "too noisy" if they are clearly
+        longer. Too noisy means that weights of whole sequences are uneven. A learner that does not
+        correct at all is mostly not harmed. What clips or masks by pi / mu is biased by it, because
+        it drops tokens for the arithmetic of the actor and not for what was learned.
+
+        Raises ValueError for a mask of another shape.
         """
         if not (self.acting and self.is_watching):
             return
         parameters = self.watched[0].parameters
-        exact = with_same_random_numbers(parameters, logp).double().flatten()
-        if not exact.numel():
+        exact = with_same_random_numbers(parameters, logp).double().cpu()
+        used = torch.ones_like(exact).bool() if mask is None else torch.as_tensor(mask).cpu().bool()
+        if used.shape != exact.shape:
+            raise ValueError(
+                f"mask has the shape {[*used.shape]}: give that of logp, {[*exact.shape]}"
+            )
+        if not used.any():
             return
+        lengths = (used if used.dim() > 1 else used.reshape(-1, 1)).sum(-1)
+        length = float(lengths[lengths > 0].double().mean())
         look = []
         for mode in self.acting.values():
             low = with_same_random_numbers(parameters, partial(mode.within, logp))
-            log_ratio = exact - low.double().flatten()  # log pi / mu
-            size = (1 / log_ratio.exp().mean()).nan_to_num(0.0)  # NaN: no policy at all
-            look.append((float(size), float(log_ratio.mean())))
+            log_ratio = exact - low.double().cpu()  # log pi / mu
+            look.append(ActingLook.of(log_ratio[used].numpy(), length))
         self.looks_at_acting.append(look)
 
     def follow(

@@ -22,9 +22,11 @@ from .sample import (
 TOLERATES = 0.5, 4.0  # factors of the learning rate, unless the user says others
 FROZEN = 0.05  # a tensor that learns at less of its learning rate stands still
 NOISY = 2.5  # times float32's way; noise below it hardly matters, because it averages out
-# Effective sample sizes of an acting policy's ratios, chosen on two carts
-ENOUGH = 0.985
-FEW = 0.9
+# Of an acting policy: the share of their sample size that the weights of sequences keep over a
+# horizon, and how many horizons long sequences may be, with a margin for the noise of the estimate
+KEPT = 0.9
+SHORT = 0.8
+LONG = 1.5
 NAMED = 4  # tensors that a line names
 PARTS = 24  # of a training, by which rates are kept
 
@@ -41,7 +43,7 @@ class Finding(NamedTuple):
     `format`     with the words after it
     `rate`       the factor by which few bits multiply the learning rate, every number counted
                  alike, over the whole training; NaN if nothing was measured. Of an acting policy:
-                 the effective sample size of its ratios
+                 the effective sample size of a token's ratio
     `first`      the same in the first quarter of the training
     `last`       in the last one
     `noise`      how far few bits lead beside float32's way, in units of it: the median window's
@@ -80,6 +82,12 @@ class Finding(NamedTuple):
     @property
     def is_fine(self) -> bool:
         return self.verdict == AS_FLOAT32
+
+    @property
+    def horizon(self) -> float:
+        """Of an acting policy, the tokens until the weights of sequences have lost a tenth of their
+        sample size; else NaN."""
+        return horizon_of(self.rate) if self.place == "acting" else math.nan
 
     def __str__(self) -> str:
         """In one line."""
@@ -297,18 +305,81 @@ def listed(names: list[str]) -> str:
     return ", ".join([*names[:NAMED], *more])
 
 
-def judge_acting(text: str, looks: list[tuple[float, float]]) -> Finding:
-    """The finding of an acting policy, from the effective sample size of its ratios and their
-    divergence in each look."""
+def amount(x: float) -> str:
+    """A positive number, whole from 10 up."""
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+
+
+class ActingLook(NamedTuple):
+    """An acting policy's ratios pi / mu, as they were at one time of the training.
+
+    `size`        the effective sample size of a token's ratio, as a share
+    `divergence`  KL(pi || mu) of a token, in nats
+    `length`      mean number of tokens in a sequence
+    """
+
+    size: float
+    divergence: float
+    length: float
+
+    @classmethod
+    def of(cls, log_ratio: np.ndarray, length: float) -> "ActingLook":
+        """From log pi / mu of tokens that pi took, float64. Ratios that are not finite are no
+        policy, of size 0."""
+        if not np.isfinite(log_ratio).all():
+            return cls(0.0, math.nan, length)
+        return cls(1 / (1 + spread_of(log_ratio)), float(log_ratio.mean()), length)
+
+
+def spread_of(log_ratio: np.ndarray) -> float:
+    """E_mu[(pi / mu - 1)^2], from log pi / mu of tokens that pi took.
+
+    It is E_pi[pi / mu] - 1. Because E_pi[mu / pi] is 1, it is also E_pi[pi / mu + mu / pi - 2],
+    whose terms are positive and whose mean is far less noisy. That misses what mu does where pi
+    hardly ever acts. Then the first mean is larger by more than chance, and is taken.
+    """
+    with np.errstate(over="ignore"):
+        plain = np.expm1(log_ratio)
+        spread = np.square(2 * np.sinh(log_ratio / 2))
+    error = plain.std() / len(plain) ** 0.5
+    if plain.mean() > spread.mean() + 4 * error:
+        return float(plain.mean())
+    return float(spread.mean())
+
+
+def horizon_of(size: float) -> float:
+    """The number of tokens whose ratios together have a sample size of KEPT, if one has `size`."""
+    if size <= 0:
+        return 0.0
+    return math.log(KEPT) / math.log(size) if size < 1 else math.inf
+
+
+def judge_acting(text: str, looks: list[ActingLook]) -> Finding:
+    """The finding of an acting policy: are the training's sequences shorter than its horizon?"""
     place, form = split_entry(text)
-    sizes = [size for size, _ in looks]
+    sizes = [look.size for look in looks]
     size = float(np.mean(sizes))
     quarter = max(1, len(sizes) // 4)
-    divergence = float(np.median([noise for _, noise in looks]))
-    verdict = AS_FLOAT32 if size >= ENOUGH else "too noisy" if size < FEW else NOT_JUDGED
-    why = f"effective sample size {size:.2g}"
-    if verdict != AS_FLOAT32:
-        why += ": the ratios of its actions are uneven"
+    divergences = [look.divergence for look in looks if math.isfinite(look.divergence)]
+    divergence = float(np.median(divergences)) if divergences else math.nan
+    length = float(np.mean([look.length for look in looks]))
+    horizon = horizon_of(size)
+    horizons = length / horizon if horizon > 0 else math.inf
+    if horizons <= SHORT:
+        verdict = AS_FLOAT32
+    elif horizons > LONG:
+        verdict = "too noisy"
+    else:
+        verdict = NOT_JUDGED
+    if horizon == math.inf:
+        why = "its ratios are all 1"
+    elif horizon == 0:
+        why = "horizon of 0 tokens: its probabilities are no numbers"
+    else:
+        why = (
+            f"horizon of about {amount(horizon)} tokens; "
+            f"sequences of {amount(length)} are {amount(horizons)} times as long"
+        )
     return Finding(
         "policy",
         place,
