@@ -70,6 +70,7 @@ COMMANDS = {
     "acting_measured": "python benchmarks/acting.py measure benchmarks/results/acting_measured.csv",
     "acting": "python benchmarks/acting.py table benchmarks/results/acting.md",
     "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
+    "dumps": "python benchmarks/dumps.py report benchmarks/results/dumps.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
     "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
     "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
@@ -140,6 +141,7 @@ RESTS_ON = {
     "characters": ("lowbit",),
     "acting": ("sequences",),
     "mismatch": ("settled", "places", "tasks"),
+    "dumps": (),  # nothing that a fingerprint sees
     "processes": ("defaults", "autocast", "gymnasium", "ranks", "reuse"),
     "hostile": ("settled", "autocast"),
     "ladder": ("defaults", "tasks", *IN_GYMNASIUM),

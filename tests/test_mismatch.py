@@ -231,7 +231,7 @@ def test_the_mean_ratio_of_one_sequence_is_judged_by_its_own_noise():
 def all_judged():
     """Dumps of one shape, two policies, judged."""
     shape = dumps.Shape("recurrent", 16, 12)
-    return [dumps.Judged.of(dump) for dump in dumps.dumps_of(shape, range(70, 72), False)]
+    return [dumps.Judged.of(dump) for dump in dumps.DumpMaker(shape, range(70, 72), False).dumps()]
 
 
 def test_dumps_of_policies_are_told_from_rounding(all_judged):

@@ -4,7 +4,7 @@ Rounding makes an error in each logit that knows nothing of the others. So the l
 token is small where the policy is certain, as likely to be positive as negative, and of a similar
 size in all sequences and at all positions. Each symptom below measures one way in which bugs
 differ. Its limit lies above nearly all dumps in which there was only rounding
-(benchmarks/dumps.py).
+(benchmarks/dumps.py, which says how often that fails).
 """
 
 from typing import NamedTuple
@@ -283,7 +283,8 @@ def learned(gap: Gap, advantages: np.ndarray) -> Symptom:
     return Symptom("advantages", "stale", value, LIMITS["learned"], says)
 
 
-# Chosen on dumps of seeds below 1000 (benchmarks/dumps.py), a little above what rounding reaches
+# Chosen on dumps of seeds below 1000 (benchmarks/dumps.py): of those with rounding alone, one in a
+# hundred is above a limit
 LIMITS = {
     "misplaced": 2.0,
     "truncated": 0.1,
@@ -293,5 +294,5 @@ LIMITS = {
     "as a whole": 0.65,
     "one position": 1.2,
     "early": 0.42,
-    "learned": 0.15,  # three of a hundred dumps with rounding are above
+    "learned": 0.15,  # three in a hundred
 }
