@@ -219,6 +219,24 @@ def test_gaps_without_any_spread_are_judged_without_a_warning():
         mismatch(noisy(logp[:1]), logp[:1], advantages=np.ones(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gaps_below_the_step_of_a_file_are_no_bug(dtype):
+    """Most log ratios are then 0, and those of some sequences are 0 for many tokens."""
+    logp = torch.tensor(policy_logp(64, 200)) ** 3 / 10
+    learner = torch.tensor(noisy(logp.numpy(), 0.001))
+    assert kind_of(learner.to(dtype), logp.to(dtype)) == ""
+    wide = torch.tensor(noisy(logp.numpy(), 0.4))
+    rows = torch.arange(64)[:, None]
+    padded = torch.where(rows % 3 == 0, wide, learner)
+    assert kind_of(padded.to(dtype), logp.to(dtype)) == "padding"
+
+
+def test_tokens_that_are_certain_to_both_policies_are_no_sign_of_anything():
+    draw = np.random.default_rng(0)
+    logp = np.where(draw.random((64, 200)) < 0.6, 0.0, policy_logp(64, 200))
+    assert kind_of(noisy(logp), logp) == ""
+
+
 def test_the_mean_ratio_of_one_sequence_is_judged_by_its_own_noise():
     called = []
     for seed in range(50):

@@ -30,6 +30,8 @@ from .mismatch_symptoms import FEW_SEQUENCES, FEW_TOKENS, Gap, Symptom, symptoms
 KEPT = 0.9  # the share of their sample size that weights keep over a horizon
 # Rounding weights and state to b bits makes rms(d) / std(actor_logp) about SIZE * 2^-b
 SIZE = 0.55
+FLOAT32_STEP = 2.0**-23  # relative to 1; policies compute in float32 at best
+COARSE = 1e-4  # step of a type, relative to 1, above which it is one of half precision
 LEAST = -1e4  # log-probability; what is lower was not sampled
 # How far above 0 rounding may put a log-probability
 ABOVE_ZERO = 1e-5
@@ -214,17 +216,16 @@ def mismatch(
     gains = None if advantages is None else as_advantages(advantages, used)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
-    gap = Gap(np.where(used, learner, 0.0), np.where(used, actor, 0.0), used)
-    return report_on(gap, gains, float(clip), (learner_step, actor_step))
+    step = max(learner_step, actor_step, FLOAT32_STEP)
+    gap = Gap(np.where(used, learner, 0.0), np.where(used, actor, 0.0), used, step)
+    return report_on(gap, gains, float(clip))
 
 
 # The numbers
 
 
-def report_on(
-    gap: Gap, advantages: np.ndarray | None, clip: float, steps: tuple[float, float]
-) -> MismatchReport:
-    """The report on checked arrays. `steps` are those of the arrays' types, relative to 1."""
+def report_on(gap: Gap, advantages: np.ndarray | None, clip: float) -> MismatchReport:
+    """The report on checked arrays."""
     log_ratio = gap.log_ratio[gap.mask]
     excess = gap.excess[gap.mask]  # ratio - 1
     spread = float(np.square(excess).mean())
@@ -259,7 +260,7 @@ def report_on(
         clipped_above=above,
         clipped_below=below,
         clipped=dropped,
-        notes=tuple(notes_on(gap, steps)),
+        notes=tuple(notes_on(gap)),
     )
 
 
@@ -314,7 +315,7 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, str]:
     return "bug", (named or kinds)[0]  # the strongest
 
 
-def notes_on(gap: Gap, steps: tuple[float, float]) -> list[str]:
+def notes_on(gap: Gap) -> list[str]:
     """What limits the numbers."""
     notes = []
     if gap.sequences == 1:
@@ -324,8 +325,8 @@ def notes_on(gap: Gap, steps: tuple[float, float]) -> list[str]:
             f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more"
         )
     largest = float(-gap.actor.min())
-    if max(steps) > 1e-4 and largest > 0:
-        step = max(steps) * 2.0 ** math.floor(math.log2(largest))
+    if gap.step > COARSE and largest > 0:
+        step = gap.step * 2.0 ** math.floor(math.log2(largest))
         notes.append(
             f"note: the file's type has steps of {step:.2g} near a log-probability of "
             f"{-largest:.1f}. A gap of that size is the file's, so the horizon is a lower bound. "
@@ -392,7 +393,7 @@ def as_mask(mask, shape: tuple[int, ...]) -> np.ndarray:
 
 def check_logp(name: str, logp: np.ndarray, mask: np.ndarray, step: float) -> None:
     """Raises ValueError for the first number that is no log-probability of a sampled token."""
-    is_half = step > 1e-4
+    is_half = step > COARSE
     most = ABOVE_ZERO_IN_HALF if is_half else ABOVE_ZERO
     with np.errstate(invalid="ignore"):
         wrong = np.argwhere(mask & ~((logp <= most) & (logp >= LEAST)))

@@ -23,11 +23,15 @@ OFFSETS = (1, -1, 2, -2)  # by which a log-probability may be misplaced
 
 
 class Gap(NamedTuple):
-    """Log-probabilities of the same tokens, [S, T] each, float64; 0 where `mask` is False."""
+    """Log-probabilities of the same tokens, [S, T] each, float64; 0 where `mask` is False.
+
+    `step` is that of the type in which they were saved, relative to 1.
+    """
 
     learner: np.ndarray
     actor: np.ndarray
     mask: np.ndarray
+    step: float
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -59,8 +63,14 @@ class Gap(NamedTuple):
     def left_aligned(self) -> "Gap":
         """The same with the tokens that count first in each sequence, such as answers without their
         prompts."""
-        order = np.argsort(~self.mask, axis=1, kind="stable")
-        return Gap(*(np.take_along_axis(x, order, 1) for x in self))
+        learner, actor, mask = (left_aligned(x, self.mask) for x in self[:3])
+        return Gap(learner, actor, mask, self.step)
+
+
+def left_aligned(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Rows in which the numbers that count come first, in their order."""
+    order = np.argsort(~mask, axis=1, kind="stable")
+    return np.take_along_axis(x, order, 1)
 
 
 class Symptom(NamedTuple):
@@ -93,7 +103,7 @@ def symptoms_of(gap: Gap, advantages: np.ndarray | None) -> list[Symptom]:
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
         return []
     if advantages is not None:
-        advantages = Gap(advantages, advantages, gap.mask).left_aligned().learner
+        advantages = left_aligned(advantages, gap.mask)
     gap = gap.left_aligned()
     symptoms = [misplaced(gap), truncated(gap), tempered(gap), unrelated(gap)]
     if gap.sequences >= FEW_SEQUENCES:
@@ -197,10 +207,11 @@ def relative_size(gap: Gap) -> np.ndarray:
     """|d| in units of its mean over tokens of similar log-probability, [S, T].
 
     A policy is certain of some tokens and not of others, and |d| is larger where it is not. What is
-    left may be compared over sequences and positions.
+    left may be compared over sequences and positions. The step of the file's type is added to |d|,
+    because a smaller one may have become 0 there.
     """
-    size = np.abs(gap.log_ratio)
-    return np.where(gap.mask, size / np.maximum(expected(size, gap), TINY), 0.0)
+    size = np.abs(gap.log_ratio) + gap.step * np.maximum(-gap.actor, 1.0)
+    return np.where(gap.mask, size / expected(size, gap), 0.0)
 
 
 def log_means(values: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
