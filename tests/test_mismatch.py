@@ -225,9 +225,10 @@ def test_gaps_below_the_step_of_a_file_are_no_bug(dtype):
     logp = torch.tensor(policy_logp(64, 200)) ** 3 / 10
     learner = torch.tensor(noisy(logp.numpy(), 0.001))
     assert kind_of(learner.to(dtype), logp.to(dtype)) == ""
+    logp = torch.tensor(policy_logp(64, 200))
     wide = torch.tensor(noisy(logp.numpy(), 0.4))
     rows = torch.arange(64)[:, None]
-    padded = torch.where(rows % 3 == 0, wide, learner)
+    padded = torch.where(rows % 3 == 0, wide, logp)
     assert kind_of(padded.to(dtype), logp.to(dtype)) == "padding"
 
 
