@@ -4,6 +4,7 @@ import csv
 import functools
 import importlib.util
 import io
+import itertools
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import runpy
 import shlex
 import sys
 
+import acting
 import breakage_map
 import film
 import numpy as np
@@ -716,3 +718,69 @@ def test_links_of_pages_lead_somewhere(name):
         assert target.exists() and (
             not anchor or anchor in [head.lower().replace(" ", "-") for head in headings]
         ), (file, anchor)
+
+
+def row_of(correction: str, seed: int, learner: float, form: str = "e8m2") -> dict:
+    """A measured row of the laboratory, as its file has it."""
+    row = {"experiment": "first", "length": "8", "format": form, "correction": correction}
+    numbers = {"seed": seed, "learner": learner, "actor": 0.5, "dead": 1, "start": 0.4}
+    return row | {name: str(number) for name, number in numbers.items()}
+
+
+def test_losses_of_the_laboratory_are_shares_of_float32_s_success():
+    rows = [row_of("none", seed, 0.8, "fp32") for seed in (3, 4)]
+    rows += [row_of("clip", 3, 0.2), row_of("clip", 4, 0.4)]
+    cells = acting.cells_of(rows)
+    cell = cells["first", 8, "e8m2", "clip"]
+    assert np.isclose(cell.loss, 1 - 0.3 / 0.8) and np.isclose(cell.dead, 1 / 4)
+    assert np.isclose([cell.low, cell.high], [1 - 0.4 / 0.8, 1 - 0.2 / 0.8]).all()
+    assert cells["first", 8, "fp32", "none"].loss == 0
+
+
+def test_a_curve_of_losses_only_rises():
+    curve = acting.Curve([1, 100, 10, 1000], [0.0, 0.1, 0.3, 0.6])
+    assert np.allclose([curve(x) for x in (0.1, 1, 10, 50, 100, 1e6)], [0, 0, 0.2, 0.2, 0.2, 0.6])
+    assert 0.2 < curve(300) < 0.6
+
+
+def test_ranks_of_the_laboratory_are_scipy_s():
+    assert np.isclose(acting.spearman([1, 2, 3, 4], [1, 8, 9, 70]), 1)
+    assert np.isclose(acting.spearman([1, 2, 3, 4], [4, 3, 2, 2]), -0.9486833)
+    assert np.isnan(acting.spearman([1, 1], [1, 2]))
+
+
+def test_jobs_of_the_laboratory_train_every_arm_and_seed_once():
+    for name, experiment in acting.EXPERIMENTS.items():
+        jobs = acting.jobs_of([name])
+        pairs = [(job.length, seed) for job in jobs for seed in job.seeds]
+        assert sorted(pairs) == sorted(itertools.product(experiment.arms, experiment.seeds))
+        for arms in experiment.arms.values():
+            assert len(set(arms)) == len(arms) and arms[0] == acting.Arm()
+    assert max(acting.EXPERIMENTS["first"].seeds) < 1000
+    others = [x for name, x in acting.EXPERIMENTS.items() if name != "first"]
+    assert min(min(experiment.seeds) for experiment in others) >= 1000
+
+
+def test_a_job_of_the_laboratory_gives_a_row_for_each_arm_and_seed(monkeypatch):
+    setting = acting.Setting(updates=22, batch=8, units=8, start=0.01)
+    arms = {4: [acting.Arm(), acting.Arm("e8m2", "clip")]}
+    monkeypatch.setitem(acting.EXPERIMENTS, "first", acting.Experiment(setting, range(2), arms))
+    rows = acting.trained(acting.Job("first", 4, (0, 1)))
+    assert [(row["format"], row["seed"]) for row in rows] == list(
+        itertools.product(("fp32", "e8m2"), (0, 1))
+    )
+    assert all(row.keys() == set(acting.FIELDS) for row in rows)
+    assert all(0 <= row["learner"] <= 1 and 0 <= row["dead"] <= 4 for row in rows)
+
+
+def test_what_is_predicted_of_the_laboratory_uses_only_what_each_rule_knows():
+    known = {
+        ("first", length, form, "clip"): acting.Cell(loss, 0, 0, 0, 0, 0)
+        for length, form, loss in ((8, "e8m3", 0.0), (8, "e8m1", 0.2), (32, "e8m1", 0.6))
+    }
+    horizons = {("first", length, form): (0.9, 10.0) for length in (8, 32) for form in ("e8m1",)}
+    horizons["first", 8, "e8m3"] = (0.99, 100.0)
+    found = acting.predictions(known, horizons, 32, "fp8", 0.99, 100.0)
+    assert found["format alone"] == 0.0  # that of three bits
+    assert np.isclose(found["length alone"], 0.6)
+    assert 0 < found["predicted"] < 0.2 and np.isclose(found["sample size alone"], 0.0)
