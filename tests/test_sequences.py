@@ -1,6 +1,7 @@
 """The laboratory of policies that write sequences."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -304,3 +305,29 @@ def test_pretraining_ends_where_it_should():
     laboratory = Laboratory(setting, [Arm()], [0, 1], (policies, task))
     success = laboratory.learner_success(20)
     assert ((success > 0.15) & (success < 0.6)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"network": "lstm"}, "network is 'lstm': choose from recurrent, attention"),
+        ({"right_tokens": 8}, "right_tokens is 8: use 1 to 7"),
+        ({"batch": 10}, "batch is 10: use a multiple of prompts, 4"),
+        ({"batch": 4}, "batch is 4: use a multiple of prompts, 4, of at least two"),
+        ({"length": 0}, "length is 0: use at least 1"),
+        ({"start": 1.0}, "start is 1.0: use a share between 0 and 1"),
+    ],
+)
+def test_settings_that_cannot_be_trained_are_refused(change, message):
+    for call in (
+        lambda: pretrained(SMALL._replace(**change), [0]),
+        lambda: Laboratory(SMALL._replace(**change), [Arm()], [0], start_of(SMALL, [0])),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+
+
+def test_unknown_arms_are_refused_when_the_laboratory_is_built():
+    for arm, message in ((Arm("e4m3"), "format is 'e4m3'"), (Arm("e8m1", "tis"), "correction")):
+        with pytest.raises(ValueError, match=message):
+            Laboratory(SMALL, [arm], [0], start_of(SMALL, [0]))

@@ -25,9 +25,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .doctor.findings import KEPT, amount
 from .mismatch_symptoms import FEW_SEQUENCES, FEW_TOKENS, Gap, Symptom, symptoms_of
 
-KEPT = 0.9  # the share of their sample size that weights keep over a horizon
 # Rounding weights and state to b bits makes rms(d) / std(actor_logp) about SIZE * 2^-b
 SIZE = 0.55
 FLOAT32_STEP = 2.0**-23  # relative to 1; policies compute in float32 at best
@@ -164,11 +164,6 @@ class MismatchReport(NamedTuple):
         fields = self._asdict()
         fields["symptoms"] = [symptom._asdict() for symptom in self.symptoms]
         return json.dumps(finite(fields), indent=2)
-
-
-def amount(x: float) -> str:
-    """A positive number, whole from 10 up."""
-    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
 
 
 def finite(x):

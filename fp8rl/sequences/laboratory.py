@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from ..rng import uniform
-from .corrections import gradient_factor
-from .policies import NETWORKS, Policies
+from .corrections import CORRECTIONS, gradient_factor
+from .policies import FLOAT32, NETWORKS, Policies
 from .rounding import Rounding
 from .task import PermutationTask
 
@@ -66,12 +66,36 @@ class Horizon(NamedTuple):
     divergence: torch.Tensor
 
 
+def check(setting: Setting, seeds: list[int]) -> None:
+    """Raises ValueError, with the name of the field and the fix, for what cannot be trained."""
+    if setting.network not in NETWORKS:
+        raise ValueError(f"network is {setting.network!r}: choose from {', '.join(NETWORKS)}")
+    if not 1 <= setting.right_tokens < setting.vocabulary:
+        raise ValueError(
+            f"right_tokens is {setting.right_tokens}: use 1 to {setting.vocabulary - 1}, less than "
+            "the vocabulary"
+        )
+    if setting.batch % setting.prompts or setting.batch < 2 * setting.prompts:
+        raise ValueError(
+            f"batch is {setting.batch}: use a multiple of prompts, {setting.prompts}, of at least "
+            "two sequences each"
+        )
+    for name in ("length", "updates", "updates_per_rollout", "units", "prompts"):
+        if getattr(setting, name) < 1:
+            raise ValueError(f"{name} is {getattr(setting, name)}: use at least 1")
+    if not 0 < setting.start < 1:
+        raise ValueError(f"start is {setting.start}: use a share between 0 and 1")
+    if not seeds:
+        raise ValueError("seeds is empty: give at least one")
+
+
 def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, PermutationTask]:
     """Policies trained in float32 on right answers, until a share `start` of sequences is right.
 
     Each stops at the update at which the mean probability of right tokens, along sequences of its
-    own, is the T-th root of `start`.
+    own, is the T-th root of `start`. Raises ValueError for a setting that cannot be trained.
     """
+    check(setting, seeds)
     task = PermutationTask(seeds, setting.prompts, setting.vocabulary, setting.right_tokens)
     policies = NETWORKS[setting.network].new(
         seeds, setting.vocabulary, setting.prompts, setting.units
@@ -135,9 +159,14 @@ class Laboratory:
     """
 
     def __init__(self, setting: Setting, arms: list[Arm], seeds: list[int], start=None):
+        check(setting, seeds)
         self.setting = setting
         self.seeds = seeds
         self.arms = sorted(arms, key=self.position)
+        for arm in self.arms:
+            if arm.correction not in CORRECTIONS:
+                known = ", ".join(CORRECTIONS)
+                raise ValueError(f"correction is {arm.correction!r}: choose from {known}")
         policies, task = start or pretrained(setting, seeds)
         self.policies = policies.repeated(len(arms))
         self.task = task.repeated(len(arms))
@@ -218,21 +247,24 @@ class Laboratory:
         for _ in range(self.setting.updates if updates is None else updates):
             self.update()
 
-    def learner_rewards(self, rollouts: int = 4) -> torch.Tensor:
-        """Mean rewards of the learner's own sequences, in float32, [arms, seeds, prompts]."""
+    def learner_rewards(self, rollouts: int = 4, rounding: Rounding = FLOAT32) -> torch.Tensor:
+        """Mean rewards of sequences that the learner writes itself, [arms, seeds, prompts].
+
+        It writes in float32, or as `rounding` says: with `actor_rounding` its acting copy does.
+        """
         rewards = []
         for i in range(rollouts):
             uniforms = self.uniforms("evaluation actions", self.iteration * 100 + i)
-            tokens, _ = self.policies.write(self.prompt, uniforms)
+            tokens, _ = self.policies.write(self.prompt, uniforms, rounding)
             rewards.append(self.by_prompt(self.task.reward(tokens, self.prompt)))
         return torch.stack(rewards).mean(0)
 
-    def learner_success(self, rollouts: int = 4) -> torch.Tensor:
-        """The share of the learner's own sequences that are right, [arms, seeds]."""
-        return self.learner_rewards(rollouts).mean(-1)
+    def learner_success(self, rollouts: int = 4, rounding: Rounding = FLOAT32) -> torch.Tensor:
+        """The share of such sequences that are right, [arms, seeds]."""
+        return self.learner_rewards(rollouts, rounding).mean(-1)
 
     def actor_success(self, rollouts: int = 20) -> torch.Tensor:
-        """The share of the acting copies' sequences that were right of late, [arms, seeds]."""
+        """The share of right sequences in the last rollouts of the training, [arms, seeds]."""
         return torch.stack(self.actor_rewards[-rollouts:]).mean((0, -1))
 
 
