@@ -1,9 +1,12 @@
+import math
+
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from speed.common import end_labels
 
 from fp8rl.bits.doctor import Finding
+from fp8rl.history import History
 from fp8rl.study import figures
 
 STEPS = np.arange(1, 31) * 512
@@ -167,3 +170,36 @@ def test_findings_have_a_row_each_and_a_colour_by_verdict(ax):
         line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines
     }
     assert drawn == {"as float32": ([1], [0]), "not judged": ([], []), "otherwise": ([2], [1])}
+
+
+def history_of(rows: int, *missing: str) -> History:
+    history = History()
+    for i in range(rows):
+        row = {
+            "iteration": i,
+            "steps": 512 * (i + 1),
+            "train_return": math.nan if i < 2 else 10 * i,
+        }
+        row["eval_return"] = 198.0 if i % 3 == 0 else math.nan
+        row |= dict.fromkeys(figures.BELOW, 0.1 * i)
+        history.add({name: value for name, value in row.items() if name not in missing})
+    return history
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_training_shows_sampled_returns_and_what_the_loss_did(marks):
+    figure = figures.training(Figure(), history_of(6), "a run", marks)
+    top, *below = figure.axes
+    sampled, greedy = top.lines[:2]
+    assert sampled.get_xydata().tolist() == [[512 * (i + 1), 10 * i] for i in range(2, 6)]
+    assert greedy.get_xydata().tolist() == [[512, 198], [4 * 512, 198]]
+    assert legend(top) == ["sampled, in training", "greedy evaluation"]
+    assert bool(top.texts) == marks
+    assert [ax.get_title() for ax in below] == [*figures.BELOW.values()]
+    assert all(np.allclose(ax.lines[0].get_ydata(), 0.1 * np.arange(6)) for ax in below)
+
+
+def test_a_run_that_did_not_record_a_quantity_has_an_empty_panel():
+    figure = figures.training(Figure(), history_of(3, "k3"), "an older run")
+    lines = {ax.get_title(): len(ax.lines) for ax in figure.axes[1:]}
+    assert lines.pop(figures.BELOW["k3"]) == 0 and set(lines.values()) == {1}

@@ -237,11 +237,9 @@ def write_metrics(folder: Folder, history: History, written: int) -> None:
 def report(run: Run, clipped: list[int], folder: Folder) -> None:
     """Draws reward_curve.png and prints what else is to be known."""
     config, history = run.config, run.history
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    ax = figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}")
-    figures.learning_curves(
-        ax, {config.precision: history.evaluations()}, marks=config.env_id is None
-    )
+    title = f"{config.env_id or 'CustomEnv'} in {config.precision}, seed {config.seed}"
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    figures.training(figure, history, title, marks=config.env_id is None)
     folder.write("reward_curve.png", figures.png(figure))
     print(hardware.describe(run.learner.precision, run.model))
     if isinstance(run.learner.optimizer, LowBitAdam):

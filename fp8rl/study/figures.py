@@ -80,6 +80,46 @@ def learning_curves(
     return references(ax) if marks else ax
 
 
+# Columns of a history below the return, with what to call them.
+BELOW = {
+    "loss": "loss",
+    "entropy": "entropy of the policy, nats",
+    "k3": "KL from older policies, nats",
+    "clipped_share": "share of steps clipped",
+}
+
+
+def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
+    """How one run learned, from its History: returns above; loss, entropy, divergence of the
+    policies that acted from the present one, and share of clipped steps below.
+
+    The line is the mean return of the training episodes, whose actions are sampled. Greedy
+    evaluations are dots, because a greedy policy may do well long before the sampled one does.
+    `marks`: draw the cart's reference returns; False for other tasks.
+    """
+    grid = figure.add_gridspec(2, len(BELOW), height_ratios=(2, 1))
+    top = figure.add_subplot(grid[0, :], title=title)
+    steps = history.column("steps")
+    returns = history.column("train_return")
+    has_ended = ~np.isnan(returns)  # where an episode did
+    top.plot(steps[has_ended], returns[has_ended], color="#0072B2", label="sampled, in training")
+    top.plot(*history.evaluations(), "o", color="#E69F00", markersize=4, label="greedy evaluation")
+    top.legend(loc="lower right", fontsize=8)
+    steps_axis(top).set_xlim(left=0)
+    top.set_ylabel("return of an episode")
+    if marks:
+        references(top)
+    for i, (name, label) in enumerate(BELOW.items()):
+        ax = figure.add_subplot(grid[1, i])
+        values = history.column(name)
+        if len(values):  # a run from before this column was recorded has none
+            ax.plot(steps, values, color="#444444", linewidth=1)
+        ax.set_title(label, fontsize=8)
+        ax.tick_params(labelsize=7)
+        steps_axis(ax, ticks=2).set_xlabel("")
+    return figure
+
+
 def panels(
     axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True
 ) -> Sequence[Axes]:
