@@ -354,7 +354,7 @@ LABELS = {
     "sequence_weights": "weights of sequences",
     "mask_tokens": "tokens masked",
     "mask_sequences": "sequences masked",
-    "clip": "clip on pi / mu",
+    "clip": "clip by pi / mu",
     "clip_negative": "clip, A < 0 only",
     "clip_positive": "clip, A > 0 only",
     "one_precision": "one precision",
@@ -379,6 +379,11 @@ def spearman(x: list[float], y: list[float]) -> float:
     return float(np.corrcoef(ranks)[0, 1])
 
 
+def two_places(x: float) -> str:
+    """A number with two places after the point, and 0 without a sign."""
+    return f"{round(x, 2) + 0.0:.2f}"
+
+
 def loss_table(name: str, cells: dict[Key, Cell], horizon_of: dict) -> list[str]:
     """The losses of an experiment, a line for each format and length."""
     own = {key: cell for key, cell in cells.items() if key[0] == name}
@@ -391,9 +396,11 @@ def loss_table(name: str, cells: dict[Key, Cell], horizon_of: dict) -> list[str]
         entries = []
         for correction in corrections:
             cell = own.get((name, length, form, correction))
-            entries.append(
-                "" if cell is None else f"{cell.loss:.2f} [{cell.low:.2f}, {cell.high:.2f}]"
-            )
+            if cell is None:
+                entries.append("")
+                continue
+            loss, low, high = (two_places(x) for x in cell[:3])
+            entries.append(f"{loss} [{low}, {high}]")
         lines.append(f"| {form}, {length} | {over:.2g} | {' | '.join(entries)} |")
     return lines
 
@@ -444,28 +451,28 @@ def foresight_table(cells: dict[Key, Cell], predicted: list[dict]) -> list[str]:
         ]
         orders = [spearman(number, losses) for number in numbers]
         lines.append(
-            f"| {name}, {LABELS[correction]} | {len(rows)} | {min(losses):.2f} to "
-            f"{max(losses):.2f} | {' | '.join(f'{x:.3f}' for x in errors)} | "
+            f"| {name}, {LABELS[correction]} | {len(rows)} | {two_places(min(losses))} to "
+            f"{two_places(max(losses))} | {' | '.join(f'{x:.3f}' for x in errors)} | "
             f"{' | '.join(f'{x:.2f}' for x in orders)} |"
         )
     return lines
 
 
 MARKERS = {
-    "first": "o",
-    "other formats": "s",
-    "entropic task": "^",
-    "attention": "D",
-    "two updates": "v",
+    "first": ("o", "recurrent, 1 of 8 tokens right"),
+    "other formats": ("s", "the same in fp8 and fp16"),
+    "two updates": ("v", "the same with two updates a rollout"),
+    "entropic task": ("^", "recurrent, 4 of 8 tokens right"),
+    "attention": ("D", "attention, 1 of 8 tokens right"),
 }
 
 
 def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
     """Losses over T / H: without a correction, and with the clip."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    titles = {"none": "no correction", "clip": "PPO's clip on pi / mu"}
+    titles = {"none": "no correction", "clip": "PPO's clip by pi / mu"}
     for ax, (correction, title) in zip(axes, titles.items(), strict=True):
-        for (name, marker), style in zip(MARKERS.items(), figures.STYLES, strict=False):
+        for (name, (marker, label)), style in zip(MARKERS.items(), figures.STYLES, strict=False):
             points = [
                 (key[1] / horizon_of[key[:3]], cell.loss)
                 for key, cell in cells.items()
@@ -474,16 +481,18 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
             if not points:
                 continue
             over, loss = np.array(sorted(points)).T
-            ax.plot(over, loss, marker, color=style["color"], label=name, alpha=0.8)
+            ax.plot(over, loss, marker, color=style["color"], label=label, alpha=0.8)
             if name == "first":
                 grid = np.geomspace(over.min(), over.max(), 200)
                 curve = Curve(list(over), list(loss))
                 ax.plot(grid, [curve(x) for x in grid], color=style["color"], linewidth=1)
         ax.axhline(0, color="#888888", linewidth=0.8, zorder=0)
-        ax.set(xscale="log", title=title, xlabel="tokens of a sequence / horizon of the format")
+        ax.set(xscale="log", xlim=(1e-3, 1e3), title=title)
+        ax.set_xlabel("length of a sequence, in horizons of the format")
+        ax.xaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("share of the success that is lost")
     axes[0].legend(fontsize=8)
-    fig.suptitle("What does harm is the clip by the acting policy, and T / H foresees it")
+    fig.suptitle("The clip by the acting policy does harm long before few bits do")
     fig.savefig(out, dpi=110)
     plt.close(fig)
 
