@@ -123,7 +123,7 @@ PARTS = (
 IN_GYMNASIUM = ("gymnasium", "normalized")
 SINGLE_RUNS = ("defaults", "autocast", "float8linear")  # in several precisions
 RESTS_ON = {
-    "study": ("defaults", "settled", "places", "populations"),
+    "study": ("defaults", "settled", "acting", "places", "populations"),
     "film": ("defaults", "float8linear", "populations"),
     "codecs": ("defaults", "codecs"),
     "replay_sampling": ("settled", "codecs"),
@@ -131,8 +131,8 @@ RESTS_ON = {
     "tasks": ("defaults", "settled", "float8linear", "populations", "tasks", *IN_GYMNASIUM),
     "off_policy": ("defaults", "tasks"),
     "gaps": ("defaults", "tasks", *IN_GYMNASIUM),
-    "breakage_map": ("settled", "places", "tasks"),
-    "breakage_claims": ("settled", "places", "tasks"),
+    "breakage_map": ("settled", "acting", "places", "tasks"),
+    "breakage_claims": ("settled", "acting", "places", "tasks"),
     "rates": ("defaults", "settled", "doctor", "lowbit", "places", "tasks", *IN_GYMNASIUM),
     "sums": ("settled", "doctor", "averages", "tasks"),
     "planted": ("settled", "doctor", "averages", "lowbit"),
@@ -140,7 +140,7 @@ RESTS_ON = {
     "watching": ("doctor",),
     "characters": ("lowbit",),
     "acting": ("sequences",),
-    "mismatch": ("settled", "places", "tasks"),
+    "mismatch": ("settled", "acting", "places", "tasks"),
     "dumps": (),  # nothing that a fingerprint sees
     "processes": ("defaults", "autocast", "gymnasium", "ranks", "reuse"),
     "hostile": ("settled", "autocast"),

@@ -12,6 +12,7 @@ from fp8rl.bits.low_bit_adam import LowBitAdam
 from fp8rl.fast_forward import Reuse
 from fp8rl.fp8 import Float8Linear
 from fp8rl.observation_codec import Codec
+from fp8rl.population import population
 from fp8rl.recurrent import RecurrentActorCritic
 from fp8rl.sequences import corrections
 from fp8rl.study import fingerprint, throughput
@@ -106,6 +107,7 @@ CHANGES = {
         "PRECISIONS",
         lambda known: known | {"fp16": FP16._replace(loss_scale=2.0**40)},
     ),
+    "acting": (population, "clips_by_learner", lambda rule: lambda config: False),
     "sequences": (corrections, "BOUND", lambda bound: 1.001),
     "defaults": (fingerprint, "Config", lambda config: functools.partial(config, gamma=0.97)),
 }

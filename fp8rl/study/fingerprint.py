@@ -141,6 +141,8 @@ def trainings() -> dict[str, Callable[[], list[nn.Module]]]:
     mixed += [settled(precision=name, collect_precision="fp8") for name in ("fp32", "bf16", "fp16")]
     one = {"steps": 512}  # iteration
     return {
+        # In the first iteration the two clips drop the same steps
+        "acting": lambda: together(settled(formats="acting=e8m1", steps=1024)),
         "autocast": lambda: alone(
             settled(precision="bf16", **one), settled(precision="fp16", **one)
         ),
@@ -152,7 +154,9 @@ def trainings() -> dict[str, Callable[[], list[nn.Module]]]:
             settled(formats=EIGHT_BIT["formats"]), settled(formats="v=e5m2 m=bf16")
         ),
         "normalized": lambda: alone(settled(normalize_obs=True)),
-        "places": lambda: together(*(settled(formats=formats) for formats in PLACES)),
+        "places": lambda: together(
+            *(settled(formats=formats, clip_by="actor") for formats in PLACES)
+        ),
         "populations": lambda: together(*mixed),
         "ranks": lambda: shared(settled()),
         "reuse": lambda: alone(many),
