@@ -402,7 +402,6 @@ def test_what_cannot_be_read_is_named(refused):
         ("--no-such-option", "train", "--no-such-option", "1", "--out", "a"),
         ("steps", "train", "--steps"),
         ("fly", "fly"),
-        ("train",),
         ("PATH", "eval"),
         ("out", "study", "--out"),
         ("nothing", "bench", "nothing"),
@@ -541,13 +540,6 @@ def test_what_is_refused_is_said_whatever_the_encoding_is(encoding, monkeypatch,
     with pytest.raises(SystemExit):
         run_cli("train", "--steps", "0")
     assert capsys.readouterr().err == "fp8rl: steps is 0: use at least 1\n"
-
-
-def test_help_is_printed(capsys):
-    for command in ([], ["train"], ["eval"], ["study"], ["memory"], ["bench"]):
-        with pytest.raises(SystemExit) as caught:
-            run_cli(*command, "--help")
-        assert not caught.value.code and "usage: python -m fp8rl" in capsys.readouterr().out
 
 
 # How a run runs

@@ -1,7 +1,7 @@
 """The command line: python -m fp8rl train | eval | study | doctor | memory | bench.
 
-Each takes --help. Invalid input (a bad value, a folder in use, a missing file) is reported in one
-line on stderr, with exit code 2.
+Each takes --help, and without a command there is a page about all (overview.py). Invalid input (a
+bad value, a folder in use, a missing file) is reported in one line on stderr, with exit code 2.
 """
 
 import re
@@ -13,17 +13,21 @@ import torch
 
 from .. import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
+from . import overview
 from .arguments import parse
 from .bench import measure
 from .doctor import examine
 from .evaluate import evaluate_run
 from .memory import predict_and_measure
 from .study import compare
-from .train import train
+from .train import short_help, train
 
 
 def main() -> None:
     """Runs the command line."""
+    if overview.is_wanted(sys.argv[1:]):
+        print(overview.page())
+        return
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # So that a study ends its workers first
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -39,11 +43,11 @@ def main() -> None:
         "study": compare,
         "doctor": examine,
         "memory": predict_and_measure,
+        "bench": measure,
     }
-    commands["bench"] = measure
     code = 2
     try:
-        parse(commands, __doc__)()
+        parse(commands, {"train": short_help()})()
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         # Python's own has no words

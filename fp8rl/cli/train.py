@@ -25,25 +25,65 @@ from ..study import figures
 from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import Immediate, Run, iterate
 from .arguments import given
+from .tensorboard_events import EventFile, require_tensorboard
+
+# What `train --help` explains: the options that a first run needs, with what to write after each.
+ESSENTIALS = {
+    "out": ("FOLDER", "where config, metrics, checkpoint and a figure are written"),
+    "env_id": ("NAME", "a Gymnasium environment, as CartPole-v1; without it, the built-in cart"),
+    "precision": ("NAME", "of matrix products: fp32, tf32, bf16, fp16, fp8 or fp8+bf16"),
+    "eight_bit": ("", "eight bits for weights, Adam's moments and replay, too"),
+    "steps": ("N", "environment steps to train for"),
+    "num_envs": ("N", "environments that are stepped together"),
+    "learning_rate": ("X", "Adam's; without it, 0.001 for 64 units and less for more"),
+    "seed": ("N", "of weights, episodes, actions and replay"),
+    "device": ("NAME", "cpu, or cuda for a GPU"),
+    "tensorboard": ("", "also write what TensorBoard shows into the folder"),
+    "resume": ("FOLDER", "continue the run that was stopped there, instead of --out"),
+    "overwrite": ("", "replace the run that the folder holds"),
+}
+
+
+def short_help() -> str:
+    """What `train --help` prints."""
+    defaults = {**vars(Machine()), **vars(Config())}
+    lines = [
+        "usage: python -m fp8rl train --out FOLDER [OPTIONS]",
+        "",
+        "Train one agent. Ctrl-C stops it and leaves a checkpoint, from which --resume continues.",
+        "",
+    ]
+    for name, (value, text) in ESSENTIALS.items():
+        option = f"--{name.replace('_', '-')} {value}"
+        default = defaults.get(name)
+        if default is not None:
+            text = f"{text} (default: {default})"
+        lines.append(f"  {option:18} {text}")
+    lines += ["", "--help-all explains every option."]
+    return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """What checkpoints a run writes. A resumed run keeps this."""
+    """What a run writes as it goes. A resumed run keeps this."""
 
     # Iterations between checkpoints, 0 for one at the end; by default one is written every minute.
     checkpoint_every: int | None = None
     # Keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty
     # one.
     checkpoint_ring: bool = True
+    # Also write what TensorBoard shows, an events file (tensorboard_events.py). Needs the package
+    # tensorboard.
+    tensorboard: bool = False
 
     def __post_init__(self):
         if self.checkpoint_every is not None and (
             type(self.checkpoint_every) is not int or self.checkpoint_every < 0
         ):
             raise ValueError(f"checkpoint_every is {self.checkpoint_every!r}: use 0 or more")
-        if type(self.checkpoint_ring) is not bool:
-            raise ValueError(f"checkpoint_ring is {self.checkpoint_ring!r}: use True or False")
+        for name in ("checkpoint_ring", "tensorboard"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: use True or False")
 
 
 def train(
@@ -93,6 +133,8 @@ def train(
             processes.all_reduce([torch.zeros(1)])
         elif first:
             require_free(out, "train", overwrite)
+        if options["tensorboard"]:
+            require_tensorboard()
         # What cannot be is refused before anything is written or replaced
         run = build(config, machine, state)
         if machine.memmap and run.ring.count:
@@ -148,11 +190,16 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
 
 
 def write_while_training(
-    run: Run, out: Path, folder: Folder | None, checkpoint_every: int | None, checkpoint_ring: bool
+    run: Run,
+    out: Path,
+    folder: Folder | None,
+    checkpoint_every: int | None,
+    checkpoint_ring: bool,
+    tensorboard: bool,
 ) -> None:
-    """Trains a run to its end. Rank 0, which owns the folder, writes metrics.csv and checkpoint.pt
-    as it goes. After SIGINT or SIGTERM the program exits when the iteration is finished and saved;
-    a second signal ends a single process at once."""
+    """Trains a run to its end. Rank 0, which owns the folder, writes metrics.csv, checkpoint.pt and
+    perhaps TensorBoard's events as it goes. After SIGINT or SIGTERM the program exits when the
+    iteration is finished and saved; a second signal ends a single process at once."""
     signals: list[int] = []
 
     def remember(number, _):
@@ -172,6 +219,7 @@ def write_while_training(
 
     if folder and len(run.history):
         write_metrics(folder, run.history, 0)  # the rows from before a resumption
+    events = None
     # All rows are written again with the first new one, which may have other columns
     written, saved = (
         0,
@@ -181,6 +229,9 @@ def write_while_training(
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
         stack.push(keep)
+        if folder and tensorboard:
+            events = stack.enter_context(EventFile(folder))
+            events.add(run.history.rows)
         for _ in stack.enter_context(
             contextlib.closing(iterate(run, progress=processes.rank_and_size()[0] == 0))
         ):
@@ -202,6 +253,8 @@ def write_while_training(
             if folder and len(run.recorded) > written:  # of a graph, only what has been read
                 write_metrics(folder, run.recorded, written)
                 written = len(run.recorded)
+            if events:
+                events.add(run.recorded.since(events.rows))
             if stop:
                 break
     if len(run.history) < run.config.iterations:

@@ -3,7 +3,9 @@
 Whoever writes in a folder holds a lock on its mark, the file `.fp8rl`; the kernel releases it when
 the process ends, however it ends. The mark is a JSON object: which command made the folder, and the
 options to continue with. It tells a run's folder from anybody else's: nothing in a folder without
-one is ever touched, and in a folder with one only the files that the command writes."""
+one is ever touched, and in a folder with one only the files that the command writes.
+
+TensorBoard gives its files names of their own, which begin with `events.out.tfevents.`."""
 
 import contextlib
 import json
@@ -18,6 +20,15 @@ FILES = {
     "study": ("runs.jsonl", "results.csv", "table.md", "curves.png"),
     "doctor": ("report.json", "report.md", "report.png"),
 }
+EVENTS = {"train": "events.out.tfevents.*"}  # a pattern: their names tell time, host and process
+
+
+def files_in(path: Path, command: str | None) -> list[str]:
+    """Names of what a folder holds of a command's files."""
+    found = [name for name in FILES.get(command, ()) if (path / name).exists()]
+    if command in EVENTS:
+        found += sorted(file.name for file in path.glob(EVENTS[command]))
+    return found
 
 
 def read_mark(path: Path) -> dict:
@@ -55,11 +66,8 @@ def _require_own(path: Path, command: str, overwrite: bool) -> None:
             f"out is {path}, which holds another run: use a new folder, "
             "or add --overwrite to replace it"
         )
-    foreign = [
-        name
-        for name in FILES[command]
-        if (path / name).exists() and name not in FILES.get(mark.get("command"), ())
-    ]
+    own = files_in(path, mark.get("command"))
+    foreign = [name for name in files_in(path, command) if name not in own]
     if foreign:
         raise FileExistsError(f"out is {path}, whose {foreign[0]} no run wrote: use a new folder")
 
@@ -84,9 +92,12 @@ class Folder(contextlib.ExitStack):
             folder = on_error.enter_context(cls(path))
             _require_own(path, command, overwrite)  # again, now that nobody else can fill it
             # A run that fails is not mistaken for the old one
-            for name in FILES.get(read_mark(path).get("command"), ()):
+            replaced = read_mark(path).get("command")
+            for name in FILES.get(replaced, ()):
                 for file in (name, f"{name}.tmp"):
                     (path / file).unlink(missing_ok=True)
+            if replaced in EVENTS:
+                folder.remove_events()
             folder.remember(command, options)
             on_error.pop_all()
         return folder
@@ -96,12 +107,18 @@ class Folder(contextlib.ExitStack):
         """The folder of a run that goes on, or with nothing but its checkpoint. Raises
         FileNotFoundError if there is neither."""
         found = read_mark(path).get("command")
-        alone = [name for name in FILES[command] if (path / name).exists()] == ["checkpoint.pt"]
+        alone = files_in(path, command) == ["checkpoint.pt"]
         if found != command and (found or not alone):
             raise FileNotFoundError(
                 f"{path} holds no run of {command} to continue: use the folder of one"
             )
         return cls(path)
+
+    def remove_events(self) -> None:
+        """Removes TensorBoard's files of an earlier run, or of before a resumption."""
+        with self.writing():
+            for file in self.path.glob(EVENTS["train"]):
+                file.unlink()
 
     def remember(self, command: str, options: dict) -> None:
         """Writes the mark."""

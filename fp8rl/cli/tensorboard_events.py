@@ -1,0 +1,88 @@
+"""What TensorBoard shows of a run: `train --tensorboard` writes an events file into its folder.
+
+    tensorboard --logdir runs
+
+Every column of the history is a scalar, in groups as CleanRL's scripts have them. An event's step
+is the number of environment steps. Its time counts the seconds of training, without the pauses
+before a run was resumed. Where a column is NaN, as a return is while no episode ends, there is no
+event.
+"""
+
+import math
+import threading
+import time
+
+from ..disk.run_folder import Folder
+
+# Columns of a history by the group that TensorBoard shows them in. `iteration` and `steps` are left
+# out, because they are the horizontal axis.
+GROUPS = {
+    "charts": ("train_return", "eval_return", "learning_rate", "seconds"),
+    "losses": ("loss", "policy_loss", "value_loss", "entropy", "k3", "clipped_share"),
+    "ratios": ("ess", "mean_ratio", "min_ratio", "max_ratio", "min_logp"),
+    "numerics": ("loss_scale", "grad_norm", "nonfinite", "skipped", "clipped", "outside"),
+}
+TAGS = {column: f"{group}/{column}" for group, columns in GROUPS.items() for column in columns}
+
+
+def require_tensorboard() -> None:
+    """Raises ValueError unless the package can be imported."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"tensorboard is True, and its package cannot be imported ({error}): "
+            "pip install tensorboard, or use --no-tensorboard"
+        ) from error
+
+
+class EventFile:
+    """The events file of a run, new in its folder.
+
+    A resumed run replaces its earlier file: all rows of its history are written again, so that none
+    is there twice. Raises OSError where it cannot be written.
+    """
+
+    def __init__(self, folder: Folder):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = folder
+        self.rows = 0  # that have been written
+        self.began = None  # the time at which training would have begun, without pauses
+        folder.remove_events()
+        with folder.writing():
+            # A TensorBoard that has shown the earlier file forgets what it showed, from step 0 on
+            self.writer = SummaryWriter(str(folder.path), purge_step=0)
+
+    def add(self, rows: list[dict[str, float]]) -> None:
+        """Writes an event for every column of these rows of a history."""
+        if not rows:
+            return
+        if self.began is None:
+            self.began = time.time() - rows[-1]["seconds"]
+        with self.folder.writing():
+            for row in rows:
+                when = self.began + row["seconds"]
+                for column, tag in TAGS.items():
+                    number = row.get(column, math.nan)
+                    if not math.isnan(number):
+                        self.writer.add_scalar(tag, number, int(row["steps"]), walltime=when)
+            self.writer.flush()  # raises what its thread could not write
+        self.rows += len(rows)
+
+    def __enter__(self) -> "EventFile":
+        self.excepthook = threading.excepthook
+        threading.excepthook = self.ignore_own_thread
+        return self
+
+    def ignore_own_thread(self, failure) -> None:
+        """Prints no traceback of the writer's thread, because `flush` raises the same error."""
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            self.excepthook(failure)
+
+    def __exit__(self, *_) -> None:
+        try:
+            with self.folder.writing():
+                self.writer.close()
+        finally:
+            threading.excepthook = self.excepthook

@@ -1,0 +1,157 @@
+"""The first minutes with the command line: what it prints without a command, of options, of what is
+misspelt, and where Python or a package is missing."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import run_cli
+
+import fp8rl
+from fp8rl.build import Machine
+from fp8rl.cli import overview
+from fp8rl.cli import train as cli_train
+from fp8rl.cli.arguments import options_of
+from fp8rl.cli.bench import measure
+from fp8rl.cli.evaluate import evaluate_run
+from fp8rl.config import Config
+
+CLONE = Path(fp8rl.__file__).parent.parent
+OLD = sorted(Path.home().glob(".pyenv/versions/3.[6-9].*/bin/python"))
+
+
+def printed(capsys, *words) -> str:
+    """What a command that only prints help says, on stdout alone."""
+    capsys.readouterr()
+    try:
+        run_cli(*words)
+    except SystemExit as stop:
+        assert not stop.code
+    out, error = capsys.readouterr()
+    assert not error
+    return out
+
+
+def refusal(capsys, *words) -> str:
+    """The one line that a refused command prints."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run_cli(*words)
+    out, error = capsys.readouterr()
+    assert caught.value.code == 2 and not out and error.count("\n") == 1
+    return error.removeprefix("fp8rl: ").rstrip("\n")
+
+
+def test_without_a_command_there_is_a_page_about_all(capsys):
+    page = printed(capsys)
+    assert page == printed(capsys, "--help") == printed(capsys, "-h")
+    assert len(page.splitlines()) < 25 and max(map(len, page.splitlines())) <= 100
+    for command in ("train", "eval", "study", "doctor", "memory", "bench"):
+        assert re.search(f"^  {command} +[a-z]", page, re.M)
+    assert page.count("\n  python -m fp8rl ") == len(overview.EXAMPLES) == 3
+
+
+def test_the_page_comes_before_anything_that_takes_long():
+    """Or that may be missing: here it is printed by a Python without any package."""
+    command = [sys.executable, "-S", "-m", "fp8rl"]
+    done = subprocess.run(command, cwd=CLONE, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, overview.page() + "\n", "")
+
+
+def test_the_examples_of_the_page_have_options_that_exist():
+    commands = {"train": cli_train.train, "eval": evaluate_run}
+    for example in overview.EXAMPLES:
+        name, *words = example.removeprefix("python -m fp8rl ").split()
+        options = options_of(commands[name])
+        assert all(word in options for word in words if word.startswith("--"))
+
+
+def test_help_of_train_has_what_matters_and_help_all_has_all(capsys):
+    short, full = (printed(capsys, "train", option) for option in ("--help", "--help-all"))
+    assert len(short.splitlines()) < 25 and max(map(len, short.splitlines())) <= 100
+    assert "--help-all" in short
+    for name in cli_train.ESSENTIALS:
+        option = f"--{name.replace('_', '-')}"
+        assert f"  {option} " in short and option in full
+        assert option in options_of(cli_train.train)
+    assert "--steps N          environment steps to train for (default: 100000)" in short
+    for name in (*Config.__dataclass_fields__, *Machine.__dataclass_fields__):
+        assert f"--{name.replace('_', '-')}" in full
+
+
+@pytest.mark.parametrize("command", ["eval", "study", "doctor", "memory", "bench"])
+def test_help_of_other_commands_has_all(command, capsys):
+    found = printed(capsys, command, "--help")
+    assert found == printed(capsys, command, "--help-all")
+    assert f"usage: python -m fp8rl {command}" in found
+
+
+def test_options_are_those_of_the_signature_and_of_its_dataclasses():
+    assert {"--seconds", "--json", "--no-json", "--num-envs", "--device"} <= {*options_of(measure)}
+    assert "--run" not in options_of(evaluate_run)  # its place says what it is
+    parameters = inspect.signature(evaluate_run).parameters
+    assert {"run", "json_output"} < parameters.keys()
+
+
+MISSPELT = {
+    "trian": "'trian' is no command: did you mean train? (see --help)",
+    "fly": "'fly' is no command: choose from train, eval, study, doctor, memory, bench (see --help)",
+    "--hlep": "--hlep is no option here: did you mean --help? (see --help)",
+    "train --learning-rat 1": "--learning-rat is no option of train: did you mean "
+    "--learning-rate? (see train --help)",
+    "train --precison=fp8 --out a": "--precison is no option of train: did you mean --precision? "
+    "(see train --help)",
+    "eval --epsiodes 3 a": "--epsiodes is no option of eval: did you mean --episodes? "
+    "(see eval --help)",
+    "bench --no_grap": "--no-grap is no option of bench: did you mean --no-graph? "
+    "(see bench --help)",
+    "study --xyz 1": "--xyz is no option of study: leave it out (see study --help)",
+}
+
+
+@pytest.mark.parametrize("words", MISSPELT)
+def test_what_is_misspelt_is_named_with_the_nearest_that_exists(words, capsys):
+    assert refusal(capsys, *words.split()) == MISSPELT[words]
+
+
+def test_an_underscore_is_a_dash(capsys):
+    assert refusal(capsys, "train", "--num_envs", "-3", "--out", "a").startswith("num_envs is -3")
+
+
+@pytest.mark.skipif(not OLD, reason="no old Python is installed")
+@pytest.mark.parametrize("python", OLD, ids=lambda path: path.parts[-3])
+def test_an_old_python_says_which_is_needed(python):
+    command = [python, "-m", "fp8rl", "train", "--help"]
+    done = subprocess.run(command, cwd=CLONE, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert re.fullmatch(r"fp8rl: needs Python 3\.10 or newer, and this is 3\.\d.*\n", done.stderr)
+
+
+def test_a_version_that_is_too_old_is_named_by_any_python():
+    script = """
+import runpy, sys
+sys.version_info, sys.argv = (3, 9, 18), ["fp8rl", "train"]
+runpy.run_module("fp8rl", run_name="__main__")"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=CLONE, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == (
+        "fp8rl: needs Python 3.10 or newer, and this is 3.9.18: "
+        "use another one, as in python3.12 -m fp8rl\n"
+    )
+
+
+def test_a_package_that_is_missing_is_named():
+    script = """
+import runpy, sys
+sys.modules["gymnasium"] = None
+sys.argv = ["fp8rl", "train"]
+runpy.run_module("fp8rl", run_name="__main__")"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=CLONE, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == (
+        "fp8rl: the package gymnasium is missing: install it with pip install gymnasium, "
+        "or all that are needed with pip install -r requirements.txt\n"
+    )

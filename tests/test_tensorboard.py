@@ -1,0 +1,210 @@
+"""`train --tensorboard`: which events are written, and what happens to those of an earlier run."""
+
+import csv
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from helpers import SIZED, run_cli
+
+from fp8rl.cli.tensorboard_events import TAGS, EventFile
+from fp8rl.disk.restore import COLUMNS
+from fp8rl.disk.run_folder import Folder
+
+TINY = ["--steps", "1024", "--eval-episodes", "2", *SIZED]
+NAME = "events.out.tfevents.*"
+
+
+class FakeWriter:
+    """Stands for SummaryWriter: what it is told, by its folder."""
+
+    written: dict[str, list[tuple]] = {}
+
+    def __init__(self, log_dir, purge_step):
+        assert purge_step == 0
+        self.file = Path(log_dir) / f"events.out.tfevents.{time.time_ns()}"
+        self.file.touch()
+        self.events = self.written.setdefault(log_dir, [])
+        self.events.clear()
+
+    def add_scalar(self, tag, value, step, walltime):
+        assert self.file.exists()
+        self.events.append((tag, value, step, walltime))
+
+    def flush(self):
+        pass
+
+    def close(self):
+        self.file.write_text("closed")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(FakeWriter, "written", {})
+    return FakeWriter.written
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    with (folder / "metrics.csv").open() as file:
+        return [{name: float(x) for name, x in row.items()} for row in csv.DictReader(file)]
+
+
+def assert_same_numbers(events, folder: Path) -> None:
+    """The events are the metrics, once each, but for what is NaN."""
+    wanted = {
+        (TAGS[name], row["steps"]): number
+        for row in metrics_of(folder)
+        for name, number in row.items()
+        if name in TAGS and not math.isnan(number)
+    }
+    found = {(tag, step): value for tag, value, step, *_ in events}
+    assert len(found) == len(events) and found == pytest.approx(wanted)
+
+
+def test_every_column_but_the_axis_has_a_group():
+    assert {*TAGS} == {*COLUMNS} - {"iteration", "steps"}
+    for tag in ("charts/train_return", "charts/learning_rate", "losses/policy_loss"):
+        assert tag in TAGS.values()
+
+
+def test_a_run_writes_the_numbers_of_its_metrics(tmp_path, fake):
+    run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
+    events = fake[str(tmp_path / "a")]
+    assert_same_numbers(events, tmp_path / "a")
+    # Their times are as far apart as the seconds of training
+    seconds = {step: value for tag, value, step, _ in events if tag == "charts/seconds"}
+    times = {step: when for _, _, step, when in events}
+    assert times[1024] - times[512] == pytest.approx(seconds[1024] - seconds[512], abs=1e-3)
+    (file,) = (tmp_path / "a").glob(NAME)
+    assert file.read_text() == "closed"
+
+
+def test_without_the_option_there_is_no_file(tmp_path, fake):
+    run_cli("train", *TINY, "--out", tmp_path / "a")
+    assert not fake and not list((tmp_path / "a").glob(NAME))
+
+
+def test_a_resumed_run_keeps_the_option_and_has_every_row_once(tmp_path, fake):
+    run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
+    for _ in range(2):
+        run_cli("train", "--resume", tmp_path / "a")
+        assert_same_numbers(fake[str(tmp_path / "a")], tmp_path / "a")
+        assert len(list((tmp_path / "a").glob(NAME))) == 1
+    before = list((tmp_path / "a").glob(NAME))
+    fake.clear()
+    run_cli("train", "--resume", tmp_path / "a", "--no-tensorboard")
+    assert not fake and list((tmp_path / "a").glob(NAME)) == before
+
+
+def test_a_run_that_had_no_events_gets_all_of_them_when_it_is_resumed(tmp_path, fake):
+    run_cli("train", *TINY, "--out", tmp_path / "a")
+    run_cli("train", "--resume", tmp_path / "a", "--tensorboard")
+    assert_same_numbers(fake[str(tmp_path / "a")], tmp_path / "a")
+
+
+def test_a_run_that_is_replaced_leaves_no_events(tmp_path, fake, capsys):
+    run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
+    with pytest.raises(SystemExit):
+        run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
+    assert "holds another run" in capsys.readouterr().err
+    assert list((tmp_path / "a").glob(NAME))
+    run_cli("train", *TINY, "--out", tmp_path / "a", "--overwrite")
+    assert not list((tmp_path / "a").glob(NAME))
+
+
+def test_events_that_no_run_wrote_are_not_touched(tmp_path, capsys):
+    precious = tmp_path / "events.out.tfevents.1.host"
+    precious.write_text("precious")
+    for options in ((), ("--overwrite",)):
+        with pytest.raises(SystemExit):
+            run_cli("train", *TINY, "--out", tmp_path, *options)
+        assert "holds other files ('events.out.tfevents.1.host')" in capsys.readouterr().err
+    with Folder.create(tmp_path / "b", "doctor", {}):
+        (tmp_path / "b" / "report.json").touch()
+    precious.rename(tmp_path / "b" / precious.name)
+    with pytest.raises(SystemExit):
+        run_cli("train", *TINY, "--out", tmp_path / "b", "--overwrite")
+    assert "whose events.out.tfevents.1.host no run wrote" in capsys.readouterr().err
+    assert (tmp_path / "b" / precious.name).read_text() == "precious"
+
+
+def test_a_missing_package_is_named_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(SystemExit) as caught:
+        run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("fp8rl: tensorboard is True, and its package cannot be imported (")
+    assert "pip install tensorboard" in error and not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_is_named_in_one_line(tmp_path, fake, monkeypatch, capsys):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FakeWriter, "add_scalar", full)
+    with pytest.raises(SystemExit):
+        run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"fp8rl: out is {tmp_path / 'a'} and cannot be written (No space left on device): "
+        "make room, then continue"
+    )
+
+
+# With the package
+
+
+@pytest.fixture
+def read():
+    """Reads a folder's events, as tuples of tag, value and step."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def of(folder: Path) -> list[tuple]:
+        found = EventAccumulator(str(folder)).Reload()
+        return [
+            (tag, event.value, event.step)
+            for tag in found.Tags()["scalars"]
+            for event in found.Scalars(tag)
+        ]
+
+    return of
+
+
+def test_tensorboard_reads_what_was_written(tmp_path, read):
+    run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
+    assert_same_numbers(read(tmp_path / "a"), tmp_path / "a")
+    run_cli("train", "--resume", tmp_path / "a")
+    assert_same_numbers(read(tmp_path / "a"), tmp_path / "a")
+
+
+def test_ctrl_c_leaves_a_file_that_tensorboard_reads(tmp_path, read):
+    out = tmp_path / "a"
+    command = [sys.executable, "-m", "fp8rl", "train", "--tensorboard", "--out", out, *SIZED]
+    process = subprocess.Popen([*command, "--steps", "10000000"], stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while not (out / "metrics.csv").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert b"interrupted at step" in process.communicate(timeout=60)[1]
+    assert_same_numbers(read(out), out)
+
+
+@pytest.mark.filterwarnings("error")  # of an exception in a thread
+def test_what_the_thread_of_the_package_cannot_write_is_an_error_of_the_folder(tmp_path, read):
+    said = pytest.raises(OSError, match=r"^out is .* and cannot be written")
+    with Folder.create(tmp_path / "a", "train", {}) as folder, said, EventFile(folder) as events:
+        (file,) = (tmp_path / "a").glob(NAME)
+        file.unlink()
+        file.mkdir()  # where it would append
+        for step in range(100):
+            events.add([{"steps": step, "seconds": step, "loss": 1.0}])
