@@ -10,22 +10,21 @@ sample their actions, so their returns are below those of evaluations.
 """
 
 import copy
-import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib import font_manager
 from matplotlib.figure import Figure
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from speed.common import end_labels
 from torch import nn
 
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.study import comparison, figures
+from fp8rl.study.film import font, gif_of, in_few_colors
 from fp8rl.tasks.custom_env import CustomEnv
 from fp8rl.train import train
 
@@ -66,12 +65,8 @@ def film(
     for caption, frames in episodes.items():
         ended = [_captioned(frames[-1], f"{caption}: off the track")] * (longest - len(frames))
         rows.append([_captioned(frame, caption) for frame in frames] + ended)
-    first, *rest = [
-        Image.fromarray(np.vstack(frames)).quantize(32) for frames in zip(*rows, strict=True)
-    ]
-    file = io.BytesIO()
-    first.save(file, "GIF", save_all=True, append_images=rest, duration=1000 // fps, loop=0)
-    return file.getvalue()
+    pictures = [Image.fromarray(np.vstack(frames)) for frames in zip(*rows, strict=True)]
+    return gif_of(map(in_few_colors, pictures), 1 / fps)
 
 
 def _episode(
@@ -92,9 +87,7 @@ def _episode(
 def _captioned(frame: np.ndarray, caption: str) -> np.ndarray:
     """The frame with a caption in its upper left corner."""
     image = Image.fromarray(frame)
-    ImageDraw.Draw(image).text(
-        (76, 40), caption, "black", ImageFont.truetype(font_manager.findfont("DejaVu Sans"), 18)
-    )
+    ImageDraw.Draw(image).text((76, 40), caption, "black", font(18))
     return np.asarray(image)
 
 

@@ -40,12 +40,13 @@ def play(policy: Callable, env) -> np.ndarray:
     return returns.cpu().numpy()
 
 
-def evaluate(
+def policy_of(
     model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0
-) -> np.ndarray:
-    """Returns float32 [N] of a network's policy, as `play`.
+) -> Callable:
+    """A network as the policy of one episode in each environment, called once a step.
 
-    Actions are greedy, or sampled from `seed`. `precision` is fp32 on the CPU if it is None.
+    It maps observations float32 [N, F] to actions, greedy or sampled from `seed`. `precision` is
+    fp32 on the CPU if it is None.
     """
     precision = precision or Precision("fp32")
     state = None
@@ -60,7 +61,14 @@ def evaluate(
             noise = action_noise(env, 1, seed, "evaluation actions", next(steps))[0]
         return env.distribution.sample(outputs, noise)
 
-    return play(policy, env)
+    return policy
+
+
+def evaluate(
+    model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0
+) -> np.ndarray:
+    """Returns float32 [N] of a network's policy, as `play`. Arguments as in `policy_of`."""
+    return play(policy_of(model, env, precision, greedy, seed), env)
 
 
 class Evaluator:

@@ -1,4 +1,4 @@
-"""`python -m fp8rl eval`: evaluates a trained agent."""
+"""`python -m fp8rl eval`: evaluates a trained agent, and films it."""
 
 import contextlib
 import json
@@ -9,10 +9,17 @@ import numpy as np
 import tyro
 
 from ..build import HERE, env_maker
+from ..config import Config
 from ..disk import checkpoint
-from ..evaluate import evaluate
+from ..disk.safe_files import told, write_whole
+from ..evaluate import evaluate, policy_of
 from ..precision import Precision
+from ..requirements import uses_gymnasium
+from ..study.film import film_episode, rate_of
+from ..tasks.gymnasium_env import GymEnv, require_renderable
 from .arguments import Json
+
+OTHER_STARTS = 2**31  # added to the seed of Gymnasium's environments: not those of training
 
 
 def evaluate_run(
@@ -22,10 +29,12 @@ def evaluate_run(
     start_noise: float = 0.05,
     seed: int = 0,
     precision: str | None = None,
+    film: Path | None = None,
+    overwrite: bool = False,
     trust: bool = False,
     json_output: Json = False,
 ) -> None:
-    """Evaluate a trained agent on the CPU.
+    """Evaluate a trained agent on the CPU, and perhaps film it.
 
     Args:
         run: folder that `train` wrote.
@@ -34,12 +43,16 @@ def evaluate_run(
         start_noise: half-width of the range that episodes start in.
         seed: of the starts.
         precision: what to compute in, if not what it was trained in.
+        film: also film one more episode, into this file, a GIF.
+        overwrite: replace the film that the file holds.
         trust: the checkpoint may name a module to import (env_id module:Name-v0).
     """
     if not 1 <= episodes <= 10**6:
         raise ValueError(f"episodes is {episodes}: use a number from 1 to a million")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}: use a number from 0 to 2**32 - 1")
+    if film:
+        require_free_file(film, overwrite)
     with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
         model, config = checkpoint.load(
             run / "checkpoint.pt", trust, **({"precision": precision} if precision else {})
@@ -48,17 +61,26 @@ def evaluate_run(
             raise ValueError(
                 f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it"
             )
-        make_env = env_maker(config, HERE, seed + 2**31)  # other starts than in training
+        make_env = env_maker(config, HERE, seed + OTHER_STARTS)
         computes = Precision(config.precision)
-        with contextlib.closing(
-            make_env(config, episodes, start_noise, "cpu", seed, "evaluation starts")
-        ) as env:
-            returns = evaluate(computes.prepare(model), env, computes, greedy, seed).astype(float)
-    if not np.isfinite(returns).all():
-        raise FloatingPointError(
-            f"evaluation is not finite in {config.precision}: fix the environment's rewards, "
-            "or train again"
-        )
+        starts = (start_noise, "cpu", seed, "evaluation starts")
+        with contextlib.ExitStack() as owned:
+            if film:  # what cannot be filmed is refused before anything is played
+                stage, rate = stage_of(config, *starts)
+                owned.callback(stage.close)
+            env = owned.enter_context(contextlib.closing(make_env(config, episodes, *starts)))
+            model = computes.prepare(model)
+            returns = evaluate(model, env, computes, greedy, seed).astype(float)
+            if not np.isfinite(returns).all():
+                raise FloatingPointError(
+                    f"evaluation is not finite in {config.precision}: fix the environment's "
+                    "rewards, or train again"
+                )
+            if film:
+                filmed = film_episode(policy_of(model, stage, computes, greedy, seed), stage, rate)
+                with told(f"film is {film} and cannot be written", "use another name"):
+                    film.parent.mkdir(parents=True, exist_ok=True)
+                    write_whole(film, lambda file: file.write(filmed.gif))
     result = {
         "mean_return": float(returns.mean()),
         "std_return": float(returns.std()),
@@ -69,4 +91,39 @@ def evaluate_run(
         f"mean return {result['mean_return']:.2f}, "
         f"standard deviation {result['std_return']:.2f}, {episodes} episodes"
     )
+    if film:
+        result["film"] = str(film)
+        words += (
+            f"\n{film} shows an episode of {filmed.steps} steps, return {filmed.episode_return:.2f}"
+        )
     print(json.dumps(result) if json_output else words)
+
+
+def require_free_file(film: Path, overwrite: bool) -> None:
+    """Raises ValueError for a name of no GIF, and FileExistsError for a file that is there and may
+    not be replaced."""
+    if film.suffix.lower() != ".gif":
+        raise ValueError(f"film is {film}: use a name that ends in .gif")
+    if film.is_dir():
+        raise FileExistsError(f"film is {film}, which is a folder: use another name")
+    if (film.exists() or film.is_symlink()) and not overwrite:
+        raise FileExistsError(
+            f"film is {film}, which exists: use another name, or add --overwrite to replace it"
+        )
+
+
+def stage_of(config: Config, start_noise: float, device, seed: int, purpose: str) -> tuple:
+    """One environment that can be filmed, and its frames a second. Raises ValueError if it
+    cannot."""
+    first_seed = seed + OTHER_STARTS
+    if uses_gymnasium(config, HERE):
+        rate = require_renderable(config.env_id)
+        return GymEnv(config.env_id, 1, device, first_seed, render_mode="rgb_array"), rate
+    env = env_maker(config, HERE, first_seed)(config, 1, start_noise, device, seed, purpose)
+    rate = rate_of(env)
+    if rate is None:
+        raise ValueError(
+            f"env_id is {config.env_id!r}, which cannot be drawn: "
+            "give it a method paint(self, ax, state), or leave out film"
+        )
+    return env, rate

@@ -1,13 +1,13 @@
-"""A Gymnasium wrapper for one environment of any task that is a TensorEnv; the cart can also be
-rendered."""
+"""A Gymnasium wrapper for one environment of any task that is a TensorEnv."""
 
 import gymnasium
 import numpy as np
 import torch
 
 from ..distribution import Categorical
-from ..env import LIMIT, Cart, TensorEnv
+from ..env import Cart, TensorEnv
 from .by_id import TASKS, task_of
+from .drawing import drawing_of, picture
 
 
 class Single(gymnasium.Env):
@@ -22,9 +22,12 @@ class Single(gymnasium.Env):
 
     Gymnasium's `max_episode_steps` can shorten the task's own `max_steps`, not extend it. A step
     that terminates an episode at the time limit is also truncated, as with Gymnasium's TimeLimit;
-    in a TensorEnv it is only terminated."""
+    in a TensorEnv it is only terminated.
 
-    metadata = {"render_modes": []}
+    `render_mode` is None or "rgb_array", for tasks that can be drawn (drawing.py); ValueError for
+    others."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
 
     def __init__(self, task: TensorEnv | str, render_mode: str | None = None):
         if isinstance(task, str) and (kind := task_of(task)):
@@ -33,6 +36,11 @@ class Single(gymnasium.Env):
             raise ValueError(
                 f"task is {task!r}, which is no TensorEnv: use module:Class, "
                 f"or one of {', '.join(TASKS)}"
+            )
+        if render_mode is not None and drawing_of(type(task)) is None:
+            raise ValueError(
+                f"render_mode is {render_mode!r}, and {type(task).__name__} cannot be drawn: "
+                "give it a method paint(ax, state)"
             )
         self.env, self.render_mode = task, render_mode
         self.observation_space = gymnasium.spaces.Box(*np.array(self.env.bounds, dtype=np.float32))
@@ -68,6 +76,12 @@ class Single(gymnasium.Env):
             {},
         )
 
+    def render(self) -> np.ndarray | None:
+        """A picture, uint8 [height, width, 3], or None without a render_mode."""
+        if self.render_mode != "rgb_array":
+            return None
+        return picture(self.env, self.state[0], f"step {self.elapsed}")
+
     def _numbers(self, count: int) -> torch.Tensor:
         """Random numbers in [-1, 1), float32 [1, count]."""
         return torch.tensor(
@@ -88,8 +102,6 @@ class CustomEnv(Single):
     """The cart; `gymnasium.make("fp8rl.tasks:fp8rl/CustomEnv-v0")` builds it. `render_mode` is None
     or "rgb_array"; the other options and their errors are those of Cart."""
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
-
     def __init__(
         self,
         start_noise: float = 0.05,
@@ -101,43 +113,3 @@ class CustomEnv(Single):
             Cart(1, start_noise, extra_features=extra_features, hide_velocity=hide_velocity),
             render_mode,
         )
-
-    def render(self) -> np.ndarray | None:
-        """A picture, uint8 [240, 480, 3]: a square at the cart's position, above it an arrow of
-        three times its velocity. The track is shaded."""
-        if self.render_mode != "rgb_array":
-            return None
-        from matplotlib.backends.backend_agg import (
-            FigureCanvasAgg,  # only a rendered environment needs matplotlib
-        )
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(4.8, 2.4), dpi=100)
-        canvas = FigureCanvasAgg(figure)
-        ax = figure.add_axes((0.05, 0.22, 0.9, 0.64))
-        position, velocity = self.state[0].tolist()
-        ax.axvspan(-LIMIT, LIMIT, color="#56B4E9", alpha=0.15)
-        ax.axvline(0, color="#009E73", linestyle=":")
-        arrow = {
-            "arrowstyle": "-|>",
-            "color": "#D55E00",
-            "lw": 3,
-            "mutation_scale": 16,
-            "shrinkA": 0,
-            "shrinkB": 0,
-        }
-        ax.annotate(
-            "", (position + 3 * velocity, 0.72), (position, 0.72), arrowprops=arrow
-        ).arrow_patch.set_clip_box(ax.bbox)
-        ax.plot(position, 0.4, "s", color="#000000", markersize=18)
-        # The last step of an episode may leave the track by far
-        wide = max(1.25 * LIMIT, abs(position) + 0.25)
-        ax.set(
-            xlim=(-wide, wide),
-            ylim=(0, 1),
-            yticks=[],
-            xlabel="position",
-            title=f"step {self.elapsed}",
-        )
-        canvas.draw()
-        return np.asarray(canvas.buffer_rgba())[..., :3].copy()

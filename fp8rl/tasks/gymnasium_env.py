@@ -191,18 +191,51 @@ def actions_of(
     raise ValueError(f"env_id is {env_id!r}, whose actions are {kind}: {remedy}")
 
 
+def require_renderable(env_id: str) -> float:
+    """The frames a second of an environment that can be rendered as an array of pixels.
+
+    Raises ValueError, with the environment's reason, for one that cannot. That shows only when it
+    is made, reset and rendered, because the package that draws it may be missing.
+    """
+    reason = None
+    try:
+        with contextlib.closing(gymnasium.make(env_id)) as env:
+            if "rgb_array" not in env.metadata.get("render_modes", ()):
+                reason = "its render_modes have no rgb_array"
+        if reason is None:
+            with contextlib.closing(gymnasium.make(env_id, render_mode="rgb_array")) as env:
+                env.reset(seed=0)
+                frame = np.asarray(env.render())
+            if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+                reason = f"its picture is {frame.dtype}{list(frame.shape)}"
+    except RAISES as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+    if reason is not None:
+        raise ValueError(
+            f"env_id is {env_id!r}, which cannot be rendered ({reason}): leave out film"
+        )
+    return env.metadata.get("render_fps") or 25
+
+
 class GymEnv(TensorState):
     """N copies of a Gymnasium environment on the CPU, in place of a TensorEnv whose tensors are on
     `device`; environment i starts from `seed` + i. `vectorization`: sync, one after the other in
-    this process; or async, each in its own process. Raises ValueError for an environment of another
-    kind or an unknown vectorization. Everything raises EnvironmentFailed if the environment raises
-    or exits, does not follow the API, or one of its processes died."""
+    this process; or async, each in its own process. `render_mode`: rgb_array, if `render` is to be
+    called. Raises ValueError for an environment of another kind or an unknown vectorization.
+    Everything raises EnvironmentFailed if the environment raises or exits, does not follow the API,
+    or one of its processes died."""
 
     # No state: Gymnasium has no way to save an environment, and a resumed run starts new episodes
     NAMES = ()
 
     def __init__(
-        self, env_id: str, num_envs: int, device="cpu", seed: int = 0, vectorization: str = "sync"
+        self,
+        env_id: str,
+        num_envs: int,
+        device="cpu",
+        seed: int = 0,
+        vectorization: str = "sync",
+        render_mode: str | None = None,
     ):
         if vectorization not in VECTORIZATIONS:
             raise ValueError(
@@ -228,6 +261,7 @@ class GymEnv(TensorState):
                     vectorization_mode=vectorization,
                     vector_kwargs=options,
                     wrappers=[flat],
+                    **({"render_mode": render_mode} if render_mode else {}),
                 )
         except RAISES as error:
             raise failure(env_id, error) from error
@@ -276,6 +310,12 @@ class GymEnv(TensorState):
             terminated,
             truncated,
         )
+
+    def render(self) -> np.ndarray:
+        """A picture of the first environment, uint8 [height, width, 3], with the `render_mode`
+        rgb_array."""
+        with self._guarded():
+            return self.envs.render()[0]
 
     def close(self) -> None:
         """Closes the environments and their processes."""

@@ -1,0 +1,105 @@
+"""Films of an agent: one episode as an animated GIF."""
+
+import io
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
+
+from ..rollout import inference
+from ..tasks.drawing import drawing_of, picture
+from ..tasks.gymnasium_env import GymEnv
+
+MOST_FRAMES = 250  # of a film: a longer episode shows every second step, or every third
+WIDEST = 480  # pixels; larger pictures are made smaller
+COLORS = 64
+
+
+class Film(NamedTuple):
+    """An episode: its GIF file, and how long and how good it was."""
+
+    gif: bytes
+    steps: int
+    episode_return: float
+
+
+def film_episode(policy: Callable, env, frames_per_second: float) -> Film:
+    """Plays one episode in a newly created environment, and films it.
+
+    The policy is as in evaluate.play. The environment is one TensorEnv that can be drawn, or a
+    GymEnv whose render_mode is rgb_array. Each frame has a title with step and return.
+    """
+    every = math.ceil(env.max_steps / MOST_FRAMES)
+    total = 0.0
+    step = 0
+    with inference(env):
+        frames = [frame_of(env, title_of(env, step, total))]
+        while not env.done.any() and step < env.max_steps:
+            (start,) = env.draw(1)
+            _, reward, terminated, _ = env.step(policy(env.obs), start)
+            total += env.discount**step * float(reward)
+            step += 1
+            has_ended = bool(env.done)
+            if has_ended or step % every == 0:
+                end = ", terminated" if terminated else ", time limit" if has_ended else ""
+                frames.append(frame_of(env, title_of(env, step, total) + end))
+    return Film(gif_of(frames, every / frames_per_second), step, total)
+
+
+def title_of(env, step: int, total: float) -> str:
+    name = "return" if env.discount == 1 else "discounted return"
+    return f"step {step}, {name} {total:.2f}"
+
+
+def frame_of(env, title: str) -> Image.Image:
+    """The environment as it is now, below a title, in few colors."""
+    if isinstance(env, GymEnv):
+        return in_few_colors(titled(env.render(), title))
+    return in_few_colors(Image.fromarray(picture(env, env.state[0], title)))
+
+
+def titled(frame: np.ndarray, title: str) -> Image.Image:
+    """A picture, made smaller where it is wide, below a title."""
+    image = Image.fromarray(frame)
+    if image.width > WIDEST:
+        image = image.resize((WIDEST, round(image.height * WIDEST / image.width)))
+    band = 30
+    width = max(image.width, 300)  # the title needs as much
+    whole = Image.new("RGB", (width, image.height + band), "white")
+    whole.paste(image, ((width - image.width) // 2, band))
+    draw = ImageDraw.Draw(whole)
+    draw.text((width // 2, band // 2), title, "black", font(14), anchor="mm")
+    return whole
+
+
+def font(size: int) -> ImageFont.FreeTypeFont:
+    """The font of matplotlib's figures."""
+    return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
+
+
+def in_few_colors(image: Image.Image) -> Image.Image:
+    return image.quantize(COLORS, dither=Image.Dither.NONE)
+
+
+def gif_of(frames: Iterable[Image.Image], seconds: float) -> bytes:
+    """An endlessly looping GIF of frames that are shown for so many seconds each.
+
+    The last frame stays for two seconds, so that one sees how the episode ended.
+    """
+    first, *others = frames
+    milliseconds = max(20, round(100 * seconds) * 10)  # GIF counts hundredths of a second
+    durations = [milliseconds] * len(others) + [2000]
+    file = io.BytesIO()
+    first.save(
+        file, "GIF", save_all=True, append_images=others, duration=durations, loop=0, optimize=False
+    )
+    return file.getvalue()
+
+
+def rate_of(env) -> int | None:
+    """The frames a second that a TensorEnv is drawn with, or None if it cannot be drawn."""
+    drawing = drawing_of(type(env))
+    return drawing.frames_per_second if drawing else None

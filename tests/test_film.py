@@ -1,0 +1,278 @@
+"""Films of agents, and the pictures of tasks that they are made of."""
+
+import io
+import json
+import math
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from helpers import bang_bang, run_cli, small
+from PIL import Image
+
+from fp8rl.build import build
+from fp8rl.disk import checkpoint
+from fp8rl.env import Cart, TensorEnv
+from fp8rl.evaluate import evaluate, play, policy_of
+from fp8rl.study.film import MOST_FRAMES, film_episode, rate_of, title_of
+from fp8rl.tasks.by_id import TASKS
+from fp8rl.tasks.cartpole import CartPole
+from fp8rl.tasks.custom_env import Single
+from fp8rl.tasks.drawing import drawing_of, picture
+from fp8rl.tasks.gymnasium_env import GymEnv, require_renderable
+from fp8rl.tasks.lqr import Lqr
+
+ALL = {None: Cart, **TASKS}
+
+
+class Dot(TensorEnv):
+    """A task of one's own, which says how it is drawn."""
+
+    num_actions, max_steps, state_size = 2, 12, 1
+    bounds = (-9.0,), (9.0,)
+
+    def start(self, numbers):
+        return numbers
+
+    def advance(self, state, action):
+        moved = state + action.unsqueeze(-1) - 0.5
+        return moved, torch.ones(len(state)), torch.zeros(len(state), dtype=torch.bool)
+
+    def paint(self, ax, state):
+        ax.plot(state[0], 0, "o", color="black")
+
+
+class Unseen(Dot):
+    """One that does not."""
+
+    paint = None
+
+
+class Screen(gymnasium.Env):
+    """A Gymnasium environment that shows how long it has been running."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+    width = 700
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.zeros(2, np.float32), 0.5, self.steps == 7, False, {}
+
+    def render(self):
+        return np.full((200, self.width, 3), 20 * self.steps, np.uint8)
+
+
+class Blind(Screen):
+    metadata = {"render_modes": ["human"]}
+
+
+class NeedsPackage(Screen):
+    def render(self):
+        raise gymnasium.error.DependencyNotInstalled("no screen, run `pip install screen`")
+
+
+class Flat(Screen):
+    def render(self):
+        return np.zeros(3)
+
+
+for kind in (Screen, Blind, NeedsPackage, Flat):
+    gymnasium.register(f"fp8rl-films/{kind.__name__}-v0", kind, max_episode_steps=20)
+
+
+def image_of(gif: bytes) -> Image.Image:
+    found = Image.open(io.BytesIO(gif))
+    assert found.format == "GIF"
+    return found
+
+
+def frames_of(gif: bytes) -> list[np.ndarray]:
+    found = image_of(gif)
+    frames = []
+    for k in range(found.n_frames):
+        found.seek(k)
+        frames.append(np.asarray(found.convert("RGB")))
+    return frames
+
+
+def saved(folder, **fields):
+    """The folder of an agent that has not learned anything."""
+    checkpoint.save(folder / "checkpoint.pt", build(small(**fields)))
+    return folder
+
+
+def refusal(capsys, *words) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run_cli(*words)
+    out, error = capsys.readouterr()
+    assert caught.value.code == 2 and not out and error.count("\n") == 1
+    return error.removeprefix("fp8rl: ").rstrip("\n")
+
+
+@pytest.mark.parametrize("env_id", ALL)
+def test_every_task_is_drawn_as_its_state_is(env_id):
+    env = ALL[env_id](1)
+    before = picture(env, env.state[0], "step 0")
+    height, width, _ = before.shape
+    assert before.dtype == np.uint8 and (width, height) == drawing_of(type(env)).size
+    after = picture(env, env.state[0] + 0.3, "step 0")
+    assert (before != after).any(-1).mean() > 0.002
+    titled = picture(env, env.state[0], "step 1")
+    differs = np.flatnonzero((before != titled).any((1, 2)))
+    assert differs.size and differs.max() < 0.15 * height  # the title alone
+    # As far out as an episode may end
+    picture(env, 3 * torch.ones_like(env.state[0]), "")
+
+
+@pytest.mark.parametrize("env_id", TASKS)
+def test_gymnasium_renders_every_task(env_id):
+    env = Single(env_id, render_mode="rgb_array")
+    env.reset(seed=0)
+    before = env.render()
+    env.step(env.action_space.sample())
+    assert before.dtype == np.uint8 and (before != env.render()).any()
+    silent = Single(env_id)
+    silent.reset(seed=0)
+    assert silent.render() is None
+    with pytest.raises(ValueError, match=r"Unseen cannot be drawn: give it a method paint"):
+        Single(Unseen(1), render_mode="rgb_array")
+
+
+@pytest.mark.parametrize("encoder", ["mlp", "gru"])
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
+def test_a_film_shows_the_episode_that_an_evaluation_plays(env_id, greedy, encoder):
+    model = build(small(env_id=env_id, encoder=encoder, seed=3)).model
+    make = lambda: ALL[env_id](1, seed=5)  # noqa: E731
+    wanted = evaluate(model, make(), greedy=greedy, seed=5)
+    env = make()
+    film = film_episode(policy_of(model, env, greedy=greedy, seed=5), env, 25)
+    assert film.episode_return == pytest.approx(wanted.item(), rel=1e-5)
+    assert film.steps <= env.max_steps and image_of(film.gif).n_frames == film.steps + 1
+
+
+def test_a_film_ends_with_the_episode_and_stays_there():
+    env = Cart(1, 0.0)
+    film = film_episode(lambda obs: torch.ones(1, dtype=torch.int64), env, 25)
+    assert film.episode_return == pytest.approx(play(lambda obs: torch.ones(1).long(), Cart(1, 0)))
+    assert film.steps == 7
+    found = image_of(film.gif)
+    assert found.n_frames == 8 and found.info["loop"] == 0
+    durations = []
+    for k in range(8):
+        found.seek(k)
+        durations.append(found.info["duration"])
+    assert durations == [40] * 7 + [2000]
+
+
+def test_a_long_episode_shows_every_second_step(monkeypatch):
+    monkeypatch.setattr("fp8rl.study.film.MOST_FRAMES", 100)
+    film = film_episode(bang_bang, Cart(1, 0.0), 25)
+    found = image_of(film.gif)
+    assert film.steps == 200 and found.n_frames == 101 and found.info["duration"] == 80
+    assert CartPole.max_steps > MOST_FRAMES
+
+
+def test_titles_tell_step_and_return():
+    assert title_of(Cart(1), 7, 6.216) == "step 7, return 6.22"
+    assert title_of(Lqr(1), 7, -0.5) == "step 7, discounted return -0.50"
+
+
+def test_tasks_of_one_s_own_are_drawn_by_themselves_or_as_what_they_derive_from():
+    class Faster(CartPole):
+        max_steps = 20
+
+    assert drawing_of(Faster) == drawing_of(CartPole) and rate_of(CartPole(1)) == 50
+    assert drawing_of(Unseen) is None and rate_of(Unseen(1)) is None
+    assert rate_of(Dot(1)) == 25
+    film = film_episode(lambda obs: torch.ones(1), Dot(1), 25)
+    assert film.steps == 12 and image_of(film.gif).size == (480, 240)
+
+
+def test_gymnasium_s_environments_are_filmed_below_a_title():
+    env_id = "fp8rl-films/Screen-v0"
+    assert require_renderable(env_id) == 10
+    env = GymEnv(env_id, 1, render_mode="rgb_array")
+    film = film_episode(lambda obs: torch.zeros(1, 1), env, 10)
+    env.close()
+    assert (film.steps, film.episode_return) == (7, 3.5)
+    frames = frames_of(film.gif)
+    assert [frame.shape for frame in frames] == [(30 + 137, 480, 3)] * 8  # 700 pixels made 480
+    assert [int(frame[100, 100, 0]) for frame in frames] == [20 * k for k in range(8)]
+    assert all((frame[:30] < 100).any() and (frame[0] == 255).all() for frame in frames)
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("Blind", "its render_modes have no rgb_array"),
+        ("NeedsPackage", "no screen, run `pip install screen`"),
+        ("Flat", r"its picture is float64\[3\]"),
+    ],
+)
+def test_what_gymnasium_cannot_render_is_refused_with_its_reason(name, reason, tmp_path, capsys):
+    env_id = f"fp8rl-films/{name}-v0"
+    with pytest.raises(ValueError, match=rf"^env_id is '{env_id}', .*rendered \({reason}\): leave"):
+        require_renderable(env_id)
+    run = saved(tmp_path, env_id=env_id)
+    said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif", "--episodes", 2)
+    assert said.startswith(f"env_id is '{env_id}', which cannot be rendered (")
+    assert not (tmp_path / "a.gif").exists()
+
+
+def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys):
+    run = saved(tmp_path)
+    name = tmp_path / "films" / "agent.gif"
+    run_cli("eval", run, "--film", name, "--episodes", 2)
+    said = capsys.readouterr().out
+    film = image_of(name.read_bytes())
+    assert said.startswith("mean return ") and f"\n{name} shows an episode of " in said
+    assert f"{film.n_frames - 1} steps" in said
+    before = name.read_bytes()
+    said = refusal(capsys, "eval", run, "--film", name)
+    assert (
+        said == f"film is {name}, which exists: use another name, or add --overwrite to replace it"
+    )
+    assert name.read_bytes() == before
+    run_cli("eval", run, "--film", name, "--episodes", 2, "--overwrite", "--seed", 1, "--json")
+    assert json.loads(capsys.readouterr().out)["film"] == str(name)
+    assert name.read_bytes() != before
+    assert [path.name for path in name.parent.iterdir()] == ["agent.gif"]
+
+
+def test_names_that_cannot_be_a_film_are_refused_before_anything_is_played(tmp_path, capsys):
+    run = saved(tmp_path)
+    (tmp_path / "folder.gif").mkdir()
+    (tmp_path / "link.gif").symlink_to(tmp_path / "nowhere")
+    for name, said in {
+        "film.mp4": "use a name that ends in .gif",
+        "folder.gif": "which is a folder: use another name",
+        "link.gif": "which exists: use another name, or add --overwrite",
+    }.items():
+        assert said in refusal(capsys, "eval", run, "--film", tmp_path / name)
+    run_cli("eval", run, "--film", tmp_path / "link.gif", "--overwrite", "--episodes", 2)
+    assert not (tmp_path / "nowhere").exists()  # the link is replaced, not followed
+    under_a_file = run / "checkpoint.pt" / "a.gif"
+    said = refusal(capsys, "eval", run, "--film", under_a_file, "--episodes", 2)
+    assert said.startswith(f"film is {under_a_file} and cannot be written (")
+
+
+def test_a_task_that_cannot_be_drawn_is_refused(tmp_path, capsys):
+    run = saved(tmp_path, env_id="test_film:Unseen")
+    said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif")
+    assert said == (
+        "env_id is 'test_film:Unseen', which cannot be drawn: "
+        "give it a method paint(self, ax, state), or leave out film"
+    )
+    assert math.isfinite(rate_of(Dot(1)))
