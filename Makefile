@@ -7,8 +7,11 @@
 # make address  writes REPOSITORY into the README's Colab badge and into the first cell of each notebook, which installs from there
 # Every other target sets up .venv first; a second run finds it ready and starts at once.
 PYTHON ?= python3
-# How packages are installed. With uv on a machine without a GPU: make test INSTALL="uv pip install --torch-backend=cpu"
-INSTALL ?= python -m pip install --quiet --disable-pip-version-check
+# How packages are installed. uv, where there is one that can, picks the torch for this machine's GPU, or the one for CPUs alone,
+# which spares gigabytes of CUDA libraries. pip takes the one of the package index.
+PIP := python -m pip install --quiet --disable-pip-version-check
+UV := uv pip install --torch-backend=auto
+INSTALL ?= $(if $(shell uv pip install --help 2>/dev/null | grep -e --torch-backend),$(UV),$(PIP))
 READY := .venv/.ready
 RUN := . .venv/bin/activate &&
 NOTEBOOK := fp8_actor_critic
