@@ -3,6 +3,7 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import signal
 from collections import Counter
 
@@ -314,3 +315,28 @@ def test_populations_are_dealt_out_whole_or_in_equal_parts(sizes, workers):
 def test_a_longer_population_is_split():
     configs = [small(seed=seed, steps=steps) for steps in (51_200, 512_000) for seed in range(30)]
     assert [len(task) for _, task in comparison.tasks_of(configs, 2, None)] == [15, 15, 15, 15]
+
+
+def test_curves_of_training_take_the_last_value_where_no_episode_ended():
+    def trained(*returns) -> History:
+        history = history_of(returns)
+        history.columns["train_return"] = [*map(float, returns)]
+        return history
+
+    nan = math.nan
+    runs = [trained(nan, 1, nan, 3), trained(5, nan, 6, nan), trained(9)]  # the last ended early
+    steps, values = comparison.training_curve(runs)
+    assert steps.tolist() == [1024, 1536, 2048]
+    assert values.tolist() == [[1, 1, 3], [5, 6, 6]]
+    steps, values = comparison.training_curve([history_of([1, 2])])  # has no such column
+    assert steps.shape == (0,) and values.shape == (1, 0)
+
+
+def test_a_journal_holds_what_a_curve_of_training_needs(tmp_path):
+    config = Config(**TINY)
+    history = comparison.run(config)
+    comparison.Journal(tmp_path / "runs.jsonl").add("a", config, history)
+    kept = comparison.Journal(tmp_path / "runs.jsonl").histories["a", config]
+    for found in comparison.training_curve([kept]):
+        assert found.size
+    assert kept.column("train_return")[-1] == history.column("train_return")[-1]

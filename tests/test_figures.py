@@ -203,3 +203,65 @@ def test_a_run_that_did_not_record_a_quantity_has_an_empty_panel():
     figure = figures.training(Figure(), history_of(3, "k3"), "an older run")
     lines = {ax.get_title(): len(ax.lines) for ax in figure.axes[1:]}
     assert lines.pop(figures.BELOW["k3"]) == 0 and set(lines.values()) == {1}
+
+
+# What a study saw
+
+
+def grown(*ends: float) -> dict:
+    """Curves of arms a, b and so on, three seeds each, that grow from 20 to these ends."""
+    curves = {}
+    for name, end in zip("abcd", ends, strict=False):
+        curves[name] = (STEPS, np.linspace([20.0] * 3, [end - 1, end, end + 1], 30).T)
+    return curves
+
+
+def study_of(training: dict, final: dict | None = None, threshold: float = 100.0):
+    evaluation = grown(*(198.0 for _ in training))
+    final = final or {name: np.array([190.0, 198.0, 199.0]) for name in training}
+    figure = Figure(figsize=(15, 4.5))
+    figures.study(figure, training, evaluation, final, threshold)
+    return figure.axes
+
+
+def test_a_study_shows_training_beside_evaluation_and_says_what_is_seen():
+    left, middle, right = study_of(grown(190.0, 120.0))
+    assert left.get_title() == "In training, with sampled actions,\nreturns go from 20 to 120..190"
+    assert middle.get_title() == "Evaluated with greedy actions,\n2 of 2 arms end at 100 or above"
+    assert right.get_title() == "Of all seeds, 6 of 6\nend at 100 or above"
+    np.testing.assert_allclose(left.lines[0].get_ydata()[[0, -1]], [20, 190])
+    np.testing.assert_allclose(middle.lines[0].get_ydata()[[0, -1]], [20, 198])
+    assert left.get_ylim() == middle.get_ylim()
+    assert [text.get_text() for text in middle.texts] == list(figures.REFERENCES)
+    assert middle.get_legend() is None
+
+
+def test_lines_that_end_far_apart_are_named_where_they_end():
+    left, *_ = study_of(grown(190.0, 120.0))
+    assert left.get_legend() is None
+    assert [text.get_text() for text in left.texts] == ["a", "b"]
+    assert [text.get_color() for text in left.texts] == [x["color"] for x in figures.STYLES[:2]]
+    left, *_ = study_of(grown(190.0, 189.0))
+    assert legend(left) == ["a", "b"] and not left.texts
+
+
+def test_controls_have_a_row_and_no_curve_and_count_for_nothing():
+    final = {"a": np.array([191.0, 199.5]), "control: bad": np.array([5.0, 6.0])}
+    left, middle, right = study_of(grown(190.0), final, threshold=195.0)
+    assert middle.get_title().endswith("1 of 1 arm ends at 195 or above")
+    assert right.get_title() == "Of all seeds, 1 of 2\nend at 195 or above"
+    assert [text.get_text() for text in right.get_yticklabels()] == [*final]
+    assert [text.get_text() for text in left.texts] == ["a"]
+
+
+def test_scores_far_below_the_first_arm_s_are_told_by_an_arrow():
+    final = {"a": np.array([198.0, 199.0]), "b": np.array([5.0, 6.0])}
+    *_, right = study_of(grown(190.0, 120.0), final, threshold=195.0)
+    assert right.get_xlim() == (194, 200) and right.get_xlabel().endswith(", from 194 up")
+    assert [text.get_text() for text in right.texts] == ["\u2190 5.5"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_study_in_which_no_episode_of_training_ended_says_so():
+    left, *_ = study_of({"a": (STEPS[:0], np.zeros((3, 0)))})
+    assert left.get_title() == "In training, no episode ended"

@@ -18,7 +18,6 @@ from ..history import History
 from ..requirements import shared
 from ..study import comparison as study
 from ..study import figures, throughput
-from ..study.statistics import iqm
 from ..tasks.by_id import task_of
 
 
@@ -145,8 +144,8 @@ def write_study(
     arms: dict[str, list[Config]],
     comparison: study.Comparison,
 ) -> None:
-    """Writes results.csv, table.md and curves.png, with learning curves of all arms but the
-    controls, and prints the table."""
+    """Writes results.csv, table.md and curves.png, with curves of all arms but the controls, and
+    prints the table."""
     threshold = comparison.threshold
     runs = {arm: [histories[arm, config] for config in configs] for arm, configs in arms.items()}
     results = [
@@ -158,30 +157,15 @@ def write_study(
     text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {throughput.origin()}.\n"
     folder.write("results.csv", study.results_csv(results))
     folder.write("table.md", text)
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    curves = {
-        arm: study.stack(each, "eval_return")
-        for arm, each in runs.items()
-        if not arm.startswith("control")
-    }
-    figures.learning_curves(left, curves, marks=comparison.env_id is None)
-    left.set_title(
-        f"interquartile mean, 10th to 90th percentile of {comparison.seeds} seeds", fontsize=9
+    shown = {arm: each for arm, each in runs.items() if not arm.startswith("control")}
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    figures.study(
+        figure,
+        {arm: study.training_curve(each) for arm, each in shown.items()},
+        {arm: study.stack(each, "eval_return") for arm, each in shown.items()},
+        study.scores(results, "final_return"),
+        threshold,
+        marks=comparison.env_id is None,
     )
-    figures.intervals(right, final := study.scores(results, "final_return"), "final greedy return")
-    right.set_title("each seed, interquartile mean, 95% interval", fontsize=9)
-    best = max(values.max() for values in final.values())
-    # An arm far below would leave the others no room
-    if iqm(final[next(iter(arms))]) >= threshold < best:
-        low = threshold - (best - threshold) / 4
-        right.set_xlim(low, best + (best - threshold) / 4)
-        right.set_xlabel(f"{right.get_xlabel()}, from {low:.0f} up")
-        for row, average in (
-            (row, iqm(values)) for row, values in enumerate(final.values()) if iqm(values) < low
-        ):
-            right.annotate(
-                f"← {average:.1f}", (low, row), (3, 0), textcoords="offset points", va="center"
-            )
     folder.write("curves.png", figures.png(figure))
     print(text)

@@ -406,6 +406,25 @@ def stack(histories: list[History], column: str) -> tuple[np.ndarray, np.ndarray
     return whole[0].column("steps")[filled], values[:, filled]
 
 
+def training_curve(histories: list[History]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns of training episodes, whose actions are sampled, of runs of equal length: steps [n]
+    and values [runs, n], without the runs that ended early.
+
+    Where no episode ended in an iteration, a run has the value of the row before. Rows before the
+    first episode of every run has ended are left out.
+    """
+    whole = [history for history in histories if len(history) == max(map(len, histories))]
+    steps = whole[0].column("steps")
+    values = np.full((len(whole), len(steps)), math.nan)
+    for run, history in enumerate(whole):
+        if "train_return" in history.columns:  # not in journals of hand-made rows
+            values[run] = history.column("train_return")
+    for t in range(1, len(steps)):
+        values[:, t] = np.where(np.isnan(values[:, t]), values[:, t - 1], values[:, t])
+    filled = ~np.isnan(values).any(axis=0)
+    return steps[filled], values[:, filled]
+
+
 def results_csv(results: list[dict]) -> str:
     """The text of results.csv, ordered by arm and seed."""
     file = io.StringIO(newline="")

@@ -76,7 +76,8 @@ def learning_curves(
         )
     steps_axis(ax).set_xlim(left=0)
     ax.set_ylabel("return of an episode")
-    ax.legend(loc="center right", fontsize=8)
+    if curves:
+        ax.legend(loc="center right", fontsize=8)
     return references(ax) if marks else ax
 
 
@@ -118,6 +119,111 @@ def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
         ax.tick_params(labelsize=7)
         steps_axis(ax, ticks=2).set_xlabel("")
     return figure
+
+
+Curves = dict[str, tuple[np.ndarray, np.ndarray]]  # name -> steps [n] and values [seeds, n]
+
+
+def study(
+    figure: Figure,
+    training: Curves,
+    evaluation: Curves,
+    final: dict[str, np.ndarray],
+    threshold: float,
+    marks: bool = True,
+) -> Figure:
+    """What a study saw: returns of training episodes, greedy evaluations, and each seed's end.
+
+    Training episodes come first, because their actions are sampled: a greedy policy may do well
+    before the sampled one does, and then its curve shows no learning. Titles say what is seen.
+    `final`: name -> final greedy return of each seed. `marks`: draw the cart's reference returns;
+    False for other tasks.
+    """
+    left, middle, right = figure.subplots(1, 3)
+    left.sharey(middle)
+    for ax, curves in ((left, training), (middle, evaluation)):
+        shown = {name: curve for name, curve in curves.items() if len(curve[0])}
+        learning_curves(ax, shown, marks)
+        if shown:
+            ax.get_legend().remove()
+    for text in [*left.texts]:
+        text.remove()  # the middle panel names the references, too
+    middle.set_ylabel("")
+    name_lines(left)
+    left.set_title(growth(training), fontsize=10)
+    reached = sum(iqm(final[name]) >= threshold for name in evaluation)
+    word = "arms end" if len(evaluation) > 1 else "arm ends"
+    middle.set_title(
+        f"Evaluated with greedy actions,\n"
+        f"{reached} of {len(evaluation)} {word} at {threshold:g} or above",
+        fontsize=10,
+    )
+    looks = dict(zip(evaluation, styles(evaluation), strict=True))
+    plain = {"color": "#888888", "marker": "o"}  # of controls, which have no curves
+    intervals(right, final, "final greedy return", [looks.get(name, plain) for name in final])
+    ends = np.concatenate([final[name] for name in evaluation])
+    right.set_title(
+        f"Of all seeds, {(ends >= threshold).sum()} of {len(ends)}\nend at {threshold:g} or above",
+        fontsize=10,
+    )
+    zoom(right, final, threshold)
+    seeds = len(next(iter(final.values())))
+    caption = (
+        f"Curves: interquartile mean and 10th to 90th percentile of {seeds} seeds. Right: a stroke "
+        "for each seed; above, their interquartile mean and its 95% interval."
+    )
+    figure.supxlabel(caption, fontsize=8, color="#444444")
+    return figure
+
+
+def growth(training: Curves) -> str:
+    """What the curves of training episodes show, in words."""
+    means = [iqm(values, axis=0) for _, values in training.values() if values.size]
+    if not means:
+        return "In training, no episode ended"
+    begins, ends = (in_range([curve[place] for curve in means]) for place in (0, -1))
+    return f"In training, with sampled actions,\nreturns go from {begins} to {ends}"
+
+
+def in_range(values: list[float]) -> str:
+    """Numbers as text without digits after the point: one, or the lowest and the highest."""
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low}..{high}"
+
+
+def name_lines(ax: Axes, size: float = 8) -> Axes:
+    """Names the lines at their right ends, in their colours, or in a legend if the names would
+    overlap there. Call it last, because it needs the limits of the axes."""
+    lines = [line for line in ax.lines if not line.get_label().startswith("_")]
+    points = [ax.transData.transform(line.get_xydata()[-1]) for line in lines]
+    heights = sorted(point[1] for point in points)
+    least = 1.3 * size * ax.figure.dpi / 72
+    if any(np.diff(heights) < least):
+        ax.legend(loc="best", fontsize=size)
+        return ax
+    for line in lines:
+        at = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "center"}
+        look = {"color": line.get_color(), "fontsize": size, "annotation_clip": False}
+        ax.annotate(line.get_label(), (1.01, line.get_ydata()[-1]), **at, **look)
+    return ax
+
+
+def zoom(ax: Axes, final: dict[str, np.ndarray], threshold: float) -> Axes:
+    """Shows scores from a little below the threshold on, where the first arm reaches it: an arm far
+    below would leave the others no room. Arrows tell what is out of sight."""
+    best = max(values.max() for values in final.values())
+    first = next(iter(final.values()))
+    if not iqm(first) >= threshold < best:
+        return ax
+    margin = (best - threshold) / 4
+    low = threshold - margin
+    ax.set_xlim(low, best + margin)
+    ax.set_xlabel(f"{ax.get_xlabel()}, from {low:.0f} up")
+    for row, values in enumerate(final.values()):
+        if iqm(values) < low:
+            at = {"textcoords": "offset points", "va": "center"}
+            ax.annotate(f"← {iqm(values):.1f}", (low, row), (3, 0), **at)
+    return ax
 
 
 def panels(
@@ -168,10 +274,14 @@ def series(
     return ax
 
 
-def intervals(ax: Axes, scores: dict[str, np.ndarray], label: str) -> Axes:
+def intervals(
+    ax: Axes, scores: dict[str, np.ndarray], label: str, looks: list[dict] | None = None
+) -> Axes:
     """One row per name: the seeds' interquartile mean, its 95% bootstrap interval, and below them
-    each seed's score as a tick. `scores`: name -> scores [seeds]; the label has their unit."""
-    for row, (style, values) in enumerate(zip(styles(scores), scores.values(), strict=True)):
+    each seed's score as a tick. `scores`: name -> scores [seeds]; the label has their unit.
+    `looks`: a style for each, if not `styles`."""
+    looks = looks or styles(scores)
+    for row, (style, values) in enumerate(zip(looks, scores.values(), strict=True)):
         low, high = bootstrap_interval(values)
         ax.plot(values, np.full(len(values), row + 0.25), "|", color=style["color"], markersize=8)
         ax.plot(
