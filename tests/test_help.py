@@ -1,7 +1,6 @@
 """The first minutes with the command line: what it prints without a command, of options, of what is
 misspelt, and where Python or a package is missing."""
 
-import inspect
 import re
 import subprocess
 import sys
@@ -16,7 +15,10 @@ from fp8rl.cli import overview
 from fp8rl.cli import train as cli_train
 from fp8rl.cli.arguments import options_of
 from fp8rl.cli.bench import measure
+from fp8rl.cli.doctor import examine
 from fp8rl.cli.evaluate import evaluate_run
+from fp8rl.cli.memory import predict_and_measure
+from fp8rl.cli.study import compare
 from fp8rl.config import Config
 
 CLONE = Path(fp8rl.__file__).parent.parent
@@ -62,10 +64,9 @@ def test_the_page_comes_before_anything_that_takes_long():
 
 
 def test_the_examples_of_the_page_have_options_that_exist():
-    commands = {"train": cli_train.train, "eval": evaluate_run}
     for example in overview.EXAMPLES:
         name, *words = example.removeprefix("python -m fp8rl ").split()
-        options = options_of(commands[name])
+        options = options_of(COMMANDS[name])
         assert all(word in options for word in words if word.startswith("--"))
 
 
@@ -89,11 +90,24 @@ def test_help_of_other_commands_has_all(command, capsys):
     assert f"usage: python -m fp8rl {command}" in found
 
 
-def test_options_are_those_of_the_signature_and_of_its_dataclasses():
-    assert {"--seconds", "--json", "--no-json", "--num-envs", "--device"} <= {*options_of(measure)}
-    assert "--run" not in options_of(evaluate_run)  # its place says what it is
-    parameters = inspect.signature(evaluate_run).parameters
-    assert {"run", "json_output"} < parameters.keys()
+COMMANDS = {
+    "train": cli_train.train,
+    "eval": evaluate_run,
+    "study": compare,
+    "doctor": examine,
+    "memory": predict_and_measure,
+    "bench": measure,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_options_that_are_known_are_those_that_are_read(command, capsys):
+    found = printed(capsys, command, "--help-all")
+    in_help = set()
+    for line in re.findall(r"^. (--[a-z-]*[a-z](?:, --[a-z-]+)?)", found, re.M):
+        in_help |= {*line.split(", ")}
+    assert in_help | {"--help", "--help-all"} == {*options_of(COMMANDS[command])}
+    assert set(overview.COMMANDS) == COMMANDS.keys()
 
 
 MISSPELT = {

@@ -75,6 +75,8 @@ def options_of(command: Callable) -> list[str]:
 def require_known(words: list[str], commands: dict[str, Callable]) -> None:
     """Raises ValueError, with the nearest name, for a command or an option that does not exist."""
     first, *others = words
+    if first.startswith("--tyro-"):  # tyro's own, which print completions for a shell
+        return
     if first not in commands:
         names = [*commands, "--help"]
         if not first.startswith("-"):

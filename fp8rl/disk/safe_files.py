@@ -7,7 +7,8 @@ Read are the mark, config.json, runs.jsonl, checkpoint.pt and a ring's files. No
 executed, and none of them says where to write. Written are only names that a command knows
 (disk/run_folder.py, disk/mapped_ring.py), directly in the folder that the user named: whole, as a
 new file that then takes the name (`write_whole`), or in place (`opened`: mark, lock, journal,
-metrics.csv and the mapped files of a ring).
+metrics.csv and the mapped files of a ring). TensorBoard's package opens its events file itself,
+under a new name, after everything of such a name has been removed (`Folder.remove_events`).
 
 So it can never happen that a file outside the folder is written, emptied or locked, through a
 symbolic link or through a second name of its content (a hard link); that a pipe or a device is
