@@ -22,6 +22,7 @@ SMALL = {
     "devices_and_graphs": {"SEED": 7, "STEPS": 1_100, "CARTPOLE_STEPS": 512},
     "other_tasks": {"SEED": 7, "SEEDS": 1, "STEPS": 10_240, "LEARNING_RATE": 1e-3},
     "how_few_bits": {"SEED": 7, "SEEDS": 1, "STEPS": 5_120},
+    "acting_in_few_bits": {"SEED": 7, "SEEDS": 1, "LENGTH": 8, "UPDATES": 20},
 }
 SENSELESS = {
     "fp8_actor_critic": {"STEPS": 10_239, "PRECISION": "fp7", "STUDY_SEEDS": 0},
@@ -29,6 +30,7 @@ SENSELESS = {
     "devices_and_graphs": {"STEPS": 1_023, "CARTPOLE_STEPS": 511},
     "other_tasks": {"SEEDS": 0, "STEPS": 10_239},
     "how_few_bits": {"SEEDS": 0, "STEPS": 5_119},
+    "acting_in_few_bits": {"SEEDS": 0, "LENGTH": 7, "UPDATES": 19},
 }
 
 
@@ -60,7 +62,7 @@ def run_cell(shell: InteractiveShell, cell) -> list[str]:
 
 
 # The others take as long in small, because what they compare is compared in any size.
-@pytest.mark.parametrize("name", ["fp8_actor_critic", "replay_memory"])
+@pytest.mark.parametrize("name", ["acting_in_few_bits", "fp8_actor_critic", "replay_memory"])
 @pytest.mark.filterwarnings("ignore:.*non-interactive, and thus cannot be shown")
 # When its cell runs again
 @pytest.mark.filterwarnings("ignore:.*Overriding environment CustomEnv-v0")
