@@ -137,6 +137,16 @@ def run_cli(*arguments) -> None:
 SERVER = multiprocessing.get_context("forkserver")
 
 
+def refusal(capsys, *words) -> str:
+    """The one line that a refused command prints."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        run_cli(*words)
+    out, error = capsys.readouterr()
+    assert caught.value.code == 2 and not out and error.count("\n") == 1
+    return error.removeprefix("fp8rl: ").rstrip("\n")
+
+
 def forked(target, *arguments) -> multiprocessing.Process:
     """A process forked from a server that has imported everything, which takes longer than what the
     processes of these tests do. (If a study has started the server before, it has only torch, and

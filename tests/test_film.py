@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from helpers import bang_bang, run_cli, small
+from helpers import bang_bang, refusal, run_cli, small
 from PIL import Image
 
 from fp8rl.build import build
@@ -109,15 +109,6 @@ def saved(folder, **fields):
     """The folder of an agent that has not learned anything."""
     checkpoint.save(folder / "checkpoint.pt", build(small(**fields)))
     return folder
-
-
-def refusal(capsys, *words) -> str:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        run_cli(*words)
-    out, error = capsys.readouterr()
-    assert caught.value.code == 2 and not out and error.count("\n") == 1
-    return error.removeprefix("fp8rl: ").rstrip("\n")
 
 
 @pytest.mark.parametrize("env_id", ALL)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run_cli
+from helpers import refusal, run_cli
 
 import fp8rl
 from fp8rl.build import Machine
@@ -35,16 +35,6 @@ def printed(capsys, *words) -> str:
     out, error = capsys.readouterr()
     assert not error
     return out
-
-
-def refusal(capsys, *words) -> str:
-    """The one line that a refused command prints."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        run_cli(*words)
-    out, error = capsys.readouterr()
-    assert caught.value.code == 2 and not out and error.count("\n") == 1
-    return error.removeprefix("fp8rl: ").rstrip("\n")
 
 
 def test_without_a_command_there_is_a_page_about_all(capsys):
