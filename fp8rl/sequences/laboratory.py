@@ -93,7 +93,8 @@ def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, Permutatio
     """Policies trained in float32 on right answers, until a share `start` of sequences is right.
 
     Each stops at the update at which the mean probability of right tokens, along sequences of its
-    own, is the T-th root of `start`. Raises ValueError for a setting that cannot be trained.
+    own, is the T-th root of `start`, or else at MOST_PRETRAINING. Raises ValueError for a setting
+    that cannot be trained.
     """
     check(setting, seeds)
     task = PermutationTask(seeds, setting.prompts, setting.vocabulary, setting.right_tokens)
@@ -111,12 +112,7 @@ def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, Permutatio
     for update in range(MOST_PRETRAINING):
         uniforms = random_numbers(seeds, "starts", update, length, setting.batch)
         tokens, _ = policies.write(prompt, uniforms)
-        log_probs = policies.all_log_probs(tokens, prompt)
-        first = task.first_right_token(tokens, prompt)
-        right = torch.stack(
-            [(first + i) % setting.vocabulary for i in range(setting.right_tokens)], -1
-        )
-        right_logp = log_probs.gather(-1, right).logsumexp(-1)  # [T, S, B]
+        right_logp = right_log_probs(policies, task, tokens, prompt)
         success = right_logp.detach().exp().mean((0, 2))
         for i, probability in enumerate(success.tolist()):
             if finished[i] is None and probability >= needed:
@@ -131,6 +127,16 @@ def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, Permutatio
             finished[i] = {k: p.detach()[i] for k, p in policies.parameters.items()}
     stacked = {k: torch.stack([policy[k] for policy in finished]) for k in policies.parameters}
     return type(policies)(stacked), task
+
+
+def right_log_probs(
+    policies: Policies, task: PermutationTask, tokens: torch.Tensor, prompt: torch.Tensor
+) -> torch.Tensor:
+    """Log-probabilities that the next token is any of the right ones, [T, S, B], with gradient."""
+    log_probs = policies.all_log_probs(tokens, prompt)
+    first = task.first_right_token(tokens, prompt)
+    right_tokens = [(first + i) % task.vocabulary for i in range(task.right_tokens)]
+    return log_probs.gather(-1, torch.stack(right_tokens, -1)).logsumexp(-1)
 
 
 def random_numbers(seeds, purpose: str, iteration: int, length: int, batch: int) -> torch.Tensor:
