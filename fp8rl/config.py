@@ -211,6 +211,12 @@ class Config:
             raise ValueError(f"config has the field {name!r}, which does not exist: leave it out")
         return cls(**values)
 
+    @classmethod
+    def of_file(cls, values: dict) -> "Config":
+        """Like `of`, for what a file holds. Fields that an older file lacks have what its run did,
+        which may be another than today's default (EARLIER)."""
+        return cls.of({**EARLIER, **values} if isinstance(values, dict) else values)
+
     @property
     def steps_per_iteration(self) -> int:
         return self.num_envs * self.rollout_length

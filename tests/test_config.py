@@ -197,3 +197,9 @@ def test_published_is_the_published_loop():
     # A change wins over the published value
     assert Config.published(gamma=0.5, num_envs=2).gamma == 0.5
     assert len(trained(dataclasses.replace(config, steps=512, eval_episodes=2)).history) == 4
+
+
+def test_a_config_of_an_older_file_does_what_its_run_did():
+    assert Config.of_file({"seed": 3}) == Config(seed=3, clip_by="actor")
+    assert Config.of_file({"clip_by": "learner"}) == Config() == Config.of({})
+    refused(r"config is \[1\]: use a JSON object of fields", Config.of_file, [1])

@@ -182,7 +182,7 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
             )
         return config, state
     try:
-        config = Config.of(read_json(out / "config.json"))
+        config = Config.of_file(read_json(out / "config.json"))
     except ValueError as error:
         raise ValueError(f"{out / 'config.json'}: {error}") from error
     checkpoint.require_trust(out / "config.json", config.env_id, trust)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from .. import processes
-from ..config import EARLIER, Config
+from ..config import Config
 from ..distribution import Categorical, Gaussian
 from ..model import ActorCritic
 from ..normalization import NETWORKS
@@ -90,7 +90,7 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
     try:
         found, state = content["config"], content["run"]
         configs = [
-            Config.of({**EARLIER, **each, **changes})
+            Config.of_file({**each, **changes})
             for each in (found if isinstance(found, list) else [found])
         ]
         check_history(state["history"], len(configs) if isinstance(found, list) else None)

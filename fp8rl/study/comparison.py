@@ -26,7 +26,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..build import build, build_population
-from ..config import EARLIER, Config
+from ..config import Config
 from ..disk.restore import REQUIRED_COLUMNS, check_history
 from ..disk.safe_files import opened, parsed
 from ..hardware import cores, keep_freed_memory
@@ -368,7 +368,7 @@ class Journal:
         good = np.isfinite(numbers) | (np.isneginf(numbers) & (failure is not None))
         if not rows or not isinstance(arm, str) or not good.all():
             raise ValueError("it has no name, or no evaluation")
-        self.histories[arm, Config.of({**EARLIER, **config})] = history
+        self.histories[arm, Config.of_file(config)] = history
 
 
 def summarize(
