@@ -12,6 +12,7 @@ A step is a CUDA graph, as in training, so that launching costs nothing.
     python benchmarks/fp8_layer.py [OUT]     # benchmarks/results by default
 """
 
+import functools
 import json
 import platform
 import sys
@@ -47,7 +48,7 @@ def layer_steps(width: int, batch: int, precisions=PRECISIONS, device="cuda") ->
                 y = layer(x)
                 y.backward(grad.to(y.dtype))
 
-        return Graphed(step, x.device) if x.is_cuda else step
+        return functools.partial(Graphed(x.device), step) if x.is_cuda else step
 
     return {name: step_of(name) for name in precisions}
 

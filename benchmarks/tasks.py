@@ -144,16 +144,16 @@ def held(seed: Seed) -> bool:
 
 
 class Timed(NamedTuple):
-    """A judge whose seconds of the processor are added up in `seconds`."""
+    """An evaluator whose seconds of the processor are collected in `seconds`."""
 
-    judge: Evaluator
+    evaluator: Evaluator
     seconds: list[float]
 
     def evaluate(self, learned: nn.Module) -> float:
         began = time.process_time()
-        found = self.evaluator.evaluate(learned)
+        mean_return = self.evaluator.evaluate(learned)
         self.seconds.append(time.process_time() - began)
-        return found
+        return mean_return
 
 
 def through_gymnasium(config: Config) -> History:

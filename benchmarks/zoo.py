@@ -151,7 +151,7 @@ def decays(setting: str):
 class Evaluator:
     """Evaluates at every multiple of `eval_every` and at the end; called after every step.
     `seconds` is the processor's time for all else. Where a multiple of `eval_every` is the last
-    step, the update that follows it is not judged."""
+    step, the update that follows it is not evaluated."""
 
     def __init__(self, config: Config):
         self.config, self.history, self.seconds = config, History(), 0.0
@@ -162,16 +162,16 @@ class Evaluator:
         self.model, every = found["self"], self.config.eval_every
         now, before = (self.model.num_timesteps - back for back in (0, self.model.n_envs))
         if now // every > before // every:
-            self.evaluator()
+            self.evaluate()
         return True
 
     def end(self) -> History:
         """The history, with a last evaluation."""
         if self.history.last.get("steps") != self.model.num_timesteps:
-            self.evaluator()
+            self.evaluate()
         return self.history
 
-    def judge(self) -> None:
+    def evaluate(self) -> None:
         """Adds a row of steps, seconds and mean return of the greedy policy."""
         self.seconds += time.process_time() - self.resumed
         normalizer = self.model.get_vec_normalize_env()
@@ -180,7 +180,7 @@ class Evaluator:
                 self.config.eval_episodes, purpose="evaluation starts"
             )
         else:
-            # As machine.make_judge
+            # As build.make_evaluator
             env = GymEnv(self.config.env_id, self.config.eval_episodes, seed=2**31)
         # Of a push; there is none of a choice
         largest = getattr(self.model.action_space, "high", None)
@@ -222,7 +222,7 @@ def train(algorithm: str, config: Config) -> History:
         env = sb3.common.vec_env.VecNormalize(env, gamma=settings.get("gamma", 0.99))
     # Imports what it needs for a second, which is no training
     torch.optim.Adam([torch.zeros(1, requires_grad=True)])
-    judge = Evaluator(config)
+    evaluator = Evaluator(config)
     if "activation_fn" in settings.get("policy_kwargs", {}):
         policy = settings["policy_kwargs"]
         settings["policy_kwargs"] = policy | {
@@ -233,6 +233,6 @@ def train(algorithm: str, config: Config) -> History:
             np.zeros(1), np.full(1, deviation)
         )
     model = getattr(sb3, algorithm)("MlpPolicy", env, seed=config.seed, device="cpu", **settings)
-    model.learn(config.steps, callback=judge)
+    model.learn(config.steps, callback=evaluator)
     env.close()
-    return judge.end()
+    return evaluator.end()

@@ -11,6 +11,7 @@ import re
 import runpy
 import shlex
 import sys
+from types import SimpleNamespace
 
 import acting
 import breakage_map
@@ -40,6 +41,25 @@ def test_off_policy_algorithms_train(algorithm, task):
         algorithm, small(env_id=task, steps=256, rollout_length=16, slice_length=16, eval_every=128)
     )
     assert history.column("steps").tolist() == [128, 256]
+
+
+def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at_the_end():
+    import zoo
+
+    model = SimpleNamespace(
+        num_timesteps=0,
+        n_envs=8,
+        action_space=SimpleNamespace(),
+        get_vec_normalize_env=lambda: None,
+        predict=lambda obs, deterministic: (bang_bang(torch.from_numpy(obs)).numpy(), None),
+    )
+    evaluator = zoo.Evaluator(small(eval_every=16, eval_episodes=3))
+    for steps in range(8, 48, 8):
+        model.num_timesteps = steps
+        assert evaluator({"self": model}, {})
+    history = evaluator.end()
+    assert history.column("steps").tolist() == [16, 32, 40]
+    assert (history.column("eval_return") > 190).all()
 
 
 def test_a_seed_that_never_reaches_the_goal_counts_as_the_latest():
@@ -291,9 +311,10 @@ def test_tasks_of_gymnasium_alone_have_arms_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("task", "package"), [("LunarLander-v3", "Box2D"), ("Hopper-v5", "mujoco")]
+    ("task", "package"),
+    [("CartPole-v1", "gymnasium"), ("LunarLander-v3", "Box2D"), ("Hopper-v5", "mujoco")],
 )
-def test_such_tasks_train(task, package):
+def test_tasks_train_through_gymnasium(task, package):
     pytest.importorskip(package, reason=f"{task} needs benchmarks/requirements.txt")
     import tasks
 
