@@ -17,14 +17,12 @@ A cell
 The score before training is that of 32 agents that learn nothing, in the lines "untrained".
 
     python benchmarks/breakage_map.py map benchmarks/results/breakage_map
-    python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md
-    python benchmarks/breakage_map.py verdicts benchmarks/results
+    python benchmarks/breakage_map.py verdicts benchmarks/results/breakage_map
 
-The second command repeats some cells, and the agent with eight bits in every place, with seeds 1000
-to 1099. Both write after each task and learning rate. The third gives verdicts anew, from the
-numbers in the files of both. `map` draws
-them, too. `--only` makes some places or claims again and keeps the others. The discount, 0.985 instead of 0.99, was chosen after a look at the cart's cells,
-and lines of value targets were added to the claims when the map had shown that they fail."""
+The first command trains the cells, writes after each task and learning rate, and draws the map.
+`--only` trains some places again and keeps the others. The second command gives verdicts anew, from
+the numbers in the file. The discount, 0.985 instead of 0.99, was chosen after a look at the cart's
+cells."""
 
 import argparse
 import collections
@@ -39,7 +37,7 @@ from ladder import EARLIER
 from matplotlib.patches import Rectangle
 from tasks import CART, LQR, above_optimum
 
-from fp8rl.config import EIGHT_BIT, Config
+from fp8rl.config import Config
 from fp8rl.study import comparison
 from fp8rl.study.statistics import fails
 from fp8rl.study.throughput import origin
@@ -63,27 +61,6 @@ FORMATS = {
     "bits of mantissa (8 of exponent)": ["e8m10", "e8m7", "e8m5", "e8m3", "e8m2", "e8m1", "e8m0"],
     "bits of exponent\n(3 of mantissa), scaled": ["e5m3", "e4m3", "e3m3", "e2m3"],
     "the same,\nunscaled": ["e5m3:unscaled", "e4m3:unscaled", "e3m3:unscaled"],
-}
-CLAIMS = {
-    "control: float32, other seeds": "",
-    "control: v in e4m3, unscaled, the step from what is stored": "v=e4m3:unscaled:stored",
-    "v in e4m3, unscaled, the step before storing": "v=e4m3:unscaled",
-    "v in e4m3, scaled, the step from what is stored": "v=e4m3:stored",
-    "v in e4m3, scaled": "v=e4m3",
-    "v in e5m2, scaled": "v=e5m2",
-    "root of v in e4m3, scaled": "root=e4m3",
-    "m in e4m3, scaled": "m=e4m3",
-    "weights in bf16, to nearest": "weights=bf16",
-    "weights in bf16, stochastic": "weights=bf16:stochastic",
-    "weights in e4m3, to nearest": "weights=e4m3",
-    "weights in e4m3, stochastic": "weights=e4m3:stochastic",
-    "all matmuls in e4m3 and e5m2": "forward=e4m3 backward=e5m2",
-    "all matmuls in e2m1": "forward=e2m1 backward=e2m1",
-    "all matmuls in powers of two": "forward=e8m0 backward=e8m0",
-    "replayed observations in e4m3": "observations=e4m3",
-    "advantages and value targets, one bit of mantissa, to nearest": "targets=e8m1",
-    "advantages and value targets, one bit of mantissa, stochastic": "targets=e8m1:stochastic",
-    "all of it in eight bits": EIGHT_BIT,
 }
 COLUMNS = (
     "task",
@@ -130,9 +107,8 @@ def verdict(task: str, median: float, plain: float, before: float, low: float, h
     return "equal" if good else "between"
 
 
-def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dict]:
-    """Trains arms (name -> fields of Config) and returns a row of COLUMNS for each. `controls`:
-    names of arms on other seeds."""
+def run(task: str, rate: float, arms: dict, seeds: int) -> list[dict]:
+    """Trains arms (name -> fields of Config) and returns a row of COLUMNS for each."""
     shape = SETTINGS | {
         "env_id": None if task == CART else task,
         "steps": STEPS,
@@ -140,10 +116,7 @@ def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dic
         "learning_rate": rate,
     }
     configs = {
-        name: [
-            Config(seed=1000 + seed + seeds * (name in controls), **shape, **fields)
-            for seed in range(seeds)
-        ]
+        name: [Config(seed=1000 + seed, **shape, **fields) for seed in range(seeds)]
         for name, fields in {BASELINE: {}, **arms}.items()
     }
     learns_nothing = {"steps": 2_048, "learning_rate": 1e-12}
@@ -167,7 +140,7 @@ def run(task: str, rate: float, arms: dict, seeds: int, controls=()) -> list[dic
                 for x in (comparison.iqm(difference), *comparison.bootstrap_interval(difference))
             ),
         )
-        place, form = name if isinstance(name, tuple) else (name, "")
+        place, form = name
         numbers = [
             f"{value:.4g}" if task == LQR else f"{value:.2f}"
             for value in (median, score, low, high)
@@ -276,11 +249,11 @@ def before_training(rows: list[dict]) -> dict[str, float]:
     return {row["task"]: float(row["median"]) for row in rows if row["place"] == UNTRAINED[0]}
 
 
-def verdicts_again(folder: Path, *_) -> None:
-    """Gives verdicts anew to the lines of both tables, from the numbers in them. These are rounded,
+def verdicts_again(out: Path, *_) -> None:
+    """Gives verdicts anew to the lines of the file, from the numbers in them. These are rounded,
     so a cell that did not fail and does not fail now keeps its verdict. If the map lacks untrained
     agents, they are added, which takes a minute."""
-    table, claimed = folder / "breakage_map.csv", folder / "breakage_claims.md"
+    table = out.with_suffix(".csv")
     rows = list(csv.DictReader(table.open()))
     if not before_training(rows):
         for task, rates in RATES.items():
@@ -306,18 +279,6 @@ def verdicts_again(folder: Path, *_) -> None:
     summary = table.with_suffix(".md")
     summary.write_text(f"{counts(rows)}\n\n{summary.read_text().strip().splitlines()[-1]}\n")
 
-    lines, plain = claimed.read_text().splitlines(), {}
-    for i, line in enumerate(lines):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 7 and cells[0] in RATES:
-            task, rate, name, median, against, reached, old = cells
-            low, high = map(float, against.split("[")[1].rstrip("]").split(", "))
-            plain |= {(task, rate): float(median)} if name == BASELINE[0] else {}
-            found = verdict(task, float(median), plain[task, rate], before[task], low, high)
-            found = found if "fails" in (found, old) else old
-            lines[i] = f"| {' | '.join([*cells[:5], reached, found])} |"
-    claimed.write_text("\n".join(lines) + "\n")
-
 
 def counts(rows: list[dict]) -> str:
     """How many cells of each task and learning rate have which verdict."""
@@ -333,49 +294,11 @@ def counts(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def claims(out: Path, only: list[str]) -> None:
-    """Trains the cells of CLAIMS on a hundred seeds, and writes their table. `only` some of them,
-    if any are named; the others are kept."""
-    head = (
-        "| task | learning rate | kept in few bits | median | against float32, "
-        "IQM [95%] | seeds at 195 | verdict |\n"
-    )
-    head += "| --- " * 7 + "|\n"
-    kept = out.read_text().splitlines() if out.exists() else []
-    starts = [
-        f"| {task} | {rate:g} | {name} |"
-        for task in RATES
-        for rate in RATES[task]
-        for name in (BASELINE[0], *CLAIMS)
-    ]
-    table = {start: line for start in starts for line in kept if line.startswith(start)}
-    chosen = {name: held for name, held in CLAIMS.items() if name in (only or CLAIMS)}
-    arms = {
-        name: held if isinstance(held, dict) else {"formats": held} for name, held in chosen.items()
-    }
-    for task, rates in RATES.items():
-        for rate in rates:
-            for r in run(task, rate, arms, 100, controls=[next(iter(CLAIMS))]):
-                against = f"{r['score']} [{r['low']}, {r['high']}]"
-                start = f"| {task} | {rate:g} | {r['place']} |"
-                table[start] = (
-                    f"{start} {r['median']} | {against} | {r['seeds_at_195']} | {r['verdict']} |"
-                )
-            text = head + "\n".join(table[start] for start in starts if start in table)
-            out.write_text(
-                f"{text}\n\n`python benchmarks/breakage_map.py claims {out}` on {origin()}.\n"
-            )
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("map", "claims", "verdicts"))
+    parser.add_argument("what", choices=("map", "verdicts"))
     parser.add_argument("out", type=Path)
-    parser.add_argument(
-        "--only", nargs="*", default=[], help="places of the map, or names of claims"
-    )
+    parser.add_argument("--only", nargs="*", default=[], help="places of the map")
     options = parser.parse_args()
     torch.set_num_threads(1)  # as every run has
-    {"map": map_of, "claims": claims, "verdicts": verdicts_again}[options.what](
-        options.out, options.only
-    )
+    {"map": map_of, "verdicts": verdicts_again}[options.what](options.out, options.only)

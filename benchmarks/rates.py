@@ -7,8 +7,8 @@ So a *twin* is trained for each cell: float32, its learning rate multiplied by t
 measured on one other agent, which changes over time. What the twin loses is the prediction.
 
     choose    forms of the twin (one rate, one for each tensor, ...) on settings of an earlier test,
-              whose outcomes are known (law_measured.csv, which an earlier version of this
-              project measured with four agents a cell; its command is gone)
+              whose outcomes are known: an earlier version of this project measured them with
+              four agents a cell, and they stand in the column `measured` of rates_chosen.csv
     predict   the new settings, with the form that was chosen; committed before they are measured
     measure   the new settings: agents with the place really kept in few bits
     table     the outcome, beside the lookup by format and other rules that know less
@@ -264,30 +264,22 @@ KNOWN_CELLS = (
 )
 
 
-def known_losses() -> dict[tuple[Setting, str], float]:
-    """The outcomes of the first edition's test: what the median agent loses."""
-    returns = {}
-    with (RESULTS / "law_measured.csv").open() as file:
-        for row in csv.DictReader(file):
-            setting = Setting(row["task"], float(row["learning_rate"]), int(row["hidden_size"]))
-            returns[setting, row["cell"]] = np.array([float(x) for x in row["returns"].split()])
-    return {
-        (setting, cell): share_lost(
-            own, returns[setting, "float32"][: len(own)], returns[setting, "untrained"][: len(own)]
-        )
-        for (setting, cell), own in returns.items()
-        if cell not in ("float32", "untrained") and (setting, "float32") in returns
-    }
+def known_losses(chosen: Path) -> dict[tuple[str, str], float]:
+    """The outcomes of the earlier test, by setting and cell: what the median agent lost."""
+    with chosen.open() as file:
+        return {
+            (row["setting"], row["cell"]): float(row["measured"]) for row in csv.DictReader(file)
+        }
 
 
 def choose(out: Path) -> None:
-    """Twins of every form on settings whose outcomes are known."""
-    measured = known_losses()
+    """Twins of every form on settings whose outcomes are known, which the file has from before."""
+    measured = known_losses(out)
     seeds = TWINS[:4]
     with out.open("w") as file:
         file.write("setting,cell,measured," + ",".join([*FORMS, "farther; noise"]) + "\n")
         for setting in KNOWN:
-            cells = tuple(cell for cell in KNOWN_CELLS if (setting, cell) in measured)
+            cells = tuple(cell for cell in KNOWN_CELLS if (str(setting), cell) in measured)
             names = [
                 cell if cell.startswith("weights") else f"{cell}:independent" for cell in cells
             ]
@@ -300,7 +292,7 @@ def choose(out: Path) -> None:
             losses = [share_lost(own, returns[0], start) for own in returns[1:]]
             losses = np.reshape(losses, (len(cells), -1))
             for cell, own in zip(cells, losses, strict=True):
-                numbers = ",".join(f"{x:.3f}" for x in (measured[setting, cell], *own))
+                numbers = ",".join(f"{x:.3f}" for x in (measured[str(setting), cell], *own))
                 file.write(f'"{setting}",{cell},{numbers}\n')
             file.flush()
             print(setting, flush=True)

@@ -3,7 +3,7 @@ FILE -->` and `<!-- end -->`.
 
     python benchmarks/results.py               # all that are stale, which takes hours; goes on
                                                after the last one when repeated
-    python benchmarks/results.py study speed   # these
+    python benchmarks/results.py study codecs  # these
     python benchmarks/results.py --put         # none: puts what is there, and says above stale
                                                tables that they are
     python benchmarks/results.py --status      # lists all; fails if README.md shows a stale one and
@@ -52,19 +52,13 @@ COMMANDS = {
     "recurrence": "python benchmarks/recurrence.py benchmarks/results/recurrence.md",
     "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md --again",
     "off_policy": "python benchmarks/off_policy.py benchmarks/results/off_policy.md",
-    "gaps": "python benchmarks/gaps.py benchmarks/results/gaps.md",
     "breakage_map": "python benchmarks/breakage_map.py map benchmarks/results/breakage_map",
-    "breakage_claims": "python benchmarks/breakage_map.py claims benchmarks/results/breakage_claims.md",
     "rates_predicted": "python benchmarks/rates.py predict benchmarks/results/rates_predicted.csv",
     "rates_measured": "python benchmarks/rates.py measure benchmarks/results/rates_measured.csv",
     "rates": "python benchmarks/rates.py table benchmarks/results/rates.md",
     "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
     "watching": "python benchmarks/strangers.py cost benchmarks/results/watching.md",
     "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
-    "sums_predicted": "python benchmarks/sums.py predict benchmarks/results/sums_predicted.csv",
-    "sums_measured": "python benchmarks/sums.py measure benchmarks/results/sums.csv",
-    "sums": "python benchmarks/sums.py table benchmarks/results/sums.md",
-    "planted": "python benchmarks/planted.py benchmarks/results/planted.md",
     "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
     "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
     "acting_measured": "python benchmarks/acting.py measure benchmarks/results/acting_measured.csv",
@@ -76,12 +70,10 @@ COMMANDS = {
     "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
     "published": "python benchmarks/published.py benchmarks/results/published.md",
     "widths": "python benchmarks/widths.py benchmarks/results/widths.md",
-    "widths_memory": "python benchmarks/widths.py benchmarks/results/widths_memory.md --memory",
     "widths_speed": "python benchmarks/widths.py benchmarks/results/widths_speed.md --speed",
     "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
     "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",
     "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1 --seconds 1",
-    "speed": "python benchmarks/speed/compare.py benchmarks/results --rounds 3 --seeds 5",
     "from_start": "python benchmarks/speed/from_start.py benchmarks/results/from_start.md",
     "from_start_avx2": "python benchmarks/speed/from_start.py benchmarks/results/from_start_avx2.md --avx2",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
@@ -91,9 +83,7 @@ COMMANDS = {
     "widths_cuda": "python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda",
 }
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3")}
-PEERS |= dict.fromkeys(
-    ("speed", "from_start", "from_start_avx2"), ("torchrl", "stable_baselines3", "jax")
-)
+PEERS |= dict.fromkeys(("from_start", "from_start_avx2"), ("torchrl", "stable_baselines3", "jax"))
 PEERS |= {
     "ladder": ("Box2D",),
     "tasks": ("stable_baselines3",),
@@ -130,12 +120,8 @@ RESTS_ON = {
     "recurrence": ("defaults", "float8linear", "gru"),
     "tasks": ("defaults", "settled", "float8linear", "populations", "tasks", *IN_GYMNASIUM),
     "off_policy": ("defaults", "tasks"),
-    "gaps": ("defaults", "tasks", *IN_GYMNASIUM),
     "breakage_map": ("settled", "acting", "places", "tasks"),
-    "breakage_claims": ("settled", "acting", "places", "tasks"),
     "rates": ("defaults", "settled", "doctor", "lowbit", "places", "tasks", *IN_GYMNASIUM),
-    "sums": ("settled", "doctor", "averages", "tasks"),
-    "planted": ("settled", "doctor", "averages", "lowbit"),
     "strangers": ("doctor",),
     "watching": ("doctor",),
     "characters": ("lowbit",),
@@ -147,12 +133,10 @@ RESTS_ON = {
     "ladder": ("defaults", "tasks", *IN_GYMNASIUM),
     "published": ("defaults",),
     "widths": ("defaults", "settled", "populations", "tasks"),
-    "widths_memory": SINGLE_RUNS,
     "widths_speed": SINGLE_RUNS,
     "populations": ("defaults",),
     "populations_avx2": ("defaults",),
     "populations_cuda": ("defaults",),
-    "speed": ("defaults", "autocast", "ranks", "reuse"),
     "from_start": ("defaults",),
     "from_start_avx2": ("defaults",),
     "length": ("defaults",),
@@ -166,13 +150,11 @@ FILES = {
     "study": "study/table.md",
     "codecs": "codecs/table.md",
     "film": "film.gif",
-    "sums_measured": "sums.csv",
 }
 FILES |= {"fp8_layer": "fp8_layer_NVIDIA_H200.json"}
-JOURNALS = {name: (f"{name}.csv",) for name in ("ladder", "gaps", "off_policy")}
+JOURNALS = {name: (f"{name}.csv",) for name in ("ladder", "off_policy", "widths")}
 JOURNALS |= {
     "widths": ("widths.csv",),
-    "planted": ("planted_predicted.csv", "planted_measured.csv"),
 }
 FIGURES = {"curves.png": "film"}  # where it is not NAME.png
 CODES = json.loads(KNOWN.read_text())  # by part and kind of processor

@@ -1,5 +1,4 @@
-"""Do the defaults learn with networks of any width and depth, and what does a width cost in memory
-and time?
+"""Do the defaults learn with networks of any width and depth, and what does a width cost in time?
 
 The cart and CartPole-v1 with the steps and goals of tasks.py, at four widths and, at a width of 64,
 with one to three layers, on seeds on which nothing was chosen. The rule for the learning rate,
@@ -12,13 +11,11 @@ With --speed it times single runs and populations of the cart instead, replay in
 width does bfloat16 pay here? Steps a second are of the processor's time, of one core, so that
 programs beside this one count little. With --cuda the same on a GPU, by the clock, each iteration
 as one graph, with 1,024 environments and up to 8,192 units, in every precision that it has, and its
-peak memory. With --memory, what an agent of a population adds to the peak of a process of its own,
-in three iterations on the cart, and how many times that is what `bytes_per_agent` predicts.
+peak memory.
 
     python benchmarks/widths.py benchmarks/results/widths.md [--only CartPole-v1] [--widths 16 64]
     [--arms fp32] [--seeds 10]
     python benchmarks/widths.py benchmarks/results/widths_speed.md --speed
-    python benchmarks/widths.py benchmarks/results/widths_memory.md --memory
     python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda
 
 Finished seeds go to a .csv beside the table, so it can be stopped at any time and goes on with
@@ -29,7 +26,6 @@ import contextlib
 import csv
 import itertools
 import multiprocessing
-import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -37,7 +33,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import psutil
 import tasks
 import torch
 
@@ -46,7 +41,6 @@ from fp8rl.config import Config
 from fp8rl.gpu.cuda_graphs import WARMUP
 from fp8rl.hardware import keep_freed_memory
 from fp8rl.precision import available_precisions
-from fp8rl.requirements import bytes_per_agent
 from fp8rl.study.throughput import origin
 from fp8rl.train import Run, iterate, train
 
@@ -123,49 +117,10 @@ def rows_of(configs: list[Config]) -> list[dict]:
     ]
 
 
-def grown(configs: list[Config]) -> int:
-    """The bytes that each agent of a population adds to the peak of this process."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    train(build_population(configs[:1]), progress=False)
-    # With what any training loads, and one agent's, which the process keeps
-    before = psutil.Process().memory_info().rss
-    train(build_population(configs), progress=False)
-    peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-    return (peak - before) // (len(configs) - 1)
-
-
 def alone(function: Callable, *args):
     """What a function returns in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
-
-
-def memory(widths: tuple[int, ...] = WIDTHS) -> str:
-    """The table of memory."""
-    lines, iterations = [], 3 * Config().steps_per_iteration
-    for width in widths:
-        agents = min(32, 8192 // width)
-        cells = [f"{width:,}", str(agents)]
-        for name in ALONE:
-            shape = {
-                "hidden_size": width,
-                "steps": iterations,
-                "eval_every": 0,
-                "eval_episodes": 10,
-            }
-            configs = [Config(name, seed=k, **shape) for k in range(agents)]
-            found = alone(grown, configs)
-            cells += [f"{found / 1e6:.2f}", f"{found / bytes_per_agent(configs[0]):.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return tasks.table(
-        (
-            "width",
-            "agents",
-            *(x for name in ALONE for x in (f"{name}, MB an agent", "times predicted")),
-        ),
-        lines,
-    )
 
 
 def read(journal: Path) -> dict[str, dict]:
@@ -296,7 +251,7 @@ if __name__ == "__main__":
     parser.add_argument("--widths", nargs="*", type=int, default=WIDTHS)
     parser.add_argument("--arms", nargs="*", default=ARMS, choices=ARMS)
     parser.add_argument("--seeds", type=int, default=30)
-    forms = {"speed": speeds, "memory": memory, "cuda": speeds_on_cuda}
+    forms = {"speed": speeds, "cuda": speeds_on_cuda}
     for name in forms:
         parser.add_argument(f"--{name}", dest="form", action="store_const", const=name)
     out, *chosen, form = vars(parser.parse_args()).values()
@@ -305,7 +260,6 @@ if __name__ == "__main__":
     if form != "cuda":  # where only the first weights are computed on the CPU
         torch.set_num_threads(1)  # as the processes have
     made = f"`python benchmarks/widths.py {out}{f' --{form}' if form else ''}` on {origin()}.\n"
-    own = [tuple(chosen[1])] * (form == "memory")
-    table = forms[form](*own) if form else learning(out.with_suffix(".csv"), *chosen)
+    table = forms[form]() if form else learning(out.with_suffix(".csv"), *chosen)
     for each in [table] if isinstance(table, str) else table:
         out.write_text(f"{each}\n{made}")

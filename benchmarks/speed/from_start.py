@@ -18,6 +18,8 @@ again, which spares it a ring and V-trace.
 
 import argparse
 import itertools
+import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -27,10 +29,11 @@ import time
 from pathlib import Path
 
 from common import keep_to_avx2
-from compare import FIRST_SEED, HERE, measure, median
 
 from fp8rl.study.throughput import origin
 
+HERE = Path(__file__).parent
+FIRST_SEED = 1000  # no setting was chosen on these seeds
 STEPS = (100_000, 1_000_000)
 SHAPE = {"num-envs": 16, "rollout-length": 32, "threads": 1, "learning-rate": 2e-3}
 CACHED = "JAX, compiled before"
@@ -46,6 +49,25 @@ CONTESTANTS = {
     "SB3, DummyVecEnv": ("sb3", {"variant": "dummy"}),
 }
 LOOPS, UPDATES, NUM_ENVS = ("ours", "jax_loop"), (1, 3), (16, 64, 256)  # whose pace is compared
+
+
+def measure(script: str, *flags: str, environment: dict | None = None, **options) -> list[dict]:
+    """What a script prints, run as a process of its own."""
+    words = []
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else (value,)
+        words += [f"--{name}", *map(str, values)]
+    command = [sys.executable, str(HERE / f"{script}.py"), "--json", *flags, *words]
+    settings = {"PYTHONWARNINGS": "ignore", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    environment = os.environ | settings | (environment or {})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def median(rows: list[dict], name: str) -> float:
+    return statistics.median(row[name] for row in rows)
 
 
 def imports() -> float:
