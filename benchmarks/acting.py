@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
+import short_tables
 import torch
 
 from fp8rl.hardware import keep_freed_memory
@@ -516,8 +517,28 @@ def table(out: Path) -> None:
     lines += ["", "## Learner, actor, and prompts without any success", ""]
     lines += success_table(cells)
     text = "\n".join(lines)
-    out.write_text(f"{text}\n\n`python benchmarks/acting.py table {out}` on {origin()}.\n")
+    whole = f"{text}\n\n`python benchmarks/acting.py table {out}` on {origin()}.\n"
+    out.write_text(whole)
+    out.with_stem(f"{out.stem}_short").write_text(short(whole))
     draw(cells, horizon_of, out.with_suffix(".png"))
+
+
+SHORT = {"first": "recurrent", "other formats": "recurrent", "attention": "attention"}
+
+
+def short(whole: str) -> str:
+    """The losses of both networks with sequences of 32 tokens, without their intervals."""
+    rows = []
+    for name, network in SHORT.items():
+        for row in short_tables.rows_of(whole.split(f"\n## {name}: ")[1]):
+            form, length = row.pop("format, T").split(", ")
+            horizons = f"{float(row.pop('T / H')):g}"
+            if length != "32":
+                continue
+            losses = {LABELS[x]: row.get(LABELS[x], "").split(" [")[0] for x in ALL}
+            head = {"network": network, "format": form, "T / H": horizons}
+            rows.append(head | losses)
+    return f"{short_tables.table_of(rows)}\n\n{short_tables.last_line(whole)}\n"
 
 
 def describe(setting: Setting) -> str:

@@ -6,8 +6,8 @@ two readings of each tensor by a kernel where Triton is installed (gpu/triton_qu
 otherwise several passes. That overhead grows with the bytes, the matmul with the bytes times the
 width. The width at which they balance is measured per batch size, and only on hardware with FP8
 tensor cores: elsewhere the float8 numbers are multiplied in float32 and a time would be
-meaningless, so the script says so and writes nothing. Otherwise it writes fp8_layer_HARDWARE.json.
-A step is a CUDA graph, as in training, so that launching costs nothing.
+meaningless, so the script says so and writes nothing. Otherwise it writes fp8_layer_HARDWARE.json,
+with all medians, and a table of them, fp8_layer.md. A step is a CUDA graph, as in training, so that launching costs nothing.
 
     python benchmarks/fp8_layer.py [OUT]     # benchmarks/results by default
 """
@@ -69,6 +69,27 @@ def break_even(times: dict[int, dict[str, float]], against: str) -> int | None:
     return width
 
 
+def table_of(result: dict) -> str:
+    """From which width FP8 is faster, and the medians, of what the .json has."""
+    others = PRECISIONS[:3]
+    lines = ["FP8 is faster from this number of units on, with so many rows in a batch:", ""]
+    lines.append(f"| rows | {' | '.join(f'than {name}' for name in others)} |")
+    lines.append("| --- " * (1 + len(others)) + "|")
+    for batch, widths in result["break_even_width"].items():
+        cells = [f"{widths[name]:,}" if widths[name] else "never" for name in others]
+        lines.append(f"| {int(batch):,} | {' | '.join(cells)} |")
+    lines += ["", "Microseconds of a step, forward and backward:", ""]
+    lines.append(f"| rows | units | {' | '.join(PRECISIONS)} |")
+    lines.append("| --- " * (2 + len(PRECISIONS)) + "|")
+    for batch, times in result["seconds"].items():
+        for width, seconds in times.items():
+            cells = [f"{1e6 * seconds[name]:,.0f}" for name in PRECISIONS]
+            lines.append(f"| {int(batch):,} | {int(width):,} | {' | '.join(cells)} |")
+    command = "`python benchmarks/fp8_layer.py benchmarks/results`"
+    made = f"{command} on {result['hardware']}; torch {result['torch']}, CUDA {result['cuda']}."
+    return "\n".join([*lines, "", f"Medians of five rounds. {made}", ""])
+
+
 def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
     if not torch.cuda.is_available() or arithmetic("cuda") != "hardware":
         print(
@@ -104,6 +125,7 @@ def main(out: Path, widths=WIDTHS, batches=BATCHES) -> None:
         )
     part.write_text(json.dumps(result, indent=1) + "\n")
     part.replace(path)
+    (out / "fp8_layer.md").write_text(table_of(result))
     print(f"results in {path}")
 
 

@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import short_tables
 import torch
 from breakage_map import SETTINGS
 from tasks import LQR, score
@@ -247,6 +248,19 @@ def table(results: list[Result]) -> list[str]:
     return lines
 
 
+def short(whole: str) -> str:
+    """The columns of the table that compare the two clips."""
+    columns = {
+        "task": "task",
+        "bits of the acting policy": "bits of the acting policy",
+        "horizon, steps": "horizon, steps",
+        "actor": "score, clip by the actor",
+        "learner": "score, clip by the learner",
+        "learner minus actor [95%]": "learner minus actor [95%]",
+    }
+    return f"{short_tables.chosen(whole, columns)}\n\n{short_tables.last_line(whole)}\n"
+
+
 def cells(bits: Iterable[str], ratios: Iterable[str]) -> list[Cell]:
     """What is trained: without ratios only some acting policies."""
     return [
@@ -276,7 +290,9 @@ def main(options: argparse.Namespace) -> None:
         pool.close()
         pool.join()  # or a process would be killed as it ends, and leave a semaphore behind
     made = f"`python benchmarks/mismatch.py {options.out}` on {origin()}."
-    options.out.write_text("\n".join([*table(results), "", made, ""]))
+    whole = "\n".join([*table(results), "", made, ""])
+    options.out.write_text(whole)
+    options.out.with_stem(f"{options.out.stem}_short").write_text(short(whole))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
+import short_tables
 import torch
 
 from fp8rl.build import build, build_population
@@ -600,8 +601,29 @@ def table(out: Path) -> None:
         f"settings: {intervals(cells)}. The twelve cells on which the twin is farthest off:"
     )
     command = f"`python benchmarks/rates.py table {out}` on {origin()}."
-    out.write_text("\n".join([*lines, "", note, "", text, "", command, ""]))
+    whole = "\n".join([*lines, "", note, "", text, "", command, ""])
+    out.write_text(whole)
+    out.with_stem(f"{out.stem}_short").write_text(short(whole))
     draw(out.with_suffix(".png"), cells)
+
+
+def short(whole: str) -> str:
+    """The columns of the table that say how far predictions are off, for all cells and by place."""
+    columns = {
+        "cells": "cells",
+        "number": "number of cells",
+        "bad": "lose more than a tenth",
+        "error of the twin": "mean error: twin",
+        "of the lookup": "mean error: lookup by format",
+        "of the nearest setting": "mean error: nearest setting",
+        "of nothing is lost": 'mean error: "nothing is lost"',
+        "pairs in order: twin": "pairs in order: twin",
+        "pairs in order: lookup": "pairs in order: lookup",
+        "pairs": "number of pairs",
+    }
+    # A single setting has no pairs
+    table = short_tables.chosen(whole, columns, lambda row: row["pairs"] != "0")
+    return f"{table}\n\n{short_tables.last_line(whole)}\n"
 
 
 def draw(out: Path, cells: list[Cell]) -> None:

@@ -11,6 +11,8 @@ Then the loop alone, this package's beside JAX's, in few environments. Both make
 iteration on the new rollout, or three: ours replays for the others, JAX takes the new rollout
 again, which spares it a ring and V-trace.
 
+A figure of the first table goes to a .png beside it.
+
     python benchmarks/speed/from_start.py benchmarks/results/from_start.md [--rounds 2]
     python benchmarks/speed/from_start.py build/avx2.md --avx2    # with AVX2 alone, on a processor
                                                                   that has more
@@ -28,6 +30,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 from common import keep_to_avx2
 
 from fp8rl.study.throughput import origin
@@ -147,6 +150,28 @@ def main(out: Path, rounds: int, avx2: bool) -> None:
     note = f"Medians of {rounds} rounds. In the loop, medians of {2 * rounds} rounds:"
     command = f"`python benchmarks/speed/from_start.py {shlex.join(sys.argv[1:])}` on {origin()}.\n"
     out.write_text("\n\n".join([table(found, jax_imports), note, pace(2 * rounds), command]))
+    draw(out)
+
+
+def draw(out: Path) -> None:
+    """A bar for each line of the table and number of steps."""
+    lines = [line.split(" | ") for line in out.read_text().splitlines()]
+    names = [cells[0].removeprefix("| ") for cells in lines[2 : 2 + len(CONTESTANTS)]]
+    seconds = {
+        steps: [float(cells[1 + 2 * i]) for cells in lines[2 : 2 + len(CONTESTANTS)]]
+        for i, steps in enumerate(STEPS)
+    }
+    figure, axes = plt.subplots(1, len(STEPS), figsize=(10, 3.4), sharey=True, layout="constrained")
+    for ax, (steps, values) in zip(axes, seconds.items(), strict=True):
+        colors = ["#0072B2" if name.startswith("fp8rl") else "#999999" for name in names]
+        bars = ax.barh(names, values, color=colors)
+        ax.bar_label(bars, fmt="{:.1f}", padding=3, fontsize=9)
+        ax.set(title=f"{steps:,} steps", xlabel="seconds", xlim=(0, 1.15 * max(values)))
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    figure.suptitle("From the start of a process to a trained agent: shorter is better")
+    figure.savefig(out.with_suffix(".png"), dpi=110)
+    plt.close(figure)
 
 
 if __name__ == "__main__":
