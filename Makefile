@@ -2,8 +2,8 @@
 # make test     runs the tests and every notebook, a process for each core
 # make lab      opens the notebooks in JupyterLab
 # make lint     checks package, tests and notebooks
-# make results  makes the stale tables of benchmarks/README.md again (hours); ONLY="study codecs" makes these alone
-# make gpu      on a machine with an NVIDIA GPU: runs what tests need one, then makes its tables in benchmarks/README.md again
+# make results  makes the stale tables of benchmarks/ again (hours); ONLY="study codecs" makes these alone
+# make gpu      on a machine with an NVIDIA GPU: runs what tests need one, then makes the tables of benchmarks/pages/gpu.md again
 # make address  writes REPOSITORY into the README's Colab badge and into the first cell of each notebook, which installs from there
 # Every other target sets up .venv first; a second run finds it ready and starts at once.
 PYTHON ?= python3

@@ -1,5 +1,5 @@
-"""Makes the tables of benchmarks/README.md again, and puts each into the READMEs, between `<!--
-FILE -->` and `<!-- end -->`.
+"""Makes the tables of benchmarks/pages/ again, and puts each into its page, and some into README.md,
+between `<!-- FILE -->` and `<!-- end -->`.
 
     python benchmarks/results.py               # all that are stale, which takes hours; goes on
                                                after the last one when repeated
@@ -9,6 +9,9 @@ FILE -->` and `<!-- end -->`.
     python benchmarks/results.py --status      # lists all; fails if README.md shows a stale one and
                                                does not say so
 
+A run that is stopped or killed loses at most the table that it was making. Tables with a journal
+(JOURNALS, and the steps of a table) go on from what it has.
+
 A table is fresh if the code that made it and the present code have the same fingerprint
 (fp8rl/study/fingerprint.py) in each of the parts that the table rests on (RESTS_ON): then both
 compute the same numbers there. A table that was made before a part was recorded is stale, because
@@ -17,8 +20,9 @@ trainings are the same. Another order of sums, such as another processor has, is
 
 Fingerprints differ by kind of processor, so results/fingerprints.json has those of the present code
 for each kind that it ran on. A new kind is believed; where a known one differs from what it was,
-those of all others are of earlier code and are forgotten. A table's fingerprint stands in its last
-line, or else in results/made.json, with the minutes that it took; one that has none is stale."""
+those of all others are of earlier code and are forgotten. A table's fingerprint stands in the last
+line of its file, or else in results/made.json, with the minutes that it took; one that has none is
+stale. The pages show the last line without it."""
 
 import datetime
 import importlib.util
@@ -26,9 +30,13 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import textwrap
 import time
+from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -38,7 +46,8 @@ from fp8rl.study.fingerprint import fingerprint
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-READMES = ROOT / "README.md", ROOT / "benchmarks/README.md"
+PAGES = sorted((ROOT / "benchmarks/pages").glob("*.md"))
+READMES = ROOT / "README.md", ROOT / "benchmarks/README.md", *PAGES
 MADE, KNOWN = RESULTS / "made.json", RESULTS / "fingerprints.json"
 STUDY = (
     "--precisions fp32 bf16 fp16 fp8 --collect-precision fp8 --controls --seeds 100 "
@@ -50,7 +59,7 @@ COMMANDS = {
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
     "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
     "recurrence": "python benchmarks/recurrence.py benchmarks/results/recurrence.md",
-    "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md --again",
+    "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md",
     "off_policy": "python benchmarks/off_policy.py benchmarks/results/off_policy.md",
     "breakage_map": "python benchmarks/breakage_map.py map benchmarks/results/breakage_map",
     "rates_predicted": "python benchmarks/rates.py predict benchmarks/results/rates_predicted.csv",
@@ -145,20 +154,19 @@ RESTS_ON = {
     "fp8_layer": ("float8linear",),
     "widths_cuda": SINGLE_RUNS,
 }
-# Where it is not NAME.md, or NAME.csv of the step of a table; and what a table goes on from.
+# Where it is not NAME.md, or NAME.csv of the step of a table.
 FILES = {
     "study": "study/table.md",
     "codecs": "codecs/table.md",
     "film": "film.gif",
 }
-FILES |= {"fp8_layer": "fp8_layer_NVIDIA_H200.json"}
-JOURNALS = {name: (f"{name}.csv",) for name in ("ladder", "off_policy", "widths")}
-JOURNALS |= {
-    "widths": ("widths.csv",),
-}
+JOURNALS = ("ladder", "mismatch", "off_policy", "tasks", "widths")  # go on from NAME.csv
 FIGURES = {"curves.png": "film"}  # where it is not NAME.png
 CODES = json.loads(KNOWN.read_text())  # by part and kind of processor
 STEP = re.compile("_(first|predicted|measured|cost)$")
+HASHES = r"code ([\da-f]{8}(?:-[\da-f]{8})+(?:, \w+ [\da-f]{8})*)"  # a fingerprint in a last line
+# What a reader of a page does not need of a last line
+VERSIONS = re.compile(rf"; Python [\d.]+, (torch \S+), numpy [\d.]+(?:; {HASHES})?")
 
 
 def obstacle(name: str) -> str | None:
@@ -197,6 +205,25 @@ def minutes_of(name: str) -> float | None:
     return None if None in found else sum(found)
 
 
+def machine_of(name: str) -> str:
+    """The machine that made a table, in a few words, such as "AMD EPYC, 2 cores, AVX2". Where two
+    machines shared one, made.json names both."""
+    entry, path = made().get(name, {}), file_of(name)
+    if "machine" in entry:
+        return entry["machine"]
+    readable = path.suffix == ".md" and path.exists()
+    lines = re.findall(r"` on (.+)", path.read_text()) if readable else []
+    text = lines[-1] if lines else entry.get("processor", "")
+    if not text and STEP.search(name):
+        return machine_of(STEP.sub("", name))
+    if graphics := re.search(r"NVIDIA \w+", text):
+        return graphics[0]
+    # made.json has family and model of the processor behind its name, where no cores follow
+    processor = re.sub(r"\((R|TM)\)| Processor| CPU|( \d+ \d+)$", "", text.split(",")[0])
+    cores = [re.sub("^1 cores", "1 core", x) for x in re.findall(r"(?<=, )\d+ cores", text)]
+    return ", ".join([processor, *cores, *["AVX2"] * ("AVX2" in text)])
+
+
 def write(path: Path, found: dict) -> None:
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
@@ -206,7 +233,7 @@ def code_of(name: str) -> str:
     none."""
     path, table = file_of(name), STEP.sub("", name)
     text = path.read_text() if path.suffix == ".md" and path.exists() else ""
-    found = re.findall(r"code ([\da-f]{8}(?:-[\da-f]{8})+(?:, \w+ [\da-f]{8})*)", text)
+    found = re.findall(HASHES, text)
     return (
         found[-1]
         if found
@@ -262,6 +289,8 @@ def late(name: str) -> list[str]:
 def why_stale(name: str) -> str:
     """Why a table, or one step of it, counts as one of earlier code: which of the parts that it
     rests on have changed, and which its fingerprint does not have. Empty for a fresh one."""
+    if "unfinished" in made().get(name, {}):
+        return "stopped before it was finished"
     code, present = code_of(name), known()
     if not code:
         return "no fingerprint"
@@ -289,13 +318,14 @@ def mark(name: str) -> str:
 
 
 def filled(text: str) -> str:
-    """A README with the tables as they are in their files, marked if stale, and the last columns of
-    its index."""
+    """A page with the tables as they are in their files, but for the versions in their last lines,
+    marked if stale; and with the last three columns of its index."""
 
     def block(found: re.Match) -> str:
         file = found[1].removeprefix("benchmarks/results/")
         table = (ROOT / found[1]).read_text()
         said = "" if table.startswith("Not measured yet") else mark(name_of(file))
+        table = VERSIONS.sub(r"; \1", table)
         return f"<!-- {found[1]} -->\n{said}{table}<!-- end -->"
 
     def figure(found: re.Match) -> str:
@@ -303,12 +333,17 @@ def filled(text: str) -> str:
         return found[0] if name in shown else shown.add(name) or mark(name) + found[0]
 
     def row(found: re.Match) -> str:
-        name, minutes = found[2], minutes_of(found[2])
+        name = found[2]
+        if name not in RESTS_ON:
+            return found[0]
+        minutes = minutes_of(name)
         state = "**stale**" if late(name) else "fresh"
-        return (
-            f"{found[1]} {'-' if minutes is None else f'{minutes:.0f}'} | "
-            f"{', '.join(filter(None, (state, needs(name))))} |"
-        )
+        cells = [
+            machine_of(name) or "-",
+            "-" if minutes is None else f"{minutes:.0f}",
+            f"{state}; needs {needs(name)}" if needs(name) else state,
+        ]
+        return f"{found[1]} {' | '.join(cells)} |"
 
     text = re.sub(r"\*Of earlier code \(.*\n\n", "", text)
     shown = {name_of(file) for file in re.findall(r"<!-- \S*results/(\S+\.md) -->", text)}
@@ -323,8 +358,8 @@ def put() -> None:
 
 
 def status() -> list[list[str]]:
-    """Of each table: its name, the day of git's last change to its file, state, minutes, what it
-    needs, and why it is stale."""
+    """Of each table and step: its name, the day of git's last change to its file, state, minutes,
+    machine, what it needs, and why it is stale."""
     rows = []
     for name in COMMANDS:
         day = subprocess.run(
@@ -338,12 +373,38 @@ def status() -> list[list[str]]:
             name,
             day.stdout.strip(),
             "stale" if late(name) else "fresh",
-            minutes,
+            "" if minutes is None else f"{minutes:.1f}",
+            machine_of(name),
             needs(name),
             why_stale(name),
         ]
-        rows.append([str(x) if x not in ("", None) else "-" for x in row])
+        rows.append([cell or "-" for cell in row])
     return rows
+
+
+HEAD = ("table", "made on", "", "minutes", "machine", "needs", "why it is stale")
+COLUMNS = 16, 10, 5, 7, 23, 18, 35  # their widths, which with a space between them make 120
+
+
+def printed(row: Iterable[str]) -> str:
+    """A row for a terminal, in as many lines as its longest cell needs."""
+    cells = [textwrap.wrap(cell, width) for cell, width in zip(row, COLUMNS, strict=True)]
+    lines = []
+    for parts in zip_longest(*cells, fillvalue=""):
+        padded = [f"{part:{width}}" for part, width in zip(parts, COLUMNS, strict=True)]
+        lines.append(" ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def totals() -> str:
+    """How many are fresh, and how long all take as far as that is known."""
+    fresh = sum(not late(name) for name in COMMANDS)
+    minutes = [made().get(name, {}).get("minutes") for name in COMMANDS]
+    known = [x for x in minutes if x is not None]
+    return (
+        f"{fresh} of {len(COMMANDS)} are fresh. The {len(known)} whose minutes are known took "
+        f"{sum(known):.0f} minutes in all. {len(COMMANDS) - len(known)} have no record of minutes."
+    )
 
 
 def unmarked(readme: str) -> list[str]:
@@ -355,37 +416,41 @@ def unmarked(readme: str) -> list[str]:
     return [name for name in after if name not in before]
 
 
+def record(name: str, entry: dict) -> None:
+    write(MADE, made() | {name: entry})
+
+
 def make(name: str, code: str) -> None:
-    """Runs a table's command, and records its minutes. What a stale table went on from is deleted
-    first."""
-    journals = [RESULTS / file for file in JOURNALS.get(name, ())] + [file_of(name)] * bool(
-        STEP.search(name)
-    )
+    """Runs a table's command, and records its minutes. The journal that a stale table went on from
+    is deleted first."""
+    journal = None
+    if name in JOURNALS:
+        journal = RESULTS / f"{name}.csv"
+    elif STEP.search(name):
+        journal = file_of(name)
     before = made().get(name, {})
-    goes_on = bool(journals) and (not late(name) or before.get("unfinished") == code)
-    if not goes_on:
-        for journal in journals:
-            journal.unlink(missing_ok=True)
-    minutes, began = before.get("minutes") if goes_on else 0, time.monotonic()
+    goes_on = journal is not None and (not late(name) or before.get("unfinished") == code)
+    minutes = before.get("minutes") if goes_on else 0
     entry = (before if goes_on else {}) | {"unfinished": code}
+    if journal:
+        if not goes_on:
+            journal.unlink(missing_ok=True)
+        # Even if this process is killed now, it is known which code the journal is of
+        record(name, entry | {"minutes": None})
+    began = time.monotonic()
     try:
         subprocess.run([sys.executable, *shlex.split(COMMANDS[name])[1:]], cwd=ROOT, check=True)
-        entry = {
+        shared = {"machine": entry["machine"]} if "machine" in entry else {}
+        entry = shared | {
             "fingerprint": code,
             "date": datetime.date.today().isoformat(),
             "processor": here(),
         }
     finally:
         spent = (time.monotonic() - began) / 60
-        if journals or "unfinished" not in entry:  # or the table is as it was
-            write(
-                MADE,
-                made()
-                | {
-                    name: entry
-                    | {"minutes": minutes if minutes is None else round(minutes + spent, 1)}
-                },
-            )
+        if journal or "unfinished" not in entry:  # or the table is as it was
+            took = None if minutes is None else round(minutes + spent, 1)
+            record(name, entry | {"minutes": took})
     if name == "study":  # in a folder of its own, which it can go on in
         for file in ("results.csv", "table.md", "curves.png"):
             shutil.copy(ROOT / "build/study" / file, RESULTS / "study" / file)
@@ -400,25 +465,21 @@ def main(names: list[str]) -> None:
     code = fingerprint()
     changed = remember(code, here())
     if names == ["--status"]:
-        for row in (["table", "of", "", "minutes", "needs", "why"], *status()):
-            print("{:17} {:10} {:5} {:>7}  {:30} {}".format(*row))
-        known = [entry["minutes"] for entry in made().values() if entry.get("minutes")]
-        print(
-            f"{sum(not late(name) for name in COMMANDS)} of {len(COMMANDS)} are fresh; "
-            f"{len(known)} took {sum(known):.0f} minutes"
-        )
-        print(
-            "The fingerprint has changed here: python benchmarks/results.py --put"
-            if changed
-            else f"This code: {code}"
-        )
+        for row in (HEAD, *status()):
+            print(printed(row))
+        print()
+        print(textwrap.fill(f"This code: {code}", 120))
+        if changed:
+            print("The fingerprint has changed here: python benchmarks/results.py --put")
         wrong = unmarked(READMES[0].read_text())
-        sys.exit(
-            f"README.md shows {', '.join(wrong)}, stale and not marked: "
-            "python benchmarks/results.py --put"
-            if wrong
-            else 0
-        )
+        if wrong:
+            print(
+                f"README.md shows {', '.join(wrong)}, stale and not marked: "
+                "python benchmarks/results.py --put"
+            )
+        print(totals())
+        sys.exit(bool(wrong))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the command, too
     write(KNOWN, CODES)
     put()
     failed = []

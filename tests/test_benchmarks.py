@@ -288,11 +288,10 @@ def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
     fp8_layer.main(tmp_path, widths=(64, 128), batches=(1024,))
     if not list(tmp_path.iterdir()):
         pytest.skip("this GPU has no FP8")
-    (path,) = tmp_path.iterdir()
-    assert (
-        torch.cuda.get_device_name().replace(" ", "_") in path.name
-        and "break_even_width" in path.read_text()
-    )
+    (path,) = tmp_path.glob("*.json")
+    assert torch.cuda.get_device_name().replace(" ", "_") in path.name
+    assert "break_even_width" in path.read_text()
+    assert "\n| 1,024 | 64 | " in (tmp_path / "fp8_layer.md").read_text()
 
 
 def test_tasks_of_gymnasium_alone_have_arms_of_their_own():
@@ -618,7 +617,7 @@ def test_only_stale_tables_and_figures_are_marked_until_they_are_made_again(made
         f"a\n\n<!-- {path} -->\n<!-- end -->\n\n![b](results/tasks.png)\n\n![c](results/rates.png)\n",
     )
     table.parent.mkdir(parents=True)
-    readme += "\n| q | a | [tasks](#tasks) | - | - |\n"
+    readme += "\n| q | a | [tasks](#tasks) | - | - | - |\n"
     for code, marks in (("", ["tasks", "rates"]), (f"; code {CODE}", ["rates"])):
         table.write_text(f"| 1 |\n\n`a command` on a machine{code}.\n")
         (made / "tasks.md").write_text(table.read_text())
@@ -626,7 +625,7 @@ def test_only_stale_tables_and_figures_are_marked_until_they_are_made_again(made
         found = results.filled(readme)
         assert results.filled(found) == found and not results.unmarked(found) and "| 1 |" in found
         assert re.findall("ONLY=.*(tasks|rates)", found) == marks
-        assert ("| **stale**, stable_baselines3 |" in found) == ("tasks" in marks)
+        assert ("| **stale**; needs stable_baselines3 |" in found) == ("tasks" in marks)
     (made / "rates.md").write_text(f"code {CODE}")
     assert results.filled(found) == results.filled(
         readme
@@ -656,6 +655,30 @@ def test_a_stale_table_begins_anew_and_goes_on_after_an_interruption(made, monke
     assert (made / "ladder.csv").read_text() == "x"
 
 
+def test_a_table_whose_maker_was_killed_goes_on_from_its_journal(made, monkeypatch):
+    """As by a signal that no program can catch: what `finally` writes is missing."""
+    monkeypatch.setattr(results, "here", lambda: "one kind")
+    (made / "ladder.csv").write_text("of earlier code")
+    entries = []
+
+    def killed(*_, **__):
+        (made / "ladder.csv").write_text("half")
+        entries.append(results.made()["ladder"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results.subprocess, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        results.make("ladder", CODE)
+    assert entries == [{"unfinished": CODE, "minutes": None}]
+    results.MADE.write_text(json.dumps({"ladder": entries[0]}))
+    assert results.why_stale("ladder") == "stopped before it was finished"
+    (made / "ladder.md").write_text("| 1 |\n")
+    monkeypatch.setattr(results.subprocess, "run", lambda *_, **__: None)
+    results.make("ladder", CODE)
+    assert (made / "ladder.csv").read_text() == "half" and not results.late("ladder")
+    assert results.made()["ladder"]["minutes"] is None  # nobody knows them
+
+
 def test_a_table_that_fails_does_not_keep_others_from_being_made(made, monkeypatch):
     for name, script in {"length": "exit(1)", "codecs": f"open('{made}/codecs.txt', 'w')"}.items():
         monkeypatch.setitem(results.COMMANDS, name, f"python -c {shlex.quote(script)}")
@@ -667,34 +690,123 @@ def test_a_table_that_fails_does_not_keep_others_from_being_made(made, monkeypat
     assert (made / "codecs.txt").exists()
 
 
-def test_the_index_has_every_table_and_its_numbers_are_the_tables_own():
-    text = results.READMES[1].read_text()
-    rows = re.findall(r"(?m)^\| (.+) \| (.+) \| \[(\w+)\]\(#\w+\) \| .+ \| .+ \|$", text)
-    assert {name for *_, name in rows} == {results.STEP.sub("", name) for name in results.COMMANDS}
-    assert text.index("| question") < 1000
-    for _, answer, name in rows:
-        own = results.file_of(name)
-        found = own.read_text() if own.suffix != ".gif" else ""
-        assert {x.replace(",", "") for x in figures(answer)} <= {
-            x.replace(",", "") for x in figures(found)
-        }, name
-    for name in results.COMMANDS:
-        assert (
-            str(results.file_of(name).relative_to(results.RESULTS)) in text
-            or results.STEP.search(name)
-            or name == "breakage_map"
+INDEX_ROW = r"(?m)^\| (.+) \| (.+) \| \[(\w+)\]\(#(\w+)\) \| .+ \| .+ \| .+ \|$"
+
+
+def test_the_pages_have_every_table_and_the_numbers_in_their_indices_are_the_tables_own():
+    shown = []
+    for page in results.PAGES:
+        text = page.read_text()
+        rows = re.findall(INDEX_ROW, text)
+        assert [name for *_, name, _ in rows] == re.findall(r"(?m)^## (\w+)$", text), page
+        assert text.index("| question") < 1000
+        shown += [name for *_, name, _ in rows]
+        for _, answer, name, anchor in rows:
+            assert anchor == name
+            own = results.file_of(name)
+            found = own.read_text() if own.suffix != ".gif" else ""
+            assert {x.replace(",", "") for x in figures(answer)} <= {
+                x.replace(",", "") for x in figures(found)
+            }, name
+    assert len(shown) == len(set(shown))
+    assert set(shown) == {results.STEP.sub("", name) for name in results.COMMANDS}
+
+
+def test_every_table_in_results_is_on_a_page_or_linked_from_one():
+    text = "".join(page.read_text() for page in results.READMES)
+    for path in results.RESULTS.rglob("*.md"):
+        assert f"results/{path.relative_to(results.RESULTS).as_posix()}" in text, path
+
+
+def test_short_tables_have_the_numbers_of_the_whole_ones():
+    import mismatch
+    import rates
+
+    for module in (acting, mismatch, rates):
+        whole, short = (
+            (results.RESULTS / f"{module.__name__}{suffix}.md").read_text()
+            for suffix in ("", "_short")
         )
+        assert module.short(whole) == short
+        assert short.splitlines()[-1] == whole.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["README.md", "benchmarks/README.md", "docs/law.md"])
+def test_the_table_of_a_layer_is_that_of_its_medians():
+    import fp8_layer
+
+    medians = json.loads((results.RESULTS / "fp8_layer_NVIDIA_H200.json").read_text())
+    assert fp8_layer.table_of(medians) == (results.RESULTS / "fp8_layer.md").read_text()
+
+
+def test_names_in_made_json_are_tables_or_their_steps():
+    assert results.made().keys() <= results.COMMANDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "entry", "machine"),
+    [
+        (
+            "` on AMD EPYC, 1 cores, AVX512 with native bf16, threads: 1; Python 3.11.7",
+            {},
+            "AMD EPYC, 1 core",
+        ),
+        (
+            "` on Intel(R) Xeon(R) Processor, 2 cores, AVX2 with emulated bf16, threads: 2",
+            {},
+            "Intel Xeon, 2 cores, AVX2",
+        ),
+        ("` on Intel(R) Xeon(R) Processor, 16 cores; NVIDIA H200 of compute", {}, "NVIDIA H200"),
+        ("", {"processor": "AMD EPYC 25 17, AVX512 with native bf16, torch 2.13"}, "AMD EPYC"),
+        ("` on AMD EPYC, 2 cores", {"machine": "AMD EPYC, Intel Xeon"}, "AMD EPYC, Intel Xeon"),
+        ("", {}, ""),
+    ],
+)
+def test_the_machine_of_a_table_is_that_of_its_last_line(made, line, entry, machine):
+    (made / "tasks.md").write_text(f"| 1 |\n\n`a command{line}.\n")
+    results.MADE.write_text(json.dumps({"tasks": entry}))
+    assert results.machine_of("tasks") == machine
+
+
+def test_a_page_shows_of_the_versions_only_torch_s(made, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", made)
+    last = "threads: 1; Python 3.11.7, torch 2.13.0+cpu, numpy 2.2.6"
+    (made / "tasks.md").write_text(f"`a command` on a machine, {last}; code {CODE}, jax 0.10.2.\n")
+    found = results.filled("<!-- tasks.md -->\n<!-- end -->")
+    assert "on a machine, threads: 1; torch 2.13.0+cpu, jax 0.10.2.\n" in found
+
+
+def test_the_status_fits_into_120_columns():
+    rows = [results.HEAD, *results.status()]
+    assert all(len(line) <= 120 for row in rows for line in results.printed(row).splitlines())
+    assert len(rows) == 1 + len(results.COMMANDS) and " minutes in all" in results.totals()
+
+
+PAGES = [
+    "README.md",
+    "docs/law.md",
+    "fp8rl/bits/README.md",
+    *(str(page.relative_to(results.ROOT)) for page in results.READMES[1:]),
+    *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("notebooks/*.ipynb")),
+]
+
+
+def anchors_of(text: str) -> list[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text))
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_links_of_pages_lead_somewhere(name):
     path = results.ROOT / name
-    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text()):
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "markdown")
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
         target = path.parent / file if file else path
-        headings = re.findall(r"(?m)^#+ (.+)$", target.read_text()) if anchor else []
-        # As GitHub makes them
-        anchors = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings]
-        assert target.exists() and (not anchor or anchor in anchors), (file, anchor)
+        assert target.exists(), (file, anchor)
+        assert not anchor or anchor in anchors_of(target.read_text()), (file, anchor)
 
 
 def row_of(correction: str, seed: int, learner: float, form: str = "e8m2") -> dict:
