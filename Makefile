@@ -4,7 +4,7 @@
 # make lint     checks package, tests and notebooks
 # make results  makes the stale tables of benchmarks/ again (hours); ONLY="study codecs" makes these alone
 # make gpu      on a machine with an NVIDIA GPU: runs what tests need one, then makes the tables of benchmarks/pages/gpu.md again
-# make address  writes REPOSITORY into the README's Colab badge and into the first cell of each notebook, which installs from there
+# make address  puts a Colab badge for REPOSITORY into the README, and REPOSITORY into the first cell of each notebook, which installs from there
 # Every other target sets up .venv first; a second run finds it ready and starts at once.
 PYTHON ?= python3
 # How packages are installed. uv, where there is one that can, picks the torch for this machine's GPU, or the one for CPUs alone,
@@ -17,6 +17,7 @@ RUN := . .venv/bin/activate &&
 NOTEBOOK := fp8_actor_critic
 # The project's public address on GitHub, as owner/name. It has none yet, so until then notebooks install from the clone they are in.
 REPOSITORY ?=
+BADGE := https://colab.research.google.com/assets/colab-badge.svg
 
 .PHONY: demo test lab lint results gpu address clean
 
@@ -48,7 +49,7 @@ gpu: $(READY)
 address:
 	@test -n "$(REPOSITORY)" || { echo "REPOSITORY is empty: name it, as in make address REPOSITORY=owner/name" >&2; exit 2; }
 	perl -pi -e 's{(%pip install --quiet )[^"\\]+}{$$1git+https://github.com/$(REPOSITORY)}' notebooks/*.ipynb
-	perl -pi -e 's{(colab\.research\.google\.com/github/)[^/]+/[^/]+}{$$1$(REPOSITORY)}' README.md
+	perl -pi -e 's{^(<!-- colab: .*-->|\[!\[Open in Colab\].*)$$}{[![Open in Colab]($(BADGE))](https://colab.research.google.com/github/$(REPOSITORY)/blob/main/notebooks/$(NOTEBOOK).ipynb)}' README.md
 
 clean:
 	rm -rf .venv build

@@ -312,8 +312,7 @@ def mark(name: str) -> str:
         return ""
     again = names[0] if names == [name] else f'"{" ".join(dict.fromkeys((*names, name)))}"'
     return (
-        f"*Of earlier code ({why_stale(names[0])}): "
-        f"`make results ONLY={again}` makes it again.*\n\n"
+        f"*Made by an earlier version of the code. `make results ONLY={again}` makes it again.*\n\n"
     )
 
 
@@ -345,7 +344,7 @@ def filled(text: str) -> str:
         ]
         return f"{found[1]} {' | '.join(cells)} |"
 
-    text = re.sub(r"\*Of earlier code \(.*\n\n", "", text)
+    text = re.sub(r"\*Made by an earlier version .*\n\n", "", text)
     shown = {name_of(file) for file in re.findall(r"<!-- \S*results/(\S+\.md) -->", text)}
     text = re.sub(r"<!-- (\S+\.md) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
     text = re.sub(r"(?m)^(?:!\[|<img ).*?results/([\w/]+\.(?:png|gif)).*$", figure, text)
@@ -410,7 +409,7 @@ def totals() -> str:
 def unmarked(readme: str) -> list[str]:
     """The stale tables of which a README shows a table or a figure without a mark."""
     before, after = (
-        re.findall(r"\*Of earlier code .* ONLY=\"?(?:\w+ )*(\w+)", text)
+        re.findall(r"\*Made by an earlier version .* ONLY=\"?(?:\w+ )*(\w+)", text)
         for text in (readme, filled(readme))
     )
     return [name for name in after if name not in before]

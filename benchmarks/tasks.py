@@ -90,7 +90,8 @@ PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp
 GYMNASIUM, PEERS = "fp32 in Gymnasium", {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
 ARMS = (*PRECISIONS, GYMNASIUM, *PEERS)
 DRAWN = ("fp32", "fp8", *PEERS)
-SHORT = ("fp32", "bf16", "fp8", "eight-bit state", *PEERS)  # columns of the short table
+# Columns of the short table, and how a newcomer knows them
+SHORT = {"fp32": "float32", "fp8": "FP8", "SB3 PPO": "Stable-Baselines3's PPO"}
 COLUMNS = (
     "task",
     "arm",
@@ -292,13 +293,15 @@ def write(out: Path, found: Found) -> None:
     note += f"one at a time the processor's alone. {made}"
     out.write_text(table(COLUMNS, [lines[name] for name in names if name in lines]) + "\n" + note)
 
-    measured, rows = [arm for arm in SHORT if any((task, arm) in lines for task in TASKS)], []
+    rows = []
     for task, (_, steps, _, goal) in TASKS.items():
-        cells = [short(lines[task, arm]) if (task, arm) in lines else "-" for arm in measured]
-        head = f"{task}, {steps:,} steps, goal {goal:,}{unit_of(task)}"
-        rows += [f"| {' | '.join([head, *cells])} |"] * (set(cells) != {"-"})
+        cells = [short(lines[task, arm]) if (task, arm) in lines else "-" for arm in SHORT]
+        if set(cells) != {"-"}:
+            name = "linear-quadratic cart" if task == LQR else task
+            wanted = f"at most {-goal}% above the optimum" if task == LQR else f"{goal:,}"
+            rows.append(f"| {' | '.join([name, f'{steps:,}', wanted, *cells])} |")
     out.with_stem(out.stem + "_short").write_text(
-        table(("median; seeds that reach the goal", *measured), rows) + "\n" + made
+        table(("task", "training steps", "goal", *SHORT.values()), rows) + "\n" + made
     )
 
 
@@ -308,12 +311,12 @@ def table(columns: tuple[str, ...], lines: list[str]) -> str:
 
 
 def short(line: str) -> str:
-    """A line of the table as one cell: the median, the seeds that reach the goal and, on CartPole,
-    those that held it."""
-    _, task, _, _, median, _, reached, holds, *_ = (
-        line.replace(" |", "|").replace("| ", "|").split("|")
-    )
-    return f"{median}; {reached}" + (f", {holds.split()[0]} held" if task == CARTPOLE else "")
+    """A line of the table as one cell: the median, and how many seeds reach the goal. The
+    linear-quadratic cart has its cost above the optimum."""
+    _, task, _, _, median, _, reached, *_ = line.replace(" |", "|").replace("| ", "|").split("|")
+    if task == LQR:
+        return f"{-float(median.removesuffix(unit_of(task))):.2f}% above ({reached})"
+    return f"{float(median):.1f} ({reached})"
 
 
 def draw(path: Path, found: Found) -> None:

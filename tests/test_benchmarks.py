@@ -552,7 +552,7 @@ def test_a_table_is_stale_if_what_it_rests_on_has_changed(made, code, stale):
     assert [name for name in ALL if results.late(name)] == stale
 
 
-def test_a_mark_says_in_one_line_what_has_changed_and_what_is_not_known(made):
+def test_a_stale_table_is_marked_in_one_line_and_its_status_says_why(made):
     code = (
         without("populations")
         .replace("gymnasium 1", "gymnasium 0")
@@ -560,10 +560,9 @@ def test_a_mark_says_in_one_line_what_has_changed_and_what_is_not_known(made):
     )
     (made / "tasks.md").write_text(f"`a command` on a machine; code {code}.\n")
     why = "gymnasium, normalized changed; made before populations was recorded"
-    assert (
-        results.mark("tasks")
-        == f"*Of earlier code ({why}): `make results ONLY=tasks` makes it again.*\n\n"
-    )
+    assert results.why_stale("tasks") == why
+    again = "`make results ONLY=tasks` makes it again"
+    assert results.mark("tasks") == f"*Made by an earlier version of the code. {again}.*\n\n"
 
 
 def test_the_last_line_of_a_table_is_read_with_all_its_parts(made):
@@ -629,7 +628,7 @@ def test_only_stale_tables_and_figures_are_marked_until_they_are_made_again(made
     (made / "rates.md").write_text(f"code {CODE}")
     assert results.filled(found) == results.filled(
         readme
-    ) and "Of earlier code" not in results.filled(found)
+    ) and "earlier version" not in results.filled(found)
 
 
 def test_a_stale_table_begins_anew_and_goes_on_after_an_interruption(made, monkeypatch):

@@ -82,16 +82,17 @@ def test_first_code_cell_installs_the_package_only_where_it_is_missing(code, mis
 @pytest.mark.skipif(
     not (shutil.which("make") and shutil.which("perl")), reason="make address needs make and perl"
 )
-def test_an_address_goes_into_the_badge_and_into_every_first_code_cell(tmp_path):
+def test_an_address_makes_a_badge_and_goes_into_every_first_code_cell(tmp_path):
+    assert "colab.research" not in (ROOT / "README.md").read_text()  # a badge that leads nowhere
     for name in ("Makefile", "README.md"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
     for address in ("someone/some.thing", "someone-else/fp8rl"):  # a second time, too
         subprocess.run(["make", "address", f"REPOSITORY={address}"], cwd=tmp_path, check=True)
-        badge = (
-            f"https://colab.research.google.com/github/{address}/blob/main/notebooks/{MAIN}.ipynb\n"
-        )
-        assert badge in (tmp_path / "README.md").read_text()
+        readme = (tmp_path / "README.md").read_text()
+        links = re.findall(r"\[!\[Open in Colab\]\(\S+\)\]\((\S+)\)", readme)
+        at_colab = f"https://colab.research.google.com/github/{address}"
+        assert links == [f"{at_colab}/blob/main/notebooks/{MAIN}.ipynb"]
         for path in NOTEBOOKS:
             cells = json.loads((tmp_path / "notebooks" / path.name).read_text())["cells"]
             first = next(source(cell) for cell in cells if cell["cell_type"] == "code")

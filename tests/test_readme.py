@@ -1,0 +1,37 @@
+"""The Python of the README runs."""
+
+import re
+from pathlib import Path
+
+import torch
+
+PAGE = (Path(__file__).parent.parent / "README.md").read_text()
+DOCTOR, TRAIN = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+def test_the_doctor_reports_on_a_training_loop(capsys):
+    model = torch.nn.Linear(16, 1)
+    batches = [torch.randn(32, 16) for _ in range(96)]
+
+    def train_step(model, optimizer, batch):
+        loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    names = {
+        "model": model,
+        "optimizer": torch.optim.Adam(model.parameters(), lr=1e-4),
+        "batches": batches,
+        "train_step": train_step,
+    }
+    exec(DOCTOR, names)
+    report = capsys.readouterr().out
+    for text in ("weights=bf16:", "weights=bf16:stochastic:", "m=e4m3:"):
+        assert f"  {text} " in report
+
+
+def test_an_agent_is_trained(capsys):
+    assert "steps=100_000" in TRAIN
+    exec(TRAIN.replace("100_000", "4_096"), {})
+    assert 0 < float(capsys.readouterr().out.splitlines()[-1]) < 200
