@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
-from speed.common import end_labels
 from torch import nn
 
 from fp8rl.build import build
@@ -106,7 +105,7 @@ def draw(curves: dict, path: Path) -> None:
         xlim=(0, Config.steps), ylim=(0, 205)
     )
     ax.set_title(f"four precisions learn alike: mean of {len(SEEDS)} seeds", fontsize=11)
-    end_labels(ax, size=11)
+    figures.name_lines(ax, size=11)
     figure.savefig(path, dpi=160)
 
 

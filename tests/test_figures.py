@@ -1,9 +1,9 @@
+import itertools
 import math
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from speed.common import end_labels
 
 from fp8rl.bits.doctor import Finding
 from fp8rl.history import History
@@ -147,16 +147,25 @@ def test_a_precision_has_its_style_whatever_is_beside_it():
     assert figures.styles("abcdefgh") == [*figures.STYLES, fp32]
 
 
-def test_labels_at_the_ends_of_lines_do_not_overlap(ax):
-    end_labels(
-        figures.series(
-            ax, {"a": (STEPS, np.full((1, 30), 2.0)), "b": (STEPS, np.full((1, 30), 1.99))}, "nats"
-        ),
-        size=10,
-    )
-    assert [text.get_text() for text in ax.texts] == ["a", "b"]
-    heights = [ax.transAxes.transform(text.xyann)[1] for text in ax.texts]
-    assert heights[0] - heights[1] > 10 * ax.figure.dpi / 72  # points
+def test_names_of_lines_stand_where_the_lines_end_but_apart_from_each_other(ax):
+    ax.set_ylim(0, 100)
+    for name, end in {"high": 90, "low": 20, "lower": 19, "lowest": 18}.items():
+        ax.plot([0, 1], [0, end], label=name)
+    ax.plot([0, 1], [0, 50])
+    figures.name_lines(ax)
+    at = {text.get_text(): text.xy[1] for text in ax.texts}
+    assert list(at) == ["lowest", "lower", "low", "high"]
+    np.testing.assert_allclose([at["high"], at["lower"]], [0.9, 0.19])
+    heights = [text.get_window_extent() for text in ax.texts]
+    for below, above in itertools.pairwise(heights):
+        assert below.y1 <= above.y0
+
+
+def test_positions_that_are_far_enough_apart_stay_and_groups_may_join():
+    assert figures.spread([], 2.0) == []
+    assert figures.spread([0.0, 5.0], 2.0) == [0.0, 5.0]
+    assert figures.spread([1.0, 1.0], 2.0) == [0.0, 2.0]
+    assert figures.spread([0.0, 3.0, 3.0], 2.0) == [0.0, 2.0, 4.0]  # these three touch
 
 
 def test_findings_have_a_row_each_and_a_colour_by_verdict(ax):
@@ -236,13 +245,13 @@ def test_a_study_shows_training_beside_evaluation_and_says_what_is_seen():
     assert middle.get_legend() is None
 
 
-def test_lines_that_end_far_apart_are_named_where_they_end():
+def test_the_lines_of_training_are_named_beside_them():
     left, *_ = study_of(grown(190.0, 120.0))
     assert left.get_legend() is None
-    assert [text.get_text() for text in left.texts] == ["a", "b"]
-    assert [text.get_color() for text in left.texts] == [x["color"] for x in figures.STYLES[:2]]
+    colours = {text.get_text(): text.get_color() for text in left.texts}
+    assert colours == {"b": figures.STYLES[1]["color"], "a": figures.STYLES[0]["color"]}
     left, *_ = study_of(grown(190.0, 189.0))
-    assert legend(left) == ["a", "b"] and not left.texts
+    assert [text.get_text() for text in left.texts] == ["b", "a"]
 
 
 def test_controls_have_a_row_and_no_curve_and_count_for_nothing():

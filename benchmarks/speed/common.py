@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,9 +34,6 @@ from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import play
 from fp8rl.hardware import cores
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 GAMMA, ENTROPY_COEF = 0.99, 0.01
 REWARD_SCALE = 1 - GAMMA  # keeps the critic's targets of order 1; fp8rl measures their size instead
@@ -260,41 +256,3 @@ def main(
 def clean(value):
     """None in the place of what JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def end_labels(ax: "Axes", size: float = 9) -> "Axes":
-    """Names the lines at their right ends, instead of in a legend: beside the axes, in a line's
-    colour, one below the other where they would overlap. Call it last, because it needs the limits
-    of the axes."""
-    lines = [
-        line for line in ax.lines if not line.get_label().startswith("_") and len(line.get_xdata())
-    ]
-    ends = {
-        line: ax.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1])) for line in lines
-    }
-    least, top = 1.4 * size * ax.figure.dpi / 72, ax.bbox.y1 + size
-    for line in sorted(lines, key=lambda line: -ends[line][1]):
-        top = min(top - least, ends[line][1])
-        height = ax.transAxes.inverted().transform((0, top))[1]
-        arrow = {
-            "arrowstyle": "-",
-            "color": line.get_color(),
-            "linewidth": 0.6,
-            "shrinkA": 0,
-            "shrinkB": 2,
-        }
-        at = {
-            "textcoords": "axes fraction",
-            "va": "center",
-            "annotation_clip": False,
-            "arrowprops": arrow,
-        }
-        ax.annotate(
-            line.get_label(),
-            line.get_xydata()[-1],
-            (1.04, height),
-            color=line.get_color(),
-            fontsize=size,
-            **at,
-        )
-    return ax

@@ -192,20 +192,40 @@ def in_range(values: list[float]) -> str:
 
 
 def name_lines(ax: Axes, size: float = 8) -> Axes:
-    """Names the lines at their right ends, in their colours, or in a legend if the names would
-    overlap there. Call it last, because it needs the limits of the axes."""
+    """Names the lines to the right of the axes, in their colours: each at the height of its end,
+    and apart from the others where ends are close. Call it last, because it needs the limits of the
+    axes."""
     lines = [line for line in ax.lines if not line.get_label().startswith("_")]
-    points = [ax.transData.transform(line.get_xydata()[-1]) for line in lines]
-    heights = sorted(point[1] for point in points)
-    least = 1.3 * size * ax.figure.dpi / 72
-    if any(np.diff(heights) < least):
-        ax.legend(loc="best", fontsize=size)
-        return ax
-    for line in lines:
-        at = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "center"}
+    lines.sort(key=lambda line: line.get_ydata()[-1])
+    ends = [ax.transData.transform(line.get_xydata()[-1])[1] for line in lines]
+    heights = spread(ends, least=1.3 * size * ax.figure.dpi / 72)
+    for line, height in zip(lines, heights, strict=True):
+        fraction = ax.transAxes.inverted().transform((0, height))[1]
+        at = {"xycoords": "axes fraction", "ha": "left", "va": "center"}
         look = {"color": line.get_color(), "fontsize": size, "annotation_clip": False}
-        ax.annotate(line.get_label(), (1.01, line.get_ydata()[-1]), **at, **look)
+        ax.annotate(line.get_label(), (1.01, fraction), **at, **look)
     return ax
+
+
+def spread(positions: Sequence[float], least: float) -> list[float]:
+    """Ascending positions, moved as little as possible until neighbours are `least` apart.
+
+    Positions that are too close become a group around its middle, which may then touch another.
+    """
+    groups: list[list[float]] = []
+    for position in positions:
+        groups.append([position])
+        while len(groups) > 1:
+            below, above = groups[-2:]
+            room = (len(below) + len(above)) / 2 * least
+            if np.mean(above) - np.mean(below) >= room:
+                break
+            groups[-2:] = [below + above]
+    return [
+        float(np.mean(group)) + least * (k - (len(group) - 1) / 2)
+        for group in groups
+        for k in range(len(group))
+    ]
 
 
 def zoom(ax: Axes, final: dict[str, np.ndarray], threshold: float) -> Axes:
