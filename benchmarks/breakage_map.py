@@ -38,7 +38,7 @@ from matplotlib.patches import Rectangle
 from tasks import CART, LQR, above_optimum
 
 from fp8rl.config import Config
-from fp8rl.study import comparison
+from fp8rl.study import comparison, parallel
 from fp8rl.study.statistics import fails
 from fp8rl.study.throughput import origin
 
@@ -123,7 +123,7 @@ def run(task: str, rate: float, arms: dict, seeds: int) -> list[dict]:
     configs[UNTRAINED] = [
         dataclasses.replace(config, **learns_nothing) for config in configs[BASELINE]
     ]
-    found = dict(comparison.run_all([config for arm in configs.values() for config in arm]))
+    found = dict(parallel.run_all([config for arm in configs.values() for config in arm]))
     every = {
         name: np.array([measure(task, found[config].final_return) for config in arm])
         for name, arm in configs.items()

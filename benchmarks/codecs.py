@@ -24,7 +24,7 @@ from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.replay import ReplayBuffer
-from fp8rl.study import comparison, figures
+from fp8rl.study import comparison, figures, parallel
 from fp8rl.study.statistics import fails
 from fp8rl.study.throughput import origin
 from fp8rl.train import train
@@ -62,7 +62,7 @@ def run_coarser(factor: int, config: Config) -> History:
 def before_training() -> float:
     """The median return of agents that have learned nothing."""
     configs = [Config(seed=seed, steps=2_048, learning_rate=1e-12, eval_every=0) for seed in SEEDS]
-    found = dict(comparison.run_all(configs))
+    found = dict(parallel.run_all(configs))
     return float(np.median([found[config].final_return for config in configs]))
 
 
@@ -112,7 +112,7 @@ def main(out: Path) -> None:
         for arm, fields in arms.items():
             configs = [Config(seed=seed, **fields) for seed in SEEDS]
             run = functools.partial(run_coarser, COARSER[arm]) if arm in COARSER else None
-            finished = list(comparison.run_all(configs, run=run))
+            finished = list(parallel.run_all(configs, run=run))
             found += [comparison.summarize(config, history, arm) for config, history in finished]
             curves[arm] = comparison.stack([history for _, history in finished], "eval_return")
         results += found

@@ -22,7 +22,7 @@ from torch import nn
 
 from fp8rl.build import build
 from fp8rl.config import Config
-from fp8rl.study import comparison, figures
+from fp8rl.study import comparison, figures, parallel
 from fp8rl.study.film import font, gif_of, in_few_colors
 from fp8rl.tasks.custom_env import CustomEnv
 from fp8rl.train import train
@@ -116,7 +116,7 @@ def main(out: Path) -> None:
         name: [Config(name, seed=seed, eval_every=0) for seed in SEEDS]
         for name in figures.PRECISIONS
     }
-    found = dict(comparison.run_all([config for arm in configs.values() for config in arm]))
+    found = dict(parallel.run_all([config for arm in configs.values() for config in arm]))
     curves = {
         name: comparison.stack([found[config] for config in arm], "train_return")
         for name, arm in configs.items()

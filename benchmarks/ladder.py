@@ -21,7 +21,7 @@ import tasks
 import torch
 
 from fp8rl.config import Config
-from fp8rl.study import comparison
+from fp8rl.study import parallel
 from fp8rl.study.throughput import origin
 
 LANDER = "LunarLander-v3"
@@ -118,7 +118,7 @@ def main(out: Path) -> None:
                 float(x) for x in row["returns"].split()
             ]
     done = {config for config, where in places.items() if found.keys() >= {*where}}
-    for config, history in comparison.run_all(list(places), done=done):
+    for config, history in parallel.run_all(list(places), done=done):
         returns = history.evaluations()[1].tolist()
         with kept.open("a", newline="") as file:
             for where in places[config]:

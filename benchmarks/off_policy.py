@@ -28,7 +28,7 @@ import zoo
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.history import History
-from fp8rl.study import comparison, figures
+from fp8rl.study import comparison, figures, parallel
 from fp8rl.study.throughput import origin
 from fp8rl.train import iterate
 
@@ -97,7 +97,7 @@ def measure(journal: Path) -> dict[tuple[str, str], list[Seed]]:
         for arm, (algorithm, configs) in arms_of(task).items():
             run = functools.partial(zoo.train, algorithm) if algorithm else ours
             missing = [config for config in configs if (task, arm, config.seed) not in done]
-            for config, history in comparison.run_all(missing, run=run):
+            for config, history in parallel.run_all(missing, run=run):
                 _, returns = history.evaluations()
                 rows = ~np.isnan(history.column("eval_return"))
                 lists = (history.column("steps")[rows], history.column("seconds")[rows], returns)

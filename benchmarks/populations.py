@@ -33,7 +33,7 @@ from fp8rl.build import build_population
 from fp8rl.config import Config
 from fp8rl.hardware import cores, keep_freed_memory
 from fp8rl.requirements import bytes_per_agent
-from fp8rl.study import comparison
+from fp8rl.study import parallel
 from fp8rl.study.throughput import origin
 from fp8rl.train import iterate
 
@@ -155,16 +155,16 @@ def studies() -> list[str]:
     lines = ["| study of the cart | agents | steps/s of all |", "| --- | --- | --- |"]
     speeds = {}
     for name, count, run in (
-        ("one by one", STUDY["alone"], comparison.run),
+        ("one by one", STUDY["alone"], parallel.run),
         ("together", STUDY["seeds"], None),
     ):
         configs = [Config(seed=1000 + k) for k in range(count)]
-        for _ in comparison.run_all(
+        for _ in parallel.run_all(
             [replace(config, steps=5_120) for config in configs[:CORES]], run=run, progress=False
         ):
             pass
         began = time.perf_counter()
-        finished = list(comparison.run_all(configs, run=run, progress=False))
+        finished = list(parallel.run_all(configs, run=run, progress=False))
         speeds[name] = sum(history.last["steps"] for _, history in finished) / (
             time.perf_counter() - began
         )

@@ -18,7 +18,7 @@ import tasks
 import torch
 
 from fp8rl.config import Config
-from fp8rl.study import comparison
+from fp8rl.study import comparison, parallel
 from fp8rl.study.throughput import origin
 
 SEEDS = range(9000, 9030)  # the settings of the arms were tried on 100 to 115
@@ -125,7 +125,7 @@ def main(out: Path) -> None:
     configs = dict.fromkeys(
         config for lines in tables.values() for arm in lines.values() for config in arm
     )
-    found = dict(comparison.run_all(list(configs)))
+    found = dict(parallel.run_all(list(configs)))
     for head, lines in tables.items():
         returns = {
             name: comparison.stack([found[config] for config in arm], "eval_return")[1]

@@ -18,7 +18,7 @@ from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate
-from fp8rl.study import comparison
+from fp8rl.study import comparison, parallel
 from fp8rl.study.throughput import origin
 from fp8rl.train import train
 
@@ -51,7 +51,7 @@ def main(out: Path) -> None:
     lines = [f"| arm | {' | '.join(heads)} |", "| --- " * (1 + len(heads)) + "|"]
     for arm, fields in ARMS.items():
         configs = [Config(seed=seed, eval_every=0, **fields) for seed in SEEDS]
-        finished = dict(comparison.run_all(configs, run=run))
+        finished = dict(parallel.run_all(configs, run=run))
         returns = np.array([finished[config] for config in configs])
         cells = [
             cell

@@ -50,7 +50,7 @@ from fp8rl.env import Cart
 from fp8rl.evaluate import Evaluator
 from fp8rl.hardware import cores
 from fp8rl.history import History
-from fp8rl.study import comparison, figures
+from fp8rl.study import comparison, figures, parallel
 from fp8rl.study.throughput import origin
 from fp8rl.tasks import lqr
 from fp8rl.tasks.by_id import task_of
@@ -214,11 +214,11 @@ def train_missing(task: str, arms: list[str], journal: Path) -> None:
         run = through_gymnasium
     size = {
         config: len(each)
-        for _, each in comparison.tasks_of(list(arm_of), cores(), run)
+        for _, each in parallel.split(list(arm_of), cores(), run)
         for config in each
     }
     done = {config for config, arm in arm_of.items() if (task, arm, config.seed) in found}
-    for config, history in comparison.run_all(list(arm_of), run=run, done=done):
+    for config, history in parallel.run_all(list(arm_of), run=run, done=done):
         arm, (_, returns) = arm_of[config], history.evaluations()
         row = [
             task,

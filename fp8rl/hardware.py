@@ -140,21 +140,20 @@ def describe(precision: Precision, model: nn.Module) -> str:
     )
 
 
+def processor() -> str:
+    """The name of this machine's processor."""
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if "model name" in line:
+                return line.split(":")[1].strip()
+    return platform.processor() or platform.machine()
+
+
 def hardware() -> str:
     """The machine, its processor's capabilities and the versions of a result, in one line."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        models = [
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ]
-        cpu = models[0] if models else cpu
     bf16 = "emulated" if is_emulated("bf16") else "native"
-    capability = torch.backends.cpu.get_cpu_capability()
-    parts = [
-        f"{cpu}, {cores()} cores, {capability} with {bf16} bf16, threads: {torch.get_num_threads()}"
-    ]
+    capability = f"{torch.backends.cpu.get_cpu_capability()} with {bf16} bf16"
+    parts = [f"{processor()}, {cores()} cores, {capability}, threads: {torch.get_num_threads()}"]
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         parts.append(f"{torch.cuda.get_device_name()} of compute capability {major}.{minor}")

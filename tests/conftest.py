@@ -1,12 +1,12 @@
 import gc
 import os
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 
 import pytest
 import torch
 from hypothesis import settings
 
-from fp8rl.study import comparison
+from fp8rl.study import parallel
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # read when triton is imported
@@ -21,26 +21,20 @@ def pytest_runtest_setup(item) -> None:
     torch.manual_seed(0)
 
 
-class InThisProcess:
+class InThisProcess(Executor):
     """Works at once and here, in place of the processes of a study."""
 
-    def __init__(self, workers, context, initializer, arguments):
-        (comparison._numbers,) = arguments
-
-    def submit(self, function, *arguments) -> Future:
+    def submit(self, function, /, *arguments) -> Future:
         future = Future()
         future.set_result(function(*arguments))
         return future
-
-    def shutdown(self, **_) -> None:
-        pass
 
 
 @pytest.fixture
 def one_process(monkeypatch):
     """Starting processes takes longer than what they do; that they give the same numbers is tested
     elsewhere."""
-    monkeypatch.setattr(comparison, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(parallel, "LocalProcesses", lambda *_: InThisProcess())
 
 
 def pytest_collection_finish(session) -> None:

@@ -1,23 +1,16 @@
 import csv
 import dataclasses
 import io
-import itertools
 import json
 import math
-import signal
-from collections import Counter
 
 import numpy as np
 import pytest
 from helpers import SMALL, refused, small
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.history import History
-from fp8rl.study import comparison
-from fp8rl.train import train
+from fp8rl.study import comparison, parallel
 
 TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
 
@@ -153,40 +146,6 @@ def test_results_are_ordered_and_complete():
     assert list(read[0]) == list(rows[0])
 
 
-def test_processes_give_the_numbers_of_this_one():
-    configs = [Config(seed=seed, **TINY) for seed in range(2)]
-    histories = dict(comparison.run_all(configs, workers=2, progress=False, run=comparison.run))
-    assert histories.keys() == set(configs) and list(comparison.run_all([])) == []
-    for config in configs:
-        ours = train(build(config), progress=False).history
-        assert histories[config].columns.keys() == ours.columns.keys()
-        for name in ours.columns.keys() - {"seconds"}:
-            np.testing.assert_array_equal(histories[config].column(name), ours.column(name), name)
-
-
-def test_what_cannot_be_in_a_population_trains_alone_and_says_so(one_process):
-    configs = [Config(seed=1, **TINY), Config(seed=2, encoder="gru", **TINY)]
-    with pytest.warns(
-        UserWarning, match="encoder is gru: trained alone, a population does not have it"
-    ):
-        assert dict(comparison.run_all(configs, progress=False)).keys() == set(configs)
-
-
-def test_a_study_that_goes_on_gives_the_same_numbers_bit_for_bit(one_process):
-    configs = [Config(name, seed=seed, **TINY) for name in ("fp32", "fp8") for seed in range(3)]
-    whole = dict(comparison.run_all(configs, workers=2, progress=False))
-    rest = dict(comparison.run_all(configs, workers=2, progress=False, done=configs[:3]))
-    assert rest.keys() == set(configs[3:]) and not dict(comparison.run_all(configs, done=configs))
-    for config in configs[3:]:
-        assert rest[config].columns["loss"] == whole[config].columns["loss"]
-
-
-def test_progress_shows_agents_and_how_many_are_at_195(capsys, one_process):
-    list(comparison.run_all([Config(seed=seed, **TINY) for seed in range(3)]))
-    said = capsys.readouterr().err
-    assert "3 agents" in said and "step/s" in said and "100%" in said
-
-
 def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
     journal = comparison.Journal(tmp_path / "runs.jsonl")
     histories = {
@@ -208,7 +167,7 @@ def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
 def test_runs_of_an_older_study_are_not_taken_for_those_of_another_clip(tmp_path):
     config = small(steps=512, collect_precision="bf16")
     journal = comparison.Journal(tmp_path / "runs.jsonl")
-    journal.add("bf16", config, comparison.run(config))
+    journal.add("bf16", config, parallel.run(config))
     line = json.loads(journal.path.read_text())
     del line["config"]["clip_by"]
     journal.path.write_text(json.dumps(line) + "\n")
@@ -240,14 +199,6 @@ def test_a_line_of_a_journal_that_is_no_run_is_named_and_the_rest_stays(change, 
     assert len(comparison.Journal(journal.path).histories) == 2
 
 
-def test_a_run_that_fails_is_recorded_and_ends_with_minus_infinity():
-    history = comparison.run(Config(**TINY, value_coef=1e38))
-    assert (
-        history.failure.startswith("gradient not finite at step 512")
-        and history.final_return == -np.inf
-    )
-
-
 def test_a_task_counts_as_solved_where_gymnasium_says_or_needs_a_threshold():
     found = {
         None: 195,
@@ -258,63 +209,6 @@ def test_a_task_counts_as_solved_where_gymnasium_says_or_needs_a_threshold():
     assert {env_id: comparison.threshold_of(env_id) for env_id in found} == found
     refused("threshold is None, and Pendulum-v1", comparison.threshold_of, "Pendulum-v1")
     refused("env_id is 'No-v0'", comparison.threshold_of, "No-v0")
-
-
-def test_a_signal_waits_until_no_lock_of_a_future_is_held(one_process, monkeypatch):
-    def stop(*_):
-        raise InterruptedError
-
-    def interrupted(*args):
-        signal.raise_signal(signal.SIGTERM)
-        waited.append(wait(*args))
-        return waited[0]
-
-    wait, waited = comparison.wait, []
-    monkeypatch.setattr(comparison, "wait", interrupted)
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        with pytest.raises(InterruptedError):
-            list(comparison.run_all([Config(**TINY)], progress=False))
-        assert waited and signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.integers(1, 4))
-@example([2, 130], 2)
-def test_populations_are_dealt_out_whole_or_in_equal_parts(sizes, workers):
-    configs = [
-        small(seed=seed, capacity=16 * 500 * n)
-        for n, size in enumerate(sizes, 1)
-        for seed in range(size)
-    ]
-    tasks = [task for _, task in comparison.tasks_of(configs, workers, None)]
-    assert (
-        Counter(itertools.chain(*tasks)) == Counter(configs)
-        and max(map(len, tasks)) <= comparison.AGENTS
-    )
-    whole, rests = (
-        Counter(),
-        {
-            size % (comparison.AGENTS * workers)
-            for size in sizes
-            if size > comparison.AGENTS * workers
-        },
-    )
-    for n, size in enumerate(sizes, 1):
-        parts = [len(task) for task in tasks if task[0].capacity == 16 * 500 * n]
-        assert max(parts) - min(parts) <= 1 or size > comparison.AGENTS * workers
-        whole[size] += parts == [size]
-    for size, count in Counter(sizes).items():
-        # The rest of a larger one counts as one of its size
-        if 1 < size <= comparison.AGENTS and size not in rests:
-            assert whole[size] == count // workers * workers
-
-
-def test_a_longer_population_is_split():
-    configs = [small(seed=seed, steps=steps) for steps in (51_200, 512_000) for seed in range(30)]
-    assert [len(task) for _, task in comparison.tasks_of(configs, 2, None)] == [15, 15, 15, 15]
 
 
 def test_curves_of_training_take_the_last_value_where_no_episode_ended():
@@ -334,7 +228,7 @@ def test_curves_of_training_take_the_last_value_where_no_episode_ended():
 
 def test_a_journal_holds_what_a_curve_of_training_needs(tmp_path):
     config = Config(**TINY)
-    history = comparison.run(config)
+    history = parallel.run(config)
     comparison.Journal(tmp_path / "runs.jsonl").add("a", config, history)
     kept = comparison.Journal(tmp_path / "runs.jsonl").histories["a", config]
     for found in comparison.training_curve([kept]):

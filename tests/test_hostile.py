@@ -27,7 +27,7 @@ from fp8rl.cli import study as cli_study
 from fp8rl.cli import train as cli_train
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
-from fp8rl.disk.run_folder import FILES, MARK, Folder, require_free
+from fp8rl.disk.run_folder import FILES, MARK, Folder, read_mark, require_free
 from fp8rl.history import History
 from fp8rl.train import train
 
@@ -335,7 +335,8 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, 
     assert (out / "runs.jsonl").read_text().startswith(before[: before.rfind("\n") + 1])
     assert rows_of(out / "runs.jsonl") == 4 and "| bf16, steps 20480 |" in capsys.readouterr().out
     message = "out is .*, which holds another study: use a new folder, or add --overwrite"
-    refused(message, cli_study.folder_of, out, {"seeds": 9}, overwrite=False, error=FileExistsError)
+    for options in ({"seeds": 9, "workers": 2}, read_mark(out)["options"] | {"workers": 99}):
+        refused(message, cli_study.folder_of, out, options, overwrite=False, error=FileExistsError)
 
 
 def workers_of(process: subprocess.Popen) -> list[psutil.Process]:

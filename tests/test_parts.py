@@ -23,7 +23,7 @@ from fp8rl.distribution import LOG_STD, Categorical, Gaussian
 from fp8rl.env import TensorEnv
 from fp8rl.evaluate import Evaluator
 from fp8rl.precision import PRECISIONS, Rules
-from fp8rl.study import comparison
+from fp8rl.study import comparison, parallel
 from fp8rl.tasks.by_id import task_of
 from fp8rl.tasks.cartpole import CartPole
 from fp8rl.tasks.lqr import Lqr
@@ -395,9 +395,9 @@ def test_an_evaluation_that_is_not_finite_is_a_failure():
 
 
 def test_a_seed_that_diverges_is_recorded():
-    history = comparison.run(Config(learning_rate=1e30, **SHORT))
+    history = parallel.run(Config(learning_rate=1e30, **SHORT))
     assert "lower learning_rate" in history.failure and history.final_return == -math.inf
-    fine = comparison.run(Config(**SHORT))
+    fine = parallel.run(Config(**SHORT))
     results = [
         comparison.summarize(small(seed=seed), h)
         for seed, h in enumerate([history, fine, fine, fine, fine])

@@ -1,10 +1,12 @@
 """`python -m fp8rl study`: trains every precision on the same seeds and compares them."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +16,12 @@ from matplotlib.figure import Figure
 from ..config import Config
 from ..disk.run_folder import Folder, read_mark, require_free
 from ..env import Cart
+from ..hardware import cores
 from ..history import History
 from ..requirements import shared
 from ..study import comparison as study
-from ..study import figures, throughput
+from ..study import figures, parallel, throughput
+from ..study.dask_cluster import Cluster, dask_cluster
 from ..tasks.by_id import task_of
 
 
@@ -47,6 +51,8 @@ def compare(
     sweep: tyro.conf.OmitArgPrefixes[Sweep] = Sweep(),  # noqa: B008
     one_by_one: bool = False,
     overwrite: bool = False,
+    scheduler: str | None = None,
+    workers: int | None = None,
 ) -> None:
     """Train every precision on the same seeds, many agents as one batch on every core, and write
     results.csv, table.md and curves.png. Any number of Config may have several values
@@ -58,7 +64,16 @@ def compare(
         sweep: numbers of the config.
         one_by_one: train every agent alone, which takes much longer.
         overwrite: replace a study that the folder holds.
+        scheduler: address of a Dask scheduler, such as tcp://192.168.0.2:8786, whose workers train
+            the agents, on this machine or on others. Start each with one thread, as in
+            dask worker ADDRESS --nthreads 1 (docs/several_machines.md). Needs the package
+            distributed.
+        workers: how many workers the agents are split over. By default one a core of this machine
+            or, with a scheduler, as many as its cluster has when the study begins. The last bits of
+            the numbers depend on the split, so a study that continues keeps its own.
     """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}: use 1 or more")
     if comparison.threshold is None:
         comparison = dataclasses.replace(
             comparison, threshold=study.threshold_of(comparison.env_id)
@@ -84,18 +99,26 @@ def compare(
         other = last_arm[in_numbers(configs[0])]
         if other != arm:
             raise ValueError(f"{arm} is {other}: give each value once")
-    each = study.run if one_by_one else None
+    each = parallel.run if one_by_one else None
     if not one_by_one and (shapes := len(set(map(shared, arm_of)))) > 1:
         print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
-    study.require(list(arm_of), each)  # what cannot be is refused before anything is written
-    # As they are read back
-    options = json.loads(json.dumps(dataclasses.asdict(comparison) | numbers))
-    with folder_of(out, options, overwrite) as folder:
+    with contextlib.ExitStack() as stack:
+        cluster = None if scheduler is None else stack.enter_context(dask_cluster(scheduler))
+        if not overwrite:
+            workers = workers or workers_of(out)
+        workers = workers or (cluster.threads if cluster else cores())
+        # What cannot be is refused before anything is written
+        require(list(arm_of), each, workers, cluster)
+        options = dataclasses.asdict(comparison) | numbers | {"workers": workers}
+        options = json.loads(json.dumps(options))  # as they are read back
+        folder = stack.enter_context(folder_of(out, options, overwrite))
         journal = study.Journal(out / "runs.jsonl")
         done = {config for config, arm in arm_of.items() if (arm, config) in journal.histories}
-        for config, history in study.run_all(
-            list(arm_of), run=each, done=done, threshold=comparison.threshold
-        ):
+        finished = parallel.run_all(
+            list(arm_of), cluster, workers, run=each, done=done, threshold=comparison.threshold
+        )
+        # Closed before the cluster is, whatever happens here
+        for config, history in stack.enter_context(contextlib.closing(finished)):
             with folder.writing():
                 journal.add(arm_of[config], config, history)
             if history.failure:
@@ -103,7 +126,20 @@ def compare(
                     f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}",
                     file=sys.stderr,
                 )
-        write_study(folder, journal.histories, arms, comparison)
+        write_study(folder, journal.histories, arms, comparison, cluster)
+
+
+def require(
+    configs: list[Config], each: Callable | None, workers: int, cluster: Cluster | None
+) -> None:
+    """Raises what forbids a study of these configs on this machine, or on a cluster's."""
+    if cluster is None:
+        parallel.require(configs, each, workers)
+        return
+    for warning in cluster.warnings:
+        print(f"fp8rl: warning: {warning}", file=sys.stderr)
+    busiest = max(cluster.threads_by_host.values())
+    cluster.submit(parallel.require, configs, each, workers, busiest).result()
 
 
 def in_numbers(config: Config) -> Config:
@@ -129,7 +165,8 @@ def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
         require_free(out, "study", overwrite)
         return Folder.create(out, "study", options, overwrite)
     folder = Folder.reopen(out, "study")
-    if read_mark(out).get("options") != options:
+    # An older study has no number of workers, and goes on with any
+    if {"workers": options["workers"]} | read_mark(out)["options"] != options:
         folder.close()
         raise FileExistsError(
             f"out is {out}, which holds another study: use a new folder, "
@@ -138,14 +175,21 @@ def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
     return folder
 
 
+def workers_of(out: Path) -> int | None:
+    """How many workers the study in a folder is split over, or None."""
+    found = read_mark(out).get("options", {}).get("workers")
+    return found if type(found) is int and found > 0 else None
+
+
 def write_study(
     folder: Folder,
     histories: dict[tuple[str, Config], History],
     arms: dict[str, list[Config]],
     comparison: study.Comparison,
+    cluster: Cluster | None,
 ) -> None:
     """Writes results.csv, table.md and curves.png, with curves of all arms but the controls, and
-    prints the table."""
+    prints the table. The table names the processors of the cluster that trained the agents."""
     threshold = comparison.threshold
     runs = {arm: [histories[arm, config] for config in configs] for arm, configs in arms.items()}
     results = [
@@ -155,6 +199,8 @@ def write_study(
     ]
     text = study.table(results, list(arms), threshold, comparison.margin)
     text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {throughput.origin()}.\n"
+    if cluster:
+        text += f"\nTrained by Dask workers on {'; '.join(cluster.processors)}.\n"
     folder.write("results.csv", study.results_csv(results))
     folder.write("table.md", text)
     shown = {arm: each for arm, each in runs.items() if not arm.startswith("control")}

@@ -1,9 +1,7 @@
-"""Studies: many configs over the machine's cores, and the table that compares them.
+"""Studies: which configs are compared, the journal of those that have finished, and the table.
 
-Configs train together as populations (population/population.py), one on each core, in
-single-threaded processes that exchange nothing. Those that cannot be in a population train alone.
-What has finished is written down at once (`Journal`), so that a study that was stopped goes on with
-the rest."""
+`parallel.py` trains the configs. Each that finishes is written down at once (`Journal`), so that a
+study that was stopped goes on with the rest."""
 
 import contextlib
 import csv
@@ -11,37 +9,23 @@ import dataclasses
 import io
 import json
 import math
-import multiprocessing
-import os
-import signal
-import threading
-import warnings
-from collections.abc import Callable, Container, Iterator
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from pathlib import Path
 
 import gymnasium
 import numpy as np
-import torch
-from tqdm.auto import tqdm
 
-from ..build import build, build_population
 from ..config import Config
 from ..disk.restore import REQUIRED_COLUMNS, check_history
 from ..disk.safe_files import opened, parsed
-from ..hardware import cores, keep_freed_memory
 from ..history import History
 from ..precision import Precision
-from ..requirements import batches, obstacle, require_one_population
 from ..tasks.by_id import task_of
-from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts, interface_of
-from ..train import iterate, train
+from ..tasks.gymnasium_env import interface_of
 from .statistics import bootstrap_interval, iqm
 
 THRESHOLD = float(gymnasium.spec("fp8rl/CustomEnv-v0").reward_threshold)  # the cart's
 MARGIN = 2.0
 FEWEST = 5  # seeds, for an interval and a verdict
-AGENTS = 64  # in a population, at most: with more, results come later and take more memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,199 +113,6 @@ def threshold_of(env_id: str | None) -> float:
             f"threshold is None, and {env_id} has none itself: name it, as in --threshold 100"
         )
     return float(found)
-
-
-def run(config: Config) -> History:
-    """Trains one config alone, without a progress bar. A run that fails ends with minus infinity,
-    and its history tells why."""
-    made = build(config)
-    try:
-        train(made, progress=False)
-    except (ValueError, FloatingPointError, EnvironmentFailed) as error:
-        made.history.failure = str(error)
-        made.history.add(
-            {
-                "iteration": 0.0,
-                "steps": 0.0,
-                "seconds": 0.0,
-                **made.history.last,
-                "eval_return": -math.inf,
-            }
-        )
-    return made.history
-
-
-def run_all(
-    configs: list[Config],
-    workers: int | None = None,
-    progress: bool = True,
-    run: Callable[[Config], History] | None = None,
-    done: Container[Config] = (),
-    threshold: float = THRESHOLD,
-) -> Iterator[tuple[Config, History]]:
-    """Trains configs in parallel processes of one thread each, yielding each with its history as
-    they finish (in any order).
-
-    `workers`: processes at a time; None is one a core. `run`: what a process does with each config
-    alone; None trains them together, as populations, where that can be. `done`: configs that need
-    not be trained any more. The others train in the populations that they would have been in
-    without it, so that a study that goes on gives the same numbers bit for bit. `threshold`: the
-    bar counts agents that have reached this return.
-
-    Raises what a run raises, and ChildProcessError if a process died. No worker outlives this
-    process or the last result."""
-    for reason in {} if run else dict.fromkeys(filter(None, map(obstacle, configs))):
-        warnings.warn(reason.replace("train it alone", "trained alone"), stacklevel=2)
-    # Forked from a server that has only imported torch, which ends with this process: a fork of a
-    # process that has used torch's threads can hang.
-    context, others = (
-        multiprocessing.get_context("forkserver"),
-        set(multiprocessing.active_children()),
-    )
-    context.set_forkserver_preload(["torch"])
-    tasks = tasks_of(configs, workers or cores(), run)
-    tasks = [(each, task) for each, task in tasks if any(config not in done for config in task)]
-    if not tasks:
-        return
-    numbers = context.RawArray("d", 2 * len(tasks))
-    pool = ProcessPoolExecutor(
-        min(workers or cores(), len(tasks)), context, _begin_worker, (numbers,)
-    )
-    agents = [config for _, task in tasks for config in task]
-    total = sum(config.iterations * config.steps_per_iteration for config in agents)
-    try:
-        with children_ignore_interrupts():
-            futures = {
-                pool.submit(_work, each, task, 2 * i, threshold): task
-                for i, (each, task) in enumerate(tasks)
-            }
-        waiting = set(futures)
-        with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
-            while waiting:
-                with held_signals():
-                    ended, waiting = wait(waiting, 0.5, FIRST_COMPLETED)
-                    found = [(futures[future], future.result()) for future in ended]
-                bar.set_postfix_str(
-                    f"{len(agents)} agents, {sum(numbers[1::2]):.0f} at {threshold:g}",
-                    refresh=False,
-                )
-                bar.update(sum(numbers[::2]) - bar.n)
-                for task, histories in found:
-                    for config, history in zip(task, histories, strict=True):
-                        if config not in done:
-                            yield config, history
-    except BrokenExecutor as error:
-        raise ChildProcessError(
-            "a process of the study died (killed, or out of memory): run the command again"
-        ) from error
-    except BaseException:
-        for child in set(multiprocessing.active_children()) - others:
-            child.kill()  # or closing would wait for runs that nobody wants any more
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def held_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM wait for its end. What they raise inside a wait can leave the lock of a
-    future held, and the thread that ends the pool would wait for it for ever."""
-    held, main = [], threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
-    before = {
-        number: signal.signal(number, lambda number, _: held.append(number)) for number in numbers
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-        for number in held:
-            signal.raise_signal(number)
-
-
-def require(configs: list[Config], run: Callable | None = None) -> None:
-    """Raises, before any begins, what `run_all` raises of configs that cannot be trained."""
-    tasks = tasks_of(configs, cores(), run)
-    populations = [task for each, task in tasks if each is None]
-    for task in populations:
-        require_one_population(task, "cpu", min(cores(), len(populations)))
-    for config in dict.fromkeys(
-        dataclasses.replace(config, seed=0) for each, (config, *_) in tasks if each
-    ):
-        build(config).close()
-
-
-def tasks_of(
-    configs: list[Config], workers: int, each: Callable | None
-) -> list[tuple[Callable | None, list[Config]]]:
-    """What the processes do: single runs with `each`, or populations (None). These are split over
-    the workers, so that all finish together. Of populations that take equally long, as many as give
-    every worker the same number stay whole, because two halves take longer than a whole."""
-    single = configs if each else [config for config in configs if obstacle(config)]
-    dealt = (
-        []
-        if each
-        else batches([config for config in configs if not obstacle(config)], AGENTS * workers)
-    )
-    alike: dict[tuple, list[list[Config]]] = {}
-    for batch in dealt:
-        length = batch[0].iterations, batch[0].steps_per_iteration, batch[0].updates
-        alike.setdefault((len(batch), *length), []).append(batch)
-    whole = [
-        b
-        for (size, *_), like in alike.items()
-        if size <= AGENTS
-        for b in like[: len(like) // workers * workers]
-    ]
-    split = [
-        batch[i::workers]
-        for batch in dealt
-        if batch not in whole
-        for i in range(min(workers, len(batch)))
-    ]
-    return [(None, batch) for batch in whole + split] + [
-        (each or run, [config]) for config in single
-    ]
-
-
-def _work(
-    each: Callable | None, configs: list[Config], place: int, threshold: float
-) -> list[History]:
-    """A process's task. It counts environment steps and agents that have reached the threshold in
-    `_numbers`, from `place` on."""
-    if each is None:
-        population, reached = build_population(configs), set()
-        for _ in iterate(population):
-            reached |= set(
-                np.flatnonzero(population.history.columns["eval_return"][-1] >= threshold)
-            )
-            _numbers[place : place + 2] = (
-                population.history.last["steps"] * len(configs),
-                len(reached),
-            )
-        return population.histories(configs)
-    (config,) = configs
-    history = each(config)
-    reached = isinstance(history, History) and history.first_step_at(threshold) > 0
-    _numbers[place : place + 2] = config.iterations * config.steps_per_iteration, reached
-    return [history]
-
-
-def _begin_worker(numbers) -> None:
-    global _numbers
-    _numbers = numbers  # shared memory goes only to a process that begins
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    # Its own has a semaphore of the system, which a worker that is killed would leave there
-    tqdm.set_lock(threading.RLock())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its children
-
-    def follow_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=follow_parent, daemon=True).start()
 
 
 class Journal:

@@ -1,0 +1,181 @@
+"""A study on a Dask cluster: two worker processes on this machine, some of which are killed."""
+
+import csv
+import functools
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers import SIZED, refusal, refused, run_cli, small
+
+from fp8rl.study import dask_cluster, parallel, throughput
+
+distributed = pytest.importorskip("distributed")
+
+STUDY = ["study", "--precisions", "fp32", "fp8", "--seeds", 2, "--eval-episodes", 2, *SIZED]
+STUDY += ["--steps", 512, 10_240]  # two batches end long before the other two
+
+
+@pytest.fixture(scope="module")
+def workers():
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True}
+    with distributed.LocalCluster(**options, dashboard_address=":0", silence_logs=50) as workers:
+        yield workers
+
+
+def kill_one_at_work(workers, ready) -> None:
+    """Kills a worker process that has a batch, as soon as `ready` says so."""
+    while not ready():
+        time.sleep(0.01)
+    for nanny in workers.workers.values():
+        state = workers.scheduler.workers.get(nanny.worker_address)
+        if state and state.processing:
+            os.kill(nanny.pid, signal.SIGKILL)
+            return
+    raise RuntimeError("no worker has a batch")
+
+
+def killing(workers, ready) -> threading.Thread:
+    thread = threading.Thread(target=kill_one_at_work, args=(workers, ready))
+    thread.start()
+    return thread
+
+
+def results(folder: Path) -> list[dict[str, str]]:
+    """The rows of results.csv without the columns of seconds."""
+    with (folder / "results.csv").open() as file:
+        return [
+            {name: text for name, text in row.items() if "seconds" not in name}
+            for row in csv.DictReader(file)
+        ]
+
+
+def test_a_study_loses_a_worker_and_has_the_results_of_one_machine(
+    workers, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(throughput, "own_fingerprint", lambda: "of a test")  # which takes seconds
+    run_cli(*STUDY, "--workers", 2, "--out", tmp_path / "here")
+    journal = tmp_path / "there" / "runs.jsonl"
+    thread = killing(workers, lambda: journal.exists() and journal.read_text().count("\n") >= 2)
+    run_cli(*STUDY, "--scheduler", workers.scheduler_address, "--out", tmp_path / "there")
+    thread.join()
+    assert workers.scheduler.task_prefixes["call_if_same"].suspicious >= 1
+    assert results(tmp_path / "there") == results(tmp_path / "here")
+    assert "Trained by Dask workers on " in (tmp_path / "there" / "table.md").read_text()
+    assert "8 agents, " in capsys.readouterr().err
+
+
+def noted(path: Path, config):
+    """Trains a config, and writes its seed down before."""
+    with path.open("a") as file:
+        file.write(f"{config.seed}\n")
+    return parallel.run(config)
+
+
+def test_a_killed_worker_costs_the_batch_it_had_and_no_earlier_one(workers, tmp_path):
+    path, finished = tmp_path / "begun", []
+    configs = [small(seed=seed, steps=4_096, eval_every=0, eval_episodes=1) for seed in range(6)]
+    thread = killing(workers, lambda: len(finished) >= 4)
+    with dask_cluster.dask_cluster(workers.scheduler_address) as cluster:
+        run = functools.partial(noted, path)
+        for config, _ in parallel.run_all(configs, cluster, cluster.threads, False, run):
+            finished.append(config.seed)
+    thread.join()
+    begun = Counter(map(int, path.read_text().split()))
+    assert sorted(finished) == sorted(begun) == list(range(6))
+    # The fourth may have been on its way
+    assert begun.total() <= 8 and all(begun[seed] == 1 for seed in finished[:3])
+
+
+def test_a_worker_of_another_version_is_refused_also_if_it_joins_later(
+    workers, monkeypatch, capsys, tmp_path
+):
+    with dask_cluster.dask_cluster(workers.scheduler_address) as cluster:
+        assert cluster.submit(pow, 2, 3).result() == 8
+        cluster._versions = cluster._versions | {"torch": "0.1"}
+        with pytest.raises(
+            ValueError, match=r"the Dask worker on .* has torch .*, and this study 0\.1: "
+        ):
+            cluster.submit(pow, 2, 3).result()
+    monkeypatch.setattr(dask_cluster, "hash_of_code", lambda: "of a test")
+    dask_cluster.own_kind.cache_clear()
+    try:
+        said = refusal(
+            capsys, *STUDY[:-1], "--scheduler", workers.scheduler_address, "--out", tmp_path / "a"
+        )
+    finally:
+        dask_cluster.own_kind.cache_clear()
+    assert "has fp8rl, by a hash of its code, " in said and "and this study of a test: " in said
+    assert not list(tmp_path.iterdir())
+
+
+class FakeClient:
+    """Stands for a client of workers with these threads and processors, on two machines."""
+
+    def __init__(self, threads, processors):
+        addresses = [f"tcp://10.0.0.{k % 2}:{k}" for k in range(len(threads))]
+        self.workers = {
+            address: {"host": address[6:14], "nthreads": n}
+            for address, n in zip(addresses, threads, strict=True)
+        }
+        kind = dask_cluster.own_kind()
+        self.kinds = {
+            address: kind._replace(processor=name)
+            for address, name in zip(addresses, processors, strict=True)
+        }
+
+    def get_executor(self, pure):
+        assert pure is False
+
+    def scheduler_info(self, n_workers):
+        return {"workers": self.workers}
+
+    def run_on_scheduler(self, function):
+        return dask_cluster.own_kind()
+
+    def run(self, function):
+        if not self.kinds:
+            raise Exception("ModuleNotFoundError(\"No module named 'fp8rl'\")")
+        return self.kinds
+
+
+def test_threads_and_kinds_of_processors_are_told():
+    cluster = dask_cluster.Cluster(FakeClient([1, 1, 1], ["A", "A", "A"]))
+    assert cluster.threads == 3 and cluster.threads_by_host.most_common(1) == [("10.0.0.0", 2)]
+    assert cluster.processors == ["A"] and not cluster.warnings
+    threads, kinds = dask_cluster.Cluster(FakeClient([1, 4], ["B", "A"])).warnings
+    assert threads == (
+        "the Dask worker tcp://10.0.0.1:1 has 4 threads, which wait for each other: "
+        "start it with --nthreads 1"
+    )
+    assert kinds.startswith("the Dask workers have several kinds of processor (A; B): ")
+    refused(
+        "the Dask scheduler or a worker cannot tell its version",
+        dask_cluster.Cluster,
+        FakeClient([], []),
+    )
+
+
+def test_an_address_where_no_scheduler_answers_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(dask_cluster, "PATIENCE", 1)
+    with socket.socket() as unused:  # bound, but nobody listens
+        unused.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        words = [*STUDY[:-1], "--out", tmp_path / "a", "--scheduler"]
+        said = refusal(capsys, *words, address)
+    assert said.startswith(f"scheduler is {address}, where none answers (")
+    assert said.endswith("): start it with dask scheduler")
+    for address in ("127.0.0.1:8786", "http://127.0.0.1:8786", "tcp://127.0.0.1"):
+        said = refusal(capsys, *words, address)
+        assert said.startswith(f"scheduler is {address!r}: use an address such as tcp://")
+    with distributed.LocalCluster(
+        n_workers=0, processes=False, dashboard_address=":0", host="127.0.0.1", protocol="tcp"
+    ) as empty:
+        said = refusal(capsys, *words, empty.scheduler_address)
+        assert "which has no worker: start some with dask worker tcp://127.0.0.1:" in said
+    assert not list(tmp_path.iterdir())
