@@ -1,8 +1,8 @@
 """Config: what a run learns.
 
 Types and ranges are checked when a Config is made, whether from Python, JSON or the command line.
-Names of precisions, codecs and formats are checked when a run is built. Where and how fast a run
-computes is not in here, but in the Machine of build.py.
+Names of precisions, codecs and formats are checked when a run is built. Where a run computes, and
+how fast, is set by a Machine (machine.py).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import numpy as np
 
 ENCODERS = ("mlp", "gru")
 CLIPS_BY = ("actor", "learner")
-# Fields that configs in older files lack, with what such a run did.
+# Fields that older config files lack, with the value that such a run used.
 EARLIER = {"clip_by": "actor"}
 SIZES = "steps num_envs rollout_length capacity slice_length batch_size"
 COUNTS = "replay_updates eval_every halved_after"
@@ -40,8 +40,8 @@ RANGES = (
     ("fresh_updates", lambda x: x in (0, 1), "use 0 or 1"),
 )
 
-# Fields that keep weights, moments and replayed observations in one byte a number, and multiply in
-# FP8.
+# Fields that keep weights, Adam's moments and replayed observations in one byte per number, and
+# multiply in FP8.
 EIGHT_BIT = {
     "precision": "fp8",
     "codec": "fp8",
@@ -51,88 +51,95 @@ EIGHT_BIT = {
 
 @dataclass(frozen=True)
 class Config:
-    """All that decides what a run learns.
+    """The settings of a run: everything that decides what it learns.
 
-    The same Config gives the same numbers on the same machine: bit for bit on a CPU with the same
-    number of torch threads. Raises ValueError for a field out of range, with the field's name and
-    what to use instead.
+    The same Config gives the same numbers on the same machine. On a CPU with the same number of
+    torch threads they are the same bit for bit. Raises ValueError for a field out of range, with
+    the field's name and what to use instead.
     """
 
-    # Precision of the learner's matmuls: fp32, tf32, bf16, fp16, fp8 or fp8+bf16.
+    # Precision of the learner's matrix products: fp32, tf32, bf16, fp16, fp8 or fp8+bf16.
     precision: str = "fp32"
-    # Precision of the acting policy's matmuls; None is the learner's.
+    # Precision of the matrix products of the policy that acts. None: the learner's precision.
     collect_precision: str | None = None
-    # Places that are kept in fewer bits (bits/places.py), as in "v=e5m2 weights=e4m3:stochastic".
+    # Tensors to keep in few bits, as pairs PLACE=FORMAT. For example, "v=e5m2
+    # weights=e4m3:stochastic" keeps Adam's second moment in e5m2, and the weights in e4m3 with
+    # stochastic rounding. All places are listed in fp8rl/bits/places.py.
     formats: str = ""
-    seed: int = 0  # Seed for weights, starts, actions and replay.
+    seed: int = 0  # Seed of the initial weights, start states, actions and replay.
     steps: int = 100_000  # Environment steps to train for, rounded down to whole iterations.
 
-    # A Gymnasium environment (CartPole-v1) with flat Box or Discrete observations, and Discrete or
-    # flat, bounded Box actions. None: the cart.
+    # A Gymnasium environment, such as CartPole-v1. Observations must be a flat Box or Discrete,
+    # actions Discrete or a flat, bounded Box. None: the built-in cart.
     env_id: str | None = None
     num_envs: int = 16  # Number of environments stepped together, N.
-    # Training episodes start within this distance of 0, evaluation episodes within 0.05. This
-    # option and the next two exist only for the built-in cart.
+    # Training episodes start with position and velocity within this distance of 0, evaluation
+    # episodes within 0.05. This option and the next two exist only for the built-in cart.
     start_noise: float = 0.5
-    extra_features: int = 0  # Noise channels appended to the observation.
+    extra_features: int = 0  # Number of noise channels appended to the observation.
     # Leave the velocity out of the observation, so that the policy needs memory.
     hide_velocity: bool = False
-    # mlp, or gru, which has memory (recurrent.py). Its replayed slices start from a zero state.
+    # Kind of network: mlp, or gru, a recurrent network (recurrent.py). On replayed slices the GRU
+    # starts from a zero state.
     encoder: str = "mlp"
-    # Standardize each feature by its running mean and deviation (normalization.py). None: where
-    # Gymnasium steps the only form of the environment; the features of the package's own tasks are
-    # of order 1 as they are.
+    # Standardize each feature of the observation by its running mean and standard deviation
+    # (normalization.py). None: only in Gymnasium environments that this package does not implement
+    # itself; the features of its own tasks are of order 1 already.
     normalize_obs: bool | None = None
     hidden_size: int = 64  # Units in each layer of the network.
-    # Layers between the observation and the heads; of a gru the last one is the GRU.
+    # Layers between the observation and the heads. With encoder gru, the last one is the GRU.
     layers: int = 2
     rollout_length: int = 128  # Steps collected from each environment per iteration, T.
-    # Transitions in the replay ring (rows times environments), of about ten rollouts: from much
-    # older ones it learns more slowly.
+    # Transitions in the replay ring (rows times environments). The default holds about ten
+    # rollouts; with much older transitions, the agent learns more slowly.
     capacity: int = 20_000
     # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (observation_codec.py).
     codec: str = "fp32"
     slice_length: int = 128  # Consecutive steps in a replayed slice; 1 replays single transitions.
     batch_size: int = 1_024  # Transitions in a replayed batch, a multiple of slice_length.
     fresh_updates: int = 1  # Updates on each new rollout: 1, or 0 to learn from replay only.
-    # Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless a Machine
-    # stores it in a folder.
+    # Updates on replayed slices per iteration, K. With 0 the ring stays empty, unless it is stored
+    # in a folder (the option memmap).
     replay_updates: int = 16
 
-    # Discount per step; 0.99 looks about 100 steps ahead. None: 1 - 4 / time limit, from 0.98 to
-    # 0.995.
+    # Discount per step; 0.99 looks about 100 steps ahead. None: derived from the environment's
+    # time limit as 1 - 4 / limit, but at least 0.98 and at most 0.995.
     gamma: float | None = None
     # Lambda of V-trace: 0 bootstraps after one step, 1 only at the end of the slice or at a
     # truncation.
     lam: float = 0.98
-    # Weight replayed steps by importance ratios in V-trace. False is a common bug, kept to show it;
-    # it leaves the clip on.
+    # Weight replayed steps by importance ratios in V-trace. False is a common bug, which is kept so
+    # that its effect can be shown. The clip stays on either way.
     importance_correction: bool = True
-    # Bootstrap from the final state of a truncated episode. False is another common bug.
+    # Bootstrap from the value of the final observation when an episode is cut off by a time limit.
+    # False treats the time limit as a termination, which is another common bug.
     bootstrap_truncation: bool = True
     # Subtract the batch mean from the advantages and divide by their standard deviation.
     normalize_advantage: bool = True
-    # PPO's epsilon: a step stops counting once its ratio is above 1 + clip (positive advantage) or
-    # below 1 - clip (negative). None: no clip, all steps count.
+    # PPO's epsilon. A step no longer counts once its probability ratio is above 1 + clip (if its
+    # advantage is positive) or below 1 - clip (if its advantage is negative). None: no clip, all
+    # steps count.
     clip: float | None = 0.2
-    # What the clip's ratio divides by, where the acting policy has another precision or format: the
-    # probability of the action under the learner's policy when the action was taken ("learner";
-    # losses.py says why), or under the acting policy ("actor"). Where both policies are the same,
-    # this changes nothing.
+    # The policy in the denominator of the clip's ratio: the learner's policy when the action was
+    # taken (learner), or the policy that acted (actor). It matters only where the acting policy has
+    # another precision or format than the learner's; losses.py explains why.
     clip_by: str = "learner"
-    # Divide rewards by the root mean square of their discounted sums: targets are of order 1.
+    # Divide rewards by the root mean square of their discounted sums, so that the critic's targets
+    # are of order 1.
     scale_rewards: bool = True
     # Weight of the entropy bonus, which keeps the policy from becoming deterministic too early.
-    # None: 0.01 for discrete actions, 0 for continuous ones, whose deviation has a floor
-    # (distribution.py).
+    # None: 0.01 for discrete actions, and 0 for continuous actions, whose standard deviation has a
+    # lower bound (distribution.py).
     entropy_coef: float | None = None
     value_coef: float = 0.5  # Weight of the value loss.
-    # Adam's initial learning rate. None: 0.001 for 64 units, and in proportion to
-    # 1 / sqrt(hidden_size): 0.002 for 16 units, 0.0005 for 256.
+    # Adam's initial learning rate. None: it depends on the width, in proportion to one over the
+    # square root of hidden_size: 0.002 for 16 units, 0.001 for 64, 0.0005 for 256.
     learning_rate: float | None = None
-    # Multiply the learning rate by the share of training left, so that the last policy settles.
+    # Multiply the learning rate by the share of training that is left, so that the last policy
+    # settles.
     anneal: bool = True
-    # Also divide it by 1 + steps / halved_after: half after so many steps. 0 turns this off.
+    # Also divide the learning rate by 1 + steps / halved_after, which halves it after so many
+    # steps. With 0 this is off.
     halved_after: int = 0
     max_grad_norm: float = 0.5  # Gradients are clipped to this L2 norm.
 
@@ -150,7 +157,7 @@ class Config:
         self._check_combinations()
 
     def _check_combinations(self) -> None:
-        """Checks what one field demands of another."""
+        """Checks fields whose allowed values depend on other fields."""
         self._require("replay_updates", self.updates > 0, "use at least 1 without fresh_updates")
         divides = self.batch_size % self.slice_length == 0
         self._require("batch_size", divides, f"use a multiple of slice_length, {self.slice_length}")
@@ -163,7 +170,7 @@ class Config:
         self._require("capacity", self.capacity // self.num_envs >= rows, remedy)
         remedy = f"use at least one iteration, {self.steps_per_iteration} steps"
         self._require("steps", self.iterations >= 1, remedy)
-        remedy = "use at least 2 with gru, which is the last one"
+        remedy = "use at least 2 with encoder gru, the last one is the GRU"
         self._require("layers", self.encoder != "gru" or self.layers > 1, remedy)
         if self.env_id is not None:
             for name in ("extra_features", "hide_velocity", "start_noise"):
@@ -177,7 +184,7 @@ class Config:
     def _converted(self, name: str, kind: type):
         """A field's value as a plain Python type, for JSON and checkpoints.
 
-        Takes NumPy numbers too, and a float without a fraction, such as 1e4, for an int.
+        NumPy numbers are accepted too, and a float without a fraction (such as 1e4) for an int.
         """
         value = getattr(self, name)
         kinds = get_args(kind) or (kind,)  # both types of `float | None`
@@ -202,7 +209,7 @@ class Config:
     def of(cls, source: str | dict) -> "Config":
         """A Config from a dict of fields, or from the text that `to_json` wrote.
 
-        Missing fields have their defaults. Raises ValueError for a field that does not exist.
+        Missing fields get their defaults. Raises ValueError for a field that does not exist.
         """
         values = json.loads(source) if isinstance(source, str) else source
         if not isinstance(values, dict):
@@ -213,8 +220,11 @@ class Config:
 
     @classmethod
     def of_file(cls, values: dict) -> "Config":
-        """Like `of`, for what a file holds. Fields that an older file lacks have what its run did,
-        which may be another than today's default (EARLIER)."""
+        """Like `of`, for a config that was read from a file.
+
+        A field that an older file lacks gets the value that its run used, which may differ from
+        today's default (EARLIER).
+        """
         return cls.of({**EARLIER, **values} if isinstance(values, dict) else values)
 
     @property
@@ -237,7 +247,8 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Time steps in the replay ring: what `capacity` has room for, or what a run can fill."""
+        """Time steps in the replay ring: as many as `capacity` has room for, or as a run can fill
+        if these are fewer."""
         return min(self.capacity // self.num_envs, self.iterations * self.rollout_length + 1)
 
     @property
@@ -246,11 +257,11 @@ class Config:
         return 1e-3 * math.sqrt(64 / self.hidden_size)
 
     def settled(self, env) -> "Config":
-        """The config with a number in every field whose None leaves it to the width or to the task.
+        """The config with numbers in place of None, where the width or the task decides them.
 
-        These are `learning_rate` (by the width), `gamma` (by the time limit) and `entropy_coef` (by
-        the kind of actions). `env` is a TensorEnv, or has its attributes. The config itself keeps
-        None, so that `dataclasses.replace` with another width or task follows it.
+        The width decides `learning_rate`, the time limit decides `gamma`, and the kind of actions
+        decides `entropy_coef`. `env` is a TensorEnv, or an object with its attributes. This config
+        itself keeps None, so that a copy of it with another width or task gets other numbers.
         """
         derived = {
             "learning_rate": self.learning_rate_of_width,
@@ -272,7 +283,7 @@ class Config:
     def evaluates_at(self, iteration: int) -> bool:
         """Whether an evaluation follows an iteration.
 
-        It follows the last iteration, and each that crosses a multiple of `eval_every`.
+        It follows the last iteration, and each iteration that crosses a multiple of `eval_every`.
         """
         if iteration + 1 == self.iterations:
             return True
@@ -286,9 +297,9 @@ class Config:
     def published(cls, **changes) -> "Config":
         """The loop of the demo that this project started from.
 
-        It has one environment, uniform single transitions, no importance correction and no clip, no
-        entropy bonus, and treats time limits as terminations. It learns 64 transitions for each 128
-        that it collects.
+        It has one environment and replays single transitions, drawn uniformly. It has no importance
+        correction, no clip and no entropy bonus, and treats time limits as terminations. For each
+        128 transitions that it collects, it learns from 64.
         """
         loop = {
             "num_envs": 1,

@@ -1,4 +1,4 @@
-"""Machine: where and how fast a run computes. What it learns is in Config."""
+"""Machine: where a run computes, and how fast. What it learns is set by a Config (config.py)."""
 
 import dataclasses
 
@@ -7,32 +7,39 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where and how fast a run computes. A resumed run may change it, but not its Config.
+    """The settings of where a run computes, and how fast.
 
-    The parts of a run, learner, collector, replay ring and evaluator, may each be on a device of
-    their own. Only rollouts, slices and copies of the weights pass between them. (The scheme is
-    that of rlstructures: separate devices for learner, batcher and evaluation.)
+    A resumed run may have another Machine, but not another Config.
+
+    A run has four parts: the learner, the collector, the replay ring and the evaluator. Each part
+    may be on a device of its own. Only rollouts, slices and copies of the weights pass between
+    them. (This is the scheme of rlstructures, which has separate devices for the learner, the
+    batcher and the evaluation.)
     """
 
-    # Device of everything that has no device of its own: cpu, cuda or cuda:1.
+    # Device of all parts that the next three options do not place elsewhere: cpu, cuda or cuda:1.
     device: str = "cpu"
-    collect_device: str | None = None  # Device of the environments and the acting policy.
-    store_device: str | None = None  # Device of the replay ring; cpu keeps it in RAM.
-    # Device of evaluations, with a copy of the weights and environments of their own.
+    # Device of the environments and of the policy that acts. None: the same as device.
+    collect_device: str | None = None
+    # Device of the replay ring; cpu keeps the ring in RAM. None: the same as device.
+    store_device: str | None = None
+    # Device of the evaluations, which have a copy of the weights and their own environments. None:
+    # the same as device.
     evaluate_device: str | None = None
-    # Folder to store the replay ring in, instead of memory. If it already holds a ring of the same
-    # settings, that ring is continued.
+    # Folder to store the replay ring in, instead of memory. If the folder already holds a ring with
+    # the same settings, that ring is continued.
     memmap: str | None = None
-    # How copies of a Gymnasium environment are stepped: sync, one after the other; or async, each
-    # in its own process, for slow ones. None steps this package's own tensor form (tasks/), or sync
-    # if it has none.
+    # How Gymnasium steps the copies of an environment: sync, one after the other, or async, each in
+    # its own process, which pays off for slow environments. None: this package's own implementation
+    # of the environment (tasks/) where there is one, otherwise sync.
     vectorization: str | None = None
-    # Launch each iteration as one CUDA graph (gpu/cuda_graphs.py), where that is possible: with all
-    # parts on one GPU, in one process and in the package's own environments, without normalized
+    # Launch each iteration as one CUDA graph (gpu/cuda_graphs.py). That happens only with all parts
+    # on one GPU, in one process and in the package's own environments, without normalized
     # observations and formats.
     graph: bool = True
-    # Save calls and repeated forward passes (fast_forward.py, gpu/acting_kernel.py). Without it the
-    # agent computes as its own files say, which is the same but for rounding.
+    # Compute forward passes faster, with fewer calls and without repeating them (fast_forward.py,
+    # gpu/acting_kernel.py). Without it, the agent runs exactly the code of its plain files. The
+    # results are the same but for rounding.
     fast_forward: bool = True
 
     def __post_init__(self):

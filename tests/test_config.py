@@ -66,7 +66,7 @@ def test_fields_that_fit_only_together():
         replay_updates=0,
     )
     refused(
-        "layers is 1: use at least 2 with gru, which is the last one",
+        "layers is 1: use at least 2 with encoder gru, the last one is the GRU",
         Config,
         encoder="gru",
         layers=1,

@@ -31,14 +31,14 @@ from .fingerprint import fingerprint
 class Loop:
     """The loop without replay, with unlimited steps and the smallest ring that takes a rollout."""
 
-    num_envs: int = 4096  # Environments, of each agent.
+    num_envs: int = 4096  # Number of environments of each agent.
     rollout_length: int = 32  # Steps collected from each environment per iteration.
-    # None is the fastest on the machine among those that it does not emulate; of a population it is
-    # fp32.
+    # Precision of the matrix products. None: the fastest precision that the machine does not
+    # emulate, or fp32 with agents.
     precision: str | None = None
-    # Agents trained as one batch (population/population.py); None is a single run.
+    # Number of agents to train as one batch (population/population.py). None: a single run.
     agents: int | None = None
-    # Units in each layer of the network; each of several values is measured.
+    # Units in each layer of the network. With several values, each is measured.
     hidden_size: tuple[int, ...] = (64,)
     layers: int = 2  # Layers of the network.
 
