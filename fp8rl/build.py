@@ -1,14 +1,15 @@
 """Builds a run for a config and a machine: the only file that joins the folders.
 
-`build` makes a single run, `build_population` many agents as one batch. The agent's files know
-nothing of devices, processes, CUDA graphs or files. What these change is put in here:
+`build` makes a single run, and `build_population` makes many agents as one batch. The agent's files
+know nothing of several devices, processes, CUDA graphs or files. `build` passes them what these
+variants change:
 
-    a part on another device         Machine, and a copy of the network there
-    several processes (torchrun)     `all_reduce`, a share of the environments, and of each batch
-    CUDA graphs                      how an iteration is launched and read
-    a ring in files                  disk/mapped_ring.py
-    weights in few bits              the optimizer, and a context in which the network acts
-    faster forward passes            the network's class, collector's loop, learner's forward
+    a part on another device         a device of the Machine, and a copy of the network there
+    several processes (torchrun)     `all_reduce`, a share of the environments and of each batch
+    CUDA graphs                      an object that launches iterations and reads them
+    a ring in files                  a ring of disk/mapped_ring.py
+    weights in few bits              another optimizer, and a context in which the network acts
+    faster forward passes            another class of network, collector's loop, learner's forward
 """
 
 import contextlib
@@ -55,18 +56,20 @@ from .tasks.by_id import task_of
 from .tasks.gymnasium_env import GymEnv
 from .train import ADAM_EPS, Learner, Parts, Run, adam, forward_pass, make_cart
 
-FIRST_EVALUATION_SEED = 2**31  # of Gymnasium's environments, so that they differ from training's
+# First seed of Gymnasium's environments in evaluations, so that their starts differ from those of
+# training.
+FIRST_EVALUATION_SEED = 2**31
 
 
 def build(
     config: Config, machine: Machine = HERE, state: dict | None = None, kind: type[Run] = Run
 ) -> Run:
-    """A run of a config on a machine.
+    """Builds a run of a config on a machine.
 
-    It is new or, with a `state` from `checkpoint.resume`, resumed. `kind` is Run, or a subclass
-    with another schedule. Raises ValueError if the machine cannot do what the config asks for or
-    the state does not fit it, MemoryError if it does not fit into memory, and what MappedRing and
-    GymEnv raise.
+    The run is new or, with a `state` from `checkpoint.resume`, resumed. `kind` is Run, or a
+    subclass with another schedule of updates. Raises ValueError if the machine cannot do what the
+    config asks for, or if the state does not fit the config. Raises MemoryError if the run does not
+    fit into memory, and the errors of MappedRing and GymEnv.
     """
     rank, size = processes.rank_and_size()
     check(config, machine, size)
@@ -87,7 +90,8 @@ def build(
     model = make_network(config, env, networks[config.encoder, normalizes(config)])
     actor = model
     if (acting.name, acting.device) != (learning.name, learning.device):
-        actor = acting.prepare(copy.deepcopy(model))  # before `prepare` converts the learner's
+        # Copied before `prepare` converts the learner's network.
+        actor = acting.prepare(copy.deepcopy(model))
     model = learning.prepare(model)
 
     # The optimizer.
@@ -99,7 +103,7 @@ def build(
     else:
         optimizer = adam(model, settled.learning_rate, capturable=graph)
 
-    # How it acts, and where the forward passes of learning come from.
+    # How the policy acts, and where the forward passes of learning come from.
     loop = unroll
     forward = forward_pass
     if reuses_forward(config, machine, env.num_envs):
@@ -111,7 +115,8 @@ def build(
             loop = acting_loop(env, actor, functools.partial(as_population, precision=acting.name))
 
     collector = Collector(env, actor, acting, config.rollout_length, seed, loop, in_use)
-    model.add_observations(env.obs, all_reduce)  # the starts; a resumed run's state replaces them
+    # The first observations. In a resumed run, its state replaces these statistics.
+    model.add_observations(env.obs, all_reduce)
     reward_scale = RewardScale(env.num_envs, env.device)
     coefficients = LossCoefficients.of(settled)
     learner = Learner(coefficients, model, learning, optimizer, reward_scale, all_reduce, forward)
@@ -129,7 +134,8 @@ def build(
 
 
 def resume(run: Run, state: dict, new_episodes: bool) -> None:
-    """Restores a run's state, with `new_episodes` if its episodes cannot be continued."""
+    """Restores a run's state. With `new_episodes`, its episodes start anew, because the state of
+    Gymnasium's environments cannot be saved."""
     if not new_episodes:
         restore(run, state)
         return
@@ -157,9 +163,9 @@ def first_seed_of(config: Config, state: dict | None, rank: int) -> int:
 
 
 def env_maker(config: Config, machine: Machine, first_seed: int) -> Callable:
-    """What makes environments, called like `train.make_cart`.
+    """A function that makes environments, with the arguments of `train.make_cart`.
 
-    Environment i of Gymnasium starts from `first_seed` + i and draws its own random numbers.
+    Environment i of Gymnasium is seeded with `first_seed` + i and draws its own random numbers.
     """
     if not uses_gymnasium(config, machine):
         return make_task if config.env_id else make_cart
@@ -174,13 +180,16 @@ def env_maker(config: Config, machine: Machine, first_seed: int) -> Callable:
 def make_task(
     config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts"
 ) -> TensorEnv:
-    """The tensor form of a Gymnasium environment; it has starts of its own."""
+    """Makes the package's own tensor form of a Gymnasium environment.
+
+    `start_noise` is ignored, because the task has its own distribution of start states.
+    """
     task = task_of(config.env_id)
     return task(num_envs, device=device, seed=seed, purpose=purpose)
 
 
 def make_ring(config: Config, machine: Machine, env) -> ReplayBuffer:
-    """The replay ring of a config on a machine."""
+    """Makes the replay ring of a config on a machine, in memory or in a folder."""
     rows = ring_rows(config, machine)
     action_size = env.num_actions if env.distribution is Gaussian else 0
     proximal = clips_by_learner(config)
@@ -205,9 +214,9 @@ def require_ring(needed: int, device) -> None:
 def make_evaluator(
     config: Config, machine: Machine, model: ActorCritic, in_use=contextlib.nullcontext
 ) -> Evaluator:
-    """The evaluator, perhaps on a device of its own, in environments apart from training's."""
+    """Makes the evaluator, which has its own environments and perhaps its own device."""
     precision = Precision(config.precision, machine.on("evaluate"))
-    if machine.vectorization == "async":  # which would start a process for each episode
+    if machine.vectorization == "async":  # "async" would start a process for each episode
         machine = dataclasses.replace(machine, vectorization="sync")
     model_there = None
     if precision.device != machine.on("learn"):
@@ -217,12 +226,15 @@ def make_evaluator(
 
 
 def build_population(configs: list[Config], device="cpu", graph: bool = True) -> Population:
-    """Agents trained as one batch on a device, whose configs may differ in the fields of FREE.
+    """Builds agents that are trained as one batch on a device.
 
-    `graph`: on CUDA, launch each iteration as one graph. Agents are in the order of `configs`, in
-    histories and networks too; those of one precision and formats that follow each other are
-    computed together, which is faster. Raises ValueError for a config that cannot be in a
-    population, or for two that cannot be in the same one, and MemoryError if they do not fit.
+    The configs of the agents may differ in the fields of `requirements.FREE`. The agents are in the
+    order of `configs`, in histories and networks too. Agents that follow each other and have the
+    same precision and formats are computed together, which is faster. With `graph`, each iteration
+    is launched as one CUDA graph, on CUDA.
+
+    Raises ValueError for a config that cannot be in a population, or for two that cannot be in the
+    same one, and MemoryError if the agents do not fit into memory.
     """
     require_one_population(configs, device)
     hardware.load_kernels(device)

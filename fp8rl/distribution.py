@@ -1,51 +1,58 @@
-"""Distributions of actions: softmax over a few of them, or Gaussians for continuous ones.
+"""Distributions of actions: a softmax over discrete actions, or Gaussians for continuous ones.
 
 A network's outputs are logits [..., A], or means and logarithms of standard deviations [..., 2 A].
-Actions are sampled from them and independent noise: argmax(logits + Gumbel noise) is a sample from
-softmax(logits) (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), and mean + deviation *
-Gaussian noise is one from the Gaussian. Continuous actions are scaled: [-1, 1] spans the
-environment's bounds. A sample may lie outside: the environment clips it, but its log-probability is
-that of the sample.
+Actions are computed from these outputs and independent noise: argmax(logits + Gumbel noise) is a
+sample from softmax(logits) (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), and mean +
+deviation * Gaussian noise is a sample from the Gaussian.
 
-All is float32, under any autocast: small deviations would be 0 in float16 (Bjorck et al. 2021,
-arXiv:2102.13565)."""
+Continuous actions are scaled, so that [-1, 1] spans the environment's bounds. A sample may lie
+outside. The environment then clips the action, but the log-probability is that of the sample before
+it was clipped.
+
+Everything here is computed in float32, under any autocast. In float16, small deviations would be 0
+(Bjorck et al. 2021, arXiv:2102.13565)."""
 
 import math
 
 import torch
 
-# Bounds of the logarithm of a standard deviation. Noise only costs return where the best policy is
-# deterministic, as on a linear-quadratic task, so the deviation shrinks as long as it may. The
-# gradient by the mean is as large as 1 / deviation, and with tiny ones every update throws the
-# policy far: a deviation of 0.08, 4% of the range of actions, is a floor.
+# Bounds of the logarithm of a standard deviation. Where the best policy is deterministic, as on a
+# linear-quadratic task, noise only costs return, so learning shrinks the deviation as far as it
+# can. But the gradient with respect to the mean is as large as 1 / deviation, so with a tiny
+# deviation every update throws the policy far. Therefore the lower bound is a deviation of 0.08,
+# which is 4% of the range of actions.
 LOG_STD = -2.5, 2.0
 
 
 class Categorical:
     """Distribution of actions int64 [..., B] from logits float32 [..., B, A].
 
-    Some logits, not all, may be -inf: those of actions that are masked out. `log_policy` has the
-    log-probabilities of the actions, [..., B, A].
+    Logits of actions that are masked out may be -inf, but not all logits. `log_policy` has the
+    log-probabilities of all actions, [..., B, A].
     """
 
-    ENTROPY_COEF = 0.01  # of the loss, unless a config has one
+    ENTROPY_COEF = 0.01  # weight of the entropy bonus, unless the config sets one
 
     def __init__(self, logits: torch.Tensor):
-        # Actions first in memory, because torch's kernel over the last dimension works row by row.
+        # Actions come first in memory, because torch's kernel over the last dimension works row by
+        # row.
         self.log_policy = logits.movedim(-1, 0).contiguous().log_softmax(0).movedim(0, -1)
 
     @staticmethod
     def numbers(num_actions: int) -> int:
-        """How many random numbers a choice takes: one for each action, but of two actions only the
-        difference counts."""
+        """How many random numbers one choice takes.
+
+        It is one for each action. For two actions it is a single number, because only the
+        difference of their noise matters.
+        """
         return 1 if num_actions == 2 else num_actions
 
     @staticmethod
     def noise(numbers: torch.Tensor) -> torch.Tensor:
         """Noise from uniform numbers in (0, 1), float32 [..., `numbers(A)`].
 
-        It is Gumbel noise of that shape or, for two actions, logistic noise [...], which is the
-        difference of two Gumbel numbers.
+        For more than two actions it is Gumbel noise of the same shape. For two actions it is
+        logistic noise [...], which is distributed like the difference of two Gumbel numbers.
         """
         if numbers.shape[-1] == 1:
             return numbers.squeeze(-1).logit()
@@ -53,7 +60,7 @@ class Categorical:
 
     @staticmethod
     def sample(logits: torch.Tensor, noise: torch.Tensor | float = 0.0) -> torch.Tensor:
-        """Actions for given noise; without it the most likely ones."""
+        """Actions for given noise; without noise, the most likely actions."""
         if logits.shape[-1] == 2:
             first, second = logits.unbind(-1)
             return (second - first > noise).long()
@@ -65,7 +72,7 @@ class Categorical:
 
     def entropy(self) -> torch.Tensor:
         """Entropies [..., B] in nats."""
-        # An action with the logit -inf has probability 0 and adds nothing; 0 * -inf would be NaN
+        # An action with the logit -inf has probability 0 and adds nothing, but 0 * -inf is NaN.
         finite = self.log_policy.clamp(min=torch.finfo(self.log_policy.dtype).min)
         return -(self.log_policy.exp() * finite).sum(-1)
 
@@ -76,7 +83,8 @@ class Gaussian:
     Its parameters are means and logarithms of standard deviations, together [..., B, 2 A].
     """
 
-    # With a bonus the deviation grows beyond the range of actions, where it costs nothing more
+    # With an entropy bonus the deviation would grow beyond the range of actions, where a larger one
+    # costs nothing more.
     ENTROPY_COEF = 0.0
 
     def __init__(self, outputs: torch.Tensor):
@@ -84,11 +92,12 @@ class Gaussian:
 
     @staticmethod
     def outputs(mean: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., 2 A] from means [..., A] and a parameter `spread` [A].
+        """A network's outputs [..., 2 A] from means [..., A] and its parameter `spread` [A].
 
-        `spread` is a quarter of the logarithms: Adam moves it by about the sum of its learning
-        rates, by default 1.1 in a million steps, too little for a logarithm. The gradient passes
-        the clamp, or a deviation beyond a bound would stay there for good.
+        The logarithms of the standard deviations are 4 * `spread`. Adam moves a parameter by about
+        the sum of its learning rates, which is 1.1 in a million steps by default. That would be too
+        little for the logarithms themselves. The gradient passes through the clamp, because
+        otherwise a deviation beyond a bound would stay there for good.
         """
         log_std = 4 * spread
         bounded = log_std + (log_std.clamp(*LOG_STD) - log_std).detach()
@@ -119,5 +128,5 @@ class Gaussian:
 
 
 def distribution_of(action: torch.Tensor) -> type:
-    """The distribution that actions come from: continuous ones are floating-point numbers."""
+    """The distribution that actions come from: Gaussian if they are floating-point numbers."""
     return Gaussian if action.is_floating_point() else Categorical

@@ -7,12 +7,13 @@ left, 1 pushes right:
     reward = 1 - 0.1 |p|                             (of the new p)
     terminated when |p| > 2, truncated after 200 steps
 
-So |v| < 1.9 always, and the step that ends an episode ends at |p| < 4: these bound the
-observations. Returns from the origin: constant action 6.2, random actions 18.5, bang-bang control
-(push against p + 3 v) 199 of 200.
+So |v| is always below 1.9, and the step that ends an episode ends at |p| < 4. These two numbers
+bound the observations. Returns from the origin, of 200: constant action 6.2, random actions 18.5,
+bang-bang control (push against p + 3 v) 199.
 
-Two options change only what is observed. `hide_velocity` leaves the velocity out, so a policy needs
-memory. `extra_features=k` appends k channels of uniform noise in [-1, 1), drawn anew at every step.
+Two options change only what is observed. `hide_velocity` leaves the velocity out, so that a policy
+needs memory. `extra_features=k` appends k channels of uniform noise in [-1, 1), drawn anew at every
+step.
 
 Autoreset is Gymnasium's default, NEXT_STEP: the step after an end ignores its action and returns
 the first observation of the next episode with reward 0. So the final observation is never lost.
@@ -74,14 +75,14 @@ class TensorEnv(TensorState):
 
         bounds        lowest and highest value of each feature of an observation, two tuples of F
                       floats
-        max_steps     of an episode
+        max_steps     time limit of an episode
         state_size    numbers in a state
-        num_actions   how many actions; with `distribution` Gaussian, dimensions of an action in
+        num_actions   number of actions; with `distribution` Gaussian, dimensions of an action in
                       [-1, 1]
-        discount      of the returns that an evaluation reports, 1 unless the task has another
+        discount      discount of the returns that an evaluation reports, 1 by default
 
     An environment holds `state`, float32 [N, state_size], `obs`, float32 [N, F], and `done`, bool
-    [N]: the last step ended the episode, and the next one resets.
+    [N]. `done` is True where the last step ended the episode, so that the next step resets.
 
     Start states, and `channels` of noise, are drawn by `seed`, `purpose` and the number of earlier
     `draws`, as in rng.rows. Raises ValueError for `num_envs` below 1.
@@ -121,7 +122,10 @@ class TensorEnv(TensorState):
         return state
 
     def reset(self, start: torch.Tensor | None = None) -> torch.Tensor:
-        """Resets all environments to a row of `draw` (None draws one); returns `obs`."""
+        """Resets all environments, and returns the first observations (`obs`).
+
+        `start` is a row of `draw`; None draws one.
+        """
         if start is None:
             start = self.draw(1)[0]
         self._max_steps = _constant(self.max_steps, torch.int32)
@@ -149,11 +153,12 @@ class TensorEnv(TensorState):
     def step(self, action: torch.Tensor, start: torch.Tensor | None = None) -> tuple:
         """Steps all environments; where the last step ended an episode, resets instead.
 
-        `action`  [N], or [N, num_actions] if continuous (not checked: that would stall a GPU)
+        `action`  [N], or [N, num_actions] if continuous (not checked, because a check would stall
+                  a GPU)
         `start`   a row of `draw`; None draws one
 
-        Returns obs float32 [N, F], reward float32 [N], terminated and truncated bool [N]. A reset
-        has the first observation, reward 0 and False.
+        Returns obs float32 [N, F], reward float32 [N], terminated and truncated bool [N]. Where an
+        environment resets, these are the first observation, reward 0, False and False.
         """
         if start is None:
             start = self.draw(1)[0]
@@ -177,8 +182,8 @@ class TensorEnv(TensorState):
         return torch.cat((obs, start[:, self.state_size :]), dim=-1)
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        # A task's `start` may give a tensor in which one number stands for all, and which cannot be
-        # written to.
+        # A task's `start` may return an expanded tensor, which has one number in memory for many
+        # entries and cannot be written to.
         for name in self.NAMES:
             setattr(self, name, torch.empty_like(getattr(self, name)))
         super().load_state_dict(state)

@@ -1,7 +1,7 @@
 """Evaluation: one episode in each of many environments, with greedy or sampled actions.
 
-A return is the sum of an episode's rewards, at most 200 for the cart; undiscounted, unless the task
-is defined with a discount.
+A return is the sum of an episode's rewards, which is at most 200 for the cart. It is undiscounted,
+unless the task is defined with a discount.
 """
 
 import contextlib
@@ -16,12 +16,13 @@ from torch import nn
 from .precision import Precision
 from .rollout import action_noise, inference
 
-BLOCK = 16  # steps between two looks at whether all episodes have ended, which wait for a GPU
+# Steps between two checks of whether all episodes have ended. Each check waits for a GPU.
+BLOCK = 16
 START_NOISE = 0.05  # evaluation episodes of the cart start within this distance of 0
 
 
 def play(policy: Callable, env) -> np.ndarray:
-    """Returns float32 [N] of one episode in each of N newly created environments.
+    """Plays one episode in each of N newly created environments; gives their returns, float32 [N].
 
     The policy maps observations float32 [N, F], in inference mode, to actions as in a Rollout.
     """
@@ -43,10 +44,10 @@ def play(policy: Callable, env) -> np.ndarray:
 def policy_of(
     model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0
 ) -> Callable:
-    """A network as the policy of one episode in each environment, called once a step.
+    """A network as the policy of one episode in each environment, to be called once a step.
 
-    It maps observations float32 [N, F] to actions, greedy or sampled from `seed`. `precision` is
-    fp32 on the CPU if it is None.
+    The policy maps observations float32 [N, F] to actions, which are greedy, or sampled with the
+    random numbers of `seed`. A `precision` of None is fp32 on the CPU.
     """
     precision = precision or Precision("fp32")
     state = None
@@ -67,16 +68,19 @@ def policy_of(
 def evaluate(
     model, env, precision: Precision | None = None, greedy: bool = True, seed: int = 0
 ) -> np.ndarray:
-    """Returns float32 [N] of a network's policy, as `play`. Arguments as in `policy_of`."""
+    """Plays one episode in each of N newly created environments with a network's policy.
+
+    Gives the returns, float32 [N]. The arguments are those of `policy_of`.
+    """
     return play(policy_of(model, env, precision, greedy, seed), env)
 
 
 class Evaluator:
-    """Greedy episodes from the same starts every time.
+    """Evaluates a network with greedy episodes, which start from the same states every time.
 
-    `make_env`  makes environments, as `train.make_cart`
-    `model`     a copy of the network on the precision's device; None uses the learner's own
-    `in_use`    a context that is entered while the network acts
+    `make_env`  makes environments, like `train.make_cart`
+    `model`     a copy of the network on the precision's device; None uses the learner's network
+    `in_use`    makes a context that is entered while the network acts
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class Evaluator:
     def evaluate(self, learned: nn.Module) -> float:
         """Mean return of `eval_episodes` episodes with the weights of the network `learned`.
 
-        Raises ValueError if it is not finite.
+        Raises ValueError if the mean is not finite.
         """
         with self.in_use():
             if self.model is not None:
@@ -108,7 +112,10 @@ class Evaluator:
         return mean_return
 
     def returns(self, model: nn.Module) -> np.ndarray:
-        """The return of each episode of a network on the precision's device, float32 [N]."""
+        """The returns of the episodes that a network plays, float32 [eval_episodes].
+
+        The network is on the precision's device.
+        """
         starts = (START_NOISE, self.precision.device, 0, "evaluation starts")
         env = self.make_env(self.config, self.config.eval_episodes, *starts)
         with contextlib.closing(env):

@@ -24,20 +24,21 @@ multiples of 16, and never e5m2 by e5m2. So the first product takes a free trans
 second a copy of W in the other layout, and the third copies of both matrices. The CPU has no such
 rules, but they are enforced there too.
 
-A number that is not finite becomes NaN, and decides no scale: the scale is that of the finite
-numbers. So a NaN or an infinity in a row of x or g makes this row of y or dx NaN and leaves the
-others as they are. The weight gradient contracts rows. So it has NaN as well, and the optimizer
-step is skipped.
+A number that is not finite becomes NaN, and does not affect the scale, which is that of the finite
+numbers. So a NaN or an infinity in a row of x makes the same row of y NaN, and one in a row of g
+the same row of dx. The other rows stay as they are. The weight gradient contracts rows, so it has
+NaN as well, and the optimizer step is skipped.
 
-An outlier is another matter: a row a million times as large as the others takes their digits,
-because they share its scale. With `scales="row"` each row of x and g has a scale of its own in the
-output and the input gradient, as in torch._scaled_mm and in torchao. The weight gradient contracts
-rows, and a scale cannot change along a sum. So there x and g have one scale each.
+A finite outlier does harm other rows: if one row is a million times as large as the others, they
+share its scale and lose their digits. With `scales="row"` each row of x and g has a scale of its
+own in the output and the input gradient, as in torch._scaled_mm and in torchao. The weight gradient
+contracts rows, and a scale cannot change along a sum, so there x and g have one scale each.
 
-Quantizing is several passes over a tensor, and a copy in the other layout one more. A kernel
-(kernels.py) reads the tensor twice and writes both layouts. `torch.compile` makes few passes of the
-plain form, in a Float8Linear too, on a CPU with the same bits. FP8 pays off only in wide layers on
-hardware that multiplies float8: benchmarks/fp8_layer.py measures it."""
+In plain PyTorch, quantizing takes several passes over a tensor, and a copy in the other layout
+takes one more. A kernel (kernels.py) reads the tensor twice and writes both layouts.
+`torch.compile` fuses the plain form into few passes, in a Float8Linear too; on a CPU the results
+have the same bits. FP8 pays off only in wide layers on hardware that multiplies float8, as
+benchmarks/fp8_layer.py measures."""
 
 import functools
 from collections.abc import Callable
@@ -52,13 +53,13 @@ from . import kernels
 from .bits.formats import E4M3, E5M2, power_of_two_scale
 
 LARGEST_FLOAT8 = {E4M3: 448.0, E5M2: 57344.0}
-INPUT_TYPES = torch.float32, torch.bfloat16  # types that are quantized
-SCALES = "tensor", "row"  # what has a scale of its own
-MULTIPLE = 16  # of which the dimensions of matrices are multiples
+INPUT_TYPES = torch.float32, torch.bfloat16  # types that can be quantized
+SCALES = "tensor", "row"  # one scale for each matrix, or one for each of its rows
+MULTIPLE = 16  # dimensions of matrices must be multiples of this
 
 
 class Quantized(NamedTuple):
-    """Matrices with the values data * scale."""
+    """Matrices in float8 with their scales; the values are data * scale."""
 
     data: torch.Tensor  # float8 [..., M, N]
     # Powers of two, float32: one for each matrix [...], for each row [..., M, 1], or for each
@@ -71,12 +72,14 @@ class Quantized(NamedTuple):
         return self.scale.dim() < self.data.dim()
 
     def t(self) -> "Quantized":
-        """The transpose, not copied: a row-major matrix becomes column-major, and scales of rows
-        those of columns."""
+        """The transpose, without a copy.
+
+        A row-major matrix becomes column-major, and scales of rows become scales of columns.
+        """
         return Quantized(self.data.t(), self.scale if self.shared else self.scale.t())
 
     def column_major(self) -> "Quantized":
-        """The same matrix, column-major: a copy, unless it is already."""
+        """The same matrix in column-major layout: a copy, unless it has this layout already."""
         return Quantized(self.data.t().contiguous().t(), self.scale)
 
     def dequantize(self) -> torch.Tensor:
@@ -87,9 +90,10 @@ class Quantized(NamedTuple):
 def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, scales: str = "tensor") -> Quantized:
     """Rounds matrices [..., M, N] to float8 (`E4M3` or `E5M2`), with scales.
 
-    Each matrix has a scale of its own or, with `scales="row"`, each row. What is not finite becomes
-    NaN. Raises ValueError for another shape, `dtype` or `scales`, and TypeError if `x` is not
-    float32 or bfloat16: float16 may already have lost what FP8 would have scaled.
+    Each matrix has a scale of its own or, with `scales="row"`, each row. Numbers that are not
+    finite become NaN. Raises ValueError for another shape, `dtype` or `scales`, and TypeError if
+    `x` is not float32 or bfloat16. A float16 tensor may already have lost numbers that FP8 would
+    have scaled.
     """
     require_scales(scales)
     if x.dtype not in INPUT_TYPES:
@@ -104,16 +108,16 @@ def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, scales: str = "tensor")
         )
     x = x.float().contiguous()  # row-major, whatever the input's strides
     scale = power_of_two_scale(largest_magnitude(x, scales), LARGEST_FLOAT8[dtype])
-    # Or `cast` would make an infinity the largest number
+    # Infinities become NaN here, because `cast` would make them the largest number.
     x = x.nan_to_num(torch.nan, torch.nan, torch.nan)
     divisor = scale[..., None, None] if scales == "tensor" else scale
     return Quantized(cast(x / divisor, dtype), scale)
 
 
 def largest_magnitude(x: torch.Tensor, scales: str) -> torch.Tensor:
-    """The largest finite magnitude of matrices [..., M, N]: [...], or by row [..., M, 1].
+    """The largest finite magnitude of each matrix in [..., M, N]: [...], or by row [..., M, 1].
 
-    It is 0 where a matrix has no number.
+    It is 0 where there is no finite number.
     """
     if not x.numel():
         return x.new_zeros(x.shape[:-2] if scales == "tensor" else (*x.shape[:-1], 1))
@@ -138,9 +142,10 @@ def in_layouts(
 ) -> tuple[Quantized | None, Quantized | None]:
     """Quantizes a matrix [M, N] for the two products that it takes part in.
 
-    Returns it row-major, with these `scales`, and for its `column_major()`, always with one scale.
-    A kernel makes both at once, or None in place of one that is not wanted. Without a kernel both
-    are the same matrix, which `column_major` copies when it is called.
+    Returns the quantized matrix twice: row-major, with these `scales`, and to be multiplied in
+    column-major layout (by its method `column_major`), always with one scale. A kernel makes both
+    at once, and returns None in place of one that is not wanted. Without a kernel both may be the
+    same row-major matrix, of which `column_major` makes a copy when it is called.
     """
     if scales == "row":
         by_row = quantize(x, dtype, scales) if row_major else None
@@ -156,17 +161,21 @@ def in_layouts(
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds to the nearest float8, ties to even. Without the clamp, e4m3 gives NaN before torch
-    2.12, and e5m2 infinity."""
+    """Rounds to the nearest float8 number, ties to even.
+
+    A number beyond the largest float8 number becomes that number. Without the clamp it would become
+    NaN in e4m3 before torch 2.12, and infinity in e5m2.
+    """
     return x.clamp(-LARGEST_FLOAT8[dtype], LARGEST_FLOAT8[dtype]).to(dtype)
 
 
 def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> torch.Tensor:
     """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N].
 
-    Each has one scale, or `a` one for each row and `b` one for each column. `emulate` works in
-    float32, exactly but for the order of the sum; None uses torch's kernel where there is one.
-    Raises ValueError for what a GPU's cannot take.
+    Each matrix has one scale, or `a` has one for each row and `b` one for each column. With
+    `emulate` the product is computed in float32, exactly but for the order of the sum. If `emulate`
+    is None, torch's kernel is used where there is one. Raises ValueError for matrices that a GPU's
+    kernel cannot multiply, on every device.
     """
     left, right = a.data.shape, b.data.shape
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
@@ -197,16 +206,16 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
                 "none along the sum"
             )
     device = a.data.device
-    # A surrounding bfloat16 autocast would round the result
+    # A surrounding bfloat16 autocast would round the result.
     with torch.autocast(device.type, enabled=False):
         if emulate or (emulate is None and not has_kernel(device)):
-            # Row-major, like the second matrix in the CPU's kernel, so that both sum in the same
-            # order, bit for bit.
+            # The second matrix is made row-major, as in the CPU's kernel, so that both sum in the
+            # same order, bit for bit.
             product = a.data.float() @ b.data.float().contiguous()
             return product * (a.scale * b.scale)
         if a.shared and b.shared:
             return tensorwise_matmul(a.data, b.data, a.scale, b.scale)
-        # After the sum, powers of two scale as exactly as before it
+        # Powers of two scale exactly, after the sum as well as before it.
         one = a.scale.new_ones(())
         product = tensorwise_matmul(a.data, b.data, one, one)
         return product.mul_(a.scale * b.scale)
@@ -221,8 +230,10 @@ def tensorwise_matmul(
 
 
 def has_kernel(device: torch.device | str) -> bool:
-    """Whether torch multiplies float8 matrices to float32: on CUDA from compute capability 8.9, on
-    CPUs from torch 2.13."""
+    """Whether torch has a kernel that multiplies float8 matrices to float32 on a device.
+
+    It has one on CUDA from compute capability 8.9, and on CPUs from torch 2.13.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -243,7 +254,7 @@ NO_FORWARD_MODE = (
 
 
 class _Refusing(torch.autograd.Function):
-    """Says in one line what a layer in FP8 does not do."""
+    """A function that reports in one line that FP8 has no vmap and no forward-mode derivative."""
 
     @staticmethod
     def vmap(info, in_dims, *args):
@@ -257,9 +268,10 @@ class _Refusing(torch.autograd.Function):
 class _Float8Matmuls(_Refusing):
     """The three matmuls in the module's docstring.
 
-    `x` and `weight` only get the gradients. What is multiplied are data and scales, because
-    autograd takes tensors: those of x8 and w8, and in the backward pass those of x8_columns and
-    w8_columns, which are None if no gradient needs them.
+    `x` and `weight` are arguments only so that they get gradients. The forward pass multiplies the
+    quantized matrices x8 and w8, the backward pass multiplies x8_columns and w8_columns. Each of
+    these is passed as two tensors, data and scale, because autograd takes tensors. They are None
+    where no gradient needs them.
     """
 
     @staticmethod
@@ -277,17 +289,17 @@ class _Float8Matmuls(_Refusing):
     def backward(ctx, grad):
         weight, *columns = ctx.saved_tensors
         arguments = grad, weight, ctx.layer, ctx.input_dtype, *ctx.needs_input_grad[:2], *columns
-        # With create_graph, as in torch.func.grad, it must be known later that this was not
-        # differentiable.
+        # With create_graph, as in torch.func.grad, autograd must record this pass, so that a second
+        # derivative raises instead of being wrong.
         gradients = _Float8Gradients.apply if torch.is_grad_enabled() else _Float8Gradients.forward
         grad_x, grad_w = gradients(*arguments)
         return grad_x, grad_w, *[None] * 9
 
 
 class _Float8Gradients(_Refusing):
-    """The backward pass of _Float8Matmuls, which itself has none.
+    """The backward pass of _Float8Matmuls. It has no derivative of its own.
 
-    `weight` connects a second derivative with it.
+    `weight` is an argument only so that a second derivative reaches this function, which raises.
     """
 
     @staticmethod
@@ -322,9 +334,10 @@ class _Float8Gradients(_Refusing):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in float8 and keeps its parameters in float32, under the same
-    names as nn.Linear. Forward takes float32 or bfloat16 [..., I] and returns float32 [..., O],
-    with I and O multiples of 16.
+    """A linear layer that multiplies in float8.
+
+    Its parameters stay float32 and have the same names as those of nn.Linear. The forward pass
+    takes float32 or bfloat16 [..., I] and returns float32 [..., O], with I and O multiples of 16.
 
         >>> import torch
         >>> from fp8rl.fp8 import convert_linears
@@ -334,40 +347,42 @@ class Float8Linear(nn.Linear):
         {'0': None, '2': 'its 10 outputs are not a multiple of 16'}
         >>> model(torch.randn(5, 32)).square().sum().backward()  # trains like any other model
 
-    With `scales="row"`, each row of the input and of the gradient has a scale of its own. Measured
-    on a layer of 32 inputs and 48 outputs, with 20 normal rows of which one is a million times as
-    large: the outputs of the other 19 rows differ from float32's by 98% of their norm with one
-    scale for the tensor, and by 3.8% with one for each row. Without the outlier both differ by
-    3.8%."""
+    With `scales="row"`, each row of the input and of the gradient has a scale of its own. This was
+    measured on a layer of 32 inputs and 48 outputs, with 20 normal rows of which one is a million
+    times as large. With one scale for the tensor, the outputs of the other 19 rows differ from
+    float32's by 98% of their norm, and with one scale for each row by 3.8%. Without the outlier
+    both differ by 3.8%."""
 
     forward_type = E4M3  # of inputs and weights
     backward_type = E5M2  # of gradients
-    scales: str = "tensor"  # or "row": of the input, and of the gradient that gives the input's
+    scales: str = "tensor"  # or "row", in the output and the input gradient
     emulate: bool | None = None  # as in scaled_matmul
 
     def forward(self, x: torch.Tensor, w8: Quantized | None = None) -> torch.Tensor:
-        """`w8`: the weight, if it has been quantized already."""
+        """The layer's output. `w8` is the quantized weight, if the caller has it already."""
         batch = x.reshape(-1, self.in_features)
         size = len(batch)
-        # The weight gradient contracts the batch, so it is padded to a multiple, and not empty
-        missing = -size % MULTIPLE if size else MULTIPLE
-        if missing:
-            batch = F.pad(batch, (0, 0, 0, missing))
+        # The weight gradient contracts the batch, so the batch is padded to a multiple of 16 rows,
+        # and is never empty.
+        padding = -size % MULTIPLE if size else MULTIPLE
+        if padding:
+            batch = F.pad(batch, (0, 0, 0, padding))
         weight = self.weight
         if not torch.is_grad_enabled():
-            weight = weight.detach()  # or it would be prepared for a backward pass
+            weight = weight.detach()  # otherwise it would be prepared for a backward pass
         y = self.product(batch, weight, w8)
-        if missing:  # only then, because a slice costs a copy in the backward pass
+        if padding:  # only then, because a slice costs a copy in the backward pass
             y = y[:size]
         if self.bias is not None:
-            y = y + self.bias if missing else y.add_(self.bias)
+            y = y + self.bias if padding else y.add_(self.bias)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, w8: Quantized | None) -> torch.Tensor:
         """x W^T of a matrix [B, I].
 
-        Quantizes x, and the weight if there is no `w8`, in the layouts that backward needs: the
-        gradient of the weight needs x by columns, the gradient of x the weight by columns.
+        Quantizes x, and the weight if there is no `w8`, in the layouts that the backward pass will
+        need. The gradient of the weight needs x by columns, and the gradient of x needs the weight
+        by columns.
         """
         needs_x = x.requires_grad and torch.is_grad_enabled()
         needs_weight = weight.requires_grad and torch.is_grad_enabled()
@@ -378,15 +393,15 @@ class Float8Linear(nn.Linear):
             w8, w8_columns = in_layouts(weight.detach(), self.forward_type, column_major=needs_x)
         else:
             w8_columns = w8
-        nothing = None, None  # data and scale that no gradient needs
+        nothing = None, None  # in place of data and scale that no gradient needs
         x8_columns = x8_columns if needs_weight else nothing
         w8_columns = w8_columns if needs_x else nothing
         return _Float8Matmuls.apply(x, weight, self, *x8, *w8, *x8_columns, *w8_columns)
 
     def held(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`forward` for as long as the weight stays as it is now: it is quantized only once.
+        """`forward` as a function that has quantized the weight once, now.
 
-        Hooks are not called.
+        It is right for as long as the weight does not change. Hooks are not called.
         """
         w8, _ = in_layouts(self.weight.detach(), self.forward_type, column_major=False)
         return functools.partial(self.forward, w8=w8)
@@ -398,14 +413,15 @@ def convert_linears(
     backward: torch.dtype = E5M2,
     scales: str = "tensor",
 ) -> dict[str, str | None]:
-    """Makes linear layers Float8Linear, in place: parameters, hooks and all else stay.
+    """Converts the linear layers of a model to Float8Linear, in place.
 
-    Returns for each, by name, None if it was converted, else the reason why not. `scales` is that
-    of the layers. Raises ValueError if there is none of this name.
+    Parameters, hooks and everything else of a layer stay. Returns a dict with an entry for each
+    linear layer by name: None if it was converted, otherwise the reason why not. `forward` and
+    `backward` are the float8 types of the layers. Raises ValueError if `scales` is none of SCALES.
     """
     require_scales(scales)
     reasons = {}
-    # A tied layer appears under each of its names
+    # A tied layer appears under each of its names.
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, nn.Linear):
             parent = model.get_submodule(name.rpartition(".")[0])

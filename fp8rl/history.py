@@ -5,37 +5,37 @@ import math
 import numpy as np
 import torch
 
-# The parts of the loss. With several processes, each process has a part of each.
+# The loss and its terms. With several processes, each process has a part of each of these means.
 LOSS_TERMS = ("loss", "policy_loss", "value_loss", "entropy")
-# Other means over the rows of a batch, of which each process has a part, too.
+# Other means over the rows of a batch, of which each process has a part as well.
 ROW_MEANS = ("mean_ratio", "k3", "clipped_share")
 
 
 class History:
-    """One row of numbers per iteration, kept as `columns` of floats:
+    """One row of numbers per iteration, stored as `columns` of floats:
 
     iteration, steps      number of the iteration, environment steps so far
-    seconds               of training so far; where a GPU runs ahead of the host, the caller's own
-                          work counts as well
+    seconds               seconds of training so far; where a GPU runs ahead of the host, these
+                          include work that the caller does between iterations
     learning_rate, loss_scale
     train_return          mean return of the episodes that ended; NaN if none did, or after an
                           infinite reward
     eval_return           mean greedy return; NaN where there was no evaluation
-    clipped               values clipped by the ring's codec so far
+    clipped               number of values that the ring's codec has clipped so far
     outside               share of continuous actions beyond the bounds
     loss, policy_loss, value_loss, entropy, ess
                           means over the iteration's updates
-    mean_ratio, k3        the same, of the importance ratios rho = pi / mu: their mean, and that of
-                          rho - 1 - log rho, a KL divergence in nats (losses.py)
-    clipped_share         the same: the share of valid rows that PPO's clip drops (`clipped` is of
-                          the codec)
-    min_logp, min_ratio   the smallest of them
-    max_ratio             the largest of them
-    grad_norm             the largest finite one, or 0
+    mean_ratio            mean over the updates of the mean importance ratio, rho = pi / mu
+    k3                    mean over the updates of the mean of rho - 1 - log rho, an estimate of a
+                          KL divergence in nats (losses.py)
+    clipped_share         mean over the updates of the share of valid rows that PPO's clip drops
+    min_logp, min_ratio   the smallest of all updates
+    max_ratio             the largest of all updates
+    grad_norm             the largest finite gradient norm of all updates; 0 if none is finite
     nonfinite             number of updates whose gradient was not finite
     skipped               number of updates that the scaler skipped
 
-    `failure` says why training ended early, or is None.
+    `failure` says why training ended early. It is None if it did not.
     """
 
     def __init__(self):
@@ -43,7 +43,7 @@ class History:
         self.failure: str | None = None
 
     def add(self, row: dict) -> None:
-        """Appends an iteration's numbers.
+        """Appends the numbers of an iteration.
 
         A column that `row` lacks gets NaN, and a new column gets NaN for earlier iterations.
         """
@@ -74,7 +74,7 @@ class History:
         return self.since(0)
 
     def since(self, first: int) -> list[dict[str, float]]:
-        """The rows from number `first` on."""
+        """The rows from row number `first` on."""
         columns = [values[first:] for values in self.columns.values()]
         return [dict(zip(self.columns, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -110,10 +110,10 @@ class History:
 
 
 def summarize(updates: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The statistics of an iteration's updates in one row.
+    """Summarizes the statistics of an iteration's updates in one row.
 
-    Each update has its statistics by name, numbers or arrays of one shape: loss, those of
-    `losses.actor_critic_loss`, grad_norm, skipped and loss_scale.
+    Each update has its statistics by name, as numbers or as arrays of one shape: loss, the
+    statistics of `losses.actor_critic_loss`, grad_norm, skipped and loss_scale.
     """
     columns = {name: np.array([update[name] for update in updates]) for name in updates[0]}
     grad_norm = columns["grad_norm"]

@@ -8,39 +8,40 @@ rho_t = pi(a_t|x_t) / mu(a_t|x_t), clipped at 1:
     delta_t        = min(1, rho_t) (r_t + discount_t V(x_{t+1}) - V(x_t))
     vs_t - V(x_t)  = delta_t + discount_t c_t (vs_{t+1} - V(x_{t+1})),   c_t = lambda min(1, rho_t)
 
-vs is the critic's target and vs - V the advantage: IMPALA's, with its vs_{t+1} replaced by
-lambda vs_{t+1} + (1 - lambda) V(x_{t+1}). On the policy's own data every rho is 1, up to rounding;
-vs is the lambda-return and the advantage is GAE(lambda) (Schulman et al. 2015, arXiv:1506.02438,
-equation 16).
+vs is the critic's target, and vs - V is the advantage. It is IMPALA's advantage, with its vs_{t+1}
+replaced by lambda vs_{t+1} + (1 - lambda) V(x_{t+1}). On data from the present policy every rho is
+1, up to rounding. Then vs is the lambda-return and the advantage is GAE(lambda) (Schulman et al.
+2015, arXiv:1506.02438, equation 16).
 
-Ends of episodes: the discount is 0 in a row whose action terminates the episode and gamma
-elsewhere, so a truncation bootstraps from V of the final observation, the next row. The row after
-any end is a dummy whose action was ignored: `valid` is False there, which zeroes its delta and cuts
-the trace, so that nothing leaks from one episode into the previous one.
+Ends of episodes: the discount is 0 in a row whose action terminates the episode, and gamma
+elsewhere. So a truncation bootstraps from V of the final observation, which is the next row. The
+row after any end is a dummy whose action was ignored. There `valid` is False, which makes its delta
+0 and cuts the trace, so that nothing leaks from one episode into the previous one.
 
-V-trace bounds the weight of an old step, not how far repeated updates on it move the policy. That
-is what PPO's clip is for (Schulman et al. 2017, arXiv:1707.06347). With the step's advantage A_t,
-after any normalization, and the ratio r_t = pi(a_t|x_t) / pi_prox(a_t|x_t) to a proximal policy
-pi_prox, the step counts for the policy
+V-trace bounds the weight of an old step, but not how far repeated updates on it move the policy.
+PPO's clip bounds that (Schulman et al. 2017, arXiv:1707.06347). Let A_t be the step's advantage,
+after any normalization, and r_t = pi(a_t|x_t) / pi_prox(a_t|x_t) its ratio to a proximal policy
+pi_prox. The step counts for the policy
 
     only while r_t < 1 + clip    if A_t > 0
     only while r_t > 1 - clip    if A_t < 0
 
-Where the policy acts as it learns, pi_prox is the step's behaviour policy mu, as in PPO, and r_t is
-rho_t. That would go wrong where the policy acts in fewer bits than it learns in. Some of its
-actions are errors of the rounding: mu takes them often and pi seldom, so rho_t is below 1 - clip
-before any update. If such an action is bad, its A_t is negative, and a clip by rho_t removes
-exactly the gradient that would punish it.
+Where the policy acts with the same numerics as it learns, pi_prox is the step's behaviour policy
+mu, as in PPO, and r_t is rho_t. That would go wrong where the policy acts in fewer bits than it
+learns in. Some of its actions are then errors of the rounding: mu takes them often and pi seldom,
+so rho_t is below 1 - clip before any update. If such an action is bad, its A_t is negative, and a
+clip by rho_t removes exactly the gradient that would punish it.
 
 The remedy is the decoupled clip (Hilton, Cobbe & Schulman 2021, "Batch size-invariance for policy
-optimization", arXiv:2110.00641): mu corrects for who acted, and pi_prox bounds how far the policy
-moves. Where a rollout has `proximal_logp`, pi_prox is the learner's own policy when the rollout was
-collected, so r_t is 1 before the first update. The gradient of a row's policy loss is then
+optimization", arXiv:2110.00641). The ratio to mu corrects for the policy that acted, and the ratio
+to pi_prox bounds how far the policy moves. Where a rollout has `proximal_logp`, pi_prox is the
+learner's own policy when the rollout was collected, so r_t is 1 before the first update. The
+gradient of a row's policy loss is then
 
     -min(1, pi / mu) (...) grad log pi    where the clip by pi / pi_prox lets it count, else 0
 
 with V-trace's factor min(1, rho_t), which is in A_t. Hilton et al. have pi_prox / mu times the
-gradient of pi / pi_prox, which is the same pi / mu, not truncated.
+gradient of pi / pi_prox, which is the same pi / mu, but not truncated.
 """
 
 from collections.abc import Callable
@@ -52,8 +53,8 @@ from . import kernels
 from .distribution import distribution_of
 from .rollout import TERMINATED, TRUNCATED, Rollout
 
-# Added to the advantages' standard deviation, so that the noise of almost equal ones is not
-# magnified.
+# Added to the standard deviation of the advantages before they are divided by it, so that the noise
+# of almost equal advantages is not magnified.
 FLOOR = 0.05
 LOWEST = torch.finfo(torch.float32).min
 
@@ -67,9 +68,9 @@ class Targets(NamedTuple):
 
 
 class LossCoefficients(NamedTuple):
-    """The settings of the loss and of a step on it, from a Config that is `settled`.
+    """The settings of the loss and of a gradient step, from a Config that is `settled`.
 
-    They are numbers, or tensors that broadcast against sums over time and batch (`_sum`).
+    Each is a number, or a tensor that broadcasts against sums over time and batch (`_sum`).
     """
 
     gamma: float
@@ -85,7 +86,7 @@ class LossCoefficients(NamedTuple):
 
     @classmethod
     def of(cls, config) -> "LossCoefficients":
-        """Those of a config. Raises ValueError for one that is not settled."""
+        """The coefficients of a config. Raises ValueError if the config is not settled."""
         for name in ("learning_rate", "gamma", "entropy_coef"):
             if getattr(config, name) is None:
                 reason = "which leaves it to the width or the task"
@@ -101,19 +102,21 @@ def vtrace(
     values        float32 [T+1, B], the critic's values of obs rows 0 to T
     rewards       float32 [T, B]
     discounts     float32 [T, B], 0 in a row whose action terminated its episode
-    log_ratios    float32 [T, B], log pi - log mu of the actions taken, or zeros to leave out the
-                  correction
+    log_ratios    float32 [T, B], log pi - log mu of the actions taken; zeros turn the importance
+                  correction off
     valid         bool [T, B], False on dummy rows, where rewards and log_ratios may be anything,
-                  NaN too
+                  even NaN
     lam           lambda, from 0 to 1
+    ended         bool [T, B], the rows that ended an episode, for the SAME_STEP layout alone
+    final_values  float32 [T, B], the values of the final observations in these rows; in other rows
+                  they are ignored
 
-    The row after an end is expected to hold the final observation: that is this package's layout,
-    and Gymnasium's NEXT_STEP. In data of the SAME_STEP layout (many simulators of robots), it holds
-    the first observation of the next episode. For such data name the rows that ended an episode,
-    `ended` bool [T, B], and the values of the final observations there, `final_values` float32
-    [T, B] (elsewhere they are ignored): those rows then bootstrap from them, and the trace is cut.
-    Only this function and `vtrace_fast` take that layout; the ring and `actor_critic_loss` do not.
-    Raises ValueError for one of the two without the other.
+    The row after an end is expected to hold the final observation. That is the layout of this
+    package and of Gymnasium's NEXT_STEP. In the SAME_STEP layout, which many simulators of robots
+    have, it holds the first observation of the next episode. For such data, pass `ended` and
+    `final_values`. The rows that ended an episode then bootstrap from `final_values`, and the trace
+    is cut there. Only this function and `vtrace_fast` take that layout; the ring and
+    `actor_critic_loss` do not. Raises ValueError if only one of the two is given.
 
         >>> import torch
         >>> ones = torch.ones(3, 4)
@@ -124,10 +127,10 @@ def vtrace(
     next_value = _next_values(values, ended, final_values)
     rho = torch.where(valid, log_ratios, 0).exp()
     advantage = torch.zeros_like(rewards)
-    later = torch.zeros_like(rewards[0])  # vs_{t+1} - V(x_{t+1})
+    next_advantage = torch.zeros_like(rewards[0])  # vs_{t+1} - V(x_{t+1})
     for t in reversed(range(len(rewards))):
-        # Where, not times 0: 0 * NaN is NaN, and the value after a termination may be that of a row
-        # without meaning.
+        # `where` instead of a product with 0, because the row after a termination may have no
+        # meaning: its value may be NaN, and 0 * NaN is NaN.
         bootstrap = torch.where(discounts[t] != 0, discounts[t] * next_value[t], 0)
         weight = rho[t].clamp(max=1) * valid[t]
         delta = weight * (rewards[t] + bootstrap - values[t])
@@ -135,15 +138,15 @@ def vtrace(
         trace = discounts[t] * lam * weight
         if ended is not None:
             trace = torch.where(ended[t], 0, trace)
-        advantage[t] = delta + trace * later
-        later = advantage[t]
+        advantage[t] = delta + trace * next_advantage
+        next_advantage = advantage[t]
     return Targets(values[:-1] + advantage, advantage, rho)
 
 
 def vtrace_fast(
     values, rewards, discounts, log_ratios, valid, lam=1.0, *, ended=None, final_values=None
 ) -> Targets:
-    """`vtrace`, with all that does not depend on the next row computed for all rows at once."""
+    """A faster `vtrace`: what does not depend on the next row is computed for all rows at once."""
     next_value = _next_values(values, ended, final_values)
     bootstrap = torch.where(discounts != 0, discounts * next_value, 0)
     rho = torch.where(valid, log_ratios, 0).exp()
@@ -156,13 +159,13 @@ def vtrace_fast(
     if kernel and not delta.requires_grad:  # a kernel has no gradient
         advantage = kernel(delta, trace, reverse=True)
     else:
-        later = torch.zeros_like(delta[0])
-        advantages = []  # from the last row back
+        next_advantage = torch.zeros_like(delta[0])
+        advantages = []  # from the last row to the first
         for delta_t, trace_t in zip(
             reversed(delta.unbind()), reversed(trace.unbind()), strict=True
         ):
-            later = torch.addcmul(delta_t, trace_t, later)
-            advantages.append(later)
+            next_advantage = torch.addcmul(delta_t, trace_t, next_advantage)
+            advantages.append(next_advantage)
         advantage = torch.stack(advantages[::-1])
     return Targets(values[:-1] + advantage, advantage, rho)
 
@@ -178,7 +181,7 @@ def _next_values(values, ended, final_values) -> torch.Tensor:
 
 
 def discounts_of(flags: torch.Tensor, gamma, bootstrap_truncation: bool = True) -> torch.Tensor:
-    """The discount of each row, float32 [T, B]: 0 where the episode terminates, else gamma.
+    """The discount of each row, float32 [T, B]: 0 where the episode terminates, gamma elsewhere.
 
     Without `bootstrap_truncation` it is 0 at a time limit, too.
     """
@@ -187,7 +190,7 @@ def discounts_of(flags: torch.Tensor, gamma, bootstrap_truncation: bool = True) 
 
 
 def no_all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums of tensors over all processes that train together, where there is only this one."""
+    """The sums of tensors over all processes that train together, if there is only this process."""
     return tensors
 
 
@@ -200,7 +203,8 @@ def _extreme(reduce: Callable, x: torch.Tensor) -> torch.Tensor:
     """The largest or smallest number over time and batch (`reduce`: torch.amax or torch.amin)."""
     if x.dim() == 2:
         return reduce(x, (0, -1), True)
-    return reduce(reduce(x, 0, True), -1, True)  # torch is slow over two dimensions that are apart
+    # One dimension at a time, because torch is slow over two dimensions that are not neighbours.
+    return reduce(reduce(x, 0, True), -1, True)
 
 
 def actor_critic_loss(
@@ -215,22 +219,25 @@ def actor_critic_loss(
 
         policy loss + value_coef * value loss - entropy_coef * entropy
 
-    each a mean over valid rows. The policy loss of a row is -log pi(a|x) times its V-trace
-    advantage, after the batch mean is subtracted and it is divided by the standard deviation +
-    FLOOR (`normalize_advantage`), and 0 where PPO's rule says so (`clip`, whether or not V-trace
-    has the ratios, `importance_correction`). The rule's ratio divides by the rollout's
-    `proximal_logp`, or by its `behavior_logp` if that is None. The value loss is half the squared
+    Each of the three is a mean over valid rows.
+
+    The policy loss of a row is -log pi(a|x) times the row's V-trace advantage. With
+    `normalize_advantage`, the batch mean is first subtracted from the advantages, and they are
+    divided by their standard deviation + FLOOR. With `clip`, the policy loss is 0 where PPO's rule
+    drops the row, also without `importance_correction`. The rule's ratio divides by the rollout's
+    `proximal_logp` or, if that is None, by its `behavior_logp`. The value loss is half the squared
     distance to the V-trace target (Espeholt et al. 2018, section 4.2).
 
-    `outputs`          the model's, float32 [T+1, B, A] (2 A for continuous actions), with gradient
-    `values`           the model's, float32 [T+1, B], with gradient
+    `outputs`          the model's outputs, float32 [T+1, B, A] (2 A for continuous actions), with
+                       gradient
+    `values`           the model's values, float32 [T+1, B], with gradient
     `coefficients`     LossCoefficients, or a settled Config
     `all_reduce`       sums tensors over the processes that hold other parts of the batch; the
-                       losses and entropies of the parts add up to those of the whole
-    `compute_targets`  called like `vtrace_fast`
+                       losses and entropies of the parts add up to those of the whole batch
+    `compute_targets`  `vtrace_fast`, or a function with the same arguments
 
-    Returns the loss (float32 scalar) and a dict of statistics without gradient. Those of ratios
-    are of rho = pi / mu over the valid rows, before V-trace truncates it.
+    Returns the loss (float32 scalar) and a dict of statistics without gradient. Statistics of
+    ratios are those of rho = pi / mu over the valid rows, before V-trace truncates it.
 
         policy_loss, value_loss
         entropy         nats
@@ -243,9 +250,9 @@ def actor_critic_loss(
                         negative (Schulman 2020, "Approximating KL divergence")
         clipped_share   share of the valid rows that PPO's clip drops; 0 without a clip
 
-    With several processes, the means over rows, of losses, entropy, ratios, k3 and the clip, are
-    parts that add up to those of the whole; ess and the extremes are of this process's rows.
-    Dimensions between time and batch are left alone: the results have them.
+    With several processes, each mean over rows (losses, entropy, mean_ratio, k3, clipped_share) is
+    a part, and the parts add up to the mean of the whole batch. ess and the extremes are those of
+    this process's rows. Dimensions between time and batch stay, and the results have them.
 
         >>> import torch
         >>> from fp8rl.config import Config
@@ -260,9 +267,10 @@ def actor_critic_loss(
     """
     valid = rollout.valid
     rows = _sum(valid.float())
-    # A dummy row's action was ignored, so it may be anything: one that is masked out, or NaN.
-    taken = valid.unsqueeze(-1) if rollout.action.is_floating_point() else valid
-    action = torch.where(taken, rollout.action, 0)
+    # The action of a dummy row was ignored, so it may be anything: an action that is masked out, or
+    # NaN.
+    executed = valid.unsqueeze(-1) if rollout.action.is_floating_point() else valid
+    action = torch.where(executed, rollout.action, 0)
     policy = distribution_of(action)(outputs.split((len(valid), 1))[0])
     logp = torch.where(valid, policy.log_prob(action), 0)
     log_ratios = torch.where(valid, logp.detach() - rollout.behavior_logp, 0)
@@ -280,18 +288,19 @@ def actor_critic_loss(
         advantage = torch.where(valid, advantage - advantage_sum / count, 0)
         (squares,) = all_reduce([_sum(advantage.square())])
         advantage = advantage / ((squares / count).sqrt() + FLOOR)
-    dropped = torch.zeros_like(valid)
+    is_clipped = torch.zeros_like(valid)
     if coefficients.clip is not None:
         # PPO's rule: 0 where the ratio is already more than clip away from 1 on the side to which
         # the advantage pushes it.
-        moved = log_ratios
+        clip_log_ratios = log_ratios
         if rollout.proximal_logp is not None:
-            moved = torch.where(valid, logp.detach() - rollout.proximal_logp, 0)
-        counts = (moved.exp() - 1) * advantage.sign() < coefficients.clip
+            clip_log_ratios = torch.where(valid, logp.detach() - rollout.proximal_logp, 0)
+        counts = (clip_log_ratios.exp() - 1) * advantage.sign() < coefficients.clip
         advantage = advantage * counts
-        dropped = valid & ~counts
+        is_clipped = valid & ~counts
 
-    # The loss. It has no factor rho: V-trace's min(1, rho) is in the advantage.
+    # The loss. The policy loss has no factor rho, because V-trace's min(1, rho) is in the
+    # advantage.
     policy_loss = -_sum(logp * advantage) / count
     error = torch.where(valid, values[:-1] - target, 0)
     value_loss = 0.5 * _sum(error.square()) / count
@@ -316,7 +325,7 @@ def actor_critic_loss(
         "min_ratio": smallest.exp(),
         "max_ratio": largest.exp(),
         "k3": k3,
-        "clipped_share": _sum(dropped.float()) / count,
+        "clipped_share": _sum(is_clipped.float()) / count,
     }
     return _squeezed(loss), {name: _squeezed(x.detach()) for name, x in statistics.items()}
 

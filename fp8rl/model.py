@@ -1,10 +1,12 @@
 """The network: one encoder, shared by the actor (what to do) and the critic (how well it will go).
 
-By default two layers of 64 ReLU units. Weights start orthogonal, with gain sqrt(2) before a ReLU, 1
-for the critic, and 0.01 for the actor, so that the first policy is almost uniform (as in CleanRL's
-PPO). The standard deviations of continuous actions do not depend on the observation. Parameters
-stay float32: a precision changes only the matmuls. A policy with memory (recurrent.py) has the same
-methods and uses the states that this one ignores.
+By default the encoder has two layers of 64 ReLU units. The initial weights are orthogonal, with
+gain sqrt(2) before a ReLU, 1 for the critic, and 0.01 for the actor, so that the first policy is
+almost uniform (as in CleanRL's PPO). The standard deviations of continuous actions do not depend on
+the observation. Parameters stay float32: a precision changes only the matmuls.
+
+A policy with memory (recurrent.py) has the same methods. It uses the states that this network
+ignores.
 """
 
 import math
@@ -25,7 +27,8 @@ def linear(
 
     The weights are drawn from `generator`; None is torch's global one.
     """
-    layer = nn.Linear(inputs, outputs, device="meta")  # or it would draw from the global generator
+    # On any other device than "meta", nn.Linear would draw weights from the global generator.
+    layer = nn.Linear(inputs, outputs, device="meta")
     weight = torch.empty(outputs, inputs, dtype=torch.float32, device="cpu")
     layer.weight = nn.Parameter(nn.init.orthogonal_(weight, gain, generator))
     layer.bias = nn.Parameter(torch.zeros(outputs, dtype=torch.float32, device="cpu"))
@@ -33,13 +36,14 @@ def linear(
 
 
 class ActorCritic(nn.Module):
-    """Policy and value of observations.
+    """A network that computes the policy and the value of observations.
 
     `obs_size`      features of an observation, F
-    `num_actions`   actions, or dimensions of an action if `distribution` is Gaussian, A
-    `hidden_size`   units in each of `layers` layers
-    `generator`     of the initial weights; None is torch's global one
-    `distribution`  of the actions (distribution.py); it takes the network's outputs [..., A or 2 A]
+    `num_actions`   number of actions or, if `distribution` is Gaussian, dimensions of an action, A
+    `hidden_size`   units in each of the `layers` layers
+    `generator`     draws the initial weights; None is torch's global generator
+    `distribution`  distribution of the actions (distribution.py), which takes the network's outputs
+                    [..., A or 2 A]
 
     Outputs and values are float32 under any autocast.
     """
@@ -67,14 +71,14 @@ class ActorCritic(nn.Module):
             self.spread = nn.Parameter(spread)
 
     def make_hidden(self, count: int, generator: torch.Generator | None) -> None:
-        """Makes the layers between the first one and the heads; a subclass may have others."""
+        """Makes the layers between the first layer and the heads; a subclass may have others."""
         size = self.hidden_size
         self.hidden = nn.ModuleList(
             linear(size, size, math.sqrt(2), generator) for _ in range(count)
         )
 
     def encode(self, obs: torch.Tensor) -> torch.Tensor:
-        """The encoder, from observations [..., obs_size] to [..., hidden_size]."""
+        """Encodes observations [..., obs_size] as [..., hidden_size]."""
         x = self.inputs(obs).relu()
         for layer in self.hidden:
             x = layer(x).relu()
@@ -83,7 +87,7 @@ class ActorCritic(nn.Module):
     def forward(self, obs: torch.Tensor, state=None, first=None):
         """Outputs [..., A or 2 A] and values [...] of observations [..., obs_size].
 
-        The other arguments are for a policy with memory: its state before the first row, and the
+        `state` and `first` are for a policy with memory: its state before the first row, and the
         rows that start an episode (`Rollout.first`).
         """
         return self.heads(self.encode(obs))
@@ -91,29 +95,32 @@ class ActorCritic(nn.Module):
     def policy(self, obs: torch.Tensor, state: torch.Tensor | None = None):
         """Outputs [B, A or 2 A] for observations [B, obs_size], and the next state, here None.
 
-        `state` is the previous one.
+        `state` is the previous state.
         """
         return self.outputs(self.actor(self.encode(obs))), None
 
     def acting(self):
-        """What acts in a rollout: an object with `policy`, here the network itself."""
+        """The object whose method `policy` acts in a rollout, here the network itself."""
         return self
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs and values from the encoder's [..., hidden_size]."""
+        """Outputs and values from the encoder's result [..., hidden_size]."""
         return self.outputs(self.actor(hidden)), self.critic(hidden).squeeze(-1).float()
 
     def outputs(self, actor: torch.Tensor) -> torch.Tensor:
-        """The distribution's parameters, float32 [..., A or 2 A], from the actor's [..., A]."""
+        """The distribution's parameters, float32 [..., A or 2 A], from the actor's logits or means
+        [..., A]."""
         if self.spread is None:
             return actor.float()
         return Gaussian.outputs(actor.float(), self.spread)
 
     def add_observations(self, obs: torch.Tensor, all_reduce) -> None:
-        """Shows the network new observations; one that standardizes them counts them."""
+        """Takes new observations into the statistics of a network that standardizes its
+        observations. Does nothing here."""
 
     def update_statistics(self) -> None:
-        """Lets what was counted take effect, before the next rollout."""
+        """Lets observations that were added take effect, before the next rollout. Does nothing
+        here."""
 
 
 def make_network(config, env, network: type = ActorCritic) -> ActorCritic:
@@ -131,10 +138,10 @@ def make_network(config, env, network: type = ActorCritic) -> ActorCritic:
 
 
 def parameters_in_order(model: nn.Module) -> dict[str, nn.Parameter]:
-    """A network's parameters by name: the encoder's, both heads' weights, both heads' biases,
-    spread.
+    """A network's parameters by name, in the order in which they are laid out in memory.
 
-    Where parameters are laid out one after the other, they are in this order.
+    The encoder's parameters come first, then the weights of both heads, then the biases of both
+    heads, then `spread`.
     """
     last = ("actor.weight", "critic.weight", "actor.bias", "critic.bias", "spread")
     named = dict(model.named_parameters())

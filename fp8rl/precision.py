@@ -14,14 +14,14 @@
                from (fp8.py)                                                  capability 8.9
     fp8+bf16   fp8, and bf16 for other layers     as fp8                 as fp8
 
-A machine emulates, with the same numerics, types that it has no instructions for (on many CPUs
-bfloat16 and float16).
+A machine without instructions for a type emulates it with the same numerics. Many CPUs emulate
+bfloat16 and float16.
 
-Parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no
-scaling. float16 ends at 65504 and flushes to 0 below 6e-8: GradScaler multiplies the loss, unscales
-the gradients before clipping, skips the step and halves the scale when a gradient is not finite,
-and doubles it after SCALE_GROWTH_INTERVAL good steps in a row. FP8 scales each tensor; its
-GradScaler stays at 1 and only skips steps."""
+Parameters, optimizer and losses are float32. bfloat16 has float32's range and needs no scaling.
+float16 ends at 65504 and flushes to 0 below 6e-8, so GradScaler multiplies the loss, and unscales
+the gradients before they are clipped. When a gradient is not finite, it skips the step and halves
+the scale. It doubles the scale after SCALE_GROWTH_INTERVAL good steps in a row. FP8 scales each
+tensor. Its GradScaler stays at 1 and only skips steps."""
 
 import contextlib
 from typing import NamedTuple
@@ -31,23 +31,29 @@ from torch import nn
 
 from . import fp8
 
-# GradScaler's default, 2000, is more steps than a run of the cart takes: the scale would never grow
+# GradScaler's default, 2000, is more steps than a run of the cart takes, so the scale would never
+# grow.
 SCALE_GROWTH_INTERVAL = 100
 
 
 class Rules(NamedTuple):
-    """What a precision does; the defaults do nothing. A new precision is one more entry of
-    PRECISIONS."""
+    """What a precision does differently from float32; with the defaults, nothing.
+
+    A new precision is one more entry of PRECISIONS.
+    """
 
     autocast: torch.dtype | None = None  # torch.autocast's type for matmuls
-    # float8 type of inputs and weights in the layers that FP8 can take
+    # float8 type of inputs and weights, in the layers that FP8 can take
     forward: torch.dtype | None = None
-    backward: torch.dtype | None = None  # float8 type of the gradients of their outputs
-    # of the first step; with one, a step whose gradient is not finite is skipped
+    # float8 type of the gradients of the outputs, in the same layers
+    backward: torch.dtype | None = None
+    # Scale of the loss in the first step. If it is set, a step whose gradient is not finite is
+    # skipped.
     loss_scale: float | None = None
-    scale_grows: bool = False  # and shrinks, as GradScaler's does; otherwise it stays as it is
-    tf32: bool = False  # CUDA rounds float32 operands to TF32
-    # the CUDA compute capability that it needs; None runs everywhere
+    # Whether the scale of the loss grows and shrinks as GradScaler's does; otherwise it stays.
+    scale_grows: bool = False
+    tf32: bool = False  # whether CUDA rounds float32 operands to TF32
+    # The CUDA compute capability that the precision needs; None runs everywhere.
     capability: tuple[int, int] | None = None
 
 
@@ -75,21 +81,23 @@ class StepReport(NamedTuple):
     """The result of one optimizer step, scalar tensors on the device."""
 
     grad_norm: torch.Tensor  # the gradient's L2 norm before clipping
-    loss_scale: torch.Tensor  # from now on; 1 in all but fp16
+    loss_scale: torch.Tensor  # scale of the loss after this step; 1 in all precisions but fp16
     skipped: torch.Tensor  # bool, whether the scaler skipped the step
 
 
-# Where FP8 can take no layer.
+# What to do where no layer of a network can multiply in FP8.
 REMEDY = (
     f"use a hidden_size that is a multiple of {fp8.MULTIPLE} and two layers or more, or choose bf16"
 )
 
 
 class Precision:
-    """What a precision of the module's table does to a model on a device.
+    """A precision of the module's table on a device: it prepares a model, casts its forward passes
+    and takes its optimizer steps.
 
-    Raises ValueError for a name that is unknown or that the device cannot run. The error names
-    those that it can, and the `field` of a config that has the name. There is no fallback.
+    Raises ValueError for a `name` that is unknown or that the device cannot run. The error lists
+    the precisions that the device can run. `field` is the config's field that has the name, for the
+    error. There is no silent fallback.
     """
 
     def __init__(self, name: str, device="cpu", field: str = "precision"):
@@ -131,14 +139,14 @@ class Precision:
     def autocast(self):
         """Runs a forward pass in this precision."""
         dtype = self.rules.autocast
-        # With gradients, these would be summed in low precision, in the cached copy of a weight.
+        # Several uses of a weight's cached copy would add up their gradients in low precision.
         cached = not torch.is_grad_enabled()
         cast = torch.autocast(
             self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=cached
         )
         with self.matmul_mode(), cast:
             yield
-        # In a caller's own region, the cached casts would outlive the next update.
+        # Within a caller's own autocast region, cached copies would outlive the next update.
         torch.clear_autocast_cache()
 
     def step(
@@ -150,8 +158,9 @@ class Precision:
     ) -> StepReport:
         """One optimizer step: backward, unscale, clip to an L2 norm, step.
 
-        In that order, because the norm of scaled gradients is meaningless. `all_reduce` sums a list
-        of gradients over processes that share the loss. Nothing here waits for a GPU.
+        The gradients are unscaled before they are clipped, because the norm of scaled gradients is
+        meaningless. `all_reduce` sums a list of gradients over processes that share the loss.
+        Nothing here waits for a GPU.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         one = torch.ones((), dtype=torch.float32, device=self.device)
@@ -168,15 +177,15 @@ class Precision:
         grad_norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
-        skipped = self.scaler.scale(one) < scale_before  # it becomes smaller only by a skip
+        skipped = self.scaler.scale(one) < scale_before  # only a skip makes the scale smaller
         if self.rules.loss_scale and not self.rules.scale_grows:
-            # Back to where it was, or many skips would bring it to 0.
+            # Set the scale back to where it was; otherwise many skips would bring it to 0.
             self.scaler.update(one * self.rules.loss_scale)
         return StepReport(grad_norm, self.scaler.scale(one), skipped)
 
     @contextlib.contextmanager
     def matmul_mode(self):
-        """On CUDA, sets torch's process-wide TF32 switch for this precision within."""
+        """On CUDA, sets torch's process-wide TF32 switch for this precision, for a `with` block."""
         if self.device.type != "cuda":
             yield
             return

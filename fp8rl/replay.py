@@ -1,15 +1,16 @@
-"""Replay: a ring of rollout rows in which every observation is stored once.
+"""Replay: a ring buffer of rollout rows in which every observation is stored only once.
 
 Each environment has its own ring, with consecutive steps in consecutive memory. Row t holds the
-observation, the action taken on it, the reward and flags that followed, the behaviour
-log-probability and, where rollouts have it, the proximal one. Its next observation is row t+1, at
-the end of an episode too (rollout.py). The row at the head is open: it holds only the observation
-that the newest transition led to, until the next append fills it. So a ring of R rows holds R - 1
-complete ones.
+observation, the action taken on it, the reward and flags that followed, the log-probability under
+the behaviour policy and, where rollouts have it, under the proximal policy. The next observation is
+that of row t+1, at the end of an episode too (rollout.py). The row at the head is open: until the
+next append fills it, it holds only the observation that the newest transition led to. So a ring of
+R rows holds R - 1 complete rows.
 
-Bytes per transition with F features: 4 F for the observation + 1 (action; 4 for each dimension of a
-continuous one) + 4 (reward) + 1 (flags) + 4 (log-probability), so 18 with two features. A proximal
-log-probability takes 4 more. A codec (observation_codec.py) stores observations in fewer bytes.
+A transition with F features takes 4 F bytes for the observation, 1 for the action (4 for each
+dimension of a continuous action), 4 for the reward, 1 for the flags and 4 for the log-probability.
+With two features that is 18 bytes. A proximal log-probability takes 4 more. A codec
+(observation_codec.py) stores observations in fewer bytes.
 """
 
 import math
@@ -21,16 +22,16 @@ from .env import STATE_BOUNDS
 from .observation_codec import Codec, type_of_codes
 from .rollout import DUMMY, Rollout
 
-NAMES = ("obs", "action", "reward", "flags", "behavior_logp")  # of what every ring stores
+NAMES = ("obs", "action", "reward", "flags", "behavior_logp")  # fields that every ring has
 
 
 def fields_of_row(
     obs_size: int, action_size: int = 0, codec: str = "fp32", proximal: bool = False
 ) -> dict[str, tuple[torch.dtype, tuple]]:
-    """Type and shape of each number of a stored transition.
+    """Type and shape of each field of a stored transition, by name.
 
-    An action is float32 [action_size], or one byte if that is 0. `proximal`: with a proximal
-    log-probability. Raises ValueError for an unknown codec.
+    An action is float32 [action_size], or one byte if `action_size` is 0. With `proximal` there is
+    a field for the proximal log-probability. Raises ValueError for an unknown codec.
     """
     action = (torch.float32, (action_size,)) if action_size else (torch.uint8, ())
     fields = {
@@ -46,7 +47,7 @@ def fields_of_row(
 
 
 def bytes_of_row(fields: dict[str, tuple[torch.dtype, tuple]]) -> int:
-    """Bytes of fields of given types and shapes together."""
+    """Total bytes of fields with given types and shapes."""
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
 
 
@@ -63,10 +64,10 @@ def ring_bytes(
 
 
 class Clock:
-    """Where a ring of `rows` rows is: which rows are complete, and where the next ones go.
+    """The position of a ring of `rows` rows: which rows are complete, and where the next ones go.
 
-    The complete rows are numbers `start` to `count` - 1 of all that were ever appended. Row number
-    n is at n modulo `rows`.
+    Rows are numbered in the order in which they were appended. The complete rows are numbers
+    `start` to `count` - 1. Row number n is stored at n modulo `rows`.
     """
 
     def __init__(self, rows: int):
@@ -76,15 +77,15 @@ class Clock:
 
     @property
     def size(self) -> int:
-        """Complete rows."""
+        """Number of complete rows."""
         return self.count - self.start
 
     def make_room(self, length: int) -> None:
-        """Drops the rows that the next `length` will overwrite, and 1 for the open row."""
+        """Drops the rows that the next `length` rows and the open row after them will overwrite."""
         self.start = max(self.start, self.count + length + 1 - self.rows)
 
     def advance(self, length: int) -> None:
-        """Makes `length` rows complete, which have been written."""
+        """Counts `length` rows that have just been written as complete."""
         self.count = self.count + length
 
     def write(self, field: torch.Tensor, values: torch.Tensor) -> None:
@@ -103,17 +104,17 @@ class Clock:
 class ReplayBuffer:
     """A preallocated ring of time steps, from which slices are sampled.
 
-    `rows`         time steps, the open one included
+    `rows`         time steps, including the open row
     `num_envs`     environments, N
     `bounds`       lowest and highest value of each of the F features of an observation, infinite
-                   where it has none
+                   where a feature has no bound
     `codec`        how observations are stored (observation_codec.py)
-    `action_size`  dimensions of a continuous action, or 0 for one of up to 256
-    `proximal`     whether it stores proximal log-probabilities, which rollouts must then have
+    `action_size`  dimensions of a continuous action, or 0 for one of up to 256 discrete actions
+    `proximal`     whether the ring stores proximal log-probabilities, which rollouts must then have
 
     Attributes: `fields` has the stored tensors by name, [N, rows], or [N, rows, size] for
     observations and continuous actions. `clipped`, int64 [F], counts values that the codec clipped.
-    `new_episodes` says that the next rollout does not continue the last one.
+    `new_episodes` is set where the next rollout does not continue the last one.
 
     Raises ValueError for sizes that are too small and for a codec that is unknown or does not suit
     the bounds, and MemoryError if the ring cannot be allocated.
@@ -138,7 +139,7 @@ class ReplayBuffer:
         proximal: bool = False,
     ):
         if rows < 2:
-            raise ValueError(f"rows is {rows}: use at least 2, one of them is always open")
+            raise ValueError(f"rows is {rows}: use at least 2, one row is always open")
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: use at least 1")
         low, high = bounds
@@ -159,7 +160,7 @@ class ReplayBuffer:
         )
 
     def _allocate(self, fields: dict) -> tuple[Clock, dict[str, torch.Tensor]]:
-        """The clock, and a tensor of each type and shape."""
+        """The ring's clock, and a tensor for each field, of its type and shape."""
         try:
             tensors = {
                 name: torch.empty(shape, dtype=dtype, device=self.device)
@@ -194,12 +195,12 @@ class ReplayBuffer:
         return sum(x.untyped_storage().nbytes() for x in self.fields.values())
 
     def append(self, rollout: Rollout) -> None:
-        """Appends T rows. Their first observation is the one in the open row already.
+        """Appends the T rows of a rollout, whose first observation is in the open row already.
 
-        If `new_episodes` is set, a dummy row parts the rollout from the last one, so that no slice
-        joins two episodes. Raises ValueError, and leaves the ring unchanged, for T >= `rows`,
-        shapes other than the ring's, proximal log-probabilities that are missing and, on a CPU, for
-        a NaN or an action that does not fit a byte.
+        If `new_episodes` is set, a dummy row separates the rollout from the last one, so that no
+        slice joins two episodes. Raises ValueError, and leaves the ring unchanged, for T >= `rows`,
+        for shapes other than the ring's, for proximal log-probabilities that are missing and, on a
+        CPU, for a NaN or an action that does not fit into a byte.
         """
         length = len(rollout.action)
         self._check_shapes(rollout)
@@ -208,7 +209,7 @@ class ReplayBuffer:
             most = f"a ring of {self.rows} rows takes at most {self.rows - 1}"
             raise ValueError(f"rollout of {length} rows: {most}")
         rollout = rollout.to(self.device)
-        # The first observation was counted as the last one of the rollout before.
+        # The first observation was counted already, as the last one of the rollout before.
         continues = self.clock.size > 0 and not self.new_episodes
         if self.new_episodes and self.size:
             self._write(self._dummy_row(rollout.obs[:1]))
@@ -229,12 +230,13 @@ class ReplayBuffer:
                 raise ValueError(f"{name} has shape {given}: this ring takes {expected}")
 
     def _check_values(self, rollout: Rollout) -> None:
-        """Rejects what would be stored as something else.
+        """Raises ValueError for numbers that the ring could not give back as they are.
 
-        A proximal log-probability may be NaN, where the learner overflows: the clip drops the row.
+        A proximal log-probability may be NaN, where the learner overflows. The clip drops such a
+        row.
         """
         if self.device.type != rng.HOST:
-            return  # a GPU would be waited for
+            return  # the check would wait for a GPU
         floats = [name for name in NAMES if getattr(rollout, name).is_floating_point()]
         is_bad = torch.stack([getattr(rollout, name).isnan().any() for name in floats]).tolist()
         for name, bad in zip(floats, is_bad, strict=True):
@@ -244,7 +246,10 @@ class ReplayBuffer:
             raise ValueError("action is outside 0 to 255: the ring stores actions in a byte")
 
     def _dummy_row(self, next_obs: torch.Tensor) -> Rollout:
-        """One row from the newest observation to that of another episode, next_obs [1, N, F]."""
+        """A dummy row from the newest observation to the first one of another episode.
+
+        `next_obs` [1, N, F] is that first observation.
+        """
         env = torch.arange(self.num_envs, device=self.device)
         last = self.read(torch.full_like(env, self.count - 1), env, 1)
         return Rollout(
@@ -259,9 +264,9 @@ class ReplayBuffer:
     def _write(self, rollout: Rollout) -> None:
         """Writes T rows.
 
-        Rows that will be overwritten are dropped first, and the new ones are counted last: if the
-        process is killed in between, rows `start` to `count` - 1 are still complete, which matters
-        for a ring that outlives it.
+        Rows that will be overwritten are dropped before anything is written, and the new rows are
+        counted afterwards. So if the process is killed in between, rows `start` to `count` - 1 are
+        still complete. This matters for a ring that outlives its process.
         """
         length = len(rollout.action)
         self.clock.make_room(length)
@@ -273,16 +278,15 @@ class ReplayBuffer:
         self.clock.advance(length)
 
     def count_clipped(self, obs: torch.Tensor) -> torch.Tensor:
-        """How many values of each feature the codec clips in observations [T, N, F], like
-        `clipped`."""
+        """How many values of each feature the codec clips in observations [T, N, F], int64 [F]."""
         return self.codec.count_clipped(obs)
 
     def sample(self, slices: int, length: int, seed=0, iteration: int = 0) -> Rollout:
-        """Draws B slices of L rows, as a Rollout of obs [L+1, B, F] and the rest [L, B].
+        """Draws B slices of L rows, as a Rollout with obs [L+1, B, F] and other fields [L, B].
 
-        They are drawn uniformly, with replacement, over all possible starts and environments.
-        `seed` and `iteration` are those of the draw (rng.py). Raises ValueError for fewer than L
-        complete rows, and for B or L below 1.
+        Slices are drawn uniformly, with replacement, over all possible starts and environments.
+        `seed` and `iteration` decide which are drawn (rng.py). Raises ValueError if there are fewer
+        than L complete rows, and for B or L below 1.
         """
         if slices < 1 or length < 1:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
@@ -318,12 +322,16 @@ class ReplayBuffer:
         )
 
     def _gather(self, name: str, index: torch.Tensor) -> torch.Tensor:
-        """Entries of a field at `index` [L, B] into all its rows, environment after environment."""
+        """The entries of a field at `index` [L, B].
+
+        The index counts the rows of all environments, one environment after the other.
+        """
         rows = self.fields[name].flatten(0, 1)
         return rows.index_select(0, index.flatten()).unflatten(0, index.shape)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Copies of the rows and the clock. What the open row does not hold yet is 0."""
+        """Copies of the rows, the clock and `clipped`. Fields that the open row does not have yet
+        are 0."""
         filled = min(self.count + 1, self.rows)
         state = {
             "clock": torch.tensor([self.start, self.count]),
@@ -332,7 +340,7 @@ class ReplayBuffer:
         for name, field in self.fields.items():
             state[name] = field[:, :filled].clone()
             if name != "obs":
-                # Uninitialized memory, or a row that has been dropped.
+                # The open row has uninitialized memory here, or numbers of a dropped row.
                 state[name][:, self.count % self.rows] = 0
         return state
 

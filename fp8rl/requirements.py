@@ -1,6 +1,6 @@
-"""What a config needs of a machine, and which settings do not work together.
+"""What a config needs from a machine, and which settings do not work together.
 
-All is checked before anything is allocated or written. Errors name the field and what to use
+Everything is checked before anything is allocated or written. Errors name the field and what to use
 instead.
 """
 
@@ -20,7 +20,7 @@ from .precision import PRECISIONS, Precision
 from .replay import ring_bytes
 from .tasks.by_id import task_of
 
-LARGE = 2**18  # bytes of a layer's results for one step of all environments
+LARGE = 2**18  # bytes of a layer's results in one step of all environments (`reuses_forward`)
 # The fields of Config in which the agents of a population may differ.
 FREE = (
     "seed",
@@ -40,7 +40,7 @@ FREE = (
 
 
 def uses_gymnasium(config: Config, machine: Machine) -> bool:
-    """Whether Gymnasium steps the environments, not a tensor form."""
+    """Whether Gymnasium steps the environments, instead of the package's own tensor form."""
     if config.env_id is None:
         return False
     return machine.vectorization is not None or task_of(config.env_id) is None
@@ -49,7 +49,7 @@ def uses_gymnasium(config: Config, machine: Machine) -> bool:
 def normalizes(config: Config) -> bool:
     """Whether the network standardizes observations.
 
-    Unless the config says so, it does where the task has no tensor form.
+    If the config leaves it open, it does so where this package has no tensor form of the task.
     """
     if config.normalize_obs is None:
         return config.env_id is not None and task_of(config.env_id) is None
@@ -57,7 +57,7 @@ def normalizes(config: Config) -> bool:
 
 
 def clips_by_learner(config: Config) -> bool:
-    """Whether the clip measures from the learner's own policy because another one acts.
+    """Whether PPO's clip divides by the learner's own policy, because another policy acts.
 
     Rollouts and the ring then have the learner's log-probabilities (`Rollout.proximal_logp`).
     """
@@ -66,7 +66,10 @@ def clips_by_learner(config: Config) -> bool:
 
 
 def uses_graph(config: Config, machine: Machine, processes: int) -> bool:
-    """Whether an iteration is one CUDA graph, on a device that has graphs (`Machine.graph`)."""
+    """Whether an iteration is launched as one CUDA graph, on a device that has graphs.
+
+    `Machine.graph` says when this is possible.
+    """
     devices = {machine.on(part) for part in ("learn", "collect", "store")}
     if not machine.graph or processes > 1 or len(devices) > 1:
         return False
@@ -74,13 +77,13 @@ def uses_graph(config: Config, machine: Machine, processes: int) -> bool:
 
 
 def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
-    """Whether a learner goes on from the forward passes of an actor in so many environments.
+    """Whether a learner reuses the forward passes of acting in `num_envs` environments.
 
-    Otherwise it repeats them for all rows at once. On a CPU reusing is faster where layers are
-    `LARGE` and have as many rows as units: one step at a time they presumably fit into a cache
-    (benchmarks/processes.py). With fewer rows it is slower, because each step of the backward pass
-    reads the weights and adds to their gradient. In FP8 each step would keep rounded weights of its
-    own.
+    Otherwise it repeats them, for all rows at once. On a CPU, reusing is faster where the results
+    of a layer take `LARGE` bytes or more and have as many rows as units, presumably because one
+    step at a time fits into a cache (benchmarks/processes.py). With fewer rows it is slower,
+    because each step of the backward pass reads the weights and adds to their gradient. In FP8,
+    each step would keep its own rounded weights.
     """
     rules = PRECISIONS[config.precision]
     acting_precision = config.collect_precision or config.precision
@@ -95,7 +98,7 @@ def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
 
 
 def check(config: Config, machine: Machine, processes: int) -> None:
-    """Raises ValueError for settings that do not work together, in a run of so many processes."""
+    """Raises ValueError for settings that do not work together, in a run of this many processes."""
 
     def require(field: str, is_good: bool, remedy: str, beside: str = "") -> None:
         if not is_good:
@@ -133,8 +136,8 @@ def check(config: Config, machine: Machine, processes: int) -> None:
 def ring_rows(config: Config, machine: Machine) -> int:
     """Time steps that a run's replay ring has room for.
 
-    A ring in a folder may serve later runs, so it has the whole capacity. A ring in memory has as
-    many as the run can fill, if that is fewer.
+    A ring in a folder may serve later runs, so it has the whole capacity. A ring in memory has only
+    as many time steps as the run can fill, if these are fewer.
     """
     if machine.memmap:
         return config.capacity // config.num_envs
@@ -142,9 +145,9 @@ def ring_rows(config: Config, machine: Machine) -> int:
 
 
 def bytes_of_network(config: Config) -> int:
-    """Memory that the square matrices of a run's network take, with gradients and moments.
+    """Bytes that the square matrices of a run's network take, with gradients and moments.
 
-    Moments that have a format are left out.
+    Moments are left out where the config has formats.
     """
     matrices = config.layers - 1
     if config.encoder == "gru":
@@ -154,10 +157,10 @@ def bytes_of_network(config: Config) -> int:
 
 
 def bytes_at_work(config: Config, copies: int = 2) -> int:
-    """Memory that the larger of a rollout and a replayed batch takes, about.
+    """Bytes that a rollout or a replayed batch takes, whichever is larger: an estimate.
 
-    It takes `copies` of the outputs of all layers, such as they and their gradients, and a hundred
-    numbers for each row.
+    Each row takes `copies` of the outputs of all layers (two are the outputs and their gradients),
+    and a hundred other numbers.
     """
     collected = (config.rollout_length + 1) * config.num_envs
     replayed = 0
@@ -168,7 +171,7 @@ def bytes_at_work(config: Config, copies: int = 2) -> int:
 
 
 def require_memory(config: Config, machine: Machine, processes: int) -> None:
-    """Raises MemoryError unless the network and a rollout or batch fit."""
+    """Raises MemoryError unless the network and a rollout or batch fit into memory."""
     needed = bytes_of_network(config) + bytes_at_work(config) // processes
     remedy = "lower hidden_size, layers, num_envs, rollout_length or batch_size"
     what = "a network with a rollout or batch"
@@ -179,15 +182,15 @@ def require_memory(config: Config, machine: Machine, processes: int) -> None:
 
 
 def shared(config: Config) -> Config:
-    """A config with the defaults in the fields that are each agent's own."""
+    """A config with the defaults in the fields in which agents may differ (`FREE`)."""
     return dataclasses.replace(config, **{name: getattr(Config, name) for name in FREE})
 
 
 def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
-    """Splits configs into lists that can each be a population, of at most `most` agents.
+    """Splits configs into lists that can each be one population, of at most `most` agents.
 
-    In a list, agents of one precision and formats follow each other; otherwise they are in the
-    order given.
+    Within a list, agents with the same precision and formats follow each other. Apart from that,
+    the agents stay in the given order.
     """
     groups: dict[Config, list[Config]] = {}
     for config in configs:
@@ -204,7 +207,7 @@ def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
 
 
 def obstacle(config: Config) -> str | None:
-    """Why a config cannot be in a population, or None."""
+    """Why a config cannot be in a population, or None if it can."""
     if config.env_id and not task_of(config.env_id):
         remedy = "train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
         return f"env_id is {config.env_id}: {remedy}"
@@ -219,10 +222,11 @@ def obstacle(config: Config) -> str | None:
 
 
 def require_one_population(configs: list[Config], device, at_once: int = 1) -> None:
-    """Raises, before anything is allocated, for configs that cannot be one population.
+    """Checks that configs can be one population, before anything is allocated.
 
-    That is ValueError for one that cannot be in a population or for two that cannot be in the same
-    one, and MemoryError if they do not fit. `at_once`: so many populations share the memory.
+    Raises ValueError for a config that cannot be in a population, or for two that cannot be in the
+    same one, and MemoryError if the agents do not fit into memory. `at_once` is the number of
+    populations that share the memory.
     """
     if not configs:
         raise ValueError("configs is empty: give at least one")
@@ -250,9 +254,9 @@ def require_one_population(configs: list[Config], device, at_once: int = 1) -> N
 
 
 def shapes_of(config: Config) -> list[tuple[int, int]]:
-    """Shapes of an agent's weights, the last two those of the heads of actor and critic.
+    """Shapes of an agent's weights. The last two are those of the heads of actor and critic.
 
-    They differ for a task that sets other bounds or actions when it is made.
+    The shapes may be others for a task that sets its bounds or actions only when it is made.
     """
     task = task_of(config.env_id)
     width = config.hidden_size
@@ -266,10 +270,10 @@ def shapes_of(config: Config) -> list[tuple[int, int]]:
 
 
 def bytes_per_agent(config: Config) -> int:
-    """Memory that an agent takes, about.
+    """Bytes that an agent of a population takes: an estimate.
 
-    That is its ring, twelve tensors like its parameters, and what a rollout or batch takes, with
-    rounded copies in low precision.
+    It counts the agent's ring, twelve tensors as large as its parameters, and a rollout or batch,
+    which has rounded copies in low precision.
     """
     task = task_of(config.env_id) or Cart
     shapes = shapes_of(config)

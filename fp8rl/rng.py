@@ -1,8 +1,8 @@
-"""Random numbers by counter: each is a function of (seed, purpose, iteration, index).
+"""Random numbers by counter: each number is a function of (seed, purpose, iteration, index).
 
-It does not depend on what was drawn before it. So every purpose has numbers of its own, a CPU and a
-GPU draw the same, and there is no state to save: a run that is resumed or moved to another device
-goes on with the numbers that it would have had.
+A number does not depend on what was drawn before it. So every purpose has numbers of its own, a CPU
+and a GPU draw the same numbers, and there is no state to save. A run that is resumed or moved to
+another device goes on with the numbers that it would have had.
 
 The generator is Threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy
 as 1, 2, 3"; JAX's default): a cipher that turns a counter of two 32-bit words into two random ones,
@@ -11,10 +11,10 @@ under a key of two words. Here
     key     = (seed, purpose)
     counter = (index // 2, iteration)
 
-and the parity of the index chooses one of the two results. The cipher needs only sums, rotations
-and exclusive ors of 32-bit words, all modulo 2^32. NumPy computes them on a CPU. Elsewhere the same
-lines run on int32 tensors, which torch adds with the same wrap-around, or one kernel computes all
-of them (kernels.py).
+and the parity of the index chooses one of the two resulting words. The cipher needs only sums,
+rotations and exclusive ors of 32-bit words, all modulo 2^32. On a CPU, NumPy computes them. On
+other devices the same lines run on int32 tensors, which torch adds with the same wrap-around, or
+one kernel computes everything (kernels.py).
 
     >>> from fp8rl.rng import uniform
     >>> uniform(seed=0, purpose="actions", iteration=3, shape=(2, 4)).shape
@@ -44,15 +44,15 @@ PURPOSES = (
 )
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 ROUNDS = 20
-FEW = 2**14  # with so few numbers, the calls take longer than the arithmetic
-# The type of device whose words NumPy computes, and whose numbers can be read without a wait.
+FEW = 2**14  # up to so many numbers, the calls take longer than the arithmetic
+# The type of device on which NumPy computes words, and whose numbers can be read without a wait.
 HOST = "cpu"
 
 
 def threefry(x0, x1, key0, key1):
-    """The cipher: encrypts the counters x0, x1 under a key, into two arrays of random words.
+    """The cipher: encrypts the counters (x0, x1) under a key, into two arrays of random words.
 
-    All arguments are NumPy uint32 or torch int32 arrays, which broadcast.
+    All arguments are NumPy uint32 arrays or torch int32 tensors, which broadcast.
     """
     keys = (key0, key1, key0 ^ key1 ^ 0x1BD11BDA)
     x0 = x0 + key0
@@ -78,20 +78,21 @@ def threefry(x0, x1, key0, key1):
 def words(seed, purpose: str, iteration, count: int, device="cpu"):
     """Random 32-bit words of index 0 to `count` - 1, as an array [count].
 
-    They are NumPy uint32 on a CPU, elsewhere torch int32 with the same bits.
+    The array is NumPy uint32 on a CPU, and elsewhere a torch int32 tensor with the same bits.
 
-    `seed`       below 2^32; or an integer tensor [S], which gives words [S, count]
+    `seed`       a number below 2^32; or an integer tensor [S], which gives words [S, count]
     `iteration`  a number, or an integer tensor of one or of S numbers
 
-    Results are cached (for a tensor of seeds by its identity): change neither in place.
+    Results are cached, and a tensor of seeds is recognized by its identity. So never change the
+    results, nor a tensor of seeds, in place.
     """
     streams = seed.numel() if isinstance(seed, torch.Tensor) else 1
     if kernel := kernels.kernel("words", torch.device(device)):
-        # A single launch is as fast as a look into a cache.
+        # A single launch is as fast as reading a cache.
         result = kernel(seed, PURPOSES.index(purpose), iteration, count, device)
     elif isinstance(iteration, torch.Tensor) or streams * count > FEW:
         result = _words(seed, purpose, iteration, count, device)
-    else:  # few numbers: those of 8 iterations in one call
+    else:  # few numbers: the words of 8 iterations are computed in one call
         block = _words_of_8_iterations(seed, purpose, iteration // 8, count, torch.device(device))
         result = block[iteration % 8]
     return result if isinstance(seed, torch.Tensor) else result[0]
@@ -99,7 +100,7 @@ def words(seed, purpose: str, iteration, count: int, device="cpu"):
 
 @functools.lru_cache(64)
 def _words_of_8_iterations(seed, purpose: str, block: int, count: int, device: torch.device):
-    """The words of iterations 8 `block` to 8 `block` + 7, [8, S or 1, count]."""
+    """The words of the 8 iterations from 8 * `block` on, [8, S or 1, count]."""
     if isinstance(seed, torch.Tensor):
         iterations = torch.arange(8 * block, 8 * block + 8, device=seed.device)
         iterations = iterations.repeat_interleave(seed.numel())
@@ -133,7 +134,7 @@ def _words(seed, purpose: str, iteration, count: int, device):
 def _int32_column(x, device) -> torch.Tensor:
     """A number or tensor [S] as int32 [1 or S, 1] with the same low 32 bits.
 
-    A number is filled in on the device: to copy it there would wait for a GPU.
+    A number is filled in on the device, because a copy from the host would wait for a GPU.
     """
     if isinstance(x, torch.Tensor):
         x = x.to(device).long().view(-1, 1)
@@ -147,8 +148,9 @@ def uniform(
 ) -> torch.Tensor:
     """Uniform float32 numbers in (0, 1), never 0 or 1, of a shape.
 
-    Each is an odd multiple of 2^-24, from a random word of its own. With `halves` each is an odd
-    multiple of 2^-17, from half a word. Arguments as in `words`: S seeds give [S, *shape].
+    Each number is an odd multiple of 2^-24 and takes one random word. With `halves` it is an odd
+    multiple of 2^-17 and takes half a word. The arguments are those of `words`; S seeds give
+    [S, *shape].
     """
     size = math.prod(shape)
     bits = 16 if halves else 23
@@ -167,9 +169,10 @@ def uniform(
 def rows(
     seed, purpose: str, iteration, shape: tuple[int, int, int], device="cpu", halves: bool = False
 ) -> torch.Tensor:
-    """Uniform numbers for T steps of N columns, float32 [T, N, size], in memory column by column.
+    """Uniform numbers for T steps of N columns, float32 [T, N, size].
 
-    Of S seeds each has an equal share of the N columns, one after the other.
+    In memory they lie column by column. With S seeds, each seed gives an equal share of the N
+    columns, one seed after the other.
     """
     length, count, size = shape
     streams = len(seed) if isinstance(seed, torch.Tensor) else 1
@@ -181,9 +184,9 @@ def rows(
 
 
 def below(limit: int, numbers) -> torch.Tensor:
-    """Whole numbers from 0 to `limit` - 1, int64, from random `words`.
+    """Whole numbers from 0 to `limit` - 1, int64, computed from random `words`.
 
-    A limit far below 2^32 leaves no bias that could be seen.
+    With a limit far below 2^32, the bias is too small to be seen.
     """
     if isinstance(numbers, np.ndarray):
         scaled = numbers.astype(np.uint64) * np.uint64(limit) >> np.uint64(32)
@@ -197,7 +200,8 @@ def seed_of(seed: int, purpose: str, iteration: int = 0) -> int:
 
 
 def seeds_of(seed, purpose: str, iteration: int):
-    """`seed_of` for a number, or for an integer tensor [S]: int64 [S] on its device then."""
+    """Like `seed_of`, but `seed` may be an integer tensor [S]. The result is then int64 [S] on the
+    same device."""
     if not isinstance(seed, torch.Tensor):
         return seed_of(seed, purpose, iteration)
     numbers = words(seed, purpose, iteration, 1, seed.device)[:, 0]
@@ -207,7 +211,7 @@ def seeds_of(seed, purpose: str, iteration: int):
 
 
 def rounding_noise(seed: int):
-    """What draws the noise of stochastic rounding, as bits.LowBitAdam takes it."""
+    """A function that draws the noise of stochastic rounding, for `bits.LowBitAdam`."""
 
     def draw(update: int, shape: tuple[int, ...], device) -> torch.Tensor:
         return uniform(seed, "rounding", update, shape, device)

@@ -1,11 +1,11 @@
 """Rollouts: a policy acts in N environments for T steps, and the transitions are stored.
 
-With each action its log-probability under this policy is stored, the behaviour policy, because the
-importance ratios of later updates need it.
+Each action is stored with its log-probability under the policy that chose it, which is called the
+behaviour policy. The importance ratios of later updates need this log-probability.
 
 The end of an episode is followed by a DUMMY row, in which the environment ignored the action and
-reset (NEXT_STEP autoreset). It leads from the final observation to the first one of the next
-episode, so every observation is stored once.
+reset (NEXT_STEP autoreset). The row leads from the final observation to the first one of the next
+episode, so every observation is stored only once.
 """
 
 import contextlib
@@ -22,22 +22,22 @@ from .rng import rows
 TERMINATED = 1
 TRUNCATED = 2
 DUMMY = 4
-# Largest magnitudes that float32 can learn from (norms square the gradient), each with a wrapper
-# that scales larger ones down.
+# The largest magnitudes of observations and rewards that float32 can learn from (norms square the
+# gradient), each with a wrapper of Gymnasium that scales larger ones down.
 LARGEST_ALLOWED = {"obs": (1e8, "NormalizeObservation"), "reward": (1e15, "NormalizeReward")}
 
 
 class Rollout(NamedTuple):
-    """T steps of B environments, or B slices of the replay ring; time first."""
+    """T steps of B environments, or B slices of the replay ring. The first dimension is time."""
 
     obs: torch.Tensor  # float32 [T+1, B, F]; row t+1 is what action t led to
     action: torch.Tensor  # int64 [T, B], or float32 [T, B, A] if continuous (distribution.py)
     reward: torch.Tensor  # float32 [T, B]
-    flags: torch.Tensor  # uint8 [T, B], the bits above
+    flags: torch.Tensor  # uint8 [T, B], the bits TERMINATED, TRUNCATED and DUMMY
     behavior_logp: torch.Tensor  # float32 [T, B], log-probability under the behaviour policy
     state: torch.Tensor | None = None  # float32 [B, W], a recurrent policy's state before row 0
-    # float32 [T, B], log-probability under the proximal policy, from which PPO's clip measures
-    # (losses.py); None: this is the behaviour policy
+    # float32 [T, B], log-probability under the proximal policy, by which PPO's clip divides
+    # (losses.py). None: the proximal policy is the behaviour policy.
     proximal_logp: torch.Tensor | None = None
 
     @property
@@ -54,23 +54,23 @@ class Rollout(NamedTuple):
     def first(self) -> torch.Tensor:
         """bool [T+1, B]: rows of obs that start an episode.
 
-        Row 0 is always False: what came before it is in `state`.
+        Row 0 is always False, because `state` already holds the state before it.
         """
         starts = (self.flags & DUMMY) != 0
         return torch.cat((torch.zeros_like(starts[:1]), starts))
 
     def to(self, device) -> "Rollout":
-        """The rollout on a device: itself if it is there."""
+        """The rollout on a device, which is the rollout itself if it is there already."""
         if self.obs.device == torch.device(device):
             return self
         return Rollout(*(x if x is None else x.to(device) for x in self))
 
 
 def extremes(rollout: Rollout) -> torch.Tensor:
-    """The smallest and largest observation, then those of the rewards, then whether an action is
-    NaN.
+    """The extremes of a rollout's numbers, float32 [5].
 
-    float32 [5]. Smallest and largest are NaN if one of the numbers is, and the last is 1 or 0.
+    They are the smallest and largest number of the observations, the smallest and largest reward,
+    and 1 if an action is NaN, otherwise 0. An extreme is NaN if one of its numbers is NaN.
     """
     lowest_obs, highest_obs = rollout.obs.aminmax()
     lowest_reward, highest_reward = rollout.reward.aminmax()
@@ -83,14 +83,14 @@ def extremes(rollout: Rollout) -> torch.Tensor:
 def check_finite(rollout: Rollout) -> None:
     """Raises ValueError for a rollout that nothing can be learned from.
 
-    That is one with an observation or reward that is not finite or above `LARGEST_ALLOWED`, or an
-    action that is NaN.
+    Such a rollout has an action that is NaN, or an observation or reward that is not finite or
+    larger than `LARGEST_ALLOWED`.
     """
     check_extremes(extremes(rollout).tolist())
 
 
 def check_extremes(numbers: list[float]) -> None:
-    """`check_finite`, from a rollout's `extremes` as Python numbers."""
+    """Does what `check_finite` does, from a rollout's `extremes` as Python numbers."""
     lowest_obs, highest_obs, lowest_reward, highest_reward, nan_action = numbers
     _check_range("obs", lowest_obs, highest_obs)
     _check_range("reward", lowest_reward, highest_reward)
@@ -112,7 +112,7 @@ def _check_range(name: str, low: float, high: float) -> None:
 
 
 def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.Tensor:
-    """Noise for sampling the actions of `length` steps, float32 [length, N, numbers an action]."""
+    """Noise for sampling the actions of `length` steps, float32 [length, N, numbers per action]."""
     shape = (length, env.num_envs, env.distribution.numbers(env.num_actions))
     return env.distribution.noise(rows(seed, purpose, iteration, shape, env.device))
 
@@ -121,8 +121,8 @@ def action_noise(env, length: int, seed, purpose: str, iteration: int) -> torch.
 def inference(env):
     """Inference mode, for stepping an environment.
 
-    Autograd cannot use tensors that were made in it. So at the end, those that the environment
-    holds become copies.
+    Autograd cannot use tensors that were made in inference mode. So at the end, such tensors of the
+    environment are replaced by copies.
     """
     try:
         with torch.inference_mode():
@@ -134,14 +134,14 @@ def inference(env):
 
 
 def unroll(model, env, noise, starts, state):
-    """The loop over time: the policy acts, the environments step.
+    """The loop over time: in each step the policy acts and the environments step.
 
-    `noise`   of the actions, [T, N, numbers an action]
-    `starts`  the environments' random starts (`TensorEnv.draw`)
-    `state`   of a recurrent policy, or None
+    `noise`   noise of the actions, [T, N, numbers per action]
+    `starts`  random starts of the environments (`TensorEnv.draw`)
+    `state`   state of a recurrent policy, or None
 
-    Returns obs, action, reward and flags as in Rollout, with the policy's outputs [T, N, A or 2 A]
-    as the fifth, and the state at the end.
+    Returns a tuple of five tensors, and the policy's state at the end. The tensors are obs, action,
+    reward and flags as in Rollout, and the policy's outputs [T, N, A or 2 A].
     """
     obs = [env.obs]
     outputs = []
@@ -153,7 +153,7 @@ def unroll(model, env, noise, starts, state):
         output, state = model.policy(env.obs, state)
         action = env.distribution.sample(output, step_noise)
         if state is not None:
-            # Where this step resets, a new episode begins, with state 0.
+            # Where this step resets, a new episode begins, in which the policy's state is 0.
             state = torch.where(env.done.unsqueeze(-1), 0, state)
         next_obs, reward, terminated, truncated = env.step(action, start)
         outputs.append(output)
@@ -171,16 +171,17 @@ def unroll(model, env, noise, starts, state):
 
 
 class Collector:
-    """Collects rollouts: N environments, and the policy that acts in them.
+    """Collects rollouts from N environments with the policy that acts in them.
 
-    `env`        a TensorEnv, or what has those of its attributes and methods that
-                 tasks/gymnasium_env.py has
-    `model`      the policy's network: the learner's own, or a copy in another precision or place
-    `precision`  in which the policy acts
+    `env`        a TensorEnv, or an object with the attributes and methods of
+                 tasks/gymnasium_env.py's GymEnv
+    `model`      the policy's network: the learner's network, or a copy of it in another precision
+                 or on another device
+    `precision`  the Precision in which the policy acts
     `length`     T, the steps of a rollout
-    `seed`       of the actions' noise
+    `seed`       seed of the actions' noise
     `loop`       `unroll`, or a faster form of it
-    `in_use`     a context that is entered while the network acts
+    `in_use`     makes a context that is entered while the network acts
 
         >>> from fp8rl.env import Cart
         >>> from fp8rl.model import ActorCritic
@@ -207,11 +208,13 @@ class Collector:
         self.seed = seed
         self.loop = loop
         self.in_use = in_use
-        self.state: torch.Tensor | None = None  # a recurrent policy's, float32 [N, W]; None is 0
-        self.rollouts = 0  # collected so far, the iteration of their random numbers
+        # The state of a recurrent policy, float32 [N, W]; None is 0.
+        self.state: torch.Tensor | None = None
+        # The number of rollouts collected so far, which is the `iteration` of their random numbers.
+        self.rollouts = 0
 
     def sync(self, learned: nn.Module) -> None:
-        """Copies the learner's weights, if the acting network is a copy."""
+        """Copies the learner's weights to the network that acts, if it is another network."""
         if self.model is not learned:
             self.model.load_state_dict(learned.state_dict())
 
@@ -236,12 +239,13 @@ class Collector:
         if self.loop is unroll:
             mode = inference(self.env)
             policy = self.model.acting()
-        with mode, self.precision.autocast():  # one region, so that autocast casts weights once
+        # One region for the whole loop, so that autocast casts the weights only once.
+        with mode, self.precision.autocast():
             results, state = self.loop(policy, self.env, noise, starts, state_before)
         obs, action, reward, flags, outputs = map(_usable, results)
         self.state = _usable(state)
         if state is not None:
-            # A copy, because the next state may be written into the same tensor.
+            # The rollout gets a copy, because the next state may be written into the same tensor.
             if state_before is None:
                 state_before = torch.zeros_like(self.state)
             else:
@@ -254,7 +258,7 @@ class Collector:
         return {"env": self.env.state_dict(), "state": state}
 
     def load_state_dict(self, state: dict, rollouts: int) -> None:
-        """Goes on as the collector whose `state_dict` this is, after so many rollouts."""
+        """Continues as the collector whose `state_dict` this is, after so many rollouts."""
         self.env.load_state_dict(state["env"])
         saved = state["state"]
         self.state = None if saved is None else saved.to(self.env.device, copy=True)

@@ -1,14 +1,15 @@
 """Training: collect T steps from N environments, learn from them once, learn from replay K times,
 repeat.
 
-The new rollout is on-policy, except for rounding if the acting policy has a precision of its own.
-The learner then gives each action its own log-probability, too, for the clip.
-The slices replayed from the ring are off-policy. Both go through V-trace (losses.py).
+The new rollout is on-policy. Only where the acting policy has another precision than the learner's,
+it differs from the learner's policy by rounding. The learner then adds its own log-probability of
+each action to the rollout, for the clip. The slices replayed from the ring are off-policy. Both go
+through V-trace (losses.py).
 
-A `Run` is made of a config and parts that own their state: a collector acts (rollout.py), a ring
-replays (replay.py), a learner updates the network, an evaluator plays greedy episodes
-(evaluate.py), and a history remembers. `build.build` makes these parts for a config and a machine.
-`iterate` is the loop; an iteration is `Run.iteration`.
+A `Run` is made of a config and of parts that hold their state: a collector acts (rollout.py), a
+ring replays (replay.py), a learner updates the network, an evaluator plays greedy episodes
+(evaluate.py), and a history records (history.py). `build.build` makes these parts for a config and
+a machine. `iterate` is the loop over iterations; an iteration is `Run.iteration`.
 """
 
 import contextlib
@@ -48,15 +49,15 @@ def forward_pass(model: nn.Module, batch: Rollout) -> tuple[torch.Tensor, torch.
 
 
 class Learner:
-    """A network and what trains it.
+    """Trains a network: computes the loss of a batch, and takes gradient steps.
 
-    `coefficients`     of the loss: LossCoefficients, or a Config that is settled
-    `precision`        of the matmuls, and the gradient step in it
-    `reward_scale`     what divides rewards; None makes one for as many environments as the first
-                       rollout that it watches has
+    `coefficients`     settings of the loss: LossCoefficients, or a Config that is settled
+    `precision`        the Precision of the matmuls and of the gradient step
+    `reward_scale`     the scale of rewards; with None, the learner makes one at the first rollout
+                       that it watches, for as many environments as this rollout has
     `all_reduce`       sums tensors over the processes that train together
-    `forward`          computes outputs and values, as `forward_pass`
-    `compute_targets`  as `losses.vtrace_fast`
+    `forward`          computes outputs and values: `forward_pass`, or a faster form of it
+    `compute_targets`  `losses.vtrace_fast`, or a function with the same arguments
     """
 
     def __init__(
@@ -81,27 +82,29 @@ class Learner:
         self.forward = forward
         self.compute_targets = compute_targets
         self.device = precision.device
-        # Whether the weights are part of the optimizer's state, as in bits/low_bit_adam.py
+        # Whether the weights are part of the optimizer's state, as in bits/low_bit_adam.py.
         self.optimizer_has_weights = getattr(optimizer, "has_weights", False)
 
     def require_parameters(self) -> None:
-        """Raises ValueError if the model has other parameters than at first."""
+        """Raises ValueError if the model has parameters that the optimizer does not train, as when
+        layers were replaced after the run was built."""
         learning = {id(p) for p in self.model.parameters() if p.requires_grad}
         optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if learning - optimized:
-            missing = "optimizer does not have all of the model's parameters"
-            raise ValueError(f"{missing}: build the run again")
+            problem = "optimizer does not have all of the model's parameters"
+            raise ValueError(f"{problem}: build the run again")
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the optimizer's learning rate."""
         group = self.optimizer.param_groups[0]
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(learning_rate)  # in place, because others may hold this tensor
+            # In place, because other code may hold this tensor.
+            group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate
 
     def watch(self, rollout: Rollout) -> None:
-        """Lets the scale of rewards and the network's statistics follow a new rollout."""
+        """Updates the scale of rewards and the network's statistics with a new rollout."""
         if self.coefficients.scale_rewards:
             if self.reward_scale is None:
                 num_envs = rollout.reward.shape[1]
@@ -110,10 +113,10 @@ class Learner:
         self.model.add_observations(rollout.obs[:-1], self.all_reduce)
 
     def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
-        """One gradient step on a batch from any device.
+        """One gradient step on a batch, which may be on any device.
 
-        Returns the statistics of the loss and of the step, scalars. With several processes, those
-        of the loss are this process's part.
+        Returns the statistics of the loss and of the step, as scalar tensors. With several
+        processes, the statistics of the loss are this process's part.
         """
         loss, statistics = self.loss(batch)
         max_grad_norm = self.coefficients.max_grad_norm
@@ -121,7 +124,7 @@ class Learner:
         return {"loss": loss.detach(), **statistics, **report._asdict()}
 
     def loss(self, batch: Rollout) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of a batch from any device, and its statistics."""
+        """The loss of a batch, which may be on any device, and its statistics."""
         batch = batch.to(self.device)
         if self.reward_scale is not None:
             scale = self.reward_scale.scale.to(self.device)
@@ -136,7 +139,7 @@ class Learner:
     def log_prob(self, rollout: Rollout) -> torch.Tensor:
         """Log-probabilities float32 [T, N] of a rollout's actions under the learner's policy.
 
-        They are those of the present weights, computed as a later update computes them.
+        The policy is that of the present weights, and is computed as in an update.
         """
         batch = rollout.to(self.device)
         with self.precision.autocast():
@@ -168,7 +171,7 @@ class Learner:
 
 
 class Parts(NamedTuple):
-    """What a Run is made of."""
+    """The parts that a Run is made of."""
 
     collector: Collector
     learner: Learner
@@ -177,10 +180,12 @@ class Parts(NamedTuple):
 
 
 class Measurements(NamedTuple):
-    """What an iteration measures, as tensors on the learner's device.
+    """The numbers that an iteration measures, in one tensor on the learner's device.
 
-    `names` are those of the statistics of one update, of which there are `updates`. `numbers` holds
-    them one update after the other, then what is measured once, float64.
+    `names`    names of the statistics of one update
+    `updates`  number of updates
+    `numbers`  float64, the statistics of one update after the other, then the numbers that are
+               measured once in an iteration
     """
 
     names: tuple[str, ...]
@@ -189,18 +194,23 @@ class Measurements(NamedTuple):
 
 
 class Immediate:
-    """Runs an iteration and reads what it measured at once.
+    """Runs an iteration and reads its measurements at once.
 
-    Another object with these methods may let a GPU run ahead of the host, and read later.
+    Another object with these methods may let a GPU run ahead of the host, and read measurements
+    later (gpu/cuda_graphs.py).
     """
 
-    unread = 0  # iterations that were launched and whose numbers were not read yet
+    unread = 0  # number of iterations that were launched and whose measurements were not read yet
 
     def __init__(self):
-        self.unchecked: list[tuple[int, int]] = []  # iterations, and how many updates each made
+        # Iterations whose gradients were not checked yet, each with its number of updates.
+        self.unchecked: list[tuple[int, int]] = []
 
     def run_iteration(self, run: "Run", row: dict) -> None:
-        """Runs an iteration and adds its `row`, which already has what is known beforehand."""
+        """Runs an iteration and adds its `row` to the history.
+
+        The row comes with the numbers that are known beforehand.
+        """
         began = time.perf_counter()
         measurements = run.iteration()
         numbers = measurements.numbers.cpu().numpy()
@@ -211,20 +221,22 @@ class Immediate:
         """Reads all iterations that were launched."""
 
     def check(self, run: "Run") -> None:
-        """Raises FloatingPointError if the run learns nothing any more (`Run.check_learning`)."""
+        """Raises FloatingPointError if the run no longer learns anything (`Run.check_learning`)."""
         while self.unchecked:
             run.check_learning(*self.unchecked.pop(0))
 
 
 class Run:
-    """A config and its Parts, which `build.build` makes.
+    """A training run: a config, and the Parts that carry it out. `build.build` makes it.
 
-    `history`         a row for each iteration; waits for a GPU
-    `recorded`        the rows that were read so far; does not wait
-    `iterations_run`  what replay draws its numbers by, a number or a tensor
-    `returns`         of the running episodes
-    `launch`          how an iteration is run and read: `Immediate`, or a queue for a GPU
-    `slices`          in a replayed batch of this process
+    `history`         the history, with a row for each iteration; to read it waits for a GPU
+    `recorded`        the history, with the rows that were read so far; to read it does not wait
+    `iterations_run`  the number of iterations, by which replay draws its random numbers; a number
+                      or a tensor
+    `returns`         the sums of rewards of the running episodes
+    `launch`          runs iterations and reads their measurements: `Immediate`, or a queue for a
+                      GPU
+    `slices`          slices in this process's part of a replayed batch
     """
 
     def __init__(self, config: Config, parts: Parts, slices: int | None = None, launch=None):
@@ -241,7 +253,7 @@ class Run:
         self.returns = EpisodeReturns(self.env.num_envs, self.env.device)
 
     def __getstate__(self) -> dict:
-        """For copies: what was launched is read first."""
+        """The attributes, for a copy, after all iterations that were launched have been read."""
         self.launch.finish(self)
         return vars(self).copy()
 
@@ -255,7 +267,7 @@ class Run:
 
     @property
     def history(self) -> History:
-        """A row for each iteration. Waits for a GPU."""
+        """The history, with a row for each iteration. Waits for a GPU."""
         self.launch.finish(self)
         return self.recorded
 
@@ -267,13 +279,14 @@ class Run:
     def iteration(self, check: Callable[[Rollout], None] | None = None) -> Measurements:
         """One iteration: collects a rollout, stores it, and learns from it and from the ring.
 
-        `check` rejects a rollout that nothing can be learned from, by default `check_rollout`.
+        `check` raises ValueError for a rollout that nothing can be learned from. By default it is
+        `check_rollout`.
         """
         rollout = self.collect()
         (check or self.check_rollout)(rollout)
         self.learner.watch(rollout)
         if self.config.replay_updates or self.ring.outlives_run:
-            # Before the updates: the first iteration has nothing else to replay.
+            # Before the updates, because the first iteration has nothing else to replay.
             self.ring.append(rollout)
         updates = self.improve(rollout)
         self.iterations_run += 1
@@ -282,7 +295,7 @@ class Run:
     def collect(self) -> Rollout:
         """The next T steps of the N environments.
 
-        If the ring stores proximal log-probabilities, they are the learner's.
+        If the ring stores proximal log-probabilities, the learner adds its own to the rollout.
         """
         rollout = self.collector.collect(self.model)
         if self.ring.proximal:
@@ -294,11 +307,14 @@ class Run:
         self.check_extremes(self.rollout_extremes(rollout).cpu().numpy())
 
     def rollout_extremes(self, rollout: Rollout) -> torch.Tensor:
-        """What decides whether a rollout can be learned from, on its device."""
+        """The numbers that decide whether a rollout can be learned from, on its device."""
         return extremes(rollout)
 
     def check_extremes(self, numbers: np.ndarray) -> None:
-        """Raises ValueError by `rollout_extremes`, on the host."""
+        """Raises ValueError for a rollout that nothing can be learned from.
+
+        `numbers` are its `rollout_extremes`, on the host.
+        """
         check_extremes(numbers.tolist())
 
     def improve(self, rollout: Rollout) -> list[dict[str, torch.Tensor]]:
@@ -318,9 +334,10 @@ class Run:
     def sample(self, update: int = 0) -> Rollout:
         """Slices from the ring, for an update of this iteration.
 
-        Every update of a run has draws of its own: those of a seed and of the number of the update
-        in the run. Where a subclass samples more often than `config.updates` in an iteration, that
-        number would be one of the next iteration's, so these updates have a seed of their own.
+        The random numbers depend on the seed and on the number of the update in the run, so every
+        update draws other slices. If a subclass samples more often than `config.updates` in an
+        iteration, this number would be that of an update in the next iteration. So the additional
+        updates have another seed.
         """
         seed = self.collector.seed
         number = self.iterations_run * self.config.updates + update
@@ -330,7 +347,8 @@ class Run:
         return self.ring.sample(self.slices, self.config.slice_length, seed, number)
 
     def measure(self, rollout: Rollout, updates: list[dict[str, torch.Tensor]]) -> Measurements:
-        """Gathers what is read of an iteration in one tensor, because a GPU is waited for once."""
+        """Gathers the measurements of an iteration in one tensor, so that the host waits for a GPU
+        only once."""
         of_updates = torch.stack([x.float() for update in updates for x in update.values()])
         once = self.measure_once(rollout)
         numbers = [of_updates, *once]
@@ -338,8 +356,12 @@ class Run:
         return Measurements(tuple(updates[0]), len(updates), numbers)
 
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
-        """The sum of the returns of episodes that ended and their number, values that the codec has
-        clipped, and of continuous actions the share outside the bounds."""
+        """The numbers that are measured once in an iteration.
+
+        They are the sum of the returns of the episodes that ended, the number of these episodes,
+        the number of values that the codec has clipped and, if actions are continuous, the share of
+        them outside the bounds.
+        """
         numbers = [*self.returns.add(rollout), self.ring.clipped.sum(-1)]
         if rollout.action.is_floating_point():
             numbers.append((rollout.action.abs() > 1).float().mean())
@@ -348,9 +370,10 @@ class Run:
     def record(
         self, row: dict, measurements: Measurements, numbers: np.ndarray, seconds: float
     ) -> None:
-        """Adds an iteration to the history: its `row`, with what was measured.
+        """Adds an iteration's `row` to the history, with its measurements.
 
-        `numbers` are those of the measurements, on the host; `seconds` those of this iteration.
+        `numbers` are the numbers of the measurements, copied to the host. `seconds` is how long
+        this iteration took.
         """
         row = row | self.totals(row["iteration"], measurements, numbers)
         row["seconds"] = seconds
@@ -359,10 +382,11 @@ class Run:
         self.recorded.add(row)
 
     def totals(self, iteration: int, measurements: Measurements, numbers: np.ndarray) -> dict:
-        """An iteration's numbers: statistics of its updates, and the mean return of the episodes
-        that ended, over all processes that train together.
+        """An iteration's row of the history: statistics of its updates, and the mean return of the
+        episodes that ended, over all processes that train together.
 
-        `numbers` are those of the measurements on the host, [n], each perhaps an array.
+        `numbers` are the numbers of the measurements, copied to the host, [n]. Each may be an
+        array.
         """
         names = measurements.names
         updates = [
@@ -386,11 +410,12 @@ class Run:
         return row | summary | dict(zip(added, means, strict=True))
 
     def check_learning(self, iteration: int, updates: int) -> None:
-        """Raises FloatingPointError if gradients up to an iteration, of so many updates, show that
-        nothing is learned.
+        """Raises FloatingPointError if the gradients up to an iteration show that nothing is
+        learned any more.
 
-        Without a loss scaler that is the first gradient that is not finite. With one, it is an
-        iteration that ends PATIENCE ones without a finite gradient.
+        Without a loss scaler, it raises at the first gradient that is not finite. With one, it
+        raises after PATIENCE consecutive iterations without a finite gradient. `updates` is the
+        number of updates in an iteration.
         """
         nonfinite = self.recorded.columns["nonfinite"][: iteration + 1]
         if not nonfinite[-1]:
@@ -402,7 +427,7 @@ class Run:
         raise FloatingPointError(self.not_finite(iteration, self.config.precision))
 
     def not_finite(self, iteration: int, precision: str) -> str:
-        """What is said of a gradient that is not finite."""
+        """The error message for a gradient that is not finite."""
         step = (iteration + 1) * self.config.steps_per_iteration
         return f"gradient not finite at step {step} in {precision}: lower learning_rate"
 
@@ -410,7 +435,7 @@ class Run:
         return self.config.annealed(self.settled.learning_rate, iteration)
 
     def advance(self, iteration: int) -> None:
-        """Runs an iteration of the loop, with its learning rate."""
+        """Runs an iteration with the learning rate that the config gives it."""
         learning_rate = self.learning_rate_at(iteration)
         self.learner.require_parameters()
         self.learner.set_learning_rate(learning_rate)
@@ -422,22 +447,23 @@ class Run:
         self.launch.run_iteration(self, row)
 
     def evaluate(self) -> float:
-        """Mean greedy return, which goes into the history's last row.
+        """Evaluates the network: mean greedy return, which is also put into the history's last row.
 
         Raises ValueError if it is not finite.
         """
-        history = self.history  # waits for a GPU, or this would count as the evaluation's time
+        # To read the history waits for a GPU. Otherwise this wait would count as evaluation.
+        history = self.history
         mean_return = self.evaluator.evaluate(self.model)
         if len(history):
             history.columns["eval_return"][-1] = mean_return
         return mean_return
 
     def state_dict(self, ring: bool = True) -> dict:
-        """All that the run needs to continue as if it had never stopped, perhaps without the ring's
-        rows.
+        """Everything that the run needs to continue as if it had never stopped.
 
-        As in torch, the tensors of model and optimizer are not copies. Raises what `iterate` does,
-        of iterations that were not checked yet.
+        The rows of the ring are left out if `ring` is False. As in torch, the tensors of model and
+        optimizer are not copies. Raises the errors of `iterate` for iterations that were not
+        checked yet.
         """
         self.launch.finish(self)
         self.launch.check(self)
@@ -450,10 +476,11 @@ class Run:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores the `state_dict` of a run with the same config into one that has not started.
+        """Restores the `state_dict` of a run with the same config. This run must not have started.
 
-        It then continues bit for bit on a CPU; without the ring's rows, with an empty ring. The
-        state is taken as it is: disk/restore.py checks one that comes from a file.
+        On a CPU it then continues bit for bit. If the state is without the ring's rows, it
+        continues with an empty ring. The state is not checked here; disk/restore.py checks a state
+        that comes from a file.
         """
         self.recorded.load_state_dict(state["history"])
         self.iterations_run += len(self.recorded)
@@ -473,11 +500,11 @@ class Run:
 
 
 def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
-    """Trains, yielding the run after every iteration.
+    """Trains a run, and yields it after every iteration.
 
-    `progress` shows a bar. The run is closed at the end. Raises ValueError for a rollout as in
-    `rollout.check_finite` and for an evaluation that is not finite, and FloatingPointError as in
-    `Run.check_learning`.
+    `progress` shows a progress bar. The run is closed at the end. Raises ValueError for a rollout
+    that nothing can be learned from (`rollout.check_finite`) and for an evaluation that is not
+    finite, and FloatingPointError if nothing is learned any more (`Run.check_learning`).
     """
     config = run.config
     remaining = range(len(run.history), config.iterations)
@@ -493,14 +520,14 @@ def iterate(run: Run, progress: bool = False) -> Iterator[Run]:
 
 
 def train(run: Run, progress: bool = True) -> Run:
-    """Trains a run to its end. Raises like `iterate`."""
+    """Trains a run to its end. Raises the errors of `iterate`."""
     for _ in iterate(run, progress):
         pass
     return run
 
 
 def progress_text(row: dict[str, float]) -> str:
-    """Text for the progress bar."""
+    """The text of the progress bar, from a row of the history."""
     parts = []
     for name in ("train_return", "eval_return"):
         if not np.isnan(row[name]):
@@ -513,15 +540,15 @@ def progress_text(row: dict[str, float]) -> str:
 def make_cart(
     config: Config, num_envs: int, start_noise: float, device, seed, purpose: str = "starts"
 ) -> Cart:
-    """The cart, N times."""
+    """Makes N carts with the options of a config."""
     options = (config.extra_features, config.hide_velocity, purpose)
     return Cart(num_envs, start_noise, device, seed, *options)
 
 
 def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:
-    """Fused Adam over a model's parameters.
+    """torch's fused Adam for a model's parameters.
 
-    On CUDA its step counts and learning rate are on the device, so that it never waits for the
+    On CUDA its step counts and learning rate are on the device, so that a step never waits for the
     host. `capturable` is torch's option of this name.
     """
     device = model.actor.weight.device
@@ -533,7 +560,7 @@ def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> 
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Loads an optimizer's state, but keeps this one's settings and learning rate.
+    """Loads an optimizer's state, but keeps the settings and the learning rate of `optimizer`.
 
     torch would take settings such as `fused` and `capturable` from the state, which may come from
     another machine.
@@ -545,5 +572,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict) -> None:
         {**group, "params": saved["params"]}
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
     ]
-    tensors = copy.deepcopy(state["state"])  # or the optimizer would share them with the state
+    # Copies, because the optimizer would otherwise share its tensors with the state.
+    tensors = copy.deepcopy(state["state"])
     optimizer.load_state_dict({**state, "state": tensors, "param_groups": groups})
