@@ -1,21 +1,24 @@
-"""`python -m fp8rl.doctor`: will few bits do in this training? For any PyTorch script, unchanged.
+"""`python -m fp8rl.doctor`: how would a training learn with some of its numbers in few bits?
+
+It works with any PyTorch script, unchanged:
 
     python -m fp8rl.doctor watch [--json FILE] script.py --its --own arguments
     python -m fp8rl.doctor keep weights=bf16 script.py ...
     python -m fp8rl.doctor twin weights=bf16 --report FILE script.py ...
     python -m fp8rl.doctor mismatch dump.npz
 
-`watch` lets the script train as it is, in float32, and reports at the end, on stderr, at which
-factor of the learning rate it would learn with each place in few bits. `keep` runs the same
-training with a place really kept so, and `twin` one in float32 whose learning rate is multiplied by
-what `watch` has measured. So one can foresee what few bits do, and then see it.
+`watch` lets the script train in float32, as it always does. At the end it reports, on stderr and
+for each place that could be kept in few bits, at which factor of the learning rate the script would
+then learn. `keep` runs the same training with a place really kept in few bits. `twin` trains in
+float32, at a learning rate that is multiplied by the factor that `watch` has measured. So one can
+predict what few bits do, and then see it.
 
 `mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
 they differ by rounding or by a bug (bits/acting_mismatch.py).
 
-Put `-m` before a module, as in `watch -m package.train`. It works through torch's hooks on all
-optimizers of the process. The script's output and exit code are its own. Of a script that ends by
-os._exit or a signal there is no report.
+A module is run with `-m`, as in `watch -m package.train`. The doctor uses torch's hooks on all
+optimizers of the process. It does not change the script's output and exit code. There is no report
+for a script that ends by os._exit or a signal.
 """
 
 import argparse
@@ -57,14 +60,14 @@ from .bits.places import NO_NOISE, STATE, Places, places_of
 
 WATCHED = tuple(text for text in FORMATS if text.partition("=")[0] in STATE)
 REPORT_KIND = "fp8rl.doctor report, version 1"
-SLOWEST, FASTEST = 2.0**-10, 2.0**12  # rates of a twin beyond these are taken for these
+SLOWEST, FASTEST = 2.0**-10, 2.0**12  # the rates of a twin are clipped to these
 
 
 class Refusal(Exception):
-    """What is wrong with the command, in one line."""
+    """An error in the command, with a message of one line."""
 
 
-# Running a script as Python itself would
+# Running a script as Python itself would.
 
 
 class Target(NamedTuple):
@@ -75,7 +78,7 @@ class Target(NamedTuple):
     is_module: bool
 
     def run(self) -> None:
-        """Runs it as `__main__`. Raises what it raises."""
+        """Runs the script or module as `__main__`. Raises the errors that it raises."""
         if self.is_module:
             sys.argv = [self.name, *self.arguments]
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
@@ -87,7 +90,10 @@ class Target(NamedTuple):
         runpy.run_path(self.name, run_name="__main__")
 
     def exit_code(self) -> int | str | None:
-        """Runs it and returns what it ends with. A traceback shows only the script's own frames."""
+        """Runs the script or module, and returns its exit code.
+
+        A traceback shows only the script's own frames.
+        """
         try:
             self.run()
         except SystemExit as end:
@@ -114,10 +120,10 @@ def own_frames(frames):
 
 
 class Hooks:
-    """What is called before and after every step of every optimizer of this process.
+    """Hooks that are called before and after every step of every optimizer of this process.
 
-    A subclass has `begin` for an optimizer's first step, and `before` and `after`. None of them may
-    stop the script: `guarded` notes what goes wrong.
+    A subclass has a method `begin`, which is called before an optimizer's first step, and methods
+    `before` and `after`, which are called before and after every step.
     """
 
     def __init__(self):
@@ -139,8 +145,8 @@ class Hooks:
 
     def number_of(self, optimizer) -> int | None:
         """The number of an optimizer, by identity; None before its first step."""
-        for i, own in enumerate(self.optimizers):
-            if own is optimizer:
+        for i, known_optimizer in enumerate(self.optimizers):
+            if known_optimizer is optimizer:
                 return i
         return None
 
@@ -161,14 +167,17 @@ class Hooks:
 
 
 def modules_of_process() -> list[nn.Module]:
-    """The modules that are no part of another one, for the names of their parameters."""
+    """The modules of this process that are not part of another module.
+
+    Their parameters have names, which reports use.
+    """
     modules = [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
     parts = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in parts]
 
 
 def parameters_of(optimizer) -> list[torch.Tensor]:
-    """Those that learn."""
+    """The parameters of an optimizer that are trained."""
     return [
         p
         for group in optimizer.param_groups
@@ -183,7 +192,8 @@ def parameters_of(optimizer) -> list[torch.Tensor]:
 class Watch(Hooks):
     """Watches the training of a script.
 
-    `formats` and `tolerates` are as for Doctor. `doctors` has one for each optimizer, or None.
+    `formats` and `tolerates` are those of Doctor. `doctors` has a doctor for each optimizer, or
+    None in place of one that failed. An error of a doctor must not stop the script.
     """
 
     def __init__(self, formats: tuple[str, ...], tolerates: tuple[float, float]):
@@ -213,7 +223,7 @@ class Watch(Hooks):
         except (ValueError, RuntimeError, TypeError) as error:
             self.notes.append(f"{name}: not judged: {first_line(error)}")
             return
-        # Its hooks are called from here, where an error cannot stop the script
+        # The doctor's hooks are called by this class, which catches their errors.
         doctor.stop()
         self.doctors[number] = doctor
         watched = doctor.watched[0]
@@ -221,7 +231,7 @@ class Watch(Hooks):
         load(lambda optimizer: self.guarded(number, watched.after_loading, optimizer))
 
     def guarded(self, number: int, function, *arguments) -> None:
-        """Calls a hook of a doctor. One that fails watches no longer."""
+        """Calls a hook of a doctor. A doctor that fails no longer watches, and is noted."""
         if self.doctors[number] is None:
             return
         try:
@@ -249,19 +259,19 @@ class Watch(Hooks):
         report = Report(notes=list(self.notes))
         for doctor in self.doctors:
             if doctor:
-                own = doctor.report()
-                report += own
-                report.notes += own.notes
+                report_of_one = doctor.report()
+                report += report_of_one
+                report.notes += report_of_one.notes
         if not self.optimizers:
             report.notes.append("no optimizer of torch made a step: there is nothing to judge")
         return report
 
     def to_json(self, report: Report) -> str:
-        """All that `twin` needs."""
+        """The report as JSON, with everything that `twin` needs."""
         optimizers = []
         for number, doctor in enumerate(self.doctors):
             name = self.name_of(number)
-            own = [found for found in report if found.optimizer == name]
+            findings = [finding for finding in report if finding.optimizer == name]
             parameters = doctor.watched[0].parameters if doctor else []
             optimizers.append(
                 {
@@ -269,7 +279,7 @@ class Watch(Hooks):
                     "steps": self.steps[number],
                     "tensors": tensor_names(parameters, doctor.modules) if doctor else [],
                     "shapes": [list(p.shape) for p in parameters],
-                    "findings": [without_nan(found._asdict()) for found in own],
+                    "findings": [without_nan(finding._asdict()) for finding in findings],
                 }
             )
         content = {"kind": REPORT_KIND, "optimizers": optimizers, "notes": report.notes}
@@ -282,8 +292,9 @@ class Watch(Hooks):
 class Keep(Hooks):
     """Keeps places of a script's training in few bits.
 
-    Weights are rounded after every step, and before the first one. Adam's moments are rounded in
-    its step, which it then takes from them. Operands are rounded in the script's matmuls.
+    Weights are rounded before the first step and after every step. Adam's moments are rounded in
+    its step, which is then taken from the rounded moments. Operands are rounded in the script's
+    matmuls.
     """
 
     def __init__(self, places: Places):
@@ -353,8 +364,12 @@ class Keep(Hooks):
         decoupled_weight_decay=False,
         **options,
     ) -> None:
-        """torch.optim.adam.adam (Kingma and Ba 2015; Loshchilov and Hutter 2019, where weight decay
-        is decoupled), which keeps its moments in few bits and takes its step from them."""
+        """In place of torch.optim.adam.adam: keeps the moments in few bits, and takes its step from
+        them.
+
+        The equations are those of Kingma and Ba 2015 and, where weight decay is decoupled,
+        Loshchilov and Hutter 2019.
+        """
         if amsgrad or options.get("has_complex"):
             raise RuntimeError("keep rounds moments of Adam without amsgrad, of real parameters")
         if found_inf is not None and found_inf.item():
@@ -388,7 +403,7 @@ class Keep(Hooks):
             p.sub_(lr / bias_correction1 * m / (v.sqrt() / root_correction2 + eps))
 
     def complaint(self) -> str:
-        """What of the places could not be kept, or an empty string."""
+        """Says which place could not be kept in few bits; an empty string if all were kept."""
         moments = [name for name in ("m", "v", "root") if name in self.places]
         if not self.optimizers:
             return "no optimizer of torch made a step: nothing was kept"
@@ -404,8 +419,9 @@ class Keep(Hooks):
 class Twin(Hooks):
     """Multiplies the learning rate of each tensor of a script's training by a measured rate.
 
-    What a step changes is multiplied, which is the same for every optimizer whose step is
-    proportional to its learning rate. Where a format is stochastic, the measured noise is added.
+    It multiplies the change that a step makes to a tensor. That is the same for every optimizer
+    whose step is proportional to its learning rate. Where a format is stochastic, the measured
+    noise is added.
     """
 
     def __init__(self, text: str, report: dict, path: Path):
@@ -418,9 +434,9 @@ class Twin(Hooks):
         self.rates: list[np.ndarray | None] = []  # [parts, T] of each optimizer
         self.noise: list[np.ndarray | None] = []
         known = {
-            f"{found['place']}={found['format']}"
+            f"{finding['place']}={finding['format']}"
             for optimizer in self.recorded
-            for found in optimizer["findings"]
+            for finding in optimizer["findings"]
         }
         if text not in known:
             listed = ", ".join(sorted(known)) or "none"
@@ -441,12 +457,13 @@ class Twin(Hooks):
                 f"report is {self.path}, of another training: {name} has other tensors there; "
                 "watch this script first"
             )
-        for found in self.recorded[number]["findings"]:
-            if f"{found['place']}={found['format']}" == self.text and found["tensor_rates"]:
-                rates = np.array(found["tensor_rates"], float)  # null is NaN: it did not move
+        for finding in self.recorded[number]["findings"]:
+            if f"{finding['place']}={finding['format']}" == self.text and finding["tensor_rates"]:
+                # null becomes NaN, which means that the tensor did not move
+                rates = np.array(finding["tensor_rates"], float)
                 self.rates[number] = np.nan_to_num(rates, nan=1.0).clip(SLOWEST, FASTEST)
                 if "stochastic" in self.text:
-                    self.noise[number] = np.nan_to_num(np.array(found["tensor_noise"], float))
+                    self.noise[number] = np.nan_to_num(np.array(finding["tensor_noise"], float))
         if self.rates[number] is None:
             self.notes.append(f"{name}: {self.text} was not judged: it trains as it is")
 
@@ -472,13 +489,13 @@ class Twin(Hooks):
 
 
 def read_report(path: Path) -> dict:
-    """A report of `watch`. Raises Refusal for another file."""
+    """Reads a report that `watch --json` wrote. Raises Refusal for any other file."""
     try:
         report = json.loads(path.read_text())
         if report["kind"] == REPORT_KIND and isinstance(report["optimizers"], list):
             for optimizer in report["optimizers"]:
-                for found in optimizer["findings"]:
-                    check_finding(found, len(optimizer["shapes"]))
+                for finding in optimizer["findings"]:
+                    check_finding(finding, len(optimizer["shapes"]))
                 int(optimizer["steps"])
             return report
     except OSError as error:
@@ -488,13 +505,13 @@ def read_report(path: Path) -> dict:
     raise Refusal(f"report is {path}, which `watch --json` did not write: give it such a file")
 
 
-def check_finding(found: dict, tensors: int) -> None:
-    """Raises ValueError or TypeError unless its numbers have the right shapes."""
+def check_finding(finding: dict, tensors: int) -> None:
+    """Raises ValueError or TypeError unless the numbers of a finding have the right shapes."""
     for name in ("tensor_rates", "tensor_noise"):
-        numbers = np.array(found[name], float)
+        numbers = np.array(finding[name], float)
         if numbers.size and numbers.shape[1:] != (tensors,):
             raise ValueError(name)
-    if not isinstance(found["place"], str) or not isinstance(found["format"], str):
+    if not isinstance(finding["place"], str) or not isinstance(finding["format"], str):
         raise TypeError("place")
 
 
@@ -506,8 +523,10 @@ def first_line(error: Exception) -> str:
 
 
 def reserve(path: Path) -> None:
-    """Makes an empty file for the report. Raises Refusal if there is one, which another script may
-    be about to fill."""
+    """Makes an empty file for the report.
+
+    Raises Refusal if there is such a file already, because another script may be about to fill it.
+    """
     try:
         with path.open("x"):
             pass
@@ -518,15 +537,33 @@ def reserve(path: Path) -> None:
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
-    """The command's own options, which come before the script, and the script; `mismatch` has
-    none."""
+    """The options of the command, and the script to run. `mismatch` has no script.
+
+    Options of the command come before the script, and arguments of the script after it.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m fp8rl.doctor",
-        description="Will few bits do in this training? For any PyTorch script, unchanged.",
+        description="Predict how a PyTorch script would train with some of its numbers (weights, "
+        "Adam's moments) in few bits. The script is not changed.",
+        epilog="examples: python -m fp8rl.doctor watch train.py --lr 1e-3; "
+        "python -m fp8rl.doctor keep weights=bf16 train.py --lr 1e-3",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    watch = commands.add_parser("watch", help="train in float32, and report at the end")
-    watch.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
+    explanations = {
+        "watch": "Run a script that trains in float32. At the end, report on stderr at which "
+        "factor of its learning rate it would learn with each place in each format.",
+        "keep": "Run a script with places really kept in few bits.",
+        "twin": "Run a script in float32, with the learning rate of each tensor multiplied by the "
+        "factor that `watch` has measured for one place and format.",
+        "mismatch": "Compare a learner's and an actor's log-probabilities of the same tokens: do "
+        "they differ by rounding or by a bug?",
+    }
+    watch = commands.add_parser(
+        "watch",
+        help="train in float32, and report what few bits would change",
+        description=explanations["watch"],
+    )
+    watch.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
     watch.add_argument(
         "--formats",
         default=" ".join(WATCHED),
@@ -539,28 +576,58 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         nargs=2,
         default=TOLERATES,
         metavar=("LOW", "HIGH"),
-        help="factors of the learning rate between which this training learns as well",
+        help="lowest and highest factor of the learning rate at which this training learns "
+        "equally well (default: {} {})".format(*TOLERATES),
     )
-    keep = commands.add_parser("keep", help="train with places really kept in few bits")
-    keep.add_argument("formats", help="as in 'weights=bf16' or 'weights=bf16 v=e5m2'")
-    twin = commands.add_parser("twin", help="train in float32 at the learning rates that were seen")
-    twin.add_argument("format", help="one place and format of the report")
-    twin.add_argument("--report", type=Path, required=True, metavar="FILE", help="of watch --json")
+    keep = commands.add_parser(
+        "keep",
+        help="train with weights or moments really kept in few bits",
+        description=explanations["keep"],
+    )
+    keep.add_argument(
+        "formats", help="places and formats, as in 'weights=bf16' or 'weights=bf16 v=e5m2'"
+    )
+    twin = commands.add_parser(
+        "twin",
+        help="train in float32 at the learning rates that `watch` predicts",
+        description=explanations["twin"],
+    )
+    twin.add_argument("format", help="one place and format of the report, as in weights=bf16")
+    twin.add_argument(
+        "--report",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the file that `watch --json` wrote",
+    )
     for command in (watch, keep, twin):
-        command.add_argument("-m", dest="is_module", action="store_true", help="run a module")
-        command.add_argument("script", help="a script, or with -m a module")
-        command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+        command.add_argument(
+            "-m", dest="is_module", action="store_true", help="run a module instead of a script"
+        )
+        command.add_argument("script", help="the script to run or, with -m, the module")
+        command.add_argument(
+            "arguments", nargs=argparse.REMAINDER, help="arguments of the script itself"
+        )
     compare = commands.add_parser(
-        "mismatch", help="compare log-probabilities of the same tokens: rounding or a bug?"
+        "mismatch",
+        help="do log-probabilities of the same tokens differ by rounding or by a bug?",
+        description=explanations["mismatch"],
     )
     compare.add_argument(
         "dump",
         type=Path,
-        help="an .npz file with learner_logp and actor_logp, [sequences, tokens], "
-        "and mask and advantages if there are any",
+        help="an .npz file with arrays learner_logp and actor_logp, [sequences, tokens], "
+        "and perhaps mask and advantages",
     )
-    compare.add_argument("--clip", type=float, default=0.2, help="PPO's, by default 0.2")
-    compare.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
+    compare.add_argument(
+        "--clip",
+        type=float,
+        default=0.2,
+        help="PPO's clip: how far a ratio may be from 1 (default: 0.2)",
+    )
+    compare.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the report to a file"
+    )
     options = parser.parse_args(arguments)
     if options.command == "mismatch":
         return options, None
@@ -568,7 +635,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
 
 
 def run_watch(options: argparse.Namespace, target: Target):
-    """Runs a script and reports on stderr. Returns what it ends with."""
+    """Runs a script that trains in float32, and reports on stderr. Returns its exit code."""
     formats = tuple(options.formats.split())
     for text in formats:
         _, form, _ = read_format(text, STATE)
@@ -598,6 +665,10 @@ def run_watch(options: argparse.Namespace, target: Target):
 
 
 def run_keep(options: argparse.Namespace, target: Target):
+    """Runs a script with places kept in few bits.
+
+    Returns its exit code, or 2 if it is 0 and a place could not be kept.
+    """
     hooks = Keep(places_of(options.formats, (*STATE, *OPERANDS)))
     with hooks.installed():
         code = target.exit_code()
@@ -608,6 +679,7 @@ def run_keep(options: argparse.Namespace, target: Target):
 
 
 def run_twin(options: argparse.Namespace, target: Target):
+    """Runs a script at the learning rates of a report. Returns its exit code."""
     hooks = Twin(options.format, read_report(options.report), options.report)
     with hooks.installed():
         code = target.exit_code()
@@ -617,7 +689,7 @@ def run_twin(options: argparse.Namespace, target: Target):
 
 
 def run_mismatch(options: argparse.Namespace, target: None) -> int:
-    """Reports on a dump of log-probabilities on stdout."""
+    """Prints the report on a dump of log-probabilities to stdout."""
     report = mismatch(**read_dump(options.dump), clip=options.clip)
     if options.json:
         reserve(options.json)

@@ -1,9 +1,10 @@
-"""How the command line is read, and what several commands share."""
+"""Reads the command line of all commands, and has what several commands share."""
 
 import contextlib
 import dataclasses
 import difflib
 import functools
+import inspect
 import io
 import re
 import sys
@@ -13,11 +14,11 @@ from typing import Annotated
 
 import tyro
 
-Json = Annotated[bool, tyro.conf.arg(name="json", help="print one JSON object.")]
+Json = Annotated[bool, tyro.conf.arg(name="json", help="Print the result as one JSON object.")]
 
 
 def given() -> set[str]:
-    """Names of the options on the command line, those with their default value too."""
+    """Names of the options that are on the command line, also those with their default value."""
     words = [
         word.split("=")[0].removeprefix("--").removeprefix("no-")
         for word in sys.argv
@@ -33,11 +34,12 @@ WHOLE = tyro.constructors.ConstructorRegistry()
 def whole_numbers(
     kind: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """Reads 1e6 as an int, as Config does."""
+    """Reads a number such as 1e6 as an int, as Config does."""
 
     def read(words: list[str]) -> int:
         with contextlib.suppress(ValueError):
-            if float(words[0]) % 1 == 0:  # a float would round one of many digits
+            if float(words[0]) % 1 == 0:
+                # A float would round a number of many digits.
                 return int(words[0]) if words[0].lstrip("+-").isdecimal() else int(float(words[0]))
         raise ValueError(f"use a whole number, not {words[0]!r}")
 
@@ -75,7 +77,7 @@ def options_of(command: Callable) -> list[str]:
 def require_known(words: list[str], commands: dict[str, Callable]) -> None:
     """Raises ValueError, with the nearest name, for a command or an option that does not exist."""
     first, *others = words
-    if first.startswith("--tyro-"):  # tyro's own, which print completions for a shell
+    if first.startswith("--tyro-"):  # tyro's own options, which print completions for a shell
         return
     if first not in commands:
         names = [*commands, "--help"]
@@ -94,17 +96,30 @@ def require_known(words: list[str], commands: dict[str, Callable]) -> None:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """A question after the name that is most like a word, or None if none is like it."""
+    """Asks for the name that is most similar to a word; None if no name is similar."""
     without_dashes = {name.lstrip("-"): name for name in names}
-    found = difflib.get_close_matches(word.lstrip("-"), without_dashes, n=1)
-    return f"did you mean {without_dashes[found[0]]}?" if found else None
+    matches = difflib.get_close_matches(word.lstrip("-"), without_dashes, n=1)
+    return f"did you mean {without_dashes[matches[0]]}?" if matches else None
+
+
+def with_whole_paragraphs(docstring: str) -> str:
+    """A command's docstring with each paragraph and each argument on one line.
+
+    tyro would keep the line breaks of the source in the help.
+    """
+    text = inspect.cleandoc(docstring)
+    summary, arguments = text.split("Args:\n")
+    summary = re.sub(r"(?<!\n)\n(?!\n)", " ", summary.strip())
+    arguments = re.sub(r"\n {8}", " ", arguments)
+    return f"{summary}\n\nArgs:\n{arguments}"
 
 
 def parse(commands: dict[str, Callable], short_help: dict[str, str]) -> Callable[[], None]:
-    """The command that argv names, with its arguments.
+    """The command that argv names, as a function that runs it with its arguments.
 
-    `short_help`: what --help prints of a command, where that is not all; --help-all prints all.
-    Raises ValueError if argv cannot be read, in one line instead of tyro's box.
+    `short_help` has, for commands with many options, the text that --help prints; --help-all then
+    explains all options. Raises ValueError if argv cannot be read, with one line instead of tyro's
+    box.
     """
     words = sys.argv[1:]
     name, *options = words
@@ -116,9 +131,14 @@ def parse(commands: dict[str, Callable], short_help: dict[str, str]) -> Callable
         require_known(words, commands)
 
     def deferred(command):
-        return functools.wraps(command)(
-            lambda *args, **kwargs: functools.partial(command, *args, **kwargs)
-        )
+        @functools.wraps(command)
+        def bind(*args, **kwargs):
+            return functools.partial(command, *args, **kwargs)
+
+        bind.__doc__ = with_whole_paragraphs(command.__doc__)
+        bind.__signature__ = inspect.signature(command)
+        del bind.__wrapped__  # tyro would read the docstring of the wrapped function
+        return bind
 
     jobs = {name: deferred(command) for name, command in commands.items()}
     box = io.StringIO()
@@ -134,10 +154,10 @@ def parse(commands: dict[str, Callable], short_help: dict[str, str]) -> Callable
 
 
 def message_in(box: str) -> str:
-    """What tyro says in a box of several lines, in one."""
-    # Under a title
+    """The message that tyro prints in a box of several lines, in one line."""
+    # The first line is the box's title.
     text = " ".join(line.strip("│ ") for line in box.splitlines()[1:])
-    # Above the next rule
+    # The message ends at the next horizontal rule.
     message = next(filter(None, (part.strip() for part in re.split("[─-]{9,}", text))))
     message = re.sub(r"^Error parsing __tyro\S*: ", "", message)
     if message.startswith(("Error", "Unrec", "Expected", "Missing")):

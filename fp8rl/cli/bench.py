@@ -20,16 +20,18 @@ def measure(
     fingerprint: bool = False,
     json_output: Json = False,
 ) -> None:
-    """Measure how fast this machine trains without replay, against a floor; under torchrun, all
-    processes together.
+    """Measure how fast this machine trains without replay.
+
+    The floor is the time that the same matrix products take alone; no loop can be faster.
+
+    Under torchrun, all processes are measured together.
 
     Args:
-        loop: what is trained.
-        machine: where and how fast.
-        seconds: how long to measure.
-        fingerprint: only print hashes of the weights after a few updates, which show on one machine
-            whether numbers are the same.
-        json_output: print one JSON object.
+        loop: What is trained.
+        machine: Where the run computes, and how fast.
+        seconds: How long to measure.
+        fingerprint: Only print hashes of the weights after a few updates. On one machine they show
+            whether a change of the code has changed numbers.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")

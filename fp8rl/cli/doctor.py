@@ -1,4 +1,4 @@
-"""`python -m fp8rl doctor`: says what a training would be with places in few bits."""
+"""`python -m fp8rl doctor`: predicts how a training would learn with some numbers in few bits."""
 
 import contextlib
 import dataclasses
@@ -27,17 +27,20 @@ def examine(
     overwrite: bool = False,
     json_output: Json = False,
 ) -> None:
-    """Train one agent in float32, and print at which factor of the learning rate it would learn
-    with each place in few bits.
+    """Train one agent in float32, and predict how it would learn with some numbers in few bits.
+
+    Few bits act like another learning rate (docs/law.md); the report has its factor by format.
 
     Args:
-        config: what is learned.
-        judge: places and formats (v=e4m3:unscaled); Adam takes its step from moments as they are
-            kept.
-        require: those that must learn as float32 does, or else the exit code is 2.
-        tolerates: the factors of the learning rate between which this training learns as well.
-        out: folder to write report.md, report.json and report.png to.
-        overwrite: replace a report that the folder holds.
+        config: What is learned.
+        judge: Places and formats to judge, such as v=e4m3:unscaled. Adam's step is taken from the
+            moments after they are rounded.
+        require: Places and formats that must learn as float32 does; if one does not, the exit code
+            is 2.
+        tolerates: Lowest and highest factor of the learning rate at which this training learns
+            equally well.
+        out: Folder to write report.md, report.json and report.png to.
+        overwrite: Replace a report that the folder holds.
     """
     for field in ("precision", "formats"):
         if getattr(config, field) != getattr(Config, field):

@@ -1,4 +1,4 @@
-"""`python -m fp8rl eval`: evaluates a trained agent, and films it."""
+"""`python -m fp8rl eval`: evaluates a trained agent, and may film it."""
 
 import contextlib
 import json
@@ -19,7 +19,8 @@ from ..study.film import film_episode, rate_of
 from ..tasks.gymnasium_env import GymEnv, require_renderable
 from .arguments import Json
 
-OTHER_STARTS = 2**31  # added to the seed of Gymnasium's environments: not those of training
+# Added to the seed of Gymnasium's environments, so that their starts differ from those of training.
+OTHER_STARTS = 2**31
 
 
 def evaluate_run(
@@ -37,15 +38,16 @@ def evaluate_run(
     """Evaluate a trained agent on the CPU, and perhaps film it.
 
     Args:
-        run: folder that `train` wrote.
-        episodes: how many to play.
-        greedy: take the greedy action; --no-greedy samples.
-        start_noise: half-width of the range that episodes start in.
-        seed: of the starts.
-        precision: what to compute in, if not what it was trained in.
-        film: also film one more episode, into this file, a GIF.
-        overwrite: replace the film that the file holds.
-        trust: the checkpoint may name a module to import (env_id module:Name-v0).
+        run: Folder that `train` wrote.
+        episodes: Number of episodes to play.
+        greedy: Take the most likely action; --no-greedy samples actions from the policy.
+        start_noise: Episodes of the cart start with position and velocity within this distance of
+            0.
+        seed: Seed of the start states, and of sampled actions.
+        precision: Precision to compute in. None: the precision that the agent was trained in.
+        film: Also film one more episode, and write it to this file, a GIF.
+        overwrite: Replace the file of the film if it exists.
+        trust: Let the checkpoint name a module that is then imported (env_id module:Name-v0).
     """
     if not 1 <= episodes <= 10**6:
         raise ValueError(f"episodes is {episodes}: use a number from 1 to a million")
@@ -65,7 +67,7 @@ def evaluate_run(
         computes = Precision(config.precision)
         starts = (start_noise, "cpu", seed, "evaluation starts")
         with contextlib.ExitStack() as owned:
-            if film:  # what cannot be filmed is refused before anything is played
+            if film:  # raises before anything is played, if the environment cannot be filmed
                 stage, rate = stage_of(config, *starts)
                 owned.callback(stage.close)
             env = owned.enter_context(contextlib.closing(make_env(config, episodes, *starts)))
@@ -100,8 +102,8 @@ def evaluate_run(
 
 
 def require_free_file(film: Path, overwrite: bool) -> None:
-    """Raises ValueError for a name of no GIF, and FileExistsError for a file that is there and may
-    not be replaced."""
+    """Raises ValueError for a name that does not end in .gif, and FileExistsError for a file that
+    exists and may not be replaced."""
     if film.suffix.lower() != ".gif":
         raise ValueError(f"film is {film}: use a name that ends in .gif")
     if film.is_dir():
@@ -113,8 +115,10 @@ def require_free_file(film: Path, overwrite: bool) -> None:
 
 
 def stage_of(config: Config, start_noise: float, device, seed: int, purpose: str) -> tuple:
-    """One environment that can be filmed, and its frames a second. Raises ValueError if it
-    cannot."""
+    """One environment to film, and its frames per second.
+
+    Raises ValueError if the environment cannot be filmed.
+    """
     first_seed = seed + OTHER_STARTS
     if uses_gymnasium(config, HERE):
         rate = require_renderable(config.env_id)

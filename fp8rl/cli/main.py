@@ -1,7 +1,8 @@
 """The command line: python -m fp8rl train | eval | study | doctor | memory | bench.
 
-Each takes --help, and without a command there is a page about all (overview.py). Invalid input (a
-bad value, a folder in use, a missing file) is reported in one line on stderr, with exit code 2.
+Each command takes --help. Without a command, a page about all commands is printed (overview.py).
+Invalid input (a bad value, a folder in use, a missing file) is reported in one line on stderr, with
+exit code 2.
 """
 
 import re
@@ -29,13 +30,14 @@ def main() -> None:
         print(overview.page())
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # So that a study ends its workers first
+    # SIGTERM exits like an error, so that a study ends its workers first.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     warnings.formatwarning = lambda text, *_, **__: re.sub(
         r"\x1b\[\d+m", "", f"fp8rl: warning: {text}\n"
     )
     hardware.keep_freed_memory()
-    # The network is too small for more, and so a run's numbers do not depend on the cores
+    # The networks are too small for more threads. With one, a run's numbers do not depend on the
+    # number of cores.
     torch.set_num_threads(1)
     commands = {
         "train": train,
@@ -50,25 +52,26 @@ def main() -> None:
         parse(commands, {"train": short_help()})()
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
-        # Python's own has no words
-        said = str(error) or "out of memory: use a smaller config, or a folder whose files fit"
+        # Python's own MemoryError has no message.
+        message = str(error) or "out of memory: use a smaller config, or a folder whose files fit"
     except KeyboardInterrupt:
-        said, code = "interrupted", 130
+        message = "interrupted"
+        code = 130
     except RuntimeError as error:
         rank, size = processes.rank_and_size()
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            said = (
+            message = (
                 f"{str(error).splitlines()[0].split('. ')[0]}: "
                 "use fewer environments or agents, or a lower capacity"
             )
         elif size == 1:
             raise
         else:
-            said = (
+            message = (
                 f"rank {rank} of {size} lost the others ({str(error).splitlines()[0]}): "
                 "resume from the last checkpoint"
             )
-    # Names in a folder may have any characters
-    said = "".join(x if x.isprintable() else repr(x)[1:-1] for x in said)
-    print(f"fp8rl: {said}", file=sys.stderr)
+    # Names of files may have any characters.
+    message = "".join(x if x.isprintable() else repr(x)[1:-1] for x in message)
+    print(f"fp8rl: {message}", file=sys.stderr)
     sys.exit(code)

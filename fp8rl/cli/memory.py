@@ -21,16 +21,16 @@ def predict_and_measure(
     layout: str = "compact",
     json_output: Json = False,
 ) -> None:
-    """Predict the bytes of a config's replay ring, allocate it and measure. A ring in a memmap
-    folder has the whole capacity, and stays there.
+    """Predict the bytes of a config's replay ring, allocate the ring, and measure its bytes.
+
+    A ring in a memmap folder has the whole capacity. It stays in the folder.
 
     Args:
-        config: what would be trained.
-        machine: where.
-        layout: how the next observation is stored: compact, as the next row, which is what training
-            uses; or, to compare (no
-            training uses them), full, beside the observation, or delta, as its rounded difference
-            to the observation.
+        config: What would be trained.
+        machine: Where it would be trained.
+        layout: How the next observation is stored. Training uses compact, where it is the next row.
+            The other two are there to compare: full stores it beside the observation, and delta
+            stores its rounded difference to the observation.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}: choose from {', '.join(LAYOUTS)}")
@@ -53,7 +53,7 @@ def predict_and_measure(
     measured = ring.nbytes
     if layout != "compact":
         settings = transitions, ring.bounds, config.codec, ring.device, ring.action_size
-        del run, ring  # so that the two stores need not fit side by side
+        del run, ring  # so that the two stores need not be in memory at the same time
         measured = STORES[layout](*settings).nbytes
     result = {
         "layout": layout,

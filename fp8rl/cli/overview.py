@@ -1,6 +1,6 @@
 """The page that `python -m fp8rl` prints.
 
-It is printed before anything is imported that takes long, or that may be missing.
+The page is printed before anything is imported that takes long to import or may be missing.
 """
 
 # What each command does, in the order in which a newcomer needs them.
@@ -8,7 +8,7 @@ COMMANDS = {
     "train": "train one agent into a folder, or continue a run that was stopped",
     "eval": "evaluate a trained agent, or film it",
     "study": "compare precisions over many seeds, with a table and learning curves",
-    "doctor": "find out which formats of few bits a training would bear",
+    "doctor": "predict how a training would learn with its numbers in few bits",
     "memory": "predict the bytes of a replay buffer, and measure them",
     "bench": "measure how fast this machine trains",
 }

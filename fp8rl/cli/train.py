@@ -31,21 +31,21 @@ from .tensorboard_events import EventFile, require_tensorboard
 ESSENTIALS = {
     "out": ("FOLDER", "where config, metrics, checkpoint and a figure are written"),
     "env_id": ("NAME", "a Gymnasium environment, as CartPole-v1; without it, the built-in cart"),
-    "precision": ("NAME", "of matrix products: fp32, tf32, bf16, fp16, fp8 or fp8+bf16"),
-    "eight_bit": ("", "eight bits for weights, Adam's moments and replay, too"),
+    "precision": ("NAME", "matrix products in fp32, tf32, bf16, fp16, fp8 or fp8+bf16"),
+    "eight_bit": ("", "FP8 matrix products, and eight bits for weights, Adam's moments and replay"),
     "steps": ("N", "environment steps to train for"),
     "num_envs": ("N", "environments that are stepped together"),
-    "learning_rate": ("X", "Adam's; without it, 0.001 for 64 units and less for more"),
-    "seed": ("N", "of weights, episodes, actions and replay"),
+    "learning_rate": ("X", "Adam's learning rate; without it, 0.001 for 64 units, less for more"),
+    "seed": ("N", "seed of weights, episodes, actions and replay"),
     "device": ("NAME", "cpu, or cuda for a GPU"),
-    "tensorboard": ("", "also write what TensorBoard shows into the folder"),
-    "resume": ("FOLDER", "continue the run that was stopped there, instead of --out"),
+    "tensorboard": ("", "also write an events file for TensorBoard into the folder"),
+    "resume": ("FOLDER", "continue the run that was stopped in this folder; instead of --out"),
     "overwrite": ("", "replace the run that the folder holds"),
 }
 
 
 def short_help() -> str:
-    """What `train --help` prints."""
+    """The text that `train --help` prints."""
     defaults = {**vars(Machine()), **vars(Config())}
     lines = [
         "usage: python -m fp8rl train --out FOLDER [OPTIONS]",
@@ -65,14 +65,15 @@ def short_help() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """What a run writes as it goes. A resumed run keeps this."""
+    """What a run writes while it trains. A resumed run keeps these options unless given anew."""
 
-    # Iterations between checkpoints, 0 for one at the end; by default one is written every minute.
+    # Iterations between checkpoints; 0 writes only one at the end. None: one is written every
+    # minute.
     checkpoint_every: int | None = None
-    # Keep the replay ring's rows in checkpoints; without them a resumed run begins with an empty
-    # one.
+    # Keep the replay ring's rows in checkpoints. Without them, a resumed run begins with an empty
+    # ring.
     checkpoint_ring: bool = True
-    # Also write what TensorBoard shows, an events file (tensorboard_events.py). Needs the package
+    # Also write an events file for TensorBoard (tensorboard_events.py). Needs the package
     # tensorboard.
     tensorboard: bool = False
 
@@ -96,21 +97,23 @@ def train(
     trust: bool = False,
     eight_bit: bool = False,
 ) -> None:
-    """Train one agent and write config.json, metrics.csv, checkpoint.pt and reward_curve.png.
-    Ctrl-C leaves a checkpoint. Under torchrun several processes train the agent together; only rank
-    0 writes.
+    """Train one agent, and write config.json, metrics.csv, checkpoint.pt and reward_curve.png.
+
+    Ctrl-C stops the training and leaves a checkpoint, from which --resume continues.
+
+    Under torchrun, several processes train the agent together; only rank 0 writes.
 
     Args:
-        config: what is learned: a resumed run takes its own.
-        machine: where it runs and how fast: a resumed run takes what is given now.
-        out: folder for the results.
-        resume: folder of a run that was stopped: it continues from its checkpoint, on the CPU bit
-            for bit as if it had not been,
-            or from the beginning if it has none yet.
-        overwrite: replace a run that the folder holds.
-        trust: a checkpoint may name a module to import (env_id module:Name-v0).
-        eight_bit: keep weights, Adam's moments and replayed observations in one byte a number, and
-            multiply in FP8.
+        config: What is learned. A resumed run keeps its own, so none of these go with --resume.
+        machine: Where the run computes, and how fast. A resumed run takes what is given now.
+        out: Folder for the results.
+        resume: Folder of a run that was stopped. It continues from its checkpoint, on the CPU bit
+            for bit as if it had never been stopped. If it has no checkpoint yet, it starts again
+            from the beginning.
+        overwrite: Replace a run that the folder holds.
+        trust: Let a checkpoint name a module that is then imported (env_id module:Name-v0).
+        eight_bit: Keep weights, Adam's moments and replayed observations in one byte per number,
+            and multiply in FP8.
     """
     if (out is None) == (resume is None):
         raise ValueError(f"out is {out} and resume {resume}: use one of them")
