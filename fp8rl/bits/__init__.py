@@ -1,7 +1,8 @@
 """Numbers in few bits, for any training in PyTorch: formats, an optimizer, a doctor, and a report
 on two policies' log-probabilities.
 
-Nothing here needs the rest of the package: README.md beside this file shows how to use it.
+Nothing in this folder needs the rest of the package. README.md beside this file shows how to use
+it.
 """
 
 from .acting_mismatch import MismatchReport, mismatch

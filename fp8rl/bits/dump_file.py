@@ -1,7 +1,7 @@
 """Reads arrays of log-probabilities from an .npz file that anybody may have made.
 
-Nothing in the file is believed before it is checked: no pickles are loaded, and an array's size is
-compared with what the file really holds before memory is taken for it.
+Nothing in the file is trusted before it is checked. No pickles are loaded. The size of an array is
+compared with what the file really holds, before memory is allocated for it.
 """
 
 import math
@@ -13,15 +13,15 @@ import numpy as np
 
 REQUIRED = ("learner_logp", "actor_logp")
 OPTIONAL = ("mask", "advantages")
-MOST_BYTES = 2**30  # of an array
+MOST_BYTES = 2**30  # the largest size of an array
 SUFFIX = ".npy"
 
 
 def read_dump(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a dump by name: learner_logp and actor_logp, and mask and advantages if it has
-    them.
+    """Reads the arrays of a dump, by name.
 
-    Raises ValueError, in one line, for a file that is no such dump.
+    They are learner_logp and actor_logp, and mask and advantages if the file has them. Raises
+    ValueError, with a message of one line, for a file that is not such a dump.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -52,7 +52,7 @@ def check_names(path: Path, names) -> None:
 def read_array(
     path: Path, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str
 ) -> np.ndarray:
-    """One array. Raises ValueError unless its header is true of the bytes that follow."""
+    """Reads one array. Raises ValueError unless its header fits the bytes that follow."""
     with archive.open(entry) as file:
         try:
             version = np.lib.format.read_magic(file)

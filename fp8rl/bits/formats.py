@@ -1,26 +1,29 @@
 """Number formats of few bits, and exact rounding to them in float32.
 
-A format eXmY has a sign, X bits of exponent and Y bits of mantissa. As in IEEE 754 its bias is
-2^(X-1) - 1 and its lowest exponent code is for 0 and the subnormals. So its numbers are, with E = 2
-- 2^(X-1) the exponent of the smallest normal one,
+A format eXmY has a sign, X bits of exponent and Y bits of mantissa. As in IEEE 754, its bias is
+2^(X-1) - 1, and its lowest exponent code is for 0 and the subnormal numbers. Let
+E = 2 - 2^(X-1) be the exponent of its smallest normal number. Then its positive numbers are
 
-    from 2^k to 2^(k+1), k >= E    2^Y of them, 2^(k-Y) apart
-    from 0 to 2^E                  multiples of 2^(E-Y), the smallest of them
+    from 2^k to 2^(k+1), k >= E    2^Y numbers, 2^(k-Y) apart
+    from 0 to 2^E                  multiples of 2^(E-Y), which is the smallest number
 
-The highest exponent code is, from five bits of exponent up, for infinities and NaN (bfloat16 is
-e8m7, float16 e5m10; e5m2). With four bits, only the single highest code is NaN (e4m3: 448, not
-240). Formats with fewer have neither (e3m2, e2m3, e2m1). These are the conventions of Micikevicius
-et al. 2022 (arXiv:2209.05433) and of the OCP Microscaling Formats specification 1.0 (2023).
+The meaning of the highest code depends on the bits of exponent. With five or more, the highest
+exponent code is for infinities and NaN (bfloat16 is e8m7, float16 is e5m10; e5m2). With four, only
+the single highest code is NaN, so e4m3 ends at 448 and not at 240. With fewer, there is neither
+(e3m2, e2m3, e2m1). These are the conventions of Micikevicius et al. 2022 (arXiv:2209.05433) and of
+the OCP Microscaling Formats specification 1.0 (2023).
 
-Rounding needs no such type: float32 x lies in a known interval of the table, so dividing by that
-interval's step, a power of two, is exact, and rounding the quotient to a whole number is all. To
-the nearest, ties to even; or stochastically, up with the probability of the remainder, so that the
-mean of the results is x. What lies beyond the largest number becomes that number, as in fp8.cast
-(torch's own casts give infinity in float16, bfloat16 and e5m2). What is not finite becomes NaN, and
-so does a tensor or block whose scale it decides.
+Numbers can be rounded in float32, without a type for the format. A float32 number x lies in a known
+interval of the table above. To divide it by the interval's step, a power of two, is exact, so it
+remains to round the quotient to a whole number. It is rounded to the nearest, ties to even; or
+stochastically, up with the probability of the remainder, so that the mean of the results is x. A
+number beyond the largest number becomes that number, as in fp8.cast (torch's own casts give
+infinity in float16, bfloat16 and e5m2). A number that is not finite becomes NaN, and so does a
+tensor or block whose scale it decides.
 
-Few exponent bits cover few magnitudes, so numbers are divided by a scale first: one for a tensor, a
-row or a block, from its own largest magnitude. A power of two costs no accuracy (fp8.py)."""
+Few exponent bits cover few magnitudes, so numbers are divided by a scale first. A tensor, a row or
+a block has one scale, which follows from its largest magnitude. A power of two as scale costs no
+accuracy (fp8.py)."""
 
 import functools
 import math
@@ -38,8 +41,10 @@ DTYPES = {"e8m7": torch.bfloat16, "e5m10": torch.float16, "e4m3": E4M3, "e5m2": 
 
 
 class Format(NamedTuple):
-    """A format with `exponent` and `mantissa` bits. Powers of two and sums of them, so all exact in
-    float32."""
+    """A number format with `exponent` and `mantissa` bits.
+
+    Its numbers are sums of powers of two, and exact in float32.
+    """
 
     exponent: int
     mantissa: int
@@ -55,8 +60,8 @@ class Format(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest number."""
-        codes = 2 ** (self.exponent + self.mantissa)  # of one sign, in order of their values
+        """The largest finite number."""
+        codes = 2 ** (self.exponent + self.mantissa)  # codes of one sign, in order of their values
         if self.exponent > 4:
             reserved = 2**self.mantissa  # the highest exponent, for infinities and NaN
         else:
@@ -66,7 +71,7 @@ class Format(NamedTuple):
         return fraction * 2.0 ** (self.normal + max(exponent - 1, 0))
 
     def numbers(self) -> torch.Tensor:
-        """All positive numbers and 0, float32, in order; for formats of up to 16 bits."""
+        """0 and all positive numbers, float32, in ascending order; for formats of up to 16 bits."""
         codes = torch.arange(2 ** (self.exponent + self.mantissa), dtype=torch.float64)
         exponent = codes // 2**self.mantissa
         mantissa = codes % 2**self.mantissa / 2**self.mantissa
@@ -77,8 +82,11 @@ class Format(NamedTuple):
 
 @functools.cache
 def format_of(name: str) -> Format:
-    """The format of a name: e4m3, e2m1, ..., bf16 or fp16. Raises ValueError for one without
-    exponent bits or with more bits than float32."""
+    """The format of a name: e4m3, e2m1, ..., fp32, bf16 or fp16.
+
+    Raises ValueError for a name that is none, and for a format without exponent bits or with more
+    bits than float32.
+    """
     match = re.fullmatch(r"e([0-9]+)m([0-9]+)", NAMES.get(name, name))
     exponent, mantissa = map(int, match.groups()) if match else (0, 0)
     if not (1 <= exponent <= 8 and mantissa <= 23):
@@ -95,8 +103,11 @@ def power_of_two_below(x: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, to: Format, noise: torch.Tensor | None = None) -> torch.Tensor:
-    """Rounds float32 numbers to those of a format, float32: to the nearest or, with `noise` uniform
-    in [0, 1) and shaped like it, stochastically. Raises TypeError if `x` is not float32."""
+    """Rounds float32 numbers to numbers of a format. The result is float32.
+
+    Rounds to the nearest or, with `noise`, stochastically. The noise is uniform in [0, 1) and has
+    the shape of `x`. Raises TypeError if `x` is not float32.
+    """
     if x.dtype != torch.float32:
         raise TypeError(f"x is {x.dtype}: cast it to float32 before rounding")
     step = power_of_two_below(x)
@@ -106,16 +117,19 @@ def rounded(x: torch.Tensor, to: Format, noise: torch.Tensor | None = None) -> t
         parts.round_()
     else:
         whole = parts.floor()
-        parts = whole + (noise < parts.sub_(whole))  # adding the noise itself would round once more
+        # A comparison, because adding the noise itself would round once more.
+        parts = whole + (noise < parts.sub_(whole))
     return parts.mul_(step).clamp_(-to.largest, to.largest)
 
 
 def scaled(
     x: torch.Tensor, to: Format, block: int | None = None, noise: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Like `rounded`, with a power-of-two scale for each row of `x`, or for each block of `block`
-    numbers of a row. If the last block is not full, zeros fill it. Exact, without noise, for
-    magnitudes from 2^-126 to 2^104 and 0."""
+    """Like `rounded`, with a power-of-two scale for each row of `x`, or for each block of a row.
+
+    A block has `block` numbers; zeros fill the last block. Without noise, the result is exact for 0
+    and for magnitudes from 2^-126 to 2^104.
+    """
     if block:
         if noise is not None:
             noise = blocks(noise, block)
@@ -123,9 +137,9 @@ def scaled(
     scale = power_of_two_scale(x.abs().amax(-1, keepdim=True), to.largest)
     if noise is not None or to.mantissa > 21:
         return rounded(x / scale, to, noise).mul_(scale)
-    # The same in half as many passes over memory. Float32 rounds sums to the nearest, too, and ties
-    # to even, and a sum of 2^23 to 2^24 steps of the format is rounded to whole steps. Nothing
-    # saturates, because the largest number fits.
+    # The same as above in half as many passes over memory. Float32 also rounds sums to the nearest,
+    # ties to even. A sum of 2^23 to 2^24 steps of the format is rounded to whole steps. Nothing
+    # saturates, because the scale makes the largest number fit.
     binade = torch.maximum(power_of_two_below(x), scale * 2.0**to.normal)
     shift = 1.5 * 2.0 ** (23 - to.mantissa)
     return x.add(binade, alpha=shift).sub_(binade, alpha=shift)
@@ -134,8 +148,8 @@ def scaled(
 def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
     """The smallest power of two s, from 2^-126 up, with largest / s <= limit.
 
-    For 0 it is the same as for 0.5. It is never one with which limit * s would not be finite:
-    float32's very largest numbers saturate. NaN if `largest` is not finite.
+    For 0 it is the same as for 0.5. limit * s is always finite, so float32's very largest numbers
+    saturate. The scale is NaN if `largest` is not finite.
     """
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, in [0.5, 1)
     limit_mantissa, limit_exponent = math.frexp(limit)
@@ -146,10 +160,10 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def blocks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows [..., N] as blocks [..., B, size]; zeros fill the last one."""
+    """Rows [..., N] as blocks [..., B, size]; zeros fill the last block."""
     return F.pad(x, (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
 
 def unblocked(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The rows [..., N] that `blocks` split."""
+    """Joins blocks [..., B, size] to rows [..., N] again, with the N of `like`."""
     return x.flatten(-2)[..., : like.shape[-1]]

@@ -1,28 +1,31 @@
-"""Places: what a training keeps or computes in few bits, each in a format of its own (formats.py).
+"""Places: the numbers of a training that can be kept or computed in few bits.
+
+Each place can have a format of its own (formats.py):
 
     forward        inputs and weights of the matmuls of the forward pass; their products are summed
                    in float32
     backward       the gradients that are multiplied in the backward pass
     weights        the parameters between updates, instead of a float32 master copy
     m, v           Adam's moments between updates
-    root           the root of v, in place of v: half of its exponent's range is enough
-    observations   those of replayed slices, in reinforcement learning
-    acting         inputs and weights of the acting policy's matmuls; without it, it acts in the
-                   format of `forward`
+    root           the square root of v, in place of v; it needs only half of v's range of exponents
+    observations   observations in replayed slices, in reinforcement learning
+    acting         inputs and weights of the matmuls of the policy that acts; without a format, it
+                   acts in the format of `forward`
     targets        advantages and value targets
 
-A text names some of them, as in "weights=e4m3:stochastic v=e5m2", and `places_of` reads it. What it
-does not name stays float32, as do sums. An update takes its step in float32 from what is stored,
-and rounds the result. A format is followed by any of the words
+A text such as "weights=e4m3:stochastic v=e5m2" names places and their formats, and `places_of`
+reads it. Places that it does not name stay float32, and so do sums. An update takes its step in
+float32 from what is stored, and rounds the result. A format may be followed by any of these words:
 
-    unscaled     no scale; otherwise each tensor has one, a power of two
-    block        a scale for each 32 numbers instead
-    stochastic   round up or down at random so that the mean is right; otherwise to the nearest
-    stored       (m, v, root) take Adam's step from the moments as they were stored; otherwise it is
-                 taken just before
-    independent  (m, v, root) round without regard to the other moment, as most low-bit optimizers
-                 do; otherwise m and v are rounded so that no step becomes much longer than
-                 float32's (`Places.moments`)
+    unscaled     There is no scale. Otherwise each tensor has one, a power of two.
+    block        There is a scale for each 32 numbers instead.
+    stochastic   Numbers are rounded up or down at random, so that the mean is right. Otherwise they
+                 are rounded to the nearest.
+    stored       (m, v, root) Adam's step is taken from the moments after they are rounded.
+                 Otherwise it is taken just before.
+    independent  (m, v, root) A moment is rounded without regard to the other moment, as most
+                 low-bit optimizers do. Otherwise m and v are rounded so that no step becomes much
+                 longer than float32's (`Places.moments`).
 """
 
 from typing import NamedTuple
@@ -42,12 +45,12 @@ PLACES = (
     "acting",
     "targets",
 )
-STATE = ("weights", "m", "v", "root")  # places of an optimizer
+STATE = ("weights", "m", "v", "root")  # places that an optimizer keeps between updates
 WORDS = ("unscaled", "block", "stochastic", "stored", "independent")
 OF_MOMENTS = {"stored", "independent"}  # words that only m, v and root can have
 BLOCK = 32
-# A first step is exactly as long as the learning rate, so without some slack the order of roundings
-# would decide.
+# Factor on the limit of Adam's step in `Places.moments`. A first step is exactly as long as the
+# learning rate, so without some slack the order of roundings would decide.
 SLACK = 1.01
 NO_NOISE: dict[str, torch.Tensor] = {}
 
@@ -68,8 +71,11 @@ class PlaceFormat(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether there is a scale. With 8 exponent bits, as many as float32 has, it would do
-        nothing."""
+        """Whether there is a scale.
+
+        With 8 exponent bits there is none. They are as many as float32 has, so a scale would do
+        nothing.
+        """
         return "unscaled" not in self.words and self.format.exponent < 8
 
     @property
@@ -89,7 +95,7 @@ class PlaceFormat(NamedTuple):
     def __call__(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """Rounds tensors, each flattened to a row of float32 [S, P].
 
-        With `noise` [S, P], uniform in [0, 1), it rounds stochastically.
+        With `noise` [S, P], uniform in [0, 1), they are rounded stochastically.
         """
         if not self.scaled:
             return rounded(x, self.format, noise)
@@ -98,14 +104,14 @@ class PlaceFormat(NamedTuple):
     def each(
         self, x: torch.Tensor, sizes: list[int], noise: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Rounds rows [S, P] that hold one tensor after the other, of given sizes."""
+        """Rounds rows [S, P] that hold several tensors, of given sizes, one after the other."""
         parts = x.split(sizes, dim=1)
         noises = [None] * len(sizes) if noise is None else noise.split(sizes, dim=1)
         rounded_parts = [self(part, n) for part, n in zip(parts, noises, strict=True)]
         return torch.cat(rounded_parts, dim=1)
 
     def matrices(self, x: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
-        """Rounds matrices [S, M, N]; stochastically with `noise` [S, M N]."""
+        """Rounds matrices [S, M, N]; with `noise` [S, M N], stochastically."""
         return self(x.flatten(1), noise).view_as(x)
 
 
@@ -114,17 +120,20 @@ class Places(dict[str, PlaceFormat]):
 
     @property
     def noisy(self) -> list[str]:
-        """Those of weights, m, v and root that are rounded stochastically."""
+        """The places of an optimizer (STATE) that are rounded stochastically."""
         return [name for name in STATE if name in self and self[name].stochastic]
 
     def split_noise(self, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Noise [..., number of `noisy` places, P] by place, [..., P] each."""
+        """Splits noise [..., number of `noisy` places, P] by place, into [..., P] each."""
         return dict(zip(self.noisy, drawn.unbind(-2), strict=True))
 
     def weights(
         self, x: torch.Tensor, sizes: list[int], noise: dict[str, torch.Tensor] = NO_NOISE
     ) -> torch.Tensor:
-        """Parameters [S, P], tensors of given sizes, as they are kept."""
+        """Parameters [S, P] as they are kept: rounded, if weights have a format.
+
+        A row holds tensors of given sizes, one after the other.
+        """
         if "weights" not in self:
             return x
         return self["weights"].each(x, sizes, noise.get("weights"))
@@ -139,18 +148,19 @@ class Places(dict[str, PlaceFormat]):
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Adam's moments [S, P] as the step takes them and as they are kept, [(m, m), (v, v)].
 
-        Rounded each by itself, they can be a quotient that float32 never has: a root of v that has
-        become 0, or an m that has been rounded up from almost 0, makes a step of thousands of
-        learning rates. So they are rounded in view of each other. `limit` is the quotient
-        |m| / sqrt(v) at which a step is as long as the learning rate, a number or [S, 1]:
+        If each moment were rounded by itself, their quotient could be one that float32 never has. A
+        root of v that has become 0, or an m that has been rounded up from almost 0, makes a step of
+        thousands of learning rates. So the moments are rounded in view of each other. `limit` is
+        the quotient |m| / sqrt(v) at which a step is as long as the learning rate, a number or
+        [S, 1]:
 
-            v > 0              is kept as the smallest number or more, never as 0
+            v > 0              v is kept as the smallest number or more, never as 0
             |m| > limit root   the root is not rounded down
             |m| as kept        is rounded towards 0 where it would be more than limit times the root
                                as kept, and more than |m|
             v saturates        (it has no scale) the step is at most as long as the learning rate
 
-        A moment that is `independent` is rounded by itself.
+        A moment whose format is `independent` is rounded by itself.
         """
         limit = SLACK * limit
         m_format = self.get("m")
@@ -199,10 +209,10 @@ def split_entry(entry: str) -> tuple[str, str]:
 
 
 def places_of(text: str, names: tuple[str, ...] = PLACES) -> Places:
-    """The places that a text names, such as "weights=e4m3:stochastic v=e5m2".
+    """Reads the places and formats of a text such as "weights=e4m3:stochastic v=e5m2".
 
-    They must be among `names`. Raises ValueError for a place, format or word that does not exist, a
-    place named twice, or v beside its root.
+    `names` are the places that are allowed. Raises ValueError for a place, format or word that does
+    not exist, for a place that is named twice, and for v beside its root.
     """
     places = Places()
     for entry in text.split():
