@@ -646,7 +646,7 @@ def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
         ([], 0.1, "target", "tensors of target are none: give float32"),
         ([torch.zeros(0)], 0.1, "target", "tensors of target are none: give float32"),
         (model.parameters(), None, "target", "rate is None: give a number above 0"),
-        (model.parameters(), 0.1, "v", "name is 'v': choose one that is no place"),
+        (model.parameters(), 0.1, "v", "name is 'v': choose a name without = that is none of"),
     ):
         with pytest.raises(ValueError, match=f"^{said}"):
             watching.follow(name, tensors, rate)

@@ -1,18 +1,18 @@
-"""Is the gap between two log-probabilities of the same token a bug or arithmetic?
+"""Is the gap between two log-probabilities of the same token a bug or rounding?
 
-A language model is often trained in one program and samples its tokens in another: the learner's
-policy pi computes in bfloat16 or float32, and the acting policy mu in FP8 or in other kernels. Both
-give a log-probability to every sampled token. `mismatch` takes these numbers, from any trainer and
-any engine, and says how far apart the policies are, what that costs, and whether it looks like
-rounding or like a bug.
+A language model is often trained in one program and samples its tokens in another. The learner's
+policy pi computes in bfloat16 or float32, and the policy mu that acts computes in FP8 or in other
+kernels. Both give a log-probability to every sampled token. `mismatch` takes these numbers, from
+any trainer and any engine. It says how far apart the policies are, what that costs, and whether the
+gap looks like rounding or like a bug.
 
     ratio = pi / mu          d = log ratio = learner_logp - actor_logp
 
-Tokens are sampled from mu, so all means here are means over mu. Where mu can say whatever pi can,
-the mean ratio is 1. So the ratios' spread is taken about 1, and one token counts as
-p = 1 / (1 + E[(ratio - 1)^2]) tokens of pi. Ratios of a sequence multiply, so the weights of
-sequences of N tokens are worth about p^N of them. The horizon H = ln 0.9 / ln p is the length at
-which that is 0.9.
+Tokens are sampled from mu, so all means here are means over mu. If mu can sample every token that
+pi can, the mean ratio is 1. So the spread of the ratios is taken about 1, and one token of mu is
+worth p = 1 / (1 + E[(ratio - 1)^2]) tokens of pi. Ratios of a sequence multiply, so one sequence of
+N tokens is worth about p^N sequences of pi. The horizon H = ln 0.9 / ln p is the length at which a
+sequence is worth 0.9.
 
 The estimators k1 and k3 of the divergence KL(mu || pi) are those of Schulman (2020), "Approximating
 KL divergence".
@@ -28,12 +28,13 @@ import torch
 from .doctor.findings import KEPT, amount
 from .mismatch_symptoms import FEW_SEQUENCES, FEW_TOKENS, Gap, Symptom, symptoms_of
 
-# Rounding weights and state to b bits makes rms(d) / std(actor_logp) about SIZE * 2^-b
+# If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
+# SIZE * 2^-b.
 SIZE = 0.55
-FLOAT32_STEP = 2.0**-23  # relative to 1; policies compute in float32 at best
-COARSE = 1e-4  # step of a type, relative to 1, above which it is one of half precision
-LEAST = -1e4  # log-probability; what is lower was not sampled
-# How far above 0 rounding may put a log-probability
+FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
+COARSE = 1e-4  # distance of a type's numbers at 1 above which the type has half precision
+LEAST = -1e4  # a token with a lower log-probability was not sampled
+# How far above 0 rounding may bring a log-probability.
 ABOVE_ZERO = 1e-5
 ABOVE_ZERO_IN_HALF = 1e-3
 
@@ -58,31 +59,36 @@ MEANING = {
 
 
 class MismatchReport(NamedTuple):
-    """How far an acting policy mu is from the learner's policy pi, and why. `str()` says it.
+    """How far a policy mu that acts is from the learner's policy pi, and why.
+
+    `str(report)` has it in words.
 
     `verdict`               exact, rounding, bug or not judged
-    `kind`                  of a bug: shift, truncation, temperature, stale, padding, template,
-                            beginning or other; else empty
-    `symptoms`              all that were measured, the strongest first
-    `bits`                  rounding everything to so many bits of mantissa makes such a gap,
-                            roughly
-    `sequences`, `tokens`   that were counted
-    `mean_length`           tokens in a sequence
+    `kind`                  kind of the bug: shift, truncation, temperature, stale, padding,
+                            template, beginning or other; empty if there is none
+    `symptoms`              all symptoms that were measured, the strongest first
+    `bits`                  bits of mantissa to which everything would have to be rounded to make
+                            such a gap: an estimate
+    `sequences`, `tokens`   number of sequences and tokens that count
+    `mean_length`           mean number of tokens in a sequence
     `token_sample_size`     Kish's effective sample size of the tokens' ratios, as a share
-    `sequence_sample_size`  of whole sequences' ratios; NaN for a single sequence
-    `p`                     of tokens, with a mean ratio of 1 taken for granted
-    `horizon`               H in tokens; infinite where all ratios are 1
-    `horizons`              the mean length in horizons
-    `kl_k1`, `kl_k3`        KL(mu || pi) of a token, in nats
-    `mean_ratio`            and `mean_ratio_error`, its standard error over sequences
-    `smallest_ratio`        and `largest_ratio`
-    `clip`                  PPO's
+    `sequence_sample_size`  the same for the ratios of whole sequences; NaN for a single sequence
+    `p`                     sample size of a token, if the mean ratio is taken to be 1
+    `horizon`               H in tokens; infinite if all ratios are 1
+    `horizons`              the mean length of sequences in horizons
+    `kl_k1`, `kl_k3`        two estimates of KL(mu || pi) per token, in nats
+    `mean_ratio`            mean of the tokens' ratios
+    `mean_ratio_error`      standard error of the mean ratio over sequences
+    `smallest_ratio`, `largest_ratio`
+                            extremes of the tokens' ratios
+    `clip`                  PPO's clip
     `has_advantages`        whether advantages were given
-    `clipped_above`         share of the tokens of positive advantage with a ratio above 1 + clip;
-                            without advantages, of all tokens
-    `clipped_below`         share of those of negative advantage with a ratio below 1 - clip
+    `clipped_above`         share of the tokens of positive advantage whose ratio is above 1 + clip;
+                            without advantages, share of all tokens
+    `clipped_below`         share of the tokens of negative advantage whose ratio is below 1 - clip;
+                            without advantages, share of all tokens
     `clipped`               share of all tokens that PPO's clip drops; NaN without advantages
-    `notes`                 about what limits the numbers
+    `notes`                 lines that say what limits the numbers
     """
 
     verdict: str
@@ -111,10 +117,11 @@ class MismatchReport(NamedTuple):
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Short lines, of which the first says what the others mean."""
+        """The report in short lines. The first line has the verdict."""
         return "\n".join([*self.headline(), *self.numbers(), *self.notes])
 
     def headline(self) -> list[str]:
+        """The verdict, and lines that explain it."""
         if self.verdict == "exact":
             return ["exact: both policies give the same log-probabilities"]
         if self.verdict == "not judged":
@@ -135,6 +142,7 @@ class MismatchReport(NamedTuple):
         return lines
 
     def numbers(self) -> list[str]:
+        """Lines with the numbers of the report."""
         lines = [
             f"horizon: {amount(self.horizon)} tokens, after which the weights of sequences have "
             "lost a tenth of their sample size",
@@ -160,14 +168,14 @@ class MismatchReport(NamedTuple):
         return lines
 
     def to_json(self) -> str:
-        """An object of all fields; what is NaN or infinite is null."""
+        """The report as a JSON object of all fields. NaN and infinity become null."""
         fields = self._asdict()
         fields["symptoms"] = [symptom._asdict() for symptom in self.symptoms]
         return json.dumps(finite(fields), indent=2)
 
 
 def finite(x):
-    """The same with None for NaN and infinity, which JSON does not have."""
+    """`x` with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(x, dict):
         return {name: finite(value) for name, value in x.items()}
     if isinstance(x, list | tuple):
@@ -188,16 +196,17 @@ def mismatch(
         True
 
     `learner_logp`, `actor_logp`  log-probabilities of the same tokens, which the actor sampled,
-                                  [sequences, tokens], of any type of floating point, in PyTorch or
+                                  [sequences, tokens], of any floating-point type, in PyTorch or
                                   NumPy
-    `mask`                        of the tokens that count, such as those of answers; the default is
-                                  all
+    `mask`                        the tokens that count, such as those of answers, [sequences,
+                                  tokens]; the default is all tokens
     `advantages`                  [sequences] or [sequences, tokens]; they show which tokens PPO's
-                                  clip drops and whether the actor's weights are old
-    `clip`                        PPO's, by which a ratio may differ from 1
+                                  clip drops, and whether the actor's weights are old
+    `clip`                        PPO's clip: how far a ratio may differ from 1
 
-    The verdict needs 256 tokens, and 16 sequences to compare sequences and positions. Raises
-    ValueError, in one line, for arrays that cannot be log-probabilities of the same tokens.
+    A verdict needs 256 tokens. Sequences and positions are compared if there are 16 sequences.
+    Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
+    the same tokens.
     """
     learner, learner_step = as_floats("learner_logp", learner_logp)
     actor, actor_step = as_floats("actor_logp", actor_logp)
@@ -216,7 +225,7 @@ def mismatch(
     return report_on(gap, gains, float(clip))
 
 
-# The numbers
+# The numbers of the report.
 
 
 def report_on(gap: Gap, advantages: np.ndarray | None, clip: float) -> MismatchReport:
@@ -268,7 +277,7 @@ def kish(log_weights: np.ndarray) -> float:
 def clipped_shares(
     ratio: np.ndarray, advantages: np.ndarray | None, mask: np.ndarray, clip: float
 ) -> tuple[float, float, float]:
-    """Shares of tokens that PPO's clip drops: above, below, and of all tokens."""
+    """Shares of tokens that PPO's clip drops: those above, those below, and both of all tokens."""
     is_above = ratio > 1 + clip
     is_below = ratio < 1 - clip
     if advantages is None:
@@ -285,7 +294,7 @@ def clipped_shares(
 
 
 def bits_of(gap: Gap) -> float:
-    """Bits of mantissa to which everything would be rounded for a gap of this size, roughly."""
+    """Bits of mantissa to which everything would have to be rounded to make a gap of this size."""
     size = np.sqrt(np.square(gap.log_ratio[gap.mask]).mean())
     spread = gap.actor[gap.mask].std()
     if size == 0:
@@ -302,7 +311,7 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, str]:
     kinds = [symptom.kind for symptom in symptoms if symptom.is_seen]
     if not kinds:
         return "rounding", ""
-    # A bug of one kind has symptoms of those after it, too
+    # A bug of one of these kinds often has symptoms of the kinds after it, too.
     for kind in ("shift", "temperature", "truncation", "stale"):
         if kind in kinds:
             return "bug", kind
@@ -311,7 +320,7 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, str]:
 
 
 def notes_on(gap: Gap) -> list[str]:
-    """What limits the numbers."""
+    """Lines that say what limits the numbers of the report."""
     notes = []
     if gap.sequences == 1:
         notes.append("note: of one sequence there is no sample size of sequences")
@@ -330,11 +339,11 @@ def notes_on(gap: Gap) -> list[str]:
     return notes
 
 
-# What is given
+# Checks of the arguments.
 
 
 def as_floats(name: str, x) -> tuple[np.ndarray, float]:
-    """An array in float64, and the step of its type next to 1."""
+    """An array as float64, and the distance of its type's numbers at 1."""
     if isinstance(x, torch.Tensor):
         if not x.dtype.is_floating_point:
             raise ValueError(f"{name} is {x.dtype}: give floating point, such as float32")
@@ -367,7 +376,7 @@ def check_shapes(learner: np.ndarray, actor: np.ndarray) -> None:
 
 
 def as_mask(mask, shape: tuple[int, ...]) -> np.ndarray:
-    """A mask of booleans, from booleans or zeros and ones."""
+    """A mask as booleans, from booleans or from zeros and ones."""
     if mask is None:
         return np.ones(shape, bool)
     if isinstance(mask, torch.Tensor):
@@ -387,7 +396,10 @@ def as_mask(mask, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def check_logp(name: str, logp: np.ndarray, mask: np.ndarray, step: float) -> None:
-    """Raises ValueError for the first number that is no log-probability of a sampled token."""
+    """Raises ValueError if a number cannot be the log-probability of a sampled token.
+
+    The error names the first such number.
+    """
     is_half = step > COARSE
     most = ABOVE_ZERO_IN_HALF if is_half else ABOVE_ZERO
     with np.errstate(invalid="ignore"):
@@ -408,7 +420,7 @@ def check_logp(name: str, logp: np.ndarray, mask: np.ndarray, step: float) -> No
 
 
 def as_advantages(advantages, mask: np.ndarray) -> np.ndarray:
-    """Advantages of each token, [S, T]; 0 where the mask is False."""
+    """The advantage of each token, [S, T]; 0 where the mask is False."""
     if isinstance(advantages, torch.Tensor):
         advantages = advantages.detach().cpu().double().numpy()
     advantages = np.asarray(advantages)

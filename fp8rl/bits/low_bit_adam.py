@@ -1,24 +1,26 @@
 """Adam whose moments, and the weights themselves, are stored in few bits.
 
-It trains any module with float32 parameters. A tensor is stored as codes, numbers of one of torch's
-float8 or 16-bit types (float32 for a format that torch has no type for), and scales, float32 powers
-of two: one for the tensor or one for each block of 32. Of 4 bytes a parameter for weights and 8 for
-moments there remain 1 and 2, in 16 bits 2 and 4, and 4 for each scale.
+It trains any module with float32 parameters. A tensor is stored as codes and scales. Codes are
+numbers of one of torch's float8 or 16-bit types, or float32 for a format that torch has no type
+for. Scales are float32 powers of two: one for the tensor, or one for each block of 32 numbers.
+float32 takes 4 bytes per parameter for weights and 8 for moments. Formats of 8 bits take 1 and 2,
+formats of 16 bits 2 and 4, and each scale takes 4.
 
-    moments    A step unpacks and updates them, uses them, and only then rounds them (as torchao's
-               low-bit optimizers do; blocks with scales: Dettmers et al. 2022, arXiv:2110.02861).
-               The root of v needs half of v's range of exponents (Bjorck et al. 2021,
-               arXiv:2102.13565). They are rounded so that no step becomes much longer than
-               float32's (`Places.moments`), unless the word `independent` asks for each to be
-               rounded by itself.
+    moments    A step unpacks the moments, updates them, uses them, and only then rounds them (as
+               torchao's low-bit optimizers do; blocks with scales: Dettmers et al. 2022,
+               arXiv:2110.02861). The root of v needs half of v's range of exponents (Bjorck et al.
+               2021, arXiv:2102.13565). Moments are rounded so that no step becomes much longer than
+               float32's (`Places.moments`). With the word `independent`, a moment is rounded by
+               itself.
     weights    A step is often far smaller than the distance from a number to the next, and rounding
                to the nearest would undo it. Stochastic rounding is right in the mean (Gupta et al.
                2015, arXiv:1502.02551), without a float32 copy.
-    in use     No layer computes with codes. They are unpacked into the parameters for a forward
-               pass and until the step after it, as FSDP gathers parameters and frees them (Zhao et
-               al. 2023, arXiv:2304.11277). So in use there are float32 weights, gradients and
-               activations, and in a step one tensor's moments and 4 bytes of noise for each number
-               that is rounded stochastically. What is saved is what lies between calls.
+    in use     Layers do not compute with codes. The codes are unpacked into the parameters for a
+               forward pass, and until the step after it. FSDP gathers and frees parameters in the
+               same way (Zhao et al. 2023, arXiv:2304.11277). So while a model is in use, there are
+               float32 weights, gradients and activations. In a step there are also the moments of
+               one tensor, and 4 bytes of noise for each number that is rounded stochastically.
+               Memory is saved between calls.
 """
 
 import contextlib
@@ -34,7 +36,8 @@ from torch import nn
 from .formats import DTYPES, blocks, power_of_two_scale, unblocked
 from .places import BLOCK, NO_NOISE, STATE, PlaceFormat, places_of
 
-# What torch's Adam and AdamW have besides. They may be given with a value that asks for nothing.
+# Options of torch's Adam and AdamW that LowBitAdam does not have. They may be given with a value
+# that asks for nothing.
 OPTIONS_OF_ADAM = (
     "amsgrad",
     "capturable",
@@ -47,9 +50,9 @@ Packed = tuple[torch.Tensor, torch.Tensor | None]  # codes, and scales or None
 
 
 def pack(x: torch.Tensor, form: PlaceFormat | None) -> Packed:
-    """Stores a float32 tensor that is rounded already.
+    """Packs a float32 tensor whose numbers are already rounded to a format.
 
-    Returns codes of its shape, and scales [] or [blocks], or None.
+    Returns codes of the tensor's shape, and scales [] or [blocks], or None if there is no scale.
     """
     dtype = DTYPES.get(form.format.name, torch.float32) if form else torch.float32
     if dtype == torch.float32 or not form.scaled:
@@ -63,7 +66,7 @@ def pack(x: torch.Tensor, form: PlaceFormat | None) -> Packed:
 
 
 def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The float32 tensor that `pack` stored, in memory of its own."""
+    """The float32 tensor that `pack` packed, in memory of its own."""
     x = codes.to(torch.float32, copy=True)
     if scale is None:
         return x
@@ -74,10 +77,11 @@ def unpack(codes: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tens
 
 
 def seeded_noise(seed: int) -> Callable:
-    """What draws noise for stochastic rounding from a seed.
+    """A function that draws the noise of stochastic rounding from a seed.
 
-    It is called with the number of the update, a shape and a device, and returns float32 numbers,
-    uniform in [0, 1). They depend on nothing else, so a training that is resumed draws the same.
+    Its arguments are the number of the update, a shape and a device. It returns float32 numbers,
+    uniform in [0, 1), which depend on nothing else. So a training that is resumed draws the same
+    numbers.
     """
 
     def draw(update: int, shape: tuple[int, ...], device) -> torch.Tensor:
@@ -91,15 +95,15 @@ def seeded_noise(seed: int) -> Callable:
 
 @dataclass
 class Hook:
-    """Calls a method of the optimizer.
+    """A hook of a module, which calls a method of the optimizer.
 
-    A deep copy of the module gets its weights, and hooks that do nothing.
+    A deep copy of the module gets the unpacked weights, and hooks that do nothing.
     """
 
     optimizer: "LowBitAdam"
     method: str
 
-    @torch._disable_dynamo  # compiled, it would change copies of what it changes
+    @torch._disable_dynamo  # if it were compiled, it would change copies of the parameters
     def __call__(self, *_) -> None:
         getattr(self.optimizer, self.method)()
 
@@ -114,14 +118,15 @@ class LowBitAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) that keeps its state in few bits.
 
     `weights`, `m`, `v` or `root` (the root of v) are formats of places.py, such as
-    "e4m3:stochastic"; what has none is float32. `weight_decay` is decoupled, as in AdamW
-    (Loshchilov & Hutter 2019, arXiv:1711.05101): it multiplies the weights by 1 - lr weight_decay
-    before the step, and what comes of both is rounded once. `maximize` climbs. `noise` draws the
-    numbers for stochastic rounding, by default `seeded_noise(seed)`. Other options of torch's Adam
-    are refused.
+    "e4m3:stochastic". Without a format, a place is float32. `weight_decay` is decoupled, as in
+    AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): the weights are multiplied by
+    1 - lr * weight_decay before the step, and the result of both is rounded once. `maximize`
+    maximizes the loss. `noise` draws the numbers for stochastic rounding; the default is
+    `seeded_noise(seed)`. Other options of torch's Adam are refused.
 
-    Weights are first rounded to the nearest. Change them in place, under `torch.no_grad()` and
-    after `attach` within `unpacked`: a change of a parameter's `.data` is not seen.
+    The initial weights are rounded to the nearest. To change weights, change them in place, under
+    `torch.no_grad()` and, after `attach`, within `unpacked`. A change of a parameter's `.data` is
+    not noticed.
 
     >>> model = torch.nn.Linear(64, 64)
     >>> optimizer = LowBitAdam(model.parameters(), weights="e4m3:stochastic", m="e4m3", root="e4m3")
@@ -158,16 +163,16 @@ class LowBitAdam(torch.optim.Optimizer):
             f"{name}={form}" for name, form in in_one_order.items() if form or name not in STATE
         )
         self.places = places_of(self.formats, STATE)
-        self.has_weights = "weights" in self.places  # which it then keeps, in few bits
+        self.has_weights = "weights" in self.places  # whether it keeps the weights, in few bits
         self.second = "root" if "root" in self.places else "v"
         self.draw_noise = noise or seeded_noise(seed)
         self.parameters: list[torch.Tensor] = []  # in the order of the groups
-        # torch's counts of in-place changes of the parameters, when their weights were packed.
+        # torch's count of in-place changes of each parameter, at the time its weights were packed.
         self.versions: dict[torch.Tensor, int] = {}
-        self.attached = False
-        self.filled = True  # whether the parameters hold their weights
-        self.depth = 0  # calls that are using them
-        self.pending = False  # whether a backward pass and a step are due
+        self.attached = False  # whether parameters are emptied when they are not in use
+        self.filled = True  # whether the parameters hold their weights now
+        self.depth = 0  # number of calls that are using the weights
+        self.pending = False  # whether a backward pass and a step are still to come
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -178,7 +183,10 @@ class LowBitAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict) -> None:
-        """As in torch. Raises ValueError for a parameter that is empty or not float32."""
+        """Adds a group of parameters, as in torch.
+
+        Raises ValueError for a parameter that is empty or not float32.
+        """
         self.fill()
         super().add_param_group(param_group)
         new_parameters = self.param_groups[-1]["params"]
@@ -196,9 +204,9 @@ class LowBitAdam(torch.optim.Optimizer):
         self.release()
 
     def store(self, p: torch.Tensor, name: str, x: torch.Tensor) -> None:
-        """Packs weights, m, v or root, rounded already.
+        """Packs the weights, m, v or root of a parameter, which are rounded already.
 
-        They go into a new dictionary, because a state_dict holds the old one.
+        The parameter's state becomes a new dictionary, because a state_dict holds the old one.
         """
         codes, scale = pack(x.detach().view(p.shape), self.places.get(name))
         state = {**self.state[p], name: codes}
@@ -207,9 +215,10 @@ class LowBitAdam(torch.optim.Optimizer):
         self.state[p] = state
 
     def stored(self, p: torch.Tensor, name: str) -> Packed:
-        """Codes, and scales or None, of weights, m, or v (its root, if that is kept).
+        """The codes, and the scales or None, of the weights, m or v of a parameter.
 
-        Weights without a format are those in the parameter.
+        For v, these are those of its root, if the root is kept. Weights without a format are those
+        in the parameter.
         """
         if name == "v":
             name = self.second
@@ -218,9 +227,9 @@ class LowBitAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None):
-        """Adam's step of all parameters that have a gradient.
+        """Takes Adam's step for all parameters that have a gradient.
 
-        After `attach`, it frees weights and gradients.
+        After `attach`, the step then frees weights and gradients.
         """
         loss = None
         if closure:
@@ -240,7 +249,7 @@ class LowBitAdam(torch.optim.Optimizer):
         return loss
 
     def _noise(self, update: int) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Each parameter's noise for the update after `update` others.
+        """The noise of each parameter for update number `update`, counted from 0.
 
         It is [1, P] for each place that is rounded stochastically.
         """
@@ -257,7 +266,7 @@ class LowBitAdam(torch.optim.Optimizer):
         return noise
 
     def _update(self, p: torch.Tensor, group: dict, noise: dict[str, torch.Tensor]) -> None:
-        """One parameter's step, on rows [1, P]; its weights are not rounded yet."""
+        """Takes the step of one parameter, on rows [1, P]. Its weights are not rounded yet."""
         beta1, beta2 = group["betas"]
         step = self.state[p]["step"] + 1
         bias_correction1 = 1 - beta1**step
@@ -276,7 +285,8 @@ class LowBitAdam(torch.optim.Optimizer):
         (m, m_kept), (v, v_kept) = self.places.moments(m, v, [p.numel()], noise, limit)
         row = p.reshape(1, -1)
         if group["weight_decay"]:
-            # Of the weights before they are rounded, or a small decay would always be lost.
+            # The decay acts before the weights are rounded, because a small decay would otherwise
+            # always be lost.
             row = row * (1 - group["lr"] * group["weight_decay"])
         denominator = v.sqrt().div_(root_correction2).add_(group["eps"])
         row = row.addcdiv(m * step_size, denominator)
@@ -287,7 +297,7 @@ class LowBitAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync(self, noise: dict[torch.Tensor, dict[str, torch.Tensor]] = NO_NOISE) -> None:
-        """Rounds and packs weights that have been changed in place, by a step or by others.
+        """Rounds and packs weights that have been changed in place, by a step or by other code.
 
         Does nothing if weights have no format.
         """
@@ -301,7 +311,7 @@ class LowBitAdam(torch.optim.Optimizer):
                 self.store(p, "weights", p)
                 self.versions[p] = p._version
 
-    @torch.inference_mode(False)  # in that mode there would be tensors that autograd refuses
+    @torch.inference_mode(False)  # because autograd refuses tensors made in inference mode
     def fill(self) -> None:
         """Unpacks the weights into the parameters, if these are empty."""
         if self.filled:
@@ -315,7 +325,7 @@ class LowBitAdam(torch.optim.Optimizer):
     def release(self) -> None:
         """After `attach`, frees weights and gradients unless they are in use.
 
-        The parameters hold nothing then.
+        The parameters are empty then.
         """
         if not self.attached or self.depth or self.pending:
             return
@@ -325,26 +335,31 @@ class LowBitAdam(torch.optim.Optimizer):
             p.data = p.data.new_empty(0)
         self.filled = False
 
-    # What the hooks of a module call, beside `fill` and `release`.
+    # Methods that the hooks of a module call, beside `fill` and `release`.
 
     def touch(self) -> None:
-        """Before any layer's forward. With gradients, the backward pass will need the weights."""
+        """Called before the forward pass of any layer.
+
+        With gradients, the backward pass will need the weights, so they stay until the step.
+        """
         self.fill()
         self.pending |= torch.is_grad_enabled()
 
     def enter(self) -> None:
+        """Called before the forward pass of an attached module."""
         self.depth += 1
         self.fill()
 
     def leave(self) -> None:
+        """Called after the forward pass of an attached module."""
         self.depth -= 1
         self.release()
 
     @contextlib.contextmanager
     def unpacked(self) -> Iterator[None]:
-        """The parameters hold their weights within.
+        """A context in which the parameters hold their weights.
 
-        At its end they are emptied, unless a backward pass was due before it.
+        At its end they are emptied, unless a backward pass was still to come before it.
         """
         pending_before = self.pending
         self.enter()
@@ -355,11 +370,12 @@ class LowBitAdam(torch.optim.Optimizer):
             self.leave()
 
     def attach(self, *modules: nn.Module) -> None:
-        """Lets the parameters hold their weights only in use, if weights have a format.
+        """Makes parameters hold their weights only while they are in use, if weights have a format.
 
-        Forward of a module or of any layer in it fills them, as do state_dict and load_state_dict.
-        A module's forward without gradients empties them, and so does a step. Whatever else reads
-        them does so within `unpacked`. A deep copy of a module is an ordinary one, in float32.
+        The parameters are filled by the forward pass of a module or of any layer in it, and by
+        state_dict and load_state_dict. They are emptied at the end of a module's forward pass
+        without gradients, and by a step. Other code that reads the weights must do so within
+        `unpacked`. A deep copy of a module is an ordinary module, in float32.
         """
         if not self.has_weights:
             return
@@ -374,19 +390,19 @@ class LowBitAdam(torch.optim.Optimizer):
                 layer.register_state_dict_pre_hook(fill)
                 layer.register_load_state_dict_pre_hook(fill)
             module.register_forward_pre_hook(enter, prepend=True)
-            module.register_forward_hook(leave, always_call=True)  # after an exception, too
+            module.register_forward_hook(leave, always_call=True)  # also after an exception
             module.register_state_dict_post_hook(release)
             module.register_load_state_dict_post_hook(release)
         self.attached = True
         self.release()
 
     def state_dict(self) -> dict:
-        """As in torch, and the formats. Later steps do not change it."""
+        """The state as in torch, with the formats. Later steps do not change it."""
         self.sync()
         return {**super().state_dict(), "formats": self.formats}
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As in torch.
+        """Loads a state, as in torch.
 
         Raises ValueError, and changes nothing, for a state of other formats or of other parameters.
         """
@@ -395,9 +411,10 @@ class LowBitAdam(torch.optim.Optimizer):
         if saved_states is None:
             what = f"one of these parameters with formats {self.formats!r}"
             raise ValueError(f"the state is not {what}: resume with its own formats")
-        super().load_state_dict({**state_dict, "state": {}})  # torch would make codes float32
-        for p, own, saved in zip(self.parameters, own_states, saved_states, strict=True):
-            self.state[p] = {name: x.to(own[name].device, copy=True) for name, x in saved.items()}
+        # Without the state, because torch would make codes float32.
+        super().load_state_dict({**state_dict, "state": {}})
+        for p, state, saved in zip(self.parameters, own_states, saved_states, strict=True):
+            self.state[p] = {name: x.to(state[name].device, copy=True) for name, x in saved.items()}
         if self.filled and self.has_weights:
             self.filled = False
             self.fill()
@@ -411,7 +428,7 @@ class LowBitAdam(torch.optim.Optimizer):
         with contextlib.suppress(KeyError, TypeError, AttributeError):
             numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
             saved_states = [state_dict["state"][i] for i in numbers]
-            # The step counts the draws of noise.
+            # The step is the number of the next draw of noise.
             good_steps = all(0 <= float(state["step"]) < 2**32 for state in saved_states)
             same_formats = state_dict["formats"] == self.formats
             if good_steps and same_formats and kinds(saved_states) == kinds(own_states):
@@ -424,9 +441,9 @@ class LowBitAdam(torch.optim.Optimizer):
         )
 
     def describe(self) -> str:
-        """The type and size of all that is stored.
+        """The types and sizes of everything that is stored, in lines.
 
-        The last line has bytes a parameter, counted and as the formats predict.
+        The last line has the bytes per parameter, with scales and without.
         """
         self.sync()
         labels = {"weights": "weights", "m": "m", "v": "v"}

@@ -1,31 +1,32 @@
-"""Is a gap between two policies' log-probabilities rounding, or a bug? The symptoms of either.
+"""Symptoms that tell whether a gap between two policies' log-probabilities is rounding or a bug.
 
-Rounding makes an error in each logit that knows nothing of the others. So the log ratio d of a
-token is small where the policy is certain, as likely to be positive as negative, and of a similar
-size in all sequences and at all positions. Each symptom below measures one way in which bugs
-differ. Its limit lies above nearly all dumps in which there was only rounding
-(benchmarks/dumps.py, which says how often that fails).
+Rounding makes independent errors in the logits. So the log ratio d of a token is small where the
+policy is certain, is as likely to be positive as negative, and is of similar size in all sequences
+and at all positions. Each symptom below measures one way in which bugs differ from that. The limit
+of a symptom lies above nearly all dumps in which there was only rounding. benchmarks/dumps.py
+measures how often it does not.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-FEW_TOKENS = 256  # with fewer, chance alone reaches the limits
-FEW_SEQUENCES = 16  # with fewer, sequences and positions are not compared
-FIRST = 4  # tokens of a sequence in which padding is looked for
-BINS = 10  # of surprisal
-TINY = 1e-12  # below it a standard deviation is that of arithmetic in float64
-LARGEST = 50.0  # log ratio; exp of a larger one may overflow in sums of squares
-SMALL = 0.1  # log ratio, in nats
-CLOSE = 0.9  # correlation of log-probabilities that a temperature keeps
-OFFSETS = (1, -1, 2, -2)  # by which a log-probability may be misplaced
+FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
+FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
+FIRST = 4  # number of tokens at the beginning of a sequence in which padding is looked for
+BINS = 10  # number of bins of log-probability, in each of which the mean is taken (`expected`)
+TINY = 1e-12  # a standard deviation below this is only the error of arithmetic in float64
+LARGEST = 50.0  # log ratio above which exp may overflow in sums of squares
+SMALL = 0.1  # log ratio, in nats, below which policies are alike (`unrelated`)
+CLOSE = 0.9  # correlation of log-probabilities that remains when only the temperature differs
+OFFSETS = (1, -1, 2, -2)  # positions by which a log-probability may be misplaced
 
 
 class Gap(NamedTuple):
-    """Log-probabilities of the same tokens, [S, T] each, float64; 0 where `mask` is False.
+    """The learner's and the actor's log-probabilities of the same tokens.
 
-    `step` is that of the type in which they were saved, relative to 1.
+    All arrays are [S, T], float64, and 0 where `mask` is False. `step` is the distance of
+    neighbouring numbers at 1 in the type in which the log-probabilities were saved.
     """
 
     learner: np.ndarray
@@ -45,9 +46,9 @@ class Gap(NamedTuple):
 
     @property
     def mean_ratio_error(self) -> float:
-        """The standard error of the mean ratio.
+        """The standard error of the mean ratio, over sequences.
 
-        Tokens of a sequence belong together. Of a single sequence they are taken for independent.
+        If there is only one sequence, its tokens are taken for independent.
         """
         excess = self.excess
         deviation = np.where(self.mask, excess - excess[self.mask].mean(), 0.0)
@@ -61,14 +62,16 @@ class Gap(NamedTuple):
         return int(self.mask.any(1).sum())
 
     def left_aligned(self) -> "Gap":
-        """The same with the tokens that count first in each sequence, such as answers without their
-        prompts."""
+        """The same gap, with the tokens that count moved to the beginning of each sequence.
+
+        For example, answers then begin at position 0, without their prompts.
+        """
         learner, actor, mask = (left_aligned(x, self.mask) for x in self[:3])
         return Gap(learner, actor, mask, self.step)
 
 
 def left_aligned(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Rows in which the numbers that count come first, in their order."""
+    """Moves the numbers that count to the beginning of each row, in their order."""
     order = np.argsort(~mask, axis=1, kind="stable")
     return np.take_along_axis(x, order, 1)
 
@@ -77,10 +80,10 @@ class Symptom(NamedTuple):
     """How strongly a gap looks like one kind of bug.
 
     `name`   what is measured
-    `kind`   of bug that it betrays
-    `value`  the measured one
-    `limit`  above which rounding hardly ever gets
-    `says`   in words, what was seen
+    `kind`   the kind of bug that has this symptom
+    `value`  the measured value
+    `limit`  a value that rounding alone hardly ever exceeds
+    `says`   the observation in words
     """
 
     name: str
@@ -155,7 +158,7 @@ def truncated(gap: Gap) -> Symptom:
 
 
 def tempered(gap: Gap) -> Symptom:
-    """How much of the log ratios is a straight line in the actor's log-probability?"""
+    """Are the log ratios a straight line in the actor's log-probability?"""
     log_ratio = gap.log_ratio[gap.mask]
     actor = gap.actor[gap.mask]
     along = correlation(actor, log_ratio)
@@ -164,7 +167,7 @@ def tempered(gap: Gap) -> Symptom:
         f"where the actor's log-probability changes by 1, the learner's changes by {1 + slope:.2f} "
         f"(correlation of the log ratio {along:.2f})"
     )
-    # Unrelated numbers, too, differ along a line. A temperature leaves them closely related.
+    # Unrelated log-probabilities have such a line, too. A temperature leaves them closely related.
     is_close = correlation(actor, gap.learner[gap.mask]) > CLOSE
     value = abs(along) if is_close else 0.0
     return Symptom("line in log-probability", "temperature", value, LIMITS["tempered"], says)
@@ -179,14 +182,14 @@ def unrelated(gap: Gap) -> Symptom:
         f"the policies' log-probabilities correlate by {common:.2f} only: rounding to one bit of "
         "mantissa leaves more"
     )
-    # Log-probabilities that hardly vary do not correlate, and need not
+    # Log-probabilities that hardly differ need not correlate.
     is_small = np.square(learner - actor).mean() ** 0.5 < SMALL
     value = 0.0 if is_small else 1 - common
     return Symptom("unlike log-probabilities", "other", value, LIMITS["unrelated"], says)
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's, or 0 if one of them hardly varies."""
+    """Pearson's correlation, or 0 if `x` or `y` hardly varies."""
     if min(x.std(), y.std()) < TINY * max(abs(x).max(), abs(y).max()):
         return 0.0
     return float(np.corrcoef(x, y)[0, 1])
@@ -206,22 +209,22 @@ def expected(values: np.ndarray, gap: Gap) -> np.ndarray:
 def relative_size(gap: Gap) -> np.ndarray:
     """|d| in units of its mean over tokens of similar log-probability, [S, T].
 
-    A policy is certain of some tokens and not of others, and |d| is larger where it is not. What is
-    left may be compared over sequences and positions. The step of the file's type is added to |d|,
-    because a smaller one may have become 0 there.
+    |d| is larger where the policy is less certain of a token. In these units, it can be compared
+    over sequences and positions. The step of the file's type is added to |d|, because a smaller |d|
+    may have become 0 in the file.
     """
     size = np.abs(gap.log_ratio) + gap.step * np.maximum(-gap.actor, 1.0)
     return np.where(gap.mask, size / expected(size, gap), 0.0)
 
 
 def log_means(values: np.ndarray, mask: np.ndarray, axis: int) -> np.ndarray:
-    """Logarithms of masked means; what has no token is NaN."""
+    """Logarithms of means over the tokens that count; NaN where there is no such token."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.log(np.where(mask, values, 0.0).sum(axis) / mask.sum(axis) + 1e-9)
 
 
 def some_sequences(relative: np.ndarray, mask: np.ndarray) -> Symptom:
-    """Do sequences differ in the size of their log ratios, at first or as a whole?"""
+    """Do sequences differ in the size of their log ratios, in the first tokens or as a whole?"""
     at_first = np.nanstd(log_means(relative[:, :FIRST], mask[:, :FIRST], 1))
     whole = log_means(relative, mask, 1)
     spread = np.nanstd(whole)
@@ -235,22 +238,22 @@ def some_sequences(relative: np.ndarray, mask: np.ndarray) -> Symptom:
 
 
 def one_position(relative: np.ndarray, mask: np.ndarray) -> Symptom:
-    """Is there a position at which log ratios become much larger at once?"""
+    """Is there a position from which on log ratios are much larger?"""
     enough = mask.sum(0) >= FEW_SEQUENCES
     by_position = log_means(relative[:, enough], mask[:, enough], 0)
     value = 0.0
-    place = 0
+    position = 0
     for t in range(2, len(by_position)):
         rise = by_position[t : t + 2].mean() - by_position[max(t - 4, 0) : t].mean()
         if rise > value:
             value = rise
-            place = t
-    says = f"from token {place} on, log ratios are {np.exp(value):.1f} times as large as before"
+            position = t
+    says = f"from token {position} on, log ratios are {np.exp(value):.1f} times as large as before"
     return Symptom("a position", "template", float(value), LIMITS["one position"], says)
 
 
 def early(relative: np.ndarray, mask: np.ndarray) -> Symptom:
-    """Are the median sequence's log ratios largest at the first tokens?"""
+    """Are log ratios largest at the first tokens, in the median sequence?"""
     enough = mask.sum(0) >= FEW_SEQUENCES
     value = 0.0
     if enough.sum() >= 3 * FIRST:
@@ -262,10 +265,10 @@ def early(relative: np.ndarray, mask: np.ndarray) -> Symptom:
 
 
 def learned(gap: Gap, advantages: np.ndarray) -> Symptom:
-    """Are tokens more likely to the learner in sequences that turned out better?
+    """Does the learner give higher probabilities to tokens of sequences that turned out better?
 
-    Rank correlation over sequences of mean log ratio and mean advantage, after what the
-    log-probabilities of tokens and of the sequence explain.
+    This is a rank correlation, over sequences, of mean log ratio and mean advantage. What the
+    log-probabilities of tokens and of the sequence explain is subtracted first.
     """
     counts = gap.mask.sum(1)
     used = counts > 0
@@ -294,8 +297,8 @@ def learned(gap: Gap, advantages: np.ndarray) -> Symptom:
     return Symptom("advantages", "stale", value, LIMITS["learned"], says)
 
 
-# Chosen on dumps of seeds below 1000 (benchmarks/dumps.py): of those with rounding alone, one in a
-# hundred is above a limit
+# The limits were chosen on dumps of seeds below 1000 (benchmarks/dumps.py): one in a hundred of the
+# dumps with rounding alone is above a limit.
 LIMITS = {
     "misplaced": 2.0,
     "truncated": 0.1,

@@ -1,6 +1,6 @@
-"""A doctor that watches a training in float32 and says which formats would change it.
+"""A doctor that watches a training in float32 and predicts which formats would change it.
 
-`doctor.py` has the `Doctor`; its docstring says what it measures.
+The class `Doctor` is in doctor.py, whose docstring explains what is measured.
 """
 
 from .doctor import AVERAGES, FORMATS, Doctor, check_tolerance, read_format, tensor_names

@@ -1,6 +1,7 @@
-"""Averages that follow others, such as target networks and running means, in few bits.
+"""Running averages in few bits, such as target networks.
 
-x' <- round((1 - rate) x' + rate new), seen before every step of an optimizer.
+An average in few bits would be updated as x' <- round((1 - rate) x' + rate new). The doctor reads
+float32's average before every step of an optimizer, and follows x' from that.
 """
 
 from collections.abc import Callable
@@ -13,20 +14,21 @@ from .format_rows import FormatRows
 from .sample import Sample, WindowSums, in_parts
 from .watched_optimizer import largest_of
 
-PARTS = 4  # of the training, over each of which sums are taken
+PARTS = 4  # the training is split into so many parts, and measurements are means over each part
 
 
 class Average:
-    """An average as it would be in few bits from the beginning.
+    """An average as it would be if it had been kept in few bits from the beginning.
 
-    `rate`     at which it follows, a number or a function of nothing
-    `formats`  text and format of each that is judged
+    `rate`     rate of the average, a number or a function without arguments
+    `formats`  text and format of each entry that is judged
     `length`   updates in a window
-    `sample`   of its tensors
+    `sample`   sample of the average's tensors
 
-    It forgets, so one that hardly moves falls behind and is pulled the harder. That is why d is
-    what float32 would do from where x' is. Sums are taken over a quarter of the windows, because in
-    some it hardly has to move.
+    An average in few bits that hardly moves falls behind, and the difference to the new values then
+    pulls it all the more. That is why d is the step that float32 would take from where x' is.
+    Measurements are means over a quarter of the windows, because in some windows the average hardly
+    has to move.
     """
 
     def __init__(
@@ -42,12 +44,12 @@ class Average:
         formats = sorted(formats, key=lambda entry: entry[1].stochastic)
         self.names = [text for text, _ in formats]
         self.rows = FormatRows([form for _, form in formats], 0)
-        self.x: np.ndarray | None = None  # float32's, when it was seen last
+        self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.all_windows: list[WindowSums] = []
 
     @torch.no_grad()
     def look(self, *_) -> None:
-        """Sees the average as it is now: an optimizer's hook."""
+        """Reads the average as it is now. It is a hook of an optimizer."""
         before, self.x = self.x, self.sample.take()
         if before is None:
             self.begin_window(np.repeat(self.x[None], len(self.names), 0))
@@ -68,7 +70,7 @@ class Average:
             self.begin_window(self.kept)
 
     def begin_window(self, kept: np.ndarray) -> None:
-        """Begins a window where the averages are."""
+        """Begins a window, with the averages `kept` as they are now."""
         self.kept = kept
         self.start = kept
         self.true = np.zeros_like(kept)
@@ -77,5 +79,5 @@ class Average:
 
     @property
     def windows(self) -> list[WindowSums]:
-        """Sums of each part of the training."""
+        """The measurements of each part of the training."""
         return in_parts(self.all_windows, PARTS)

@@ -1,29 +1,30 @@
-"""Will few bits do in this training? A doctor that watches an optimizer train in float32.
+"""The Doctor: watches an optimizer train in float32, and predicts what few bits would change.
 
-Keep the numbers of one place in few bits and let everything else be as it is. Over a window of
-updates let d be how far the weights move in float32, and d' how far they would move then. Split d'
-into the part along d and the rest:
+Imagine that the numbers of one place, such as the weights, are kept in few bits, and that
+everything else stays as it is. Over a window of updates, let d be how far the weights move in
+float32, and d' how far they would move with few bits. Split d' into the part along d and the rest:
 
     d' = rate d + noise        rate = <d', d> / <d, d>        noise = |d' - d| / |d|
 
 Training with few bits then does about what float32 does at `rate` times the learning rate
-(docs/law.md). Whether that matters depends on the training: one that learns as well at four times
-its learning rate does not mind a rate of 4. So the doctor reports the rate, and a verdict for the
-factors of the learning rate that the user says training tolerates.
+(docs/law.md). Whether that matters depends on the training. If it learns equally well at four times
+its learning rate, a rate of 4 does no harm. So the doctor reports the rate, and a verdict for the
+factors of the learning rate that, by the user's word, the training tolerates.
 
-The numbers come from the updates that the training makes anyway, on a sample of each tensor's
-numbers (watched_optimizer.py). What only the loss can show needs the loss (looks.py). Averages
-that follow others, such as target networks, are followed, too (averages.py).
+The rates come from the updates that the training makes anyway, on a sample of each tensor's numbers
+(watched_optimizer.py). Effects that only the loss can show need the loss (looks.py). Running
+averages, such as target networks, can be followed, too (averages.py).
 
-An acting policy mu in few bits learns nothing. It only takes other actions, and the ratios pi / mu
-to float32's policy pi correct for them. Its number is the effective sample size of these ratios as
-a share of the actions, p = 1 / E_mu[(pi / mu)^2] = 1 / E_pi[pi / mu], from actions of pi. Ratios of
-a sequence multiply, so whole sequences of N actions have a share of about p^N. That is 0.9 at the
-horizon H = ln 0.9 / ln p. A policy is as float32's if sequences are shorter than its horizon.
+A policy mu that acts in few bits learns nothing. It only takes other actions, and the ratios
+pi / mu to float32's policy pi correct for that. It is judged by the effective sample size of these
+ratios as a share of the actions, p = 1 / E_mu[(pi / mu)^2] = 1 / E_pi[pi / mu], estimated from
+actions of pi. Ratios of a sequence multiply, so whole sequences of N actions have a share of about
+p^N. The horizon H = ln 0.9 / ln p is the length at which this share is 0.9. If sequences are
+shorter than its horizon, a policy is said to act as float32's.
 
 A place and its format are written as in Config's field `formats` (places.py): "weights=bf16",
-"v=e4m3:unscaled", "root=e4m3:stochastic". Adam takes its step from moments as they are kept,
-whether the word `stored` is there or not.
+"v=e4m3:unscaled", "root=e4m3:stochastic". Adam's step is taken from the moments after they are
+rounded, with the word `stored` or without it.
 """
 
 from collections.abc import Callable, Iterable
@@ -84,9 +85,9 @@ AVERAGES = ("bf16", "bf16:stochastic", "fp16:unscaled", "e4m3", "e4m3:stochastic
 
 
 def read_format(text: str, names: tuple[str, ...]) -> tuple[str, PlaceFormat, str]:
-    """The place, format and text of an entry such as "weights=bf16".
+    """Reads the place and format of an entry such as "weights=bf16". Returns them with the text.
 
-    Raises ValueError as `places_of` does, and unless it is one entry.
+    Raises the errors of `places_of`, and ValueError unless the text has one entry.
     """
     entries = [*places_of(text, names).items()]
     if len(entries) != 1:
@@ -98,7 +99,7 @@ def read_format(text: str, names: tuple[str, ...]) -> tuple[str, PlaceFormat, st
 
 
 class Doctor:
-    """Watches one or more optimizers from now on.
+    """Watches one or more optimizers from now on, and reports which formats would change training.
 
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -108,19 +109,19 @@ class Doctor:
         ...     optimizer.step()
         >>> doctor.report().require("weights=bf16:stochastic")
 
-    `formats`    the places and formats to judge; those of operands are judged where `look` is
-                 called. An optimizer that is not Adam or AdamW, or that uses amsgrad, is judged by
-                 its weights alone.
-    `tolerates`  the factors of the learning rate between which this training learns as well; the
-                 default is half of it to four times
+    `formats`    the places and formats to judge. Formats of operands are judged only if `look` is
+                 called. For an optimizer that is not Adam or AdamW, or that uses amsgrad, only
+                 weights are judged.
+    `tolerates`  lowest and highest factor of the learning rate at which this training learns
+                 equally well; the default is half and four times
     `length`     updates in a window
-    `sample`     numbers followed in each optimizer, as many of each tensor; it keeps
-                 4 (length + 1) bytes for each number and format
-    `names`      what reports call the optimizers
-    `model`      a module, or several, whose names the tensors have in reports
+    `sample`     how many numbers of each optimizer are followed, equally many of each tensor. The
+                 doctor keeps 4 (length + 1) bytes for each of these numbers and each format.
+    `names`      names of the optimizers in reports
+    `model`      a module, or several, whose names of parameters are used in reports
 
-    Raises ValueError for a format as `places_of` does, for one in blocks or given twice, for
-    parameters that are not float32, and for an option that makes no sense.
+    Raises ValueError for a format that `places_of` refuses, for a format in blocks or given twice,
+    for parameters that are not float32, and for an option that makes no sense.
     """
 
     def __init__(
@@ -161,22 +162,26 @@ class Doctor:
             for name, optimizer in zip(names, optimizers, strict=True)
         ]
         self.averages: dict[str, Average] = {}
-        self.looks_at_acting: list[list[ActingLook]] = []  # of each `act`, by format
+        self.looks_at_acting: list[list[ActingLook]] = []  # for each call of `act`, by format
 
     @classmethod
     def of(cls, model, **options) -> "Doctor":
-        """A doctor of all the optimizers that a model of Stable-Baselines3, or another object,
-        holds in itself or in its attributes. Raises ValueError if there is none."""
-        found = {}
+        """A doctor of all optimizers of an object, such as a model of Stable-Baselines3.
+
+        The optimizers are attributes of the object or of its attributes. Raises ValueError if there
+        is none.
+        """
+        named_optimizers = {}
         for name, part in {"": model, **vars(model)}.items():
-            for own, value in vars(part).items() if hasattr(part, "__dict__") else ():
+            for attribute, value in vars(part).items() if hasattr(part, "__dict__") else ():
                 if isinstance(value, torch.optim.Optimizer):
-                    found.setdefault(id(value), (f"{name}.{own}".lstrip("."), value))
-        if not found:
+                    full_name = f"{name}.{attribute}".lstrip(".")
+                    named_optimizers.setdefault(id(value), (full_name, value))
+        if not named_optimizers:
             raise ValueError(
                 f"model is a {type(model).__name__} without optimizers: give them to Doctor itself"
             )
-        names, optimizers = zip(*found.values(), strict=True)
+        names, optimizers = zip(*named_optimizers.values(), strict=True)
         return cls(*optimizers, names=names, **options)
 
     @property
@@ -189,8 +194,9 @@ class Doctor:
         optimizer: str | None = None,
         others: dict[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:
-        """Judges what only the loss can show. Call it before every update, where its loss is
-        computed.
+        """Judges formats whose effect only the loss can show, such as those of operands.
+
+        Call it before every update, where the update's loss is computed.
 
             >>> model = torch.nn.Linear(4, 1)
             >>> optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -202,18 +208,18 @@ class Doctor:
             ...     optimizer.step()
             >>> doctor.report().require("forward=bf16", "backward=e5m2")
 
-        `loss`       returns the update's loss, a scalar with gradient, and leaves nothing changed
-                     behind (batch normalization in training would count its batch again)
-        `optimizer`  the name of the one that steps on it, if there are several
-        `others`     losses with something in few bits, by place and format, as
-                     {"targets=e4m3": function}
+        `loss`       a function that returns the update's loss, a scalar with gradient. It must not
+                     change anything (batch normalization in training would count its batch again).
+        `optimizer`  name of the optimizer that steps on this loss, if the doctor has several
+        `others`     functions that return the loss with something else in few bits, by place and
+                     format, as in {"targets=e4m3": function}
 
-        It looks at 8 updates in a row from update 32, 64, 128, ... on, and otherwise returns at
-        once. Raises ValueError, at the step, if the gradient is not the training's but for a
-        factor, such as a scaled loss or a clipped norm.
+        The doctor looks at 8 updates in a row, from update 32, 64, 128, ... on. Otherwise `look`
+        returns at once. The gradient of the loss must be the training's, up to a factor such as a
+        scaled loss or a clipped norm. Otherwise the optimizer's step raises ValueError.
         """
-        found = [watched for watched in self.watched if optimizer in (None, watched.name)]
-        if len(found) != 1:
+        chosen = [watched for watched in self.watched if optimizer in (None, watched.name)]
+        if len(chosen) != 1:
             names = ", ".join(watched.name for watched in self.watched)
             raise ValueError(f"optimizer is {optimizer!r}: choose from {names}")
         losses = {text: partial(mode.within, loss) for text, mode in self.operands.items()}
@@ -223,13 +229,13 @@ class Doctor:
                 f"others has {wrong[0]!r}: name each by place and format, as in targets=e4m3"
             )
         if losses and self.is_watching:
-            found[0].looks.look({"": loss, **losses})
+            chosen[0].looks.look({"": loss, **losses})
 
     @torch.no_grad()
     def act(
         self, logp: Callable[[], torch.Tensor], mask: torch.Tensor | np.ndarray | None = None
     ) -> None:
-        """Judges an acting policy in few bits. Call it now and then.
+        """Judges a policy that acts in few bits. Call it now and then.
 
             >>> policy, obs = torch.nn.Linear(4, 2), torch.randn(8, 16, 4)
             >>> actions = torch.ones(8, 16, 1).long()
@@ -237,17 +243,19 @@ class Doctor:
             >>> doctor.act(lambda: policy(obs).log_softmax(-1).gather(-1, actions)[..., 0])
             >>> doctor.report().require("acting=bf16")
 
-        `logp`  returns the log-probabilities of actions that the policy took, as it computes them
-                now, [sequences, tokens]. The last dimension runs along a sequence, and those before
-                it count sequences. One dimension is of sequences of one token.
-        `mask`  of the tokens that count, of the same shape; the default is all
+        `logp`  a function that returns the log-probabilities of actions that the policy took, as
+                the policy computes them now, [sequences, tokens]. The last dimension runs along a
+                sequence, and the dimensions before it count sequences. A single dimension counts
+                sequences of one token.
+        `mask`  the tokens that count, a tensor of the same shape; the default is all tokens
 
-        The finding names the horizon: how many tokens it takes until the weights of sequences, by
-        which one would correct for the actor, have lost a tenth of their sample size. The policy is
-        "as float32" if the sequences are clearly shorter, and "too noisy" if they are clearly
-        longer. Too noisy means that weights of whole sequences are uneven. A learner that does not
-        correct at all is mostly not harmed. What clips or masks by pi / mu is biased by it, because
-        it drops tokens for the arithmetic of the actor and not for what was learned.
+        The finding has the horizon. That is the number of tokens after which the weights of
+        sequences, by which one would correct for the actor, have lost a tenth of their sample size.
+        The policy is "as float32" if the sequences are clearly shorter than the horizon, and "too
+        noisy" if they are clearly longer. Too noisy means that weights of whole sequences are
+        uneven. A learner that does not correct for the actor is mostly not harmed. A learner that
+        clips or masks by pi / mu is biased, because it drops tokens for the arithmetic of the actor
+        and not for what was learned.
 
         Raises ValueError for a mask of another shape.
         """
@@ -279,15 +287,14 @@ class Doctor:
         formats: Iterable[str] = AVERAGES,
         sample: int = 512,
     ) -> None:
-        """Judges an average that something else updates, x <- (1 - rate) x + rate new: a target
-        network's parameters, a running mean.
+        """Judges a running average x <- (1 - rate) x + rate new, such as a target network.
 
-        `name`     of the average in reports, which is no place
-        `tensors`  of it, float32
-        `rate`     a number above 0, or a function of nothing that returns it
+        `name`     name of the average in reports, which must not be a place
+        `tensors`  its tensors, float32, which other code updates
+        `rate`     a number above 0 and up to 1, or a function without arguments that returns it
 
-        It is looked at before each step of the first optimizer, and may be updated once between two
-        of them. Raises ValueError for other tensors, rates and names.
+        The doctor reads the average before each step of the first optimizer. Between two steps, it
+        may be updated once. Raises ValueError for other tensors, rates and names.
         """
         tensors = [x for x in tensors if x.numel()]
         types = {str(x.dtype) for x in tensors}
@@ -297,11 +304,11 @@ class Doctor:
         if not callable(rate) and not (isinstance(rate, float | int) and 0 < rate <= 1):
             raise ValueError(
                 f"rate is {rate!r}: give a number above 0 and up to 1, "
-                "or a function of nothing that returns it"
+                "or a function without arguments that returns it"
             )
         if name in PLACES or "=" in name:
             raise ValueError(
-                f"name is {name!r}: choose one that is no place of {', '.join(PLACES)} and has no ="
+                f"name is {name!r}: choose a name without = that is none of {', '.join(PLACES)}"
             )
         entries = []
         for form in formats:
@@ -313,14 +320,14 @@ class Doctor:
         first.hooks.append(first.optimizer.register_step_pre_hook(average.look))
 
     def stop(self) -> None:
-        """Watches no longer."""
+        """Stops watching. The report stays."""
         for watched in self.watched:
             for hook in watched.hooks:
                 hook.remove()
             watched.hooks = []
 
     def report(self) -> Report:
-        """What was found so far."""
+        """The findings so far."""
         report = Report()
         for watched in self.watched:
             report += with_cures(self.findings_of(watched))
@@ -336,13 +343,12 @@ class Doctor:
             sample = average.sample
             names = tensor_names(sample.tensors, self.modules)
             windows = average.windows
-            found = []
+            findings = []
             for i, text in enumerate(average.names):
-                own = [sums.of_row(i) for sums in windows]
-                found.append(
-                    judge("average", text, own, sample.sizes, names, self.tolerates, average.length)
-                )
-            report += with_cures(found)
+                rows = [sums.of_row(i) for sums in windows]
+                arguments = (sample.sizes, names, self.tolerates, average.length)
+                findings.append(judge("average", text, rows, *arguments))
+            report += with_cures(findings)
         return report
 
     def findings_of(self, watched: WatchedOptimizer) -> list[Finding]:
@@ -367,13 +373,14 @@ class Doctor:
         findings = [by_text[text] for text in order if text in by_text]
         if trouble := watched.trouble():
             findings = [
-                found._replace(verdict="not judged", why=trouble, cure="") for found in findings
+                finding._replace(verdict="not judged", why=trouble, cure="") for finding in findings
             ]
         return findings
 
 
 def check_tolerance(tolerates: tuple[float, float]) -> tuple[float, float]:
-    """Raises ValueError unless these are two factors around 1."""
+    """The two factors as floats. Raises ValueError unless the first is from 0 to 1 and the second
+    at least 1."""
     try:
         low, high = map(float, tolerates)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What a doctor says of a format: the rate at which it learns, and a verdict in words."""
+"""The doctor's findings: for each format, the rate at which training learns, and a verdict."""
 
 import json
 import math
@@ -19,44 +19,50 @@ from .sample import (
     share_lost,
 )
 
-TOLERATES = 0.5, 4.0  # factors of the learning rate, unless the user says others
-FROZEN = 0.05  # a tensor that learns at less of its learning rate stands still
-NOISY = 2.5  # times float32's way; noise below it hardly matters, because it averages out
-# Of an acting policy: the share of their sample size that the weights of sequences keep over a
-# horizon, and how many horizons long sequences may be, with a margin for the noise of the estimate
+TOLERATES = 0.5, 4.0  # default factors of the learning rate between which training learns as well
+FROZEN = 0.05  # a tensor with a rate below this stands still
+# Noise, relative to float32's step, above which it is reported. Less noise hardly matters, because
+# it averages out.
+NOISY = 2.5
+# For a policy that acts in few bits: the share of their sample size that the weights of sequences
+# keep over a horizon.
 KEPT = 0.9
+# Sequences of fewer horizons than SHORT are fine, and of more than LONG are too long. Between the
+# two the estimate is too noisy to decide.
 SHORT = 0.8
 LONG = 1.5
-NAMED = 4  # tensors that a line names
-PARTS = 24  # of a training, by which rates are kept
+NAMED = 4  # how many tensors a line of the report names at most
+PARTS = 24  # into how many parts of the training the rates of tensors are split
 
 AS_FLOAT32 = "as float32"
 NOT_JUDGED = "not judged"
 
 
 class Finding(NamedTuple):
-    """What the doctor found of one place and format in one optimizer.
+    """The result for one place and format in one optimizer.
 
-    `optimizer`  its name; "average" and "policy" for those
+    `optimizer`  name of the optimizer; "average" for a running average, "policy" for a policy that
+                 acts in few bits
     `place`      weights, m, v, root, forward, backward, acting, one of the `others` of a look, or
                  the name of an average
-    `format`     with the words after it
-    `rate`       the factor by which few bits multiply the learning rate, every number counted
-                 alike, over the whole training; NaN if nothing was measured. Of an acting policy:
-                 the effective sample size of a token's ratio
-    `first`      the same in the first quarter of the training
-    `last`       in the last one
-    `noise`      how far few bits lead beside float32's way, in units of it: the median window's
-    `lost`       share of numbers that stay the same over a window, or become 0: the median
-                 window's
+    `format`     the format with the words after it
+    `rate`       the factor by which few bits multiply the learning rate, over the whole training
+                 and with every number counted alike; NaN if nothing was measured. For a policy that
+                 acts, the effective sample size of a token's ratio.
+    `first`      the rate in the first quarter of the training
+    `last`       the rate in the last quarter
+    `noise`      how far few bits lead away from float32's step, relative to this step, in the
+                 median window
+    `lost`       share of the numbers that stay the same over a window, or become 0, in the median
+                 window
     `tensors`    the rate of each tensor by name
     `tensor_rates`, `tensor_noise`
-                 in each of up to 24 parts of the training, the rate of each tensor, and the
-                 standard deviation of the noise that an update adds to a number, [parts, T]
+                 the rate of each tensor, and the standard deviation of the noise that an update
+                 adds to a number, in each of up to 24 parts of the training, [parts, T]
     `verdict`    as float32, slower, faster, stalls, frozen tensors, too noisy, not judged
-    `why`        in words
-    `cure`       a format of the same place, or the root of v, that was watched and learns as
-                 float32 does
+    `why`        the reason in words
+    `cure`       another format of the same place (or of the root, for v) that was watched and
+                 learns as float32 does
     """
 
     optimizer: str
@@ -85,12 +91,12 @@ class Finding(NamedTuple):
 
     @property
     def horizon(self) -> float:
-        """Of an acting policy, the tokens until the weights of sequences have lost a tenth of their
-        sample size; else NaN."""
+        """For a policy that acts in few bits: the number of tokens after which the weights of
+        sequences have lost a tenth of their sample size. NaN for other places."""
         return horizon_of(self.rate) if self.place == "acting" else math.nan
 
     def __str__(self) -> str:
-        """In one line."""
+        """The finding in one line."""
         if self.verdict == NOT_JUDGED:
             return f"{self.text}: not judged: {self.why}"
         line = f"{self.text}: {self.verdict}"
@@ -117,9 +123,9 @@ COLUMNS = (
 
 
 class Report(list[Finding]):
-    """The findings, in the order of the doctor's formats.
+    """A list of findings, in the order of the doctor's formats.
 
-    `notes` are lines about what could not be judged.
+    `notes` are lines that say what could not be judged.
     """
 
     def __init__(self, findings=(), notes: list[str] | None = None):
@@ -131,11 +137,11 @@ class Report(list[Finding]):
         lines = []
         for optimizer in dict.fromkeys(finding.optimizer for finding in self):
             lines.append(optimizer)
-            lines += [f"  {found}" for found in self if found.optimizer == optimizer]
+            lines += [f"  {finding}" for finding in self if finding.optimizer == optimizer]
         return "\n".join([*lines, *self.notes])
 
     def to_markdown(self) -> str:
-        """A table."""
+        """The findings as a table in Markdown."""
         rows = [COLUMNS, ["---"] * len(COLUMNS)]
         for finding in self:
             row = [getattr(finding, name) for name in COLUMNS]
@@ -143,27 +149,28 @@ class Report(list[Finding]):
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     def to_json(self) -> str:
-        """A list of objects; what is NaN or infinite is null."""
+        """The findings as a JSON list of objects. NaN and infinity become null."""
         return json.dumps([without_nan(finding._asdict()) for finding in self], indent=2)
 
     def require(self, *formats: str) -> None:
-        """Raises ValueError unless each of these, such as "weights=bf16", learns as float32 does in
-        every optimizer."""
+        """Raises ValueError unless each of these places and formats learns as float32 does, in
+        every optimizer. An example is "weights=bf16"."""
         for text in formats:
             findings = [finding for finding in self if finding.text == text]
             if not findings:
                 raise ValueError(
                     f"{text} was not watched: name it in the doctor's formats{remedy_for(text)}"
                 )
-            for found in findings:
-                if not found.is_fine:
-                    said = f"{found.verdict}: {found.why}"
-                    cure = found.cure or "keep it in float32"
-                    raise ValueError(f"{text} is not fine in {found.optimizer} ({said}): {cure}")
+            for finding in findings:
+                if not finding.is_fine:
+                    reason = f"{finding.verdict}: {finding.why}"
+                    cure = finding.cure or "keep it in float32"
+                    where = f"in {finding.optimizer} ({reason})"
+                    raise ValueError(f"{text} is not fine {where}: {cure}")
 
 
 def without_nan(x):
-    """The same for JSON, in which there is neither NaN nor infinity."""
+    """`x` with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(x, dict):
         return {name: without_nan(value) for name, value in x.items()}
     if isinstance(x, list | tuple):
@@ -172,7 +179,7 @@ def without_nan(x):
 
 
 def remedy_for(text: str) -> str:
-    """What else it takes to watch a place."""
+    """What else the user must do so that the doctor watches a place, as the end of a message."""
     place, _ = split_entry(text)
     if place == "weights":
         return ""
@@ -195,10 +202,14 @@ def judge(
     length: int,
     looked: bool = False,
 ) -> Finding:
-    """The finding, without a cure, of a place and format from its windows [T] each.
+    """The finding for a place and format, without a cure.
 
-    `sizes` and `names` are those of the tensors, `length` is the number of updates in a window, and
-    `looked` says that it is one of Looks, whose windows are few.
+    `windows`    measurements [T] of each window
+    `sizes`      numbers in each of the T tensors
+    `names`      names of the tensors
+    `tolerates`  lowest and highest factor of the learning rate that the training tolerates
+    `length`     updates in a window
+    `looked`     whether the windows are those of Looks
     """
     place, form = split_entry(text)
     weight = np.asarray(sizes, float)
@@ -211,7 +222,7 @@ def judge(
     whole = add_up(windows)
     parts = in_parts(windows, PARTS)
     by_tensor = rates_by_tensor(whole)
-    found = Finding(
+    finding = Finding(
         optimizer,
         place,
         form,
@@ -226,70 +237,74 @@ def judge(
         tensor_rates=tuple(tuple(map(float, rates_by_tensor(sums))) for sums in parts),
         tensor_noise=tuple(tuple(map(float, noise_by_tensor(sums, length))) for sums in parts),
     )
-    verdict = verdict_of(found, tolerates)
-    return found._replace(verdict=verdict, why=explain(found, verdict, tolerates, length, looked))
+    verdict = verdict_of(finding, tolerates)
+    why = explain(finding, verdict, tolerates, length, looked)
+    return finding._replace(verdict=verdict, why=why)
 
 
-def verdict_of(found: Finding, tolerates: tuple[float, float]) -> str:
-    """The word for a finding, by the factors of the learning rate that training tolerates."""
+def verdict_of(finding: Finding, tolerates: tuple[float, float]) -> str:
+    """The verdict on a finding, by the factors of the learning rate that the training tolerates."""
     low, high = tolerates
-    if found.rate < low:
-        stands_still = found.last < FROZEN or len(frozen_tensors(found)) == len(found.tensors)
-        return "stalls" if stands_still else "slower"
-    if found.rate > high or fast_tensors(found, high):
+    if finding.rate < low:
+        all_frozen = len(frozen_tensors(finding)) == len(finding.tensors)
+        return "stalls" if finding.last < FROZEN or all_frozen else "slower"
+    if finding.rate > high or fast_tensors(finding, high):
         return "faster"
-    if frozen_tensors(found):
+    if frozen_tensors(finding):
         return "frozen tensors"
-    if found.last < low:
+    if finding.last < low:
         return "stalls"
-    if found.noise > NOISY:
+    if finding.noise > NOISY:
         return "too noisy"
     return AS_FLOAT32
 
 
-def frozen_tensors(found: Finding) -> list[str]:
-    return [name for name, rate in found.tensors.items() if rate < FROZEN]
+def frozen_tensors(finding: Finding) -> list[str]:
+    """Names of the tensors that stand still."""
+    return [name for name, rate in finding.tensors.items() if rate < FROZEN]
 
 
-def fast_tensors(found: Finding, high: float) -> list[str]:
-    return [name for name, rate in found.tensors.items() if rate > high]
+def fast_tensors(finding: Finding, high: float) -> list[str]:
+    """Names of the tensors whose rate is above `high`."""
+    return [name for name, rate in finding.tensors.items() if rate > high]
 
 
 def explain(
-    found: Finding, verdict: str, tolerates: tuple[float, float], length: int, looked: bool
+    finding: Finding, verdict: str, tolerates: tuple[float, float], length: int, looked: bool
 ) -> str:
-    """What a finding means, in words."""
-    parts = [f"learns as at {times(found.rate)} the learning rate"]
-    if abs(math.log(max(found.last, 1e-6) / max(found.first, 1e-6))) > math.log(1.5):
-        parts[0] += f" ({found.first:.2f} at first, {found.last:.2f} at the end)"
-    total = len(found.tensors)
-    if frozen := frozen_tensors(found):
+    """The meaning of a finding, in words."""
+    parts = [f"learns as at {times(finding.rate)} the learning rate"]
+    if abs(math.log(max(finding.last, 1e-6) / max(finding.first, 1e-6))) > math.log(1.5):
+        parts[0] += f" ({finding.first:.2f} at first, {finding.last:.2f} at the end)"
+    total = len(finding.tensors)
+    if frozen := frozen_tensors(finding):
         if len(frozen) == total:
             parts.append("all tensors are frozen")
         else:
             verb = "is" if len(frozen) == 1 else "are"
             parts.append(f"{len(frozen)} of {total} tensors {verb} frozen: {listed(frozen)}")
-    if verdict == "faster" and (fast := fast_tensors(found, tolerates[1])):
-        fastest = max(found.tensors.values())
+    if verdict == "faster" and (fast := fast_tensors(finding, tolerates[1])):
+        fastest = max(finding.tensors.values())
         parts.append(
             f"{len(fast)} of {total} tensors learn up to {times(fastest)} as fast: {listed(fast)}"
         )
     if verdict == "too noisy":
-        parts.append(f"its noise is {found.noise:.1f} times the step")
-    if verdict not in (AS_FLOAT32, "too noisy") and found.lost > 0.01:
-        parts.append(mechanism_of(found, length, looked))
+        parts.append(f"its noise is {finding.noise:.1f} times the step")
+    if verdict not in (AS_FLOAT32, "too noisy") and finding.lost > 0.01:
+        parts.append(mechanism_of(finding, length, looked))
     return "; ".join(parts)
 
 
-def mechanism_of(found: Finding, length: int, looked: bool) -> str:
-    """How numbers are lost."""
-    if found.place in STATE[1:]:
-        kept = "roots of v" if found.place == "root" else found.place
-        then = "" if found.place == "m" else ", and Adam then divides by eps alone"
-        return f"{found.lost:.0%} of the {kept} are kept as 0{then}"
+def mechanism_of(finding: Finding, length: int, looked: bool) -> str:
+    """How numbers are lost, in words."""
+    share = f"{finding.lost:.0%}"
+    if finding.place in STATE[1:]:
+        numbers = "roots of v" if finding.place == "root" else finding.place
+        consequence = "" if finding.place == "m" else ", and Adam then divides by eps alone"
+        return f"{share} of the {numbers} are kept as 0{consequence}"
     if looked:
-        return f"{found.lost:.0%} of the gradients become 0"
-    return f"{found.lost:.0%} of the numbers stay the same over {length} updates"
+        return f"{share} of the gradients become 0"
+    return f"{share} of the numbers stay the same over {length} updates"
 
 
 def times(rate: float) -> str:
@@ -300,18 +315,18 @@ def times(rate: float) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """Names, of which a long list is cut."""
+    """Names in a line. Of a long list, only the first few."""
     more = [f"and {len(names) - NAMED} more"] if len(names) > NAMED else []
     return ", ".join([*names[:NAMED], *more])
 
 
 def amount(x: float) -> str:
-    """A positive number, whole from 10 up."""
+    """A positive number in a line, without decimals from 10 up."""
     return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
 
 
 class ActingLook(NamedTuple):
-    """An acting policy's ratios pi / mu, as they were at one time of the training.
+    """The ratios pi / mu of a policy that acts in few bits, at one time of the training.
 
     `size`        the effective sample size of a token's ratio, as a share
     `divergence`  KL(pi || mu) of a token, in nats
@@ -324,19 +339,22 @@ class ActingLook(NamedTuple):
 
     @classmethod
     def of(cls, log_ratio: np.ndarray, length: float) -> "ActingLook":
-        """From log pi / mu of tokens that pi took, float64. Ratios that are not finite are no
-        policy, of size 0."""
+        """From log(pi / mu) of tokens that pi took, float64.
+
+        If a ratio is not finite, mu is not a policy, and the sample size is 0.
+        """
         if not np.isfinite(log_ratio).all():
             return cls(0.0, math.nan, length)
         return cls(1 / (1 + spread_of(log_ratio)), float(log_ratio.mean()), length)
 
 
 def spread_of(log_ratio: np.ndarray) -> float:
-    """E_mu[(pi / mu - 1)^2], from log pi / mu of tokens that pi took.
+    """The spread of the ratios, E_mu[(pi / mu - 1)^2], from log(pi / mu) of tokens that pi took.
 
-    It is E_pi[pi / mu] - 1. Because E_pi[mu / pi] is 1, it is also E_pi[pi / mu + mu / pi - 2],
-    whose terms are positive and whose mean is far less noisy. That misses what mu does where pi
-    hardly ever acts. Then the first mean is larger by more than chance, and is taken.
+    It equals E_pi[pi / mu] - 1. Because E_pi[mu / pi] is 1, it also equals
+    E_pi[pi / mu + mu / pi - 2], whose terms are positive and whose mean is far less noisy. But the
+    second form misses what mu does where pi hardly ever acts. Then the first mean is larger by more
+    than chance, and is used.
     """
     with np.errstate(over="ignore"):
         plain = np.expm1(log_ratio)
@@ -348,14 +366,15 @@ def spread_of(log_ratio: np.ndarray) -> float:
 
 
 def horizon_of(size: float) -> float:
-    """The number of tokens whose ratios together have a sample size of KEPT, if one has `size`."""
+    """The horizon: the number of tokens whose ratios together have a sample size of KEPT, if the
+    ratio of one token has `size`."""
     if size <= 0:
         return 0.0
     return math.log(KEPT) / math.log(size) if size < 1 else math.inf
 
 
 def judge_acting(text: str, looks: list[ActingLook]) -> Finding:
-    """The finding of an acting policy: are the training's sequences shorter than its horizon?"""
+    """The finding for a policy that acts in few bits: are sequences shorter than its horizon?"""
     place, form = split_entry(text)
     sizes = [look.size for look in looks]
     size = float(np.mean(sizes))
@@ -395,39 +414,45 @@ def judge_acting(text: str, looks: list[ActingLook]) -> Finding:
     )
 
 
-def bits_of(found: Finding) -> int:
+def bits_of(finding: Finding) -> int:
     """How many bits a number has in a finding's format."""
-    form = PlaceFormat.of(found.format).format
+    form = PlaceFormat.of(finding.format).format
     return 1 + form.exponent + form.mantissa
 
 
 def with_cures(findings: list[Finding]) -> list[Finding]:
-    """The findings of one optimizer, with cures among each other."""
+    """The findings of one optimizer, with the cures that are among them."""
     cured = []
-    for found in findings:
-        if not found.is_fine and found.verdict != NOT_JUDGED:
-            found = found._replace(cure=cure_of(found, findings))
-        cured.append(found)
+    for finding in findings:
+        if not finding.is_fine and finding.verdict != NOT_JUDGED:
+            finding = finding._replace(cure=cure_of(finding, findings))
+        cured.append(finding)
     return cured
 
 
-def cure_of(found: Finding, findings: list[Finding]) -> str:
-    """A format that learns as float32 does, with its rate: the same with a scale or stochastic, for
-    v its root, or else any of the same place that is no larger."""
-    fine = {own.text: own for own in findings if own.is_fine}
-    bare = found.format.split(":")[0]
+def cure_of(finding: Finding, findings: list[Finding]) -> str:
+    """A format that learns as float32 does, with its rate.
+
+    The same format with a scale or with stochastic rounding is tried first, for v also its root,
+    and then any format of the same place that has no more bits.
+    """
+    fine = {candidate.text: candidate for candidate in findings if candidate.is_fine}
+    place = finding.place
+    bare = finding.format.split(":")[0]
     texts = [
-        f"{found.place}={bare}",
-        f"{found.place}={found.format}:stochastic",
-        f"{found.place}={bare}:stochastic",
+        f"{place}={bare}",
+        f"{place}={finding.format}:stochastic",
+        f"{place}={bare}:stochastic",
     ]
-    if found.place == "v":
-        texts += [f"root={found.format}", f"root={bare}", f"root={bare}:stochastic"]
+    if place == "v":
+        texts += [f"root={finding.format}", f"root={bare}", f"root={bare}:stochastic"]
     small_enough = [
-        own for own in fine.values() if own.place == found.place and bits_of(own) <= bits_of(found)
+        candidate
+        for candidate in fine.values()
+        if candidate.place == place and bits_of(candidate) <= bits_of(finding)
     ]
-    small_enough.sort(key=lambda own: abs(math.log(own.rate)))
-    texts += [own.text for own in small_enough]
+    small_enough.sort(key=lambda candidate: abs(math.log(candidate.rate)))
+    texts += [candidate.text for candidate in small_enough]
     for text in texts:
         if text in fine:
             return f"{text} ({fine[text].rate:.2f})"

@@ -1,8 +1,8 @@
 """Rounding samples of many tensors to many formats at once, in NumPy.
 
-A doctor follows some thirty formats while somebody else's training runs, so its rounding has to be
-cheap. `PlaceFormat` (places.py) is the plain form, one format after the other; tests compare the
-two bit for bit.
+A doctor follows some thirty formats while somebody else's training runs, so its rounding must be
+cheap. `PlaceFormat` (places.py) is the plain form, which rounds to one format after the other.
+Tests compare the two bit for bit.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,11 @@ EXPONENT_BIAS = 127
 
 
 class MomentBounds(NamedTuple):
-    """Bounds on how Adam's moments are rounded, in view of the other moment (`Places.moments`).
+    """Bounds on how one of Adam's moments is rounded, in view of the other (`Places.moments`).
 
-    `least`  [C, T, P]: a magnitude below it is not rounded down; NaN where there is no bound
-    `most`   [C, T, P]: a magnitude is not rounded up beyond it; infinite where there is no bound
+    `least`  [C, T, P]: a magnitude below `least` is not rounded down; NaN where there is no bound
+    `most`   [C, T, P]: a magnitude is not rounded up beyond `most`; infinite where there is no
+             bound
     """
 
     least: np.ndarray
@@ -30,12 +31,14 @@ class MomentBounds(NamedTuple):
 
 
 class FormatRows:
-    """Rounds samples [C, T, P], P numbers of each of T tensors, each of C rows to its own format.
+    """Rounds samples [C, T, P] to C formats: each row [T, P] to its own format.
 
-    `forms`  of the rows, without blocks, the stochastic ones last
-    `seed`   of stochastic rounding
+    A row has P numbers of each of T tensors.
 
-    Nothing is divided by scales: a scale is a power of two, so it only moves where a format's
+    `forms`  formats of the rows, without blocks; stochastic formats come last
+    `seed`   seed of stochastic rounding
+
+    Nothing is divided by scales. A scale is a power of two, so it only moves where a format's
     normal numbers begin. Raises ValueError for a format in blocks.
     """
 
@@ -46,11 +49,11 @@ class FormatRows:
             )
         self.nearest = sum(not form.stochastic for form in forms)  # rows that are not stochastic
         self.random = np.random.default_rng(seed)
-        # The distance of neighbouring numbers, as a share of the power of two below them
+        # The distance of neighbouring numbers, as a share of the power of two below them.
         self.spacing = column([2.0**-form.format.mantissa for form in forms])
-        # The largest number; with a scale nothing is above it
+        # The largest number. With a scale there is no limit, because the scale makes all fit.
         self.limit = column([np.inf if form.scaled else form.format.largest for form in forms])
-        # The rest as bits of float32
+        # The following are bits of float32.
         self.largest = column([form.format.largest for form in forms]).view(np.int32)
         self.scale_mask = column([-ONE_DOUBLING * form.scaled for form in forms], np.int32)
         smallest_normal = [
@@ -65,10 +68,10 @@ class FormatRows:
         out: np.ndarray | None = None,
         bounds: MomentBounds | None = None,
     ) -> np.ndarray:
-        """The rows `x`, float32 [C, T, P], rounded, into `out` or a new array.
+        """Rounds the rows `x`, float32 [C, T, P], into `out` or a new array.
 
         `largest` [C, T, 1] is the largest magnitude of each whole tensor, of which `x` has a
-        sample: it decides the scale.
+        sample. It decides the scale.
         """
         step = self.steps(x, largest)
         out = np.divide(x, step, out=out)
@@ -87,11 +90,11 @@ class FormatRows:
         return np.maximum(out, -self.limit, out=out)
 
     def steps(self, x: np.ndarray, largest: np.ndarray) -> np.ndarray:
-        """The distance between the numbers of the format around each of x, float32 [C, T, P]."""
+        """The distance of the format's numbers around each number of `x`, float32 [C, T, P]."""
         bits = x.view(np.int32) & MAGNITUDE_BITS
         top = np.maximum(bits.max(-1, keepdims=True), largest.view(np.int32))
-        # The scale is the smallest power of two that brings `top` to at most the largest number.
-        # It multiplies the smallest normal number: in bits, it is added to it.
+        # The scale is the smallest power of two that brings `top` to at most the largest number. It
+        # multiplies the smallest normal number, which in bits is an addition.
         scale = top - self.largest - 1 & self.scale_mask
         smallest_normal = np.maximum(scale + self.smallest_normal, ONE_DOUBLING)
         bits &= EXPONENT_BITS  # the power of two below x
@@ -107,9 +110,10 @@ def column(values: list, dtype=np.float32) -> np.ndarray:
 
 
 def hold_to_bounds(x: np.ndarray, out: np.ndarray, step: np.ndarray, bounds: MomentBounds) -> None:
-    """Changes `out`, numbers `x` rounded in units of `step` [C, T, P], where bounds ask for it.
+    """Changes `out` where bounds ask for it. `out` has numbers `x`, rounded in units of `step`.
 
-    What is below `least`, or has become 0, is rounded up; what is beyond `most` towards 0.
+    A number that is below `least`, or has become 0, is rounded up. A number beyond `most` is
+    rounded towards 0. All arrays are [C, T, P].
     """
     magnitude = np.abs(x)
     kept = np.abs(out) * step

@@ -1,13 +1,14 @@
-"""What only the loss can show: gradients that were computed in few bits.
+"""Gradients that are computed in few bits, whose effect only the loss can show.
 
-In windows of 8 updates the gradient of the loss is taken once more for each format, with
+In windows of 8 updates, the gradient of the loss is computed once more for each format, at
+float32's weights:
 
-    forward    inputs and weights of matmuls and convolutions rounded
-    backward   the gradients of their results rounded
-    others     whatever a caller computes in few bits: targets, observations
+    forward    inputs and weights of matmuls and convolutions are rounded
+    backward   the gradients of their results are rounded
+    others     a caller computes something else in few bits, such as targets or observations
 
-from float32's weights. Adam takes its first 8 steps with each of them, and how far these lead is
-compared with float32's own.
+Adam takes its first 8 steps with each of these gradients. How far the steps lead is compared with
+float32's steps.
 """
 
 import math
@@ -22,7 +23,8 @@ from ..places import PlaceFormat
 from .sample import WindowSums
 
 OPERANDS = ("forward", "backward")
-# Products, and where in their arguments the first of two operands is.
+# torch's functions that multiply two operands, and the index of the first operand in their
+# arguments.
 PRODUCTS = dict.fromkeys(
     (
         F.linear,
@@ -50,11 +52,12 @@ PRODUCTS |= dict.fromkeys(
 )
 FIRST = 32  # windows begin at update 32, 64, 128, ...
 LENGTH = 8  # updates in such a window
-SAME_GRADIENT = 1e-2  # how much of the largest number a gradient may differ from the training's
+# How much a gradient may differ from the training's, relative to its largest number.
+SAME_GRADIENT = 1e-2
 
 
 class Through(torch.autograd.Function):
-    """The same numbers, rounded, and their gradient, rounded."""
+    """Rounds a tensor in the forward pass, and its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, form: PlaceFormat | None, gradient_form: PlaceFormat | None):
@@ -67,28 +70,28 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def rounded(x: torch.Tensor, form: PlaceFormat | None) -> torch.Tensor:
-        """A tensor, rounded as one row; as it is without a format."""
+        """A tensor rounded with one scale for all its numbers; unchanged if there is no format."""
         if form is None:
             return x.view_as(x)
         return form(x.reshape(1, -1)).reshape(x.shape)
 
 
 class Operands(TorchFunctionMode):
-    """Where it is entered, matmuls and convolutions round their two operands, and the gradients of
+    """A context in which matmuls and convolutions round their two operands, and the gradients of
     their results.
 
     `forward`   format of the operands, or None
     `backward`  format of the gradients, or None
 
-    Recurrent layers, and attention with its projections, are left as they are, because torch
-    computes them in calls of their own.
+    Recurrent layers, and attention with its projections, are not rounded, because torch computes
+    them in functions of their own.
     """
 
     def __init__(self, forward: PlaceFormat | None = None, backward: PlaceFormat | None = None):
         super().__init__()
         self.forward_form = forward
         self.backward_form = backward
-        self.seen = 0  # products
+        self.seen = 0  # number of products that were rounded
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -101,7 +104,7 @@ class Operands(TorchFunctionMode):
         return Through.apply(product, None, self.backward_form)
 
     def within(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What a function returns where its products are rounded. Raises ValueError for none."""
+        """The result of a function whose products are rounded. Raises ValueError if it has none."""
         with self:
             result = function()
         if not self.seen:
@@ -113,9 +116,9 @@ class Operands(TorchFunctionMode):
 
 
 def with_same_random_numbers(parameters: list[torch.Tensor], function: Callable):
-    """What a function returns, which draws the same random numbers as another one.
+    """The result of a function, called so that torch's random generators stay as they are.
 
-    The generators stay as they are.
+    So functions that are called one after the other draw the same random numbers.
     """
     devices = [p.device for p in parameters[:1] if p.is_cuda]
     with torch.random.fork_rng(devices):
@@ -125,23 +128,25 @@ def with_same_random_numbers(parameters: list[torch.Tensor], function: Callable)
 class Looks:
     """The windows of a WatchedOptimizer in which Adam's steps are taken with other gradients.
 
-    `names`    places and formats, such as "forward=e4m3", or of `others`
-    `windows`  sums of each window, of all names
+    `names`    places and formats, such as "forward=e4m3", also those of `others`
+    `windows`  measurements of each window, for all names
 
-    The moments, [C, T, P], the training's own first, begin at 0: Adam's own would carry on the
-    training's direction.
+    The moments `first` and `second`, [C, T, P], have the training's gradients in their first row.
+    They begin at 0 in each window, because Adam's own moments would carry on the training's
+    direction.
     """
 
     def __init__(self, watched):
         self.watched = watched
         self.next = FIRST  # the update at which the next window begins
-        self.count = 0  # updates in this window
+        self.count = 0  # updates in this window so far
         self.losses_now: list[tuple[np.ndarray, float]] | None = None
         self.names: list[str] = []
         self.windows: list[WindowSums] = []
 
     def look(self, losses: dict[str, Callable[[], torch.Tensor]]) -> None:
-        """Takes the gradients of losses at the weights as they are; the first is the training's."""
+        """Computes the gradients of losses at the present weights. The first loss is the
+        training's."""
         if not self.watched.is_adam:
             return
         if not (self.windows or self.count):
@@ -150,7 +155,7 @@ class Looks:
             self.losses_now = [self.gradient(loss) for loss in losses.values()]
 
     def gradient(self, loss: Callable[[], torch.Tensor]) -> tuple[np.ndarray, float]:
-        """The sample of a loss's gradient, and its whole norm."""
+        """The sample of a loss's gradient, and the norm of the whole gradient."""
         parameters = self.watched.parameters
         learning = [p for p in parameters if p.requires_grad]
         with torch.enable_grad():
@@ -168,13 +173,13 @@ class Looks:
         return self.watched.sample.take(all_gradients), norm
 
     def after_step(self, gradient: torch.Tensor, weight: torch.Tensor) -> None:
-        """Takes the steps of an update, if it was looked at.
+        """Takes Adam's steps for an update before which `look` has computed gradients.
 
-        `gradient` is the training's and `weight` the weights before the update, both [T, P].
-        Raises ValueError if the gradient of the loss is not the training's, up to a factor.
+        `gradient` is the training's gradient and `weight` the weights before the update, both
+        [T, P]. Raises ValueError if the gradient of the loss is not the training's, up to a factor.
         """
         losses, self.losses_now = self.losses_now, None
-        # Every update of a window is looked at, or the window is given up
+        # A window needs gradients before each of its updates. Otherwise it is given up.
         if losses is None:
             self.count = 0
             return
@@ -206,17 +211,18 @@ class Looks:
     def as_the_training_scales(
         g: np.ndarray, losses: list[tuple[np.ndarray, float]]
     ) -> list[np.ndarray]:
-        """The gradients of the other losses, scaled or clipped as the training has its own."""
-        (own, norm), *others = losses
-        factor = (g * own).sum(dtype=np.float64) / max((own * own).sum(dtype=np.float64), 1e-38)
-        factor = float(factor)
-        if np.abs(g - factor * own).max() > SAME_GRADIENT * np.abs(g).max():
+        """The gradients of the other losses, scaled or clipped as the training does with its
+        gradient `g`."""
+        (exact, norm), *others = losses
+        square = max((exact * exact).sum(dtype=np.float64), 1e-38)
+        factor = float((g * exact).sum(dtype=np.float64) / square)
+        if np.abs(g - factor * exact).max() > SAME_GRADIENT * np.abs(g).max():
             raise ValueError(
                 "loss has another gradient than the training: "
                 "let it return the loss of the update that follows"
             )
         if factor >= 1:
             return [factor * x for x, _ in others]
-        # A factor below 1 is taken for a clipped norm, to which the others are clipped, too
-        most = factor * norm
-        return [x * min(1, most / max(size, math.ulp(0))) for x, size in others]
+        # A factor below 1 is taken for a clipped norm, so the others are clipped to this norm, too.
+        max_norm = factor * norm
+        return [x * min(1, max_norm / max(size, math.ulp(0))) for x, size in others]

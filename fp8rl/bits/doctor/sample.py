@@ -1,4 +1,4 @@
-"""A sample of the numbers of some tensors, and what is measured on it over a window of updates."""
+"""A sample of the numbers of some tensors, and measurements on it over a window of updates."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -7,14 +7,16 @@ import numpy as np
 import torch
 from torch._utils import _flatten_dense_tensors as flattened  # one call for all of them
 
-JOINED_UP_TO = 2**18  # numbers that are joined to one tensor, which is then read at once
+JOINED_UP_TO = 2**18  # up to so many numbers, all tensors are joined to one, which is read at once
 
 
 class Sample:
-    """The numbers of T tensors that are followed, [T, P]: P numbers of each.
+    """The numbers of T tensors that are followed, [T, P]: P numbers of each tensor.
 
-    `tensors`  that are sampled, on one device
-    `size`     numbers in all; a tensor of fewer numbers than its part has its own several times
+    `tensors`  the tensors that are sampled, on one device
+    `size`     how many numbers are followed in all. A tensor with fewer than P numbers is
+               represented by the same numbers several times.
+    `seed`     seed of the choice
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], size: int, seed: int):
@@ -41,7 +43,8 @@ class Sample:
     def read(self, tensors: list[torch.Tensor] | None = None) -> torch.Tensor:
         """The sampled numbers as they are now, [T, P], on the tensors' device.
 
-        `tensors` are others of the same shapes, or two such lists one after the other, [2 T, P].
+        `tensors` may be other tensors of the same shapes, or two such lists one after the other,
+        which give [2 T, P].
         """
         tensors = tensors or self.tensors
         times = len(tensors) // len(self.index)
@@ -52,19 +55,19 @@ class Sample:
         return torch.stack([x.reshape(-1)[index] for x, index in pairs])
 
     def take(self, tensors: list[torch.Tensor] | None = None) -> np.ndarray:
-        """The same in NumPy, float32. Waits for a GPU."""
+        """The same numbers as `read` returns, as a NumPy array, float32. Waits for a GPU."""
         return self.read(tensors).float().cpu().numpy()
 
 
 class WindowSums(NamedTuple):
-    """What is measured of C formats over a window of updates, float64 [C, T], by tensor.
+    """Measurements of C formats over a window of updates, float64 [C, T], by tensor.
 
-    d is how far a number moves in float32, and d' how far with the place in few bits. The means are
-    over the sampled numbers of a tensor:
+    d is how far a number moves in float32, and d' is how far it moves with the place in few bits.
+    Means are over the sampled numbers of a tensor:
 
-    `true`   of d d
-    `along`  of d' d
-    `apart`  of (d' - d)^2
+    `true`   mean of d d
+    `along`  mean of d' d
+    `apart`  mean of (d' - d)^2
     `lost`   share of the numbers that stay the same, or become 0
     """
 
@@ -75,24 +78,25 @@ class WindowSums(NamedTuple):
 
     @classmethod
     def of(cls, moved: np.ndarray, true: np.ndarray, lost: np.ndarray) -> "WindowSums":
-        """From d' [C, T, P], d that can be broadcast to it, and what is lost, bool [C, T, P]."""
+        """The measurements from d' (`moved`, [C, T, P]), d (`true`, which broadcasts to this
+        shape), and whether a number is lost (bool [C, T, P])."""
         true = np.broadcast_to(true, moved.shape)
         parts = true * true, moved * true, (moved - true) ** 2, lost
         return cls(*(part.mean(2, dtype=np.float64) for part in parts))
 
     def of_row(self, row: int) -> "WindowSums":
-        """Those of one format, [T]."""
+        """The measurements of one format, [T]."""
         return WindowSums(*(part[row] for part in self))
 
 
 def add_up(windows: list[WindowSums]) -> WindowSums:
-    """The means over several windows."""
+    """The means of the measurements over several windows."""
     return WindowSums(*(np.mean(part, axis=0) for part in zip(*windows, strict=True)))
 
 
 def in_parts(windows: list[WindowSums], parts: int) -> list[WindowSums]:
-    """The means over each of so many parts of the windows, or over each window if there are
-    fewer."""
+    """The means over each of `parts` consecutive parts of the windows, or over each window if there
+    are fewer."""
     count = min(parts, len(windows))
     if not count:
         return []
@@ -101,16 +105,16 @@ def in_parts(windows: list[WindowSums], parts: int) -> list[WindowSums]:
 
 
 def rate_of(sums: WindowSums, weight: np.ndarray) -> float:
-    """The factor by which few bits multiply the learning rate, <d', d> / <d, d>.
+    """The rate: the factor by which few bits multiply the learning rate, <d', d> / <d, d>.
 
-    `weight` [T] is how much a number of each tensor counts. NaN where nothing moves.
+    `weight` [T] is how much the mean over each tensor counts. The rate is NaN if nothing moves.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         return float((weight * sums.along).sum() / (weight * sums.true).sum())
 
 
 def rates_by_tensor(sums: WindowSums) -> np.ndarray:
-    """The same for each tensor by itself, [T]."""
+    """The rate of each tensor by itself, [T]."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return sums.along / sums.true
 
@@ -118,19 +122,20 @@ def rates_by_tensor(sums: WindowSums) -> np.ndarray:
 def noise_by_tensor(sums: WindowSums, length: int) -> np.ndarray:
     """The standard deviation of the noise that one update adds to a number of each tensor, [T].
 
-    It is what is beside the way that the rate explains, spread over the updates of a window.
+    The noise is the part of d' that the rate does not explain. Its variance over a window is
+    divided by the number of updates in it.
     """
     rate = np.nan_to_num(rates_by_tensor(sums), nan=1.0)
-    beside = sums.apart - (rate - 1) ** 2 * sums.true
-    return np.sqrt(np.maximum(beside, 0) / length)
+    variance = sums.apart - (rate - 1) ** 2 * sums.true
+    return np.sqrt(np.maximum(variance, 0) / length)
 
 
 def noise_of(sums: WindowSums, weight: np.ndarray) -> float:
-    """How far few bits lead beside float32's way, |d' - d| / |d|."""
+    """The noise: how far few bits lead away from float32, relative to its step, |d' - d| / |d|."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return float(np.sqrt((weight * sums.apart).sum() / (weight * sums.true).sum()))
 
 
 def share_lost(sums: WindowSums, weight: np.ndarray) -> float:
-    """The share of numbers that are lost."""
+    """The share of numbers that are lost, over all tensors."""
     return float((weight * sums.lost).sum() / weight.sum())

@@ -1,16 +1,16 @@
 """An optimizer that a doctor watches: what would its weights and moments do in few bits?
 
-The optimizer trains in float32. Its hooks read weights, gradients and settings, and change nothing.
-For each format the doctor follows a sample of numbers as that format would keep them:
+The optimizer trains in float32. The doctor's hooks read weights, gradients and settings, and change
+nothing. For each format, the doctor follows a sample of numbers as that format would keep them:
 
-    weights     begin each window rounded, take float32's updates, and are rounded after each:
-                w' <- round(w' + update)
-    m, v, root  are kept in few bits from the first update on,
-                v' <- round(beta2 v' + (1 - beta2) g^2), with float32's gradients; the update is
-                Adam's (Kingma and Ba 2015, arXiv:1412.6980) with what is kept
+    weights     are rounded at the beginning of a window, take float32's updates, and are rounded
+                after each update: w' <- round(w' + update)
+    m, v, root  are kept in few bits from the first update on:
+                v' <- round(beta2 v' + (1 - beta2) g^2), with float32's gradients g; the update is
+                Adam's (Kingma and Ba 2015, arXiv:1412.6980) with the rounded moments
 
-A hook is called at every update of a training that waits for it. So it only records the update, and
-those of a window are replayed at its end.
+The training waits while a hook runs at every update. So a hook only records the update, and the
+updates of a window are replayed at the window's end.
 """
 
 from typing import NamedTuple
@@ -27,23 +27,23 @@ WEIGHTS, M, V, ROOT = range(4)  # indices into STATE
 
 
 class GroupSettings(NamedTuple):
-    """The settings of a parameter group at one update: numbers, or arrays of them."""
+    """The settings of a parameter group at one update: numbers, or arrays for several updates."""
 
     learning_rate: float
     beta1: float
     beta2: float
     eps: float
     decay_of_gradient: float  # weight decay that is added to the gradient
-    sign: float  # of the gradient: -1 with `maximize`
+    sign: float  # sign of the gradient: -1 with `maximize`, otherwise 1
 
 
 class Update(NamedTuple):
-    """An update as its hook records it.
+    """An update as the hooks record it.
 
-    `weight`    float32 [T, P], before it
-    `after`     float32 [2 T, P]: weights after it, then gradients
-    `live`      of T tensors, whether each has a gradient
-    `settings`  of each group
+    `weight`    float32 [T, P], weights before the update
+    `after`     float32 [2 T, P], weights after the update, then gradients
+    `live`      for each of the T tensors, whether it has a gradient
+    `settings`  settings of each parameter group
     """
 
     weight: torch.Tensor
@@ -53,28 +53,30 @@ class Update(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """An update of the window that has been replayed: how far float32's weights moved [T, P]."""
+    """An update of the window that has been replayed."""
 
-    moved: np.ndarray
-    live: np.ndarray  # bool [T, 1]
+    moved: np.ndarray  # [T, P], how far float32's weights moved
+    live: np.ndarray  # bool [T, 1], whether a tensor has a gradient
     settings: list[GroupSettings]
 
 
 class WatchedOptimizer:
-    """One optimizer, seen through its hooks.
+    """One optimizer, watched through its hooks.
 
-    `name`       what reports call it
-    `optimizer`  of parameters in float32; of an optimizer that is not Adam or AdamW, or that uses
-                 amsgrad, only the weights are followed
-    `formats`    place, format and text of each that is followed
+    `name`       name of the optimizer in reports
+    `optimizer`  an optimizer of float32 parameters; if it is not Adam or AdamW, or uses amsgrad,
+                 only the weights are followed
+    `formats`    place, format and text of each entry that is followed
     `length`     updates in a window
-    `sample`     numbers followed
-    `seed`       of the sample and of stochastic rounding
+    `sample`     how many numbers are followed
+    `seed`       seed of the sample and of stochastic rounding
 
-    A row of `kept`, float32 [length + 1, C, T, P], follows one format: P weights, moments or roots
-    of each of T tensors, as they are kept at the beginning of a window and after each update in it.
-    The first two rows are float32's own m and v. `kind` [C] says what a row keeps, by its index in
-    STATE. Raises ValueError for no parameters that learn, and for other types than float32.
+    `kept`, float32 [length + 1, C, T, P], has a row for each of C formats. A row has P weights,
+    moments or roots of each of T tensors, as they are kept at the beginning of a window and after
+    each update in it. The first two rows are float32's m and v. `kind` [C] says which place a row
+    keeps, by its index in STATE.
+
+    Raises ValueError if no parameters learn, and for parameters of other types than float32.
     """
 
     def __init__(
@@ -92,12 +94,12 @@ class WatchedOptimizer:
         learning = [(p, i) for i, p in self.all_parameters() if p.requires_grad and p.numel()]
         if not learning:
             raise ValueError(f"{name} has no parameters that learn: leave it out")
-        # Kept here, because a loaded optimizer has new groups
+        # The parameters are remembered here, because a loaded optimizer has new groups.
         self.parameters = [p for p, _ in learning]
         self.group = [i for _, i in learning]
-        if others := {p.dtype for p in self.parameters} - {torch.float32}:
+        if wrong_types := {p.dtype for p in self.parameters} - {torch.float32}:
             raise ValueError(
-                f"parameters are {others.pop()}: let the doctor watch a training in float32"
+                f"parameters are {wrong_types.pop()}: let the doctor watch a training in float32"
             )
         self.is_adam = isinstance(optimizer, torch.optim.Adam) and not any(
             group["amsgrad"] for group in optimizer.param_groups
@@ -131,7 +133,7 @@ class WatchedOptimizer:
         return [(i, p) for i, group in groups for p in group["params"]]
 
     def trouble(self) -> str:
-        """Why nothing can be said, or an empty string."""
+        """Why this optimizer cannot be judged, or an empty string."""
         learning = {id(p) for _, p in self.all_parameters() if p.requires_grad and p.numel()}
         if {id(p) for p in self.parameters} != learning:
             return "other parameters learn than at first"
@@ -162,14 +164,14 @@ class WatchedOptimizer:
         return GroupSettings(*np.moveaxis(numbers, -1, 0)[..., None])
 
     def moment(self, name: str) -> list[torch.Tensor]:
-        """A tensor of the optimizer's state for each parameter; zeros before the first step."""
+        """One tensor of the optimizer's state for each parameter; zeros before the first step."""
         states = [self.optimizer.state.get(p, {}) for p in self.parameters]
         return dense(self.parameters, [state.get(name) for state in states])
 
     def before_step(self, optimizer, args, kwargs) -> None:
-        """Notes the weights, and begins a window at the first step."""
+        """Reads the weights, and begins a window at the first step."""
         versions = [p._version for p in self.parameters]
-        unchanged = versions == self.versions  # since the last step
+        unchanged = versions == self.versions  # whether the weights are those after the last step
         self.weight = self.weight_after if unchanged else self.sample.read()
         if self.kept is None:
             states = [self.optimizer.state.get(p, {}) for p in self.parameters]
@@ -181,12 +183,12 @@ class WatchedOptimizer:
             self.rows.round(self.kept[0], self.largest, out=self.kept[0])
 
     def after_loading(self, optimizer) -> None:
-        """Begins anew, with the moments that the optimizer has loaded."""
+        """Starts again, with the moments that the optimizer has loaded."""
         self.kept = None
         self.looks.losses_now = None
 
     def begin_window(self, rows: np.ndarray) -> None:
-        """Begins a window with these rows, but with the weights of float32."""
+        """Begins a window. Moments go on from `rows`, weights from float32's weights."""
         tensors = self.parameters, self.moment("exp_avg"), self.moment("exp_avg_sq")
         largest = torch.stack([largest_of(x) for x in tensors]).cpu().numpy()
         weights, moments, squares = largest
@@ -194,12 +196,13 @@ class WatchedOptimizer:
         weights = self.rows.round(np.broadcast_to(self.sample.take(), rows.shape), self.largest)
         self.kept[0] = np.where(self.keeps_weights, weights, rows)
         self.window: list[Replayed] = []
-        self.recorded: list[Update] = []  # since the last replay
+        self.recorded: list[Update] = []  # updates since the last replay
 
     def after_step(self, optimizer, args, kwargs) -> None:
         """Records the update."""
         gradients = [p.grad for p in self.parameters]
-        skipped = getattr(optimizer, "found_inf", None)  # by a GradScaler, in a fused optimizer
+        # A GradScaler tells a fused optimizer in this way to skip the step.
+        skipped = getattr(optimizer, "found_inf", None)
         if skipped or len(optimizer.param_groups) <= max(self.group):
             self.looks.losses_now = None
             return
@@ -218,7 +221,7 @@ class WatchedOptimizer:
             self.begin_window(self.kept[-1])
 
     def replay(self) -> None:
-        """Follows the updates that were recorded since the last replay, in every row."""
+        """Applies the updates that were recorded since the last replay to every row."""
         if not self.recorded:
             return
         updates, self.recorded = self.recorded, []
@@ -231,7 +234,8 @@ class WatchedOptimizer:
         live = np.array([update.live for update in updates])[..., None]
         moved = weight_after - weight
         g = settings.sign * g + settings.decay_of_gradient * weight
-        # Every row is kept * factor + added: for weights, m, v and v once more, for its root
+        # Every row becomes kept * factor + added. The four kinds are weights, m, v, and the root,
+        # which is squared first and so is updated like v.
         factor = np.stack((np.ones_like(beta1), beta1, beta2, beta2), axis=1)[:, self.kind]
         added = np.stack((moved, (1 - beta1) * g, (1 - beta2) * g * g), axis=1)
         added_kind = np.minimum(self.kind, V)
@@ -250,7 +254,10 @@ class WatchedOptimizer:
             self.steps += 1
 
     def moment_bounds(self, rows: np.ndarray, beta1, beta2) -> MomentBounds:
-        """In view of float32's moments, the first two of these rows [C, T, P]."""
+        """Bounds for rounding moments in view of float32's moments.
+
+        These are the first two of the rows [C, T, P].
+        """
         step = self.steps + 1
         limit = SLACK * (1 - beta1**step) / np.sqrt(1 - beta2**step)  # as in Places.moments
         m = np.abs(rows[0])
@@ -263,7 +270,7 @@ class WatchedOptimizer:
         return MomentBounds(least, most)
 
     def end_window(self) -> None:
-        """Ends a window with its sums."""
+        """Ends a window, and measures it."""
         moved = self.moved()
         update = sum(replayed.moved for replayed in self.window)
         m, v = self.kept[-1, :2]
@@ -271,12 +278,13 @@ class WatchedOptimizer:
         kept = np.where(self.keeps_weights, moved, self.kept[-1])
         exact = np.stack((update, m, v, v))[self.kind]
         sums = WindowSums.of(moved, true, (kept == 0) & (exact != 0))
-        self.windows.append(WindowSums(*(part[2:] for part in sums)))  # without float32's own rows
+        # The first two rows are float32's, which are not measured.
+        self.windows.append(WindowSums(*(part[2:] for part in sums)))
 
     def moved(self) -> np.ndarray:
-        """How far each row's weights have moved in the window, float32 [C, T, P].
+        """How far the weights have moved in the window with each row, float32 [C, T, P].
 
-        Those of moments by Adam's steps, without their sign, with what is kept.
+        With a row of moments, these are Adam's steps with the rounded moments, without their sign.
         """
         live = np.array([replayed.live for replayed in self.window])
         settings = self.by_tensor([replayed.settings for replayed in self.window])
@@ -298,18 +306,18 @@ class WatchedOptimizer:
 
 
 def dense(parameters: list[torch.Tensor], tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Tensors like these parameters, zeros where there is none."""
-    found = []
+    """Dense tensors like the parameters; zeros in place of a tensor that is None."""
+    dense_tensors = []
     for p, x in zip(parameters, tensors, strict=True):
         if x is None:
             x = torch.zeros_like(p)
         elif x.is_sparse:
             x = x.to_dense()
-        found.append(x)
-    return found
+        dense_tensors.append(x)
+    return dense_tensors
 
 
 def largest_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude of each, float32 [T, 1]."""
+    """The largest magnitude of each tensor, float32 [T, 1]."""
     norms = [torch.linalg.vector_norm(x.detach(), torch.inf).float() for x in tensors]
     return torch.stack(norms).unsqueeze(1)
