@@ -1,6 +1,7 @@
-"""The command line; see cli/main.py.
+"""Starts the command line (cli/main.py).
 
-This file must be readable for older versions of Python, so that they can say what is needed.
+This file must be readable for older versions of Python, so that they can print which version is
+needed.
 """
 
 import signal

@@ -1,6 +1,6 @@
-"""Faster forward passes on a CPU, which compute what the plain network does, but for rounding.
+"""Faster forward passes, which give the same results as the plain network, but for rounding.
 
-`FastActorCritic` acts without calling its modules, and of many rows computes both heads in one
+`FastActorCritic` acts without calling its modules. For many rows, it computes both heads as one
 layer. `Reuse` keeps the forward passes of acting, so that learning need not repeat them. The plain
 forms are model.ActorCritic, rollout.unroll and train.forward_pass.
 """
@@ -22,23 +22,24 @@ from .recurrent import RecurrentActorCritic
 from .rollout import Rollout, unroll
 from .train import forward_pass
 
-MANY = 2**16  # numbers in a hidden layer from which on both heads are computed in one
+MANY = 2**16  # from so many numbers in a hidden layer on, both heads are computed as one layer
 
 
 class FastActorCritic(ActorCritic):
-    """An ActorCritic that saves calls.
+    """An ActorCritic that computes without calling its modules, where that makes no difference.
 
-    A head that is in FP8 or has hooks is called, as are layers that act.
+    A layer that has hooks is called as usual, and so is a head in FP8 where both heads are needed.
     """
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
-        """What comes before the first layer, here nothing (normalization.py)."""
+        """Standardizes observations before the first layer (normalization.py). Not here."""
         return obs
 
     def acting(self):
-        """What acts in one rollout: FP8 quantizes the weights now.
+        """The object whose `policy` acts in one rollout, with the weights as they are now.
 
-        With few rows, to call the modules would take as long as their arithmetic.
+        It does not call the modules. With few rows, the calls would take as long as the arithmetic.
+        In FP8 it quantizes the weights only once.
         """
         if not acts_without_calls(self):
             return self
@@ -53,12 +54,13 @@ class FastActorCritic(ActorCritic):
         return SimpleNamespace(policy=policy)
 
     def step(self, obs: torch.Tensor, state=None):
-        """As `policy`, with values [B]: outputs, values and the next state, here None."""
+        """Like `policy`, with values [B]: returns outputs, values and the next state, here None."""
         outputs, values = self.forward(obs)
         return outputs, values, None
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # As one layer, heads would not be called, and one in FP8 would be computed in float32.
+        # Heads that are computed as one layer are not called, so a head in FP8 would be computed in
+        # float32, and hooks would be skipped.
         together = all(
             type(head) is nn.Linear and needs_no_call(head) for head in (self.actor, self.critic)
         )
@@ -88,7 +90,7 @@ FAST_NETWORKS = {
 
 
 def acts_without_calls(model: FastActorCritic) -> bool:
-    """Whether the layers that act may be used without calling them."""
+    """Whether the layers of the policy may be used without calling them."""
     layers = (model.inputs, *model.hidden, model.actor)
     return all(
         type(layer) in (nn.Linear, Float8Linear) and needs_no_call(layer) for layer in layers
@@ -96,17 +98,17 @@ def acts_without_calls(model: FastActorCritic) -> bool:
 
 
 def needs_no_call(layer: nn.Module) -> bool:
-    """Whether a layer computes the same when its weight and bias are used without calling it.
+    """Whether a layer computes the same if its weight and bias are used without calling it.
 
-    So it has both, a forward pass of its class, and no hooks.
+    It does if it has a bias, no hooks, and no forward pass other than that of its class.
     """
     return layer.bias is not None and "forward" not in vars(layer) and not has_hooks(layer)
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether a layer has hooks that must be called, of its own or of all modules.
+    """Whether there are hooks that must be called, of this layer or of all modules.
 
-    LowBitAdam's need not be: during a rollout the weights are there.
+    The hooks of LowBitAdam need not be called, because during a rollout the weights are unpacked.
     """
     forward = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
     backward = (*layer._backward_pre_hooks.values(), *layer._backward_hooks.values())
@@ -123,22 +125,25 @@ def as_function(layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class Reuse:
-    """Lets a learner go on from the forward passes that acted.
+    """Lets a learner reuse the forward passes of acting.
 
-    It is the `loop` of a collector: `unroll`, with gradient. And `forward` is that of a learner:
-    for the newest rollout it returns what acting computed, with its gradient, and otherwise what
-    `train.forward_pass` computes.
+    The object is the `loop` of a collector: it does what `unroll` does, and keeps gradients. Its
+    method `forward` is the `forward` of a learner. For the newest rollout it returns the outputs
+    and values of acting, with their gradients. For other batches it computes `train.forward_pass`.
     """
 
     def __init__(self, model: ActorCritic, precision: Precision):
         self.model = model
         self.precision = precision
-        self.steps: list = []  # outputs and values of each step of the rollout that is collected
-        self.obs: torch.Tensor | None = None  # the newest rollout's, until it is learned from
-        self.computed: tuple | None = None  # its outputs [T+1, N, A or 2 A] and values [T+1, N]
+        # Outputs and values of each step, while a rollout is collected.
+        self.steps: list = []
+        # Observations of the newest rollout, until it is learned from.
+        self.obs: torch.Tensor | None = None
+        # Outputs [T+1, N, A or 2 A] and values [T+1, N] of the newest rollout.
+        self.computed: tuple | None = None
 
     def policy(self, obs, state):
-        """As ActorCritic.policy, and keeps outputs and values.
+        """Like ActorCritic.policy, but keeps outputs and values.
 
         Actions, and the states that they lead to, have no gradient.
         """
@@ -152,7 +157,7 @@ class Reuse:
         self.computed = None
         with torch.enable_grad(), self.precision.autocast():
             results, state = unroll(self, env, noise, starts, state)
-        # The last observation's value is only bootstrapped from.
+        # The loss only bootstraps from the value of the last observation, without gradient.
         with torch.no_grad(), self.precision.autocast():
             last_outputs, last_values, _ = self.model.step(env.obs, state)
         outputs = [step_outputs for step_outputs, _ in self.steps]
@@ -168,7 +173,7 @@ class Reuse:
     def forward(self, model, batch: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs and values of a batch.
 
-        What acting computed can be used once: after an update the weights are others.
+        Those of acting can be used only once, because an update changes the weights.
         """
         computed = self.computed if batch.obs is self.obs else None
         self.obs = None

@@ -1,4 +1,4 @@
-"""What this machine can do, what it emulates, and how much memory is free."""
+"""What this machine can compute, what it emulates, and how much memory is free."""
 
 import contextlib
 import ctypes
@@ -21,8 +21,11 @@ from .precision import PRECISIONS, Precision
 
 
 def arithmetic(device: torch.device | str) -> str:
-    """How FP8 runs on this device: "hardware" on FP8 tensor cores, "emulated" in float32 on the
-    same float8 numbers."""
+    """How FP8 matmuls run on a device: in "hardware" or "emulated".
+
+    In hardware they run on FP8 tensor cores. Emulated, they run in float32 on the same float8
+    numbers.
+    """
     return (
         "hardware" if torch.device(device).type == "cuda" and fp8.has_kernel(device) else "emulated"
     )
@@ -30,10 +33,12 @@ def arithmetic(device: torch.device | str) -> str:
 
 @functools.cache
 def is_emulated(name: str, device="cpu") -> bool:
-    """Whether a device multiplies the numbers of a precision that it can run in another type, which
-    is slow. A CPU does not report this, and libraries differ in what they use, so its 16-bit
-    products are timed once, on one thread: emulated ones take about fifty times as long as
-    float32's, native ones at most three times for such a small matrix."""
+    """Whether a device emulates a precision, which is slow: it multiplies numbers in another type.
+
+    A CPU does not report whether it emulates, and libraries differ in what they use. So 16-bit
+    products are timed once on a CPU, on one thread. Emulated products take about fifty times as
+    long as float32's. Native products take at most three times as long for such a small matrix.
+    """
     device = torch.device(device)
     rules = PRECISIONS[name]
     if rules.forward:
@@ -54,7 +59,7 @@ def is_emulated(name: str, device="cpu") -> bool:
         return min(times)
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with several, a wait for a busy core would be timed
+    torch.set_num_threads(1)  # with several threads, waits for a busy core would be timed, too
     try:
         return shortest(rules.autocast) > 10 * shortest(torch.float32)
     finally:
@@ -63,9 +68,11 @@ def is_emulated(name: str, device="cpu") -> bool:
 
 @functools.cache
 def load_kernels(device: torch.device | str) -> bool:
-    """Puts kernels in place of plain code (kernels.py), if the device is a GPU of capability 8.0
-    and up, Triton is installed and they run, which is tried once. Returns whether they are
-    there."""
+    """Puts faster kernels in place of plain code (kernels.py), if they run on the device.
+
+    They run on a GPU of compute capability 8.0 and higher, if Triton is installed. They are tried
+    once. Returns whether they are in place.
+    """
     device = torch.device(device)
     if (
         device.type != "cuda"
@@ -79,14 +86,16 @@ def load_kernels(device: torch.device | str) -> bool:
 
 
 def cores() -> int:
-    """How many cores this process may use, which can be fewer than the machine has."""
+    """How many cores this process may use. The machine may have more."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:
-    """Lets this process keep the memory that it frees. The GNU C library would give large blocks
-    back to the kernel, and every update would have to fetch its pages again. Does nothing with
-    another C library."""
+    """Lets this process keep the memory that it frees.
+
+    The GNU C library would give large blocks back to the kernel, and every update would have to
+    fetch their pages again. With another C library this function does nothing.
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its largest value
@@ -94,11 +103,14 @@ def keep_freed_memory() -> None:
 
 
 def available(device="cpu") -> int:
-    """Bytes still free on a device: CUDA memory, or RAM within the limits of this process and its
-    cgroup (v2)."""
+    """Bytes that are free on a device.
+
+    On a GPU this is CUDA memory, on a CPU it is RAM within the limits of this process and its
+    cgroup (v2).
+    """
     device = torch.device(device)
     if device.type == "cuda":
-        # Blocks that torch would reuse
+        # Memory that torch has reserved and would reuse.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
     left = [psutil.virtual_memory().available]
@@ -117,16 +129,21 @@ def available(device="cpu") -> int:
 
 
 def require_room(what: str, needed: int, remedy: str, device="cpu") -> None:
-    """Checks that an allocation fits before it is made: RAM is handed out lazily, so too large a
-    buffer would fail half-way. Raises MemoryError for more than `available`."""
+    """Raises MemoryError if an allocation needs more than the `available` bytes.
+
+    Call it before the allocation. RAM is handed out lazily, so a buffer that is too large would
+    fail only half-way.
+    """
     free = available(device)
     if needed > free:
         raise MemoryError(f"{what} needs {needed:,} bytes and {device} has {free:,} free: {remedy}")
 
 
 def describe(precision: Precision, model: nn.Module) -> str:
-    """One line on how a prepared model runs: whether it is emulated, and for FP8 which layers are
-    converted."""
+    """One line that says how a prepared model runs.
+
+    It says whether the precision is emulated and, for FP8, which layers are converted.
+    """
     where = f"{precision.name} on {precision.device}"
     if not precision.rules.forward:
         return f"{where}, emulated" if is_emulated(precision.name, precision.device) else where
@@ -150,7 +167,7 @@ def processor() -> str:
 
 
 def hardware() -> str:
-    """The machine, its processor's capabilities and the versions of a result, in one line."""
+    """One line about the machine: its processors, what they can do, and versions of packages."""
     bf16 = "emulated" if is_emulated("bf16") else "native"
     capability = f"{torch.backends.cpu.get_cpu_capability()} with {bf16} bf16"
     parts = [f"{processor()}, {cores()} cores, {capability}, threads: {torch.get_num_threads()}"]

@@ -1,9 +1,10 @@
-"""Where faster kernels are found, on a GPU that has them.
+"""A table of faster kernels, by name, for a GPU that can run them.
 
-Some of what the agent computes is hundreds of operations on few numbers: random words, a recurrence
-over time, rounding to FP8. On a GPU each operation takes microseconds to begin, however few numbers
-it has, so one kernel for all of them is much faster. gpu/triton_kernels.py has such kernels and
-puts them here by name. Without them the agent computes the same in plain PyTorch.
+Some of the agent's computations are hundreds of operations on few numbers: random words, a
+recurrence over time, rounding to FP8. On a GPU each operation takes microseconds to begin, however
+few numbers it has, so one kernel in place of many operations is much faster. gpu/triton_kernels.py
+has such kernels and puts them into this table. Without them, the agent computes the same in plain
+PyTorch.
 """
 
 from collections.abc import Callable

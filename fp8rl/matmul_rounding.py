@@ -1,8 +1,8 @@
 """How a precision or a format rounds the matmuls of a network, as functions of float32 tensors.
 
-Products of two 16-bit or 8-bit numbers are exact in float32. So a matmul in float32 of rounded
-operands is what autocast and FP8 compute, but for the order of sums. Populations compute like that
-(population/), and the kernel that acts (gpu/acting_kernel.py).
+Products of two 16-bit or 8-bit numbers are exact in float32. So a float32 matmul of rounded
+operands gives what autocast and FP8 compute, but for the order of sums. Populations (population/)
+and the kernel that acts (gpu/acting_kernel.py) compute in this way.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,11 @@ def to_e5m2(x: torch.Tensor) -> torch.Tensor:
     return FP8["backward"].matrices(x)
 
 
-# How types round float32 tensors, in float32: 16 bits elementwise, 8 bits as fp8.quantize does each
-# matrix of finite numbers. A number that is not finite makes the whole matrix NaN, where
-# fp8.quantize makes only this number NaN: either way the agent's gradient is not finite, and it
-# takes no step. They are functions of a module: copies and pickles of a network share them.
+# The functions that round float32 tensors to the numbers of a type. Types of 16 bits round each
+# number by itself. Types of 8 bits round each matrix as fp8.quantize does, if its numbers are
+# finite. A number that is not finite makes the whole matrix NaN, whereas fp8.quantize makes only
+# this number NaN. Either way the agent's gradient is not finite, and the agent takes no step. The
+# functions belong to the module, so that copies and pickles of a network share them.
 TO = {
     torch.bfloat16: to_bfloat16,
     torch.float16: to_float16,
@@ -47,16 +48,22 @@ TO = {
 
 
 class Rounding(NamedTuple):
-    """How a layer's matmuls are rounded: functions of float32 tensors [S, M, N], or None."""
+    """How a layer's matmuls are rounded: functions of float32 tensors [S, M, N].
+
+    None leaves the numbers in float32.
+    """
 
     inputs: Callable | None = None
     weights: Callable | None = None
-    gradient: Callable | None = None  # of the output
-    result: Callable | None = None  # all results
+    gradient: Callable | None = None  # rounds the gradient of the output
+    result: Callable | None = None  # rounds all results
 
 
 class Matmuls(NamedTuple):
-    """What rounds an agent's matmuls: a precision, or the formats of operands and gradients."""
+    """The settings that round an agent's matmuls.
+
+    These are a precision, or the formats of operands and gradients.
+    """
 
     precision: str
     operands: PlaceFormat | None = None
@@ -64,9 +71,9 @@ class Matmuls(NamedTuple):
 
 
 def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
-    """The matmuls of an agent's learner or, with `acting`, of its acting policy.
+    """The matmuls of an agent's learner or, with `acting`, of its policy that acts.
 
-    Raises ValueError for formats beside another precision than fp32.
+    Raises ValueError if formats round matmuls and the precision is another than fp32.
     """
     places = places_of(config.formats)
     learner = Matmuls(config.precision, places.get("forward"), places.get("backward"))
@@ -80,9 +87,9 @@ def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
 
 
 def acts_as_it_learns(config: Config) -> bool:
-    """Whether the acting policy's matmuls are rounded as those of the learner's forward pass.
+    """Whether the policy that acts rounds its matmuls like the learner's forward pass.
 
-    Raises what `matmuls_of` raises.
+    Raises the errors of `matmuls_of`.
     """
     learner = matmuls_of(config)
     actor = matmuls_of(config, acting=True)
@@ -92,9 +99,10 @@ def acts_as_it_learns(config: Config) -> bool:
 def roundings_of(
     matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "precision"
 ) -> list[Rounding]:
-    """The rounding of linear layers with weights of given shapes, one after the other.
+    """The roundings of linear layers with weights of given shapes, which follow each other.
 
-    Raises ValueError, with the `field` of a config, if FP8 can take none of them.
+    Raises ValueError if the precision is FP8 and no layer can multiply in FP8. The error names the
+    `field` of the config.
     """
     in_formats = matmuls.operands or matmuls.gradients
     if PRECISIONS[matmuls.precision].forward and not in_formats:
@@ -107,11 +115,11 @@ def roundings_of(
 def roundings_of_network(
     matmuls: Matmuls, shapes: list[tuple[int, int]], field: str = "precision"
 ) -> list[Rounding]:
-    """The roundings of a network, the last two shapes being those of the heads of actor and critic.
+    """The roundings of a network. The last two shapes are those of the heads of actor and critic.
 
-    Where both heads are rounded alike, they have one Rounding, because they are computed as one
-    layer. Where they are not, as with an actor in FP8 beside a critic with one output, they have
-    two. Raises what `roundings_of` raises.
+    If both heads are rounded alike, they have one Rounding, because they are computed as one layer.
+    Otherwise they have two, as for an actor in FP8 beside a critic with one output. Raises the
+    errors of `roundings_of`.
     """
     *encoder, actor, critic = shapes
     with_actor = roundings_of(matmuls, [*encoder, actor], field)
@@ -122,7 +130,7 @@ def roundings_of_network(
 
 
 def in_sequence(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Rounding]:
-    """As `roundings_of`, also where FP8 takes no layer."""
+    """Like `roundings_of`, but without an error if no layer can multiply in FP8."""
     precision, operands, gradients = matmuls
     if operands or gradients:
         round_operands = operands and operands.matrices
@@ -145,14 +153,16 @@ def in_sequence(matmuls: Matmuls, shapes: list[tuple[int, int]]) -> list[Roundin
 
 
 def apply(function: Callable | None, x: torch.Tensor) -> torch.Tensor:
+    """`function(x)`, or `x` if there is no function."""
     return x if function is None else function(x)
 
 
 def stored(layers: list[tuple[torch.Tensor, torch.Tensor]], roundings: list[Rounding]) -> list:
-    """Layers as they are multiplied to act: (weight, bias, rounding), rounded.
+    """The layers of a policy that acts, with weights and biases rounded once.
 
-    `layers` have weights [S, O, I] and biases [S, 1, O]. All weights but the last one's become
-    [S, I, O]; the last layer's few outputs are computed by column.
+    Each layer becomes (weight, bias, rounding). `layers` have weights [S, O, I] and biases
+    [S, 1, O]. The weights become [S, I, O], except those of the last layer, whose few outputs are
+    computed by column.
     """
     result = []
     for number, ((weight, bias), rounding) in enumerate(zip(layers, roundings, strict=True), 1):

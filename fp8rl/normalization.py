@@ -1,14 +1,14 @@
-"""Networks for observations whose features differ in size.
+"""Networks for observations whose features differ in size, such as metres beside millimetres.
 
-An example are metres beside millimetres per second: the largest feature would dominate the first
-layer. The network subtracts each feature's running mean, divides by its running standard deviation,
-and clips the result to 10 on either side (as Stable-Baselines3's VecNormalize).
+The largest feature would dominate the first layer. So the network subtracts each feature's running
+mean, divides by its running standard deviation, and clips the result to 10 on either side (as
+Stable-Baselines3's VecNormalize).
 
 These statistics are part of the network. So a checkpoint's network takes observations as the
-environment gives them, and the ring stores those. They are updated just before a rollout is
-collected and stay fixed until its updates are done, so new data are on-policy. Replayed data were
-normalized by earlier statistics, for which the importance ratios correct as they do for earlier
-weights.
+environment gives them, and the ring stores such observations. The statistics are updated just
+before a rollout is collected, and stay fixed until the rollout's updates are done. So new data are
+on-policy. Replayed data were normalized by earlier statistics. The importance ratios correct for
+that, as they do for earlier weights.
 """
 
 import torch
@@ -20,11 +20,13 @@ LIMIT = 10.0
 
 
 class Normalized:
-    """What makes an ActorCritic normalize; inherit from it first. Its buffers:
+    """A base class that makes an ActorCritic standardize observations; inherit from it first.
 
-    seen             float32 [1], the number of observations that the statistics are of
-    mean, variance   float32 [F], of each feature
-    waiting          float64 [2 F + 1], count and sums of the observations that are to be added
+    Its buffers are
+
+    seen             float32 [1], number of observations in the statistics
+    mean, variance   float32 [F], statistics of each feature
+    waiting          float64 [2 F + 1], count and sums of observations that are still to be added
     """
 
     def __init__(self, obs_size: int = 2, *sizes, **options):
@@ -38,7 +40,7 @@ class Normalized:
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
         """Observations float32 [..., F] in standard deviations from the mean.
 
-        A feature that has not varied yet is 0.
+        A feature that has not varied yet becomes 0.
         """
         varies = self.variance > 1e-12 * self.mean.square()  # by more than float32's rounding
         scale = torch.where(varies, self.variance, 1).rsqrt() * varies
@@ -49,7 +51,7 @@ class Normalized:
 
     @torch.no_grad()
     def add_observations(self, obs: torch.Tensor, all_reduce) -> None:
-        """Keeps count and sums of observations [..., F] until `update_statistics`.
+        """Stores the count and sums of observations [..., F] until `update_statistics`.
 
         `all_reduce` sums tensors over processes.
         """
@@ -60,7 +62,7 @@ class Normalized:
 
     @torch.no_grad()
     def update_statistics(self) -> None:
-        """Adds to the statistics what `add_observations` counted last.
+        """Adds the observations of the last `add_observations` to the statistics.
 
         The formula is that of Chan, Golub & LeVeque 1983, "Algorithms for computing the sample
         variance".

@@ -1,4 +1,4 @@
-"""Codecs: how the replay ring stores observations. Each maps float32 to a smaller type and back.
+"""Codecs: how the replay ring stores observations. A codec maps float32 to a type and back.
 
     name   bytes   stored as                        error of a feature in (low, high)
     fp32   4       float32                          none
@@ -10,10 +10,11 @@
                    a power of two per feature
 
 Scales come from the bounds of the observation space and never change, so storing them costs nothing
-per transition. int8 has equal steps and needs bounds; a feature without them has scale 1 in fp8.
-The steps of fp8 grow with the value: finer than int8's within a sixteenth of the bound from 0,
-coarser beyond. What a codec cannot represent is clipped to the nearest end of its range. Names of
-bits/formats.py are accepted, too, where torch has a type: e4m3 is fp8, and e5m2 is scaled like it.
+per transition. int8 has equal steps and needs bounds. A feature without bounds has scale 1 in fp8.
+The steps of fp8 grow with the value: within a sixteenth of the bound from 0 they are finer than
+int8's, and beyond that coarser. A value that a codec cannot represent is clipped to the nearest end
+of its range. Names of bits/formats.py are accepted, too, if torch has a type for them. e4m3 is fp8,
+and e5m2 is scaled in the same way.
 """
 
 import math
@@ -49,8 +50,8 @@ def type_of_codes(codec: str) -> torch.dtype:
 class Codec:
     """A codec for features with bounds `low` and `high` [F], infinite where there is none.
 
-    Raises ValueError for an unknown name, bounds that are not numbers or differ in number, or int8
-    without finite bounds.
+    Raises ValueError for an unknown name, for int8 without finite bounds, and for bounds that are
+    NaN or of which there are not as many in `low` as in `high`.
     """
 
     def __init__(self, name: str, low: tuple[float, ...], high: tuple[float, ...], device="cpu"):

@@ -1,12 +1,14 @@
 """Several processes, one learner: data-parallel training with torch.distributed.
 
-Process k of n (its rank) holds an nth of the environments, with their rows of the ring and its own
-random numbers, and replays an nth of each batch. Every update sums the gradients and the sums in
-the loss over the ranks, so that all take the same step: the gradient is that of one process on all
-the rollouts, except in FP8, whose scales are those of a rank's own tensors. A checkpoint holds the
-whole run and can be resumed with any number of ranks. Every rank has a seed of its own (rng.py).
+Process k of n has the rank k. It holds an nth of the environments, with their rows of the ring and
+its own random numbers, and replays an nth of each batch. Every update sums the gradients, and the
+sums in the loss, over the ranks. So all ranks take the same step. The gradient is that of one
+process on all the rollouts, except in FP8, whose scales are those of a rank's own tensors. A
+checkpoint holds the whole run and can be resumed with any number of ranks. Every rank has a seed of
+its own (rng.py).
 
-torchrun starts the processes and tells each its rank. Without it the functions here do nothing.
+torchrun starts the processes and tells each its rank. Without torchrun, the functions of this file
+do nothing.
 """
 
 import atexit
@@ -17,17 +19,19 @@ from collections.abc import Callable
 
 import torch
 
-# Import before a group exists: its functions take the current group as their default, which would
-# outlive its destruction.
+# This is imported before a group exists, because its functions take the current group as their
+# default. That reference would outlive the group's destruction.
 import torch.distributed.nn.functional
 from torch import distributed
 
 
 def start(devices: dict[str, str] | None = None) -> None:
-    """Joins the processes that torchrun started, if it started this one: over gloo, and also over
-    nccl if one of the `devices` of the run's parts, by the Machine's fields, is on CUDA. There
-    "cuda" then means this process's own GPU. Raises ValueError if the processes of this machine
-    cannot have one GPU each."""
+    """Joins this process to the other processes of torchrun, if torchrun started it.
+
+    `devices` are the devices of the run's parts, by the Machine's fields. The processes communicate
+    over gloo and, if one of the devices is on CUDA, also over nccl. "cuda" then means this
+    process's own GPU. Raises ValueError if the processes of this machine cannot have one GPU each.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or distributed.is_initialized():
         return
     gpus, here = (
@@ -43,7 +47,8 @@ def start(devices: dict[str, str] | None = None) -> None:
             raise ValueError(f"{what}: use 'cuda', which gives each process its own GPU")
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    signal.signal(signal.SIGTERM, _end)  # torchrun's way to end the others when one has died
+    # When one process has died, torchrun ends the others by SIGTERM.
+    signal.signal(signal.SIGTERM, _end)
     atexit.register(stop)
     distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
 
@@ -54,8 +59,11 @@ def _end(*_) -> None:
 
 
 def stop() -> None:
-    """Leaves the other processes, at the latest when Python exits: gloo's threads end with the
-    group, and one that releases a tensor after that would abort the process."""
+    """Leaves the group of processes, at the latest when Python exits.
+
+    gloo's threads must end before Python does. A thread that releases a tensor later would abort
+    the process.
+    """
     if distributed.is_initialized():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         distributed.destroy_process_group()
@@ -71,8 +79,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def all_reduce(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums of tensors over the ranks, without gradient. One message, because its latency costs
-    more than its bytes."""
+    """The sums of tensors over the ranks, without gradient.
+
+    All tensors go in one message, because the latency of a message costs more than its bytes.
+    """
     if rank_and_size()[1] == 1:
         return tensors
     flat = torch.cat([x.detach().flatten() for x in tensors])
@@ -87,22 +97,22 @@ def gather(x: torch.Tensor) -> torch.Tensor:
     """The ranks' tensors, all of the same shape, one after the other along the first dimension."""
     if (size := rank_and_size()[1]) == 1:
         return x
-    # Bytes, because gloo does not support every dtype
+    # Sent as bytes, because gloo does not support every dtype.
     flat = x.contiguous().flatten().view(torch.uint8)
     parts = [torch.empty_like(flat) for _ in range(size)]
     distributed.all_gather(parts, flat)
     return torch.cat([part.view(x.dtype).view(x.shape) for part in parts])
 
 
-# Parts of a run's state in which the ranks' tensors are joined along the first dimension; the
-# others are the same on all ranks.
+# Parts of a run's state whose tensors are joined along the first dimension, one rank after the
+# other. All other parts are the same on all ranks.
 JOINED = ("env", "returns", "rewards", "state", "ring")
-# Tensors in these parts that are the same on all ranks.
+# Tensors in these parts that are the same on all ranks and are not joined.
 SAME = ("clock", "square")
 
 
 def whole_state(state: dict) -> dict:
-    """The state of the whole run, from this rank's. All ranks must call it."""
+    """The state of the whole run, from the state of this rank. All ranks must call it."""
     if rank_and_size()[1] == 1:
         return state
     return _map_state(state, gather, lambda clipped: all_reduce([clipped])[0])
@@ -120,7 +130,8 @@ def part_of(state: dict) -> dict:
 
 
 def _map_state(state: dict, join: Callable, sum_clipped: Callable) -> dict:
-    """A state with `join` of each joined tensor, and `sum_clipped` of the ring's `clipped`."""
+    """A state in which `join` is applied to each joined tensor, and `sum_clipped` to the ring's
+    `clipped`."""
 
     def map_tensor(name: str, x: torch.Tensor) -> torch.Tensor:
         if name in SAME:
@@ -138,7 +149,7 @@ def _map_state(state: dict, join: Callable, sum_clipped: Callable) -> dict:
 
 
 class NoEvaluator:
-    """In place of an Evaluator on ranks other than 0, which evaluates for all."""
+    """Takes the place of the Evaluator on other ranks than 0. Only rank 0 evaluates."""
 
     def evaluate(self, learned: torch.nn.Module) -> float:
         return math.nan

@@ -8,10 +8,10 @@ the encoder:
     n  = tanh(x_n + r h_n)
     h' = (1 - z) n + z h
 
-where two linear layers compute x from the input and h_r, h_z and h_n from the previous state h. The
-first runs over all rows of a sequence in one matmul; only the second must go step by step. Where an
-episode starts within a sequence the state is set to 0, so slices need neither padding nor cutting.
-The state and its gates are float32.
+where one linear layer computes x from the input, and another computes h_r, h_z and h_n from the
+previous state h. The first layer runs over all rows of a sequence in one matmul; only the second
+must go step by step. Where an episode starts within a sequence, the state is set to 0, so slices
+need neither padding nor cutting. The state and its gates are float32.
 """
 
 import torch
@@ -54,7 +54,7 @@ class RecurrentActorCritic(ActorCritic):
         return self.outputs(self.actor(state)), state
 
     def step(self, obs, state=None):
-        """As `policy`, with values [B]: outputs, values and the next state."""
+        """Like `policy`, with values [B]: returns outputs, values and the next state."""
         state = self.gru(self.encode(obs), state)
         outputs, values = self.heads(state)
         return outputs, values, state

@@ -4,9 +4,9 @@ import torch
 
 
 class TensorState:
-    """An object whose state is a few tensors: its attributes that NAMES lists.
+    """A base class for objects whose state is a few tensors: the attributes that NAMES lists.
 
-    As for a module, `state_dict` returns the tensors by name and `load_state_dict` restores them.
+    As for a module, `state_dict` returns the tensors by name, and `load_state_dict` restores them.
     """
 
     NAMES: tuple[str, ...] = ()
@@ -19,7 +19,8 @@ class TensorState:
         }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copies saved tensors into the object's own, in place, because others may hold these."""
+        """Copies saved tensors into the object's tensors, in place, because other objects may hold
+        them."""
         for name in self.NAMES:
             tensor = getattr(self, name)
             tensor.copy_(state[name].view_as(tensor))

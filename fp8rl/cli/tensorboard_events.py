@@ -1,11 +1,11 @@
-"""What TensorBoard shows of a run: `train --tensorboard` writes an events file into its folder.
+"""An events file for TensorBoard, which `train --tensorboard` writes into the run's folder.
 
     tensorboard --logdir runs
 
-Every column of the history is a scalar, in groups as CleanRL's scripts have them. An event's step
-is the number of environment steps. Its time counts the seconds of training, without the pauses
-before a run was resumed. Where a column is NaN, as a return is while no episode ends, there is no
-event.
+Every column of the history is a scalar. Scalars are in groups, like those of CleanRL's scripts. An
+event's step is the number of environment steps. Its time counts the seconds of training, without
+the pauses before a run was resumed. There is no event where a column is NaN, as a return is while
+no episode ends.
 """
 
 import math
@@ -37,21 +37,21 @@ def require_tensorboard() -> None:
 
 
 class EventFile:
-    """The events file of a run, new in its folder.
+    """The events file of a run, which is always a new file in the run's folder.
 
-    A resumed run replaces its earlier file: all rows of its history are written again, so that none
-    is there twice. Raises OSError where it cannot be written.
+    A resumed run replaces its earlier file. It writes all rows of its history again, so that no row
+    is there twice. Raises OSError if the file cannot be written.
     """
 
     def __init__(self, folder: Folder):
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder = folder
-        self.rows = 0  # that have been written
-        self.began = None  # the time at which training would have begun, without pauses
+        self.rows = 0  # number of rows that have been written
+        self.began = None  # the time at which training would have begun without pauses
         folder.remove_events()
         with folder.writing():
-            # A TensorBoard that has shown the earlier file forgets what it showed, from step 0 on
+            # A TensorBoard that has read the earlier file forgets its events from step 0 on.
             self.writer = SummaryWriter(str(folder.path), purge_step=0)
 
     def add(self, rows: list[dict[str, float]]) -> None:
