@@ -1,5 +1,7 @@
-"""Tasks other than the cart, as tensors, and a Gymnasium wrapper for any of them. Registers with
-Gymnasium what it lacks."""
+"""Tasks other than the cart, as tensors, and a Gymnasium wrapper for any task.
+
+Importing this package registers the tasks that Gymnasium does not have.
+"""
 
 import gymnasium
 

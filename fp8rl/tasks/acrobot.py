@@ -1,13 +1,14 @@
 """Acrobot-v1 as tensors: two links hang from a hinge, and a torque between them must swing the tip
 up (Sutton 1996, "Generalization in reinforcement learning").
 
-State: angles theta1 (0 hangs down) and theta2 (between the links), and their velocities, all
-starting within 0.1. The observation is cos and sin of each angle, and the velocities. Actions 0, 1,
-2 are torques of -1, 0, 1 N m. Every step of 0.2 s gives the reward -1, except the one that ends the
-episode: when the tip is a link's length above the hinge, -cos(theta1) - cos(theta1 + theta2) > 1.
-Truncated after 500 steps. Links are 1 m and 1 kg, with their centres in the middle and moments of
-inertia of 1 kg m^2. Equations ("book"), bounds and one step of Runge-Kutta are those of Gymnasium's
-classic_control/acrobot.py, in float32."""
+The state has the angles theta1 (0 hangs down) and theta2 (between the links), and their velocities.
+All start within 0.1 of 0. The observation is cos and sin of each angle, and the velocities. Actions
+0, 1, 2 are torques of -1, 0, 1 N m. A step takes 0.2 s. An episode terminates when the tip is a
+link's length above the hinge: -cos(theta1) - cos(theta1 + theta2) > 1. It is truncated after 500
+steps. The reward of each step is -1, and that of the step that terminates is 0. Links are 1 m and
+1 kg, with their centres in the middle and moments of inertia of 1 kg m^2. The equations ("book"),
+the bounds and one step of Runge-Kutta are those of Gymnasium's classic_control/acrobot.py, in
+float32."""
 
 import math
 
@@ -43,7 +44,7 @@ def wrapped(angle: torch.Tensor) -> torch.Tensor:
 
 
 class Acrobot(TensorEnv):
-    """N copies of Acrobot-v1. Arguments as in TensorEnv."""
+    """N copies of Acrobot-v1. The arguments are those of TensorEnv."""
 
     num_actions, max_steps, state_size = 3, 500, 4
     bounds = (-1.0,) * 4 + (-SPEEDS[0], -SPEEDS[1]), (1.0,) * 4 + SPEEDS

@@ -1,11 +1,11 @@
 """CartPole-v1 as tensors: a pole on a cart must not fall (Barto, Sutton & Anderson 1983,
 "Neuronlike adaptive elements").
 
-State and observation: position x (m), velocity, angle theta of the pole from upright (rad), angular
-velocity, all starting within 0.05. Action 0 pushes left with 10 N, 1 right. Every step of 0.02 s
-gives the reward 1. The episode terminates when |x| > 2.4 or |theta| > 12 degrees, and is truncated
-after 500 steps. The equations, constants and Euler's method are those of Gymnasium's
-classic_control/cartpole.py, in float32."""
+State and observation are the position x (m), the velocity, the angle theta of the pole from upright
+(rad), and the angular velocity. All start within 0.05 of 0. Action 0 pushes left with 10 N, action
+1 pushes right. Every step of 0.02 s gives the reward 1. The episode terminates when |x| > 2.4 or
+|theta| > 12 degrees, and is truncated after 500 steps. The equations, constants and Euler's method
+are those of Gymnasium's classic_control/cartpole.py, in float32."""
 
 import math
 
@@ -19,7 +19,7 @@ LIMIT, ANGLE = 2.4, math.radians(12)
 
 
 class CartPole(TensorEnv):
-    """N copies of CartPole-v1. Arguments as in TensorEnv."""
+    """N copies of CartPole-v1. The arguments are those of TensorEnv."""
 
     num_actions, max_steps, state_size = 2, 500, 4
     bounds = (

@@ -11,21 +11,24 @@ from .drawing import drawing_of, picture
 
 
 class Single(gymnasium.Env):
-    """One environment of a task, for other libraries: `task` is a TensorEnv of one environment, or
-    a name as in `train --env-id`. Starts and noise channels come from Gymnasium's own generator. An
-    action that is NaN, of another shape, or not one of the discrete ones raises ValueError; whether
-    continuous ones are clipped is up to the task, as in training. Raises ValueError for what is no
-    TensorEnv.
+    """One environment of a task as a Gymnasium environment, for other libraries.
+
+    `task`         a TensorEnv of one environment, or a name as in `train --env-id`
+    `render_mode`  None, or "rgb_array" for a task that can be drawn (drawing.py)
+
+    To register a task of your own:
 
         gymnasium.register("Mine-v0", "fp8rl.tasks.custom_env:Single", kwargs={"task":
         "module:Class"}, max_episode_steps=200)
 
-    Gymnasium's `max_episode_steps` can shorten the task's own `max_steps`, not extend it. A step
-    that terminates an episode at the time limit is also truncated, as with Gymnasium's TimeLimit;
-    in a TensorEnv it is only terminated.
+    Gymnasium's `max_episode_steps` can shorten the task's own `max_steps`, but not extend it. A
+    step that terminates an episode at the time limit is also truncated, as with Gymnasium's
+    TimeLimit. In a TensorEnv it is only terminated.
 
-    `render_mode` is None or "rgb_array", for tasks that can be drawn (drawing.py); ValueError for
-    others."""
+    Start states and noise channels come from Gymnasium's own random generator. As in training, the
+    task decides whether continuous actions are clipped. `step` raises ValueError for an action that
+    is NaN, has another shape, or is not one of the discrete actions. The class raises ValueError
+    for a task that is no TensorEnv, and for a `render_mode` that the task does not have."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 25}
 
@@ -77,7 +80,7 @@ class Single(gymnasium.Env):
         )
 
     def render(self) -> np.ndarray | None:
-        """A picture, uint8 [height, width, 3], or None without a render_mode."""
+        """A picture of the state, uint8 [height, width, 3], or None without a render_mode."""
         if self.render_mode != "rgb_array":
             return None
         return picture(self.env, self.state[0], f"step {self.elapsed}")
@@ -99,8 +102,10 @@ class Single(gymnasium.Env):
 
 
 class CustomEnv(Single):
-    """The cart; `gymnasium.make("fp8rl.tasks:fp8rl/CustomEnv-v0")` builds it. `render_mode` is None
-    or "rgb_array"; the other options and their errors are those of Cart."""
+    """The cart as a Gymnasium environment: `gymnasium.make("fp8rl.tasks:fp8rl/CustomEnv-v0")`.
+
+    `render_mode` is None or "rgb_array". The other options, and their errors, are those of Cart.
+    """
 
     def __init__(
         self,

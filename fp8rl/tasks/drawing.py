@@ -1,7 +1,8 @@
 """Pictures of the package's own tasks, for Gymnasium's `render` and for films (study/film.py).
 
-A drawing is a function of matplotlib axes and a state, a list of floats. A task of your own is
-drawn by a method of this kind, `paint(self, ax, state)`. It may have `frames_per_second`, too.
+A drawing is a function of matplotlib axes and of a state, which is a list of floats. A task of your
+own can be drawn if it has such a method, `paint(self, ax, state)`. It may also have an attribute
+`frames_per_second`.
 """
 
 import math
@@ -21,7 +22,7 @@ BLACK, BLUE, GREEN, RED, GREY = "#000000", "#56B4E9", "#009E73", "#D55E00", "#99
 
 
 class Drawing(NamedTuple):
-    """How a task is drawn: by a function, this wide and high, so many frames a second."""
+    """How a task is drawn: the function, the size of the picture, and the frames per second."""
 
     draw: Callable
     size: tuple[int, int] = (480, 240)  # pixels
@@ -29,8 +30,10 @@ class Drawing(NamedTuple):
 
 
 def draw_cart(ax, state: list[float]) -> None:
-    """A square at the cart's position, above it an arrow of three times its velocity. The track is
-    shaded, and the origin dotted."""
+    """Draws a square at the cart's position, and above it an arrow of three times its velocity.
+
+    The track is shaded, and a dotted line is at the origin.
+    """
     position, velocity = state
     ax.axvspan(-LIMIT, LIMIT, color=BLUE, alpha=0.15)
     ax.axvline(0, color=GREEN, linestyle=":")
@@ -45,13 +48,13 @@ def draw_cart(ax, state: list[float]) -> None:
     ends = (position + 3 * velocity, 0.72), (position, 0.72)
     ax.annotate("", *ends, arrowprops=arrow).arrow_patch.set_clip_box(ax.bbox)
     ax.plot(position, 0.4, "s", color=BLACK, markersize=18)
-    # The last step of an episode may leave the track by far
+    # The last step of an episode may end far outside the track.
     width = max(1.25 * LIMIT, abs(position) + 0.25)
     ax.set(xlim=(-width, width), ylim=(0, 1), yticks=[], xlabel="position")
 
 
 def draw_cartpole(ax, state: list[float]) -> None:
-    """The cart on its track, and the pole. The wedge is where the pole may be."""
+    """Draws the cart on its track, and the pole. The wedge shows where the pole may be."""
     position, _, angle, _ = state
     length = 2 * cartpole.LENGTH
     ax.axvspan(-cartpole.LIMIT, cartpole.LIMIT, color=BLUE, alpha=0.15)
@@ -66,21 +69,21 @@ def draw_cartpole(ax, state: list[float]) -> None:
     )
     tip = (position + length * math.sin(angle), length * math.cos(angle))
     ax.plot([position, tip[0]], [0, tip[1]], color=RED, linewidth=5, solid_capstyle="round")
-    # In the picture, wherever the last step of an episode ends
+    # The picture is wide enough for the cart, wherever the last step of an episode ends.
     width = max(1.15 * cartpole.LIMIT, abs(position) + 0.5)
     ax.set(xlim=(-width, width), ylim=(-0.45, 1.4), yticks=[], xlabel="position, m")
     ax.set_aspect("equal")
 
 
 def draw_pendulum(ax, state: list[float]) -> None:
-    """The pendulum, and a ring where its end should be."""
+    """Draws the pendulum, and a ring where its end should be."""
     angle, _ = state
     draw_links(ax, [(-math.sin(angle), math.cos(angle))], reach=1.25)
     ax.plot(0, 1, "o", color=GREEN, markersize=22, markerfacecolor="none", markeredgewidth=2)
 
 
 def draw_acrobot(ax, state: list[float]) -> None:
-    """The two links, and the line that the tip must pass."""
+    """Draws the two links, and the line that the tip must pass."""
     first, second, _, _ = state
     elbow = (math.sin(first), -math.cos(first))
     tip = (elbow[0] + math.sin(first + second), elbow[1] - math.cos(first + second))
@@ -90,7 +93,7 @@ def draw_acrobot(ax, state: list[float]) -> None:
 
 
 def draw_links(ax, ends: list[tuple[float, float]], reach: float) -> None:
-    """Links from a hinge at the origin, one after the other."""
+    """Draws links from a hinge at the origin, one after the other."""
     begin = (0.0, 0.0)
     for end, color in zip(ends, (BLACK, RED), strict=False):
         across, up = zip(begin, end, strict=True)
@@ -102,7 +105,8 @@ def draw_links(ax, ends: list[tuple[float, float]], reach: float) -> None:
 
 
 SQUARE = (320, 336)
-# Pendulum and CartPole run as fast as in reality, the others so that they can be followed.
+# Pendulum and CartPole are shown as fast as they are in reality. The other tasks are shown at a
+# speed at which they can be followed.
 DRAWINGS = {
     Cart: Drawing(draw_cart),
     Lqr: Drawing(draw_cart, frames_per_second=10),
@@ -113,17 +117,19 @@ DRAWINGS = {
 
 
 def drawing_of(task: type[TensorEnv]) -> Drawing | None:
-    """How a task is drawn: as it says itself, or as the task of this package that it derives from.
-    None if neither can."""
-    if own := getattr(task, "paint", None):
-        return Drawing(own, frames_per_second=getattr(task, "frames_per_second", 25))
+    """How a task is drawn: by its own method `paint`, or like the task of this package that it
+    derives from. None if it cannot be drawn."""
+    if paint := getattr(task, "paint", None):
+        return Drawing(paint, frames_per_second=getattr(task, "frames_per_second", 25))
     return next((DRAWINGS[kind] for kind in task.__mro__ if kind in DRAWINGS), None)
 
 
 def picture(env: TensorEnv, state, title: str) -> np.ndarray:
-    """The state of one environment, a tensor [state_size], as uint8 [height, width, 3], below a
-    title. Its task must have a drawing."""
-    # Only a rendered environment needs matplotlib
+    """A picture of the state of one environment, below a title: uint8 [height, width, 3].
+
+    `state` is a tensor [state_size]. The environment's task must have a drawing.
+    """
+    # Imported here, because only rendering needs matplotlib.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
 """Any Gymnasium environment as tensors on a device.
 
 `GymEnv` gives a Gymnasium vector environment (NumPy, CPU) the attributes and methods of `TensorEnv`
-that training uses. Any environment with flat Box or Discrete observations, or a Tuple or Dict of
-such, and Discrete or flat, bounded Box actions will do."""
+that training uses. Observations may be a flat Box, Discrete, or a Tuple or Dict of these. Actions
+may be Discrete, or a flat Box with bounds."""
 
 import contextlib
 import signal
@@ -20,12 +20,12 @@ from ..state import TensorState
 from .by_id import task_of
 
 VECTORIZATIONS = ("sync", "async")
-# What an environment's own code may raise. sys.exit() must not end the program silently; Ctrl-C is
-# not the environment's.
+# The errors that an environment's own code may raise. sys.exit() must not end the program silently.
+# Ctrl-C is not among them, because it does not come from the environment.
 RAISES = Exception, SystemExit
-KNOWN: dict[
-    str, tuple
-] = {}  # interfaces by name, with the registration that each is of: a name may be registered again
+# Interfaces by name, each with its registration in Gymnasium, because a name may be registered
+# again.
+KNOWN: dict[str, tuple] = {}
 
 
 class EnvironmentFailed(RuntimeError):
@@ -49,8 +49,8 @@ def failure(env_id: str, error: BaseException) -> EnvironmentFailed:
 
 
 def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
-    """Raises ValueError if an array does not have this shape, or a type that can be cast to this
-    one."""
+    """Raises ValueError if an array does not have this shape, or if its type cannot be cast to
+    `dtype`."""
     array = np.asarray(array)
     if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise ValueError(
@@ -59,11 +59,14 @@ def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
 
 
 def flat_space(space: gymnasium.Space) -> gymnasium.Space:
-    """The space of observations as the network sees them. A Discrete one has a feature for each
-    value, 1 where it is the value and 0 elsewhere; a Tuple or a Dict has the features of its parts.
-    What cannot become at most a million features stays as it is, and so does a Box: this is no
-    network for images."""
-    # Of a class of one's own, of a Tuple without parts
+    """The space of observations as the network sees them.
+
+    A Discrete space becomes one feature for each value, which is 1 for the present value and 0 for
+    the others. A Tuple or a Dict becomes the features of its parts. A space that cannot become at
+    most a million features stays as it is. So does a Box, because the network is not one for
+    images.
+    """
+    # A space of another class, or a Tuple without parts, raises.
     with contextlib.suppress(NotImplementedError, ValueError):
         if (
             not isinstance(space, Box)
@@ -75,10 +78,13 @@ def flat_space(space: gymnasium.Space) -> gymnasium.Space:
 
 
 def flat(env: gymnasium.Env) -> gymnasium.Env:
-    """The environment with observations of `flat_space`. Raises ValueError for an observation whose
-    shape or type is not its Box's, which some of Gymnasium's vector forms would cast, and for one
-    that is not in another space: of a Discrete one, FlattenObservation would take -1 for the last
-    value."""
+    """Wraps an environment, so that its observations are those of `flat_space`.
+
+    A step raises ValueError for an observation whose shape or type is not that of its Box, which
+    some of Gymnasium's vector forms would cast. It also raises ValueError for an observation that
+    is not in another space. In a Discrete space, for example, FlattenObservation would take -1 for
+    the last value.
+    """
     space = env.observation_space
 
     def checked(obs):
@@ -94,8 +100,10 @@ def flat(env: gymnasium.Env) -> gymnasium.Env:
 
 @contextlib.contextmanager
 def children_ignore_interrupts():
-    """Processes started inside ignore Ctrl-C, which goes to every process of a terminal: the parent
-    ends them."""
+    """A context in which processes that are started ignore Ctrl-C.
+
+    Ctrl-C goes to every process of a terminal. The parent then ends these processes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # signal handlers can be set only there
         return
@@ -107,9 +115,11 @@ def children_ignore_interrupts():
 
 
 class Interface(NamedTuple):
-    """What training needs to know of a Gymnasium environment. `actions` is the first of its
-    discrete actions, or the lowest and highest values of continuous ones, [A] each in the space's
-    type."""
+    """Everything that training needs to know about a Gymnasium environment.
+
+    `actions` is the first of its discrete actions, or the lowest and highest values of its
+    continuous actions, [A] each in the space's type.
+    """
 
     bounds: tuple[tuple[float, ...], tuple[float, ...]]
     num_actions: int
@@ -118,10 +128,13 @@ class Interface(NamedTuple):
 
 
 def interface_of(env_id: str) -> Interface:
-    """The interface of an environment; one without a time limit gets 10,000 steps, with a warning.
-    Raises ValueError if Gymnasium cannot make it, its observations are no flat Box with features
-    and do not become one (`flat_space`), or its actions are neither Discrete with 2 to 256 of them
-    nor a flat Box of bounded floating-point numbers, and EnvironmentFailed if it calls sys.exit."""
+    """The interface of an environment. Without a time limit it gets 10,000 steps, with a warning.
+
+    Raises ValueError if Gymnasium cannot make the environment, or if the agent cannot learn in it.
+    Observations must be a flat Box with features, or become one (`flat_space`). Actions must be
+    Discrete, with 2 to 256 actions, or a flat Box of bounded floating-point numbers. Raises
+    EnvironmentFailed if the environment calls sys.exit.
+    """
     name = env_id.rpartition(":")[2]  # without a module to import
     spec, known = KNOWN.get(name, (None, None))
     if spec and spec is gymnasium.registry.get(name):
@@ -170,8 +183,10 @@ def interface_of(env_id: str) -> Interface:
 def actions_of(
     env_id: str, space: gymnasium.Space
 ) -> tuple[int, int | tuple[np.ndarray, np.ndarray]]:
-    """`num_actions` and `actions` of an Interface. Raises ValueError for a space that a policy
-    cannot act in."""
+    """The fields `num_actions` and `actions` of an Interface.
+
+    Raises ValueError for a space that a policy cannot act in.
+    """
     kind, wrap = repr(space), "register it wrapped in gymnasium.wrappers.TransformAction, with a"
     remedy = f"{wrap} Discrete or a flat Box of the same actions"
     if isinstance(space, gymnasium.spaces.Discrete):
@@ -192,10 +207,10 @@ def actions_of(
 
 
 def require_renderable(env_id: str) -> float:
-    """The frames a second of an environment that can be rendered as an array of pixels.
+    """The frames per second of an environment, which must be able to render arrays of pixels.
 
-    Raises ValueError, with the environment's reason, for one that cannot. That shows only when it
-    is made, reset and rendered, because the package that draws it may be missing.
+    Raises ValueError, with the environment's reason, if it cannot. The environment is made, reset
+    and rendered to find out, because the package that draws it may be missing.
     """
     reason = None
     try:
@@ -218,14 +233,20 @@ def require_renderable(env_id: str) -> float:
 
 
 class GymEnv(TensorState):
-    """N copies of a Gymnasium environment on the CPU, in place of a TensorEnv whose tensors are on
-    `device`; environment i starts from `seed` + i. `vectorization`: sync, one after the other in
-    this process; or async, each in its own process. `render_mode`: rgb_array, if `render` is to be
-    called. Raises ValueError for an environment of another kind or an unknown vectorization.
-    Everything raises EnvironmentFailed if the environment raises or exits, does not follow the API,
-    or one of its processes died."""
+    """N copies of a Gymnasium environment on the CPU, with tensors on `device`.
 
-    # No state: Gymnasium has no way to save an environment, and a resumed run starts new episodes
+    It takes the place of a TensorEnv. Environment i is seeded with `seed` + i.
+
+    `vectorization`  sync: one after the other in this process; async: each in its own process
+    `render_mode`    "rgb_array", if `render` is to be called
+
+    Raises ValueError for an environment that the agent cannot learn in, and for an unknown
+    vectorization. All methods raise EnvironmentFailed if the environment raises or exits, if it
+    does not follow the API, or if one of its processes died.
+    """
+
+    # There is no state, because Gymnasium cannot save an environment. A resumed run starts new
+    # episodes.
     NAMES = ()
 
     def __init__(
@@ -243,7 +264,7 @@ class GymEnv(TensorState):
             )
         self.bounds, self.num_actions, self.actions, self.max_steps = interface_of(env_id)
         self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
-        # Without a module to import
+        # The name without a module, because nothing is imported here.
         self.discount = getattr(task_of(env_id.rpartition(":")[2]), "discount", 1.0)
         self.env_id, self.num_envs, self.device, self.envs = (
             env_id,
@@ -277,9 +298,12 @@ class GymEnv(TensorState):
     def step(
         self, action: torch.Tensor, start: None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Like TensorEnv.step, with actions [N], from 0, or [N, A], clipped to [-1, 1] and scaled
-        to the bounds, in their type. Raises FloatingPointError for an action that is not a
-        number."""
+        """Like TensorEnv.step.
+
+        Discrete actions are [N], from 0. Continuous actions are [N, A]; they are clipped to [-1, 1]
+        and scaled to the bounds of the space, in its type. Raises FloatingPointError for an action
+        that is not a number.
+        """
         actions = action.cpu().numpy()
         if isinstance(self.actions, int):
             actions = actions + self.actions
@@ -296,7 +320,7 @@ class GymEnv(TensorState):
             )
         with self._guarded():
             obs, reward, terminated, truncated, _ = self.envs.step(actions)
-        # A step that resets has no reward and no end, whatever the environment returns
+        # A step that resets has no reward and no end, whatever the environment returns.
         live = ~self.done
         self.obs = self._tensor(obs, torch.float32)
         terminated, truncated = (
@@ -312,31 +336,36 @@ class GymEnv(TensorState):
         )
 
     def render(self) -> np.ndarray:
-        """A picture of the first environment, uint8 [height, width, 3], with the `render_mode`
-        rgb_array."""
+        """A picture of the first environment, uint8 [height, width, 3].
+
+        `render_mode` must be "rgb_array".
+        """
         with self._guarded():
             return self.envs.render()[0]
 
     def close(self) -> None:
         """Closes the environments and their processes."""
-        # From processes that have already ended
+        # Processes that have already ended raise.
         with contextlib.suppress(EOFError, ConnectionError):
             if self.envs:
                 self.envs.close()
 
     def _tensor(self, array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        # A copy: the environment may reuse its array
+        # A copy, because the environment may reuse its array.
         return torch.tensor(array, dtype=dtype, device=self.device)
 
     @contextlib.contextmanager
     def _guarded(self):
-        """What the environment raises inside becomes EnvironmentFailed, and its processes end."""
+        """A context in which an error of the environment becomes EnvironmentFailed.
+
+        The environment's processes are then ended.
+        """
         try:
             with warnings.catch_warnings() if self._async else contextlib.nullcontext():
                 if self._async:
-                    # Gymnasium's repeat a worker's error in several lines
+                    # Gymnasium's warnings repeat the error of a worker in several lines.
                     warnings.simplefilter("ignore")
-                # The environment may use torch in its own way
+                # The environment may use torch in its own way.
                 with (
                     torch.inference_mode(False),
                     torch.no_grad(),

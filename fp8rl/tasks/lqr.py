@@ -5,16 +5,17 @@ is known exactly.
     reward = -(p^2 + 0.02 u^2)                       (of the p before)
     terminated when |p| > 2, with a reward 80 lower, truncated after 50 steps
 
-Starts have |p| < 0.8 and |v| < 0.1. An agent is judged by the sum of its rewards discounted by
-0.95. The best controller is u = -K x, with x = (p, v), and its cost from x is x' P x, where P
-solves Riccati's equation (Bertsekas, "Dynamic programming and optimal control", volume 1, section
+Episodes start with |p| < 0.8 and |v| < 0.1. The score of an agent is the sum of its rewards,
+discounted by 0.95. Let x = (p, v). The best controller is u = -K x, and its cost from x is x' P x.
+P solves Riccati's equation (Bertsekas, "Dynamic programming and optimal control", volume 1, section
 3.1, with discount g)
 
     P = Q + g A' P A - g A' P B (R + g B' P B)^-1 g B' P A,      K = (R + g B' P B)^-1 g B' P A.
 
-It needs no push outside the bounds and stays on the track. Leaving the track costs as much as
-staying at its end for ever, 2^2 / (1 - 0.95), so nothing is gained by it, and the optimum is that
-of the unbounded problem. The cost above it, in percent, is a score that cannot saturate."""
+The best controller needs no push outside the bounds, and stays on the track. Leaving the track
+costs as much as staying at its end for ever, 2^2 / (1 - 0.95), so nothing is gained by leaving it.
+The optimum is therefore that of the unbounded problem. The cost above the optimum, in percent, is a
+score that cannot saturate."""
 
 import functools
 
@@ -33,8 +34,10 @@ Q, R = np.diag([1.0, 0.0]), np.array([[PUSH_COST]])
 
 @functools.cache
 def riccati() -> tuple[np.ndarray, np.ndarray]:
-    """The optimal gain K, float64 [2], and P, float64 [2, 2], by iterating Riccati's equation to
-    its fixed point."""
+    """The optimal gain K, float64 [2], and the matrix P, float64 [2, 2].
+
+    Riccati's equation is iterated to its fixed point.
+    """
     p = Q
     for _ in range(1000):
         gain = np.linalg.solve(R + DISCOUNT * B.T @ p @ B, DISCOUNT * B.T @ p @ A)
@@ -54,10 +57,10 @@ def optimal(state: torch.Tensor) -> torch.Tensor:
 
 
 class Lqr(TensorEnv):
-    """N of these carts. Arguments as in TensorEnv."""
+    """N of these carts. The arguments are those of TensorEnv."""
 
     num_actions, distribution, max_steps, state_size, discount = 1, Gaussian, MAX_STEPS, 2, DISCOUNT
-    # On the track |v + u| < 4, so the step that leaves it has at most 5
+    # A step that stays on the track has |v + u| < 4, so a step that leaves it has at most 5.
     bounds = (
         (-4 * LIMIT, -5.0),
         (4 * LIMIT, 5.0),

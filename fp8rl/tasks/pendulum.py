@@ -1,16 +1,16 @@
 """Pendulum-v1 as tensors: a pendulum must be swung up by a torque that is too weak to lift it, and
 held there.
 
-State: angle theta from upright (rad), starting anywhere, and angular velocity, starting within 1.
-The observation is cos and sin of the angle, and the velocity. The action is a torque of up to 2 N
-m, in units of that. With dt = 0.05 s,
+The state is the angle theta from upright (rad), which starts anywhere, and the angular velocity,
+which starts within 1 of 0. The observation is cos and sin of the angle, and the velocity. The
+action is in [-1, 1], in units of a torque of 2 N m. With dt = 0.05 s,
 
     velocity <- velocity + (15 sin(theta) + 3 torque) dt, within 8;   theta <- theta + velocity dt
     reward = -(theta^2 + 0.1 velocity^2 + 0.001 torque^2)             (of the state before, theta in
                                                                       [-pi, pi))
 
-Truncated after 200 steps. The equations are those of Gymnasium's classic_control/pendulum.py, in
-float32."""
+An episode is truncated after 200 steps. The equations are those of Gymnasium's
+classic_control/pendulum.py, in float32."""
 
 import math
 
@@ -24,7 +24,7 @@ STEP, TORQUE, SPEED = 0.05, 2.0, 8.0
 
 
 class Pendulum(TensorEnv):
-    """N copies of Pendulum-v1. Arguments as in TensorEnv."""
+    """N copies of Pendulum-v1. The arguments are those of TensorEnv."""
 
     num_actions, distribution, max_steps, state_size = 1, Gaussian, 200, 2
     bounds = (-1.0, -1.0, -SPEED), (1.0, 1.0, SPEED)
