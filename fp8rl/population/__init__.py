@@ -1,1 +1,1 @@
-"""Many agents trained as one batch."""
+"""Populations: many agents that are trained as one batch."""

@@ -1,12 +1,12 @@
 """The networks of S agents, computed together.
 
-A network of this project's size is too small for a processor: the calls take longer than the
-arithmetic. So all agents share the calls. Their parameters are rows of one tensor `theta`, float32
-[S, P], and their matmuls are one `bmm` over the axis of agents.
+A network of this project's size is too small for a processor: calling an operation takes longer
+than its arithmetic. So all agents share the calls. Their parameters are rows of one tensor `theta`,
+float32 [S, P], and their matmuls are one `bmm` over the axis of agents.
 
-A precision rounds the operands and results of the matmuls, which are computed in float32
-(matmul_rounding.py). No machine needs 16-bit or 8-bit instructions for it, and agents of all
-precisions fit into one batch. But it saves no memory and uses no tensor cores.
+A precision rounds the operands and results of matmuls, which are computed in float32
+(matmul_rounding.py). So a machine needs no 16-bit or 8-bit instructions, and agents of all
+precisions fit into one batch. But this saves no memory and uses no tensor cores.
 """
 
 from typing import Any
@@ -19,22 +19,23 @@ from ..distribution import Categorical, Gaussian
 from ..matmul_rounding import Rounding, apply, matmuls_of, roundings_of_network, stored
 from ..model import ActorCritic, parameters_in_order
 
-# Agents that compute together, and the rounding of every layer. The heads of actor and critic are
-# one layer, unless they are rounded differently: then the last two roundings are the actor's and
-# the critic's.
+# Agents that are computed together, and the rounding of every layer. The heads of actor and critic
+# are one layer, unless they are rounded differently. Then the last two roundings are those of the
+# actor and of the critic.
 Part = tuple[slice, list[Rounding]]
-# Agents that compute together on a CPU: results of more would leave its cache before they are read
-# again.
+# How many agents are computed together on a CPU. Results of more agents would leave the cache
+# before they are read again.
 CHUNK = 16
 
 
 def chunk_for(device: torch.device) -> int | None:
-    """How many agents compute together at most; None is all."""
+    """How many agents are computed together at most. None means all agents."""
     return CHUNK if device.type == "cpu" else None
 
 
 def runs_of_equal(values: list, most: int | None = None) -> list[tuple[slice, Any]]:
-    """Values that are equal and follow each other as one, with the slice of their indices.
+    """Joins equal values that follow each other: each such run becomes one slice of their indices,
+    with the value.
 
     A slice has at most `most` indices.
     """
@@ -50,9 +51,10 @@ def runs_of_equal(values: list, most: int | None = None) -> list[tuple[slice, An
 
 
 class Workspace(dict):
-    """Memory for products that are soon used up.
+    """Memory for products that are needed only for a short time.
 
-    It is always the same memory, because new memory would not be in the processor's cache.
+    The same memory is used again and again, because new memory would not be in the processor's
+    cache.
     """
 
     def product(
@@ -60,8 +62,8 @@ class Workspace(dict):
     ) -> torch.Tensor:
         """a @ b + bias of matrices [S, M, K] and [S, K, N].
 
-        For a name and a shape it is always in the same memory; with `by_column` column after column
-        there.
+        For a name and a shape, the result is always in the same memory. With `by_column` it is
+        stored column after column.
         """
         if by_column:
             transposed_bias = None if bias is None else bias.mT
@@ -69,7 +71,8 @@ class Workspace(dict):
         shape = (len(a), a.shape[1], b.shape[2])
         key = name, shape
         if key not in self:
-            with torch.inference_mode(False):  # such a tensor could not be written to outside it
+            # A tensor that is made in inference mode could not be written to outside it.
+            with torch.inference_mode(False):
                 self[key] = a.new_empty(shape)
         product = torch.bmm(a, b, out=self[key])
         return product if bias is None else product.add_(bias)
@@ -78,9 +81,9 @@ class Workspace(dict):
 class Agents(nn.Module):
     """The networks of S agents of given configs, with the parameters of `models`.
 
-    `theta` has the parameters, float32 [S, P], and `layers` views of it, weights [S, O, I] and
-    biases [S, 1, O]: the encoder's layers and, as one, the heads of actor and critic. Agents whose
-    matmuls are rounded alike and that follow each other are computed together.
+    `theta` has the parameters, float32 [S, P]. `layers` has views of it, weights [S, O, I] and
+    biases [S, 1, O]: the layers of the encoder and, as one layer, the heads of actor and critic.
+    Agents that follow each other and whose matmuls are rounded alike are computed together.
     """
 
     recurrent = False
@@ -109,7 +112,7 @@ class Agents(nn.Module):
     def _parts_of(
         self, configs: list[Config], acting: bool = False, most: int | None = None
     ) -> list[Part]:
-        """The agents in parts of at most `most`, for learning or for acting."""
+        """Splits the agents into parts of at most `most` agents, for learning or for acting."""
         matmuls = [matmuls_of(config, acting) for config in configs]
         *encoder, (_, width) = self.shapes
         shapes = [*encoder, (self.num_actions, width), (1, width)]
@@ -125,7 +128,7 @@ class Agents(nn.Module):
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps observations [T, S, N, F] to outputs [T, S, N, A or 2 A] and values [T, S, N].
 
-        Gradients of the last step's do not reach the layers: the loss only bootstraps from them.
+        The last step has no gradient, because the loss only bootstraps from it.
         """
         length, agents, envs, features = obs.shape
         rows = obs.transpose(0, 1).reshape(agents, length * envs, features)
@@ -138,7 +141,7 @@ class Agents(nn.Module):
         return actor, values.squeeze(-1)
 
     def layer_results(self, part: Part, obs: torch.Tensor, layers: list) -> list[tuple]:
-        """Inputs, weights and outputs of each layer, rounded, for a part's agents.
+        """The rounded inputs, weights and outputs of each layer, for the agents of a part.
 
         `obs` are the observations of all agents, [S, R, F].
         """
@@ -169,24 +172,24 @@ class Agents(nn.Module):
         return theta[:, -self.num_actions :].unsqueeze(1)
 
     def policy_of(self, which: str) -> "Policy":
-        """The agents' policies with the current weights, in the precision of learner or actor.
+        """The agents' policies with their present weights.
 
-        `which` is "learner" or "actor".
+        `which` is "learner" or "actor" and says whose precision the policies have.
         """
         return Policy(self, self.acting_parts[which])
 
     def acting(self) -> "Policy":
-        """As ActorCritic.acting."""
+        """The policies that act in a rollout, as in ActorCritic.acting."""
         return self.policy_of("actor")
 
     def add_observations(self, obs: torch.Tensor, all_reduce) -> None:
-        """As ActorCritic.add_observations: agents do not standardize observations."""
+        """Does nothing, because agents of a population do not standardize observations."""
 
     def update_statistics(self) -> None:
-        """As ActorCritic.update_statistics."""
+        """Does nothing, because agents of a population do not standardize observations."""
 
     def network(self, agent: int) -> ActorCritic:
-        """One agent's network, a copy on the CPU."""
+        """A copy of one agent's network, on the CPU."""
         hidden_size, obs_size = self.shapes[0]
         distribution = Gaussian if self.gaussian else Categorical
         layers = len(self.shapes) - 1
@@ -201,7 +204,7 @@ class Agents(nn.Module):
 def views(
     theta: torch.Tensor, shapes: list[tuple[int, int]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights [S, O, I] and biases [S, 1, O] of layers of given shapes in `theta` [S, P].
+    """Views of `theta` [S, P] as weights [S, O, I] and biases [S, 1, O] of layers of given shapes.
 
     Other parameters may follow those of the layers.
     """
@@ -216,10 +219,10 @@ def views(
 
 
 def heads_apart(layers: list[tuple], roundings: list[Rounding]) -> list[tuple]:
-    """Layers with both heads as one, as many as there are roundings.
+    """The layers, with as many layers as there are roundings.
 
-    Where there is one rounding more, the heads of actor and critic become two layers, views of the
-    one.
+    If there is one rounding more than layers, the last layer, which has both heads, becomes two:
+    views that are the heads of the actor and of the critic.
     """
     if len(layers) == len(roundings):
         return layers
@@ -230,7 +233,7 @@ def heads_apart(layers: list[tuple], roundings: list[Rounding]) -> list[tuple]:
 
 
 class Policy:
-    """Policies of S agents with their present weights, rounded once and stored for acting."""
+    """Policies of S agents, with their present weights, which are rounded once for acting."""
 
     recurrent = False
 
@@ -267,10 +270,10 @@ class Policy:
 
 
 class AgentsFunction(torch.autograd.Function):
-    """Forward and backward pass of all agents, a few agents at a time.
+    """The forward and backward pass of all agents, a few agents at a time.
 
-    Only the first rows have a gradient. The next forward pass overwrites what a backward pass
-    needs, which then raises RuntimeError.
+    Only the first rows have a gradient. The next forward pass overwrites the results that a
+    backward pass needs. The backward pass then raises RuntimeError.
     """
 
     @staticmethod
@@ -302,7 +305,8 @@ class AgentsFunction(torch.autograd.Function):
             )
         theta_grad = torch.empty_like(net.theta)
         if net.gaussian:
-            # Those of deviations, which `Agents.forward` adds to the outputs.
+            # The parameters of standard deviations, which `Agents.forward` adds to the outputs, get
+            # their gradient there.
             theta_grad[:, -net.num_actions :].zero_()
         layers = views(theta_grad, net.shapes)
         encoder = len(net.shapes) - 1
@@ -318,7 +322,7 @@ class AgentsFunction(torch.autograd.Function):
                 g.add_(_backward_of_layer(ctx, encoder + 1, critic, part, results, gradients))
             for i in reversed(range(encoder)):
                 _, _, y = results[i]
-                # Of ReLU, in place.
+                # The gradient of ReLU, in place.
                 y = y[:, : ctx.learned]
                 torch.ops.aten.threshold_backward.grad_input(g, y, 0, grad_input=g)
                 g = _backward_of_layer(ctx, i, g, part, results, gradients)
@@ -326,9 +330,9 @@ class AgentsFunction(torch.autograd.Function):
 
 
 def _backward_of_layer(ctx, i: int, g, part: Part, results: list, gradients: list):
-    """Writes the gradients of layer i of a part's agents, from `g`, that of its outputs.
+    """Writes the gradients of layer i of a part's agents. `g` is the gradient of its outputs.
 
-    Returns the gradient of its inputs, None if it is the first layer.
+    Returns the gradient of the layer's inputs, or None for the first layer.
     """
     agents, roundings = part
     inputs, weight, _ = results[i]
@@ -341,7 +345,7 @@ def _backward_of_layer(ctx, i: int, g, part: Part, results: list, gradients: lis
     by_column = inputs.shape[2] < g.shape[2]
     product = workspace.product(("weight", i), g.mT, inputs, by_column=by_column)
     weight_grad[agents] = apply(rounding.result, product)
-    # Autocast's gradients are 16-bit numbers for the bias, too. FP8 rounds only what it multiplies.
+    # With autocast, the gradient of the bias is of 16-bit numbers, too. FP8 rounds only operands.
     summed = exact if rounding.result is None else g
     bias_grad[agents] = apply(rounding.result, summed.sum(1, keepdim=True))
     return workspace.product(("gradient", i), g, weight) if i else None

@@ -1,4 +1,4 @@
-"""Adam and loss scales for S agents: each has its own step count, learning rate and skipped
+"""Adam and loss scales for S agents. Each agent has its own step count, learning rate and skipped
 steps."""
 
 import math
@@ -20,14 +20,14 @@ BETA2 = 0.999
 class Adam(TensorState):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) for agents whose parameters are rows of `theta`.
 
-    `theta`   float32 [S, P]
+    `theta`   the parameters, float32 [S, P]
     `rate`    learning rates, a number or float32 [S, 1]
-    `places`  of each agent, what it keeps in few bits; None keeps everything in float32
-    `sizes`   of the tensors in a row of theta
-    `seeds`   int64 [S], for stochastic rounding
+    `places`  for each agent, the places that it keeps in few bits; None keeps everything in float32
+    `sizes`   sizes of the tensors in a row of theta
+    `seeds`   seeds of stochastic rounding, int64 [S]
 
-    Its state: the moments `first` and `second`, float32 [S, P], and `count`, float32 [S, 1], steps
-    that each agent has taken.
+    The state has the moments `first` and `second`, float32 [S, P], and `count`, float32 [S, 1], the
+    number of steps that each agent has taken.
     """
 
     NAMES = ("first", "second", "count")
@@ -48,7 +48,7 @@ class Adam(TensorState):
         self.count = torch.zeros(len(theta), 1, dtype=torch.float32, device=theta.device)
 
     def set_rate(self, rate) -> None:
-        """Sets the learning rates, in place, because others may hold this tensor."""
+        """Sets the learning rates, in place, because other code may hold this tensor."""
         if isinstance(rate, torch.Tensor):
             self.rate.copy_(rate)
         else:
@@ -56,13 +56,13 @@ class Adam(TensorState):
 
     @torch.no_grad()
     def step(self, grad: torch.Tensor, factor: torch.Tensor, takes: torch.Tensor) -> None:
-        """One step of the agents in `takes`, bool [S, 1].
+        """One step of the agents for which `takes`, bool [S, 1], is True.
 
-        Their gradients are `grad` [S, P] times `factor` [S, 1].
+        The gradients are `grad` [S, P] times `factor` [S, 1].
         """
         self.count += takes
         taken = takes.float()
-        steps = self.count.clamp(min=1)  # before an agent's first step it would divide by 0
+        steps = self.count.clamp(min=1)  # with 0 steps, the bias corrections would divide by 0
         bias_correction1 = 1 - BETA1**steps
         root_correction2 = (1 - BETA2**steps).sqrt()
         step_size = bias_correction1.reciprocal() * self.rate * taken
@@ -75,7 +75,8 @@ class Adam(TensorState):
         for agents, places in self.parts:
             g = grad[agents] * factor[agents]
             if not all_step:
-                g = g.masked_fill_(~takes[agents], 0)  # what is not finite times 0 would be NaN
+                # Masked, because a gradient that is not finite would be NaN after times 0.
+                g = g.masked_fill_(~takes[agents], 0)
             m = self.first[agents].lerp_(g, weight1[agents])
             v = self.second[agents].mul_(decay2[agents]).addcmul_(g, g, value=1 - BETA2)
             noise = {}
@@ -95,13 +96,16 @@ class Adam(TensorState):
 
 
 class Scales(TensorState):
-    """Loss scales and gradient steps of S agents, in place of Precision.
+    """Loss scales and gradient steps of S agents. It takes the place of Precision.
 
-    float16's `scale` grows and shrinks for each agent as GradScaler's does (precision.py). Any
-    agent skips a step whose gradient is not finite.
+    In float16, the `scale` of each agent grows and shrinks as GradScaler's does (precision.py). In
+    any precision, an agent skips a step whose gradient is not finite.
 
-    Its state: `scale`, float32 [S, 1]; `good`, steps since the scale last changed, float32 [S, 1];
-    `stopped`, agents that take no more steps, bool [S, 1].
+    The state has
+
+    `scale`    scale of the loss, float32 [S, 1]
+    `good`     number of steps since the scale last changed, float32 [S, 1]
+    `stopped`  whether an agent takes no more steps, bool [S, 1]
     """
 
     NAMES = ("scale", "good", "stopped")
@@ -109,8 +113,9 @@ class Scales(TensorState):
     def __init__(self, precisions: list[str], device):
         self.exact = Precision("fp32", device)
         self.device = torch.device(device)
-        self.autocast = self.exact.autocast  # whatever surrounds it: the networks round themselves
-        self.scaler = self  # what has the state, as in Precision
+        # float32, also inside a caller's autocast region, because the networks round by themselves.
+        self.autocast = self.exact.autocast
+        self.scaler = self  # the object that has the state, as in Precision
         rules = [PRECISIONS[name] for name in precisions]
         self.grows = torch.tensor([[rule.scale_grows] for rule in rules], device=device)
         scales = [[rule.loss_scale or 1.0] for rule in rules]
@@ -119,17 +124,17 @@ class Scales(TensorState):
         self.stopped = torch.zeros_like(self.grows)
 
     def step(self, loss: torch.Tensor, optimizer: Adam, max_grad_norm, all_reduce=None):
-        """As Precision.step, for losses [S]; the StepReport has [S] of each."""
+        """Like Precision.step, for losses [S]. Each field of the StepReport is [S]."""
         optimizer.theta.grad = None
         with self.autocast():
-            loss.backward(self.scale.squeeze(1))  # times its gradient
+            loss.backward(self.scale.squeeze(1))  # the gradients are those of scale * loss
         grad = optimizer.theta.grad
         norm = grad.norm(dim=1, keepdim=True) / self.scale
-        finite = norm < math.inf  # and no NaN
+        finite = norm < math.inf  # False for NaN, too
         factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1) / self.scale
         # Of bools, a > b is "a and not b".
         optimizer.step(grad, factor, takes=finite > self.stopped)
-        # In place, because others may hold these tensors.
+        # In place, because other code may hold these tensors.
         self.good.add_(1).mul_(finite)
         grows_now = self.good == SCALE_GROWTH_INTERVAL
         grown = torch.where(grows_now, 2 * self.scale, self.scale)

@@ -1,14 +1,15 @@
 """Populations: S agents trained as one batch.
 
 All agents share the calls of one loop. Their matmuls are one `bmm` over an axis of agents
-(networks.py), and everything else has that axis too: rollouts are [T, S, N], losses [S]. Nothing
-else is shared. Every agent has its own weights, environments, replay, Adam and loss scale, its own
-seed, its own precision and, where wanted, its own hyperparameters, and clipping and skipping are
-decided for each. Losses are summed over the agents, so no gradient is divided by S. A Population is
-a Run: `train.iterate` is the loop of both.
+(networks.py), and everything else has this axis too: rollouts are [T, S, N] and losses [S].
 
-Agent k draws the random numbers of a Run with its config (rng.py). So it is that run, whatever the
-other agents are, except for the order in which a matmul sums.
+Apart from the calls, agents share nothing. Every agent has its own weights, environments, replay,
+Adam and loss scale, its own seed and precision and, if wanted, its own hyperparameters. Clipping
+and skipping are decided for each agent. Losses are summed over the agents, so no gradient is
+divided by S. A Population is a Run, and `train.iterate` is the loop of both.
+
+Agent k draws the same random numbers as a single Run with its config (rng.py). So it learns what
+that run learns, whatever the other agents are, except for the order in which a matmul sums.
 """
 
 import contextlib
@@ -39,23 +40,24 @@ from .optimizer import Adam, Scales
 
 
 def by_agent(rollout: Rollout, agents: int) -> Rollout:
-    """The rollout [T, S N] of S agents as [T, S, N]."""
+    """Splits a rollout [T, S N] by agent, into [T, S, N]."""
     return Rollout(*(x if x is None else x.unflatten(1, (agents, -1)) for x in rollout))
 
 
 def per_agent(values: list, device="cpu"):
-    """A number that all agents have, or a float32 tensor [S, 1] of numbers that differ."""
+    """The agents' numbers: one number if all have the same, otherwise a float32 tensor [S, 1]."""
     if len(set(values)) == 1:
         return values[0]
     return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
 
 def coefficients_of(configs: list[Config], device) -> LossCoefficients:
-    """The settings of the loss of agents, from their settled configs."""
+    """The settings of the agents' losses, from their settled configs."""
     coefficients = LossCoefficients.of(configs[0])
     clips = [config.clip for config in configs]
     if None in clips and len(set(clips)) > 1:
-        clips = [math.inf if clip is None else clip for clip in clips]  # any ratio is within it
+        # Any ratio is within an infinite clip.
+        clips = [math.inf if clip is None else clip for clip in clips]
     names = ("gamma", "lam", "value_coef", "entropy_coef", "max_grad_norm")
     numbers = {
         name: per_agent([getattr(config, name) for config in configs], device) for name in names
@@ -64,7 +66,7 @@ def coefficients_of(configs: list[Config], device) -> LossCoefficients:
 
 
 def agents_with_format(places: list[Places], name: str) -> list[tuple[slice, PlaceFormat]]:
-    """The agents that keep the place of this name in few bits, and in which format."""
+    """The agents that keep the place `name` in few bits, with their formats."""
     formats = [places_of_agent.get(name) for places_of_agent in places]
     return [(agents, form) for agents, form in runs_of_equal(formats) if form]
 
@@ -77,9 +79,10 @@ def environments(
     seeds: torch.Tensor,
     purpose: str = "starts",
 ) -> TensorEnv:
-    """`num_envs` environments for each of S agents, one agent's after the other's.
+    """Makes `num_envs` environments for each of S agents, one agent after the other.
 
-    `start_noise` and `seeds` have a number for each agent; `make_env` is as `train.make_cart`.
+    `start_noise` and `seeds` have a number for each agent. `make_env` has the arguments of
+    `train.make_cart`.
     """
     noise = torch.tensor(start_noise, dtype=torch.float32, device=seeds.device)
     noise = noise.repeat_interleave(num_envs)
@@ -87,10 +90,10 @@ def environments(
 
 
 class PopulationRing(ReplayBuffer):
-    """The replay of S agents: a ring in which each samples only from its own environments.
+    """The replay of S agents: a ring in which each agent samples only from its own environments.
 
-    `places` are those of each agent, of which `observations` says how it sees replayed ones.
-    `clipped` is int64 [S, F].
+    `places` has the places of each agent. An agent's format of `observations` rounds the
+    observations that it replays. `clipped` is int64 [S, F].
     """
 
     def __init__(self, places: list[Places], *settings, **options):
@@ -100,7 +103,7 @@ class PopulationRing(ReplayBuffer):
         self.clipped = self.clipped.repeat(self.agents, 1)
 
     def draw(self, slices: int, length: int, seed, iteration) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ReplayBuffer.draw, for seeds [S]: each draws B slices, int64 [S B] in all."""
+        """Like ReplayBuffer.draw, for seeds [S]. Each agent draws B slices, so both are [S B]."""
         words = rng.words(seed, "replay", iteration, 2 * slices, self.device)  # [S, 2 B]
         starts = self.clock.count - self.clock.start - length + 1
         start = self.clock.start + rng.below(starts, words[:, :slices])
@@ -118,7 +121,7 @@ class PopulationRing(ReplayBuffer):
         return batch
 
     def _check_values(self, rollout: Rollout) -> None:
-        """Takes what an agent that has stopped may hold, too."""
+        """Accepts all numbers, because an agent that has stopped may hold NaN."""
 
     def count_clipped(self, obs: torch.Tensor) -> torch.Tensor:
         of_agents = obs.unflatten(1, (self.agents, -1))
@@ -126,9 +129,10 @@ class PopulationRing(ReplayBuffer):
 
 
 class RoundedTargets:
-    """V-trace whose advantages and value targets are rounded, for the agents that say so.
+    """V-trace with rounded advantages and value targets, for the agents that have such a format.
 
-    Called like `losses.vtrace_fast`. `seeds` are int64 [S], `optimizer` counts the agents' steps.
+    It is called like `losses.vtrace_fast`. `seeds` are int64 [S], and `optimizer` counts the
+    agents' steps.
     """
 
     def __init__(self, places: list[Places], seeds: torch.Tensor, optimizer: Adam):
@@ -152,14 +156,14 @@ class RoundedTargets:
 
 
 class PopulationLearner(Learner):
-    """As Learner, for S agents: batches are [T, S B], statistics [S]."""
+    """A Learner for S agents: batches are [T, S B], and statistics are [S]."""
 
     def __init__(self, agents: int, *parts, **options):
         super().__init__(*parts, **options)
         self.agents = agents
 
     def set_learning_rate(self, learning_rate) -> None:
-        """Sets every agent's learning rate: a number, or float32 [S, 1]."""
+        """Sets the agents' learning rates: a number, or float32 [S, 1]."""
         self.optimizer.set_rate(learning_rate)
 
     def watch(self, rollout: Rollout) -> None:
@@ -173,7 +177,7 @@ class PopulationLearner(Learner):
 
 
 class PopulationEvaluator(Evaluator):
-    """As Evaluator, for S agents: returns float64 [S]. All agents begin at the same starts."""
+    """An Evaluator for S agents: returns are float64 [S]. All agents begin at the same starts."""
 
     def evaluate(self, learned: Agents) -> np.ndarray:
         agents = len(learned.theta)
@@ -190,9 +194,9 @@ class PopulationEvaluator(Evaluator):
 
 
 class PopulationHistory(History):
-    """As History, of S agents together: each number is float64 [S].
+    """A History of S agents: each number is float64 [S].
 
-    `failures` has for each agent why it takes no more steps, or None.
+    `failures` has an entry for each agent: why it takes no more steps, or None.
     """
 
     def __init__(self, agents: int):
@@ -201,7 +205,7 @@ class PopulationHistory(History):
         self.failures: list[str | None] = [None] * agents
 
     def _entry(self, number) -> np.ndarray:
-        # A copy: views of numbers that were read at once would keep all of them.
+        # A copy, because a view would keep all numbers that were read at once in memory.
         return np.full(self.agents, number, np.float64)
 
     @property
@@ -238,14 +242,14 @@ class PopulationHistory(History):
 
 
 class Population(Run):
-    """A run of S agents on a device; `build.build_population` makes it.
+    """A run of S agents on a device. `build.build_population` makes it.
 
-    `configs`   of the agents, which may differ in the fields of requirements.FREE
+    `configs`   configs of the agents, which may differ in the fields of requirements.FREE
     `settled`   the same configs, settled for their task
-    `make_env`  makes environments, as `train.make_cart`
+    `make_env`  makes environments, with the arguments of `train.make_cart`
 
-    An agent from which nothing can be learned any more does not end the run: it takes no more
-    steps, is evaluated as it is, and its history says why.
+    If an agent can no longer learn, the run goes on. The agent takes no more steps, is evaluated as
+    it is, and its history says why.
     """
 
     def __init__(self, configs: list[Config], settled: list[Config], make_env: Callable, device):
@@ -292,7 +296,8 @@ class Population(Run):
         return self.config.annealed(self.learning_rate, iteration)
 
     def collect(self) -> Rollout:
-        """As Run.collect. Agents that clip by their acting policy have its log-probabilities."""
+        """Like Run.collect. For agents whose clip divides by the policy that acts, the proximal
+        log-probabilities are those of this policy."""
         rollout = super().collect()
         if rollout.proximal_logp is None:
             return rollout
@@ -309,7 +314,7 @@ class Population(Run):
         return self.ring.sample(self.slices, self.config.slice_length, seeds, number)
 
     def measure_once(self, rollout: Rollout) -> list[torch.Tensor]:
-        """As Run.measure_once, [S] each."""
+        """Like Run.measure_once, with [S] of each number."""
         rollout = by_agent(rollout, self.agents)
         numbers = [*self.returns.add(rollout), self.ring.clipped.sum(-1)]
         if rollout.action.is_floating_point():
@@ -323,7 +328,7 @@ class Population(Run):
         super().record(row, measurements, numbers.reshape(-1, self.agents), seconds)
 
     def rollout_extremes(self, rollout: Rollout) -> torch.Tensor:
-        """As `rollout.extremes`, of each agent: float32 [S, 5]."""
+        """Like `rollout.extremes`, for each agent: float32 [S, 5]."""
 
         def of_agents(x: torch.Tensor) -> torch.Tensor:
             return x.unflatten(1, (self.agents, -1)).transpose(0, 1).reshape(self.agents, -1)
@@ -339,7 +344,7 @@ class Population(Run):
     def check_extremes(self, numbers: np.ndarray) -> None:
         """Stops the agents whose rollouts nothing can be learned from."""
         lowest, highest = numbers.min(0), numbers.max(0)
-        with contextlib.suppress(ValueError):  # of all together first, which is faster
+        with contextlib.suppress(ValueError):  # all agents at once first, which is faster
             check_extremes([lowest[0], highest[1], lowest[2], highest[3], highest[4]])
             return
         for agent, of_agent in enumerate(numbers.tolist()):
@@ -349,7 +354,7 @@ class Population(Run):
                 self.stop(agent, str(error))
 
     def check_learning(self, iteration: int, updates: int) -> None:
-        """As Run.check_learning, but stops the agents that learn nothing any more."""
+        """Like Run.check_learning, but stops the agents that no longer learn anything."""
         nonfinite = self.recorded.columns["nonfinite"][: iteration + 1]
         if not np.any(nonfinite[-1]):
             return
@@ -362,7 +367,7 @@ class Population(Run):
     def evaluate(self) -> np.ndarray:
         """Mean greedy returns, float64 [S].
 
-        An agent whose return is not finite has failed: it has minus infinity.
+        An agent whose return is not finite has failed, and its return becomes minus infinity.
         """
         history = self.history
         returns = self.evaluator.evaluate(self.model)
@@ -376,6 +381,6 @@ class Population(Run):
         return returns
 
     def stop(self, agent: int, reason: str) -> None:
-        """Lets an agent take no more steps."""
+        """Stops an agent: it takes no more steps, for this reason."""
         self.learner.precision.stopped[agent] = True
         self.recorded.failures[agent] = self.recorded.failures[agent] or reason
