@@ -1,1 +1,1 @@
-"""CUDA graphs and Triton kernels."""
+"""Faster training on a GPU: CUDA graphs and Triton kernels."""

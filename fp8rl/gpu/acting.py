@@ -1,6 +1,6 @@
-"""The loop over time as one kernel, where there is one for the task and the network.
+"""Chooses the loop of a collector: one kernel for all steps, if there is one, or `unroll`.
 
-This module can be imported without Triton; acting_kernel.py, which has the kernel, cannot.
+This module can be imported without Triton. acting_kernel.py, which has the kernel, cannot.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from ..rollout import unroll
 
 
 def acting_loop(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:
-    """What a collector's `loop` should be.
+    """The fastest `loop` for a collector.
 
-    It is all steps in one kernel, where Triton's kernels run and the one for the task exists and
-    runs; or else `unroll`. `acting` makes of the model what has its policies: `Agents.acting` of a
-    population, or `as_population`.
+    It is one kernel for all steps, if Triton's kernels run here and there is a kernel for the task
+    and the network. Otherwise it is `unroll`. `acting` is a function that makes the policies of a
+    population from the model: `Agents.acting`, or `as_population` for a single run.
     """
     if not load_kernels(env.device):
         return unroll
@@ -31,10 +31,10 @@ def acting_loop(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:
 
 
 def as_population(model: FastActorCritic, precision: str) -> SimpleNamespace | None:
-    """The acting network of a single run, with its present weights, as a population's policy.
+    """The network that acts in a single run, with its present weights, as a population's policy.
 
-    It has `parts`, here of one agent, and `spread`. It is None if the network's layers must be
-    called, or are in FP8 where the precision has none, or the other way round. `precision` is a
+    The result has the attributes `parts`, here with one agent, and `spread`. It is None if the
+    network's layers must be called, and if layers in FP8 do not fit the precision. `precision` is a
     name, and must not be tf32.
     """
     if not acts_without_calls(model):
@@ -53,7 +53,7 @@ def as_population(model: FastActorCritic, precision: str) -> SimpleNamespace | N
 
 
 def rounds_by(layer: nn.Linear, rounding: Rounding) -> bool:
-    """Whether a layer rounds its input and weight as `rounding` does."""
+    """Whether a layer rounds its input and weight in the way of `rounding`."""
     if not isinstance(layer, Float8Linear):
         return rounding.weights not in (TO[E4M3], TO[E5M2])
     one_scale = layer.scales == "tensor"

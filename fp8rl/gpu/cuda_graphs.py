@@ -1,15 +1,16 @@
-"""CUDA graphs: launch a whole iteration as one, and read what it measured later.
+"""CUDA graphs: launch a whole iteration with one call, and read its measurements later.
 
-An iteration of a small network is thousands of kernels of microseconds each, and most of the time
-is spent by the CPU launching them one by one. A CUDA graph records the launches once and replays
-them all with a single call. The price: a replay repeats exactly the same launches on exactly the
-same addresses. So nothing inside may read a number on the host, results are overwritten by the next
-replay, and what changes from one to the next must be in tensors on the device: counters of random
-numbers, the ring's clock, the learning rate, the loss scale, Adam's step count. That is why Adam
-must be `capturable`.
+An iteration of a small network is thousands of kernels of microseconds each. Most of the time, the
+CPU is busy launching them one by one. A CUDA graph records the launches once and replays them all
+with a single call.
+
+But a replay repeats exactly the same launches on exactly the same addresses. So nothing inside may
+read a number on the host, and results are overwritten by the next replay. Numbers that change from
+one replay to the next must be in tensors on the device: counters of random numbers, the ring's
+clock, the learning rate, the loss scale, Adam's step count. That is why Adam must be `capturable`.
 
 The agent's code counts in Python numbers and stores new tensors in its attributes. `GraphQueue`
-puts tensors in their place (`Held`), so the agent does not know that it is captured.
+puts tensors in place of these (`Held`), so the agent's code does not know that it is captured.
 """
 
 import contextlib
@@ -24,24 +25,25 @@ import torch
 from ..replay import Clock
 from ..rollout import Rollout
 
-# Eager calls before the capture, on the same stream: they initialize libraries and lazily created
-# state (Adam's, the scaler's).
+# Number of eager calls before the capture, on the same stream. They initialize libraries, and state
+# that is created lazily (Adam's, the scaler's).
 WARMUP = 3
 GRAPHED = ("cuda",)  # types of devices that have graphs
-# Iterations that may wait before the older half is read. A run's first ones, among them the
-# captured one, are read at once.
+# How many iterations may wait before the older half is read. The first iterations of a run, among
+# them the captured one, are read at once.
 AHEAD = 16
 
 
 def has_graphs(device: torch.device) -> bool:
+    """Whether iterations can be launched as graphs on a device."""
     return device.type in GRAPHED
 
 
 class Graphed:
-    """Runs a function that updates its own state in place, on a device.
+    """Runs a function as a graph on a device. The function must update its state in place.
 
-    It is run eagerly at its first calls, captured at the next and replayed from then on. Tensors
-    that it returns are overwritten by the next call.
+    At the first calls the function runs eagerly, at the next call it is captured, and from then on
+    it is replayed. Tensors that it returns are overwritten by the next call.
     """
 
     def __init__(self, device: torch.device):
@@ -76,16 +78,16 @@ class Graphed:
 def stream_on(device: torch.device) -> torch.cuda.Stream:
     """The stream of all graphs of a device.
 
-    For each stream, cuBLAS keeps memory of its own until the process ends.
+    There is only one, because cuBLAS keeps memory for each stream until the process ends.
     """
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
 def no_garbage_collection():
-    """No garbage is collected inside.
+    """A context in which Python collects no garbage.
 
-    An earlier run's graphs may be part of it, and to destroy one spoils a capture.
+    Garbage may contain graphs of an earlier run, and destroying a graph spoils a capture.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -99,7 +101,7 @@ def no_garbage_collection():
 class DeviceClock(Clock):
     """A ring's Clock in tensors on a GPU, so that it advances in a replay.
 
-    The host does not know how many rows there are. `size` is what it knows for sure.
+    The host does not know how many rows are complete. `size` is a number that it knows for sure.
     """
 
     def __init__(self, clock: Clock, device: torch.device):
@@ -132,10 +134,10 @@ class DeviceClock(Clock):
 
 
 class Held:
-    """Keeps what an iteration starts from in the same tensors.
+    """Keeps the state from which an iteration starts in the same tensors.
 
-    These are the environments' state, the counters of random numbers, and a recurrent state.
-    `put_back` copies what an iteration has stored elsewhere to where it began.
+    This state consists of the environments' state, the counters of random numbers, and a recurrent
+    state. An iteration stores the new state in new tensors, and `put_back` copies it back.
     """
 
     def __init__(self, run):
@@ -168,11 +170,11 @@ class Held:
 
 
 class GraphQueue:
-    """Launches a run's iterations as graphs, several ahead of what the host has read.
+    """Launches a run's iterations as graphs, several ahead of those that the host has read.
 
     It has the methods of train.Immediate. While a GPU works on an iteration, the host launches the
-    next ones. What they measured waits here, and is read in halves; errors are noticed then, up to
-    AHEAD iterations later.
+    next ones. Their measurements wait in a queue, of which half is read at a time. Errors are
+    noticed then, up to AHEAD iterations later.
     """
 
     def __init__(self, device: torch.device):
@@ -180,12 +182,13 @@ class GraphQueue:
         self.graphed = Graphed(device)
         self.held: Held | None = None
         self.launched = 0
-        self.queue: list[tuple] = []  # iterations to be read
-        self.unchecked: list[tuple] = []  # iterations that were read, to be checked
-        self.began = 0.0  # when the first of the queue was launched, or the last reading was
+        self.queue: list[tuple] = []  # iterations that were launched and not read yet
+        self.unchecked: list[tuple] = []  # iterations that were read and not checked yet
+        # When the first iteration of the queue was launched, or when the queue was last read.
+        self.began = 0.0
 
     def __deepcopy__(self, memo: dict) -> "GraphQueue":
-        """Of a run's copy, which captures its own graph."""
+        """A new queue for the copy of a run, which captures its own graph."""
         return GraphQueue(self.device)
 
     @property
@@ -193,13 +196,13 @@ class GraphQueue:
         return len(self.queue)
 
     def run_iteration(self, run, row: dict) -> None:
-        """Launches an iteration, whose `row` has what is known beforehand."""
+        """Launches an iteration. Its `row` has the numbers that are known beforehand."""
         if self.held is None:
             self.held = Held(run)
         if not self.queue:
             self.began = time.perf_counter()
         rollout_extremes, measurements = self.graphed(lambda: self._iteration(run))
-        # Copies, or a replay overwrites them.
+        # Copies, because the next replay overwrites the tensors.
         rollout_extremes = rollout_extremes.to("cpu", non_blocking=True, copy=True).numpy()
         numbers = measurements.numbers.to("cpu", non_blocking=True, copy=True).numpy()
         arrived = None
@@ -214,7 +217,8 @@ class GraphQueue:
             self._read(run, keep=AHEAD // 2)
 
     def _iteration(self, run) -> tuple:
-        """What is captured. The rollout cannot be checked yet: its extremes are a result."""
+        """The iteration that is captured. It cannot check the rollout, so it returns the extremes
+        of the rollout with the measurements."""
         results = []
 
         def remember_extremes(rollout: Rollout) -> None:
@@ -229,10 +233,10 @@ class GraphQueue:
         self._read(run, keep=0)
 
     def _read(self, run, keep: int) -> None:
-        """Reads iterations but for the last `keep`, waiting for a GPU to finish them.
+        """Reads all iterations but the last `keep`. Waits until a GPU has finished them.
 
-        Each has an equal share of the seconds since the first of them was launched, or the last
-        reading.
+        The seconds since the first of them was launched, or since the last reading, are split
+        equally between them.
         """
         count = len(self.queue) - keep
         if count <= 0:
@@ -249,7 +253,7 @@ class GraphQueue:
             self.unchecked.append((row["iteration"], measurements.updates, rollout_extremes))
 
     def check(self, run) -> None:
-        """Raises for an iteration that was read and from which nothing can be learned."""
+        """Raises the errors of `iterate`, for the iterations that were read since the last call."""
         while self.unchecked:
             iteration, updates, rollout_extremes = self.unchecked.pop(0)
             run.check_extremes(rollout_extremes)
