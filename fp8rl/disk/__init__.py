@@ -1,1 +1,1 @@
-"""Run folders, checkpoints and replay rings in files, and what in them is distrusted."""
+"""Run folders, checkpoints and replay rings in files, and the checks of files from strangers."""

@@ -1,10 +1,15 @@
 """Checkpoints: written whole or not at all, and read without executing anything in them.
 
-A checkpoint is a dict: `format` (this module's version), `config` (the run's fields, or a list of
-those of a population's agents) and `run` (from `Run.state_dict`). torch writes it as an
-uncompressed zip archive, but reads a flipped bit in a tensor without noticing, and returns
-uninitialized memory for an entry marked as a folder. So checksums and marks are checked first.
-torch's `weights_only` reader makes plain data only. disk/restore.py puts the state into a run.
+A checkpoint is a dict with the keys
+
+    format   the version of this module's format
+    config   the fields of the run's config; for a population, a list of the agents' fields
+    run      the state, from `Run.state_dict`
+
+torch writes it as an uncompressed zip archive. But when torch reads it, it does not notice a
+flipped bit in a tensor, and returns uninitialized memory for an entry that is marked as a folder.
+So checksums and marks are checked first. torch's `weights_only` reader makes plain data only.
+disk/restore.py puts the state into a run.
 """
 
 import dataclasses
@@ -30,10 +35,10 @@ FORMAT = "fp8rl-10"
 def save(path: str | Path, run: Run, ring: bool = True) -> None:
     """Writes a run's state to `path`, with or without the ring's rows.
 
-    After a crash, or an OSError because it cannot be written, the old file is there. All ranks must
-    call it; rank 0 writes.
+    If the process crashes, or an OSError is raised because the file cannot be written, the old file
+    is still there. All ranks must call this function; rank 0 writes.
     """
-    agents = getattr(run, "configs", None)  # of a population
+    agents = getattr(run, "configs", None)  # the configs of a population
     if agents is None:
         fields = dataclasses.asdict(run.config)
     else:
@@ -43,7 +48,7 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
         return
     content = {"format": FORMAT, "config": fields, "run": state}
     try:
-        # Straight to the file, because the ring may be most of what is in memory.
+        # Straight to the file, because memory may have no room for a second copy of the ring.
         write = functools.partial(torch.save, content)
         write_whole(Path(path), write, check=functools.partial(_read, mmap=True))
     except (OSError, ValueError) as error:
@@ -53,9 +58,12 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
 
 
 def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic, Config]:
-    """Reads a checkpoint's model onto the CPU, and its config with the fields in `changes`, e.g. a
-    precision available here. `trust` lets an env_id like "module:Name-v0" import a module. Raises
-    FileNotFoundError, and ValueError for a file that is damaged or does not fit."""
+    """Reads the model of a checkpoint onto the CPU, and its config.
+
+    `changes` are fields of the config that are replaced, such as a precision that this machine has.
+    `trust` lets an env_id such as "module:Name-v0" import a module. Raises FileNotFoundError, and
+    ValueError for a file that is damaged or does not fit.
+    """
     config, state = resume(path, trust, **changes)
     if isinstance(config, list):
         raise ValueError(f"checkpoint {path} is of a population: read it with resume")
@@ -80,11 +88,14 @@ def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic,
 
 
 def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | list[Config], dict]:
-    """Reads a run's config, or a population's list of configs, and the state for `load_state_dict`.
-    Otherwise like `load`."""
+    """Reads a run's config, or a population's list of configs, and the state for `build.build`.
+
+    The arguments and errors are those of `load`.
+    """
     path = Path(path)
     if not path.is_file():
-        what = "is no file" if path.exists() else "does not exist"  # a pipe would be waited for
+        # A pipe is not read, because that would wait for its writer.
+        what = "is no file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"checkpoint {path} {what}: choose the folder of a run")
     content = _read(path)
     try:
@@ -106,8 +117,10 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
 
 
 def require_trust(what: str | Path, env_id: str | None, trust: bool) -> None:
-    """Raises ValueError for a name that would import a module, unless it is imported already or the
-    file is trusted."""
+    """Raises ValueError for an env_id that would import a module.
+
+    It may do so if the module is imported already, or if the user trusts the file.
+    """
     module, _, _ = (env_id or "").rpartition(":")
     if module and module not in sys.modules and not trust:
         raise ValueError(
@@ -142,20 +155,25 @@ def _read(path: Path, mmap: bool = False) -> dict:
 
 
 def _unpacked(optimizer: dict) -> dict[str, torch.Tensor]:
-    """Weights by name that an optimizer keeps in few bits (bits/low_bit_adam.py), each multiplied
-    by its scale."""
+    """The weights that an optimizer keeps in few bits (bits/low_bit_adam.py), by name, in float32.
+
+    Each tensor of codes is multiplied by its scale.
+    """
     (group,) = optimizer["param_groups"]
-    kept = [optimizer["state"][i] for i in group["params"]]
-    found = [
-        own["weights"].float() * own.get("weights_scale", torch.ones(())).view(()) for own in kept
+    states = [optimizer["state"][i] for i in group["params"]]
+    weights = [
+        state["weights"].float() * state.get("weights_scale", torch.ones(())).view(())
+        for state in states
     ]
-    return dict(zip(group["param_names"], found, strict=True))
+    return dict(zip(group["param_names"], weights, strict=True))
 
 
 def _plain(content) -> bool:
-    """Whether all tensors in nested containers are contiguous, as a forged stride can make a few
-    bytes look like terabytes, and numbers alone: one that wants a gradient cannot be read as
-    such."""
+    """Whether all tensors in nested containers are plain tensors on the CPU.
+
+    They must be contiguous, because a forged stride can make a few bytes look like terabytes. They
+    must not require a gradient, because such a tensor cannot be read as numbers.
+    """
     if isinstance(content, torch.Tensor):
         return (
             content.is_contiguous() and not content.requires_grad and content.device.type == "cpu"

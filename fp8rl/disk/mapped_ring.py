@@ -1,12 +1,14 @@
 """A replay ring in a folder of memory-mapped files.
 
-The folder may be larger than RAM and outlives the process. It holds NAME.bin for each tensor,
-`ring.json`, which describes them, and `lock`. The files are reserved in full, so that a disk that
-fills up later cannot break a run, and `ring.json` comes last, by a rename, so a folder that has it
-is complete. What a process has written to a mapped page belongs to the kernel from then on: killing
-the process loses nothing and keeps the order of writes. (A power failure may lose data: the kernel
-writes pages back when it likes.) Either one process may write to a folder or any number may read
-it; the kernel releases the lock of a process that dies.
+The folder may be larger than RAM, and it outlives the process. It holds a file NAME.bin for each
+tensor, `ring.json`, which describes the tensors, and `lock`. The files are reserved in full, so
+that a disk that fills up later cannot break a run. `ring.json` comes last, by a rename, so a folder
+that has it is complete.
+
+Data that a process has written to a mapped page belong to the kernel from then on. Killing the
+process loses nothing, and the order of writes is kept. (A power failure may lose data, because the
+kernel writes pages back when it likes.) Either one process may write to a folder, or any number may
+read it. The kernel releases the lock of a process that dies.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ def sizes_of(fields: Fields) -> dict[str, int]:
 
 
 def free_on_disk(folder: str | Path) -> int:
-    """Bytes that are free on the disk of a folder, which need not exist yet."""
+    """Bytes that are free on the disk of a folder. The folder need not exist yet."""
     folder = Path(folder)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
@@ -69,10 +71,10 @@ class MappedClock(Clock):
 class MappedRing(ReplayBuffer):
     """A ReplayBuffer in a folder of files, on the CPU.
 
-    A ring that is there already is continued if its settings are the same or, if not `writable`,
-    only sampled from. The other arguments are those of ReplayBuffer.
+    If the folder holds a ring with the same settings already, that ring is continued. If the ring
+    is not `writable`, it can only be sampled from. The other arguments are those of ReplayBuffer.
 
-    Raises ValueError, besides as ReplayBuffer, for a folder whose ring is damaged or has other
+    Raises the errors of ReplayBuffer, ValueError for a folder whose ring is damaged or has other
     settings, and OSError for a folder without room or permissions, or in use.
     """
 
@@ -105,7 +107,7 @@ class MappedRing(ReplayBuffer):
             "low": low,
             "high": high,
         }
-        if self.proximal:  # folders without it need not say so
+        if self.proximal:  # a folder without these log-probabilities need not say so
             settings["proximal"] = True
         files = fields | {"clock": (torch.int64, (2,))}
         self._folder = MappedFolder(self.path, settings, files, self.writable)
@@ -120,9 +122,9 @@ class MappedRing(ReplayBuffer):
 
     @classmethod
     def open(cls, folder: str | Path, writable: bool = False) -> "MappedRing":
-        """A folder's ring with its stored settings, to sample from or, if `writable`, to continue.
+        """Opens the ring of a folder with its stored settings.
 
-        Raises like the class.
+        It can be sampled from and, if `writable`, continued. Raises the errors of the class.
         """
         settings = {"proximal": False, **MappedFolder.about(folder)}
         types = {
@@ -157,14 +159,17 @@ class MappedRing(ReplayBuffer):
             require_actions(self.fields["action"][:, : self.count + 1], number)
 
     def append(self, rollout: Rollout) -> None:
-        """As ReplayBuffer. Raises ValueError, too, if the ring is open only for reading."""
+        """Appends a rollout, as ReplayBuffer does.
+
+        Raises ValueError also if the ring is closed or was opened only for reading.
+        """
         if not self.writable:
             remedy = "open it with writable=True to append"
             raise ValueError(f"the ring is closed or was opened for reading: {remedy}")
         super().append(rollout)
 
     def close(self) -> None:
-        """Releases the folder for others; garbage collection of the ring does the same."""
+        """Releases the folder for other processes, as garbage collection of the ring does."""
         self._folder.close()
         self.writable = False
 
@@ -173,10 +178,11 @@ class MappedRing(ReplayBuffer):
         return {"folder": str(Path(self.path).absolute())}
 
     def load_state_dict(self, state: dict) -> None:
-        """Keeps the rows of the folder, which are the run's.
+        """Restores a state, of this ring or of a ring in memory.
 
-        With a warning if the folder is a new one. Rows of another ring are copied into an empty
-        one. Raises OSError if this folder holds those of another run.
+        The state of a ring in a folder has only the folder's path. The rows in this folder then
+        stay as they are, with a warning if there are none. Rows of a ring in memory are copied into
+        this folder. Raises OSError if this folder already holds rows of another run.
         """
         folder = state.get("folder")
         if folder is None and self.count:
@@ -191,10 +197,13 @@ class MappedRing(ReplayBuffer):
 
 
 class MappedFolder:
-    """A folder of `tensors`, each mapped to its file; one that is not writable is copied on write,
-    so its file never changes. A writable folder is made if there is none. Raises ValueError if its
-    description is not `about` or a file has another size, and OSError for no folder to read, no
-    room, no permissions, or one in use."""
+    """A folder of `tensors`, each of which is mapped to its file.
+
+    If the folder is not writable, tensors are copied on write, so the files never change. If it is
+    writable and does not exist, it is made. Raises ValueError if the folder's description is not
+    `about` or a file has another size. Raises OSError if there is no folder to read, no room or no
+    permission, or if the folder is in use.
+    """
 
     def __init__(self, folder: str | Path, about: dict, fields: Fields, writable: bool):
         self.folder, self.tensors = Path(folder), {}
@@ -222,7 +231,7 @@ class MappedFolder:
             self._lock = lock
 
     def close(self) -> None:
-        """Releases the lock. The tensors stay mapped: do not write to them any more."""
+        """Releases the lock. The tensors stay mapped, but must no longer be written to."""
         self._lock.close()
 
     def __reduce_ex__(self, protocol):
@@ -233,8 +242,10 @@ class MappedFolder:
 
     @staticmethod
     def about(folder: str | Path) -> dict:
-        """A folder's description of itself. Raises FileNotFoundError if there is none, ValueError
-        for one that is damaged."""
+        """The description in a folder, ring.json.
+
+        Raises FileNotFoundError if there is none, and ValueError if it is damaged.
+        """
         try:
             about = read_json(Path(folder) / "ring.json")
         except FileNotFoundError as error:
@@ -254,8 +265,8 @@ class MappedFolder:
         return about
 
     def _require_room(self, needed: int) -> None:
-        """Rejects a new folder that holds something else or does not fit on the disk, before
-        anything is written."""
+        """Raises OSError, before anything is written, for a new folder that holds other files or
+        does not fit on the disk."""
         if self.folder.is_dir() and any(path.name != "lock" for path in self.folder.iterdir()):
             raise OSError(
                 f"memmap is {self.folder}, which holds files but no complete ring: "
@@ -273,7 +284,7 @@ class MappedFolder:
             for path, size in files.items():
                 with opened(path, "xb") as file:
                     on_error.callback(path.unlink)
-                    # Or a full disk would kill the process at a later write
+                    # Otherwise a full disk would kill the process at a later write.
                     if hasattr(os, "posix_fallocate"):
                         os.posix_fallocate(file.fileno(), 0, size)
                     file.truncate(size)
@@ -283,19 +294,19 @@ class MappedFolder:
         )
 
     def _check(self, about: dict, files: dict[Path, int]) -> None:
-        theirs = self.about(self.folder)
-        for name in (*about, *(theirs.keys() - about.keys())):
-            ours = about.get(name)
-            if theirs.get(name) != ours:
-                other = f"has {name} {theirs.get(name)!r} and not {ours!r}"
+        stored = self.about(self.folder)
+        for name in (*about, *(stored.keys() - about.keys())):
+            wanted = about.get(name)
+            if stored.get(name) != wanted:
+                difference = f"has {name} {stored.get(name)!r} and not {wanted!r}"
                 raise ValueError(
-                    f"memmap is {self.folder}, whose ring {other}: choose another folder, "
+                    f"memmap is {self.folder}, whose ring {difference}: choose another folder, "
                     "or delete this one"
                 )
         for path, size in files.items():
-            found = path.stat().st_size if path.exists() else 0
-            if found != size:
-                wrong = f"{path.name} has {found:,} bytes of {size:,}"
+            stored_size = path.stat().st_size if path.exists() else 0
+            if stored_size != size:
+                wrong = f"{path.name} has {stored_size:,} bytes of {size:,}"
                 raise ValueError(
                     f"memmap is {self.folder}, where {wrong}: restore it or delete the folder"
                 )

@@ -1,8 +1,9 @@
 """Restores a run from a state that comes from a file, which may hold anything.
 
-The agent's own `load_state_dict` methods take a state as it is. Here it is checked first: names,
-types and shapes. Values are checked only where a wrong one would reach memory that is not the run's
-or a file's content. What is wrong raises ValueError before the run goes on.
+The `load_state_dict` methods of the agent take a state as it is. Here its names, types and shapes
+are checked first. Values are checked only where a wrong value would reach memory that does not
+belong to the run, or the content of a file. A state that does not fit raises ValueError before the
+run goes on.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..replay import ReplayBuffer
 from ..train import Run
 
 DOES_NOT_FIT = "the state does not fit the config: resume with the run's own config"
-REQUIRED_COLUMNS = ("iteration", "steps", "seconds", "eval_return")  # of a history
+REQUIRED_COLUMNS = ("iteration", "steps", "seconds", "eval_return")  # that every history has
 COLUMNS = (
     *REQUIRED_COLUMNS,
     *LOSS_TERMS,
@@ -31,7 +32,7 @@ COLUMNS = (
     "nonfinite",
     "skipped",
 )
-# What reading values from a state of another shape may raise.
+# The errors that reading values from a state of another shape may raise.
 MISFIT = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError)
 
 
@@ -39,7 +40,7 @@ def restore(run: Run, state: dict) -> None:
     """Restores a `state_dict` into a run that has not started.
 
     Raises ValueError if the state does not fit the run, OSError if the ring's rows are in another
-    folder than this run's, and torch.OutOfMemoryError; the run is then closed.
+    folder than this run's, and torch.OutOfMemoryError. After an error the run is closed.
     """
     try:
         check_learner(run.learner, state)
@@ -56,7 +57,7 @@ def restore(run: Run, state: dict) -> None:
 
 
 def check_learner(learner, state: dict) -> None:
-    """Raises ValueError for a state of another network, or optimizer."""
+    """Raises ValueError for the state of another network or of another optimizer."""
     if learner.optimizer_has_weights:
         buffers = dict(learner.model.named_buffers())
         if state["model"].keys() != buffers.keys():
@@ -66,9 +67,9 @@ def check_learner(learner, state: dict) -> None:
 
 
 def check_moments(optimizer: torch.optim.Adam, state: dict) -> None:
-    """Raises ValueError for moments of other shapes.
+    """Raises ValueError for moments of other shapes than the parameters.
 
-    Adam's fused step would read and write beyond their ends.
+    Adam's fused step would read and write beyond the ends of such moments.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [i for group in state["param_groups"] for i in group["params"]]
@@ -92,7 +93,7 @@ def check_scaler(scaler, state: dict) -> dict:
     if not isinstance(scaler, torch.amp.GradScaler):
         return state
     settings = scaler.state_dict()
-    if not settings:  # of a scaler that does nothing
+    if not settings:  # the scaler is disabled
         return settings
     saved = {name: state[name] for name in ("scale", "_growth_tracker")}
     if not all(isinstance(number, int | float) for number in saved.values()):
@@ -101,7 +102,7 @@ def check_scaler(scaler, state: dict) -> dict:
 
 
 def check_collector(collector, state: dict) -> None:
-    """Raises ValueError for the state of another policy with memory."""
+    """Raises ValueError if the state of a policy with memory is that of another policy."""
     saved = state["state"]
     expected = None
     if collector.model.recurrent:
@@ -135,7 +136,7 @@ def check_ring(ring: ReplayBuffer, state: dict | None, num_actions: int) -> None
 
 
 def can_be(start: int, count: int, rows: int) -> bool:
-    """Whether a ring of so many rows can have complete rows `start` to `count` - 1, and go on."""
+    """Whether a ring of this many rows can have complete rows `start` to `count` - 1, and go on."""
     return 0 <= start <= count < min(start + rows, 2**62)
 
 
@@ -148,9 +149,10 @@ def require_actions(actions: torch.Tensor, number: int) -> None:
 
 
 def check_history(state: dict, agents: int | None = None) -> None:
-    """Raises ValueError for what History.state_dict cannot have given.
+    """Raises ValueError for a state that History.state_dict cannot have returned.
 
-    Its names and numbers go on into files. `agents`: how many there are in a population.
+    The check is needed because the history's names and numbers are written into files. `agents` is
+    the number of agents in a population.
     """
     columns = {name: x.numpy() for name, x in state.items() if name != "failures"}
     failures = [*state.get("failures", [None] * (agents or 1))]

@@ -1,11 +1,12 @@
-"""Output folders: one owner at a time, known by a mark, with files that are written whole.
+"""Output folders of commands: each has one owner at a time and files that are written whole.
 
-Whoever writes in a folder holds a lock on its mark, the file `.fp8rl`; the kernel releases it when
-the process ends, however it ends. The mark is a JSON object: which command made the folder, and the
-options to continue with. It tells a run's folder from anybody else's: nothing in a folder without
-one is ever touched, and in a folder with one only the files that the command writes.
+A folder is recognized by its mark, the file `.fp8rl`. The process that writes in a folder holds a
+lock on the mark. The kernel releases the lock when the process ends, however it ends. The mark is a
+JSON object, with the command that made the folder and the options to continue with. In a folder
+without a mark nothing is ever touched. In a folder with a mark, only the files that the command
+writes are touched.
 
-TensorBoard gives its files names of their own, which begin with `events.out.tfevents.`."""
+TensorBoard chooses the names of its files. They begin with `events.out.tfevents.`."""
 
 import contextlib
 import json
@@ -20,31 +21,37 @@ FILES = {
     "study": ("runs.jsonl", "results.csv", "table.md", "curves.png"),
     "doctor": ("report.json", "report.md", "report.png"),
 }
-EVENTS = {"train": "events.out.tfevents.*"}  # a pattern: their names tell time, host and process
+# A pattern, because the names contain time, host and process.
+EVENTS = {"train": "events.out.tfevents.*"}
 
 
 def files_in(path: Path, command: str | None) -> list[str]:
-    """Names of what a folder holds of a command's files."""
-    found = [name for name in FILES.get(command, ()) if (path / name).exists()]
+    """Names of the files in a folder that a command writes."""
+    names = [name for name in FILES.get(command, ()) if (path / name).exists()]
     if command in EVENTS:
-        found += sorted(file.name for file in path.glob(EVENTS[command]))
-    return found
+        names += sorted(file.name for file in path.glob(EVENTS[command]))
+    return names
 
 
 def read_mark(path: Path) -> dict:
-    """The mark of a folder, `command` and `options`; empty if there is none, or not the file that
-    the command writes first."""
-    # No mark, or not one of ours
+    """The mark of a folder, with `command` and `options`.
+
+    It is empty if there is no mark, or not the file that the command writes first.
+    """
+    # Errors mean that there is no mark, or that this package did not write it.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = read_json(path / MARK)
-        if isinstance(found["options"], dict) and (path / FILES[found["command"]][0]).exists():
-            return found
+        mark = read_json(path / MARK)
+        if isinstance(mark["options"], dict) and (path / FILES[mark["command"]][0]).exists():
+            return mark
     return {}
 
 
 def require_free(path: Path, command: str, overwrite: bool = False) -> None:
-    """Raises FileExistsError if `path` is a file, a folder of somebody else's, or one of a run and
-    `overwrite` is off."""
+    """Raises FileExistsError unless a new run may write to the folder `path`.
+
+    It may not if `path` is a file, if the folder holds other files, or if it holds a run and
+    `overwrite` is off.
+    """
     if path.is_file():
         raise FileExistsError(f"out is {path}, which is a file: use a folder")
     if (
@@ -59,22 +66,26 @@ def require_free(path: Path, command: str, overwrite: bool = False) -> None:
 
 
 def _require_own(path: Path, command: str, overwrite: bool) -> None:
-    """Raises FileExistsError if files would be replaced without leave, or that no run wrote."""
+    """Raises FileExistsError if a run would be replaced without `overwrite`, or a file that no run
+    wrote."""
     mark = read_mark(path)
     if mark and not overwrite:
         raise FileExistsError(
             f"out is {path}, which holds another run: use a new folder, "
             "or add --overwrite to replace it"
         )
-    own = files_in(path, mark.get("command"))
-    foreign = [name for name in files_in(path, command) if name not in own]
+    written_by_run = files_in(path, mark.get("command"))
+    foreign = [name for name in files_in(path, command) if name not in written_by_run]
     if foreign:
         raise FileExistsError(f"out is {path}, whose {foreign[0]} no run wrote: use a new folder")
 
 
 class Folder(contextlib.ExitStack):
-    """A folder that this process owns until it is closed, made by `create` or `reopen`. Raises
-    OSError if it cannot be used, and FileExistsError if another process is writing there."""
+    """A folder that this process owns until the folder is closed.
+
+    It is made by `create` or `reopen`. Raises OSError if the folder cannot be used, and
+    FileExistsError if another process is writing there.
+    """
 
     def __init__(self, path: Path):
         super().__init__()
@@ -86,12 +97,15 @@ class Folder(contextlib.ExitStack):
 
     @classmethod
     def create(cls, path: Path, command: str, options: dict, overwrite: bool = False) -> "Folder":
-        """A folder for a new run of a command, without the files of the run that it replaces. Ask
-        `require_free` first; raises FileExistsError if another process has begun a run since."""
+        """Makes a folder for a new run of a command. Files of the run that it replaces are removed.
+
+        Call `require_free` first. Raises FileExistsError if another process has begun a run since.
+        """
         with contextlib.ExitStack() as on_error:
             folder = on_error.enter_context(cls(path))
-            _require_own(path, command, overwrite)  # again, now that nobody else can fill it
-            # A run that fails is not mistaken for the old one
+            # Checked again, now that no other process can fill the folder.
+            _require_own(path, command, overwrite)
+            # Old files are removed, so that a run that fails is not mistaken for the old run.
             replaced = read_mark(path).get("command")
             for name in FILES.get(replaced, ()):
                 for file in (name, f"{name}.tmp"):
@@ -104,18 +118,21 @@ class Folder(contextlib.ExitStack):
 
     @classmethod
     def reopen(cls, path: Path, command: str) -> "Folder":
-        """The folder of a run that goes on, or with nothing but its checkpoint. Raises
-        FileNotFoundError if there is neither."""
-        found = read_mark(path).get("command")
-        alone = files_in(path, command) == ["checkpoint.pt"]
-        if found != command and (found or not alone):
+        """Opens the folder of a run that is continued.
+
+        The folder may also hold nothing but a checkpoint. Raises FileNotFoundError for any other
+        folder.
+        """
+        marked_command = read_mark(path).get("command")
+        only_checkpoint = files_in(path, command) == ["checkpoint.pt"]
+        if marked_command != command and (marked_command or not only_checkpoint):
             raise FileNotFoundError(
                 f"{path} holds no run of {command} to continue: use the folder of one"
             )
         return cls(path)
 
     def remove_events(self) -> None:
-        """Removes TensorBoard's files of an earlier run, or of before a resumption."""
+        """Removes TensorBoard's files of an earlier run, or of this run before it was resumed."""
         with self.writing():
             for file in self.path.glob(EVENTS["train"]):
                 file.unlink()
@@ -129,7 +146,7 @@ class Folder(contextlib.ExitStack):
             os.fsync(self._mark.fileno())
 
     def writing(self) -> contextlib.AbstractContextManager:
-        """Names the folder where a write in it fails."""
+        """A context that names the folder in the error if a write in it fails."""
         return told(f"out is {self.path} and cannot be written", "make room, then continue")
 
     def write(self, name: str, content: str | bytes) -> None:

@@ -1,20 +1,23 @@
-"""Files in a folder: how they are opened, whoever filled it.
+"""Opens and writes files safely, in a folder that a stranger may have filled.
 
-The threat: a folder comes from a stranger, who can have put anything under any name in it before a
-command is given its path.
+The threat is a folder from a stranger, who may have put anything under any name into it before the
+user gives its path to a command.
 
-Read are the mark, config.json, runs.jsonl, checkpoint.pt and a ring's files. Nothing in them is
-executed, and none of them says where to write. Written are only names that a command knows
-(disk/run_folder.py, disk/mapped_ring.py), directly in the folder that the user named: whole, as a
-new file that then takes the name (`write_whole`), or in place (`opened`: mark, lock, journal,
-metrics.csv and the mapped files of a ring). TensorBoard's package opens its events file itself,
-under a new name, after everything of such a name has been removed (`Folder.remove_events`).
+Commands read the mark, config.json, runs.jsonl, checkpoint.pt and the files of a ring. Nothing in
+these files is executed, and none of them says where to write. Commands write only to names that
+they know (disk/run_folder.py, disk/mapped_ring.py), directly in the folder that the user named. A
+file is written whole, as a new file that then takes the name (`write_whole`), or in place
+(`opened`: the mark, the lock, the journal, metrics.csv and the mapped files of a ring).
+TensorBoard's package opens its events file itself, under a new name, after all files of such names
+have been removed (`Folder.remove_events`).
 
-So it can never happen that a file outside the folder is written, emptied or locked, through a
-symbolic link or through a second name of its content (a hard link); that a pipe or a device is
-opened and waited for; or that code runs. A checkpoint may be a link to a file, as people link their
-best one, because it is only read. What the folder can do: hold wrong numbers, or so many that
-reading them takes long. A folder that others change while a command runs is no part of this."""
+So three things can never happen. No file outside the folder is written, emptied or locked, neither
+through a symbolic link nor through a second name of its content (a hard link). No pipe or device is
+opened and waited for. No code runs. A checkpoint may be a link to a file, because it is only read,
+and people link their best checkpoint.
+
+The folder can still hold wrong numbers, or so many that reading them takes long. A folder that
+other processes change while a command runs is not considered here."""
 
 import contextlib
 import errno
@@ -28,15 +31,20 @@ from typing import IO, BinaryIO
 
 
 def opened(path: Path, mode: str, **options) -> IO:
-    """Like `open`, but only a plain file with one name, looked at when it is open and before
-    anything happens to it. Not for mode w, which empties it at once. Raises OSError."""
+    """Like `open`, but opens only a plain file with one name, otherwise raises OSError.
+
+    The file is checked when it is open and before anything happens to it. Do not use mode w, which
+    would empty the file at once.
+    """
     return open(path, mode, opener=_plain, **options)
 
 
 def locked(path: Path, mode: str, taken: str, shared: bool = False) -> IO:
-    """Like `opened`, with a lock until it is closed or the process ends, however it ends: an
-    exclusive one, or one that is shared with other shared ones. Raises FileExistsError, `taken`, if
-    another process or opened file has it."""
+    """Like `opened`, with a lock until the file is closed or the process ends, however it ends.
+
+    The lock is exclusive or, with `shared`, shared with other shared locks. Raises FileExistsError
+    with the message `taken` if another process or opened file has a lock.
+    """
     file = opened(path, mode)
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -47,13 +55,13 @@ def locked(path: Path, mode: str, taken: str, shared: bool = False) -> IO:
 
 
 def read_json(path: Path):
-    """What a JSON file holds. Raises OSError like `opened`, and ValueError if it is none."""
+    """The value in a JSON file. Raises OSError like `opened`, and ValueError if it is not JSON."""
     with opened(path, "rb") as file:
         return parsed(file.read())
 
 
 def parsed(text: bytes):
-    """The value of JSON text. Raises ValueError."""
+    """The value of JSON text. Raises ValueError if it is not JSON."""
     try:
         return json.loads(text)
     except RecursionError as error:  # thousands of brackets
@@ -62,8 +70,10 @@ def parsed(text: bytes):
 
 @contextlib.contextmanager
 def told(what: str, remedy: str) -> Iterator[None]:
-    """Rewords an OSError that the system raises inside: `what`, the system's reason, `remedy`. One
-    without a number, which this package raises, stays as it is."""
+    """A context that rewords OSErrors of the system: `what`, the system's reason, then `remedy`.
+
+    An OSError of this package has no error number and stays as it is.
+    """
     try:
         yield
     except OSError as error:
@@ -75,17 +85,21 @@ def told(what: str, remedy: str) -> Iterator[None]:
 def write_whole(
     path: Path, write: Callable[[BinaryIO], object], check: Callable[[Path], object] = Path.stat
 ) -> None:
-    """Writes a file whole or not at all: to a new temporary file beside it, which is renamed unless
-    `check` raises."""
+    """Writes a file whole or not at all.
+
+    `write` writes to a new temporary file beside it. The temporary file is then renamed, unless
+    `check` raises.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # left by a killed process; of a link this removes the link
+    # A killed process may have left such a file. If it is a link, this removes the link.
+    temporary.unlink(missing_ok=True)
     try:
         with opened(temporary, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         check(temporary)
-        os.replace(temporary, path)  # a link, too, is replaced and not followed
+        os.replace(temporary, path)  # a link is replaced, too, and not followed
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -93,8 +107,8 @@ def write_whole(
 def _plain(path: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
-        found = os.fstat(descriptor)
-        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
             return descriptor
         os.close(descriptor)
     except OSError as error:
