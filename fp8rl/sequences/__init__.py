@@ -2,11 +2,11 @@
 
 A small policy is trained in float32 by policy gradient, while a copy of it in few bits writes the
 sequences. What does that cost, and which correction repairs it? Hundreds of policies are trained as
-one batch, so that the answer takes minutes on a laptop.
+one batch, so that the answer takes only minutes on a laptop.
 
-    task.py         what is right: each token follows from the prompt and an earlier token
+    task.py         the task: each right token follows from the prompt and an earlier token
     policies.py     a recurrent network and a network with attention
-    rounding.py     how the acting copy is rounded
+    rounding.py     how the copy that acts is rounded
     corrections.py  importance weights, masks and clips
     laboratory.py   pretraining, training, evaluation, and the horizon
 """

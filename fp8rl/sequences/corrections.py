@@ -1,6 +1,6 @@
-"""What a learner pi may do about sequences that another policy mu has written.
+"""Corrections that a learner pi may apply to sequences that another policy mu has written.
 
-Each correction decides by what factor the gradient of a token's log-probability is multiplied:
+Each correction is a factor by which the gradient of a token's log-probability is multiplied:
 
     none                the advantage A
     token_weights       A * min(pi / mu of the token, 2)
@@ -9,14 +9,15 @@ Each correction decides by what factor the gradient of a token's log-probability
     mask_sequences      A, and 0 where pi / mu of the whole sequence is not within [1/2, 2]
     clip                PPO's rule with mu as the old policy: A * pi / mu, and 0 where A > 0 and
                         pi / mu > 1.2, or where A < 0 and pi / mu < 0.8
-    clip_negative       A, and 0 only in the second of these cases
-    clip_positive       A, and 0 only in the first
-    one_precision       A; the learner computes in the acting policy's format, too
+    clip_negative       A, and 0 where A < 0 and pi / mu < 0.8
+    clip_positive       A, and 0 where A > 0 and pi / mu > 1.2
+    one_precision       A, but the learner computes in the format of the policy that acts, too
 
-Where a rollout serves several updates, all but `clip` apply PPO's rule to pi / pi_0, where pi_0 is
-the learner at the time of the rollout, and multiply by this ratio. `token_weights` is then the
-decoupled clip (Hilton, Cobbe and Schulman 2021, arXiv:2110.00641); `none` is what happens if the
-old log-probabilities are computed again by the learner and mu is forgotten.
+Let pi_0 be the learner at the time of the rollout. If a rollout serves several updates, all
+corrections but `clip` also apply PPO's rule to pi / pi_0, and multiply by this ratio.
+`token_weights` is then the decoupled clip (Hilton, Cobbe and Schulman 2021, arXiv:2110.00641).
+`none` is then what happens if the learner computes the old log-probabilities again and mu is
+forgotten.
 """
 
 import math
@@ -48,10 +49,11 @@ def is_dropped_by_clip(ratio: torch.Tensor, advantage: torch.Tensor) -> torch.Te
 def mismatch_weight(
     correction: str, log_ratio: torch.Tensor, advantage: torch.Tensor
 ) -> torch.Tensor:
-    """The factor that a correction gives each token, float32 [T, S, B].
+    """The factor of each token by which a correction accounts for mu, float32 [T, S, B].
 
     `log_ratio`  log pi_0 - log mu, [T, S, B]: T tokens, S policies, B sequences
     `advantage`  [S, B]
+
     Raises ValueError for a correction that does not exist.
     """
     sequence_log_ratio = log_ratio.sum(0, keepdim=True)
@@ -82,9 +84,9 @@ def gradient_factor(
 ) -> torch.Tensor:
     """The factor of each token's gradient, float32 [T, S, B], without gradient itself.
 
-    `logp`        of the learner as it is now, pi
-    `first_logp`  of the learner at the time of the rollout, pi_0
-    `actor_logp`  of the policy that wrote the sequences, mu
+    `logp`        log-probabilities under the learner as it is now, pi
+    `first_logp`  log-probabilities under the learner at the time of the rollout, pi_0
+    `actor_logp`  log-probabilities under the policy that wrote the sequences, mu
     `advantage`   [S, B]
     """
     old_logp = actor_logp if correction == "clip" else first_logp

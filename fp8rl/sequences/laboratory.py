@@ -1,8 +1,8 @@
-"""Training policies that act in few bits: pretraining, updates, evaluation, and the horizon.
+"""Trains policies that act in few bits: pretraining, updates, evaluation, and the horizon.
 
 A `Laboratory` trains all arms of an experiment side by side, from the same pretrained policies and
-with the same random numbers. An `Arm` is the format of the acting copy, and the correction that the
-learner applies.
+with the same random numbers. An `Arm` is the format of the copy that acts, and the correction that
+the learner applies.
 
     >>> from fp8rl.sequences.laboratory import Arm, Laboratory, Setting
     >>> setting = Setting(length=8, updates=2)
@@ -23,42 +23,44 @@ from .policies import FLOAT32, NETWORKS, Policies
 from .rounding import Rounding
 from .task import PermutationTask
 
-PRETRAINING_LENGTH = 32  # tokens, at most: what is learned is the same at every step
-PRETRAINING_RATE = 5e-3
-MOST_PRETRAINING = 4000  # updates
+# Tokens of a sequence in pretraining, at most. The rule to be learned is the same at every step.
+PRETRAINING_LENGTH = 32
+PRETRAINING_RATE = 5e-3  # Adam's learning rate in pretraining
+MOST_PRETRAINING = 4000  # updates of pretraining, at most
 TENTH_LOST = math.log(0.9)
 
 
 class Setting(NamedTuple):
-    """What is trained, and how."""
+    """The settings of a training: the network, the task, and the updates."""
 
     network: str = "recurrent"  # or "attention"
-    right_tokens: int = 1  # how many of the vocabulary are right at each step
+    right_tokens: int = 1  # how many tokens of the vocabulary are right at each step
     length: int = 32  # tokens of a sequence, T
     updates: int = 200
     updates_per_rollout: int = 1
-    learning_rate: float = 3e-3  # Adam's, constant
-    batch: int = 32  # sequences of a rollout, B; each prompt has the same number of them
+    learning_rate: float = 3e-3  # Adam's learning rate, which is constant
+    batch: int = 32  # sequences of a rollout, B, equally many for each prompt
     prompts: int = 4
     vocabulary: int = 8
     units: int = 32
-    start: float = 0.5  # pretraining ends where about this share of sequences is right
+    start: float = 0.5  # pretraining ends when about this share of sequences is right
 
 
 class Arm(NamedTuple):
-    """The acting copy's format (rounding.py), and the learner's correction (corrections.py)."""
+    """The format of the copy that acts (rounding.py), and the learner's correction
+    (corrections.py)."""
 
     format: str = "fp32"
     correction: str = "none"
 
 
 class Horizon(NamedTuple):
-    """How far an acting policy's probabilities are from the learner's, one number for each policy.
+    """How far the probabilities of policies that act are from the learners', [S] for each field.
 
     `sample_size`  p, the effective sample size of a token's ratio, as a share
     `tokens`       H = ln 0.9 / ln p: after so many tokens, the effective sample size of whole
                    sequences is 0.9
-    `divergence`   KL divergence of a token, nats
+    `divergence`   KL divergence of a token, in nats
     """
 
     sample_size: torch.Tensor
@@ -67,7 +69,8 @@ class Horizon(NamedTuple):
 
 
 def check(setting: Setting, seeds: list[int]) -> None:
-    """Raises ValueError, with the name of the field and the fix, for what cannot be trained."""
+    """Raises ValueError, with the name of the field and the fix, for a setting that cannot be
+    trained."""
     if setting.network not in NETWORKS:
         raise ValueError(f"network is {setting.network!r}: choose from {', '.join(NETWORKS)}")
     if not 1 <= setting.right_tokens < setting.vocabulary:
@@ -92,9 +95,9 @@ def check(setting: Setting, seeds: list[int]) -> None:
 def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, PermutationTask]:
     """Policies trained in float32 on right answers, until a share `start` of sequences is right.
 
-    Each stops at the update at which the mean probability of right tokens, along sequences of its
-    own, is the T-th root of `start`, or else at MOST_PRETRAINING. Raises ValueError for a setting
-    that cannot be trained.
+    A policy stops at the update at which the mean probability of right tokens, along sequences that
+    it writes itself, reaches the T-th root of `start`. It stops after MOST_PRETRAINING updates at
+    the latest. Raises ValueError for a setting that cannot be trained.
     """
     check(setting, seeds)
     task = PermutationTask(seeds, setting.prompts, setting.vocabulary, setting.right_tokens)
@@ -132,7 +135,7 @@ def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, Permutatio
 def right_log_probs(
     policies: Policies, task: PermutationTask, tokens: torch.Tensor, prompt: torch.Tensor
 ) -> torch.Tensor:
-    """Log-probabilities that the next token is any of the right ones, [T, S, B], with gradient."""
+    """Log-probabilities that the next token is any right token, [T, S, B], with gradient."""
     log_probs = policies.all_log_probs(tokens, prompt)
     first = task.first_right_token(tokens, prompt)
     right_tokens = [(first + i) % task.vocabulary for i in range(task.right_tokens)]
@@ -140,16 +143,17 @@ def right_log_probs(
 
 
 def random_numbers(seeds, purpose: str, iteration: int, length: int, batch: int) -> torch.Tensor:
-    """Uniform random numbers [T, S, B], a function of seed, purpose and iteration."""
+    """Uniform random numbers [T, S, B], which depend only on seed, purpose and iteration."""
     numbers = uniform(torch.tensor(seeds), purpose, iteration, (length, batch))  # [S, T, B]
     return numbers.transpose(0, 1)
 
 
 def horizon(log_ratio: torch.Tensor) -> Horizon:
-    """The horizon from log ratios learner / actor [T, S, B] of tokens that the learner sampled.
+    """The horizon, from log(pi / mu) [T, S, B] of tokens that the learner pi sampled.
 
     The effective sample size of the actor's tokens is 1 / E_mu[(pi / mu)^2] = 1 / E_pi[pi / mu].
-    E_pi[mu / pi] = 1 is added and its mean subtracted: what both fluctuate by cancels.
+    The mean of pi / mu is estimated by that of pi / mu + mu / pi - 1, because E_pi[mu / pi] = 1 and
+    the fluctuations of the two ratios cancel.
     """
     d = log_ratio.double()
     excess = (d.exp() + (-d).exp() - 2).mean((0, 2))  # E_pi[pi / mu] - 1
@@ -158,10 +162,11 @@ def horizon(log_ratio: torch.Tensor) -> Horizon:
 
 
 class Laboratory:
-    """Policies of all arms and seeds, S = arms * seeds, one arm after the other.
+    """Trains the policies of all arms and seeds: S = arms * seeds, one arm after the other.
 
-    `arms` are sorted, so that formats that are rounded in one call stand side by side: read their
-    order from the attribute. `start` may hold what `pretrained` returned for the setting and seeds.
+    The arms are sorted, so that formats that are rounded in one call stand side by side. The
+    attribute `arms` has their order. `start` may be the result of `pretrained` for the setting and
+    the seeds.
     """
 
     def __init__(self, setting: Setting, arms: list[Arm], seeds: list[int], start=None):
@@ -188,11 +193,11 @@ class Laboratory:
         parameters = list(self.policies.parameters.values())
         self.optimizer = torch.optim.Adam(parameters, setting.learning_rate)
         self.iteration = 0
-        self.actor_rewards: list[torch.Tensor] = []  # of each rollout, [arms, seeds, prompts]
+        self.actor_rewards: list[torch.Tensor] = []  # [arms, seeds, prompts] for each rollout
 
     @staticmethod
     def position(arm: Arm) -> tuple[int, bool]:
-        """Where an arm is sorted: by the kind of its format, then by the learner's format."""
+        """The key by which arms are sorted: the kind of its format, then the learner's format."""
         kinds = ("fp32", "mantissa", "fp8", "fp16")
         return kinds.index(Rounding.kind_of(arm.format)), arm.correction == "one_precision"
 
@@ -203,18 +208,18 @@ class Laboratory:
         return numbers.repeat(1, len(self.arms), 1)
 
     def by_prompt(self, reward: torch.Tensor) -> torch.Tensor:
-        """Mean rewards of each prompt, [arms, seeds, prompts], from those of sequences [S, B]."""
+        """Mean rewards of each prompt, [arms, seeds, prompts], from rewards of sequences [S, B]."""
         prompts = self.setting.prompts
         return reward.unflatten(1, (-1, prompts)).mean(1).view(len(self.arms), -1, prompts)
 
     def advantage(self, reward: torch.Tensor) -> torch.Tensor:
-        """Rewards [S, B], standardized among the sequences of the same prompt (as GRPO does)."""
+        """Advantages [S, B]: rewards standardized among sequences of one prompt (as in GRPO)."""
         groups = reward.unflatten(1, (-1, self.setting.prompts))  # [S, B / P, P]
         centered = groups - groups.mean(1, keepdim=True)
         return (centered / (groups.std(1, keepdim=True) + 1e-4)).flatten(1)
 
     def update(self) -> None:
-        """Writes sequences with the acting copies, and trains on them."""
+        """Writes sequences with the copies that act, and trains on them."""
         uniforms = self.uniforms("actions", self.iteration)
         tokens, actor_logp = self.policies.write(self.prompt, uniforms, self.actor_rounding)
         reward = self.task.reward(tokens, self.prompt)
@@ -233,7 +238,7 @@ class Laboratory:
         self.iteration += 1
 
     def gradient_factors(self, logp, first_logp, actor_logp, advantage) -> torch.Tensor:
-        """The factor of each token's gradient, [T, S, B], each arm's by its own correction."""
+        """The factor of each token's gradient, [T, S, B], by the correction of each arm."""
         factors = []
         for i, arm in enumerate(self.arms):
             policies = slice(i * len(self.seeds), (i + 1) * len(self.seeds))
@@ -249,14 +254,15 @@ class Laboratory:
         return torch.cat(factors, 1)
 
     def train(self, updates: int | None = None) -> None:
-        """Makes `updates` updates, by default all of the setting's."""
+        """Makes `updates` updates; by default, all updates of the setting."""
         for _ in range(self.setting.updates if updates is None else updates):
             self.update()
 
     def learner_rewards(self, rollouts: int = 4, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Mean rewards of sequences that the learner writes itself, [arms, seeds, prompts].
 
-        It writes in float32, or as `rounding` says: with `actor_rounding` its acting copy does.
+        The learner writes in float32, or rounded by `rounding`. With `actor_rounding`, these are
+        sequences of the copy that acts.
         """
         rewards = []
         for i in range(rollouts):
@@ -266,7 +272,7 @@ class Laboratory:
         return torch.stack(rewards).mean(0)
 
     def learner_success(self, rollouts: int = 4, rounding: Rounding = FLOAT32) -> torch.Tensor:
-        """The share of such sequences that are right, [arms, seeds]."""
+        """The share of right sequences among those that the learner writes, [arms, seeds]."""
         return self.learner_rewards(rollouts, rounding).mean(-1)
 
     def actor_success(self, rollouts: int = 20) -> torch.Tensor:
@@ -277,9 +283,9 @@ class Laboratory:
 def horizons(
     policies: Policies, setting: Setting, seeds: list[int], formats: list[str], rollouts: int = 4
 ) -> dict[str, Horizon]:
-    """The horizon of each format, from sequences that float32 policies write and learn from.
+    """The horizon of each format, from sequences that float32 policies write.
 
-    The same tokens are given to a copy in the format; no training is needed.
+    A copy in the format gives log-probabilities to the same tokens. No training is needed.
     """
     prompt = torch.arange(setting.batch) % setting.prompts
     log_ratios: dict[str, list] = {name: [] for name in formats}

@@ -1,13 +1,13 @@
-"""Small networks that write sequences, S policies computed as one batch.
+"""Small networks that write sequences. S policies are computed as one batch.
 
-Both have the same three methods:
+Both kinds of network have the same three methods:
 
     write(prompt, uniforms, rounding)   writes T tokens, one after the other
     log_probs(tokens, prompt, rounding) the log-probabilities of given tokens, all at once
     repeated(arms)                      copies for several arms of an experiment
 
 Shapes: T tokens, S policies, B sequences of each, V tokens in the vocabulary, P prompts, H units.
-Everything is float32; a `Rounding` says what is rounded to fewer bits on the way.
+Everything is computed in float32. A `Rounding` says which numbers are rounded to fewer bits.
 """
 
 import math
@@ -16,12 +16,12 @@ import torch
 
 from .rounding import Rounding
 
-REACH = 16  # distances that attention tells apart; all longer ones look the same
+REACH = 16  # number of distances that attention can tell apart; all longer distances look the same
 FLOAT32 = Rounding([])
 
 
 def chosen(log_probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The log-probabilities [...] of tokens [...], from those of the vocabulary [..., V]."""
+    """The log-probabilities [...] of tokens [...], picked from the vocabulary's [..., V]."""
     return log_probs.gather(-1, tokens[..., None])[..., 0]
 
 
@@ -36,7 +36,7 @@ def sampled(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 class Policies:
-    """What both networks share: parameters [S, ...] by name, embeddings of tokens and prompts."""
+    """The base class of both networks: parameters [S, ...] by name, and embeddings."""
 
     def __init__(self, parameters: dict[str, torch.Tensor]):
         self.parameters = parameters
@@ -57,7 +57,7 @@ class Policies:
 
     @staticmethod
     def shapes(vocabulary: int, prompts: int, units: int) -> dict:
-        """The shape of each parameter of one policy, and its standard deviation at the start."""
+        """The shape and the initial standard deviation of each parameter of one policy, by name."""
         raise NotImplementedError
 
     def repeated(self, arms: int) -> "Policies":
@@ -70,15 +70,15 @@ class Policies:
         )
 
     def embedded_prompt(self, prompt: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-        """The embedding of each sequence's prompt, [S, B, H], for int64 `prompt` [B]."""
+        """The embedding of each sequence's prompt, [S, B, H]. `prompt` is int64 [B]."""
         table = rounding.straight_through(rounding.other, self.parameters["prompt_embedding"])
         return table[:, prompt]
 
     def embedded_tokens(self, tokens: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-        """The embeddings of tokens [..., S, B], [..., S, B, H]."""
+        """The embeddings [..., S, B, H] of tokens [..., S, B]."""
         table = rounding.straight_through(rounding.other, self.parameters["token_embedding"])
         policies, vocabulary, units = table.shape
-        first_row = torch.arange(policies)[:, None] * vocabulary  # of each policy's part
+        first_row = torch.arange(policies)[:, None] * vocabulary  # first row of each policy
         return torch.nn.functional.embedding(tokens + first_row, table.reshape(-1, units))
 
     def log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
@@ -87,7 +87,8 @@ class Policies:
 
 
 class RecurrentPolicies(Policies):
-    """h[t] = tanh(W_token a[t-1] + W_prompt + b + U h[t-1]), logits = O h[t] + c."""
+    """Recurrent networks: h[t] = tanh(W_token a[t-1] + W_prompt + b + U h[t-1]), and the logits
+    are O h[t] + c."""
 
     @staticmethod
     def shapes(vocabulary, prompts, units):
@@ -127,7 +128,8 @@ class RecurrentPolicies(Policies):
         return tokens, chosen(logits.log_softmax(-1), tokens)
 
     def layer_inputs(self, tokens, prompt, rounding: Rounding) -> torch.Tensor:
-        """What token before, prompt and bias add to each step's layer, [T, S, B, H]."""
+        """The part of each step's input that comes from the token before, the prompt and the bias,
+        [T, S, B, H]."""
         prompt_input = self.embedded_prompt(prompt, rounding) + self.parameters["bias"]
         embedded = self.embedded_tokens(tokens[:-1], rounding)
         first = (
@@ -185,7 +187,7 @@ class Recurrence(torch.autograd.Function):
 
 
 def recurrence_plain(layer_inputs, recurrent, rounding: Rounding) -> torch.Tensor:
-    """`Recurrence.apply` as one would write it."""
+    """The plain form of `Recurrence.apply`, which computes the same."""
     hidden = []
     state = torch.zeros_like(layer_inputs[0])
     for layer_input in layer_inputs:
@@ -196,12 +198,12 @@ def recurrence_plain(layer_inputs, recurrent, rounding: Rounding) -> torch.Tenso
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:
-    """Rows with a root mean square of 1."""
+    """Rows scaled to a root mean square of 1."""
     return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class AttentionPolicies(Policies):
-    """Two layers of causal attention with one head, each followed by two dense layers.
+    """Networks with two layers of causal attention of one head, each followed by two dense layers.
 
     A step attends to itself and to all steps before it. A learned number for each distance, up to
     REACH, is added to the scores. The cache of keys and values is rounded, too.
@@ -227,7 +229,7 @@ class AttentionPolicies(Policies):
         return shapes | {"head": ((units, vocabulary), 0.1), "head_bias": ((1, vocabulary), 0.0)}
 
     def rounded_weights(self, rounding: Rounding) -> dict[str, torch.Tensor]:
-        """The weights as they are computed with, with the gradient of the float32 ones."""
+        """The weights rounded as in a forward pass. Gradients go to the float32 weights."""
         weights = {}
         for name, parameter in self.parameters.items():
             if name.startswith(("query_key_value", "projection", "up", "down")):
@@ -243,7 +245,7 @@ class AttentionPolicies(Policies):
         return torch.bmm(rounding.straight_through(rounding.matmul_input, x), weight)
 
     def after_attention(self, x, mixed, weights, layer: int, rounding: Rounding) -> torch.Tensor:
-        """The rest of a layer, of rows x [S, ., H] and what attention found for them."""
+        """The rest of a layer, from its input `x` [S, ., H] and the result `mixed` of attention."""
         x = x + self.product(mixed, weights[f"projection{layer}"], rounding)
         wide = self.product(normalized(x), weights[f"up{layer}"], rounding).relu()
         return x + self.product(wide, weights[f"down{layer}"], rounding)

@@ -1,11 +1,11 @@
-"""How the acting copies of many policies are rounded, each to a format of its own.
+"""How the copies that act are rounded, for many policies of which each has its own format.
 
-fp32    not at all
-e8mY    all weights, inputs of matmuls and logits to Y bits of mantissa, to the nearest
-fp16    all of these to float16
-fp8     as engines for language models do it: weights of the hidden layers to e4m3 with a scale
-        for each output, inputs of their matmuls to e4m3 with a scale for each token; embeddings,
-        head and logits to bfloat16
+fp32    nothing is rounded
+e8mY    all weights, inputs of matmuls and logits are rounded to Y bits of mantissa, to the nearest
+fp16    the same numbers are rounded to float16
+fp8     as in engines for language models: weights of the hidden layers are rounded to e4m3 with a
+        scale for each output, and inputs of their matmuls to e4m3 with a scale for each token;
+        embeddings, head and logits are rounded to bfloat16
 """
 
 import re
@@ -16,7 +16,7 @@ LARGEST_E4M3 = 448.0
 
 
 def rounded_to_e4m3(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Float32 numbers as e4m3 with a scale, along `dim`, that brings the largest to 448."""
+    """Rounds float32 numbers to e4m3, with scales along `dim` that bring the largest to 448."""
     scale = x.abs().amax(dim, keepdim=True).clamp(min=1e-12) / LARGEST_E4M3
     return (x / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn).float() * scale
 
@@ -24,14 +24,15 @@ def rounded_to_e4m3(x: torch.Tensor, dim: int) -> torch.Tensor:
 class Rounding:
     """Rounds tensors [..., S, rows, columns] of S policies.
 
-    `formats` is one for each policy. Equal ones, and all of e8mY, must stand side by side: each
-    group is rounded in one call. Raises ValueError for a format that it does not know.
+    `formats` has a format for each policy. Policies of equal formats must stand side by side, and
+    so must all with a format e8mY, because each group is rounded in one call. Raises ValueError for
+    an unknown format.
     """
 
     def __init__(self, formats: list[str]):
         mantissas = [self.mantissa_of(name) for name in formats]
         kinds = [self.kind_of(name) for name in formats]
-        self.groups: dict[str, slice] = {}  # the policies of each kind that is rounded
+        self.groups: dict[str, slice] = {}  # the policies of each kind of format that rounds
         for kind in dict.fromkeys(kinds):
             if kind == "fp32":
                 continue
@@ -48,7 +49,7 @@ class Rounding:
 
     @staticmethod
     def mantissa_of(name: str) -> int | None:
-        """The bits of mantissa of a format e8mY, None for the others."""
+        """The bits of mantissa of a format e8mY; None for other formats."""
         match = re.fullmatch(r"e8m([0-9]+)", name)
         if match and int(match[1]) < 23:
             return int(match[1])
@@ -58,7 +59,10 @@ class Rounding:
 
     @staticmethod
     def kind_of(name: str) -> str:
-        """Which formats are rounded in one call: fp32, fp16, fp8, or mantissa for all e8mY."""
+        """The kind of a format: fp32, fp16, fp8, or "mantissa" for all e8mY.
+
+        Policies of one kind are rounded in one call.
+        """
         return name if Rounding.mantissa_of(name) is None else "mantissa"
 
     @property
@@ -67,27 +71,27 @@ class Rounding:
         return "fp8" in self.groups
 
     def matmul_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Weights [S, inputs, outputs] of a hidden layer."""
+        """Rounds weights [S, inputs, outputs] of a hidden layer."""
         return self._rounded(weight, lambda x: rounded_to_e4m3(x, 1))
 
     def matmul_input(self, x: torch.Tensor) -> torch.Tensor:
-        """Inputs [S, B, inputs] of a hidden layer."""
+        """Rounds inputs [S, B, inputs] of a hidden layer."""
         return self._rounded(x, lambda x: rounded_to_e4m3(x, -1))
 
     def other(self, x: torch.Tensor) -> torch.Tensor:
-        """Embeddings, weights and inputs of the head, logits, keys and values, [S, ., .]."""
+        """Rounds embeddings, weights and inputs of the head, logits, keys and values, [S, ., .]."""
         return self._rounded(x, lambda x: x.bfloat16().float())
 
     def _rounded(self, x: torch.Tensor, as_fp8) -> torch.Tensor:
-        """`x` rounded, without gradient; `x` itself where nothing is to be rounded."""
+        """`x` rounded, without gradient; or `x` itself if no policy rounds."""
         if not self.groups:
             return x
         result = x.detach().clone(memory_format=torch.contiguous_format)
         for kind, policies in self.groups.items():
             part = result[..., policies, :, :]
             if kind == "mantissa":
-                # Adding half of the last place and cutting off rounds to the nearest: ties away
-                # from zero, which are rare.
+                # To add half of the last place and cut off the rest rounds to the nearest. Ties,
+                # which are rare, are rounded away from zero.
                 part.view(torch.int32).add_(self.half).bitwise_and_(self.mask)
             elif kind == "fp16":
                 part.copy_(part.half().float())
@@ -96,7 +100,7 @@ class Rounding:
         return result
 
     def straight_through(self, method, x: torch.Tensor) -> torch.Tensor:
-        """`method(x)`, with the gradient of `x`: for a learner in the acting policy's format."""
+        """`method(x)`, with the gradient of `x`, for a learner that rounds, too."""
         if not self.groups:
             return x
         return StraightThrough.apply(x, method)

@@ -1,12 +1,13 @@
 """The task: from a prompt, write a sequence in which each token follows from an earlier one.
 
 A prompt is a permutation of the vocabulary. The right token at time t is the prompt's permutation
-of the token that was written two steps before, whether that one was right or wrong; before the
-sequence begins, token 0 was written. Where several tokens are right, they are that token and those
-that follow it in the vocabulary, in a circle.
+of the token that was written two steps before, no matter whether that token was right. Before the
+sequence begins, token 0 counts as written. If several tokens are right, they are this token and the
+tokens that follow it in the vocabulary, in a circle.
 
-The reward is 1 if every token of the sequence is right, and 0 otherwise: so do problems reward a
-language model whose answer can be checked. One wrong token among hundreds loses everything.
+The reward is 1 if every token of the sequence is right, and 0 otherwise. Language models are
+rewarded in this way for problems whose answer can be checked. One wrong token among hundreds loses
+everything.
 """
 
 import torch
@@ -20,8 +21,8 @@ class PermutationTask:
     `seeds`         a seed for each policy
     `prompts`       P, the number of prompts
     `vocabulary`    V, the number of tokens
-    `right_tokens`  how many of the V tokens are right at each step: 1 makes a task that allows no
-                    error, V / 2 one in which most choices are harmless
+    `right_tokens`  how many of the V tokens are right at each step. With 1, the task allows no
+                    error. With V / 2, most choices are harmless.
     """
 
     def __init__(self, seeds: list[int], prompts: int, vocabulary: int, right_tokens: int):
@@ -43,7 +44,7 @@ class PermutationTask:
         return task
 
     def first_right_token(self, tokens: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-        """The first of the right tokens at each step, [T, S, B], for int64 tokens of that shape.
+        """The first of the right tokens at each step, [T, S, B]. `tokens` are int64 [T, S, B].
 
         `prompt` is the number of each sequence's prompt, int64 [B].
         """
@@ -59,5 +60,5 @@ class PermutationTask:
         return distance < self.right_tokens
 
     def reward(self, tokens: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
-        """1 for sequences without an error, else 0: float32 [S, B]."""
+        """The reward of each sequence, float32 [S, B]: 1 without an error, 0 otherwise."""
         return self.is_right(tokens, prompt).all(0).float()

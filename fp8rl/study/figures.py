@@ -1,5 +1,8 @@
-"""Figures: arrays in, Axes out. The colours are those of Okabe and Ito, which colour-blind readers
-can tell apart; lines also differ in dash and marker, for print."""
+"""Figures: functions that draw arrays on matplotlib's Axes.
+
+The colours are those of Okabe and Ito, which colour-blind readers can tell apart. Lines also differ
+in dash and marker, for print.
+"""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -23,21 +26,23 @@ STYLES = [
         strict=True,
     )
 ]
-# Each has its own style, in every figure
+# A precision has the same style in every figure.
 PRECISIONS = dict(zip(("fp32", "bf16", "fp16", "fp8"), STYLES, strict=False))
 REFERENCES = {"bang-bang 199": 199.0, "random 18.5": 18.5, "constant 6.2": 6.2}
 
 
 def styles(names: Iterable[str]) -> list[dict]:
-    """A style for each name: a precision's own, and for other names those that are left."""
-    own = [PRECISIONS.get(name) for name in names]
-    rest = cycle(STYLES[len(PRECISIONS) :] if any(own) else STYLES)
-    return [style or next(rest) for style in own]
+    """A style for each name. A precision has a fixed style; other names get the other styles."""
+    fixed = [PRECISIONS.get(name) for name in names]
+    others = cycle(STYLES[len(PRECISIONS) :] if any(fixed) else STYLES)
+    return [style or next(others) for style in fixed]
 
 
 def references(ax: Axes, names: bool = True) -> Axes:
-    """Marks the reference returns, with their names to the right of the axes, and scales the axis
-    for returns."""
+    """Draws the cart's reference returns, and scales the vertical axis for returns.
+
+    With `names`, their names stand to the right of the axes.
+    """
     for name, value in REFERENCES.items():
         ax.axhline(value, color="#888888", linewidth=0.8, zorder=0)
         if names:
@@ -50,8 +55,7 @@ def references(ax: Axes, names: bool = True) -> Axes:
 
 
 def steps_axis(ax: Axes, ticks: int = 6) -> Axes:
-    """Labels the horizontal axis as environment steps: whole numbers in full, at most `ticks` + 1
-    of them."""
+    """Labels the horizontal axis as environment steps, with at most `ticks` + 1 whole numbers."""
     ax.set_xlabel("environment steps")
     ax.xaxis.set_major_locator(MaxNLocator(ticks))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -61,9 +65,14 @@ def steps_axis(ax: Axes, ticks: int = 6) -> Axes:
 def learning_curves(
     ax: Axes, curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True
 ) -> Axes:
-    """Evaluation returns against environment steps, one line per name: the interquartile mean of
-    the seeds, and a band from their 10th to their 90th percentile. `curves`: name -> (steps [E],
-    returns [seeds, E]). `marks`: draw the cart's reference returns; False for other tasks."""
+    """Draws evaluation returns against environment steps, with a line for each name.
+
+    The line is the interquartile mean of the seeds. A band goes from their 10th to their 90th
+    percentile.
+
+    `curves`  name -> (steps [E], returns [seeds, E])
+    `marks`   whether to draw the cart's reference returns; False for other tasks
+    """
     for style, (name, (steps, returns)) in zip(styles(curves), curves.items(), strict=True):
         returns = np.atleast_2d(returns)
         _central(ax, name, steps, returns, style)
@@ -81,7 +90,7 @@ def learning_curves(
     return references(ax) if marks else ax
 
 
-# Columns of a history below the return, with what to call them.
+# Columns of a history that are drawn below the return, with their titles.
 BELOW = {
     "loss": "loss",
     "entropy": "entropy of the policy, nats",
@@ -91,18 +100,19 @@ BELOW = {
 
 
 def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
-    """How one run learned, from its History: returns above; loss, entropy, divergence of the
-    policies that acted from the present one, and share of clipped steps below.
+    """Draws how one run learned, from its History.
 
-    The line is the mean return of the training episodes, whose actions are sampled. Greedy
-    evaluations are dots, because a greedy policy may do well long before the sampled one does.
-    `marks`: draw the cart's reference returns; False for other tasks.
+    Returns are above. Below are loss, entropy, the divergence of the present policy from the
+    policies that acted, and the share of clipped steps. The line is the mean return of the training
+    episodes, whose actions are sampled. Greedy evaluations are dots, because a greedy policy may do
+    well long before the sampled policy does. `marks` says whether to draw the cart's reference
+    returns; it is False for other tasks.
     """
     grid = figure.add_gridspec(2, len(BELOW), height_ratios=(2, 1))
     top = figure.add_subplot(grid[0, :], title=title)
     steps = history.column("steps")
     returns = history.column("train_return")
-    has_ended = ~np.isnan(returns)  # where an episode did
+    has_ended = ~np.isnan(returns)  # iterations in which an episode ended
     top.plot(steps[has_ended], returns[has_ended], color="#0072B2", label="sampled, in training")
     top.plot(*history.evaluations(), "o", color="#E69F00", markersize=4, label="greedy evaluation")
     top.legend(loc="lower right", fontsize=8)
@@ -113,7 +123,7 @@ def training(figure: Figure, history, title: str, marks: bool = True) -> Figure:
     for i, (name, label) in enumerate(BELOW.items()):
         ax = figure.add_subplot(grid[1, i])
         values = history.column(name)
-        if len(values):  # a run from before this column was recorded has none
+        if len(values):  # runs of older versions may not have this column
             ax.plot(steps, values, color="#444444", linewidth=1)
         ax.set_title(label, fontsize=8)
         ax.tick_params(labelsize=7)
@@ -132,12 +142,14 @@ def study(
     threshold: float,
     marks: bool = True,
 ) -> Figure:
-    """What a study saw: returns of training episodes, greedy evaluations, and each seed's end.
+    """Draws the results of a study: training returns, greedy evaluations, and final returns.
 
-    Training episodes come first, because their actions are sampled: a greedy policy may do well
-    before the sampled one does, and then its curve shows no learning. Titles say what is seen.
-    `final`: name -> final greedy return of each seed. `marks`: draw the cart's reference returns;
-    False for other tasks.
+    Returns of training episodes come first, because their actions are sampled. A greedy policy may
+    do well before the sampled policy does, and then its curve shows no learning. The titles say
+    what can be seen.
+
+    `final`  name -> final greedy return of each seed
+    `marks`  whether to draw the cart's reference returns; False for other tasks
     """
     left, middle, right = figure.subplots(1, 3)
     left.sharey(middle)
@@ -159,7 +171,7 @@ def study(
         fontsize=10,
     )
     looks = dict(zip(evaluation, styles(evaluation), strict=True))
-    plain = {"color": "#888888", "marker": "o"}  # of controls, which have no curves
+    plain = {"color": "#888888", "marker": "o"}  # style of controls, which have no curves
     intervals(right, final, "final greedy return", [looks.get(name, plain) for name in final])
     ends = np.concatenate([final[name] for name in evaluation])
     right.set_title(
@@ -177,7 +189,7 @@ def study(
 
 
 def growth(training: Curves) -> str:
-    """What the curves of training episodes show, in words."""
+    """The title of the curves of training episodes: how returns grow."""
     means = [iqm(values, axis=0) for _, values in training.values() if values.size]
     if not means:
         return "In training, no episode ended"
@@ -186,7 +198,8 @@ def growth(training: Curves) -> str:
 
 
 def in_range(values: list[float]) -> str:
-    """Numbers as text without digits after the point: one, or the lowest and the highest."""
+    """The lowest and the highest number as text, without decimals, or one number if both are
+    equal."""
     low, high = f"{min(values):.0f}", f"{max(values):.0f}"
     return low if low == high else f"{low}..{high}"
 
@@ -229,8 +242,11 @@ def spread(positions: Sequence[float], least: float) -> list[float]:
 
 
 def zoom(ax: Axes, final: dict[str, np.ndarray], threshold: float) -> Axes:
-    """Shows scores from a little below the threshold on, where the first arm reaches it: an arm far
-    below would leave the others no room. Arrows tell what is out of sight."""
+    """Shows only scores from a little below the threshold on, if the first arm reaches it.
+
+    Otherwise an arm far below the threshold would leave no room for the other arms. Arrows stand
+    for arms that are out of sight.
+    """
     best = max(values.max() for values in final.values())
     first = next(iter(final.values()))
     if not iqm(first) >= threshold < best:
@@ -249,8 +265,10 @@ def zoom(ax: Axes, final: dict[str, np.ndarray], threshold: float) -> Axes:
 def panels(
     axes: Sequence[Axes], curves: dict[str, tuple[np.ndarray, np.ndarray]], marks: bool = True
 ) -> Sequence[Axes]:
-    """Like `learning_curves`, with a panel per name, from left to right with shared axes, and each
-    seed as a thin line."""
+    """Like `learning_curves`, but with a panel for each name, and a thin line for each seed.
+
+    The panels go from left to right and share their axes.
+    """
     for ax, style, (name, (steps, returns)) in zip(
         axes, styles(curves), curves.items(), strict=False
     ):
@@ -261,7 +279,7 @@ def panels(
             name, fontsize=10
         )
         ax.label_outer()
-    axes[0].set_xlim(left=0)  # of all, and of their longest run: they share it
+    axes[0].set_xlim(left=0)  # for all panels, because they share the axis
     return axes
 
 
@@ -279,9 +297,14 @@ def _central(ax: Axes, name: str, steps: np.ndarray, returns: np.ndarray, style:
 def series(
     ax: Axes, runs: dict[str, tuple[np.ndarray, np.ndarray]], label: str, window: int = 10
 ) -> Axes:
-    """A training quantity, with its unit in the label, against environment steps, one line per
-    name: the mean of the seeds over a sliding window of iterations, or over all of a shorter run.
-    `runs`: name -> (steps [n], values [seeds, n])."""
+    """Draws a quantity of training against environment steps, with a line for each name.
+
+    The line is the mean of the seeds over a sliding window of iterations, or over all iterations of
+    a shorter run.
+
+    `runs`   name -> (steps [n], values [seeds, n])
+    `label`  label of the vertical axis, with the unit
+    """
     for style, (name, (steps, values)) in zip(styles(runs), runs.items(), strict=True):
         width = max(1, min(window, len(steps)))
         smooth = (
@@ -297,9 +320,15 @@ def series(
 def intervals(
     ax: Axes, scores: dict[str, np.ndarray], label: str, looks: list[dict] | None = None
 ) -> Axes:
-    """One row per name: the seeds' interquartile mean, its 95% bootstrap interval, and below them
-    each seed's score as a tick. `scores`: name -> scores [seeds]; the label has their unit.
-    `looks`: a style for each, if not `styles`."""
+    """Draws scores, with a row for each name.
+
+    A row has the interquartile mean of the seeds with its 95% bootstrap interval and, below them,
+    each seed's score as a tick.
+
+    `scores`  name -> scores [seeds]
+    `label`   label of the horizontal axis, with the unit
+    `looks`   a style for each name; by default `styles`
+    """
     looks = looks or styles(scores)
     for row, (style, values) in enumerate(zip(looks, scores.values(), strict=True)):
         low, high = bootstrap_interval(values)
@@ -319,10 +348,13 @@ def intervals(
 
 
 def findings(ax: Axes, report, tolerates=TOLERATES) -> Axes:
-    """One row per finding of a doctor (bits/doctor/): the factor of the learning rate at which it
-    learns, with what training tolerates in grey. A number at the edge is beyond it."""
-    several = len({found.optimizer for found in report}) > 1
-    names = [found.text + f" ({found.optimizer})" * several for found in report]
+    """Draws the findings of a doctor (bits/doctor/), with a row for each finding.
+
+    A dot is the factor of the learning rate at which the training learns. The factors that the
+    training tolerates are grey. A dot at the edge stands for a factor beyond it.
+    """
+    several = len({finding.optimizer for finding in report}) > 1
+    names = [finding.text + f" ({finding.optimizer})" * several for finding in report]
     looks = {
         "as float32": STYLES[3],
         "not judged": STYLES[1],
@@ -331,8 +363,8 @@ def findings(ax: Axes, report, tolerates=TOLERATES) -> Axes:
     for label, look in looks.items():
         rows = [
             row
-            for row, found in enumerate(report)
-            if label == (found.verdict if found.verdict in looks else "otherwise")
+            for row, finding in enumerate(report)
+            if label == (finding.verdict if finding.verdict in looks else "otherwise")
         ]
         rates = np.clip([report[row].rate for row in rows], 2**-6, 2**10)
         ax.plot(rates, rows, label=label, **{**look, "linestyle": ""})
@@ -349,8 +381,11 @@ def findings(ax: Axes, report, tolerates=TOLERATES) -> Axes:
 
 
 def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.ndarray) -> Axes:
-    """The probability of a push to the right, `right` [V, P], over positions [P] and velocities
-    [V], with its decision boundary in white and bang-bang's dashed."""
+    """Draws the probability of a push to the right over positions and velocities of the cart.
+
+    `right` [V, P] has the probabilities, `position` [P] and `velocity` [V] the axes. The decision
+    boundary is white, and that of bang-bang control is dashed.
+    """
     mesh = ax.pcolormesh(position, velocity, right, cmap="cividis", vmin=0, vmax=1, rasterized=True)
     ax.figure.colorbar(mesh, ax=ax, label="probability of a push to the right")
     if right.min() < 0.5 < right.max():
@@ -362,7 +397,7 @@ def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.n
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as a PNG file's bytes."""
+    """A figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()

@@ -13,13 +13,14 @@ from ..rollout import inference
 from ..tasks.drawing import drawing_of, picture
 from ..tasks.gymnasium_env import GymEnv
 
-MOST_FRAMES = 250  # of a film: a longer episode shows every second step, or every third
-WIDEST = 480  # pixels; larger pictures are made smaller
+# Number of frames of a film at most. Of longer episodes, only every second or third step is shown.
+MOST_FRAMES = 250
+WIDEST = 480  # pixels; wider pictures are made smaller
 COLORS = 64
 
 
 class Film(NamedTuple):
-    """An episode: its GIF file, and how long and how good it was."""
+    """A film of an episode: the GIF file, the number of steps, and the return."""
 
     gif: bytes
     steps: int
@@ -29,8 +30,8 @@ class Film(NamedTuple):
 def film_episode(policy: Callable, env, frames_per_second: float) -> Film:
     """Plays one episode in a newly created environment, and films it.
 
-    The policy is as in evaluate.play. The environment is one TensorEnv that can be drawn, or a
-    GymEnv whose render_mode is rgb_array. Each frame has a title with step and return.
+    The policy is like that of evaluate.play. The environment is a TensorEnv that can be drawn, or a
+    GymEnv whose render_mode is rgb_array. Each frame has a title with the step and the return.
     """
     every = math.ceil(env.max_steps / MOST_FRAMES)
     total = 0.0
@@ -55,19 +56,19 @@ def title_of(env, step: int, total: float) -> str:
 
 
 def frame_of(env, title: str) -> Image.Image:
-    """The environment as it is now, below a title, in few colors."""
+    """A picture of the environment as it is now, below a title, in few colors."""
     if isinstance(env, GymEnv):
         return in_few_colors(titled(env.render(), title))
     return in_few_colors(Image.fromarray(picture(env, env.state[0], title)))
 
 
 def titled(frame: np.ndarray, title: str) -> Image.Image:
-    """A picture, made smaller where it is wide, below a title."""
+    """A picture below a title. A picture that is too wide is made smaller."""
     image = Image.fromarray(frame)
     if image.width > WIDEST:
         image = image.resize((WIDEST, round(image.height * WIDEST / image.width)))
     band = 30
-    width = max(image.width, 300)  # the title needs as much
+    width = max(image.width, 300)  # the title needs this width
     whole = Image.new("RGB", (width, image.height + band), "white")
     whole.paste(image, ((width - image.width) // 2, band))
     draw = ImageDraw.Draw(whole)
@@ -85,7 +86,7 @@ def in_few_colors(image: Image.Image) -> Image.Image:
 
 
 def gif_of(frames: Iterable[Image.Image], seconds: float) -> bytes:
-    """An endlessly looping GIF of frames that are shown for so many seconds each.
+    """A GIF file that loops endlessly. Each frame is shown for `seconds`.
 
     The last frame stays for two seconds, so that one sees how the episode ended.
     """
@@ -100,6 +101,6 @@ def gif_of(frames: Iterable[Image.Image], seconds: float) -> bytes:
 
 
 def rate_of(env) -> int | None:
-    """The frames a second that a TensorEnv is drawn with, or None if it cannot be drawn."""
+    """The frames per second with which a TensorEnv is drawn, or None if it cannot be drawn."""
     drawing = drawing_of(type(env))
     return drawing.frames_per_second if drawing else None

@@ -1,21 +1,21 @@
 """A fingerprint of this code: hashes that change when its numbers do.
 
-Each part of a fingerprint is a hash of the weights that a few short trainings end with, or of the
-doctor's verdicts. Two versions of the package have the same hash for a part if they compute the
-same numbers there, on one kind of processor with one version of torch. A benchmark writes the
-fingerprint of its code under its table (`origin` in bench.py). benchmarks/results.py says on which
-parts a table rests, and marks a table if one of them has changed.
+Each part of a fingerprint is a hash of the weights with which a few short trainings end, or of the
+doctor's verdicts. If two versions of the package compute the same numbers in a part, on one kind of
+processor and with one version of torch, they have the same hash for the part. A benchmark writes
+the fingerprint of its code under its table (`origin` in throughput.py). benchmarks/results.py says
+on which parts a table rests, and marks a table if one of these parts has changed.
 
-The first five hashes, joined by hyphens, are of
+The first five hashes are joined by hyphens. They are hashes of
 
-    defaults   a single run with the defaults, and a population in fp32 and FP8 with them: two
-               hashes
+    defaults   a single run with the defaults, and a population in fp32 and FP8 with the defaults:
+               two hashes
     settled    an agent in eight bits, with SETTLED
     doctor     the doctor's verdicts on an optimizer
-    averages   its verdicts on a running average
+    averages   the doctor's verdicts on a running average
 
-Every other part has its name before its hash (`trainings`). All of them but `sequences`, which has
-none of these settings, train with SETTLED.
+Every other part has its name before its hash (`trainings`). All of these parts train with SETTLED,
+except `sequences`, which has none of these settings.
 """
 
 import functools
@@ -37,7 +37,7 @@ from ..sequences.laboratory import Arm, Laboratory, Setting
 from ..sequences.policies import NETWORKS
 from ..train import train
 
-# The settings that benchmarks name, so that their numbers stay when these defaults change.
+# Settings that benchmarks name, so that their numbers stay the same when defaults change.
 SETTLED = {
     "rollout_length": 32,
     "slice_length": 16,
@@ -53,14 +53,14 @@ SETTLED |= {
     "halved_after": 1024,
     "normalize_obs": False,
 }
-# Two iterations of SETTLED with 16 environments
+# Two iterations with SETTLED and 16 environments.
 SHORT = {
     "steps": 1024,
     "eval_every": 0,
     "eval_episodes": 1,
 }
 TASKS = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "fp8rl/Lqr-v0")
-# One place each, so that a change of any rounding shows.
+# Formats of one place each, so that a change of any rounding shows.
 PLACES = (
     "forward=e4m3 backward=e5m2",
     "acting=e8m1",
@@ -71,10 +71,13 @@ PLACES = (
 
 
 def fingerprint() -> str:
-    """The fingerprint of this code on this machine, such as
-    "2dd45677-0def241b-15a45359-ec423fe8-ad73071f, autocast 01234567, codecs 89abcdef, ..."."""
+    """The fingerprint of this code on this machine.
+
+    An example is
+    "2dd45677-0def241b-15a45359-ec423fe8-ad73071f, autocast 01234567, codecs 89abcdef, ...".
+    """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more would order sums otherwise
+    torch.set_num_threads(1)  # with more threads, sums would have another order
     try:
         first = "-".join(
             map(hashed, [*core(), *(repr(verdicts).encode() for verdicts in examined())])
@@ -99,8 +102,8 @@ def weights_of(model: nn.Module) -> bytes:
 
 
 def core() -> list[bytes]:
-    """The weights behind the first three hashes."""
-    # The first clips nothing
+    """The weights of the trainings behind the first three hashes."""
+    # Two iterations, because in the first one the clip drops nothing.
     shape = {
         "steps": 2 * Config().steps_per_iteration,
         "eval_every": 0,
@@ -117,7 +120,7 @@ def core() -> list[bytes]:
 
 
 def settled(**fields) -> Config:
-    """A short training with SETTLED and these fields."""
+    """The config of a short training with SETTLED and with these fields."""
     return Config(**{**SHORT, **SETTLED, **fields})
 
 
@@ -127,21 +130,21 @@ def alone(*configs: Config, machine: Machine | None = None) -> list[nn.Module]:
 
 
 def together(*configs: Config) -> list[nn.Module]:
-    """The networks that a population trains, as one module."""
+    """The networks that a population trains, which are one module."""
     return [train(build_population(list(configs)), progress=False).model]
 
 
 def trainings() -> dict[str, Callable[[], list[nn.Module]]]:
-    """The named parts: what trains their networks."""
+    """The named parts of a fingerprint, each with a function that trains its networks."""
     stepped = [settled(env_id=name) for name in ("CartPole-v1", "Pendulum-v1")]  # by Gymnasium
     gru = settled(encoder="gru", hide_velocity=True)
-    # Enough to reuse forward passes
+    # Enough environments to reuse forward passes.
     many = settled(num_envs=1024, rollout_length=4, slice_length=4, capacity=20_000, steps=8192)
     mixed = [settled(precision=name) for name in ("bf16", "fp16")]
     mixed += [settled(precision=name, collect_precision="fp8") for name in ("fp32", "bf16", "fp16")]
     one = {"steps": 512}  # iteration
     return {
-        # In the first iteration the two clips drop the same steps
+        # Two iterations, because in the first one both forms of the clip drop the same steps.
         "acting": lambda: together(settled(formats="acting=e8m1", steps=1024)),
         "autocast": lambda: alone(
             settled(precision="bf16", **one), settled(precision="fp16", **one)
@@ -166,7 +169,7 @@ def trainings() -> dict[str, Callable[[], list[nn.Module]]]:
 
 
 def writers() -> list[nn.Module]:
-    """Policies that write sequences, with each correction and format of the acting copy."""
+    """Policies that write sequences, with each correction and each format of the copy that acts."""
     arms = [Arm("e8m2", correction) for correction in CORRECTIONS]
     arms += [Arm("fp8"), Arm("fp16")]
     models = []
@@ -179,9 +182,11 @@ def writers() -> list[nn.Module]:
 
 
 def shared(config: Config, size: int = 2) -> list[nn.Module]:
-    """The networks of `size` ranks that share a run. The ranks are threads of this process, which
-    add up tensors as gloo does between processes: to start processes would take longer than all
-    other parts."""
+    """The networks of `size` ranks that share a run.
+
+    The ranks are threads of this process, which add up tensors as gloo does between processes.
+    Starting processes would take longer than all other parts.
+    """
     group, models = ThreadGroup(size), [None] * size
 
     def work(rank: int) -> None:
@@ -190,7 +195,7 @@ def shared(config: Config, size: int = 2) -> list[nn.Module]:
         try:
             models[rank] = train(build(config), progress=False).model
         except BaseException:
-            group.barrier.abort()  # or the others would wait for ever
+            group.barrier.abort()  # otherwise the other ranks would wait for ever
             raise
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
@@ -205,11 +210,11 @@ def shared(config: Config, size: int = 2) -> list[nn.Module]:
 
 
 class ThreadGroup:
-    """What ranks.py uses of torch.distributed, for ranks that are threads."""
+    """The functions of torch.distributed that processes.py uses, for ranks that are threads."""
 
     def __init__(self, size: int):
         self.size = size
-        self.here = threading.local()  # `rank`, of the thread that asks
+        self.here = threading.local()  # has the attribute `rank` in each thread
         self.barrier = threading.Barrier(size)
         self.tensors: list[torch.Tensor | None] = [None] * size
 
@@ -236,8 +241,10 @@ class ThreadGroup:
 
 
 def examined() -> list[list[tuple]]:
-    """What the doctor finds in a layer that learns to add, and in an average of its weights: rates,
-    noise and verdicts."""
+    """The doctor's findings on a layer that learns to add, and on an average of its weights.
+
+    They are rates, noise and verdicts.
+    """
     noise = torch.Generator().manual_seed(0)
     weight = torch.randn(1, 16, generator=noise).requires_grad_()
     doctor = Doctor(optimizer := torch.optim.Adam([weight], lr=1e-2))

@@ -1,5 +1,4 @@
-"""Layouts: three ways for a replay store to keep the observation that an action led to, for
-comparison.
+"""Layouts: three ways for a replay store to keep the observation that an action led to.
 
     layout    stored for a transition, besides observation,     next observation
               action, reward, flags and log-probability
@@ -8,12 +7,14 @@ comparison.
     delta     the difference to the next observation,           off by the rounding of the
               in one byte for each feature                      difference
 
-`compact` is the ring that training uses (replay.py); `full` and `delta` are here to be measured
-beside it, and training does not use them. The compact ring can rebuild every next observation
-because an environment resets in a step of its own: the final observation of an episode is then an
-ordinary row, at the cost of one dummy row for each episode. Where an environment resets in the same
-step that ends the episode, the next row already belongs to the next episode. A compact store then
-loses the final observation (`next_observations`), and `full` and `delta` are two ways to keep it.
+Training uses `compact`, which is the ring of replay.py. `full` and `delta` are here to be compared
+with it. The compact ring can rebuild every next observation, because an environment resets in a
+step of its own. The final observation of an episode is then an ordinary row, at the cost of one
+dummy row for each episode.
+
+If an environment resets in the same step that ends the episode, the next row already belongs to the
+next episode. A compact store then loses the final observation (`next_observations`). `full` and
+`delta` are two ways to keep it.
 """
 
 from typing import NamedTuple
@@ -26,13 +27,16 @@ from ..observation_codec import Codec, type_of_codes
 from ..replay import bytes_of_row, fields_of_row
 from ..rollout import Rollout
 
-# How `delta` stores differences: steps that grow with the difference suit the many small ones
+# The codec in which `delta` stores differences. Its steps grow with the difference, which suits the
+# many small differences.
 DIFFERENCE = "fp8"
 
 
 class Transitions(NamedTuple):
-    """M transitions, each complete by itself. Those of one environment are in the order in which
-    they happened."""
+    """M transitions, each complete by itself.
+
+    The transitions of one environment are in the order in which they happened.
+    """
 
     obs: torch.Tensor  # float32 [M, F]
     action: torch.Tensor  # int64 [M], or float32 [M, A] if continuous
@@ -49,8 +53,10 @@ class Transitions(NamedTuple):
 
 
 def transitions_of(rollout: Rollout) -> Transitions:
-    """The transitions of a rollout [T, N], one environment after the other, without its dummy
-    rows."""
+    """The transitions of a rollout [T, N], one environment after the other.
+
+    Dummy rows are left out.
+    """
     valid = rollout.valid.transpose(0, 1)  # [N, T]
 
     def flat(x: torch.Tensor) -> torch.Tensor:
@@ -67,9 +73,11 @@ def transitions_of(rollout: Rollout) -> Transitions:
 
 
 def next_observations(transitions: Transitions) -> torch.Tensor:
-    """What a compact store without final observations gives as next observations, float32 [M, F]:
-    the observation of the next transition, and NaN where an episode ended and after the last
-    transition. The transitions must be those of one environment."""
+    """The next observations that a compact store without final observations gives, float32 [M, F].
+
+    Each is the observation of the next transition, and NaN where an episode ended and after the
+    last transition. The transitions must be those of one environment.
+    """
     rebuilt = transitions.obs.roll(-1, dims=0)
     rebuilt[transitions.ended] = torch.nan
     rebuilt[-1] = torch.nan
@@ -83,8 +91,10 @@ def layout_row(
     action_size: int = 0,
     difference: str = DIFFERENCE,
 ) -> dict[str, tuple[torch.dtype, tuple]]:
-    """Type and shape of each number that a layout stores for one transition. Raises ValueError for
-    an unknown layout or codec."""
+    """Type and shape of each field that a layout stores for one transition.
+
+    Raises ValueError for an unknown layout or codec.
+    """
     row = fields_of_row(obs_size, action_size, codec)
     if layout == "full":
         row["next_obs"] = row["obs"]
@@ -103,20 +113,25 @@ def layout_bytes(
     action_size: int = 0,
     difference: str = DIFFERENCE,
 ) -> int:
-    """Bytes that so many transitions occupy in a layout, without allocating them. Raises like
-    `layout_row`."""
+    """Bytes that a number of transitions occupies in a layout, without allocating them.
+
+    Raises the errors of `layout_row`.
+    """
     row = layout_row(layout, obs_size, codec, action_size, difference)
     return transitions * bytes_of_row(row)
 
 
 class FullLayout:
-    """A ring of `capacity` transitions that stores both observations of each in a codec, on
-    `device`.
+    """A ring of transitions that stores both observations of each transition.
 
-    `bounds`: lowest and highest value of each of the F features of an observation. `action_size`:
-    number of dimensions of a continuous action, or 0 for a discrete one of up to 256. `fields` has
-    the stored tensors by name, [capacity, ...]. Raises ValueError for a capacity below 1 or a codec
-    that does not suit the bounds, and MemoryError if the ring does not fit.
+    `capacity`     number of transitions
+    `bounds`       lowest and highest value of each of the F features of an observation
+    `codec`        how observations are stored (observation_codec.py)
+    `action_size`  dimensions of a continuous action, or 0 for one of up to 256 discrete actions
+
+    The attribute `fields` has the stored tensors by name, [capacity, ...]. Raises ValueError for a
+    capacity below 1 or a codec that does not suit the bounds, and MemoryError if the ring does not
+    fit into memory.
 
         >>> layout = FullLayout(capacity=100, codec="bf16")
         >>> flags = torch.zeros(8, 4, dtype=torch.uint8)
@@ -142,7 +157,7 @@ class FullLayout:
             raise ValueError(f"capacity is {capacity}: use at least 1")
         low, high = bounds
         self.capacity = capacity
-        self.count = 0  # transitions that were ever appended
+        self.count = 0  # number of transitions that were ever appended
         self.codec = Codec(codec, low, high, device)
         row = layout_row(self.name, len(low), codec, action_size, difference)
         needed = capacity * bytes_of_row(row)
@@ -165,8 +180,10 @@ class FullLayout:
         return sum(field.untyped_storage().nbytes() for field in self.fields.values())
 
     def append(self, transitions: Transitions) -> None:
-        """Appends M transitions, in place of the oldest ones where the ring is full. Raises
-        ValueError for more than `capacity`, and for an observation that is NaN."""
+        """Appends M transitions. If the ring is full, they replace the oldest ones.
+
+        Raises ValueError for more than `capacity` transitions, and for an observation that is NaN.
+        """
         length = len(transitions.reward)
         if length > self.capacity:
             raise ValueError(
@@ -193,25 +210,24 @@ class FullLayout:
         return Transitions(obs, action, row["reward"], row["flags"], row["behavior_logp"], next_obs)
 
     def _encoded(self, transitions: Transitions) -> dict[str, torch.Tensor]:
-        """What is stored of transitions, by field."""
+        """Transitions as they are stored, by field."""
         encoded = transitions._asdict()
         encoded["obs"] = self.codec.encode(transitions.obs)
         encoded["next_obs"] = self.codec.encode(transitions.next_obs)
         return encoded
 
     def _next_obs(self, obs: torch.Tensor, row: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Next observations [B, F] from the observations that go with them and the stored
-        fields."""
+        """Next observations [B, F], from the observations before them and the stored fields."""
         return self.codec.decode(row["next_obs"])
 
 
 class DeltaLayout(FullLayout):
-    """A ring like FullLayout that stores, in place of the next observation, its difference to the
-    stored observation. `difference` is the codec of the differences.
+    """A ring like FullLayout that stores differences in place of next observations.
 
-    The difference is taken to the observation as it was rounded, so that only the rounding of the
-    difference makes the next observation inexact. Its scale comes from the bounds: a feature can
-    change by at most high - low."""
+    `difference` is the codec of the differences between the next observation and the stored
+    observation. The stored observation is the rounded one, so that only the rounding of the
+    difference makes the next observation inexact. The scale of differences comes from the bounds,
+    because a feature can change by at most high - low."""
 
     name = "delta"
 

@@ -1,10 +1,10 @@
-"""How fast does the loop train, and how far is that from what the machine could do? `python -m
-fp8rl bench` measures it.
+"""Measures how fast the loop trains, and how far that is from what the machine could do.
 
-Every environment step is learned from once, without replay. The floor is only the loop's matmuls,
-at the same shapes and in the same precision, one after the other with preallocated outputs, each
-matrix row-major or column-major, whichever is fastest here: no loop that multiplies these matrices
-can be faster. Loop and floor alternate."""
+`python -m fp8rl bench` runs these measurements. Every environment step is learned from once,
+without replay. The floor is the time of the loop's matmuls alone, at the same shapes and in the
+same precision. They run one after the other with preallocated outputs. Each matrix is row-major or
+column-major, whichever is fastest on this machine. No loop that multiplies these matrices can be
+faster than the floor. Measurements of the loop and of the floor alternate."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,10 @@ from .fingerprint import fingerprint
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """The loop without replay, with unlimited steps and the smallest ring that takes a rollout."""
+    """The settings of a loop without replay.
+
+    It has unlimited steps, and the smallest ring that takes a rollout.
+    """
 
     num_envs: int = 4096  # Number of environments of each agent.
     rollout_length: int = 32  # Steps collected from each environment per iteration.
@@ -43,8 +46,11 @@ class Loop:
     layers: int = 2  # Layers of the network.
 
     def config(self, machine: Machine = HERE) -> Config:
-        """The config of the loop on a machine, by default in fp32. Raises ValueError if the machine
-        has an option that a population does not have, or a number is out of range."""
+        """The config of the loop on a machine, by default in fp32.
+
+        Raises ValueError for an option of the machine that a population does not have, and for a
+        number that is out of range.
+        """
         if self.agents is not None:
             if self.agents < 1:
                 raise ValueError(f"agents is {self.agents}: use at least 1")
@@ -77,8 +83,10 @@ class Loop:
         return Config(precision=self.precision or "fp32", **shape)
 
     def fastest(self, machine: Machine) -> Config:
-        """The config of the loop, in the precision that is fastest on the machine if it is None.
-        Raises like `config`."""
+        """The config of the loop. If its precision is None, the fastest one on the machine is used.
+
+        Raises the errors of `config`.
+        """
         config = self.config(machine)
         if self.agents or self.precision:
             return config
@@ -96,8 +104,7 @@ class Loop:
 
 
 def origin() -> str:
-    """What a result was made with, in one line: the machine, versions, and the code's
-    fingerprint."""
+    """One line on how a result was made: the machine, versions, and the fingerprint of the code."""
     return f"{hardware()}; code {own_fingerprint()}"
 
 
@@ -108,7 +115,10 @@ def own_fingerprint() -> str:
 
 
 class Timed:
-    """A collector or a learner whose calls add up to `seconds`; all else is the part's own."""
+    """A collector or a learner that adds up the `seconds` of its calls.
+
+    All other attributes are those of the part itself.
+    """
 
     def __init__(self, part):
         vars(self).update(part=part, seconds=0.0)
@@ -142,11 +152,17 @@ def bench_loop(
     rounds: int = 5,
     agents: int | None = None,
 ) -> dict[str, float | int | str]:
-    """Training steps per second of a config's loop, or of all agents of a population with seeds
-    from 0 up: medians of rounds that alternate with its floor. Returns train_steps_per_second;
-    agents, of a population; num_envs, rollout_length, precision, hidden_size, layers and
-    reuse_forward; collect_share and update_share, fractions of an iteration's time, meaningless for
-    a CUDA graph; and floor_share, the floor's time as a fraction of an iteration's."""
+    """Measures a config's loop, or that of a population of agents with seeds from 0 up.
+
+    Times are medians over rounds, which alternate with measurements of the floor. Returns
+
+        train_steps_per_second        environment steps that are learned from, per second
+        agents                        number of agents, for a population
+        num_envs, rollout_length, precision, hidden_size, layers, reuse_forward
+                                      settings of the loop
+        collect_share, update_share   fractions of an iteration's time, meaningless for a CUDA graph
+        floor_share                   the floor's time as a fraction of an iteration's time
+    """
     if agents is None:
         run = build(config, machine)
     else:
@@ -194,11 +210,13 @@ def bench_loop(
 
 
 def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Callable[[], None]:
-    """A function that does only the multiplications of an iteration on the package's own
-    environment, for this process's environments or, in float32, all agents of a population: T
-    forward passes to act, and one forward and one backward pass over all rows at once. Where
-    forward passes are reused: T + 1 forward passes to act, and the backward pass one time step at a
-    time. On CUDA with `graph` it is a graph too."""
+    """A function that does only the multiplications of an iteration, on the built-in cart.
+
+    They are those of this process's environments or, for a population, those of all agents in
+    float32. An iteration has T forward passes to act, and one forward and one backward pass over
+    all rows at once. If forward passes are reused, it has T + 1 forward passes to act, and the
+    backward pass goes one time step at a time. On CUDA with `graph`, the function is a graph, too.
+    """
     device, envs, length = (
         machine.device,
         config.num_envs // processes.rank_and_size()[1],
@@ -211,7 +229,7 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
         return [(rows, i, o) for i, o in sizes]
 
     def backward(rows: int) -> list[tuple[int, int, int]]:
-        # Of weights, of inputs
+        # The gradients of weights, then those of inputs.
         return [(i, rows, o) for i, o in sizes] + [(rows, o, i) for i, o in sizes[1:]]
 
     def products(
@@ -245,9 +263,11 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
 def fastest_product(
     m: int, k: int, n: int, dtype: torch.dtype, device: str, agents: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Matrices [m, k] and [k, n], or as many pairs as agents, and a tensor for their product, each
-    row-major or column-major, whichever multiplies fastest: with emulated arithmetic this differs
-    up to tenfold."""
+    """Matrices [m, k] and [k, n], and a tensor for their product, in the fastest layouts.
+
+    With `agents` there is a pair of matrices for each agent. Each tensor is row-major or
+    column-major. With emulated arithmetic, the times of layouts differ up to tenfold.
+    """
 
     def new(rows, columns, transposed):
         shape = (columns, rows) if transposed else (rows, columns)
@@ -268,8 +288,10 @@ def fastest_product(
 def seconds_of(
     steps: dict, rounds: int = 7, round_seconds: float = 0.05, device="cuda"
 ) -> dict[str, float]:
-    """Median seconds of each callable over rounds that alternate between them, each long enough for
-    the clock's resolution."""
+    """Median seconds of each callable, over rounds that alternate between them.
+
+    Each round is long enough for the clock's resolution.
+    """
 
     def timed(step, repeats):
         began = time.perf_counter()

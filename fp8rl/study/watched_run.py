@@ -1,7 +1,7 @@
-"""A run that a doctor watches (bits/doctor.py): which formats would break its training?
+"""A run that a doctor watches (bits/doctor/): which formats would change its training?
 
-The doctor sees the optimizer's updates through its hooks. Here it is also shown the loss of every
-update, and what the loss would be with targets or replayed observations in few bits.
+The doctor sees the optimizer's updates through its hooks. This file also shows it the loss of every
+update, and the losses with targets or replayed observations in few bits.
 """
 
 import functools
@@ -15,13 +15,13 @@ from ..losses import Targets, vtrace_fast
 from ..rollout import Rollout
 from ..train import Immediate, Learner, Run, forward_pass
 
-SHOWN = ("observations", "targets")  # places that a doctor sees only through a learner's loss
+SHOWN = ("observations", "targets")  # places that a doctor can judge only by a learner's loss
 
 
 class LowBitLearner(Learner):
-    """A learner with another one's network, that sees some places in few bits.
+    """A learner that shares the network of another learner, and has some places in few bits.
 
-    These are replayed observations, or advantages and value targets.
+    These places are replayed observations, or advantages and value targets.
     """
 
     def __init__(self, learner: Learner, places: dict[str, PlaceFormat]):
@@ -55,9 +55,11 @@ class LowBitLearner(Learner):
 
 
 class WatchedLearner(Learner):
-    """A learner in another one's place, that shows a doctor the loss of every update.
+    """A learner that takes the place of another learner, and shows a doctor the loss of every
+    update.
 
-    `low_bit_learners`: learners with the same network, by what they have in few bits.
+    `low_bit_learners` are learners with the same network, by the place and format that they have in
+    few bits.
     """
 
     def __init__(
@@ -104,9 +106,9 @@ class WatchedLearner(Learner):
 
 
 def watched(run: Run, formats: tuple[str, ...], **options) -> Doctor:
-    """A doctor that watches a run from now on, by its optimizer's and its learner's places.
+    """A doctor that watches a run from now on. It judges places of the optimizer and the learner.
 
-    Raises ValueError as Doctor does, and for observations or targets that are rounded
+    Raises the errors of Doctor, and ValueError for observations or targets that are rounded
     stochastically.
     """
     shown = [text for text in formats if split_entry(text)[0] in SHOWN]
