@@ -1,18 +1,18 @@
 """A rollout as one kernel: S agents act in their environments for T steps, in Triton.
 
-Launched one by one, the operations of a step of acting take microseconds each, and what they
-compute is a few kilobytes that go to memory and back. Here a program has one agent and some of its
+If the operations of a step are launched one by one, each takes microseconds, for a few kilobytes
+that go to memory and back. Here, a program of the kernel has one agent and some of its
 environments. It keeps their states on the chip and loops over time: the network's layers, the
 action, the physics, the reset.
 
-The physics of a task is not written twice. `written` traces the task's own `advance` and `observe`
-with torch.fx, for one environment, and translates each arithmetic operation (FORMS). Operations
-that only move numbers about (MOVES: stack, unbind, slices) need no translation: they are done while
-translating, on tensors that hold the numbers' names.
+The physics of a task is not written a second time. `written` traces the task's own `advance` and
+`observe` with torch.fx, for one environment, and translates each arithmetic operation (FORMS).
+Operations that only move numbers (MOVES: stack, unbind, slices) need no translation. They are
+carried out during the translation, on tensors that hold the names of the numbers.
 
-Random numbers are drawn beforehand, as for the plain loop, rollout.unroll, whose results these are
-but for rounding. Where the environment variable TRITON_INTERPRET is 1, Triton's interpreter runs
-all of it on a CPU, slowly."""
+Random numbers are drawn beforehand, as for the plain loop, rollout.unroll. The results are the same
+as in the plain loop, but for rounding. If the environment variable TRITON_INTERPRET is 1, Triton's
+interpreter runs the kernel on a CPU, slowly."""
 
 import copy
 import functools
@@ -38,25 +38,25 @@ from ..rollout import unroll
 from .triton_quantize import scale_of
 
 WIDTHS = 16, 32, 64, 128  # units in a layer
-# Numbers in a layer's results in a program, which in e4m3 has all environments of an agent. (With
-# 128 units and 64 of them an H200 took longer than in the plain loop; with 64 units more were not
-# tried.)
+# The most numbers in the results of a layer that a program may have in e4m3, in which a program has
+# all environments of an agent. (With 128 units and 64 environments, an H200 took longer than in the
+# plain loop. With 64 units, more environments were not tried.)
 MOST_RESULTS = 64 * 64
-# In the layers between the first and the heads, which are in shared memory
+# The most numbers in the layers between the first layer and the heads, which are in shared memory.
 MOST_WEIGHTS = 2 * 128 * 128
-BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # what `cast` rounds to; 0 is float32
-# The functions that it computes, by these numbers
+BF16, FP16, E4M3 = (tl.constexpr(i) for i in (1, 2, 3))  # types that `cast` rounds to; 0 is float32
+# The rounding functions that `cast` computes, by these numbers.
 ROUNDINGS = (
     None,
     TO[torch.bfloat16],
     TO[torch.float16],
     TO[fp8.E4M3],
 )
-SIDE = tl.constexpr(16)  # columns of other matrices, the fewest that tl.dot multiplies
+SIDE = tl.constexpr(16)  # columns of other matrices; tl.dot multiplies no fewer
 COLUMN = f"tl.arange(0, {SIDE.value})[None, :]"
 
-# Operations of torch and their forms: of numbers, those that compare them, and those of what is
-# true or false.
+# Operations of torch and their forms in Triton: of numbers (FORMS), comparisons of numbers
+# (COMPARISONS), and operations on truth values (LOGICAL).
 aten, NAN = torch.ops.aten, "propagate_nan=tl.PropagateNan.ALL"
 FORMS = {
     aten.add: "{} + {}",
@@ -99,15 +99,18 @@ MOVES = {
 
 
 class Writer(fx.Interpreter):
-    """Runs a traced function on names, int64 tensors, and writes down what it computes, x0, x1, ...
-    Raises NotImplementedError for an operation that has no form."""
+    """Runs a traced function on names, and writes down its computations as lines x0 = ..., x1 = ...
+
+    Names of numbers are int64 tensors. Raises NotImplementedError for an operation that has no
+    form.
+    """
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module)
         self.lines, self.logical, self.extra_traceback = [], set(), False
 
     def new(self, expression: str, logical: bool = False) -> int:
-        """The name of a number, or of what is true or false."""
+        """Writes a line, and returns the name of its number or truth value."""
         self.lines.append(f"x{len(self.lines)} = {expression}")
         self.logical |= {len(self.lines) - 1} if logical else set()
         return len(self.lines) - 1
@@ -176,12 +179,15 @@ def literal(number: float) -> str:
 
 
 def written(env: TensorEnv, name: str, inputs: dict[str, torch.Tensor]) -> Callable:
-    """Translates a method of an environment, a function of tensors like `inputs`, into a Triton
-    function. For tensors [1, columns] that takes and returns matrices [B, 16], 0 in other columns;
-    for tensors [1], vectors [B], whole numbers as float32. Raises NotImplementedError if it cannot
-    be translated, or depends on what is no argument and may change."""
+    """Translates a method of an environment, a function of tensors like `inputs`, to Triton.
+
+    For tensors [1, columns], the Triton function takes and returns matrices [B, 16] with 0 in the
+    other columns. For tensors [1], it takes and returns vectors [B], with whole numbers as float32.
+    Raises NotImplementedError if the method cannot be translated, or if it depends on attributes
+    that may change.
+    """
     try:
-        # Which the trace may change, and which has nothing that changes from step to step
+        # A copy, because tracing may change it. It has no attributes that change from step to step.
         twin = copy.deepcopy(env)
         vars(twin).update(dict.fromkeys(env.NAMES))
         before = dict(vars(twin))
@@ -386,13 +392,21 @@ def play(
 
 
 class Fused:
-    """`rollout.unroll` for the networks of S agents in an environment, one launch for those of a
-    precision. `acting` makes of the model what population.Policy has, `parts` and `spread`, or
-    None, for which it is `unroll` itself. The environment's attributes are taken as they are now.
-    Raises NotImplementedError for what has no kernel: a task with a `step` of its own or other
-    operations than FORMS; more than 16 features, numbers in a state, or actions; layers that are
-    not WIDTHS wide, or too many; other roundings; and for e4m3, whose scale is of all an agent's
-    rows, more of them than MOST_RESULTS allows in one program."""
+    """`rollout.unroll` for the networks of S agents, with one launch for the agents of a precision.
+
+    `acting` makes from the model an object with the attributes `parts` and `spread` of
+    population.Policy. If it returns None, `unroll` itself is called. The environment's attributes
+    are taken as they are now.
+
+    Raises NotImplementedError if there is no kernel, which is so for
+
+    - a task with its own `step`, or with other operations than FORMS
+    - more than 16 features, numbers in a state, or actions
+    - layers whose width is none of WIDTHS, or too many layers
+    - roundings other than ROUNDINGS
+    - e4m3, whose scale is that of all rows of an agent, with more rows than MOST_RESULTS allows in
+      one program
+    """
 
     def __init__(self, env: TensorEnv, model, acting: Callable):
         policy = acting(model)
@@ -438,13 +452,14 @@ class Fused:
         self.observe = written(env, "observe", {"state": state})
 
     def __deepcopy__(self, memo: dict) -> "Fused":
-        """Itself: it holds nothing of a run, and Triton's functions cannot be copied."""
+        """The same object, because it holds no state of a run, and Triton's functions cannot be
+        copied."""
         return self
 
     def __call__(
         self, model, env: TensorEnv, noise: torch.Tensor, starts: torch.Tensor, state: None = None
     ):
-        """As rollout.unroll, with the agents' present weights."""
+        """Does what rollout.unroll does, with the agents' present weights."""
         policy, length, count, own = (
             self.acting(model),
             len(noise),
@@ -513,12 +528,13 @@ class Fused:
 
 
 def versions(env: TensorEnv) -> dict[str, tuple]:
-    """An environment's attributes, tensors with how often they were changed."""
+    """An environment's attributes. Tensors come with the number of times they were changed."""
     return {name: (x, getattr(x, "_version", 0)) for name, x in vars(env).items()}
 
 
 def numbers(layers: list[tuple]) -> tuple[int, ...]:
-    """ROUND of each layer. Raises NotImplementedError for other roundings than ROUNDINGS."""
+    """ROUND of each layer, as in `outputs_of`. Raises NotImplementedError for roundings that are
+    not among ROUNDINGS."""
     found = [(rounding.inputs, rounding.result) for *_, rounding in layers]
     if not {*itertools.chain(*found)} <= {*ROUNDINGS}:
         raise NotImplementedError("no kernel for these roundings")
@@ -526,9 +542,11 @@ def numbers(layers: list[tuple]) -> tuple[int, ...]:
 
 
 def kernel_loop(env: TensorEnv, model, acting: Callable) -> Fused | None:
-    """A Fused, after a short rollout on a copy. None if there is no kernel or, with a warning, if
-    it does not run here: Triton needs a C compiler, and a GPU with shared memory for the weights of
-    all layers."""
+    """Makes a Fused, and tries it in a short rollout on a copy of the environment.
+
+    Returns None if there is no kernel, or if it does not run here. In the second case there is a
+    warning. Triton needs a C compiler, and a GPU with shared memory for the weights of all layers.
+    """
     zeros = functools.partial(torch.zeros, device=env.device)
     try:
         loop = Fused(env, model, acting)

@@ -1,14 +1,13 @@
-"""One launch in place of many, in Triton.
+"""Kernels that replace hundreds of small operations by one launch each, in Triton.
 
 A GPU takes microseconds to begin each operation, however few numbers it has. Random words are 20
-rounds of sums, rotations and exclusive ors, and a recurrence over time is an operation or two for
-each step, which wait for those of the step before. Launched one by one, they are hundreds of
-beginnings for very little arithmetic. Here each is one kernel, which keeps in registers what it
-works on.
+rounds of sums, rotations and exclusive ors. A recurrence over time is an operation or two for each
+step, which must wait for the step before. Launched one by one, that is hundreds of launches for
+very little arithmetic. Here each is one kernel, which keeps its numbers in registers.
 
 Importing this module puts the kernels, and that of triton_quantize.py, into kernels.KERNELS, where
-the core finds them; `hardware.load_kernels` does it where they run. Where the environment variable
-TRITON_INTERPRET is 1, Triton's interpreter runs them on a CPU, slowly."""
+the agent's code finds them. `hardware.load_kernels` imports it if the kernels run. If the
+environment variable TRITON_INTERPRET is 1, Triton's interpreter runs them on a CPU, slowly."""
 
 import warnings
 
@@ -20,12 +19,12 @@ from .. import kernels, rng
 from . import triton_quantize
 
 PAIRS = 256  # pairs of words in a program of `draw`
-# Columns in a program of `recur`: few, so that even a small batch is spread over the processors of
-# a GPU
+# Columns in a program of `recur`. They are few, so that even a small batch is spread over all
+# processors of a GPU.
 COLUMNS = 32
 ROTATIONS = tl.constexpr(rng.ROTATIONS)
-# Numbers that change from call to call: Triton must not compile again where one is 1 or a multiple
-# of 16.
+# Arguments that change from call to call. Without these lists, Triton would compile a kernel again
+# where an argument is 1 or a multiple of 16.
 OF_DRAW, OF_RECUR = (
     ["seed", "seed_step", "iteration", "iteration_step", "purpose", "count"],
     ["T", "N"],
@@ -64,10 +63,13 @@ def draw(out, seed, seed_step, iteration, iteration_step, purpose, count, BLOCK:
 
 
 def words(seed, purpose: int, iteration, count: int, device) -> torch.Tensor:
-    """Random words, int32 [S or 1, count], bit for bit those of rng.py. `seed`, `iteration`: a
-    number, or a tensor of one or of S numbers, whose low 32 bits count. A tensor on the device is
-    read there, so a CUDA graph may change it between replays. `purpose`: the index in rng.PURPOSES.
-    Raises RuntimeError for tensors of different S."""
+    """Random words, int32 [S or 1, count], bit for bit those of rng.py.
+
+    `seed` and `iteration` are numbers, or tensors of one or of S numbers, of which the low 32 bits
+    are used. A tensor on the device is read there, so its numbers may change between replays of a
+    CUDA graph. `purpose` is an index in rng.PURPOSES. Raises RuntimeError for tensors of different
+    S.
+    """
     rows = max(x.numel() if isinstance(x, torch.Tensor) else 1 for x in (seed, iteration))
     found = torch.empty(rows, count, dtype=torch.int32, device=device)
     own = [argument for x in (seed, iteration) for argument in of_rows(x, rows, found.device)]
@@ -77,8 +79,11 @@ def words(seed, purpose: int, iteration, count: int, device) -> torch.Tensor:
 
 
 def of_rows(x, rows: int, device: torch.device) -> tuple:
-    """A number, or a tensor with one for each row, and how far apart these are in memory. A number
-    is an argument of the launch, always with 32 bits, because Triton would compile again for 64."""
+    """An argument of the launch for `x`, and how far apart its numbers are in memory.
+
+    A tensor gives a tensor with a number for each row. A number is passed as a number of 32 bits,
+    because Triton would compile again for 64 bits.
+    """
     if not isinstance(x, torch.Tensor):
         return (int(x) + 2**31) % 2**32 - 2**31, 0
     x = x.to(device).reshape(-1).expand(rows)
@@ -109,9 +114,12 @@ def recurrence(
     begun: torch.Tensor | None = None,
     reverse: bool = False,
 ) -> torch.Tensor:
-    """x_t = added_t + kept_t x_{t-1}, float32 [T, ...] without gradient, with x_{-1} = `begun` or
-    0. In `reverse` time runs backwards: x_t = added_t + kept_t x_{t+1}. `added` and `kept` are
-    float32 and broadcast to [T, ...], and `begun` to [...]; RuntimeError if they do not."""
+    """A linear recurrence over time, float32 [T, ...]: x_t = added_t + kept_t x_{t-1}.
+
+    It begins with x_{-1} = `begun`, or 0. With `reverse`, time runs backwards: x_t = added_t +
+    kept_t x_{t+1}. `added` and `kept` are float32 and broadcast to [T, ...], and `begun` broadcasts
+    to [...]; otherwise raises RuntimeError. The result has no gradient.
+    """
     added, kept = (x.contiguous() for x in torch.broadcast_tensors(added, kept))
     found, columns = torch.empty_like(added), added.shape[1:].numel()
     begun = None if begun is None else begun.expand(added.shape[1:]).contiguous()
@@ -126,10 +134,10 @@ kernels.KERNELS |= {"words": words, "recurrence": recurrence, "quantize": triton
 
 
 def install_kernels(device: torch.device) -> bool:
-    """Tries all kernels on a device, with a few numbers, and returns whether they run.
+    """Tries all kernels on a device with a few numbers, and returns whether they run.
 
-    If one does not, all are taken out of kernels.KERNELS, and a warning says why: Triton needs a C
-    compiler and a driver.
+    If a kernel does not run, all kernels are taken out of kernels.KERNELS, and a warning says why.
+    Triton needs a C compiler and a driver.
     """
     few = torch.ones(2, 3, device=device)
     try:
@@ -138,7 +146,7 @@ def install_kernels(device: torch.device) -> bool:
             recurrence(few, few),
             triton_quantize.quantize(few)[0].scale,
         ):
-            result.cpu()  # waits for it, so that it fails here if it does
+            result.cpu()  # waits for the kernel, so that an error is raised here
     except Exception as error:  # of Triton, of the compiler, of the driver
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         warnings.warn(

@@ -1,17 +1,19 @@
-"""Two passes over a tensor in place of many, in Triton.
+"""Quantizing a matrix to float8 in two passes over memory, in Triton.
 
-Memory decides how long they take: a GPU reads a number from it in the time of some hundred
-operations. So a kernel reads each number as few times as its mathematics allow, computes on the
-chip, and writes each result once. (Where the kernels are used, and how they run on a CPU:
-triton_kernels.py.)
+Memory decides how long quantizing takes: in the time in which a GPU reads a number from memory, it
+does some hundred operations. So a kernel reads each number as few times as possible, computes on
+the chip, and writes each result once. (triton_kernels.py says where the kernels are used, and how
+they run on a CPU.)
 
-Quantizing a matrix to float8 takes two readings, because the scale must be known before any number
-is rounded. The first finds the largest magnitude. A float32's bits without its sign, as a whole
-number, are in the order of magnitudes: so programs need only one atomic maximum each, whatever
-their order. Those of infinities and NaN, which are above all, are left out. The second reading
-divides by the scale, rounds and writes. It works on tiles, because a tile can be transposed on the
-chip: a matmul's column-major operand, in plain code one more reading and a writing of scattered
-bytes, costs only its own bytes. Rounding is whole-number arithmetic, which every GPU has."""
+Quantizing takes two passes, because the scale must be known before any number is rounded. The first
+pass finds the largest magnitude. The bits of a float32 without its sign, read as a whole number,
+have the order of magnitudes. So each program needs only one atomic maximum, and the order of
+programs does not matter. Infinities and NaN, whose bits are larger than all others, are left out.
+
+The second pass divides by the scale, rounds and writes. It works on tiles, because a tile can be
+transposed on the chip. So the column-major operand of a matmul costs only its own bytes. In plain
+code it would cost one more reading, and a writing of scattered bytes. Rounding is whole-number
+arithmetic, which every GPU has."""
 
 import torch
 import triton
@@ -19,8 +21,8 @@ import triton.language as tl
 
 from ..fp8 import E4M3, Quantized
 
-SPAN = 8192  # numbers in a program that finds the largest
-# Rows and columns in one that rounds: of each row, 64 float32 are two whole cache lines
+SPAN = 8192  # numbers in a program that finds the largest magnitude
+# Rows and columns in a program that rounds. 64 float32 of a row are two whole cache lines.
 TILE = (
     128,
     64,
@@ -112,8 +114,11 @@ def rounded(
 def quantize(
     x: torch.Tensor, dtype: torch.dtype = E4M3, rows: bool = True, columns: bool = True
 ) -> tuple[Quantized | None, Quantized | None]:
-    """`fp8.quantize` of a float32 or bfloat16 matrix [M, N] that is not empty, to E4M3 or E5M2:
-    row-major and column-major, or None in place of one that is not wanted. Bit for bit."""
+    """`fp8.quantize` of a float32 or bfloat16 matrix [M, N], to E4M3 or E5M2, bit for bit.
+
+    The matrix must not be empty. Returns it row-major and column-major, or None in place of one
+    that is not wanted.
+    """
     x = x.contiguous()
     bits, scale = x.new_zeros((), dtype=torch.int32), x.new_empty((), dtype=torch.float32)
     data = [
