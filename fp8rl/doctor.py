@@ -84,7 +84,9 @@ class Target(NamedTuple):
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             return
         if not Path(self.name).is_file():
-            raise Refusal(f"script is {self.name}: there is no such file")
+            raise Refusal(
+                f"script is {self.name}: there is no such file, give the path of a script"
+            )
         sys.argv = [self.name, *self.arguments]
         sys.path[0] = str(Path(self.name).resolve().parent)
         runpy.run_path(self.name, run_name="__main__")
@@ -318,8 +320,8 @@ class Keep(Hooks):
             return
         for p in parameters_of(self.optimizers[number]):
             row = p.detach().reshape(1, -1)
-            kept = self.places.weights(row.float(), [row.numel()], self.noise(row))
-            p.copy_(kept.view_as(p))
+            rounded = self.places.weights(row.float(), [row.numel()], self.noise(row))
+            p.copy_(rounded.view_as(p))
 
     def noise(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
         """Noise for the places that are rounded stochastically."""
@@ -371,7 +373,10 @@ class Keep(Hooks):
         Loshchilov and Hutter 2019.
         """
         if amsgrad or options.get("has_complex"):
-            raise RuntimeError("keep rounds moments of Adam without amsgrad, of real parameters")
+            raise RuntimeError(
+                "keep can round moments only of Adam without amsgrad, with real parameters: "
+                "leave out m, v and root"
+            )
         if found_inf is not None and found_inf.item():
             return
         self.moments_kept = True
@@ -502,7 +507,9 @@ def read_report(path: Path) -> dict:
         raise Refusal(f"report is {path}, which cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):
         pass
-    raise Refusal(f"report is {path}, which `watch --json` did not write: give it such a file")
+    raise Refusal(
+        f"report is {path}, which `watch --json` did not write: give a file that it wrote"
+    )
 
 
 def check_finding(finding: dict, tensors: int) -> None:
@@ -533,7 +540,8 @@ def reserve(path: Path) -> None:
     except FileExistsError as error:
         raise Refusal(f"json is {path}, which exists: name a new file") from error
     except OSError as error:
-        raise Refusal(f"json is {path}, which cannot be written: {error.strerror}") from error
+        reason = f"cannot be written ({error.strerror})"
+        raise Refusal(f"json is {path}, which {reason}: name another file") from error
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
@@ -641,7 +649,7 @@ def run_watch(options: argparse.Namespace, target: Target):
         _, form, _ = read_format(text, STATE)
         if form.block:
             raise Refusal(
-                f"formats has {text}: leave block out, a sample of each tensor is followed"
+                f"formats has {text}: leave block out, the doctor follows a sample of each tensor"
             )
     hooks = Watch(formats, check_tolerance(options.tolerates))
     reports = os.environ.get("RANK", "0") == "0"  # of the ranks that torchrun starts, the first

@@ -155,8 +155,8 @@ def in_layouts(
     if not torch.compiler.is_compiling():
         kernel = kernels.kernel("quantize", x.device)
     if kernel is None or x.dtype not in INPUT_TYPES or not x.numel():
-        both = quantize(x, dtype)
-        return both, both
+        quantized = quantize(x, dtype)
+        return quantized, quantized
     return kernel(x, dtype, row_major, column_major)
 
 

@@ -150,10 +150,10 @@ def describe(precision: Precision, model: nn.Module) -> str:
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     converted = [name for name, layer in linears.items() if isinstance(layer, fp8.Float8Linear)]
     left = [name for name in linears if name not in converted]
-    rest = f", not in {', '.join(left)}" if left else " (all linear layers)"
+    not_converted = f", not in {', '.join(left)}" if left else " (all linear layers)"
     return (
         f"{where}, {arithmetic(precision.device)}: "
-        f"FP8 in {', '.join(converted) or 'no layer'}{rest}"
+        f"FP8 in {', '.join(converted) or 'no layer'}{not_converted}"
     )
 
 

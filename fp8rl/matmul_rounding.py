@@ -82,7 +82,9 @@ def matmuls_of(config: Config, acting: bool = False) -> Matmuls:
     for matmuls in (learner, actor):
         if matmuls.precision != "fp32" and (matmuls.operands or matmuls.gradients):
             remedy = "use fp32 in precision and collect_precision"
-            raise ValueError(f"formats rounds matmuls beside {matmuls.precision}: {remedy}")
+            raise ValueError(
+                f"formats rounds matmuls, and their precision is {matmuls.precision}: {remedy}"
+            )
     return actor if acting else learner
 
 

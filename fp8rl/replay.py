@@ -292,7 +292,7 @@ class ReplayBuffer:
             raise ValueError(f"slices is {slices} and length {length}: use at least 1 of each")
         if length > self.clock.size:
             stored = f"only {self.clock.size} rows are stored"
-            remedy = "collect more or shorten it"
+            remedy = "collect more rows or use shorter slices"
             raise ValueError(f"slice length is {length} but {stored}: {remedy}")
         start, env = self.draw(slices, length, seed, iteration)
         return self.read(start, env, length)

@@ -117,12 +117,12 @@ def check(config: Config, machine: Machine, processes: int) -> None:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
     if "weights" in places:
         same = acting_precision == config.precision
-        require("collect_precision", same, "leave it out, its copy of the weights is float32")
+        require("collect_precision", same, "leave it out, it needs a float32 copy of the weights")
         remedy = "leave block out, a run keeps one scale for each tensor of weights"
         require("formats", not places["weights"].block, remedy)
     if places:
         alone = processes == 1 and one_device and machine.on("evaluate") == machine.on("learn")
-        remedy = "leave it out, or compute on one device, in one process and without other options"
+        remedy = "leave it out, or use one process, and one device for all parts"
         require("formats", alone, remedy)
     if processes > 1:
         beside = f" and {processes} processes share the run"

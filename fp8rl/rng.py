@@ -120,15 +120,15 @@ def _words(seed, purpose: str, iteration, count: int, device):
         seed, iteration = np.broadcast_arrays(seed, iteration)
         index, iteration = np.broadcast_arrays(np.arange(pairs, dtype=np.uint32), iteration)
         purpose_number = np.full((1, 1), PURPOSES.index(purpose), np.uint32)
-        both = np.stack(threefry(index, iteration, seed, purpose_number), axis=-1)
-        return both.reshape(len(seed), -1)[:, :count]
+        pairs_of_words = np.stack(threefry(index, iteration, seed, purpose_number), axis=-1)
+        return pairs_of_words.reshape(len(seed), -1)[:, :count]
     seed = _int32_column(seed, device)
     iteration = _int32_column(iteration, device)
     index = torch.arange(pairs, dtype=torch.int32, device=device)
     index, iteration, _ = torch.broadcast_tensors(index, iteration, seed)
     purpose_number = _int32_column(PURPOSES.index(purpose), device)
-    both = torch.stack(threefry(index, iteration, seed, purpose_number), dim=-1)
-    return both.flatten(-2)[..., :count]
+    pairs_of_words = torch.stack(threefry(index, iteration, seed, purpose_number), dim=-1)
+    return pairs_of_words.flatten(-2)[..., :count]
 
 
 def _int32_column(x, device) -> torch.Tensor:

@@ -69,10 +69,7 @@ def test_what_is_built_trains_the_agent_of_the_plain_loop_bit_for_bit(fields):
 
 
 FIELDS = ("device", "collect_device", "store_device", "evaluate_device")
-NOT_PACKED = (
-    "formats is m=e4m3: leave it out, or compute on one device, "
-    "in one process and without other options"
-)
+NOT_PACKED = "formats is m=e4m3: leave it out, or use one process, and one device for all parts"
 REFUSED = [  # fields of a config, of a machine, the number of processes, and what is said
     ({}, {"memmap": ""}, 1, "memmap is : choose a folder"),
     (

@@ -415,7 +415,7 @@ def test_resuming_takes_the_run_s_own_config_and_a_refused_run_changes_nothing(
     before = {path.name: path.read_bytes() for path in trained.iterdir()}
     for message, *arguments in (
         (
-            "steps is given beside resume, which takes the run's own",
+            "steps is given with resume, which keeps the run's own",
             "--resume",
             trained,
             "--steps",
@@ -423,7 +423,7 @@ def test_resuming_takes_the_run_s_own_config_and_a_refused_run_changes_nothing(
         ),
         # The default, but not the run's own
         (
-            "steps is given beside resume",
+            "steps is given with resume",
             "--resume",
             trained,
             "--steps",
@@ -431,14 +431,14 @@ def test_resuming_takes_the_run_s_own_config_and_a_refused_run_changes_nothing(
         ),
         # Though it is
         (
-            "precision is given beside resume",
+            "precision is given with resume",
             "--resume",
             trained,
             "--precision=bf16",
         ),
-        ("overwrite is given beside resume", "--resume", trained, "--overwrite"),
+        ("overwrite is given with resume", "--resume", trained, "--overwrite"),
         ("out is ", "--resume", trained, "--out", tmp_path / "b"),
-        ("out is None and resume None: use one of them",),
+        ("out is None and resume is None: give one of the two",),
         (
             f"{tmp_path / 'nothing'} holds no run of train to continue",
             "--resume",

@@ -653,7 +653,7 @@ def test_what_is_given_to_a_doctor_wrongly_is_refused_at_once():
     with pytest.raises(ValueError, match=r"^others has 'targets': name each by place and format"):
         watching.look(lambda: model(torch.ones(8, 4)).mean(), others={"targets": None})
     for name, said in {
-        "forward=bf16": "and let the doctor look at the loss of an Adam",
+        "forward=bf16": "and call the doctor's look with the loss of an Adam",
         "target=bf16": "or .* follow it",
     }.items():
         with pytest.raises(

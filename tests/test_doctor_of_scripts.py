@@ -279,7 +279,7 @@ def test_a_report_that_anybody_may_have_changed_is_not_trusted(tmp_path):
         {"findings": 3},
     ):
         path.write_text(json.dumps(good | {"optimizers": [optimizer | change]}))
-        with pytest.raises(doctor.Refusal, match=r"did not write: give it such a file$"):
+        with pytest.raises(doctor.Refusal, match=r"did not write: give a file that it wrote$"):
             doctor.read_report(path)
 
 

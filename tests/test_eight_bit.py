@@ -198,7 +198,7 @@ def test_the_command_line(tmp_path, capsys):
         return capsys.readouterr().out
 
     options = ["--steps", "1024", *SIZED, "--eval-episodes", "2", "--out", tmp_path / "a"]
-    beside = "precision is bf16 beside eight_bit, which makes it 'fp8': leave one out"
+    beside = "precision is bf16 with eight_bit, which sets it to 'fp8': leave one out"
     assert (
         beside in said("train", "--eight-bit", "--precision", "bf16", *options)
         and not (tmp_path / "a").exists()
@@ -208,7 +208,7 @@ def test_the_command_line(tmp_path, capsys):
         r"weights: 8 tensors, float8_e4m3fn, 4,547 bytes and 32 of scales\n", trained_so
     )
     assert "3.02 bytes a parameter" in trained_so
-    assert "eight_bit is given beside resume" in said(
+    assert "eight_bit is given with resume" in said(
         "train", "--eight-bit", "--resume", tmp_path / "a"
     )
     assert "mean return" in said("eval", tmp_path / "a", "--episodes", "2")

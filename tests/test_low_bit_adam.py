@@ -450,7 +450,10 @@ def test_bytes():
     [
         ({"m": "e9m3"}, "formats has 'm=e9m3': format is 'e9m3'"),
         ({"v": "e5m2", "root": "e4m3"}, "formats has root twice"),
-        ({"weights": "e4m3:stored"}, "formats has 'weights=e4m3:stored': follow the format by"),
+        (
+            {"weights": "e4m3:stored"},
+            "formats has 'weights=e4m3:stored': after the format, use only",
+        ),
         ({"forward": "e4m3"}, "formats has the place 'forward': choose from weights, m, v, root$"),
         ({"amsgrad": True}, "amsgrad is True: leave it out, LowBitAdam does not have it"),
         ({"lr": -1.0}, "lr, eps and betas are -1.0"),

@@ -420,11 +420,11 @@ FILES = {
     "has 'logp'": saved(learner_logp=LEARNER, actor_logp=ACTOR, logp=ACTOR),
     "holds object": saved(learner_logp=np.full((2, 3), None), actor_logp=ACTOR),
     "holds complex128": saved(learner_logp=LEARNER + 0j, actor_logp=ACTOR),
-    "fewer sequences will do": archive_of(learner_logp=HUGE, actor_logp=HUGE),
-    "is not what follows": archive_of(learner_logp=LONGER, actor_logp=LONGER),
+    "fewer sequences are enough": archive_of(learner_logp=HUGE, actor_logp=HUGE),
+    "in its header, but other data": archive_of(learner_logp=LONGER, actor_logp=LONGER),
     "shape (-1, -4)": archive_of(learner_logp=NEGATIVE, actor_logp=NEGATIVE),
-    "no header": archive_of(learner_logp=CODE, actor_logp=CODE),
-    "no whole .npz file": GOOD[:-40],
+    "no NumPy header": archive_of(learner_logp=CODE, actor_logp=CODE),
+    "not a complete .npz file": GOOD[:-40],
     "which is no whole": b"text",
     "actor_logp is -inf at [1, 2]": saved(
         learner_logp=LEARNER, actor_logp=with_entry(ACTOR, -np.inf)

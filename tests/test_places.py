@@ -46,7 +46,7 @@ def test_bad_places_are_refused():
         ("v=e0m3", "formats has 'v=e0m3': format is 'e0m3': use"),
         (
             "v=e4m3:loose",
-            "formats has 'v=e4m3:loose': follow the format by any of unscaled, block, "
+            "formats has 'v=e4m3:loose': after the format, use only unscaled, block, "
             "stochastic, stored, ind",
         ),
         ("weights=e4m3:stored", r"formats has .*independent and stored: only m, v, root"),

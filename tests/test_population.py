@@ -659,7 +659,7 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
         ({"anneal": False}, "anneal is False beside True: use another population for it"),
         (
             {"precision": "bf16", "formats": "forward=e4m3"},
-            "formats rounds matmuls beside bf16: use fp32 in precision and",
+            "formats rounds matmuls, and their precision is bf16: use fp32 in precision and",
         ),
     ):
         refused(message, build_population, [Config(**SHORT), Config(seed=1, **SHORT, **fields)])

@@ -33,7 +33,7 @@ def read_dump(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(f"dump is {path}, which cannot be read: {reason}") from error
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
         raise ValueError(
-            f"dump is {path}, which is no whole .npz file: write it with numpy.savez"
+            f"dump is {path}, which is not a complete .npz file: write it with numpy.savez"
         ) from error
 
 
@@ -65,7 +65,7 @@ def read_array(
             raise
         except Exception as error:  # whatever a forged header makes NumPy raise
             raise ValueError(
-                f"{name} in {path} has no header of NumPy's: write it with numpy.savez"
+                f"{name} in {path} has no NumPy header: write it with numpy.savez"
             ) from error
         if dtype.kind not in "fiub":
             raise ValueError(f"{name} in {path} holds {dtype}: save numbers")
@@ -73,11 +73,11 @@ def read_array(
         if size > MOST_BYTES:
             raise ValueError(
                 f"{name} in {path} has the shape {shape}, {size:,} bytes: "
-                f"give at most {MOST_BYTES:,}, fewer sequences will do"
+                f"give at most {MOST_BYTES:,} bytes, fewer sequences are enough"
             )
         if min(shape, default=0) < 0 or entry.file_size - file.tell() != size:
             raise ValueError(
-                f"{name} in {path} is said to have the shape {shape}, which is not what follows: "
+                f"{name} in {path} has the shape {shape} in its header, but other data: "
                 "write it with numpy.savez"
             )
         content = file.read(size)

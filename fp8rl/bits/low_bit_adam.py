@@ -409,8 +409,8 @@ class LowBitAdam(torch.optim.Optimizer):
         own_states = [self.state[p] for p in self.parameters]
         saved_states = self._saved_states(state_dict, own_states)
         if saved_states is None:
-            what = f"one of these parameters with formats {self.formats!r}"
-            raise ValueError(f"the state is not {what}: resume with its own formats")
+            problem = f"does not fit these parameters with formats {self.formats!r}"
+            raise ValueError(f"the state {problem}: resume with its own formats")
         # Without the state, because torch would make codes float32.
         super().load_state_dict({**state_dict, "state": {}})
         for p, state, saved in zip(self.parameters, own_states, saved_states, strict=True):

@@ -225,7 +225,7 @@ def places_of(text: str, names: tuple[str, ...] = PLACES) -> Places:
         of_moments = {*words} & OF_MOMENTS
         if not {*words} <= {*WORDS} or (of_moments and name not in ("m", "v", "root")):
             allowed = f"{', '.join(WORDS)} ({' and '.join(sorted(OF_MOMENTS))}: only m, v, root)"
-            raise ValueError(f"formats has {entry!r}: follow the format by any of {allowed}")
+            raise ValueError(f"formats has {entry!r}: after the format, use only {allowed}")
         if "stochastic" in words and name not in (*STATE, "targets"):
             only = f"only {', '.join(STATE)} and targets can be stochastic"
             raise ValueError(f"formats has {entry!r}: {only}")

@@ -116,7 +116,7 @@ def train(
             and multiply in FP8.
     """
     if (out is None) == (resume is None):
-        raise ValueError(f"out is {out} and resume {resume}: use one of them")
+        raise ValueError(f"out is {out} and resume is {resume}: give one of the two")
     config = chosen(config, bool(resume), eight_bit)
     processes.start(machine.devices)
     first, state = processes.rank_and_size()[0] == 0, None
@@ -163,13 +163,13 @@ def chosen(config: Config, resume: bool, eight_bit: bool) -> Config:
     for name in (*Config.__dataclass_fields__, "overwrite", "eight_bit") if resume else ():
         if name in given():
             raise ValueError(
-                f"{name} is given beside resume, which takes the run's own: leave it out"
+                f"{name} is given with resume, which keeps the run's own: leave it out"
             )
     for name, value in EIGHT_BIT.items() if eight_bit else ():
         if name in given() and getattr(config, name) != value:
             raise ValueError(
-                f"{name} is {getattr(config, name)} beside eight_bit, "
-                f"which makes it {value!r}: leave one out"
+                f"{name} is {getattr(config, name)} with eight_bit, "
+                f"which sets it to {value!r}: leave one out"
             )
     return dataclasses.replace(config, **EIGHT_BIT) if eight_bit else config
 
@@ -181,7 +181,7 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
         if isinstance(config, list):
             raise ValueError(
                 f"checkpoint {out / 'checkpoint.pt'} is of a population: "
-                "train goes on with single runs alone"
+                "train can continue only single runs"
             )
         return config, state
     try:

@@ -149,7 +149,7 @@ def _read(path: Path, mmap: bool = False) -> dict:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(
             f"checkpoint {path} is not of format {FORMAT}: "
-            "it was made by another program or version"
+            "it was made by another program or version, train again"
         )
     return content
 

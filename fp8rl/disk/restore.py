@@ -81,7 +81,7 @@ def check_moments(optimizer: torch.optim.Adam, state: dict) -> None:
             continue
         shapes = {"step": torch.Size(()), "exp_avg": p.shape, "exp_avg_sq": p.shape}
         if {name: x.shape for name, x in moments[number].items()} != shapes:
-            what = "the optimizer's state is not one of these parameters"
+            what = "the optimizer's state does not fit these parameters"
             raise ValueError(f"{what}: resume with the run's own config")
 
 
@@ -108,7 +108,7 @@ def check_collector(collector, state: dict) -> None:
     if collector.model.recurrent:
         expected = (torch.float32, (collector.env.num_envs, collector.model.hidden_size))
     if saved is not None and (saved.dtype, tuple(saved.shape)) != expected:
-        raise ValueError("state is not one of this policy: resume with the run's own config")
+        raise ValueError("state does not fit this policy: resume with the run's own config")
 
 
 def check_ring(ring: ReplayBuffer, state: dict | None, num_actions: int) -> None:

@@ -127,7 +127,7 @@ class Folder(contextlib.ExitStack):
         only_checkpoint = files_in(path, command) == ["checkpoint.pt"]
         if marked_command != command and (marked_command or not only_checkpoint):
             raise FileNotFoundError(
-                f"{path} holds no run of {command} to continue: use the folder of one"
+                f"{path} holds no run of {command} to continue: use the folder of a stopped run"
             )
         return cls(path)
 

@@ -205,7 +205,7 @@ def shared(config: Config, size: int = 2) -> list[nn.Module]:
         for thread in threads:
             thread.join()
     if None in models:
-        raise RuntimeError("a rank failed: what was wrong is said above")
+        raise RuntimeError("a rank failed: its error is printed above")
     return models
 
 

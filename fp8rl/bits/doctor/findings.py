@@ -188,8 +188,8 @@ def remedy_for(text: str) -> str:
     if place == "acting":
         return ", and call the doctor's act"
     if place in OPERANDS:
-        return ", and let the doctor look at the loss of an Adam"
-    return ", or let the doctor look at it or follow it"
+        return ", and call the doctor's look with the loss of an Adam"
+    return ", or call the doctor's look or follow for it"
 
 
 def judge(

@@ -24,8 +24,8 @@ class Sample:
         device = self.tensors[0].device
         self.sizes = [x.numel() for x in self.tensors]
         generator = torch.Generator().manual_seed(seed)
-        self.each = max(1, size // len(self.tensors))
-        picks = torch.arange(self.each)
+        self.numbers_per_tensor = max(1, size // len(self.tensors))
+        picks = torch.arange(self.numbers_per_tensor)
         self.index = []
         for count in self.sizes:
             order = torch.randperm(count, generator=generator)

@@ -206,8 +206,8 @@ class WatchedOptimizer:
         if skipped or len(optimizer.param_groups) <= max(self.group):
             self.looks.losses_now = None
             return
-        both = [*self.parameters, *dense(self.parameters, gradients)]
-        after = self.sample.read(both)
+        weights_and_gradients = [*self.parameters, *dense(self.parameters, gradients)]
+        after = self.sample.read(weights_and_gradients)
         live = [g is not None for g in gradients]
         self.weight_after = after[: len(live)]
         self.versions = [p._version for p in self.parameters]
