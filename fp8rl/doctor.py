@@ -652,7 +652,7 @@ def run_watch(options: argparse.Namespace, target: Target):
                 f"formats has {text}: leave block out, the doctor follows a sample of each tensor"
             )
     hooks = Watch(formats, check_tolerance(options.tolerates))
-    reports = os.environ.get("RANK", "0") == "0"  # of the ranks that torchrun starts, the first
+    reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun reports
     if options.json and reports:
         reserve(options.json)
     try:

@@ -168,7 +168,7 @@ class TensorEnv(TensorState):
         self.obs = self._observe(start)
         self.elapsed.add_(_ONE_STEP).masked_fill_(self.done, 0)
         reward = reward.masked_fill(self.done, 0)
-        # Of bools, a > b is "a and not b".
+        # For bools, a > b means "a and not b".
         terminated = terminated > self.done
         truncated = (self.elapsed >= self._max_steps) > terminated
         self.done = terminated | truncated

@@ -353,8 +353,8 @@ class Float8Linear(nn.Linear):
     float32's by 98% of their norm, and with one scale for each row by 3.8%. Without the outlier
     both differ by 3.8%."""
 
-    forward_type = E4M3  # of inputs and weights
-    backward_type = E5M2  # of gradients
+    forward_type = E4M3  # float8 type of inputs and weights
+    backward_type = E5M2  # float8 type of gradients
     scales: str = "tensor"  # or "row", in the output and the input gradient
     emulate: bool | None = None  # as in scaled_matmul
 

@@ -17,7 +17,8 @@ from torch import nn
 from .distribution import Categorical, Gaussian
 from .rng import seed_of
 
-INITIAL_SPREAD = -0.125  # of continuous actions: standard deviations of exp(4 * -0.125) = 0.6
+# Initial `spread` of continuous actions: their standard deviations are exp(4 * -0.125) = 0.6.
+INITIAL_SPREAD = -0.125
 
 
 def linear(

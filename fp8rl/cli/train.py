@@ -127,18 +127,20 @@ def train(
             if first:
                 folder = owned.enter_context(Folder.reopen(out, "train"))
             config, state = stopped_run(out, trust)
-            kept = read_mark(out).get("options", {})
+            saved_options = read_mark(out).get("options", {})
             options |= {
-                name: kept[name] for name in options if name in kept and name not in given()
+                name: saved_options[name]
+                for name in options
+                if name in saved_options and name not in given()
             }
-            Saving(**options)  # the mark may hold anything
-            # All have read the mark before rank 0 writes it again
+            Saving(**options)  # checks the options, because the mark may hold anything
+            # This waits until all ranks have read the mark, before rank 0 writes it again.
             processes.all_reduce([torch.zeros(1)])
         elif first:
             require_free(out, "train", overwrite)
         if options["tensorboard"]:
             require_tensorboard()
-        # What cannot be is refused before anything is written or replaced
+        # A run that cannot be built raises here, before anything is written or replaced.
         run = build(config, machine, state)
         if machine.memmap and run.ring.count:
             print(
@@ -158,8 +160,11 @@ def train(
 
 
 def chosen(config: Config, resume: bool, eight_bit: bool) -> Config:
-    """The config, in eight bits if wanted. Raises ValueError for an option that is given beside one
-    which decides it."""
+    """The config of the options, in eight bits if wanted.
+
+    Raises ValueError for an option that is given together with --resume or --eight-bit, if one of
+    these decides it.
+    """
     for name in (*Config.__dataclass_fields__, "overwrite", "eight_bit") if resume else ():
         if name in given():
             raise ValueError(
@@ -175,7 +180,10 @@ def chosen(config: Config, resume: bool, eight_bit: bool) -> Config:
 
 
 def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
-    """A run's config and state; no state if it was stopped before its first checkpoint."""
+    """The config and the state of a stopped run.
+
+    The state is None if the run was stopped before its first checkpoint.
+    """
     if (out / "checkpoint.pt").exists() or not (out / "config.json").exists():
         config, state = checkpoint.resume(out / "checkpoint.pt", trust)
         if isinstance(config, list):
@@ -200,9 +208,12 @@ def write_while_training(
     checkpoint_ring: bool,
     tensorboard: bool,
 ) -> None:
-    """Trains a run to its end. Rank 0, which owns the folder, writes metrics.csv, checkpoint.pt and
-    perhaps TensorBoard's events as it goes. After SIGINT or SIGTERM the program exits when the
-    iteration is finished and saved; a second signal ends a single process at once."""
+    """Trains a run to its end, and writes its files while it trains.
+
+    Rank 0, which owns the folder, writes metrics.csv, checkpoint.pt and perhaps TensorBoard's
+    events. After SIGINT or SIGTERM the program exits as soon as the iteration is finished and
+    saved. A second signal ends a single process at once.
+    """
     signals: list[int] = []
 
     def remember(number, _):
@@ -210,20 +221,19 @@ def write_while_training(
             raise KeyboardInterrupt
         signals.append(number)
 
-    def keep(
-        kind: type | None, *_
-    ) -> None:  # if the environment fails, what was learned until then
-        # With a graph it has learned from it since
-        good = kind is EnvironmentFailed or (
+    def save_on_failure(kind: type | None, *_) -> None:
+        # If the environment fails, the agent is saved as it was before. With a graph it may have
+        # learned from the failed rollout already.
+        is_intact = kind is EnvironmentFailed or (
             kind is ValueError and isinstance(run.launch, Immediate)
         )
-        if good and len(run.history) and processes.rank_and_size()[1] == 1:
+        if is_intact and len(run.history) and processes.rank_and_size()[1] == 1:
             checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
     if folder and len(run.history):
-        write_metrics(folder, run.history, 0)  # the rows from before a resumption
+        write_metrics(folder, run.history, 0)  # the rows from before the run was resumed
     events = None
-    # All rows are written again with the first new one, which may have other columns
+    # With the first new row all rows are written again, because it may have other columns.
     written, saved = (
         0,
         time.monotonic(),
@@ -231,7 +241,7 @@ def write_while_training(
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, remember))
-        stack.push(keep)
+        stack.push(save_on_failure)
         if folder and tensorboard:
             events = stack.enter_context(EventFile(folder))
             events.add(run.history.rows)
@@ -243,7 +253,7 @@ def write_while_training(
                 and processes.rank_and_size()[0] == 0
                 and time.monotonic() - saved > 60
             )
-            # All ranks must agree: rank 0's clock counts, and a signal to any of them.
+            # All ranks must agree. The clock of rank 0 decides, and a signal to any rank.
             (sums,) = processes.all_reduce([torch.tensor([due, sum(signals)], dtype=torch.float64)])
             due, stop = sums.tolist()
             if (
@@ -253,7 +263,7 @@ def write_while_training(
             ):
                 checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
                 saved = time.monotonic()
-            if folder and len(run.recorded) > written:  # of a graph, only what has been read
+            if folder and len(run.recorded) > written:  # with a graph, not all rows are read yet
                 write_metrics(folder, run.recorded, written)
                 written = len(run.recorded)
             if events:
@@ -269,14 +279,16 @@ def write_while_training(
         sys.exit(128 + (signals[0] if signals else signal.SIGTERM))
     if processes.rank_and_size()[0] == 0:
         most = "" if run.config.env_id else " of 200"
-        # Known even if it cannot be written
+        # Printed before the checkpoint is saved, so that it is known even if saving fails.
         print(f"final greedy return {run.history.final_return:.2f}{most}")
     checkpoint.save(out / "checkpoint.pt", run, checkpoint_ring)
 
 
 def write_metrics(folder: Folder, history: History, written: int) -> None:
-    """Appends the rows that come after those `written` to metrics.csv; without any it is written
-    anew, with a header."""
+    """Appends the rows of the history to metrics.csv, from row number `written` on.
+
+    If no row was written yet, the file is written anew, with a header.
+    """
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     if not written:
@@ -291,7 +303,7 @@ def write_metrics(folder: Folder, history: History, written: int) -> None:
 
 
 def report(run: Run, clipped: list[int], folder: Folder) -> None:
-    """Draws reward_curve.png and prints what else is to be known."""
+    """Draws reward_curve.png, and prints how the run computed and where its results are."""
     config, history = run.config, run.history
     title = f"{config.env_id or 'CustomEnv'} in {config.precision}, seed {config.seed}"
     figure = Figure(figsize=(8, 5.5), layout="constrained")

@@ -243,7 +243,7 @@ def cast(x, inside, TO: tl.constexpr):
     if TO == FP16:
         x = x.to(tl.float16).to(tl.float32)
     if TO == E4M3:
-        # Of which a larger one has larger bits, and NaN the largest
+        # Larger magnitudes have larger bits, and NaN has the largest.
         magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         bits = tl.max(tl.max(tl.where(inside[:, None], magnitude, 0), 1), 0)
         scale = ((scale_of(bits, 3) + 127) << 23).to(tl.float32, bitcast=True)
@@ -560,7 +560,7 @@ def kernel_loop(env: TensorEnv, model, acting: Callable) -> Fused | None:
         return loop
     except NotImplementedError:
         return None
-    except Exception as error:  # of Triton, of the compiler, of the driver
+    except Exception as error:  # Triton, the compiler or the driver may raise anything
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         warnings.warn(
             f"agents act step by step, because their kernel does not run here: {reason}",

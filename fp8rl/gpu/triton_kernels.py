@@ -147,7 +147,7 @@ def install_kernels(device: torch.device) -> bool:
             triton_quantize.quantize(few)[0].scale,
         ):
             result.cpu()  # waits for the kernel, so that an error is raised here
-    except Exception as error:  # of Triton, of the compiler, of the driver
+    except Exception as error:  # Triton, the compiler or the driver may raise anything
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         warnings.warn(
             "operations are launched one by one, because a kernel for many does not run "

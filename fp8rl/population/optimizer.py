@@ -132,7 +132,7 @@ class Scales(TensorState):
         norm = grad.norm(dim=1, keepdim=True) / self.scale
         finite = norm < math.inf  # False for NaN, too
         factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1) / self.scale
-        # Of bools, a > b is "a and not b".
+        # For bools, a > b means "a and not b".
         optimizer.step(grad, factor, takes=finite > self.stopped)
         # In place, because other code may hold these tensors.
         self.good.add_(1).mul_(finite)

@@ -172,7 +172,7 @@ class Recurrence(torch.autograd.Function):
     def backward(ctx, hidden_gradient):
         recurrent, hidden = ctx.saved_tensors
         transposed = recurrent.transpose(1, 2)
-        gradient = torch.empty_like(hidden)  # of what goes into tanh
+        gradient = torch.empty_like(hidden)  # gradient of the argument of tanh
         last = len(hidden) - 1
         for t in range(last, -1, -1):
             total = hidden_gradient[t]
