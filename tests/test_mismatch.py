@@ -425,7 +425,7 @@ FILES = {
     "shape (-1, -4)": archive_of(learner_logp=NEGATIVE, actor_logp=NEGATIVE),
     "no NumPy header": archive_of(learner_logp=CODE, actor_logp=CODE),
     "not a complete .npz file": GOOD[:-40],
-    "which is no whole": b"text",
+    "which is not a complete": b"text",
     "actor_logp is -inf at [1, 2]": saved(
         learner_logp=LEARNER, actor_logp=with_entry(ACTOR, -np.inf)
     ),
