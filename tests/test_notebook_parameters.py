@@ -19,7 +19,7 @@ NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 SMALL = {
     "fp8_actor_critic": {"SEED": 7, "STEPS": 10_240, "PRECISION": "fp16", "STUDY_SEEDS": 1},
     "replay_memory": {"SEED": 7, "SEEDS": 1, "CODEC_STEPS": 600, "LONG_RUN_STEPS": 40_960},
-    "devices_and_graphs": {"SEED": 7, "STEPS": 1_100, "CARTPOLE_STEPS": 512},
+    "devices_and_graphs": {"SEED": 7, "STEPS": 2_048},
     "other_tasks": {"SEED": 7, "SEEDS": 1, "STEPS": 10_240, "LEARNING_RATE": 1e-3},
     "how_few_bits": {"SEED": 7, "SEEDS": 1, "STEPS": 5_120},
     "acting_in_few_bits": {"SEED": 7, "SEEDS": 1, "LENGTH": 8, "UPDATES": 20},
@@ -27,7 +27,7 @@ SMALL = {
 SENSELESS = {
     "fp8_actor_critic": {"STEPS": 10_239, "PRECISION": "fp7", "STUDY_SEEDS": 0},
     "replay_memory": {"SEEDS": 0, "CODEC_STEPS": 511, "LONG_RUN_STEPS": 40_959},
-    "devices_and_graphs": {"STEPS": 1_023, "CARTPOLE_STEPS": 511},
+    "devices_and_graphs": {"STEPS": 2_047},
     "other_tasks": {"SEEDS": 0, "STEPS": 10_239},
     "how_few_bits": {"SEEDS": 0, "STEPS": 5_119},
     "acting_in_few_bits": {"SEEDS": 0, "LENGTH": 7, "UPDATES": 19},
