@@ -11,7 +11,7 @@ from fp8rl.model import ActorCritic
 from fp8rl.observation_codec import CODECS
 from fp8rl.precision import Precision
 from fp8rl.replay import ring_bytes
-from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Collector, Rollout
+from fp8rl.rollout import DUMMY, Collector, Rollout
 from fp8rl.study.replay_layouts import (
     LAYOUTS,
     STORES,
@@ -19,7 +19,6 @@ from fp8rl.study.replay_layouts import (
     FullLayout,
     Transitions,
     layout_bytes,
-    next_observations,
     transitions_of,
 )
 
@@ -66,7 +65,7 @@ def test_full_gives_back_what_the_compact_ring_does(codec):
     full = everything(layout)
     for one, other in zip(compact, full, strict=True):
         assert torch.equal(one, other) and one.dtype == other.dtype
-    assert compact.ended.any() and not compact.next_obs.isnan().any()
+    assert compact.flags.any() and not compact.next_obs.isnan().any()
 
 
 @given(st.integers(0, 1000), st.sampled_from(CODECS), st.sampled_from(["fp8", "int8", "bf16"]))
@@ -133,17 +132,6 @@ def test_bytes_of_a_transition_by_hand():
     assert {
         layout: {codec: layout_bytes(layout, 1, 2, codec) for codec in CODECS} for layout in LAYOUTS
     } == BYTES
-
-
-def test_without_final_observations_every_end_of_an_episode_is_nan():
-    flags = torch.tensor([0, TERMINATED, 0, TRUNCATED, 0], dtype=torch.uint8)
-    obs = torch.arange(5.0).unsqueeze(-1)
-    rows = torch.zeros(5)
-    transitions = Transitions(obs, rows.long(), rows, flags, rows, obs + 1)
-    rebuilt = next_observations(transitions).squeeze(-1)
-    assert rebuilt.isnan().tolist() == [False, True, False, True, True]
-    assert rebuilt[[0, 2]].tolist() == [1, 3]
-    assert not transitions.obs.isnan().any()
 
 
 def test_what_cannot_be_is_refused():

@@ -13,8 +13,8 @@ step of its own. The final observation of an episode is then an ordinary row, at
 dummy row for each episode.
 
 If an environment resets in the same step that ends the episode, the next row already belongs to the
-next episode. A compact store then loses the final observation (`next_observations`). `full` and
-`delta` are two ways to keep it.
+next episode. A compact store then loses the final observation. `full` and `delta` are two ways to
+keep it.
 """
 
 from typing import NamedTuple
@@ -46,11 +46,6 @@ class Transitions(NamedTuple):
     behavior_logp: torch.Tensor
     next_obs: torch.Tensor  # float32 [M, F]; at the end of an episode, its final observation
 
-    @property
-    def ended(self) -> torch.Tensor:
-        """bool [M]: True where the action ended its episode."""
-        return self.flags != 0
-
 
 def transitions_of(rollout: Rollout) -> Transitions:
     """The transitions of a rollout [T, N], one environment after the other.
@@ -70,18 +65,6 @@ def transitions_of(rollout: Rollout) -> Transitions:
         behavior_logp=flat(rollout.behavior_logp),
         next_obs=flat(rollout.obs[1:]),
     )
-
-
-def next_observations(transitions: Transitions) -> torch.Tensor:
-    """The next observations that a compact store without final observations gives, float32 [M, F].
-
-    Each is the observation of the next transition, and NaN where an episode ended and after the
-    last transition. The transitions must be those of one environment.
-    """
-    rebuilt = transitions.obs.roll(-1, dims=0)
-    rebuilt[transitions.ended] = torch.nan
-    rebuilt[-1] = torch.nan
-    return rebuilt
 
 
 def layout_row(
