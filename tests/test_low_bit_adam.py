@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from helpers import refused
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -575,6 +575,7 @@ BITS = st.sampled_from(["e4m3", "e5m2", "e3m2", "e2m1", "e8m0"])
     st.floats(-6, 3),
     st.sampled_from([0.0, 1e-8]),
 )
+@example(None, "e4m3:unscaled", "v", 0, 60, 3.0, 0.0)  # v is kept at the format's largest number
 @settings(max_examples=30)
 def test_no_step_is_much_longer_than_in_float32_whatever_is_kept_in_few_bits(
     m, v, second, position, loud, size, eps

@@ -158,7 +158,8 @@ class Places(dict[str, PlaceFormat]):
             |m| > limit root   the root is not rounded down
             |m| as kept        is rounded towards 0 where it would be more than limit times the root
                                as kept, and more than |m|
-            v saturates        (it has no scale) the step is at most as long as the learning rate
+            v kept at the      (it has no scale) v may have been larger, so the step is at most as
+            largest number     long as the learning rate
 
         A moment whose format is `independent` is rounded by itself.
         """
@@ -185,7 +186,7 @@ class Places(dict[str, PlaceFormat]):
                 root_kept = x_kept.sqrt()
                 second_kept = x_kept
             if not (v_format.independent or v_format.scaled):
-                saturates = x > v_format.format.largest
+                saturates = x_kept >= v_format.format.largest
                 at_limit = torch.maximum(second, (m / limit).square())
                 second_step = torch.where(saturates, at_limit, second)
         first_kept = first
