@@ -91,7 +91,7 @@ GYMNASIUM, PEERS = "fp32 in Gymnasium", {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
 ARMS = (*PRECISIONS, GYMNASIUM, *PEERS)
 DRAWN = ("fp32", "fp8", *PEERS)
 # Columns of the short table, and how a newcomer knows them
-SHORT = {"fp32": "float32", "fp8": "FP8", "SB3 PPO": "Stable-Baselines3's PPO"}
+SHORT = {"fp32": "float32", "fp8": "FP8"} | {name: name for name in PEERS}
 COLUMNS = (
     "task",
     "arm",
