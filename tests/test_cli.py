@@ -438,7 +438,7 @@ def test_resuming_takes_the_run_s_own_config_and_a_refused_run_changes_nothing(
         ),
         ("overwrite is given with resume", "--resume", trained, "--overwrite"),
         ("out is ", "--resume", trained, "--out", tmp_path / "b"),
-        ("out is None and resume is None: give one of the two",),
+        ("out is missing: name a new folder for the results, as in train --out runs/a",),
         (
             f"{tmp_path / 'nothing'} holds no run of train to continue",
             "--resume",

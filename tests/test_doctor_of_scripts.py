@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl import doctor
+from fp8rl import doctor_of_scripts as doctor
 from fp8rl.bits.formats import format_of, rounded
 
 # A training as anybody may write it: two layers and a LayerNorm, Adam, a learning rate that falls.
@@ -219,7 +219,7 @@ def test_an_error_of_the_script_is_its_own(tmp_path, run):
     (tmp_path / "script.py").write_text("def f():\n    raise KeyError('own')\nf()\n")
     code, _, err = run("watch", tmp_path / "script.py")
     assert code == 1 and "KeyError: 'own'" in err
-    assert "runpy" not in err and "doctor.py" not in err.split("fp8rl.doctor:")[0]
+    assert "runpy" not in err and "doctor_of_scripts.py" not in err
 
 
 def test_a_module_runs_with_m(tmp_path, run, monkeypatch):
@@ -228,6 +228,75 @@ def test_a_module_runs_with_m(tmp_path, run, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     code, out, _ = run("watch", "-m", "package.train", "--steps", "3")
     assert code == 0 and out == "__main__ ['--steps', '3']\n"
+
+
+def test_ctrl_c_in_a_script_is_no_traceback_and_there_is_a_report(tmp_path, run):
+    source = (
+        f"{SCRIPT.format(optimizer='Adam(model.parameters())', end='')}\nraise KeyboardInterrupt"
+    )
+    (tmp_path / "script.py").write_text(source)
+    code, _, err = run("watch", tmp_path / "script.py", tmp_path / "a.pt")
+    assert code == 130 and "Traceback" not in err
+    assert err.startswith("fp8rl.doctor: the script was interrupted\n\nfp8rl.doctor:\noptimizer 0 ")
+
+
+def test_a_script_that_is_no_python_shows_its_own_line_alone(tmp_path, run):
+    (tmp_path / "script.py").write_text("print(1")
+    code, _, err = run("watch", tmp_path / "script.py")
+    assert code == 1 and err.startswith(f'  File "{tmp_path / "script.py"}", line 1\n')
+
+
+WORDS = {
+    "wach train.py": r"'wach' is no command: did you mean watch\? ",
+    "fly": "'fly' is no command: begin with one of watch, keep, twin, mismatch ",
+    "train.py": "'train.py' is no command: put one before the script, as in watch train.py ",
+    "watch": "the following arguments are required: script ",
+    "keep weights=bf16": "the following arguments are required: script ",
+    "twin weights=bf16 train.py": "the following arguments are required: --report ",
+    "mismatch": "the following arguments are required: dump ",
+    "watch --jsno a train.py": r"--jsno is no option of watch: did you mean --json\? ",
+    "mismatch --klip=1 a.npz": r"--klip=1 is no option of mismatch: did you mean --clip\? ",
+    "keep --xyz weights=bf16 train.py": "--xyz is no option of keep: leave it out ",
+    "watch --tolerates 1 train.py": "argument --tolerates: invalid float value: 'train.py' ",
+    "watch none.py": "script is none.py: there is no such file",
+    "watch fp8rl": "script is fp8rl, which is a folder: name a file in it",
+    "watch none.py/a.py": "script is none.py/a.py: there is no such file",
+    "watch Makefile/a.py": "script is Makefile/a.py, which cannot be read: Not a directory",
+    "watch -m no.module": "module is no.module: there is no such module",
+    "watch -m jsn": "module is jsn: there is no such module",
+    "watch -m json.tol": "module is json.tol: there is no such module",
+    "watch -m .json": "module is .json: write its whole name, without a dot before it",
+    "watch -m json": "module is json, which is a package: name a module in it",
+}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_what_is_misspelt_is_said_in_one_line(words, run, monkeypatch):
+    monkeypatch.chdir(Path(doctor.__file__).parent.parent)
+    code, out, err = run(*words.split())
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert re.match(WORDS[words], err.removeprefix("fp8rl.doctor: ")), err
+    assert err.endswith("--help)\n") == WORDS[words].endswith(" ")
+
+
+def test_an_error_of_a_package_around_a_module_is_the_package_s_own(tmp_path, run, monkeypatch):
+    (tmp_path / "around").mkdir()
+    (tmp_path / "around" / "__init__.py").write_text("import a_package_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, err = run("watch", "-m", "around.train")
+    assert code == 1 and "No module named 'a_package_that_is_missing'" in err
+    assert "importlib" not in err and "doctor_of_scripts" not in err
+
+
+def test_a_report_that_cannot_be_written_is_named(tmp_path, run):
+    """Though it was reserved: the script removes the folder."""
+    path = tmp_path / "script.py"
+    path.write_text("import shutil, sys; shutil.rmtree(sys.argv[1])")
+    (tmp_path / "folder").mkdir()
+    report = tmp_path / "folder" / "r.json"
+    code, _, err = run("watch", "--json", report, path, tmp_path / "folder")
+    last = f"fp8rl.doctor: json is {report}, which cannot be written: No such file or directory\n"
+    assert code == 2 and err.endswith(f"there is nothing to judge\n{last}")
 
 
 def test_what_is_wrong_with_the_command_is_said_in_one_line(tmp_path, run):
@@ -284,7 +353,7 @@ def test_a_report_that_anybody_may_have_changed_is_not_trusted(tmp_path):
 
 
 def test_it_loads_nothing_but_the_numerics():
-    code = "import sys, torch; before = {*sys.modules}; import fp8rl.doctor; "
+    code = "import sys, torch; before = {*sys.modules}; import fp8rl.doctor_of_scripts; "
     code += "print(*sys.modules.keys() - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in done.stdout.split()}

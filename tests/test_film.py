@@ -242,7 +242,9 @@ def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys):
     assert [path.name for path in name.parent.iterdir()] == ["agent.gif"]
 
 
-def test_names_that_cannot_be_a_film_are_refused_before_anything_is_played(tmp_path, capsys):
+def test_names_that_cannot_be_a_film_are_refused_before_anything_is_played(
+    tmp_path, capsys, monkeypatch
+):
     run = saved(tmp_path)
     (tmp_path / "folder.gif").mkdir()
     (tmp_path / "link.gif").symlink_to(tmp_path / "nowhere")
@@ -255,8 +257,12 @@ def test_names_that_cannot_be_a_film_are_refused_before_anything_is_played(tmp_p
     run_cli("eval", run, "--film", tmp_path / "link.gif", "--overwrite", "--episodes", 2)
     assert not (tmp_path / "nowhere").exists()  # the link is replaced, not followed
     under_a_file = run / "checkpoint.pt" / "a.gif"
-    said = refusal(capsys, "eval", run, "--film", under_a_file, "--episodes", 2)
+    monkeypatch.setattr("fp8rl.cli.evaluate.evaluate", None)  # nothing is played
+    said = refusal(capsys, "eval", run, "--film", under_a_file)
     assert said.startswith(f"film is {under_a_file} and cannot be written (")
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif")
+    assert said.startswith(f"film is {tmp_path / 'a.gif'} and cannot be written (Permission ")
 
 
 def test_a_task_that_cannot_be_drawn_is_refused(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The first minutes with the command line: what it prints without a command, of options, of what is
 misspelt, and where Python or a package is missing."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from helpers import refusal, run_cli
 
 import fp8rl
+from fp8rl import doctor
 from fp8rl.build import Machine
 from fp8rl.cli import overview
 from fp8rl.cli import train as cli_train
@@ -19,6 +21,7 @@ from fp8rl.cli.doctor import examine
 from fp8rl.cli.evaluate import evaluate_run
 from fp8rl.cli.memory import predict_and_measure
 from fp8rl.cli.study import compare
+from fp8rl.command_help import name_missing_package
 from fp8rl.config import Config
 
 CLONE = Path(fp8rl.__file__).parent.parent
@@ -125,37 +128,91 @@ def test_an_underscore_is_a_dash(capsys):
     assert refusal(capsys, "train", "--num_envs", "-3", "--out", "a").startswith("num_envs is -3")
 
 
+PROGRAMS = ("fp8rl", "fp8rl.doctor")
+
+
+def ended(*command) -> str:
+    """The one line on stderr with which a command ends that has nothing to run on."""
+    done = subprocess.run(command, cwd=CLONE, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
 @pytest.mark.skipif(not OLD, reason="no old Python is installed")
 @pytest.mark.parametrize("python", OLD, ids=lambda path: path.parts[-3])
-def test_an_old_python_says_which_is_needed(python):
-    command = [python, "-m", "fp8rl", "train", "--help"]
-    done = subprocess.run(command, cwd=CLONE, capture_output=True, text=True)
-    assert done.returncode == 2 and not done.stdout
-    assert re.fullmatch(r"fp8rl: needs Python 3\.10 or newer, and this is 3\.\d.*\n", done.stderr)
-
-
-def test_a_version_that_is_too_old_is_named_by_any_python():
-    script = """
-import runpy, sys
-sys.version_info, sys.argv = (3, 9, 18), ["fp8rl", "train"]
-runpy.run_module("fp8rl", run_name="__main__")"""
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=CLONE, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == (
-        "fp8rl: needs Python 3.10 or newer, and this is 3.9.18: "
-        "use another one, as in python3.12 -m fp8rl\n"
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_old_python_says_which_is_needed(program, python):
+    said = ended(python, "-m", program, "train", "--help")
+    needs = program + r": needs Python 3\.10 or newer, and this is 3\.\d"
+    assert re.match(needs, said) and said.endswith(
+        f": use another one, as in python3.12 -m {program}\n"
     )
 
 
-def test_a_package_that_is_missing_is_named():
-    script = """
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_version_that_is_too_old_is_named_by_any_python(program):
+    script = f"""
 import runpy, sys
-sys.modules["gymnasium"] = None
-sys.argv = ["fp8rl", "train"]
-runpy.run_module("fp8rl", run_name="__main__")"""
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=CLONE, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == (
-        "fp8rl: the package gymnasium is missing: install it with pip install gymnasium, "
+sys.version_info, sys.argv = (3, 9, 18), ["{program}", "train"]
+runpy.run_module("{program}", run_name="__main__")"""
+    assert ended(sys.executable, "-S", "-c", script) == (
+        f"{program}: needs Python 3.10 or newer, and this is 3.9.18: "
+        f"use another one, as in python3.12 -m {program}\n"
+    )
+
+
+def test_what_comes_before_that_is_readable_for_old_versions():
+    """As far back as this Python can tell, and without an annotation, which they would evaluate."""
+    package = CLONE / "fp8rl"
+    for name in ("__init__", "__main__", "doctor", "command_help", "cli/__init__", "cli/overview"):
+        tree = ast.parse((package / f"{name}.py").read_text(), feature_version=(3, 7))
+        for node in ast.walk(tree):
+            assert not isinstance(node, (ast.AnnAssign, ast.JoinedStr)), name
+            if isinstance(node, ast.FunctionDef):
+                assert not node.returns and not any(x.annotation for x in node.args.args), name
+
+
+@pytest.mark.parametrize(("program", "missing"), zip(PROGRAMS, ("torch", "numpy"), strict=True))
+def test_a_package_that_is_missing_is_named(program, missing):
+    """By a Python that has none of them."""
+    assert ended(sys.executable, "-S", "-m", program, "watch", "train.py") == (
+        f"{program}: the package {missing} is missing: install it with pip install {missing}, "
         "or all that are needed with pip install -r requirements.txt\n"
     )
+
+
+def test_a_part_of_a_package_and_a_version_of_it_may_be_missing_too(capsys):
+    name = "cannot import name 'Muon' from 'torch.optim' (/packages/torch/optim/__init__.py)"
+    for error, said in (
+        (ModuleNotFoundError(name="torch.optim"), "the package torch is missing: install it with "),
+        (ImportError(name, name="torch.optim"), "the package torch is too old: renew it with "),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            name_missing_package("fp8rl", error)
+        assert caught.value.code == 2
+        assert capsys.readouterr().err.startswith(f"fp8rl: {said}pip install ")
+    for mistake in (
+        ModuleNotFoundError(name="fp8rl.nothing"),
+        ImportError("cannot import name 'nothing'", name="fp8rl.model"),
+        ImportError("libcudart.so.12: cannot open shared object file", name="torch._C"),
+    ):
+        name_missing_package("fp8rl", mistake)  # returns: the caller raises it
+    assert not capsys.readouterr().err
+
+
+def test_the_doctor_of_scripts_has_a_page_that_comes_before_anything_that_may_be_missing():
+    pages = [
+        subprocess.run(
+            [sys.executable, "-S", "-m", "fp8rl.doctor", *words],
+            cwd=CLONE,
+            capture_output=True,
+            text=True,
+        )
+        for words in ((), ("--help",))
+    ]
+    for page in pages:
+        assert (page.returncode, page.stdout, page.stderr) == (0, doctor.PAGE + "\n", "")
+    assert max(map(len, doctor.PAGE.splitlines())) <= 100
+    for command in ("watch", "keep", "twin", "mismatch"):
+        assert re.search(f"^  {command} +[a-z]", doctor.PAGE, re.M)
+        assert f"\n  python -m fp8rl.doctor {command} " in doctor.PAGE

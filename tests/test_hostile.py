@@ -114,9 +114,9 @@ def test_threads_beside_each_other_train_as_alone_and_leave_the_caller_as_it_was
 TRAIN = ["train", "--steps", "10240", *SIZED, "--eval-episodes", "2"]
 
 
-def start(*arguments, **kwargs) -> subprocess.Popen:
+def start(*arguments, program: str = "fp8rl", **kwargs) -> subprocess.Popen:
     """The command line in a process of its own."""
-    command = [sys.executable, "-m", "fp8rl", *map(str, arguments)]
+    command = [sys.executable, "-m", program, *map(str, arguments)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
     )
@@ -206,10 +206,17 @@ def test_a_resumed_run_goes_on_saving(tmp_path, whole):
     assert_goes_on_to(whole, out)
 
 
-@pytest.mark.parametrize("module", ["torch", "gymnasium"])  # in the order of their imports
-def test_ctrl_c_during_the_imports_is_no_traceback(module):
+@pytest.mark.parametrize(
+    ("program", "arguments", "module"),
+    [
+        ("fp8rl", ("train", "--out", "/nowhere"), "gymnasium"),
+        ("fp8rl.doctor", ("watch", "a"), "numpy"),
+    ],
+)
+def test_ctrl_c_during_the_imports_is_no_traceback(program, arguments, module):
     # Names modules on stderr
-    process = start(*TRAIN, "--out", "/nowhere", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})
+    environment = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
+    process = start(*arguments, program=program, env=environment)
     assert any(line.endswith(f" {module}\n") for line in process.stderr)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import io
@@ -13,6 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import tyro
+
+from ..command_help import nearest
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="Print the result as one JSON object.")]
 
@@ -93,13 +94,6 @@ def require_known(words: list[str], commands: dict[str, Callable]) -> None:
             continue
         remedy = nearest(option, options) or "leave it out"
         raise ValueError(f"{option} is no option of {first}: {remedy} (see {first} --help)")
-
-
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Asks for the name that is most similar to a word; None if no name is similar."""
-    without_dashes = {name.lstrip("-"): name for name in names}
-    matches = difflib.get_close_matches(word.lstrip("-"), without_dashes, n=1)
-    return f"did you mean {without_dashes[matches[0]]}?" if matches else None
 
 
 def with_whole_paragraphs(docstring: str) -> str:

@@ -50,26 +50,30 @@ def examine(
             )
     if out:
         require_free(out, "doctor", overwrite)
-    with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
-        run = build(config)
-        formats = tuple(dict.fromkeys((*judge, *require)))
-        watching = watched(run, formats, tolerates=tolerates)
-        for _ in iterate(run, progress=True):
-            pass
-    report = watching.report()
-    print(report.to_json() if json_output else report)
-    if out:
-        figure = Figure(figsize=(7, 1.2 + 0.2 * len(report)), layout="constrained")
-        figures.findings(
-            figure.add_subplot(title=f"{config.env_id or 'CustomEnv'}, seed {config.seed}"),
-            report,
-            tolerates,
-        )
-        with Folder.create(out, "doctor", dataclasses.asdict(config), overwrite) as folder:
-            for ending, content in {
-                "json": report.to_json(),
-                "md": f"{report.to_markdown()}\n",
-                "png": figures.png(figure),
-            }.items():
-                folder.write(f"report.{ending}", content)
+    with contextlib.ExitStack() as owned:
+        with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
+            run = build(config)
+            formats = tuple(dict.fromkeys((*judge, *require)))
+            watching = watched(run, formats, tolerates=tolerates)
+            if out:  # a folder that cannot be used is refused before the training
+                options = dataclasses.asdict(config)
+                folder = owned.enter_context(Folder.create(out, "doctor", options, overwrite))
+            for _ in iterate(run, progress=True):
+                pass
+        report = watching.report()
+        print(report.to_json() if json_output else report)
+        if out:
+            write_examination(folder, config, report, tolerates)
     report.require(*require)
+
+
+def write_examination(
+    folder: Folder, config: Config, report: doctor.Report, tolerates: tuple[float, float]
+) -> None:
+    """Writes report.json, report.md and report.png."""
+    figure = Figure(figsize=(7, 1.2 + 0.2 * len(report)), layout="constrained")
+    title = f"{config.env_id or 'CustomEnv'}, seed {config.seed}"
+    figures.findings(figure.add_subplot(title=title), report, tolerates)
+    folder.write("report.json", report.to_json())
+    folder.write("report.md", f"{report.to_markdown()}\n")
+    folder.write("report.png", figures.png(figure))

@@ -1,7 +1,9 @@
 """`python -m fp8rl eval`: evaluates a trained agent, and may film it."""
 
 import contextlib
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -70,6 +72,8 @@ def evaluate_run(
             if film:  # raises before anything is played, if the environment cannot be filmed
                 stage, rate = stage_of(config, *starts)
                 owned.callback(stage.close)
+                with writing(film):
+                    require_writable(film.parent)
             env = owned.enter_context(contextlib.closing(make_env(config, episodes, *starts)))
             model = computes.prepare(model)
             returns = evaluate(model, env, computes, greedy, seed).astype(float)
@@ -80,8 +84,7 @@ def evaluate_run(
                 )
             if film:
                 filmed = film_episode(policy_of(model, stage, computes, greedy, seed), stage, rate)
-                with told(f"film is {film} and cannot be written", "use another name"):
-                    film.parent.mkdir(parents=True, exist_ok=True)
+                with writing(film):
                     write_whole(film, lambda file: file.write(filmed.gif))
     result = {
         "mean_return": float(returns.mean()),
@@ -112,6 +115,18 @@ def require_free_file(film: Path, overwrite: bool) -> None:
         raise FileExistsError(
             f"film is {film}, which exists: use another name, or add --overwrite to replace it"
         )
+
+
+def require_writable(folder: Path) -> None:
+    """Makes a folder. Raises OSError if no file can be written in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def writing(film: Path) -> contextlib.AbstractContextManager:
+    """Names the film where it cannot be written."""
+    return told(f"film is {film} and cannot be written", "use another name")
 
 
 def stage_of(config: Config, start_noise: float, device, seed: int, purpose: str) -> tuple:

@@ -115,7 +115,11 @@ def train(
         eight_bit: Keep weights, Adam's moments and replayed observations in one byte per number,
             and multiply in FP8.
     """
-    if (out is None) == (resume is None):
+    if out is None and resume is None:
+        raise ValueError(
+            "out is missing: name a new folder for the results, as in train --out runs/a"
+        )
+    if out is not None and resume is not None:
         raise ValueError(f"out is {out} and resume is {resume}: give one of the two")
     config = chosen(config, bool(resume), eight_bit)
     processes.start(machine.devices)
