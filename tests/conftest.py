@@ -43,7 +43,26 @@ def pytest_collection_finish(session) -> None:
     gc.freeze()
 
 
+LONGEST = (
+    "fp8_actor_critic.ipynb",
+    "acting_in_few_bits.ipynb",
+    "how_few_bits.ipynb",
+    "other_tasks.ipynb",
+    "replay_memory.ipynb",
+    "devices_and_graphs.ipynb",
+    "test_runs_with_other_parameters_in_another_folder[fp8_actor_critic]",
+    "test_runs_with_other_parameters_in_another_folder[replay_memory]",
+    "test_runs_with_other_parameters_in_another_folder[acting_in_few_bits]",
+    "test_a_study_that_is_killed_leaves_no_process_and_goes_on",
+    "test_a_study_that_ends_early_says_one_line_or_none",
+    "test_a_signal_to_one_rank_ends_all_and_leaves_one_checkpoint",
+    "test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues",
+)
+
+
 def pytest_collection_modifyitems(items) -> None:
-    """Puts the short notebooks last. Of two processes, the first then begins with the long ones and
-    the second with the tests, and when one has nothing left, it takes over tests from the other."""
-    items.sort(key=lambda item: item.name in ("devices_and_graphs.ipynb", "replay_memory.ipynb"))
+    """Puts the longest first, so that at the end no process waits long for another one's last test.
+    (Groups, which are tests that share a process, begin even before these: xdist puts scopes of
+    many tests first.)"""
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.name, len(place)))

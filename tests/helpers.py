@@ -31,6 +31,8 @@ SMALL = {"rollout_length": 32, "slice_length": 32, "batch_size": 512, "replay_up
 SHORT = {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 5} | SMALL
 # And of 64 steps, for those to which not even the length of a rollout does.
 TINY = SMALL | {"rollout_length": 4, "slice_length": 4, "batch_size": 64}
+# Seconds after which another process is taken to hang. A busy machine is no reason to fail.
+PATIENCE = 600
 WIDE = (-1000.0, -10.0), (1000.0, 10.0)  # bounds that the times and environments of `coded` stay in
 
 # The same as options

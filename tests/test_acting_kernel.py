@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, refused, trained, weights
+from helpers import PATIENCE, TINY, refused, trained, weights
 
 from fp8rl import build as composition
 from fp8rl.bits.formats import format_of
@@ -482,7 +482,7 @@ def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert [int(line) > 10_000 for line in done.stdout.split()] == [True] * 2

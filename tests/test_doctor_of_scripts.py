@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import PATIENCE, forked
 
 from fp8rl import doctor_of_scripts as doctor
 from fp8rl.bits.formats import format_of, rounded
@@ -24,7 +26,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 2))
 optimizer = torch.optim.{optimizer}
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, 320)
-for update in range(320):
+for update in range({updates}):
     x = torch.randn(32, 4)
     loss = (model(x) - x[:, :2].sin()).square().mean()
     optimizer.zero_grad()
@@ -38,9 +40,11 @@ torch.save([p.detach() for p in model.parameters()], sys.argv[1])
 """
 
 
-def written(folder: Path, optimizer="Adam(model.parameters(), lr=1e-3)", end="") -> Path:
+def written(
+    folder: Path, optimizer="Adam(model.parameters(), lr=1e-3)", end="", updates=320
+) -> Path:
     path = folder / "script.py"
-    path.write_text(SCRIPT.format(optimizer=optimizer, end=end))
+    path.write_text(SCRIPT.format(optimizer=optimizer, end=end, updates=updates))
     return path
 
 
@@ -61,8 +65,15 @@ def run(tmp_path, capfd, monkeypatch):
     return run
 
 
+def unwatched(path: Path, *arguments) -> None:
+    """Runs a script by itself, in this process."""
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
+        patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        runpy.run_path(str(path), run_name="__main__")
+
+
 def plain(path: Path, *arguments) -> tuple[int, str]:
-    """The exit code and output of a script by itself."""
+    """The exit code and output of a script by itself, in a process of its own."""
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # as in these tests
     command = [sys.executable, path, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=one_thread)
@@ -93,15 +104,15 @@ def test_norm_weights_that_stand_still_are_named(tmp_path, run):
 
 
 def test_what_is_kept_is_what_was_asked(tmp_path, run):
-    path = written(tmp_path)
+    path = written(tmp_path, updates=40)
     assert run("keep", "weights=e4m3:unscaled", path, tmp_path / "a.pt")[0] == 0
     for p in torch.load(tmp_path / "a.pt"):
         row = p.reshape(1, -1)
         assert torch.equal(rounded(row, format_of("e4m3")), row)
     for kind in ("Adam", "AdamW"):
         options = "(model.parameters(), lr=1e-3, weight_decay=0.1)"
-        written(tmp_path, f"{kind}{options}")
-        plain(path, tmp_path / "plain.pt")
+        written(tmp_path, f"{kind}{options}", updates=40)
+        unwatched(path, tmp_path / "plain.pt")
         assert run("keep", "m=fp32 v=fp32", path, tmp_path / "b.pt")[0] == 0
         pairs = zip(torch.load(tmp_path / "b.pt"), torch.load(tmp_path / "plain.pt"), strict=True)
         for one, other in pairs:
@@ -205,14 +216,20 @@ def test_trainings_of_many_kinds(source, said, tmp_path, run):
     assert code == 0 and said in err
 
 
+def watch_into(said: Path, script: Path) -> None:
+    """The command with a file as stderr, for `forked`."""
+    with said.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    doctor.main(["watch", str(script)])
+
+
+@pytest.mark.xdist_group("forked")  # test_hostile.py says why
 def test_a_fork_of_the_script_does_not_report(tmp_path):
     (tmp_path / "script.py").write_text(FORKS)
-    done = subprocess.run(
-        [sys.executable, "-m", "fp8rl.doctor", "watch", tmp_path / "script.py"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and done.stderr.count("fp8rl.doctor:") == 1
+    process = forked(watch_into, tmp_path / "said", tmp_path / "script.py")
+    process.join(PATIENCE)
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == 0 and said.count("fp8rl.doctor:") == 1, said
 
 
 def test_an_error_of_the_script_is_its_own(tmp_path, run):
@@ -231,11 +248,8 @@ def test_a_module_runs_with_m(tmp_path, run, monkeypatch):
 
 
 def test_ctrl_c_in_a_script_is_no_traceback_and_there_is_a_report(tmp_path, run):
-    source = (
-        f"{SCRIPT.format(optimizer='Adam(model.parameters())', end='')}\nraise KeyboardInterrupt"
-    )
-    (tmp_path / "script.py").write_text(source)
-    code, _, err = run("watch", tmp_path / "script.py", tmp_path / "a.pt")
+    path = written(tmp_path, end="raise KeyboardInterrupt", updates=40)
+    code, _, err = run("watch", path, tmp_path / "a.pt")
     assert code == 130 and "Traceback" not in err
     assert err.startswith("fp8rl.doctor: the script was interrupted\n\nfp8rl.doctor:\noptimizer 0 ")
 
@@ -352,14 +366,6 @@ def test_a_report_that_anybody_may_have_changed_is_not_trusted(tmp_path):
             doctor.read_report(path)
 
 
-def test_it_loads_nothing_but_the_numerics():
-    code = "import sys, torch; before = {*sys.modules}; import fp8rl.doctor_of_scripts; "
-    code += "print(*sys.modules.keys() - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = {name.split(".")[0] for name in done.stdout.split()}
-    assert not {"gymnasium", "tyro", "tqdm", "matplotlib", "psutil"} & loaded
-
-
 # Weights of 1 to 2 are nearly right and gradients are mostly noise, as in a finetuning. The learning
 # rate is too high for float32.
 FINETUNING = """
@@ -378,7 +384,9 @@ print(error)
 """
 
 
-def test_few_bits_that_learn_better_do_so_because_the_learning_rate_was_too_high(tmp_path, run):
+def test_few_bits_that_learn_better_do_so_because_the_learning_rate_was_too_high(
+    tmp_path, run, capfd
+):
     path = tmp_path / "script.py"
     path.write_text(FINETUNING.format(learning_rate=7e-3))
     report = tmp_path / "r.json"
@@ -388,6 +396,7 @@ def test_few_bits_that_learn_better_do_so_because_the_learning_rate_was_too_high
     _, kept, _ = run("keep", "weights=bf16", path)
     _, twin, _ = run("twin", "weights=bf16", "--report", report, path)
     path.write_text(FINETUNING.format(learning_rate=7e-3 * found["rate"]))
-    _, lower = plain(path)
+    unwatched(path)
+    lower = capfd.readouterr().out
     assert float(kept) < 0.7 * float(exact)  # bfloat16 is better than float32 at this learning rate
     assert max(float(twin), float(lower)) < float(kept)  # and float32 at the rate's is better still

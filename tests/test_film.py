@@ -143,14 +143,15 @@ def test_gymnasium_renders_every_task(env_id):
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
-def test_a_film_shows_the_episode_that_an_evaluation_plays(env_id, greedy, encoder):
+def test_a_film_shows_the_episode_that_an_evaluation_plays(env_id, greedy, encoder, monkeypatch):
+    monkeypatch.setattr(ALL[env_id], "max_steps", 30)  # it is drawn step by step
     model = build(small(env_id=env_id, encoder=encoder, seed=3)).model
     make = lambda: ALL[env_id](1, seed=5)  # noqa: E731
     wanted = evaluate(model, make(), greedy=greedy, seed=5)
     env = make()
     film = film_episode(policy_of(model, env, greedy=greedy, seed=5), env, 25)
     assert film.episode_return == pytest.approx(wanted.item(), rel=1e-5)
-    assert film.steps <= env.max_steps and image_of(film.gif).n_frames == film.steps + 1
+    assert film.steps <= 30 and image_of(film.gif).n_frames == film.steps + 1
 
 
 def test_a_film_ends_with_the_episode_and_stays_there():
@@ -168,10 +169,11 @@ def test_a_film_ends_with_the_episode_and_stays_there():
 
 
 def test_a_long_episode_shows_every_second_step(monkeypatch):
-    monkeypatch.setattr("fp8rl.study.film.MOST_FRAMES", 100)
+    monkeypatch.setattr("fp8rl.study.film.MOST_FRAMES", 15)
+    monkeypatch.setattr(Cart, "max_steps", 30)
     film = film_episode(bang_bang, Cart(1, 0.0), 25)
     found = image_of(film.gif)
-    assert film.steps == 200 and found.n_frames == 101 and found.info["duration"] == 80
+    assert film.steps == 30 and found.n_frames == 16 and found.info["duration"] == 80
     assert CartPole.max_steps > MOST_FRAMES
 
 
@@ -222,7 +224,8 @@ def test_what_gymnasium_cannot_render_is_refused_with_its_reason(name, reason, t
     assert not (tmp_path / "a.gif").exists()
 
 
-def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys):
+def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Cart, "max_steps", 30)
     run = saved(tmp_path)
     name = tmp_path / "films" / "agent.gif"
     run_cli("eval", run, "--film", name, "--episodes", 2)
@@ -245,6 +248,7 @@ def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys):
 def test_names_that_cannot_be_a_film_are_refused_before_anything_is_played(
     tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr(Cart, "max_steps", 30)
     run = saved(tmp_path)
     (tmp_path / "folder.gif").mkdir()
     (tmp_path / "link.gif").symlink_to(tmp_path / "nowhere")

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 import torch
-from helpers import forked, refused, small, trained
+from helpers import PATIENCE, forked, refused, small, trained
 
 from fp8rl import hardware
 from fp8rl.build import Machine, build
@@ -126,7 +126,7 @@ def train_below_a_limit(folder) -> None:
 )
 def test_a_ring_beyond_a_set_limit_is_refused_in_ram_and_works_in_a_folder(tmp_path):
     process = forked(train_below_a_limit, tmp_path / "ring")
-    process.join(60)
+    process.join(PATIENCE)
     assert process.exitcode == 0
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import SIZED, TINY, cli_into, forked, refused, run_cli, weights
+from helpers import PATIENCE, SIZED, TINY, cli_into, forked, refused, run_cli, weights
 
 from fp8rl.build import build, build_population
 from fp8rl.cli import study as cli_study
@@ -144,7 +144,7 @@ def begun(said, out, rows: int, *arguments):
 def ended(process, number: int) -> int | None:
     """Its exit code after a signal."""
     os.kill(process.pid, number)
-    process.join(60)
+    process.join(PATIENCE)
     return process.exitcode
 
 
@@ -219,7 +219,7 @@ def test_ctrl_c_during_the_imports_is_no_traceback(program, arguments, module):
     process = start(*arguments, program=program, env=environment)
     assert any(line.endswith(f" {module}\n") for line in process.stderr)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGINT and "Traceback" not in err, err
 
 
@@ -230,7 +230,7 @@ def test_one_of_two_writers_wins_and_the_other_says_so(tmp_path):
         forked(cli_into, path, *TRAIN[:1], "--steps", 5120, *SIZED, "--out", out) for path in said
     ]
     for process in both:
-        process.join(120)
+        process.join(PATIENCE)
     assert sorted(process.exitcode for process in both) == [0, 2], [
         path.read_text() for path in said
     ]
@@ -287,7 +287,7 @@ def train_on_a_full_disk(said, out) -> None:
 @forking
 def test_a_full_disk_is_named_with_its_path(tmp_path):
     process = forked(train_on_a_full_disk, tmp_path / "said", tmp_path / "a")
-    process.join(120)
+    process.join(PATIENCE)
     last = (tmp_path / "said").read_text().splitlines()[-1]
     assert (
         process.exitcode == 2
@@ -330,9 +330,9 @@ def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, 
     )
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    process.wait(30)
+    process.wait(PATIENCE)
     assert len(children) >= 2
-    for _ in range(3000):
+    for _ in range(100 * PATIENCE):
         if all(map(gone, children)):
             break
         time.sleep(0.01)
@@ -366,7 +366,7 @@ def test_a_study_that_ends_early_says_one_line_or_none(tmp_path):
             process.communicate,
         )
         process.terminate() if name == "terminated" else workers_of(process)[0].kill()
-    (_, err), (_, terminated) = (process.communicate(timeout=60) for process in both)
+    (_, err), (_, terminated) = (process.communicate(timeout=PATIENCE) for process in both)
     assert [process.returncode for process in both] == [2, 128 + signal.SIGTERM]
     # The last
     assert err.endswith(

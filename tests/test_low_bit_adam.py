@@ -4,8 +4,6 @@ import copy
 import doctest
 import operator
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -487,14 +485,6 @@ def test_a_group_may_follow():
     assert is_empty(first) and is_empty(second) and not same(second.state_dict(), before)
 
 
-def test_it_stands_alone():
-    code = (
-        "import sys, fp8rl.bits.low_bit_adam; sys.exit(bool({'fp8rl.train', "
-        "'fp8rl.config'} & sys.modules.keys()))"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 def test_the_example():
     found = doctest.testmod(low_bit_adam)
     assert found.attempted and not found.failed
@@ -544,11 +534,13 @@ def falls_silent(updates: int, position: int, loud: int, size: float = 64) -> to
     return gradients
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-5])
-def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent(eps):
-    gradients = falls_silent(2_000, 0, 200)
-    assert longest_step(gradients, 1e-8) == pytest.approx(1, abs=0.01)
+# Without eps the longest step comes after more than 1,000 updates
+@pytest.mark.parametrize(("eps", "updates"), [(0.0, 2_000), (1e-5, 400)])
+def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent(eps, updates):
+    gradients = falls_silent(updates, 0, 200)
     assert longest_step(gradients, eps, m="e4m3", root="e4m3") < 1.25
+    gradients = gradients[:400]
+    assert longest_step(gradients, 1e-8) == pytest.approx(1, abs=0.01)
     control = longest_step(gradients, eps, m="e4m3:independent", root="e4m3:independent")
     assert control > (2 if eps == 1e-5 else 100)
 

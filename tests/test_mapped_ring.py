@@ -9,7 +9,19 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import SERVER, WIDE, after, coded, forked, noise, refused, ring_of, same, small
+from helpers import (
+    PATIENCE,
+    SERVER,
+    WIDE,
+    after,
+    coded,
+    forked,
+    noise,
+    refused,
+    ring_of,
+    same,
+    small,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -370,7 +382,7 @@ def test_a_killed_writer_leaves_whole_rows(tmp_path):
     for i, delay in enumerate(np.random.default_rng(0).uniform(0, 0.05, 8)):
         folder, ready = tmp_path / str(i), SERVER.Event()
         process = forked(write_forever, folder, ready)
-        assert ready.wait(60)
+        assert ready.wait(PATIENCE)
         process.join(delay)
         assert process.is_alive()
         process.kill()

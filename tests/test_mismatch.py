@@ -246,6 +246,9 @@ def test_the_mean_ratio_of_one_sequence_is_judged_by_its_own_noise():
     assert called == [""] * 50
 
 
+together = pytest.mark.xdist_group("judged")  # once
+
+
 @pytest.fixture(scope="module")
 def all_judged():
     """Dumps of one shape, two policies, judged."""
@@ -253,6 +256,7 @@ def all_judged():
     return [dumps.Judged.of(dump) for dump in dumps.DumpMaker(shape, range(70, 72), False).dumps()]
 
 
+@together
 def test_dumps_of_policies_are_told_from_rounding(all_judged):
     rounding = [judged for judged in all_judged if not judged.dump.bug]
     assert sum(judged.kind != "" for judged in rounding) <= len(rounding) / 10
@@ -262,6 +266,7 @@ def test_dumps_of_policies_are_told_from_rounding(all_judged):
             assert sum(judged.is_named for judged in group) >= 0.8 * len(group), bug
 
 
+@together
 def test_the_tables_have_a_line_for_each_bug_and_rounding(all_judged):
     text = dumps.tables(all_judged)
     for bug in dumps.NAMES:

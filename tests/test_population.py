@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import SHORT, Changed, after, forked, refused, ring_of, small, trained
+from helpers import PATIENCE, SHORT, Changed, after, forked, refused, ring_of, small, trained
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +61,10 @@ def theta(run: Population, config: Config) -> torch.Tensor:
     return run.model.theta[place(run, config)].detach().clone()
 
 
+# Several tests compare with the same agents, which are trained once
+together = pytest.mark.xdist_group("thirty agents")
+
+
 @functools.cache
 def whole(*configs: Config) -> Population:
     return trained(build_population(list(configs)))
@@ -85,6 +89,7 @@ def thetas(*configs: Config) -> list[dict[Config, torch.Tensor]]:
     return [{config: theta(run, config) for config in configs} for _ in iterate(run)]
 
 
+@together
 @pytest.mark.parametrize("agents", [2, 30])
 @pytest.mark.parametrize("k", [0, 10, 20, 25])
 def test_an_agent_alone_is_the_agent_among_others(agents, k):
@@ -369,6 +374,7 @@ def test_an_agent_clips_by_its_own_rule_beside_agents_with_another():
     assert not torch.equal(theta(without, last), theta(beside, beside.configs[-1]))
 
 
+@together
 def test_hyperparameters_of_one_leave_the_others_bit_for_bit():
     first, *others = thirty()
     changed = dataclasses.replace(first, learning_rate=0.5, gamma=0.1, max_grad_norm=7.0)
@@ -377,6 +383,7 @@ def test_hyperparameters_of_one_leave_the_others_bit_for_bit():
     assert_same_agents(one, two, others)
 
 
+@together
 @pytest.mark.parametrize("fed", ["observation", "reward", "weights"])
 def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
     configs = thirty()
@@ -479,7 +486,7 @@ def test_memory_is_foreseen(precision, tmp_path):
         forked(write_memory, tmp_path / str(agents), configs[:agents]) for agents in (12, 48)
     ]
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE)
     few, many = (int((tmp_path / str(agents)).read_text()) for agents in (12, 48))
     assert 0.4 < (many - few) / 36 / requirements.bytes_per_agent(configs[0]) < 1.4
 
@@ -581,6 +588,7 @@ def test_clipped_values_are_counted_for_each_agent():
     )
 
 
+@together
 def test_a_population_continues_from_its_checkpoint(tmp_path):
     configs = thirty()
     checkpoint.save(tmp_path / "checkpoint.pt", after(2, build_population(configs)))

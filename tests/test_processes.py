@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from helpers import (
+    PATIENCE,
     SIZED,
     after,
     forked,
@@ -182,7 +183,7 @@ def two(folder):
         port = free.getsockname()[1]
     processes = [forked(work, rank, 2, port, folder) for rank in range(2)]
     for process in processes:
-        process.join(180)
+        process.join(PATIENCE)
     assert [process.exitcode for process in processes] == [0, 0]
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -518,7 +519,7 @@ def two_processes(out, until, *options):
     ) as process:
         began = time.monotonic()
         while not until():
-            assert process.poll() is None and time.monotonic() < began + 60
+            assert process.poll() is None and time.monotonic() < began + PATIENCE
             time.sleep(0.1)
         yield process
 
@@ -534,7 +535,7 @@ def test_a_killed_rank_ends_the_command_and_its_last_checkpoint_continues(tmp_pa
     with two_processes(out, (out / "checkpoint.pt").exists, "--checkpoint-every", "1") as process:
         ranks = ranks_of(process)
         ranks[1].send_signal(signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode not in (0, None)
     assert (
         "fp8rl: rank 0 of 2 lost the others (" in errors
@@ -561,7 +562,7 @@ def test_a_signal_to_one_rank_ends_all_and_leaves_one_checkpoint(tmp_path):
         ranks_of(process)[
             1
         ].terminate()  # not torchrun, whose own handling of signals is not under test
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert f"continue with train --resume {out}" in errors
     run = resumed(out / "checkpoint.pt")
     assert 0 < len(run.history) < 2000 and run.env.num_envs == 16

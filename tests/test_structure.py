@@ -2,10 +2,15 @@
 
 import ast
 import functools
+import importlib
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from test_parts import EXAMPLES
 
 import fp8rl
 
@@ -109,45 +114,68 @@ def python(*arguments, **kwargs) -> str:
 def test_a_folder_of_its_name_does_not_hide_the_package(tmp_path):
     """As the clone is one, for who works beside it."""
     (tmp_path / "fp8rl").mkdir()
-    python("-c", "import fp8rl.config", cwd=tmp_path)
+    python("-c", "import fp8rl.command_help", cwd=tmp_path)  # which needs no other package
 
 
-def test_the_numerics_load_neither_gymnasium_nor_tqdm():
-    script = """
-import sys, torch
-before = set(sys.modules)
-import fp8rl.fp8, fp8rl.bits
-print(*{name.split(".")[0] for name in sys.modules.keys() - before})"""
-    others = {"gymnasium", "tyro", "tqdm", "matplotlib", "psutil"}
-    assert not others & set(python("-c", script).split())
-
-
-ORDERS = [
+PACKAGES = {"gymnasium", "tyro", "tqdm", "matplotlib", "psutil"}  # all but torch and numpy
+ALONE = {  # what is imported, and what must not come with it
+    "fp8rl.fp8, fp8rl.bits": PACKAGES,
+    "fp8rl.doctor_of_scripts": PACKAGES,
+    "fp8rl.bits.low_bit_adam": {"fp8rl.config", "fp8rl.train"},
+    ", ".join(f"fp8rl.{name}" for name in EXAMPLES): {
+        "gymnasium",
+        "tqdm",
+        "fp8rl.config",
+        "fp8rl.train",
+    },
+}
+ORDERS = (
     "import gymnasium",
     "import fp8rl.fp8, gymnasium",
     "import fp8rl.tasks.gymnasium_env, gymnasium",
-]
+)
+MAKES = """
+for name in ("fp8rl.tasks:fp8rl/CustomEnv-v0", "fp8rl.tasks:fp8rl/Lqr-v0"):
+    gymnasium.make(name).reset()"""
 
 
-def test_gymnasium_finds_the_tasks_whatever_is_imported_first():
-    """Each order in a fork of a process that has imported only torch, which takes longest."""
-    script = """
+together = pytest.mark.xdist_group("loaded")  # what is loaded is found out once
+
+
+@pytest.fixture(scope="module")
+def loaded() -> list[set[str]]:
+    """The modules that each of these scripts loads beside torch's. Each runs in a fork of a process
+    that has imported only torch, which takes longest."""
+    scripts = [f"import {names}" for names in ALONE] + [order + MAKES for order in ORDERS]
+    forks = """
 import os, sys, torch
-for order in sys.argv[1:]:
+before = set(sys.modules)
+for script in sys.argv[1:]:
     if not os.fork():
-        exec(order)
-        for name in ("fp8rl.tasks:fp8rl/CustomEnv-v0", "fp8rl.tasks:fp8rl/Lqr-v0"):
-            gymnasium.make(name).reset()
-        print(order)
+        exec(script)
+        print(*sys.modules.keys() - before)
         sys.exit()
     os.wait()"""
-    assert python("-c", script, *ORDERS).splitlines() == ORDERS
+    lines = python("-c", forks, *scripts).splitlines()
+    assert len(lines) == len(scripts)
+    return [set(line.split()) for line in lines]
 
 
-def test_another_program_that_imports_the_package_keeps_its_ctrl_c(tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "__init__.py").write_text("import fp8rl.__main__")
-    (tmp_path / "other" / "__main__.py").write_text(
-        "import signal; print(signal.getsignal(signal.SIGINT).__name__)"
-    )
-    assert python("-m", "other", cwd=tmp_path) == "default_int_handler\n"
+@together
+def test_what_stands_alone_loads_nothing_else(loaded):
+    for (names, others), modules in zip(ALONE.items(), loaded, strict=False):
+        assert {*names.split(", ")} <= modules and not others & modules, names
+
+
+@together
+def test_gymnasium_finds_the_tasks_whatever_is_imported_first(loaded):
+    for modules in loaded[len(ALONE) :]:
+        assert {"gymnasium", "fp8rl.tasks"} <= modules
+
+
+@pytest.mark.parametrize("name", ["fp8rl.__main__", "fp8rl.doctor"])
+def test_another_program_that_imports_the_package_keeps_its_ctrl_c(name, monkeypatch):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    before = signal.getsignal(signal.SIGINT)
+    importlib.import_module(name)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from helpers import SIZED, run_cli
+from helpers import PATIENCE, SIZED, run_cli
 
 from fp8rl.cli.tensorboard_events import TAGS, EventFile
 from fp8rl.disk.restore import COLUMNS
@@ -191,11 +191,11 @@ def test_ctrl_c_leaves_a_file_that_tensorboard_reads(tmp_path, read):
     out = tmp_path / "a"
     command = [sys.executable, "-m", "fp8rl", "train", "--tensorboard", "--out", out, *SIZED]
     process = subprocess.Popen([*command, "--steps", "10000000"], stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not (out / "metrics.csv").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    assert b"interrupted at step" in process.communicate(timeout=60)[1]
+    assert b"interrupted at step" in process.communicate(timeout=PATIENCE)[1]
     assert_same_numbers(read(out), out)
 
 

@@ -25,12 +25,14 @@ def test_what_is_left_open_is_taken_as_it_is_fastest(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_loop_is_measured_against_its_matmuls(precision):
-    result = throughput.bench_loop(
-        throughput.Loop(16, 4, precision).config(), Machine(), seconds=0.05, rounds=2
-    )
+def test_the_loop_is_measured_against_its_matmuls(precision, monkeypatch):
+    monkeypatch.setattr(throughput, "seconds_of", lambda steps, *_: dict.fromkeys(steps, 1e-6))
+    config = throughput.Loop(16, 4, precision).config()
+    result = throughput.bench_loop(config, Machine(), seconds=0.05, rounds=2)
     assert (result["num_envs"], result["rollout_length"], result["precision"]) == (16, 4, precision)
-    assert result["train_steps_per_second"] > 0 and 0 < result["floor_share"] < 1
+    iterations_per_second = result["train_steps_per_second"] / config.steps_per_iteration
+    assert iterations_per_second > 0
+    assert result["floor_share"] == pytest.approx(1e-6 * iterations_per_second)
     assert 0 < result["collect_share"] < 1 and 0 < result["update_share"] < 1
     assert result["collect_share"] + result["update_share"] <= 1
 

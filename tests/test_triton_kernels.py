@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import random_rollout, small, trained
+from helpers import PATIENCE, random_rollout, small, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -278,7 +278,7 @@ def test_they_compile_for_a_gpu_that_is_not_here(tmp_path):
         env=os.environ | own,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert [int(line) > 1_000 for line in done.stdout.split()] == [True] * 5

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers import PATIENCE
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -209,7 +210,7 @@ def test_they_compile_for_gpus_that_are_not_here(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     assert [int(line) > 1_000 for line in done.stdout.split()] == [True] * 5
