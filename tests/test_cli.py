@@ -90,6 +90,10 @@ def test_doctor_writes_its_report_and_ends_with_an_error_if_a_required_format_is
     with pytest.raises(SystemExit):
         run_cli(*arguments[:-2], "--judge", "m=bf16", "--require", "v=e3m0:unscaled")
     assert "v=e3m0:unscaled is not fine in adam (" in capsys.readouterr().err
+    # Refused before the training, which would print a line
+    under_a_file = tmp_path / "a" / "report.md" / "b"
+    said = refused(*arguments[:-1], under_a_file)
+    assert said.startswith(f"out is {under_a_file} and cannot be used (Not a directory): use ")
 
 
 def test_train_writes_its_four_files(trained):

@@ -8,7 +8,7 @@ import io
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated
 
 import tyro
