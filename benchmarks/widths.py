@@ -144,9 +144,16 @@ def line(task: str, width: int, layers: int, arm: str, found: dict[str, dict]) -
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def speed(run: Run, clock: Callable[[], float] = time.process_time, seconds: float = 5) -> float:
-    """Steps of all agents of a run in a second of a clock, by default the processor's time, over so
-    many seconds."""
+def speed(
+    run: Run,
+    clock: Callable[[], float] = time.process_time,
+    seconds: float = 5,
+    agents: int = 1,
+) -> float:
+    """Environment steps in a second of a clock, of all agents of a run together.
+
+    The clock is by default the processor's time. It is read over so many seconds.
+    """
     with contextlib.closing(iterate(run)) as iterations:
         for _ in range(WARMUP + 2):  # loads what training needs, and captures graphs
             next(iterations)
@@ -155,7 +162,7 @@ def speed(run: Run, clock: Callable[[], float] = time.process_time, seconds: flo
             next(iterations)
             count += 1
         run.launch.finish(run)
-    return count * len(run.configs) * run.config.steps_per_iteration / (clock() - began)
+    return count * agents * run.config.steps_per_iteration / (clock() - began)
 
 
 def speeds() -> str:
@@ -165,7 +172,10 @@ def speeds() -> str:
         shape = {"hidden_size": width, "steps": 10**9, "eval_every": 0}
         found = [speed(build(Config(name, **shape))) for name in ALONE]
         together = [
-            speed(build_population([Config(name, seed=k, **shape) for k in range(AGENTS)]))
+            speed(
+                build_population([Config(name, seed=k, **shape) for k in range(AGENTS)]),
+                agents=AGENTS,
+            )
             for name in TOGETHER
         ]
         cells = [

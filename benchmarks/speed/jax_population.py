@@ -32,9 +32,12 @@ def main() -> None:
     import jax_loop
     from jax import lax
 
+    from fp8rl.env import Cart
+
     jax.config.update("jax_default_matmul_precision", options.matmul)
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
     unroll = 4 if options.variant == "unrolled" else 1
+    learning_rate = jax_loop.Config().settled(Cart).learning_rate
     shape = {"length": options.rollout_length, "num_envs": options.num_envs}
     body = functools.partial(jax_loop.iteration, **shape, dtype=dtype, unroll=unroll)
     steps = options.agents * options.num_envs * options.rollout_length
@@ -55,7 +58,7 @@ def main() -> None:
     @functools.partial(jax.jit, donate_argnums=0)
     @jax.vmap
     def many(carry):
-        return lax.scan(body, carry, jnp.full(count, jax_loop.Config().learning_rate))[0]
+        return lax.scan(body, carry, jnp.full(count, learning_rate))[0]
 
     carry = jax.vmap(start)(jax.random.split(jax.random.key(0), options.agents))
     began = time.perf_counter()
