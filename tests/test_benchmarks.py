@@ -303,10 +303,8 @@ def test_tasks_of_gymnasium_alone_have_arms_of_their_own():
         "fp32",
         "fp8",
     ]
-    assert [len(tasks.configs_of(task, "fp8")) for task in (tasks.CART, "LunarLander-v3")] == [
-        100,
-        10,
-    ]
+    seeds = [len(tasks.configs_of(task, "fp8")) for task in (tasks.CART, "LunarLander-v3")]
+    assert seeds == [30, 10]
 
 
 @pytest.mark.parametrize(
