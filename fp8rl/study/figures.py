@@ -376,7 +376,7 @@ def findings(ax: Axes, report, tolerates=TOLERATES) -> Axes:
         xlabel="learns as float32 at this factor of the learning rate",
     )
     ax.set_yticklabels(names, fontsize=8)
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc="lower right")
     return ax
 
 
@@ -392,7 +392,7 @@ def policy_map(ax: Axes, position: np.ndarray, velocity: np.ndarray, right: np.n
         ax.contour(position, velocity, right, levels=[0.5], colors="white", linewidths=1.5)
     ax.plot(position, -position / 3, "--", color="#D55E00", label="bang-bang: p + 3v = 0")
     ax.set(xlabel="position", ylabel="velocity", ylim=(velocity[0], velocity[-1]))
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc="upper right")  # to look for the best place takes long
     return ax
 
 
