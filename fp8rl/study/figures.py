@@ -209,6 +209,7 @@ def name_lines(ax: Axes, size: float = 8) -> Axes:
     and apart from the others where ends are close. Call it last, because it needs the limits of the
     axes."""
     lines = [line for line in ax.lines if not line.get_label().startswith("_")]
+    ax.get_ylim()  # brings the limits up to date
     lines.sort(key=lambda line: line.get_ydata()[-1])
     ends = [ax.transData.transform(line.get_xydata()[-1])[1] for line in lines]
     heights = spread(ends, least=1.3 * size * ax.figure.dpi / 72)
