@@ -14,6 +14,7 @@ a machine. `iterate` is the loop over iterations; an iteration is `Run.iteration
 
 import contextlib
 import copy
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -545,7 +546,23 @@ def make_cart(
     return Cart(num_envs, start_noise, device, seed, *options)
 
 
-def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> torch.optim.Adam:
+class Adam(torch.optim.Adam):
+    """torch's Adam, without an import that would delay the start by more than a second.
+
+    torch wraps these methods for `torch.compile`, which this package does not use. The wrappers
+    import all of `torch._dynamo` at their first call. Without them the methods compute the same
+    numbers, and hooks of optimizers are still called.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
+    # The wrapper of `step` also turns gradients off.
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+
+
+def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> Adam:
     """torch's fused Adam for a model's parameters.
 
     On CUDA its step counts and learning rate are on the device, so that a step never waits for the
@@ -554,7 +571,7 @@ def adam(model: ActorCritic, learning_rate: float, capturable: bool = False) -> 
     device = model.actor.weight.device
     if device.type == "cuda":
         learning_rate = torch.tensor(learning_rate, dtype=torch.float32, device=device)
-    return torch.optim.Adam(
+    return Adam(
         model.parameters(), lr=learning_rate, eps=ADAM_EPS, fused=True, capturable=capturable
     )
 

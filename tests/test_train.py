@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.returns import RewardScale
 from fp8rl.rollout import Collector
-from fp8rl.train import Learner, iterate, make_cart, train
+from fp8rl.train import Adam, Learner, iterate, make_cart, train
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
@@ -163,6 +164,26 @@ def test_an_update_may_take_a_forward_pass_that_is_done(precision):
         torch.equal(first[name], second[name]) for name in first
     )
     assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+
+
+def test_adam_is_torch_s_without_its_slow_import(monkeypatch):
+    def trained(kind: type[torch.optim.Adam]) -> tuple[list, torch.optim.Adam, int]:
+        model = ActorCritic(generator=torch.Generator().manual_seed(0))
+        optimizer = kind(model.parameters(), 1e-2, fused=True)
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(p.square().sum() for p in model.parameters()).backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+        return list(model.parameters()), optimizer, len(calls)
+
+    expected, _, _ = trained(torch.optim.Adam)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # to import it raises ImportError
+    weights, optimizer, calls = trained(Adam)
+    assert all(map(torch.equal, weights, expected)) and calls == 3
+    assert copy.deepcopy(optimizer).state_dict().keys() == {"state", "param_groups"}
 
 
 def test_the_learning_rate_is_set_where_the_optimizer_keeps_it():
