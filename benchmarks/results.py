@@ -85,6 +85,7 @@ COMMANDS = {
     "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1 --seconds 1",
     "from_start": "python benchmarks/speed/from_start.py benchmarks/results/from_start.md",
     "from_start_avx2": "python benchmarks/speed/from_start.py benchmarks/results/from_start_avx2.md --avx2",
+    "waits": "python benchmarks/waits.py benchmarks/results/waits.md",
     "length": "python benchmarks/speed/length.py benchmarks/results/length.md",
     "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
     "acting_kernel": "python benchmarks/acting_kernel.py benchmarks/results/acting_kernel.md",
@@ -96,6 +97,7 @@ PEERS |= dict.fromkeys(("from_start", "from_start_avx2"), ("torchrl", "stable_ba
 PEERS |= {
     "ladder": ("Box2D",),
     "tasks": ("stable_baselines3",),
+    "waits": ("stable_baselines3", "jax"),
     "off_policy": ("stable_baselines3",),
     "populations": ("jax",),
     "populations_avx2": ("jax",),
@@ -148,6 +150,7 @@ RESTS_ON = {
     "populations_cuda": ("defaults",),
     "from_start": ("defaults",),
     "from_start_avx2": ("defaults",),
+    "waits": ("defaults", "doctor", "populations"),
     "length": ("defaults",),
     "placements": SINGLE_RUNS,
     "acting_kernel": ("defaults",),
@@ -160,7 +163,7 @@ FILES = {
     "codecs": "codecs/table.md",
     "film": "film.gif",
 }
-JOURNALS = ("ladder", "mismatch", "off_policy", "tasks", "widths")  # go on from NAME.csv
+JOURNALS = ("ladder", "mismatch", "off_policy", "tasks", "waits", "widths")  # go on from NAME.csv
 FIGURES = {"curves.png": "film"}  # where it is not NAME.png
 CODES = json.loads(KNOWN.read_text())  # by part and kind of processor
 STEP = re.compile("_(first|predicted|measured|cost)$")

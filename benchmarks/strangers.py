@@ -117,21 +117,30 @@ def prepare_text(clone: Path) -> None:
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
-def run_script(script: Script, clone: Path, seed: int, doctor: list[str]) -> tuple[str, float]:
-    """The output of a script under the doctor's command, or without one, and its seconds."""
+def command_of(
+    script: Script, clone: Path, seed: int, doctor: list[str]
+) -> tuple[list[str], Path, dict[str, str]]:
+    """The command that runs a script, under the doctor's command or without one, with its working
+    directory and the environment variables that it needs."""
     prefix = ["-m", "fp8rl.doctor", *doctor] if doctor else []
     own = script.arguments.format(seed=seed).split()
     paths = [os.environ.get("FP8RL_STRANGERS", ""), str(clone), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
+    environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
+    return [sys.executable, *prefix, *own], clone, environment
+
+
+def run_script(script: Script, clone: Path, seed: int, doctor: list[str]) -> tuple[str, float]:
+    """The output of a script under the doctor's command, or without one, and its seconds."""
+    words, folder, environment = command_of(script, clone, seed, doctor)
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, *prefix, *own],
-        cwd=clone,
-        env=environment,
+        words,
+        cwd=folder,
+        env=os.environ | environment,
         capture_output=True,
         text=True,
     )

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import importlib
 import importlib.util
 import io
 import itertools
@@ -83,7 +84,7 @@ CONTESTANTS = [
     ("cleanrl_style", "eager"),
     ("torchrl_a2c", "eager"),
 ]
-CONTESTANTS += [("sb3", "batched"), ("jax_loop", "scan"), ("jax_loop", "devices")]
+CONTESTANTS += [("sb3", "batched"), ("sb3", "ppo"), ("jax_loop", "scan"), ("jax_loop", "devices")]
 
 
 @pytest.mark.parametrize(("script", "variant"), CONTESTANTS)
@@ -776,6 +777,100 @@ def test_the_status_fits_into_120_columns():
     rows = [results.HEAD, *results.status()]
     assert all(len(line) <= 120 for row in rows for line in results.printed(row).splitlines())
     assert len(rows) == 1 + len(results.COMMANDS) and " minutes in all" in results.totals()
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    import waits
+
+    monkeypatch.setattr(waits, "machine", lambda: "a machine")
+    monkeypatch.setattr(waits, "origin", lambda: "a machine")
+    return waits
+
+
+def stand_in(waits, name: str, script: str = "pass", needs: tuple[str, ...] = ()):
+    """A contestant that takes no time. `-I -S` lets Python start sooner."""
+    command = waits.Command([sys.executable, "-I", "-S", "-c", script])
+    return waits.Contestant(name, lambda seed: [command], needs)
+
+
+def test_waits_are_measured_in_turns_and_go_on_where_they_were_stopped(
+    waits, tmp_path, monkeypatch, capsys
+):
+    contestants = [
+        stand_in(waits, "ours", "print('final greedy return 198.75 of 200')"),
+        stand_in(
+            waits, "theirs", """print('{"greedy_return": 197, "seconds_evaluating": 1e-6}')"""
+        ),
+        stand_in(waits, "of a library", needs=("no_such_library",)),
+        stand_in(waits, "broken", "raise SystemExit('out of order')"),
+    ]
+    rows = {"train": waits.Row(waits.Goal(60), 2, contestants)}
+    monkeypatch.setattr(waits, "rows_of", lambda *_: rows)
+    options = {"only": [], "rounds": None, "cleanrl": None, "avx2": False, "profile": False}
+    options = SimpleNamespace(out=tmp_path / "waits.md", **options)
+    waits.main(options)
+    said = capsys.readouterr().out
+    assert "of a library left out: it needs no_such_library" in said
+    assert said.count("broken left out, it failed:\nout of order") == 1
+    found = waits.read(tmp_path / "waits.csv")
+    order = [(x.contestant, x.round) for x in found]
+    assert order == [("ours", 0), ("theirs", 0), ("ours", 1), ("theirs", 1)]
+    lines = options.out.read_text().splitlines()
+    ours, theirs = (re.split(r" *\| *", line)[1:-1] for line in lines[2:4])
+    assert ours[0] == "ours" and ours[2].startswith("60 s: reached, ") and ours[4] == "198.8"
+    assert theirs[0] == "beside it: theirs" and float(theirs[3]) > 0 and theirs[4] == "197.0"
+    assert lines[-1].endswith("` on a machine.")
+
+    journal = (tmp_path / "waits.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "waits.csv").write_text("".join(journal[:-1]))
+    contestants.pop()
+    waits.main(options)  # measures only the one that is missing
+    again = waits.read(tmp_path / "waits.csv")
+    assert again[:3] == found[:3] and again[3][:3] == found[3][:3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "seconds", "expected"),
+    [
+        ("seconds", 6, ((5.0,), ()), "6 s: reached, 5.0 s"),
+        ("seconds", 6, ((7.0, 8.0, 2.0), ()), "6 s: **missed**, 7.0 s"),
+        (
+            "times",
+            1.1,
+            ((3.0, 9.0), (2.0, 9.0)),
+            "1.10 times the time below: **missed**, 1.25 times",
+        ),
+        ("more", 0.2, ((3.1, 9.0), (3.0, 9.0)), "0.2 s more than below: reached, 0.05 s more"),
+        ("more", 0.2, ((3.1,), ()), "not measured: there is nothing to compare with"),
+    ],
+)
+def test_a_table_of_waits_says_whether_a_goal_is_reached(waits, kind, limit, seconds, expected):
+    ours, theirs = (
+        [waits.Measurement("a", "b", i, x, x, "", "m") for i, x in enumerate(values)]
+        for values in seconds
+    )
+    assert waits.verdict(waits.Goal(limit, kind), ours, theirs) == expected
+
+
+def test_what_only_the_benchmark_needs_is_not_waited_for(waits):
+    output = 'a line\n{"seconds_evaluating": 2, "seconds_importing_torch": 1.5, "seed": 1}\n'
+    assert waits.not_waited_for(output) == 3.5
+    assert waits.not_waited_for("results in runs/a/\n") == waits.not_waited_for("12\n") == 0
+
+
+def test_every_wait_has_a_command_and_every_part_of_a_profile_exists(waits, tmp_path, monkeypatch):
+    monkeypatch.setattr(waits, "make", lambda clone, target: None)
+    monkeypatch.setattr(waits.subprocess, "run", lambda *_, **__: None)
+    for row in waits.rows_of(tmp_path, tmp_path).values():
+        for contestant in row.contestants:
+            for command in contestant.commands(1000):
+                script = [word for word in command.words if word.endswith("jax_population.py")]
+                assert all(waits.Path(path).exists() for path in script)
+    for module, path in waits.PARTS.values():
+        assert callable(functools.reduce(getattr, path.split("."), importlib.import_module(module)))
+    lines = "import time: 200000 | 900000 | torch._dynamo.a\nimport time: 300000 | 1 |   torch\n"
+    assert waits.import_seconds(lines) == {"torch": 0.3, "torch._dynamo": 0.2}
 
 
 PAGES = [

@@ -1,7 +1,9 @@
 """The loop of jax_loop.py for S agents at once, under jax.vmap over their seeds: PureJaxRL's way to
 train many.
 
-python benchmarks/speed/jax_population.py --agents 32 --num-envs 16 --seconds 3
+    python benchmarks/speed/jax_population.py --agents 32 --num-envs 16 --seconds 3
+
+With --steps it trains every agent for so many steps, in one call, instead of measuring its pace.
 """
 
 import argparse
@@ -23,25 +25,33 @@ def main() -> None:
     )
     parser.add_argument("--core", type=int, help="the only core to use")
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--updates", type=int, default=1, help="per iteration, on its rollout")
+    parser.add_argument("--steps", type=int, help="of each agent: train for these, then end")
     options = parser.parse_args()
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})  # before XLA counts the cores
 
     import jax
     import jax.numpy as jnp
-    import jax_loop
     from jax import lax
 
-    from fp8rl.env import Cart
+    began = time.perf_counter()
+    import common  # noqa: F401
+
+    # A program in JAX would not import torch.
+    seconds_importing_torch = time.perf_counter() - began
+    import jax_loop
 
     jax.config.update("jax_default_matmul_precision", options.matmul)
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
     unroll = 4 if options.variant == "unrolled" else 1
-    learning_rate = jax_loop.Config().settled(Cart).learning_rate
     shape = {"length": options.rollout_length, "num_envs": options.num_envs}
-    body = functools.partial(jax_loop.iteration, **shape, dtype=dtype, unroll=unroll)
+    how = {"dtype": dtype, "unroll": unroll, "updates": options.updates}
+    body = functools.partial(jax_loop.iteration, **shape, **how)
     steps = options.agents * options.num_envs * options.rollout_length
     count = max(1, 2**18 // steps)  # iterations in one call
+    if options.steps:
+        count = options.steps // (options.num_envs * options.rollout_length)
 
     def start(key):
         key, weights, starts = jax.random.split(key, 3)
@@ -58,11 +68,15 @@ def main() -> None:
     @functools.partial(jax.jit, donate_argnums=0)
     @jax.vmap
     def many(carry):
-        return lax.scan(body, carry, jnp.full(count, learning_rate))[0]
+        return lax.scan(body, carry, jnp.full(count, jax_loop.Config().learning_rate))[0]
 
     carry = jax.vmap(start)(jax.random.split(jax.random.key(0), options.agents))
     began = time.perf_counter()
     carry = jax.block_until_ready(many(carry))
+    if options.steps:
+        trained = {"seconds": time.perf_counter() - began, **vars(options)}
+        print(json.dumps({**trained, "seconds_importing_torch": seconds_importing_torch}))
+        return
     compile_seconds, calls, began = time.perf_counter() - began, 0, time.perf_counter()
     while time.perf_counter() - began < options.seconds:
         carry, calls = jax.block_until_ready(many(carry)), calls + 1

@@ -1,7 +1,8 @@
-"""Stable-Baselines3's A2C.
+"""Stable-Baselines3's A2C and PPO.
 
-Variants: batched, a VecEnv that steps all environments as NumPy arrays; dummy, DummyVecEnv over
-CustomEnv, one after the other. Settings: the encoder is shared, as a features extractor of 64 and
+Variants: batched, A2C with a VecEnv that steps all environments as NumPy arrays; dummy, A2C with
+DummyVecEnv over CustomEnv, one after the other; ppo, PPO with DummyVecEnv and the settings that RL
+Baselines3 Zoo has for CartPole (benchmarks/zoo.py). Settings of A2C: the encoder is shared, as a features extractor of 64 and
 64 units, so that it runs once for both heads; Adam in the place of RMSprop; no logger, no Monitor
 wrappers, no argument validation of the distributions. SB3 has no compiled or low-precision mode;
 its documented way to speed is more environments.
@@ -12,7 +13,7 @@ its documented way to speed is more environments.
 import common
 import numpy as np
 import torch
-from stable_baselines3 import A2C
+from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
@@ -116,13 +117,30 @@ class Ticks(BaseCallback):
         return True
 
 
-def train(options, tick):
-    torch.distributions.Distribution.set_default_validate_args(False)
+def ppo(options) -> PPO:
+    """PPO with the zoo's settings for CartPole."""
+    envs = DummyVecEnv([lambda: CustomEnv(Config.start_noise)] * options.num_envs)
+    return PPO(
+        "MlpPolicy",
+        envs,
+        learning_rate=lambda left: options.learning_rate * left,
+        n_steps=options.rollout_length,
+        batch_size=256,
+        n_epochs=20,
+        gamma=0.98,
+        gae_lambda=0.8,
+        clip_range=lambda left: 0.2 * left,
+        seed=options.seed,
+        device="cpu",
+    )
+
+
+def a2c(options) -> A2C:
     if options.variant == "dummy":
         envs = DummyVecEnv([lambda: ScaledEnv(Config.start_noise)] * options.num_envs)
     else:
         envs = BatchedVecEnv(options.num_envs, options.seed)
-    model = A2C(
+    return A2C(
         "MlpPolicy",
         envs,
         learning_rate=lambda left: options.learning_rate * left,
@@ -142,6 +160,11 @@ def train(options, tick):
         seed=options.seed,
         device="cpu",
     )
+
+
+def train(options, tick):
+    torch.distributions.Distribution.set_default_validate_args(False)
+    model = ppo(options) if options.variant == "ppo" else a2c(options)
     model.learn(options.steps, callback=Ticks(tick), log_interval=None)
     # The tick of the last update has no next rollout to start.
     tick(model.num_timesteps, lambda obs: model.policy.get_distribution(obs).mode())
@@ -149,4 +172,4 @@ def train(options, tick):
 
 if __name__ == "__main__":
     packages = ("torch", "numpy", "gymnasium", "stable-baselines3")
-    common.main("Stable-Baselines3", train, packages, variants=("batched", "dummy"))
+    common.main("Stable-Baselines3", train, packages, variants=("batched", "dummy", "ppo"))
