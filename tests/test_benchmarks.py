@@ -115,6 +115,17 @@ def test_every_contestant_trains_with_the_default_learning_rate(
     assert json.loads(capsys.readouterr().out)["steps"] >= 4096
 
 
+def test_agents_in_jax_train_for_a_number_of_steps(monkeypatch, capsys):
+    pytest.importorskip("jax")
+    options = {"agents": 2, "num-envs": 2, "rollout-length": 4, "updates": 2, "steps": 16}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    monkeypatch.setattr(sys, "argv", ["jax_population", *words])
+    monkeypatch.syspath_prepend("benchmarks/speed")
+    runpy.run_path("benchmarks/speed/jax_population.py", run_name="__main__")
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 16 and found["seconds_importing_torch"] >= 0
+
+
 def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
     import tasks
 

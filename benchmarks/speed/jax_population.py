@@ -42,6 +42,8 @@ def main() -> None:
     seconds_importing_torch = time.perf_counter() - began
     import jax_loop
 
+    from fp8rl.env import Cart
+
     jax.config.update("jax_default_matmul_precision", options.matmul)
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
     unroll = 4 if options.variant == "unrolled" else 1
@@ -52,6 +54,8 @@ def main() -> None:
     count = max(1, 2**18 // steps)  # iterations in one call
     if options.steps:
         count = options.steps // (options.num_envs * options.rollout_length)
+
+    learning_rate = jax_loop.Config().settled(Cart).learning_rate
 
     def start(key):
         key, weights, starts = jax.random.split(key, 3)
@@ -68,7 +72,7 @@ def main() -> None:
     @functools.partial(jax.jit, donate_argnums=0)
     @jax.vmap
     def many(carry):
-        return lax.scan(body, carry, jnp.full(count, jax_loop.Config().learning_rate))[0]
+        return lax.scan(body, carry, jnp.full(count, learning_rate))[0]
 
     carry = jax.vmap(start)(jax.random.split(jax.random.key(0), options.agents))
     began = time.perf_counter()
