@@ -325,7 +325,7 @@ def replace(out: Path) -> None:
 
 def study(out: Path) -> None:
     """What `study` does, where it goes on and where it is new."""
-    with cli_study.folder_of(out, {}, overwrite=False) as folder:
+    with cli_study.folder_of(out, {"workers": 1}, overwrite=False) as folder:
         Journal(out / "runs.jsonl").add("another arm", TINY, HISTORY)
         for name in FILES["study"][1:]:
             folder.write(name, "new")

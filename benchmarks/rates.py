@@ -162,7 +162,7 @@ def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tu
     sizes = np.array([parameters[i].numel() for i in in_order], float)
     parts = [part.mean(0) for part in np.array_split(sums, min(PARTS, len(sums)))]
     findings = {found.text: found for found in doctor.report()}
-    return rates_of(np.array(parts), sizes, optimizer.sample.each), findings
+    return rates_of(np.array(parts), sizes, optimizer.sample.numbers_per_tensor), findings
 
 
 def rates_of(parts: np.ndarray, sizes: np.ndarray, sampled: int) -> Rates:
