@@ -422,9 +422,24 @@ def record(name: str, entry: dict) -> None:
     write(MADE, made() | {name: entry})
 
 
+def keep_other_libraries(journal: Path) -> None:
+    """Takes the rows of this package out of a journal, and deletes one without other rows."""
+    if not journal.exists():
+        return
+    head, *rows = journal.read_text().splitlines(keepends=True)
+    others = [row for row in rows if ",SB3 " in row]
+    if others:
+        journal.write_text(head + "".join(others))
+    else:
+        journal.unlink()
+
+
 def make(name: str, code: str) -> None:
-    """Runs a table's command, and records its minutes. The journal that a stale table went on from
-    is deleted first."""
+    """Runs a table's command, and records its minutes.
+
+    The journal that a stale table went on from is emptied first, but for the rows of other
+    libraries: these do not change with this code, and took hours.
+    """
     journal = None
     if name in JOURNALS:
         journal = RESULTS / f"{name}.csv"
@@ -436,7 +451,7 @@ def make(name: str, code: str) -> None:
     entry = (before if goes_on else {}) | {"unfinished": code}
     if journal:
         if not goes_on:
-            journal.unlink(missing_ok=True)
+            keep_other_libraries(journal)
         # Even if this process is killed now, it is known which code the journal is of
         record(name, entry | {"minutes": None})
     began = time.monotonic()

@@ -664,6 +664,17 @@ def test_a_stale_table_begins_anew_and_goes_on_after_an_interruption(made, monke
     assert (made / "ladder.csv").read_text() == "x"
 
 
+def test_a_journal_that_begins_again_keeps_the_seeds_of_other_libraries(tmp_path):
+    journal = tmp_path / "tasks.csv"
+    results.keep_other_libraries(journal)  # there is none
+    journal.write_text("task,arm,seed\nthe cart,fp32,1\nthe cart,SB3 PPO,1\nthe cart,fp8,1\n")
+    results.keep_other_libraries(journal)
+    assert journal.read_text() == "task,arm,seed\nthe cart,SB3 PPO,1\n"
+    journal.write_text("rung,task,seed,returns\nfirst,the cart,1,2.0\n")
+    results.keep_other_libraries(journal)
+    assert not journal.exists()
+
+
 def test_a_table_whose_maker_was_killed_goes_on_from_its_journal(made, monkeypatch):
     """As by a signal that no program can catch: what `finally` writes is missing."""
     monkeypatch.setattr(results, "here", lambda: "one kind")
