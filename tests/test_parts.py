@@ -207,7 +207,7 @@ def test_a_shape_that_fp8_cannot_take_and_a_gru_without_a_layer_before_it_are_re
     for fields, words in (
         ({"precision": "fp8", "layers": 1}, "no layer can run in FP8"),
         ({"precision": "fp8", "hidden_size": 40}, "no layer can run in FP8"),
-        ({"encoder": "gru", "layers": 1}, "^layers is 1: use at least 2 with gru"),
+        ({"encoder": "gru", "layers": 1}, "^layers is 1: use at least 2 with encoder gru"),
         ({"layers": 0}, "^layers is 0: use at least 1"),
     ):
         with pytest.raises(ValueError, match=words):
