@@ -25,6 +25,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import results
 import torch
 from helpers import SMALL, TINY, run_cli
 from matplotlib.figure import Figure
@@ -868,3 +869,14 @@ def test_what_a_benchmark_uses_of_the_package_is_there(path):
         if isinstance(node, ast.Call) and callable(function := resolved(node.func)):
             wrong.append(wrong_call(node, function))
     assert not list(filter(None, wrong))
+
+
+def test_every_command_has_a_run_here():
+    scripts = {
+        Path(word).stem
+        for command in results.COMMANDS.values()
+        for word in command.split()
+        if word.endswith(".py")
+    }
+    elsewhere = {"waits"}  # test_benchmarks.py
+    assert {name for name in scripts if f"test_{name}" not in globals()} <= elsewhere
