@@ -20,8 +20,9 @@ from .bench import measure
 from .doctor import examine
 from .evaluate import evaluate_run
 from .memory import predict_and_measure
+from .short_help import SHORT_HELP
 from .study import compare
-from .train import short_help, train
+from .train import train
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
     }
     code = 2
     try:
-        parse(commands, {"train": short_help()})()
+        parse(commands, {name: page.text(name) for name, page in SHORT_HELP.items()})()
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         # Python's own MemoryError has no message.

@@ -54,10 +54,11 @@ def compare(
     scheduler: str | None = None,
     workers: int | None = None,
 ) -> None:
-    """Train every precision on the same seeds, many agents as one batch on every core, and write
-    results.csv, table.md and curves.png. Any number of Config may have several values
-    (--learning-rate 1e-4 3e-4): each is crossed with all others. A study that was stopped continues
-    when it is called again.
+    """Train every precision on the same seeds, in batches on every core, and compare them.
+
+    Writes results.csv, table.md and curves.png. A study that was stopped goes on when called again.
+
+    A number of Config may have several values (--learning-rate 1e-4 3e-4), crossed with all others.
 
     Args:
         out: folder for the results.

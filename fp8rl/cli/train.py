@@ -27,41 +27,6 @@ from ..train import Immediate, Run, iterate
 from .arguments import given
 from .tensorboard_events import EventFile, require_tensorboard
 
-# What `train --help` explains: the options that a first run needs, with what to write after each.
-ESSENTIALS = {
-    "out": ("FOLDER", "where config, metrics, checkpoint and a figure are written"),
-    "env_id": ("NAME", "a Gymnasium environment, as CartPole-v1; without it, the built-in cart"),
-    "precision": ("NAME", "matrix products in fp32, tf32, bf16, fp16, fp8 or fp8+bf16"),
-    "eight_bit": ("", "FP8 matrix products, and eight bits for weights, Adam's moments and replay"),
-    "steps": ("N", "environment steps to train for"),
-    "num_envs": ("N", "environments that are stepped together"),
-    "learning_rate": ("X", "Adam's learning rate; without it, 0.001 for 64 units, less for more"),
-    "seed": ("N", "seed of weights, episodes, actions and replay"),
-    "device": ("NAME", "cpu, or cuda for a GPU"),
-    "tensorboard": ("", "also write an events file for TensorBoard into the folder"),
-    "resume": ("FOLDER", "continue the run that was stopped in this folder; instead of --out"),
-    "overwrite": ("", "replace the run that the folder holds"),
-}
-
-
-def short_help() -> str:
-    """The text that `train --help` prints."""
-    defaults = {**vars(Machine()), **vars(Config())}
-    lines = [
-        "usage: python -m fp8rl train --out FOLDER [OPTIONS]",
-        "",
-        "Train one agent. Ctrl-C stops it and leaves a checkpoint, from which --resume continues.",
-        "",
-    ]
-    for name, (value, text) in ESSENTIALS.items():
-        option = f"--{name.replace('_', '-')} {value}"
-        default = defaults.get(name)
-        if default is not None:
-            text = f"{text} (default: {default})"
-        lines.append(f"  {option:18} {text}")
-    lines += ["", "--help-all explains every option."]
-    return "\n".join(lines)
-
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
