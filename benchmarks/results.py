@@ -75,7 +75,7 @@ COMMANDS = {
     "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
     "dumps": "python benchmarks/dumps.py report benchmarks/results/dumps.md",
     "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
-    "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md",
+    "hostile": "python benchmarks/hostile.py benchmarks/results/hostile.md --share 0.2",
     "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
     "published": "python benchmarks/published.py benchmarks/results/published.md",
     "widths": "python benchmarks/widths.py benchmarks/results/widths.md",
