@@ -56,6 +56,7 @@ LARGEST_FLOAT8 = {E4M3: 448.0, E5M2: 57344.0}
 INPUT_TYPES = torch.float32, torch.bfloat16  # types that can be quantized
 SCALES = "tensor", "row"  # one scale for each matrix, or one for each of its rows
 MULTIPLE = 16  # dimensions of matrices must be multiples of this
+CPU_HAS_KERNEL = TorchVersion(torch.__version__) >= (2, 13)
 
 
 class Quantized(NamedTuple):
@@ -237,7 +238,7 @@ def has_kernel(device: torch.device | str) -> bool:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 9)
-    return device.type == "cpu" and TorchVersion(torch.__version__) >= (2, 13)
+    return device.type == "cpu" and CPU_HAS_KERNEL
 
 
 NO_SECOND_DERIVATIVE = (
