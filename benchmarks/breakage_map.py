@@ -2,7 +2,8 @@
 
 Each cell of the map is a place (fp8rl/bits/places.py) and a format: 32 agents that keep this
 place's numbers in it and everything else in float32, on seeds 1000 and up, on which nothing was
-chosen. Adam takes its steps from the moments as stored. On the cart a cell's score is its return
+chosen. Adam takes its steps from the moments as stored. v is rounded in view of m, as in
+LowBitAdam, and in one line "by itself", as most low-bit optimizers do. On the cart a cell's score is its return
 minus float32's, on the linear-quadratic cart its cost divided by float32's, both seed by seed. The
 learning rate falls linearly to 0, and the settings stay the same when defaults change. A cell
 
@@ -52,6 +53,7 @@ PLACES = {
     "targets": "advantages, value targets",
     "m": "Adam's m",
     "v": "Adam's v",
+    "v independent": "Adam's v, by itself",
     "root": "root of v",
     "weights": "weights, to nearest",
     "weights stochastic": "weights, stochastic",

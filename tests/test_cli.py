@@ -193,7 +193,7 @@ def test_study_writes_a_row_a_run_and_its_command(tmp_path, capsys, one_process)
         for row in rows
     ] == [
         ("control: fp32, other seeds", "fp32", "fp32", "6"),
-        ("control: v in e4m3, unscaled", "fp32", "fp32", "5"),
+        ("control: v in e4m3, unscaled, independent", "fp32", "fp32", "5"),
         ("fp32", "fp32", "fp32", "5"),
         ("fp32 acting in fp8", "fp32", "fp8", "5"),
         ("fp8", "fp8", "fp8", "5"),

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from helpers import SMALL, refused, small
 
+from fp8rl.build import build_population
 from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.study import comparison, parallel
+from fp8rl.train import train
 
 TINY = {"steps": 1_024, "eval_every": 512, "eval_episodes": 2} | SMALL
 
@@ -38,6 +40,16 @@ def result(arm, seed, final, failure=""):
 
 def rows_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
+def test_the_control_that_must_fail_fails_where_float32_learns():
+    arms = comparison.Comparison(("fp32",), seeds=2, controls=True).arms(
+        steps=10_240, eval_every=10_240, eval_episodes=10
+    )
+    plain, _, bad = arms.values()
+    histories = train(build_population(plain + bad), progress=False).histories(plain + bad)
+    returns = [history.final_return for history in histories]
+    assert min(returns[:2]) > 190 and max(returns[2:]) < 60
 
 
 def test_summary_by_hand():
