@@ -27,11 +27,12 @@ def history_of(returns, failure=None) -> History:
     return history
 
 
-def result(arm, seed, final, failure=""):
+def result(arm, seed, final, failure="", train_return=np.nan):
     row = {
         "arm": arm,
         "seed": seed,
         "final_return": final,
+        "train_return": train_return,
         "first_step_at_threshold": 512,
         "seconds_to_threshold": 0.1,
     }
@@ -54,7 +55,9 @@ def test_the_control_that_must_fail_fails_where_float32_learns():
 
 def test_summary_by_hand():
     config = small(seed=4, collect_precision="fp8")
-    row = comparison.summarize(config, history_of([np.nan, 100, np.nan, 196, 190]))
+    history = history_of([np.nan, 100, np.nan, 196, 190])
+    history.columns["train_return"] = [np.nan, 10.0, np.nan, 20.0, np.nan]
+    row = comparison.summarize(config, history)
     assert row == {
         "arm": "fp32",
         "precision": "fp32",
@@ -62,12 +65,14 @@ def test_summary_by_hand():
         "seed": 4,
         "final_return": 190,
         "area": pytest.approx((100 + 196 + 190) / 3),
+        "train_return": 15.0,
         "first_step_at_threshold": 2048,
         "seconds_to_threshold": 2.0,
         "train_seconds": 2.5,
         "failure": "",
     }
     row = comparison.summarize(config, history_of([100], "diverged"), arm="another")
+    assert np.isnan(row["train_return"])
     assert (
         np.isnan(row["first_step_at_threshold"])
         and np.isnan(row["seconds_to_threshold"])
@@ -119,6 +124,16 @@ def test_table_pairs_by_seed_and_judges():
         ("2 of 5", "fail"),
         ("5 of 5", "pass"),
     ]
+
+
+def test_table_pairs_returns_while_training_too():
+    results = [result("a", seed, 198, train_return=100 + seed) for seed in range(5)]
+    results += [result("b", seed, 198, train_return=98 + seed) for seed in range(5)]
+    results += [result("c", seed, 198) for seed in range(5)]
+    cells = [row[7:] for row in rows_of(comparison.table(results, ["a", "b", "c"]))[2:]]
+    assert cells[0][0].startswith("102.00 [") and cells[0][1] == ""
+    assert cells[1][0].startswith("100.00 [") and cells[1][1] == "-2.00 [-2.00, -2.00]"
+    assert cells[2] == ["-", "-"]
 
 
 def test_table_judges_no_few_seeds_and_counts_those_that_failed():

@@ -172,6 +172,8 @@ def summarize(
     """One run as a row of results.csv. `arm` names the group it is compared in, the precision if
     not given. `final_return`: mean of the last evaluation, minus infinity if the run failed.
     `area`: mean of all evaluations, the normalized area under the learning curve.
+    `train_return`: mean return of the episodes of training, whose actions are sampled, over the
+    rows that the history holds; NaN if no episode ended.
     `first_step_at_threshold`, `seconds_to_threshold`: environment steps and training seconds at the
     first evaluation that reached the threshold, NaN if none did."""
     first = history.first_step_at(threshold)
@@ -183,6 +185,7 @@ def summarize(
         "seed": config.seed,
         "final_return": -math.inf if history.failure else history.final_return,
         "area": float(history.evaluations()[1].mean()),
+        "train_return": mean_train_return(history),
         "first_step_at_threshold": first,
         "seconds_to_threshold": float(history.column("seconds")[reached][0])
         if reached.any()
@@ -190,6 +193,13 @@ def summarize(
         "train_seconds": history.last["seconds"],
         "failure": history.failure or "",
     }
+
+
+def mean_train_return(history: History) -> float:
+    """The mean return of a run's training episodes, or NaN if there is none."""
+    returns = history.column("train_return") if "train_return" in history.columns else np.empty(0)
+    returns = returns[~np.isnan(returns)]
+    return float(returns.mean()) if len(returns) else math.nan
 
 
 def stack(histories: list[History], column: str) -> tuple[np.ndarray, np.ndarray]:
@@ -244,14 +254,19 @@ def table(
     """Markdown table of a study: interquartile means with 95% bootstrap intervals, and the paired
     difference to the first arm (seed by seed). An arm passes when every seed ends at the threshold
     or above it and the difference's interval lies within +-margin; with fewer than FEWEST seeds
-    there is no interval and no verdict. A seed that failed counts as minus infinity."""
+    there is no interval and no verdict. A seed that failed counts as minus infinity.
+
+    Final returns are of greedy episodes. On the cart these are nearly the best possible as soon as
+    the sign of the push is right. The last two columns are of the episodes of training, whose
+    actions are sampled, and tell more."""
     final, first = scores(results, "final_return"), scores(results, "first_step_at_threshold")
-    seeds = scores(results, "seed")
+    seeds, trained = scores(results, "seed"), scores(results, "train_return")
     heads = (
         f"final return, IQM [95%] | lowest seed | seeds at {threshold:g} | minus {arms[0]}, "
         "IQM [95%] | verdict"
     )
-    lines = [f"| arm | {heads} | first at {threshold:g}, median steps |", f"|{' --- |' * 7}"]
+    heads += f" | first at {threshold:g}, median steps | return while training, IQM [95%]"
+    lines = [f"| arm | {heads} | minus {arms[0]}, IQM [95%] |", f"|{' --- |' * 9}"]
     for name in arms:
         values, failed = (
             final[name],
@@ -280,9 +295,21 @@ def table(
             minus,
             verdict,
             median_of(first[name], ",.0f"),
+            *while_training(trained[name], trained[arms[0]], is_first=name == arms[0]),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def while_training(values: np.ndarray, first: np.ndarray, is_first: bool) -> tuple[str, str]:
+    """Two cells: the returns while training of an arm, and their difference to the first arm."""
+    known = ~np.isnan(values)
+    if not known.any():
+        return "-", "-"
+    paired = known & ~np.isnan(first)
+    hidden = is_first or not paired.any()
+    difference = "" if hidden else with_interval((values - first)[paired], signed=True)
+    return with_interval(values[known]), difference
 
 
 def median_of(values: np.ndarray, form: str) -> str:
