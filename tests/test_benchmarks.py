@@ -901,8 +901,9 @@ def test_every_wait_has_a_command_and_every_part_of_a_profile_exists(waits, tmp_
 
 PAGES = [
     "README.md",
-    "docs/law.md",
+    "CONTRIBUTING.md",
     "fp8rl/bits/README.md",
+    *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("docs/*.md")),
     *(str(page.relative_to(results.ROOT)) for page in results.READMES[1:]),
     *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("notebooks/*.ipynb")),
 ]
