@@ -512,6 +512,22 @@ def test_published(one_process, monkeypatch, tmp_path):
     assert len(rows_of(tmp_path / "published.md")) == 3 + 2 + 2 + 2
 
 
+def test_order(monkeypatch, tasks, tmp_path):
+    import order
+
+    # Two iterations of 32 steps, in which episodes of every task end
+    monkeypatch.setattr(order, "Config", config_class(**SMALL | {"eval_episodes": 2}))
+    monkeypatch.setattr(order, "STEPS", dict.fromkeys(order.STEPS, 1_024))
+    monkeypatch.setattr(order, "SEEDS", range(9500, 9502))
+    order.main(tmp_path / "order.md")
+    rows = rows_of(tmp_path / "order.md")[1:]
+    orders = [order.WEIGHTED_FIRST, order.STANDARDIZED_FIRST]
+    assert [row[0] for row in rows] == [task for task in order.STEPS for _ in orders]
+    assert [row[2] for row in rows] == orders * len(order.STEPS)
+    differences = {row[6] for row in rows[1::2]}
+    assert differences != {"+0.00"}  # so the second order is trained
+
+
 def test_widths(monkeypatch):
     import widths
 

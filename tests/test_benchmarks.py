@@ -1,6 +1,7 @@
 """The benchmarks that score agents, on runs of one iteration; and the one of a layer in FP8."""
 
 import csv
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -21,11 +22,14 @@ import numpy as np
 import pytest
 import results
 import torch
-from helpers import bang_bang, figures, small, trained
+from helpers import bang_bang, figures, random_rollout, small, trained
 from PIL import Image
 
 from fp8rl.build import build_population
 from fp8rl.config import Config
+from fp8rl.losses import actor_critic_loss
+from fp8rl.population.population import by_agent
+from fp8rl.rollout import Rollout
 from fp8rl.study.fingerprint import SETTLED, trainings
 from fp8rl.study.statistics import fails
 from fp8rl.study.throughput import seconds_of
@@ -371,6 +375,63 @@ def test_the_ladder_from_the_published_loop_ends_at_ours_on_one_budget():
         "an arm", np.array([[50.0, 150.0, 99.0], [120.0, 130.0, 140.0], [1.0, 2.0, 3.0]])
     )
     assert line == "| an arm | 2 of 3 | 1 of 3 | 2 of 3 | 99.0 | 3.0 |"
+
+
+def policy_gradients(rollout: Rollout, logits, values, **fields) -> list[torch.Tensor]:
+    """The gradients of the policy loss with respect to the logits, in the package's order of
+    weighting and standardizing advantages and in the other one."""
+    import order
+
+    config = Config(gamma=0.9, entropy_coef=0.0, **fields)
+    first, _ = actor_critic_loss(logits, values, rollout, config)
+    config = dataclasses.replace(config, normalize_advantage=False)
+    targets = order.standardized_then_weighted
+    second, _ = actor_critic_loss(logits, values, rollout, config, compute_targets=targets)
+    return [torch.autograd.grad(loss.sum(), logits)[0] for loss in (first, second)]
+
+
+def test_on_policy_both_orders_of_standardizing_and_weighting_have_the_same_gradient():
+    values, _, rollout = random_rollout(0, 20, batch=6)
+    values = values.unflatten(1, (2, 3))  # of two agents
+    rollout = by_agent(rollout, 2)
+    rollout = rollout._replace(reward=torch.where(rollout.valid, rollout.reward, math.nan))
+    noise = torch.Generator().manual_seed(0)
+    logits = torch.randn(*values.shape, 2, dtype=torch.float64, generator=noise).requires_grad_()
+    logp = logits.detach()[:-1].log_softmax(-1).gather(-1, rollout.action.unsqueeze(-1))
+    rollout = rollout._replace(behavior_logp=logp.squeeze(-1))
+    first, second = policy_gradients(rollout, logits, values)
+    torch.testing.assert_close(second, first, rtol=1e-9, atol=1e-12)
+    assert (first[:-1].abs().sum(-1) > 0).equal(rollout.valid)
+
+
+def gradients_at_an_old_step(rewards: list[float], ratio: float, **fields) -> list[float]:
+    """What both orders contribute to the logit of the action of the last step, which today's policy
+    takes `ratio` times as often. The other steps are on-policy."""
+    shape = len(rewards), 1
+    behavior_logp = torch.full(shape, math.log(0.5))
+    behavior_logp[-1] -= math.log(ratio)
+    actions, flags = torch.zeros(shape).long(), torch.zeros(shape, dtype=torch.uint8)
+    observations = torch.zeros(len(rewards) + 1, 1, 2)
+    rewards = torch.tensor(rewards).unsqueeze(1)
+    rollout = Rollout(observations, actions, rewards, flags, behavior_logp)
+    logits = torch.zeros(len(rewards) + 1, 1, 2, requires_grad=True)
+    gradients = policy_gradients(rollout, logits, torch.zeros(len(rewards) + 1, 1), lam=0, **fields)
+    return [gradient[-2, 0, 0].item() for gradient in gradients]
+
+
+def test_a_step_whose_ratio_is_near_0_counts_only_if_it_is_weighted_before_standardizing():
+    worse, better = [-1.0, -2.0, -3.0, -2.0], [1.0, 2.0, 3.0, 2.0]
+    for rewards, clip in ((worse, None), (worse, 0.2), (better, None)):
+        first, second = gradients_at_an_old_step(rewards, 1e-6, clip=clip)
+        assert abs(first) > 0.1 and abs(second) < 1e-6
+    # The mean is positive here, so the step's advantage is negative, and the clip drops the step
+    assert gradients_at_an_old_step(better, 1e-6, clip=0.2)[0] == 0
+
+
+def test_the_clip_sees_the_sign_of_an_advantage_that_is_standardized_before_it_is_weighted():
+    # 1.2 is above the mean, and half of it is below
+    first, second = gradients_at_an_old_step([1.0, 1.0, 1.0, 1.2], 0.5, clip=0.2)
+    assert first == 0 and second < -0.01
 
 
 def test_a_width_s_agents_train_in_a_process_of_their_own_and_are_kept(monkeypatch, tmp_path):
