@@ -5,7 +5,8 @@ They learn from few steps and take long for each; ours takes many steps and litt
 trains twice: for as many steps as they do, in whole iterations, and for as many as in tasks.md.
 Three fresh seeds an arm, all with the defaults or the settings of the zoo (zoo.py), evaluated ten
 to twenty-one times in the same 100 episodes. Seconds are CPU seconds of one thread, without imports
-and evaluations, so other work on the machine changes them little.
+and evaluations. They are of an otherwise idle machine: beside other work, a core that shares its
+hardware with a busy one took up to 1.7 times as many.
 
     python benchmarks/off_policy.py benchmarks/results/off_policy.md
 
