@@ -1,4 +1,4 @@
-"""Faster forward passes, which give the same results as the plain network, but for rounding.
+"""Forward passes with fewer calls, and the same results as the plain network but for rounding.
 
 `FastActorCritic` acts without calling its modules. For many rows, it computes both heads as one
 layer. `Reuse` keeps the forward passes of acting, so that learning need not repeat them. The plain

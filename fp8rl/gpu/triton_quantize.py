@@ -1,7 +1,7 @@
 """Quantizing a matrix to float8 in two passes over memory, in Triton.
 
 Memory decides how long quantizing takes: in the time in which a GPU reads a number from memory, it
-does some hundred operations. So a kernel reads each number as few times as possible, computes on
+does many operations. So a kernel reads each number as few times as possible, computes on
 the chip, and writes each result once. (triton_kernels.py says where the kernels are used, and how
 they run on a CPU.)
 
