@@ -22,7 +22,8 @@ Fingerprints differ by kind of processor, so results/fingerprints.json has those
 for each kind that it ran on. A new kind is believed; where a known one differs from what it was,
 those of all others are of earlier code and are forgotten. A table's fingerprint stands in the last
 line of its file, or else in results/made.json, with the minutes that it took; one that has none is
-stale. The pages show the last line without it."""
+stale. The pages show the last line without it. again.py repeats some trainings of an earlier table,
+which then counts as fresh."""
 
 import datetime
 import importlib.util
@@ -312,9 +313,13 @@ def why_stale(name: str) -> str:
 
 
 def mark(name: str) -> str:
-    """The line above a table of earlier code, or nothing."""
-    if name not in COMMANDS or not (names := late(name)):
+    """The line above a table of earlier code, or of which some trainings were repeated, or nothing."""
+    if name not in COMMANDS:
         return ""
+    if not (names := late(name)):
+        again = made().get(name, {}).get("again")
+        began = "*Made by an earlier version of the code and checked with the present one: "
+        return f"{began}{again}, with equal returns.*\n\n" if again else ""
     again = names[0] if names == [name] else f'"{" ".join(dict.fromkeys((*names, name)))}"'
     return (
         f"*Made by an earlier version of the code. `make results ONLY={again}` makes it again.*\n\n"
@@ -459,7 +464,7 @@ def make(name: str, code: str) -> None:
     began = time.monotonic()
     try:
         subprocess.run([sys.executable, *shlex.split(COMMANDS[name])[1:]], cwd=ROOT, check=True)
-        shared = {"machine": entry["machine"]} if "machine" in entry else {}
+        shared = {field: entry[field] for field in ("machine", "again") if field in entry}
         entry = shared | {
             "fingerprint": code,
             "date": datetime.date.today().isoformat(),

@@ -960,6 +960,37 @@ def test_every_wait_has_a_command_and_every_part_of_a_profile_exists(waits, tmp_
     assert waits.import_seconds(lines) == {"torch": 0.3, "torch._dynamo": 0.2}
 
 
+def test_trainings_of_an_earlier_table_are_repeated_and_compared(monkeypatch, tmp_path):
+    import again
+    import ladder
+    import tasks
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "MADE", tmp_path / "made.json")
+    monkeypatch.setattr(again, "fingerprint", lambda: "1-2")
+    (tmp_path / "made.json").write_text("{}")
+    monkeypatch.setattr(
+        ladder, "RUNGS", {"the earlier defaults": ladder.EARLIER, "+ lam": {"lam": 0.9}}
+    )
+    monkeypatch.setattr(ladder, "TASKS", {tasks.CART: (range(2), 1_024, 200)})
+    lines = ["rung,task,seed,returns"]
+    for rung in ladder.RUNGS:
+        configs = ladder.configs_of(rung, tasks.CART)
+        for config, returns in zip(configs, again.repeated("ladder", configs), strict=True):
+            lines.append(f"{rung},{tasks.CART},{config.seed},{returns}")
+    journal = tmp_path / "ladder.csv"
+    journal.write_text("\n".join(lines) + "\n")
+    again.main("ladder", None, 1)
+    note = "1 of 1 trainings were repeated"
+    assert results.made()["ladder"] == {"unfinished": "1-2", "again": note}
+
+    journal.write_text("\n".join([*lines[:-1], lines[-1] + "1"]) + "\n")  # one digit more
+    (tmp_path / "made.json").write_text("{}")
+    with pytest.raises(SystemExit, match="1 of 1 differ"):
+        again.main("ladder", None, 1)
+    assert results.made() == {}
+
+
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
