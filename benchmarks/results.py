@@ -94,6 +94,7 @@ COMMANDS = {
     "fp8_layer": "python benchmarks/fp8_layer.py benchmarks/results",
     "widths_cuda": "python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda",
 }
+OTHER_NAMES = {"law": "rates"}  # the table that docs/law.md rests on
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3")}
 PEERS |= dict.fromkeys(("from_start", "from_start_avx2"), ("torchrl", "stable_baselines3", "jax"))
 PEERS |= {
@@ -481,6 +482,7 @@ def make(name: str, code: str) -> None:
 
 
 def main(names: list[str]) -> None:
+    names = [OTHER_NAMES.get(name, name) for name in names]
     unknown = [name for name in names if name not in COMMANDS]
     if unknown and names not in (["--status"], ["--put"]):
         sys.exit(
