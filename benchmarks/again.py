@@ -6,7 +6,7 @@ are equal, `results.py` goes on from that journal as if the present code had beg
 above the table says how many trainings were repeated. If one differs, nothing is changed.
 
     python benchmarks/again.py ladder --batches 5
-    python benchmarks/again.py tasks       # the agents that Gymnasium steps, one of each arm
+    python benchmarks/again.py tasks --only Hopper-v5 HalfCheetah-v5   # one of each precision
     python benchmarks/results.py ladder tasks
 
 Returns are equal only on the kind of processor that made the table, and with as many workers, since
@@ -66,18 +66,22 @@ def ladder_trainings(journal: Path, workers: int) -> list[Training]:
     ]
 
 
-def tasks_trainings(journal: Path) -> list[Training]:
-    """The agents of tasks.py that are stepped by Gymnasium. Their settings may have another mark,
-    because fields of the config are new."""
+def is_chosen(row: dict[str, str], only: list[str]) -> bool:
+    """Whether a row of tasks.py is of this package and of one of these tasks."""
+    return row["arm"] in tasks.PRECISIONS and row["task"] in only
+
+
+def tasks_trainings(journal: Path, only: list[str]) -> list[Training]:
+    """The agents of tasks.py on some of the tasks that Gymnasium steps. Their settings may have
+    another mark, because fields of the config are new."""
     with journal.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["arm"] in tasks.PRECISIONS]
+        rows = [row for row in csv.DictReader(file) if is_chosen(row, only)]
     found = []
     for row in rows:
-        if not tasks.is_tensor_task(row["task"]):
-            first = tasks.configs_of(row["task"], row["arm"])[0]
-            config = dataclasses.replace(first, seed=int(row["seed"]))
-            name = f"{row['task']} {row['arm']} {row['seed']}"
-            found.append(Training(name, [config], [row["returns"]]))
+        first = tasks.configs_of(row["task"], row["arm"])[0]
+        config = dataclasses.replace(first, seed=int(row["seed"]))
+        name = f"{row['task']} {row['arm']} {row['seed']}"
+        found.append(Training(name, [config], [row["returns"]]))
     return found
 
 
@@ -113,12 +117,12 @@ def differing(name: str, trainings: list[Training]) -> Iterator[str]:
             yield label
 
 
-def renew_marks(journal: Path) -> None:
-    """Gives the rows of agents that Gymnasium steps the present marks of their settings."""
+def renew_marks(journal: Path, only: list[str]) -> None:
+    """Gives rows of some tasks the present marks of their settings."""
     with journal.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        if row["arm"] in tasks.PRECISIONS and not tasks.is_tensor_task(row["task"]):
+        if is_chosen(row, only):
             row["settings"] = tasks.mark_of(row["task"], row["arm"])
     with journal.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
@@ -126,18 +130,21 @@ def renew_marks(journal: Path) -> None:
         writer.writerows(rows)
 
 
-def main(name: str, count: int | None, workers: int) -> None:
+def main(name: str, count: int | None, workers: int, only: list[str]) -> None:
     torch.set_num_threads(1)  # as every run has
     journal = results.RESULTS / f"{name}.csv"
-    every = tasks_trainings(journal) if name == "tasks" else ladder_trainings(journal, workers)
+    if name == "tasks":
+        every = tasks_trainings(journal, only)
+    else:
+        every = ladder_trainings(journal, workers)
     chosen = drawn(every, count)
     if wrong := list(differing(name, chosen)):
         sys.exit(f"{len(wrong)} of {len(chosen)} differ, so {name} stays as it is")
     if name == "tasks":
-        renew_marks(journal)
+        renew_marks(journal, only)
     before = results.made().get(name, {})
-    which = " in Gymnasium" if name == "tasks" else ""
-    note = f"{len(chosen)} of {len(every)} trainings{which} were repeated"
+    of_tasks = f" of {' and '.join(only)}" if name == "tasks" else ""
+    note = f"{len(chosen)} of {len(every)} trainings{of_tasks} were repeated"
     results.record(name, before | {"unfinished": fingerprint(), "again": note})
 
 
@@ -148,5 +155,7 @@ if __name__ == "__main__":
     parser.add_argument("table", choices=("ladder", "tasks"))
     parser.add_argument("--batches", type=int, help="how many trainings to repeat")
     parser.add_argument("--workers", type=int, default=1, help="that the table was made with")
+    in_gymnasium = [task for task in tasks.TASKS if not tasks.is_tensor_task(task)]
+    parser.add_argument("--only", nargs="+", default=in_gymnasium, choices=in_gymnasium)
     options = parser.parse_args()
-    main(options.table, options.batches, options.workers)
+    main(options.table, options.batches, options.workers, options.only)

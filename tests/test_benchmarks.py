@@ -323,8 +323,10 @@ def test_tasks_of_gymnasium_alone_have_arms_of_their_own():
         "fp32",
         "fp8",
     ]
-    seeds = [len(tasks.configs_of(task, "fp8")) for task in (tasks.CART, "LunarLander-v3")]
-    assert seeds == [30, 10]
+    seeds = [
+        len(tasks.configs_of(task, "fp8")) for task in (tasks.CART, "LunarLander-v3", "Hopper-v5")
+    ]
+    assert seeds == [30, 5, 10]
 
 
 @pytest.mark.parametrize(
@@ -980,14 +982,14 @@ def test_trainings_of_an_earlier_table_are_repeated_and_compared(monkeypatch, tm
             lines.append(f"{rung},{tasks.CART},{config.seed},{returns}")
     journal = tmp_path / "ladder.csv"
     journal.write_text("\n".join(lines) + "\n")
-    again.main("ladder", None, 1)
+    again.main("ladder", None, 1, [])
     note = "1 of 1 trainings were repeated"
     assert results.made()["ladder"] == {"unfinished": "1-2", "again": note}
 
     journal.write_text("\n".join([*lines[:-1], lines[-1] + "1"]) + "\n")  # one digit more
     (tmp_path / "made.json").write_text("{}")
     with pytest.raises(SystemExit, match="1 of 1 differ"):
-        again.main("ladder", None, 1)
+        again.main("ladder", None, 1, [])
     assert results.made() == {}
 
 
