@@ -231,7 +231,7 @@ def draw(out: Path, rows: list[dict]) -> None:
     handles = [
         Rectangle((0, 0), 1, 1, facecolor=color, label=name) for name, color in shade.items()
     ]
-    title = "What fails on two carts: weights to the nearest, and moments without a scale"
+    title = "On two carts: weights lose to the nearest, and v fails by itself without a scale"
     figure.legend(
         handles=handles,
         loc="outside upper center",
