@@ -267,6 +267,20 @@ def test_emulated_twin_equals_the_cpu_kernel_bit_for_bit(dtype, seed, rows, inne
     )
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_single_matrix_is_quantized_as_one_of_several(dtype):
+    """On a CPU a single matrix takes a short way, which several matrices do not take."""
+    extremes = [0.0, -1e-45, 448.0, 57344.0, torch.finfo(torch.float32).max, torch.inf, torch.nan]
+    for exponent in range(-149, 128, 3):
+        for extreme in (None, *extremes):
+            x = torch.randn(3, 5) * 2.0**exponent
+            if extreme is not None:
+                x[0, 0] = extreme
+            alone, among = quantize(x, dtype), quantize(x[None], dtype)
+            assert torch.equal(alone.data.view(torch.uint8), among.data[0].view(torch.uint8))
+            torch.testing.assert_close(alone.scale, among.scale[0], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("emulate", [None, True])
 def test_a_surrounding_autocast_region_does_not_round_the_product(emulate):
     a, b = random_pair(0, 32, 64, 64)
