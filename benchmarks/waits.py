@@ -609,7 +609,8 @@ def main(options: argparse.Namespace) -> None:
         text = table(rows, read(journal))
     note = (
         "Medians over the rounds, in which the processes of a row take turns. Processor seconds are "
-        "those that all processes of a line were computing, benchmark's own parts included."
+        "those that the processes of a line were computing, the benchmark's own parts included; the "
+        "workers of a study are not among them."
     )
     made = f"`python benchmarks/waits.py {options.out}` on {origin()}."
     options.out.write_text("\n\n".join([text, note, made]) + "\n")
