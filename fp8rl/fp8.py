@@ -116,7 +116,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype = E4M3, scales: str = "tensor")
         largest = x.abs().amax().item()
         if math.isfinite(largest):
             scale = power_of_two_scale_of(largest, LARGEST_FLOAT8[dtype])
-            return Quantized(cast(x / scale, dtype), x.new_tensor(scale))
+            return Quantized(cast(x / scale, dtype), x.new_full((), scale))
     scale = power_of_two_scale(largest_magnitude(x, scales), LARGEST_FLOAT8[dtype])
     # Infinities become NaN here, because `cast` would make them the largest number.
     x = x.nan_to_num(torch.nan, torch.nan, torch.nan)
