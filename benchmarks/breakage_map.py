@@ -231,7 +231,7 @@ def draw(out: Path, rows: list[dict]) -> None:
     handles = [
         Rectangle((0, 0), 1, 1, facecolor=color, label=name) for name, color in shade.items()
     ]
-    title = "On two carts: weights lose to the nearest, and v fails by itself without a scale"
+    title = "Weights rounded to the nearest lose; v rounded by itself, without a scale, fails"
     figure.legend(
         handles=handles,
         loc="outside upper center",

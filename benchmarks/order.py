@@ -120,8 +120,7 @@ def trained(task: str, order: str) -> Result:
         population.learner.compute_targets = standardized_then_weighted
     histories = train(population, progress=False).histories(configs)
     scores = [tasks.score(task, history.final_return) for history in histories]
-    # NaN where no episode ended in an iteration
-    training_returns = [np.nanmean(history.column("train_return")) for history in histories]
+    training_returns = [comparison.mean_train_return(history) for history in histories]
     return Result(np.array(scores), np.array(training_returns))
 
 

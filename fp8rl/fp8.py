@@ -58,8 +58,8 @@ INPUT_TYPES = torch.float32, torch.bfloat16  # types that can be quantized
 SCALES = "tensor", "row"  # one scale for each matrix, or one for each of its rows
 MULTIPLE = 16  # dimensions of matrices must be multiples of this
 CPU_HAS_KERNEL = TorchVersion(torch.__version__) >= (2, 13)
-# Up to so many numbers in both matrices, a CPU multiplies them faster in float32 than with torch's
-# kernel for float8. The products have the same bits.
+# Up to so many numbers in both matrices, a CPU multiplies in float32, because torch's kernel for
+# float8 was slower there on an AMD EPYC. The products have the same bits.
 FEW_NUMBERS = 2**15
 
 
@@ -133,7 +133,7 @@ def is_plain_cpu_matrix(x: torch.Tensor) -> bool:
 
 
 def power_of_two_scale_of(largest: float, limit: float) -> float:
-    """`power_of_two_scale` of a single finite number, in an eighth of the time."""
+    """`power_of_two_scale` of a single finite number that Python has already read."""
     mantissa, exponent = math.frexp(largest)
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = exponent - limit_exponent + (mantissa > limit_mantissa)
@@ -200,7 +200,7 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
 
     Each matrix has one scale, or `a` has one for each row and `b` one for each column. With
     `emulate` the product is computed in float32, exactly but for the order of the sum. If `emulate`
-    is None, torch's kernel is used where there is one and where it is not slower. Raises ValueError
+    is None, torch's kernel is used where there is one and where it pays. Raises ValueError
     for matrices that a GPU's kernel cannot multiply, on every device.
     """
     left, right = a.data.shape, b.data.shape
@@ -256,7 +256,8 @@ def tensorwise_matmul(
 
 
 def kernel_pays(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch has a kernel for two float8 matrices that is at least as fast as float32."""
+    """Whether torch's kernel should multiply two float8 matrices: it exists, and they are not small
+    matrices on a CPU."""
     is_small = a.device.type == "cpu" and a.numel() + b.numel() <= FEW_NUMBERS
     return has_kernel(a.device) and not is_small
 
