@@ -213,6 +213,16 @@ def killed(config):
     signal.raise_signal(signal.SIGKILL)
 
 
+def test_batches_that_finish_together_come_in_their_order():
+    waiting = {}
+    for number in range(50):
+        future = Future()
+        future.set_result([number])
+        waiting[future] = number
+    assert parallel.next_results(waiting) == [(number, [number]) for number in range(50)]
+    assert not waiting
+
+
 STUDY = ["study", "--precisions", "fp32", "--seeds", 5, "--steps", 512, *SIZED]
 STUDY += ["--eval-episodes", 2]
 

@@ -159,13 +159,17 @@ def reaches(history: History, threshold: float) -> bool:
 
 
 def next_results(waiting: dict[Future, int]) -> list[tuple[int, list[History]]]:
-    """The batches that have finished within half a second: their numbers and histories.
+    """The batches that have finished within half a second, in order: their numbers and histories.
+
+    `wait` gives a set, whose order differs from one process to the next. Sorted, batches that
+    finish together stand in the same order in every journal.
 
     Their futures are removed from `waiting` and then belong to nobody. A Dask cluster would
     otherwise train a finished batch again when the worker that trained it dies."""
     with held_signals():
         ended, _ = wait(waiting, 0.5, FIRST_COMPLETED)
-        return [(waiting.pop(future), future.result()) for future in ended]
+        in_order = sorted(ended, key=waiting.__getitem__)
+        return [(waiting.pop(future), future.result()) for future in in_order]
 
 
 @contextlib.contextmanager
