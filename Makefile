@@ -29,7 +29,7 @@ demo: $(READY)
 	@echo "Its figures:       build/$(NOTEBOOK)_files/"
 
 test: $(READY)
-	$(RUN) pytest -n auto --dist loadgroup --nbmake notebooks tests
+	$(RUN) pytest -n auto --dist loadgroup --durations 12 --nbmake notebooks tests
 
 lab: $(READY)
 	$(RUN) jupyter lab notebooks

@@ -460,18 +460,23 @@ def foresight_table(cells: dict[Key, Cell], predicted: list[dict]) -> list[str]:
 
 
 MARKERS = {
-    "first": ("o", "recurrent, 1 of 8 tokens right"),
-    "other formats": ("s", "the same in fp8 and fp16"),
-    "two updates": ("v", "the same with two updates a rollout"),
-    "entropic task": ("^", "recurrent, 4 of 8 tokens right"),
-    "attention": ("D", "attention, 1 of 8 tokens right"),
+    "first": ("o", "recurrent network, 1 to 7 bits of mantissa"),
+    "other formats": ("s", "the same, in fp8 and fp16"),
+    "two updates": ("v", "the same, two updates a rollout"),
+    "entropic task": ("^", "the same, half of all tokens are right"),
+    "attention": ("D", "attention, 1 to 5 bits, and fp8"),
 }
 
 
 def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
-    """Losses over T / H: without a correction, and with the clip."""
-    fig, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    titles = {"none": "no correction", "clip": "PPO's clip by pi / mu"}
+    """Losses over T / H: with the clip, without a correction, and with truncated weights."""
+    fig, axes = plt.subplots(1, 3, figsize=(11.5, 4), sharey=True, layout="constrained")
+    titles = {
+        "clip": "PPO's clip by pi / mu: not this",
+        "none": "no correction",
+        "token_weights": "truncated weights of tokens: this",
+    }
+    named = ("attention", 32, "fp8")  # an example that the text names, too
     for ax, (correction, title) in zip(axes, titles.items(), strict=True):
         for (name, (marker, label)), style in zip(MARKERS.items(), figures.STYLES, strict=False):
             points = [
@@ -487,12 +492,21 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
                 grid = np.geomspace(over.min(), over.max(), 200)
                 curve = Curve(list(over), list(loss))
                 ax.plot(grid, [curve(x) for x in grid], color=style["color"], linewidth=1)
+        example = cells.get((*named, correction))
+        if example:
+            ax.annotate(
+                f"attention, fp8,\n32 tokens: {example.loss:.2f}",
+                (named[1] / horizon_of[named], example.loss),
+                (2e-3, example.loss + 0.1),
+                fontsize=8,
+                arrowprops={"arrowstyle": "-", "color": "#888888"},
+            )
         ax.axhline(0, color="#888888", linewidth=0.8, zorder=0)
         ax.set(xscale="log", xlim=(1e-3, 1e3), title=title)
-        ax.set_xlabel("length of a sequence, in horizons of the format")
+        ax.set_xlabel("length of a sequence, in horizons")
         ax.xaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("share of the success that is lost")
-    axes[0].legend(fontsize=8)
+    axes[2].legend(fontsize=8, loc="upper left")
     fig.suptitle("The clip by the acting policy does harm long before few bits do")
     fig.savefig(out, dpi=110)
     plt.close(fig)

@@ -627,11 +627,12 @@ def short(whole: str) -> str:
 
 
 def draw(out: Path, cells: list[Cell]) -> None:
-    """Predicted against measured losses, every dot a cell; beside it those of the lookup."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True, layout="constrained")
+    """Predicted against measured losses, every dot a cell: of twins, and of both lookups."""
+    figure, axes = plt.subplots(1, 3, figsize=(11.5, 4.6), sharey=True, layout="constrained")
     titles = {
-        "twin": "float32 at the measured rate: mean error {:.2f}",
-        "lookup": "lookup by format: mean error {:.2f}",
+        "twin": "twins: mean error {:.3f}",
+        "neighbour": "lookup, nearest setting: {:.3f}",
+        "lookup": "lookup, all other settings: {:.3f}",
     }
     places = list(dict.fromkeys(cell.place for cell in cells))
     for ax, (rule, title) in zip(axes, titles.items(), strict=True):
@@ -644,8 +645,11 @@ def draw(out: Path, cells: list[Cell]) -> None:
         error = np.mean([abs(getattr(cell, rule) - cell.measured) for cell in cells])
         ax.set_title(title.format(error), fontsize=12)
         ax.set(xlabel="predicted loss, as a share of float32's gain")
-    axes[0].set_ylabel("measured loss")
-    axes[0].legend(fontsize=8)
+        ax.xaxis.label.set_fontsize(9)
+    low, high = LIMITS
+    axes[0].set_ylabel(f"measured loss ({low:g} and {high:g}: or beyond)")
+    axes[0].legend(fontsize=8, loc="lower right")
+    figure.suptitle("Twins foresee what a format costs in a setting, and lookups do not")
     figure.savefig(out, dpi=110)
     plt.close(figure)
 

@@ -346,12 +346,16 @@ def draw(path: Path, found: Found) -> None:
         figures.learning_curves(ax, curves, marks=False).get_legend().remove()
         for line in ax.lines:
             line.set_markersize(3)
-        at, label = goal, "return"
+        at, title, label = goal, task, "greedy return"
+        if task == CART:
+            at = best_of(CART) - goal
+            title = f"the cart: what is missing to {best_of(CART):.0f}"
+            label = f"{best_of(CART):.2f} minus the return"
+        if task == LQR:
+            at = -goal
+            title = "linear-quadratic cart"
+            label = "cost above the optimum (%)"
         if task in (CART, LQR):
-            at = best_of(CART) - goal if task == CART else -goal
-            label = (
-                f"return below {best_of(CART):.2f}" if task == CART else "cost above optimum (%)"
-            )
             ax.set_yscale("log")
             ax.invert_yaxis()
         ax.axhline(at, color="#888888", linewidth=1, zorder=0)
@@ -376,9 +380,7 @@ def draw(path: Path, found: Found) -> None:
             **place,
             **side,
         )
-        figures.steps_axis(ax, ticks=3).set(
-            title="linear-quadratic cart" if task == LQR else task, ylabel=label
-        )
+        figures.steps_axis(ax, ticks=3).set(title=title, ylabel=label)
     for ax in axes.flat[: max(0, len(shown) - 3)]:  # another is below
         ax.set_xlabel("")
     for ax in axes.flat[len(shown) :]:
