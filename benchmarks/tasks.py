@@ -17,8 +17,8 @@ the cart those of CartPole.
 
 A seed's score is its last greedy evaluation, the mean of 100 episodes. On the linear-quadratic cart
 the score is minus the cost above the optimum, in percent. "Held" counts seeds of CartPole whose
-evaluations, every 10,000 steps, never fell below 400 again once one had reached 475. The cart has a
-paired interval against fp32 instead.
+evaluations, every 10,000 steps, never fell below 400 again once one had reached 475. Both carts have
+a paired interval against fp32 instead.
 
     python benchmarks/tasks.py benchmarks/results/tasks.md [--only CartPole-v1] [--arms fp32 fp8]
 
@@ -254,7 +254,7 @@ def line(task: str, arm: str, found: Found) -> str:
     scores = np.array([score(task, each.returns[-1]) for each in mine.values()])
     holds = f"{sum(map(held, mine.values()))} of {len(mine)}" if task == CARTPOLE else "-"
     difference, plain = "-", [found.get((task, "fp32", seed)) for seed in mine]
-    if task == CART and arm in PRECISIONS and arm != "fp32" and all(plain):
+    if task in (CART, LQR) and arm in PRECISIONS and arm != "fp32" and all(plain):
         difference = comparison.with_interval(
             scores - [score(task, each.returns[-1]) for each in plain], signed=True
         )
