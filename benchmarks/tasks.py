@@ -2,13 +2,13 @@
 
 Trains the package's tasks with the config's defaults, on seeds that nobody had tuned on, in every
 precision and with the state in eight bits (`train --eight-bit`): thirty seeds of the cart, thirty
-of CartPole and of the linear-quadratic cart in float32 and in FP8, ten otherwise. They train as tensors, in populations. Beside them
-stand ten seeds of Stable-Baselines3's A2C and PPO with the settings of its zoo (zoo.py). All are
-evaluated in the same episodes, of the tasks as tensors.
+of CartPole and of the linear-quadratic cart in float32 and in FP8, ten otherwise. They train as
+tensors, in populations. Beside them stand ten seeds of Stable-Baselines3's A2C and PPO with the
+settings of its zoo (zoo.py). All are evaluated in the same episodes, of the tasks as tensors.
 
 Tasks that only Gymnasium has, with Box2D or MuJoCo, come last, one seed at a time: five in float32
-and in FP8, ten of Hopper and HalfCheetah, whose seeds differ more, and five of Stable-Baselines3's
-PPO.
+and in FP8, ten of Hopper and HalfCheetah, whose seeds differ more. On these two there are five seeds
+of Stable-Baselines3's PPO, too.
 
 Stable-Baselines3's seeds of the first five tasks are from 1000 up, or 2000 of the cart. They were
 evaluated by an earlier version, in other episodes of the same kind. That flatters its percentages

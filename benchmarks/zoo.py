@@ -60,14 +60,6 @@ SETTINGS = {
         "sde_sample_freq": 4,
     },
 }
-SETTINGS["PPO", "LunarLander-v3"] = {
-    "n_envs": 16,
-    "n_steps": 1024,
-    "gae_lambda": 0.98,
-    "gamma": 0.999,
-    "n_epochs": 4,
-    "ent_coef": 0.01,
-}
 WIDE = {
     "log_std_init": -2,
     "ortho_init": False,
