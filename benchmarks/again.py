@@ -143,9 +143,10 @@ def main(name: str, count: int | None, workers: int, only: list[str]) -> None:
     if name == "tasks":
         renew_marks(journal, only)
     before = results.made().get(name, {})
-    of_tasks = f" of {' and '.join(only)}" if name == "tasks" else ""
-    note = f"{len(chosen)} of {len(every)} trainings{of_tasks} were repeated"
-    results.record(name, before | {"unfinished": fingerprint(), "again": note})
+    part = {"part": " and ".join(only)} if name == "tasks" else {}  # of the table
+    whose = "their " if part else ""
+    note = f"{len(chosen)} of {whose}{len(every)} trainings were repeated"
+    results.record(name, before | {"unfinished": fingerprint(), "again": note} | part)
 
 
 if __name__ == "__main__":

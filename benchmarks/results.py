@@ -318,9 +318,12 @@ def mark(name: str) -> str:
     if name not in COMMANDS:
         return ""
     if not (names := late(name)):
-        again = made().get(name, {}).get("again")
-        began = "*Made by an earlier version of the code and checked with the present one: "
-        return f"{began}{again}, with equal returns.*\n\n" if again else ""
+        entry = made().get(name, {})
+        if "again" not in entry:
+            return ""
+        what = f"{entry['part']} were made" if "part" in entry else "Made"
+        began = f"*{what} by an earlier version of the code and checked with the present one: "
+        return f"{began}{entry['again']}, with equal returns.*\n\n"
     again = names[0] if names == [name] else f'"{" ".join(dict.fromkeys((*names, name)))}"'
     return (
         f"*Made by an earlier version of the code. `make results ONLY={again}` makes it again.*\n\n"
@@ -355,7 +358,7 @@ def filled(text: str) -> str:
         ]
         return f"{found[1]} {' | '.join(cells)} |"
 
-    text = re.sub(r"\*Made by an earlier version .*\n\n", "", text)
+    text = re.sub(r"\*(?:Made|.* were made) by an earlier version .*\n\n", "", text)
     shown = {name_of(file) for file in re.findall(r"<!-- \S*results/(\S+\.md) -->", text)}
     text = re.sub(r"<!-- (\S+\.md) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
     text = re.sub(r"(?m)^(?:!\[|<img ).*?results/([\w/]+\.(?:png|gif)).*$", figure, text)
@@ -465,7 +468,7 @@ def make(name: str, code: str) -> None:
     began = time.monotonic()
     try:
         subprocess.run([sys.executable, *shlex.split(COMMANDS[name])[1:]], cwd=ROOT, check=True)
-        shared = {field: entry[field] for field in ("machine", "again") if field in entry}
+        shared = {field: entry[field] for field in ("machine", "again", "part") if field in entry}
         entry = shared | {
             "fingerprint": code,
             "date": datetime.date.today().isoformat(),

@@ -640,6 +640,20 @@ def test_a_stale_table_is_marked_in_one_line_and_its_status_says_why(made):
     assert results.mark("tasks") == f"*Made by an earlier version of the code. {again}.*\n\n"
 
 
+def test_a_fresh_table_says_what_of_it_an_earlier_version_made(made):
+    (made / "tasks.md").write_text(f"`a command` on a machine; code {CODE}.\n")
+    assert results.mark("tasks") == ""
+    end = "by an earlier version of the code and checked with the present one: 2 of 9 were repeated"
+    results.record("tasks", {"again": "2 of 9 were repeated"})
+    assert results.mark("tasks") == f"*Made {end}, with equal returns.*\n\n"
+    results.record("tasks", {"again": "2 of 9 were repeated", "part": "Hopper-v5 and Flea-v5"})
+    marked = results.mark("tasks")
+    assert marked == f"*Hopper-v5 and Flea-v5 were made {end}, with equal returns.*\n\n"
+    page = "<!-- benchmarks/results/tasks.md -->\n<!-- end -->\n"
+    once = results.filled(page)
+    assert marked in once and results.filled(once) == once
+
+
 def test_the_last_line_of_a_table_is_read_with_all_its_parts(made):
     (made / "tasks.md").write_text(f"code {FIVE}.\n\n`a command` on a machine; code {CODE}.\n")
     assert results.code_of("tasks") == CODE
