@@ -1,6 +1,9 @@
 import gc
+import getpass
 import os
+import tempfile
 from concurrent.futures import Executor, Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,11 @@ from fp8rl.study import parallel
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # read when triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
+# What torch.compile keeps on disk for AVX-512 fails in a process that is held to AVX2, and the
+# other way round, so each has a folder of its own
+capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
+folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 # How fast a machine is must not pass or fail a test
 settings.register_profile("fp8rl", deadline=None)
 settings.load_profile("fp8rl")
