@@ -466,6 +466,7 @@ MARKERS = {
     "entropic task": ("^", "the same, half of all tokens are right"),
     "attention": ("D", "attention, 1 to 5 bits, and fp8"),
 }
+EXAMPLE = ("attention", 32, "fp8")  # whose losses README.md names
 
 
 def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
@@ -476,7 +477,6 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
         "none": "no correction",
         "token_weights": "truncated weights of tokens: this",
     }
-    named = ("attention", 32, "fp8")  # an example that the text names, too
     for ax, (correction, title) in zip(axes, titles.items(), strict=True):
         for (name, (marker, label)), style in zip(MARKERS.items(), figures.STYLES, strict=False):
             points = [
@@ -492,12 +492,12 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
                 grid = np.geomspace(over.min(), over.max(), 200)
                 curve = Curve(list(over), list(loss))
                 ax.plot(grid, [curve(x) for x in grid], color=style["color"], linewidth=1)
-        example = cells.get((*named, correction))
-        if example:
+        if cell := cells.get((*EXAMPLE, correction)):
+            network, length, form = EXAMPLE
             ax.annotate(
-                f"attention, fp8,\n32 tokens: {example.loss:.2f}",
-                (named[1] / horizon_of[named], example.loss),
-                (2e-3, example.loss + 0.1),
+                f"{network}, {form},\n{length} tokens: {cell.loss:.2f}",
+                (length / horizon_of[EXAMPLE], cell.loss),
+                (2e-3, cell.loss + 0.1),
                 fontsize=8,
                 arrowprops={"arrowstyle": "-", "color": "#888888"},
             )

@@ -143,10 +143,11 @@ def main(name: str, count: int | None, workers: int, only: list[str]) -> None:
     if name == "tasks":
         renew_marks(journal, only)
     before = results.made().get(name, {})
-    part = {"part": " and ".join(only)} if name == "tasks" else {}  # of the table
-    whose = "their " if part else ""
-    note = f"{len(chosen)} of {whose}{len(every)} trainings were repeated"
-    results.record(name, before | {"unfinished": fingerprint(), "again": note} | part)
+    note = f"{len(chosen)} of {len(every)} trainings were repeated"
+    entry = before | {"unfinished": fingerprint(), "again": note}
+    if name == "tasks":
+        entry["part"] = " and ".join(only)
+    results.record(name, entry)
 
 
 if __name__ == "__main__":

@@ -644,8 +644,7 @@ def draw(out: Path, cells: list[Cell]) -> None:
             ax.plot(x, y, label=place, **{**style, "linestyle": ""}, alpha=0.65)
         error = np.mean([abs(getattr(cell, rule) - cell.measured) for cell in cells])
         ax.set_title(title.format(error), fontsize=12)
-        ax.set(xlabel="predicted loss, as a share of float32's gain")
-        ax.xaxis.label.set_fontsize(9)
+        ax.set_xlabel("predicted loss, as a share of float32's gain", fontsize=9)
     low, high = LIMITS
     axes[0].set_ylabel(f"measured loss ({low:g} and {high:g}: or beyond)")
     axes[0].legend(fontsize=8, loc="lower right")

@@ -23,7 +23,8 @@ for each kind that it ran on. A new kind is believed; where a known one differs 
 those of all others are of earlier code and are forgotten. A table's fingerprint stands in the last
 line of its file, or else in results/made.json, with the minutes that it took; one that has none is
 stale. The pages show the last line without it. again.py repeats some trainings of an earlier table,
-which then counts as fresh."""
+or of a part of it, which then counts as fresh. In made.json `again` says how many and `part` of
+what, and the pages repeat it."""
 
 import datetime
 import importlib.util
@@ -358,7 +359,7 @@ def filled(text: str) -> str:
         ]
         return f"{found[1]} {' | '.join(cells)} |"
 
-    text = re.sub(r"\*(?:Made|.* were made) by an earlier version .*\n\n", "", text)
+    text = re.sub(r"(?m)^\*(?:Made|[^*\n]+ were made) by an earlier version .*\n\n", "", text)
     shown = {name_of(file) for file in re.findall(r"<!-- \S*results/(\S+\.md) -->", text)}
     text = re.sub(r"<!-- (\S+\.md) -->\n.*?<!-- end -->", block, text, flags=re.DOTALL)
     text = re.sub(r"(?m)^(?:!\[|<img ).*?results/([\w/]+\.(?:png|gif)).*$", figure, text)

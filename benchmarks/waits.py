@@ -610,8 +610,8 @@ def main(options: argparse.Namespace) -> None:
     note = (
         "Medians over the rounds, in which the processes of a row take turns. The time over another "
         "one is the median of the ratios within the rounds, and so not the quotient of two medians. "
-        "Processor seconds are those that the processes of a line were computing, the benchmark's own parts included; the "
-        "workers of a study are not among them."
+        "Processor seconds are those that the processes of a line were computing, the benchmark's "
+        "own parts included; the workers of a study are not among them."
     )
     made = f"`python benchmarks/waits.py {options.out}` on {origin()}."
     options.out.write_text("\n\n".join([text, note, made]) + "\n")

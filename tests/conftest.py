@@ -1,5 +1,4 @@
 import gc
-import getpass
 import os
 import tempfile
 from concurrent.futures import Executor, Future
@@ -14,11 +13,11 @@ from fp8rl.study import parallel
 torch.set_num_threads(1)
 if not torch.cuda.is_available():  # read when triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
-# What torch.compile keeps on disk for AVX-512 fails in a process that is held to AVX2, and the
-# other way round, so each has a folder of its own
-capability = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
-folder = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}_{capability}"
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+# What torch.compile has kept on disk for AVX-512 fails in a process that is held to AVX2, so each
+# set of instructions has a folder of its own
+instructions = torch.backends.cpu.get_cpu_capability().replace(" ", "_")
+compiled_code = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{instructions}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled_code))
 # How fast a machine is must not pass or fail a test
 settings.register_profile("fp8rl", deadline=None)
 settings.load_profile("fp8rl")

@@ -23,6 +23,7 @@ import os
 import platform
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -44,6 +45,9 @@ AVX2 = {
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
 }
 AVX2 |= {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}
+# What torch.compile has kept on disk for AVX-512 fails here
+COMPILED_CODE = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_AVX2"
+AVX2 |= {"TORCHINDUCTOR_CACHE_DIR": str(COMPILED_CODE)}
 
 THRESHOLD = 195.0
 ENDLESS = 10**12  # steps of a throughput run: the learning rate then stays at its start
