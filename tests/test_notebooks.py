@@ -109,6 +109,16 @@ def test_outputs_are_those_of_one_full_run(path, code):
     assert path.stat().st_size < 1_000_000
 
 
+def test_sections_are_numbered_in_order(notebook, prose):
+    """A heading that an edit has deleted leaves a gap, or a row of the first cell's table of sections
+    that leads nowhere."""
+    numbers = [int(number) for number in re.findall(r"(?m)^## (\d+)\. ", prose)]
+    assert numbers and numbers == list(range(1, len(numbers) + 1))
+    first = source(notebook["cells"][0])
+    rows = [int(number) for number in re.findall(r"(?m)^\| (\d+) \| ", first)]
+    assert set(rows) <= set(numbers)
+
+
 def test_exercises_are_shown_unsolved_and_their_solutions_are_hidden():
     """tests/test_notebook_parameters.py runs both: an exercise must fail in one line. Its error is
     not committed."""
