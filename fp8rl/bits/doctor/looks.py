@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from ..places import PlaceFormat
 from .sample import WindowSums
 
-OPERANDS = ("forward", "backward")
 # torch's functions that multiply two operands, and the index of the first operand in their
 # arguments.
 PRODUCTS = dict.fromkeys(
