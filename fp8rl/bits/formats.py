@@ -147,7 +147,8 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = exponent - limit_exponent + (mantissa > limit_mantissa)
     exponent = exponent.clamp(-126, 128 - limit_exponent)
-    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    # In float32, also where torch's default type is float64
+    scale = torch.ldexp(torch.ones_like(largest), exponent.to(largest.dtype))
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 
