@@ -1,4 +1,4 @@
-"""`python -m fp8rl.doctor`: will few bits do in this training? See doctor_of_scripts.py.
+"""`python -m fp8rl.doctor`: will few bits do in this training? See doctor_command.py.
 
 This file must be readable for older versions of Python, so that they can say what is needed. Its
 page is printed before anything is imported that takes long, or that may be missing.
@@ -7,7 +7,7 @@ page is printed before anything is imported that takes long, or that may be miss
 import signal
 import sys
 
-from .command_help import name_missing_package, require_python
+from .command_help import require_python
 
 PAGE = """\
 fp8rl.doctor answers whether few bits will do in a training of yours, for any
@@ -38,13 +38,8 @@ if __name__ == "__main__":
         print(PAGE)
         sys.exit(0)
 
-try:
-    from .doctor_of_scripts import main
-except ImportError as error:
-    if __name__ == "__main__":
-        name_missing_package("fp8rl.doctor", error)
-    raise
-
 if __name__ == "__main__":
+    from .doctor_command import main
+
     signal.signal(signal.SIGINT, on_interrupt)  # the script's, as if it ran by itself
     main()

@@ -1,38 +1,20 @@
-"""`python -m fp8rl.doctor`: how would a training learn with some of its numbers in few bits?
+"""The hooks of `python -m fp8rl.doctor`: they watch or change the training of a script.
 
-It works with any PyTorch script, unchanged:
-
-    python -m fp8rl.doctor watch [--json FILE] script.py --its --own arguments
-    python -m fp8rl.doctor keep weights=bf16 script.py ...
-    python -m fp8rl.doctor twin weights=bf16 --report FILE script.py ...
-    python -m fp8rl.doctor mismatch dump.npz
-
-`watch` lets the script train in float32, as it always does. At the end it reports, on stderr and
-for each place that could be kept in few bits, at which factor of the learning rate the script would
-then learn. `keep` runs the same training with a place really kept in few bits. `twin` trains in
-float32, at a learning rate that is multiplied by the factor that `watch` has measured. So one can
-predict what few bits do, and then see it.
-
-`mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
-they differ by rounding or by a bug (bits/acting_mismatch.py).
-
-A module is run with `-m`, as in `watch -m package.train`. The doctor uses torch's hooks on all
-optimizers of the process. It does not change the script's output and exit code. There is no report
-for a script that ends by os._exit or a signal.
+`Watch` judges a training in float32. `Keep` really keeps places in few bits. `Twin` trains in
+float32 at the learning rates that `Watch` has measured. They use torch's hooks on all optimizers of
+the process. doctor_command.py has the command, whose page explains these three.
 """
 
-import argparse
 import contextlib
+import functools
 import gc
-import importlib.util
-import json
+import importlib
 import os
-import runpy
 import sys
-import traceback
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -41,121 +23,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.overrides import TorchFunctionMode
 
-from .bits.acting_mismatch import mismatch
-from .bits.doctor import (
-    FORMATS,
-    OPERANDS,
-    TOLERATES,
-    Doctor,
-    Operands,
-    Report,
-    check_tolerance,
-    read_format,
-    tensor_names,
-)
+from .bits.doctor import FORMATS, Doctor, Operands, Report, tensor_names
 from .bits.doctor.findings import without_nan
-from .bits.dump_file import read_dump
-from .bits.places import NO_NOISE, STATE, Places, places_of
-from .command_help import nearest
+from .bits.notation import OPERANDS, STATE
+from .bits.places import NO_NOISE, places_of
+from .doctor_report import NO_STEP, report_as_json
+from .run_script import Refusal, first_line
 
 WATCHED = tuple(text for text in FORMATS if text.partition("=")[0] in STATE)
-REPORT_KIND = "fp8rl.doctor report, version 1"
 SLOWEST, FASTEST = 2.0**-10, 2.0**12  # the rates of a twin are clipped to these
-
-
-class Refusal(Exception):
-    """An error in the command, with a message of one line."""
-
-
-# Running a script as Python itself would.
-
-
-class Target(NamedTuple):
-    """A script or a module, and its arguments."""
-
-    name: str
-    arguments: list[str]
-    is_module: bool
-
-    def run(self) -> None:
-        """Runs the script or module as `__main__`. Raises the errors that it raises."""
-        if self.is_module:
-            require_module(self.name)
-            sys.argv = [self.name, *self.arguments]
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-            return
-        require_script(self.name)
-        sys.argv = [self.name, *self.arguments]
-        sys.path[0] = str(Path(self.name).resolve().parent)
-        runpy.run_path(self.name, run_name="__main__")
-
-    def exit_code(self) -> int | str | None:
-        """Runs the script or module, and returns its exit code.
-
-        A traceback shows only the script's own frames.
-        """
-        try:
-            self.run()
-        except SystemExit as end:
-            return end.code
-        except Refusal:
-            raise
-        except KeyboardInterrupt:
-            print("fp8rl.doctor: the script was interrupted", file=sys.stderr)
-            return 130
-        except BaseException as error:
-            traceback.print_exception(error.with_traceback(own_frames(error.__traceback__)))
-            return 1
-        return 0
-
-
-def require_script(name: str) -> None:
-    """Raises Refusal for a file that cannot be read."""
-    try:
-        with open(name, "rb"):
-            pass
-    except FileNotFoundError as error:
-        raise Refusal(f"script is {name}: there is no such file") from error
-    except IsADirectoryError as error:
-        raise Refusal(f"script is {name}, which is a folder: name a file in it") from error
-    except (OSError, ValueError) as error:
-        raise Refusal(f"script is {name}, which cannot be read: {reason(error)}") from error
-
-
-def require_module(name: str) -> None:
-    """Raises Refusal for a module that does not exist. Imports the packages around it, as Python
-    does."""
-    if name.startswith("."):
-        raise Refusal(f"module is {name}: write its whole name, without a dot before it")
-    try:
-        found = importlib.util.find_spec(name)
-        if found and found.submodule_search_locations is not None:
-            found = importlib.util.find_spec(f"{name}.__main__")
-            if not found:
-                raise Refusal(f"module is {name}, which is a package: name a module in it")
-    except ModuleNotFoundError as error:
-        if not error.name or f"{name}.".startswith(f"{error.name}."):
-            found = None
-        else:
-            raise  # one that the packages around it need
-    if not found:
-        raise Refusal(f"module is {name}: there is no such module")
-
-
-def reason(error: Exception) -> str:
-    """Why something failed, in one line, without a number or a path."""
-    return getattr(error, "strerror", None) or first_line(error)
-
-
-def own_frames(frames):
-    """A traceback without the frames of this module and of runpy at its beginning. There may be
-    none left, as of a script that is no Python."""
-    inside = {__file__, runpy.__file__, "<frozen runpy>"}
-    inside |= {importlib.util.__file__, "<frozen importlib.util>"}
-    while frames is not None and frames.tb_frame.f_code.co_filename in inside:
-        frames = frames.tb_next
-    return frames
 
 
 class Hooks:
@@ -225,6 +103,11 @@ def parameters_of(optimizer) -> list[torch.Tensor]:
     ]
 
 
+def seeded_generator() -> torch.Generator:
+    """Random numbers of the doctor's own, so that the script draws what it always draws."""
+    return torch.Generator(device="cpu").manual_seed(0)
+
+
 # watch
 
 
@@ -237,7 +120,7 @@ class Watch(Hooks):
 
     def __init__(self, formats: tuple[str, ...], tolerates: tuple[float, float]):
         super().__init__()
-        self.formats = formats
+        self.formats = formats or WATCHED
         self.tolerates = tolerates
         self.doctors: list[Doctor | None] = []
         self.steps: list[int] = []
@@ -302,7 +185,7 @@ class Watch(Hooks):
                 report += report_of_one
                 report.notes += report_of_one.notes
         if not self.optimizers:
-            report.notes.append("no optimizer of torch made a step: there is nothing to judge")
+            report.notes.append(f"{NO_STEP}: there is nothing to judge")
         return report
 
     def to_json(self, report: Report) -> str:
@@ -321,14 +204,59 @@ class Watch(Hooks):
                     "findings": [without_nan(finding._asdict()) for finding in findings],
                 }
             )
-        content = {"kind": REPORT_KIND, "optimizers": optimizers, "notes": report.notes}
-        return json.dumps(content, indent=1)
+        return report_as_json(optimizers, report.notes)
+
+
+class Change(Hooks):
+    """Hooks that change a training, or end the script if they cannot.
+
+    A training that goes on as it is would pass for the changed one.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.refusal = ""  # why the script was ended
+
+    def refuse(self, why: str) -> NoReturn:
+        """Ends the script with a line and exit code 2.
+
+        It ends by SystemExit, so its files are closed. A script that catches even this, and trains
+        on, is ended at once when it comes here again. In a thread, SystemExit ends the thread, and
+        the exit code is 2 as well.
+        """
+        if self.refusal:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # it may be closed, or no stream at all
+                    stream.flush()
+            os._exit(2)
+        self.refusal = why
+        print(f"fp8rl.doctor: {why}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def refuses(method: Callable) -> Callable:
+    """A method of `Change` that ends the script, instead of raising an error that the script may
+    take for its own. It does so in every later call, too."""
+
+    @functools.wraps(method)
+    def refusing(self, *arguments, **options):
+        if self.refusal:
+            self.refuse(self.refusal)
+        try:
+            return method(self, *arguments, **options)
+        except Refusal as error:
+            self.refuse(first_line(error))
+        except Exception as error:
+            name = type(self).__name__.lower()
+            self.refuse(f"{name} failed in a step ({type(error).__name__}: {first_line(error)})")
+
+    return refusing
 
 
 # keep
 
 
-class Keep(Hooks):
+class Keep(Change):
     """Keeps places of a script's training in few bits.
 
     Weights are rounded before the first step and after every step. Adam's moments are rounded in
@@ -336,18 +264,23 @@ class Keep(Hooks):
     matmuls.
     """
 
-    def __init__(self, places: Places):
+    def __init__(self, formats: str):
         super().__init__()
-        self.places = places
-        self.generator = torch.Generator().manual_seed(0)  # the script's own stays as it is
+        self.places = places_of(formats, (*STATE, *OPERANDS))
+        self.generator = seeded_generator()
         self.moments_kept = False
+        operands = {name: self.places[name] for name in OPERANDS if name in self.places}
+        self.operands = Operands(**operands) if operands else None
 
+    @refuses
     def begin(self, number: int) -> None:
         self.round_weights(number)
 
+    @refuses
     def before(self, number: int) -> None:
         pass
 
+    @refuses
     def after(self, number: int) -> None:
         self.round_weights(number)
 
@@ -365,22 +298,24 @@ class Keep(Hooks):
         if not self.places.noisy:
             return NO_NOISE
         shape = (len(self.places.noisy), *row.shape)
-        drawn = torch.rand(shape, generator=self.generator).to(row.device)
+        # Whatever the script has set as default type and device
+        options = {"generator": self.generator, "dtype": torch.float32, "device": "cpu"}
+        drawn = torch.rand(shape, **options).to(row.device)
         return dict(zip(self.places.noisy, drawn, strict=True))
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        operands = {name: self.places[name] for name in OPERANDS if name in self.places}
         with contextlib.ExitStack() as stack:
             stack.enter_context(super().installed())
-            if operands:
-                stack.enter_context(Operands(**operands))
+            if self.operands:
+                stack.enter_context(in_all_threads(self.operands))
             if {"m", "v", "root"} & self.places.keys():
                 module = importlib.import_module("torch.optim.adam")
                 stack.callback(setattr, module, "adam", module.adam)
                 module.adam = self.adam
             yield
 
+    @refuses
     @torch.no_grad()
     def adam(
         self,
@@ -410,7 +345,7 @@ class Keep(Hooks):
         Loshchilov and Hutter 2019.
         """
         if amsgrad or options.get("has_complex"):
-            raise RuntimeError(
+            raise Refusal(
                 "keep can round moments only of Adam without amsgrad, with real parameters: "
                 "leave out m, v and root"
             )
@@ -431,8 +366,8 @@ class Keep(Hooks):
                 g = g + weight_decay * p
             bias_correction1 = 1 - beta1**count
             root_correction2 = (1 - beta2**count) ** 0.5
-            m_new = (beta1 * m + (1 - beta1) * g).reshape(1, -1)
-            v_new = (beta2 * v + (1 - beta2) * g * g).reshape(1, -1)
+            m_new = (beta1 * m + (1 - beta1) * g).reshape(1, -1).float()
+            v_new = (beta2 * v + (1 - beta2) * g * g).reshape(1, -1).float()
             (_, m_kept), (_, v_kept) = self.places.moments(
                 m_new,
                 v_new,
@@ -448,17 +383,47 @@ class Keep(Hooks):
         """Says which place could not be kept in few bits; an empty string if all were kept."""
         moments = [name for name in ("m", "v", "root") if name in self.places]
         if not self.optimizers:
-            return "no optimizer of torch made a step: nothing was kept"
+            return f"{NO_STEP}: nothing was changed"
+        if self.operands and not self.operands.seen:
+            place = next(name for name in OPERANDS if name in self.places)
+            return f"{place} was not kept: the script has no matmul that can be rounded"
         if moments and not self.moments_kept:
             names = ", ".join(self.name_of(i) for i in range(len(self.optimizers)))
             return f"{moments[0]} was not kept: only Adam and AdamW have it, and there is {names}"
         return ""
 
 
+@contextlib.contextmanager
+def in_all_threads(mode: TorchFunctionMode) -> Iterator[None]:
+    """A context of torch in this thread, and in every thread that starts from now on.
+
+    By itself, such a context is one of a single thread, and a script may train in another.
+    """
+    start = threading.Thread.start
+
+    def run_within(run: Callable[[], None]) -> None:
+        with mode:
+            run()
+
+    def start_within(thread: threading.Thread) -> None:
+        thread.run = functools.partial(run_within, thread.run)
+        start(thread)
+
+    thread_of_mode = threading.get_ident()
+    mode.__enter__()
+    threading.Thread.start = start_within
+    try:
+        yield
+    finally:
+        threading.Thread.start = start
+        if threading.get_ident() == thread_of_mode:  # the thread that imported torch
+            mode.__exit__(None, None, None)
+
+
 # twin
 
 
-class Twin(Hooks):
+class Twin(Change):
     """Multiplies the learning rate of each tensor of a script's training by a measured rate.
 
     It multiplies the change that a step makes to a tensor. That is the same for every optimizer
@@ -471,19 +436,12 @@ class Twin(Hooks):
         self.text = text
         self.path = path
         self.recorded = report["optimizers"]
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = seeded_generator()
         self.steps: list[int] = []
         self.rates: list[np.ndarray | None] = []  # [parts, T] of each optimizer
         self.noise: list[np.ndarray | None] = []
-        known = {
-            f"{finding['place']}={finding['format']}"
-            for optimizer in self.recorded
-            for finding in optimizer["findings"]
-        }
-        if text not in known:
-            listed = ", ".join(sorted(known)) or "none"
-            raise Refusal(f"report has no {text}: choose from {listed}")
 
+    @refuses
     def begin(self, number: int) -> None:
         self.steps.append(0)
         self.rates.append(None)
@@ -509,10 +467,12 @@ class Twin(Hooks):
         if self.rates[number] is None:
             self.notes.append(f"{name}: {self.text} was not judged: it trains as it is")
 
+    @refuses
     def before(self, number: int) -> None:
         if self.rates[number] is not None:
             self.weights = [p.detach().clone() for p in parameters_of(self.optimizers[number])]
 
+    @refuses
     @torch.no_grad()
     def after(self, number: int) -> None:
         rates = self.rates[number]
@@ -526,274 +486,14 @@ class Twin(Hooks):
         for i, (p, before) in enumerate(zip(parameters, self.weights, strict=True)):
             p.copy_(before + float(rates[part, i]) * (p - before))
             if noise is not None:
-                drawn = torch.randn(p.shape, generator=self.generator).to(p.device)
+                options = {"generator": self.generator, "dtype": torch.float32, "device": "cpu"}
+                drawn = torch.randn(p.shape, **options).to(p.device)
                 p.add_(float(noise[part, i]) * drawn)
 
-
-def read_report(path: Path) -> dict:
-    """Reads a report that `watch --json` wrote. Raises Refusal for any other file."""
-    try:
-        report = json.loads(path.read_text())
-        if report["kind"] == REPORT_KIND and isinstance(report["optimizers"], list):
-            for optimizer in report["optimizers"]:
-                for finding in optimizer["findings"]:
-                    check_finding(finding, len(optimizer["shapes"]))
-                int(optimizer["steps"])
-            return report
-    except OSError as error:
-        raise Refusal(f"report is {path}, which cannot be read: {reason(error)}") from error
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise Refusal(
-        f"report is {path}, which `watch --json` did not write: give a file that it wrote"
-    )
-
-
-def check_finding(finding: dict, tensors: int) -> None:
-    """Raises ValueError or TypeError unless the numbers of a finding have the right shapes."""
-    for name in ("tensor_rates", "tensor_noise"):
-        numbers = np.array(finding[name], float)
-        if numbers.size and numbers.shape[1:] != (tensors,):
-            raise ValueError(name)
-    if not isinstance(finding["place"], str) or not isinstance(finding["format"], str):
-        raise TypeError("place")
-
-
-# The command
-
-
-def first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def reserve(path: Path) -> None:
-    """Makes an empty file for the report.
-
-    Raises Refusal if there is such a file already, because another script may be about to fill it.
-    """
-    try:
-        with path.open("x"):
-            pass
-    except FileExistsError as error:
-        raise Refusal(f"json is {path}, which exists: name a new file") from error
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def write_report(path: Path, text: str) -> None:
-    """Writes a report whole, into the file that was reserved for it."""
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        unfinished.write_text(text)
-        unfinished.replace(path)
-    except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def unwritable(path: Path, error: OSError) -> Refusal:
-    return Refusal(f"json is {path}, which cannot be written: {reason(error)}")
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str):
-        raise Refusal(f"{message} (see {self.prog} --help)")
-
-
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
-    """The options of the command, and the script to run. `mismatch` has no script.
-
-    Options of the command come before the script, and arguments of the script after it.
-    """
-    parser = Parser(
-        prog="python -m fp8rl.doctor",
-        description="Predict how a PyTorch script would train with some of its numbers (weights, "
-        "Adam's moments) in few bits. The script is not changed.",
-        epilog="examples: python -m fp8rl.doctor watch train.py --lr 1e-3; "
-        "python -m fp8rl.doctor keep weights=bf16 train.py --lr 1e-3",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    explanations = {
-        "watch": "Run a script that trains in float32. At the end, report on stderr at which "
-        "factor of its learning rate it would learn with each place in each format.",
-        "keep": "Run a script with places really kept in few bits.",
-        "twin": "Run a script in float32, with the learning rate of each tensor multiplied by the "
-        "factor that `watch` has measured for one place and format.",
-        "mismatch": "Compare a learner's and an actor's log-probabilities of the same tokens: do "
-        "they differ by rounding or by a bug?",
-    }
-    watch = commands.add_parser(
-        "watch",
-        help="train in float32, and report what few bits would change",
-        description=explanations["watch"],
-    )
-    watch.add_argument("--json", type=Path, metavar="FILE", help="also write the report to a file")
-    watch.add_argument(
-        "--formats",
-        default=" ".join(WATCHED),
-        metavar="TEXT",
-        help="places and formats to judge, as in 'weights=bf16 v=e5m2'",
-    )
-    watch.add_argument(
-        "--tolerates",
-        type=float,
-        nargs=2,
-        default=TOLERATES,
-        metavar=("LOW", "HIGH"),
-        help="lowest and highest factor of the learning rate at which this training learns "
-        "equally well (default: {} {})".format(*TOLERATES),
-    )
-    keep = commands.add_parser(
-        "keep",
-        help="train with weights or moments really kept in few bits",
-        description=explanations["keep"],
-    )
-    keep.add_argument(
-        "formats", help="places and formats, as in 'weights=bf16' or 'weights=bf16 v=e5m2'"
-    )
-    twin = commands.add_parser(
-        "twin",
-        help="train in float32 at the learning rates that `watch` predicts",
-        description=explanations["twin"],
-    )
-    twin.add_argument("format", help="one place and format of the report, as in weights=bf16")
-    twin.add_argument(
-        "--report",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="the file that `watch --json` wrote",
-    )
-    for command in (watch, keep, twin):
-        command.add_argument(
-            "-m", dest="is_module", action="store_true", help="run a module instead of a script"
-        )
-        command.add_argument("script", help="the script to run or, with -m, the module")
-        rest = command.add_argument(
-            "arguments", nargs=argparse.REMAINDER, help="arguments of the script itself"
-        )
-        rest.required = False  # or else they are said to be missing
-    compare = commands.add_parser(
-        "mismatch",
-        help="do log-probabilities of the same tokens differ by rounding or by a bug?",
-        description=explanations["mismatch"],
-    )
-    compare.add_argument(
-        "dump",
-        type=Path,
-        help="an .npz file with arrays learner_logp and actor_logp, [sequences, tokens], "
-        "and perhaps mask and advantages",
-    )
-    compare.add_argument(
-        "--clip",
-        type=float,
-        default=0.2,
-        help="PPO's clip: how far a ratio may be from 1 (default: 0.2)",
-    )
-    compare.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the report to a file"
-    )
-    require_command(arguments, [*commands.choices])
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        known = commands.choices[options.command]._option_string_actions
-        remedy = nearest(unknown[0].split("=")[0], known) or "leave it out"
-        raise Refusal(
-            f"{unknown[0]} is no option of {options.command}: {remedy} "
-            f"(see python -m fp8rl.doctor {options.command} --help)"
-        )
-    if options.command == "mismatch":
-        return options, None
-    return options, Target(options.script, options.arguments, options.is_module)
-
-
-def require_command(arguments: list[str], commands: list[str]) -> None:
-    """Raises Refusal, with the nearest name, unless the first word is a command."""
-    first = arguments[0] if arguments else ""
-    if first not in (*commands, "-h", "--help"):
-        remedy = nearest(first, commands) or f"begin with one of {', '.join(commands)}"
-        if Path(first).suffix == ".py":
-            remedy = f"put one before the script, as in watch {first}"
-        raise Refusal(f"{first!r} is no command: {remedy} (see python -m fp8rl.doctor --help)")
-
-
-def run_watch(options: argparse.Namespace, target: Target):
-    """Runs a script that trains in float32, and reports on stderr. Returns its exit code."""
-    formats = tuple(options.formats.split())
-    for text in formats:
-        _, form, _ = read_format(text, STATE)
-        if form.block:
-            raise Refusal(
-                f"formats has {text}: leave block out, the doctor follows a sample of each tensor"
-            )
-    hooks = Watch(formats, check_tolerance(options.tolerates))
-    reports = os.environ.get("RANK", "0") == "0"  # only the first rank of torchrun reports
-    if options.json and reports:
-        reserve(options.json)
-    try:
-        with hooks.installed():
-            code = target.exit_code()
-    except BaseException:
-        if options.json and reports and os.getpid() == hooks.process:
-            options.json.unlink()
-        raise
-    if reports and os.getpid() == hooks.process:
-        report = hooks.report()
-        print(f"\nfp8rl.doctor:\n{report}", file=sys.stderr)
-        if options.json:
-            write_report(options.json, hooks.to_json(report))
-    return code
-
-
-def run_keep(options: argparse.Namespace, target: Target):
-    """Runs a script with places kept in few bits.
-
-    Returns its exit code, or 2 if it is 0 and a place could not be kept.
-    """
-    hooks = Keep(places_of(options.formats, (*STATE, *OPERANDS)))
-    with hooks.installed():
-        code = target.exit_code()
-    if os.getpid() == hooks.process and (complaint := hooks.complaint()):
-        print(f"fp8rl.doctor: {complaint}", file=sys.stderr)
-        return code or 2
-    return code
-
-
-def run_twin(options: argparse.Namespace, target: Target):
-    """Runs a script at the learning rates of a report. Returns its exit code."""
-    hooks = Twin(options.format, read_report(options.report), options.report)
-    with hooks.installed():
-        code = target.exit_code()
-    for note in hooks.notes if os.getpid() == hooks.process else ():
-        print(f"fp8rl.doctor: {note}", file=sys.stderr)
-    return code
-
-
-def run_mismatch(options: argparse.Namespace, target: None) -> int:
-    """Prints the report on a dump of log-probabilities to stdout."""
-    report = mismatch(**read_dump(options.dump), clip=options.clip)
-    if options.json:
-        reserve(options.json)
-        write_report(options.json, report.to_json())
-    print(report)
-    return 0
-
-
-def main(arguments: list[str] | None = None) -> None:
-    commands = {
-        "watch": run_watch,
-        "keep": run_keep,
-        "twin": run_twin,
-        "mismatch": run_mismatch,
-    }
-    try:
-        options, target = parse(sys.argv[1:] if arguments is None else arguments)
-        code = commands[options.command](options, target)
-    except (Refusal, ValueError) as error:
-        print(f"fp8rl.doctor: {first_line(error)}", file=sys.stderr)
-        code = 2
-    except KeyboardInterrupt:  # of a report that takes long
-        print("fp8rl.doctor: interrupted", file=sys.stderr)
-        code = 130
-    sys.exit(code)
+    def complaint(self) -> str:
+        """Says why nothing was trained as a twin; an empty string if something was."""
+        if not self.optimizers:
+            return f"{NO_STEP}: nothing was changed"
+        if all(rates is None for rates in self.rates):
+            return f"no optimizer of this script was judged with {self.text}: nothing was changed"
+        return ""

@@ -30,7 +30,7 @@ import torch
 from helpers import SMALL, TINY, run_cli
 from matplotlib.figure import Figure
 
-from fp8rl import doctor_of_scripts
+from fp8rl import doctor_command, run_script
 from fp8rl.config import Config
 from fp8rl.history import History
 from fp8rl.machine import Machine
@@ -314,11 +314,13 @@ def test_strangers(monkeypatch, tmp_path):
         monkeypatch.chdir(cwd)
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        monkeypatch.setattr(run_script, "wait_for_threads", lambda: None)  # or this process ends
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), torch.random.fork_rng():
             if under_doctor:
                 with pytest.raises(SystemExit) as end:
-                    doctor_of_scripts.main(words[2:])
+                    doctor_command.main(words[2:])
                 assert end.value.code == 0
             else:
                 runpy.run_path(words[0], run_name="__main__")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 import torch
 from helpers import PATIENCE, forked
 
-from fp8rl import doctor_of_scripts as doctor
+from fp8rl import doctor_command as doctor
+from fp8rl import doctor_report, run_script
 from fp8rl.bits.formats import format_of, rounded
+from fp8rl.bits.places import places_of
 
 # A training as anybody may write it: two layers and a LayerNorm, Adam, a learning rate that falls.
 SCRIPT = """
@@ -55,6 +58,8 @@ def run(tmp_path, capfd, monkeypatch):
     def run(*arguments) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["doctor"])
         monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        monkeypatch.setattr(run_script, "wait_for_threads", lambda: None)  # or this process ends
         state = torch.get_rng_state()
         with pytest.raises(SystemExit) as end:
             doctor.main([*map(str, arguments)])
@@ -236,7 +241,7 @@ def test_an_error_of_the_script_is_its_own(tmp_path, run):
     (tmp_path / "script.py").write_text("def f():\n    raise KeyError('own')\nf()\n")
     code, _, err = run("watch", tmp_path / "script.py")
     assert code == 1 and "KeyError: 'own'" in err
-    assert "runpy" not in err and "doctor_of_scripts.py" not in err
+    assert err.startswith("Traceback") and "run_script.py" not in err
 
 
 def test_a_module_runs_with_m(tmp_path, run, monkeypatch):
@@ -299,7 +304,7 @@ def test_an_error_of_a_package_around_a_module_is_the_package_s_own(tmp_path, ru
     monkeypatch.syspath_prepend(tmp_path)
     code, _, err = run("watch", "-m", "around.train")
     assert code == 1 and "No module named 'a_package_that_is_missing'" in err
-    assert "importlib" not in err and "doctor_of_scripts" not in err
+    assert "importlib" not in err and "run_script.py" not in err
 
 
 def test_a_report_that_cannot_be_written_is_named(tmp_path, run):
@@ -323,6 +328,9 @@ def test_what_is_wrong_with_the_command_is_said_in_one_line(tmp_path, run):
     for arguments, said in (
         (("watch", "--formats", "weights=e99m1", sgd), "formats has 'weights=e99m1': "),
         (("watch", "--formats", "m=e4m3:block", sgd), "formats has m=e4m3:block: leave block out"),
+        (("watch", "--formats", "m=bf16 m=bf16", sgd), "formats is 'm=bf16 m=bf16': give each"),
+        (("watch", "--formats", "", sgd), "formats is '': give each place and format once"),
+        (("keep", "", sgd), "formats is empty: name a place and its format"),
         (("watch", "--tolerates", "2", "8", sgd), "tolerates is [2.0, 8.0]: give two factors"),
         (("watch", "--json", tmp_path / "exists.json", sgd), "json is .*, which exists: name a"),
         (("watch", tmp_path / "none.py"), "script is .*none.py: there is no such file"),
@@ -348,12 +356,12 @@ def test_what_is_wrong_with_the_command_is_said_in_one_line(tmp_path, run):
 
 
 def test_a_report_that_anybody_may_have_changed_is_not_trusted(tmp_path):
-    good = {"kind": doctor.REPORT_KIND, "notes": [], "optimizers": []}
+    good = {"kind": doctor_report.REPORT_KIND, "notes": [], "optimizers": []}
     finding = {"place": "m", "format": "bf16", "tensor_rates": [[1.0]], "tensor_noise": []}
     optimizer = {"name": "a", "steps": 3, "tensors": ["w"], "shapes": [[2]], "findings": [finding]}
     path = tmp_path / "report.json"
     path.write_text(json.dumps(good | {"optimizers": [optimizer]}))
-    assert doctor.read_report(path)["optimizers"][0]["steps"] == 3
+    assert doctor_report.read_report(path)["optimizers"][0]["steps"] == 3
     for change in (
         {"steps": "x"},
         {"findings": [finding | {"tensor_rates": [[1.0, 2.0]]}]},
@@ -363,7 +371,7 @@ def test_a_report_that_anybody_may_have_changed_is_not_trusted(tmp_path):
     ):
         path.write_text(json.dumps(good | {"optimizers": [optimizer | change]}))
         with pytest.raises(doctor.Refusal, match=r"did not write: give a file that it wrote$"):
-            doctor.read_report(path)
+            doctor_report.read_report(path)
 
 
 # Weights of 1 to 2 are nearly right and gradients are mostly noise, as in a finetuning. The learning
@@ -400,3 +408,231 @@ def test_few_bits_that_learn_better_do_so_because_the_learning_rate_was_too_high
     lower = capfd.readouterr().out
     assert float(kept) < 0.7 * float(exact)  # bfloat16 is better than float32 at this learning rate
     assert max(float(twin), float(lower)) < float(kept)  # and float32 at the rate's is better still
+
+
+# A network of one layer of any width, in a script that skips bad batches
+SKIPS = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear({width}, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2{options})
+start = [p.detach().clone() for p in model.parameters()]
+for update in range(64):
+    try:
+        optimizer.zero_grad()
+        model(torch.randn(8, {width})).square().mean().backward()
+        optimizer.step()
+    except {caught}:
+        pass
+print(all(map(torch.equal, start, model.parameters())))
+"""
+OTHER_NETWORK = "report is .*, of another training: optimizer 0 .Adam. has other tensors there; "
+
+
+def skipping(path: Path, caught="Exception", width=4, options="") -> Path:
+    path.write_text(SKIPS.format(caught=caught, width=width, options=options))
+    return path
+
+
+def test_a_script_that_catches_errors_does_not_train_on_as_if_nothing_was_wrong(tmp_path, run):
+    report, script = tmp_path / "r.json", tmp_path / "script.py"
+    assert run("watch", "--json", report, skipping(script))[0] == 0
+    twin = ("twin", "weights=bf16", "--report", report)
+    for command, options, said in (
+        (twin, {"width": 5}, OTHER_NETWORK),
+        (("keep", "v=e5m2"), {"options": ", amsgrad=True"}, "keep can round moments only of Adam "),
+    ):
+        code, out, err = run(*command, skipping(script, **options))
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert re.match(f"fp8rl.doctor: {said}", err), err
+
+
+def test_nor_does_one_that_catches_everything(tmp_path, run):
+    report, script = tmp_path / "r.json", tmp_path / "script.py"
+    run("watch", "--json", report, skipping(script))
+    command = [sys.executable, "-m", "fp8rl.doctor", "twin", "weights=bf16", "--report", report]
+    command.append(skipping(script, "BaseException", width=5))
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert re.fullmatch(f"fp8rl.doctor: {OTHER_NETWORK}watch this script first\n", ended.stderr)
+
+
+def test_an_error_of_the_hooks_is_a_refusal_too(tmp_path, run, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of memory\nand more")
+
+    from fp8rl import doctor_of_scripts
+
+    monkeypatch.setattr(doctor_of_scripts.Keep, "round_weights", fail)
+    code, out, err = run("keep", "weights=bf16", skipping(tmp_path / "script.py"))
+    said = "fp8rl.doctor: keep failed in a step (RuntimeError: out of memory)\n"
+    assert (code, out, err) == (2, "", said)
+
+
+def test_a_twin_without_rates_is_refused(tmp_path, run):
+    """Nothing is known of a training that was too short, and of an optimizer that does not step."""
+    report, script = tmp_path / "r.json", tmp_path / "script.py"
+    script.write_text(SKIPS.format(caught="Exception", width=4, options="").replace("64", "8"))
+    run("watch", "--json", report, script)
+    twin = ("twin", "weights=bf16", "--report", report, script)
+    code, out, err = run(*twin)
+    assert (code, out) == (2, "") and "report has no weights=bf16: choose from none" in err
+    report.unlink()
+    run("watch", "--json", report, skipping(script))
+    script.write_text("import torch")
+    code, _, err = run(*twin)
+    assert code == 2 and err == (
+        "fp8rl.doctor: no optimizer of torch made a step: nothing was changed\n"
+    )
+
+
+# A script that sets torch's default type or device before its steps, or between them
+DEFAULTS = """
+import torch
+torch.manual_seed(0)
+{before}
+x = torch.randn(320, 4, device="cpu")
+model = torch.nn.Linear(4, 1, device="cpu")
+optimizer = torch.optim.{optimizer}(model.parameters(), lr=1e-2)
+for update in range(40):
+    optimizer.zero_grad()
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    {between}
+print(loss.dtype, *[f"{{p.item():.5f}}" for p in model.weight.flatten()])
+"""
+FLOAT64 = {"before": "torch.set_default_dtype(torch.float64)", "between": ""}
+DEVICE = {"before": "torch.set_default_device('meta')", "between": ""}
+# Adam makes its counters on the default device, so this one is set after its first step
+DEVICE_LATER = {"before": "", "between": DEVICE["before"]}
+NO_DEFAULT = {"before": "", "between": ""}
+
+
+@pytest.fixture
+def defaults():
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+def test_places_are_kept_whatever_torch_s_default_type_is(tmp_path, run, defaults):
+    """In float64, too, what is kept are numbers of the format."""
+    script, saved = tmp_path / "script.py", tmp_path / "saved.pt"
+    end = f"torch.save([model.weight.detach(), optimizer.state[model.weight]], {str(saved)!r})"
+    script.write_text(DEFAULTS.format(optimizer="Adam", **FLOAT64) + end)
+    for formats in ("weights=e4m3:stochastic", "m=bf16 v=e5m2", "v=e4m3:stochastic"):
+        code, out, err = run("keep", formats, script)
+        assert (code, err) == (0, "") and out.startswith("torch.float64")
+        weight, state = torch.load(saved)
+        kept = {"weights": weight, "m": state["exp_avg"], "v": state["exp_avg_sq"]}
+        torch.set_default_dtype(torch.float32)
+        for place, form in places_of(formats).items():
+            row = kept[place].float().reshape(1, -1)
+            assert kept[place].dtype == torch.float64
+            assert torch.equal(form(row), row) and torch.equal(
+                row.double(), kept[place].view_as(row)
+            )
+    code, forward, _ = run("keep", "forward=e2m1", script)
+    assert code == 0 and forward != run("keep", "forward=fp32", script)[1]
+
+
+@pytest.mark.parametrize(
+    ("formats", "optimizer", "setting"),
+    [
+        ("weights=bf16:stochastic", "SGD", DEVICE),
+        ("weights=bf16:stochastic v=e4m3:stochastic", "Adam", DEVICE_LATER),
+        ("forward=e4m3", "SGD", DEVICE),
+    ],
+)
+def test_places_are_kept_whatever_torch_s_default_device_is(
+    formats, optimizer, setting, tmp_path, run, defaults
+):
+    script = tmp_path / "script.py"
+    results = []
+    for lines in (setting, NO_DEFAULT):
+        script.write_text(DEFAULTS.format(optimizer=optimizer, **lines))
+        results.append(run("keep", formats, script))
+        torch.set_default_device(None)
+    assert results[0] == results[1] and results[0][0] == 0, results
+
+
+def test_a_default_device_or_type_is_watched_and_has_a_twin(tmp_path, run, defaults):
+    script = tmp_path / "script.py"
+    said = []
+    for lines in (DEVICE, NO_DEFAULT):
+        script.write_text(DEFAULTS.format(optimizer="SGD", **lines))
+        report = tmp_path / f"{len(said)}.json"
+        _, out, err = run("watch", "--json", report, script)
+        twin = run("twin", "weights=bf16:stochastic", "--report", report, script)
+        said.append((out, err, twin))
+        torch.set_default_device(None)
+    assert said[0] == said[1] and "weights=bf16: " in said[0][1] and said[0][2][0] == 0
+    script.write_text(DEFAULTS.format(optimizer="SGD", **FLOAT64))
+    _, _, err = run("watch", script)
+    assert "parameters are torch.float64: let the doctor watch a training in float32" in err
+
+
+IN_A_THREAD = """
+import threading, torch
+
+def train():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for update in range(64):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    print(*model.weight.flatten().tolist(), flush=True)
+
+thread = threading.Thread(target=train)
+{line}
+"""
+
+
+@pytest.mark.parametrize("formats", ["forward=e2m1", "weights=bf16", "v=e4m3"])
+def test_a_training_in_a_thread_is_kept_in_few_bits(formats, tmp_path, run):
+    script = tmp_path / "script.py"
+    printed = []
+    for line in ("thread.start(); thread.join()", "thread.run()"):
+        script.write_text(IN_A_THREAD.format(line=line))
+        code, out, _ = run("keep", formats, script)
+        assert code == 0
+        printed.append(out)
+    unwatched(script)
+    assert printed[0] == printed[1]
+
+
+def test_a_training_in_a_thread_is_waited_for(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(IN_A_THREAD.format(line="thread.start()"))
+    command = [sys.executable, "-m", "fp8rl.doctor", "watch", script]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0 and len(ended.stdout.split()) == 4
+    assert "optimizer 0 (Adam)\n  weights=bf16: " in ended.stderr
+
+
+def test_a_place_that_was_not_kept_is_named(tmp_path, run):
+    source = "import torch\np = torch.nn.Parameter(torch.ones(3))\n"
+    source += "optimizer = torch.optim.SGD([p], 0.1)\np.sum().backward()\noptimizer.step()\n"
+    (tmp_path / "script.py").write_text(source)
+    code, _, err = run("keep", "forward=bf16", tmp_path / "script.py")
+    said = "forward was not kept: the script has no matmul that can be rounded"
+    assert (code, err) == (2, f"fp8rl.doctor: {said}\n")
+
+
+def test_a_signal_in_the_middle_of_a_training_leaves_a_report(tmp_path):
+    script, report = tmp_path / "script.py", tmp_path / "r.json"
+    end = "print('trained', flush=True)\nwhile True:\n    optimizer.step()"
+    script.write_text(SCRIPT.format(optimizer="Adam(model.parameters())", end=end, updates=64))
+    command = [sys.executable, "-m", "fp8rl.doctor", "watch", "--json", report, script]
+    process = subprocess.Popen(
+        [*command, tmp_path / "a.pt"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert any(line == "trained\n" for line in process.stdout)
+    process.terminate()
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == -signal.SIGTERM
+    (optimizer,) = json.loads(report.read_text())["optimizers"]
+    assert optimizer["steps"] >= 64 and "weights=bf16: " in err

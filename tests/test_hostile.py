@@ -210,7 +210,7 @@ def test_a_resumed_run_goes_on_saving(tmp_path, whole):
     ("program", "arguments", "module"),
     [
         ("fp8rl", ("train", "--out", "/nowhere"), "gymnasium"),
-        ("fp8rl.doctor", ("watch", "a"), "numpy"),
+        ("fp8rl.doctor", ("mismatch", "a"), "numpy"),
     ],
 )
 def test_ctrl_c_during_the_imports_is_no_traceback(program, arguments, module):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl import doctor_of_scripts as doctor
+from fp8rl import doctor_command as doctor
 from fp8rl.bits import mismatch
 from fp8rl.bits.acting_mismatch import MEANING
 

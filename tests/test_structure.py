@@ -120,7 +120,7 @@ def test_a_folder_of_its_name_does_not_hide_the_package(tmp_path):
 PACKAGES = {"gymnasium", "tyro", "tqdm", "matplotlib", "psutil"}  # all but torch and numpy
 ALONE = {  # what is imported, and what must not come with it
     "fp8rl.fp8, fp8rl.bits": PACKAGES,
-    "fp8rl.doctor_of_scripts": PACKAGES,
+    "fp8rl.doctor_of_scripts, fp8rl.doctor_command": PACKAGES,
     "fp8rl.bits.low_bit_adam": {"fp8rl.config", "fp8rl.train"},
     ", ".join(f"fp8rl.{name}" for name in EXAMPLES): {
         "gymnasium",

@@ -27,15 +27,15 @@ accuracy (fp8.py)."""
 
 import functools
 import math
-import re
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from .notation import bits_of
+
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-NAMES = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10"}
 # torch's types of the same numbers.
 DTYPES = {"e8m7": torch.bfloat16, "e5m10": torch.float16, "e4m3": E4M3, "e5m2": E5M2}
 
@@ -84,17 +84,9 @@ class Format(NamedTuple):
 def format_of(name: str) -> Format:
     """The format of a name: e4m3, e2m1, ..., fp32, bf16 or fp16.
 
-    Raises ValueError for a name that is none, and for a format without exponent bits or with more
-    bits than float32.
+    Raises the error of `bits_of` for a name that is none.
     """
-    match = re.fullmatch(r"e([0-9]+)m([0-9]+)", NAMES.get(name, name))
-    exponent, mantissa = map(int, match.groups()) if match else (0, 0)
-    if not (1 <= exponent <= 8 and mantissa <= 23):
-        raise ValueError(
-            f"format is {name!r}: use fp32, bf16, fp16, "
-            "or e1m0 to e8m23 for its bits of exponent and mantissa"
-        )
-    return Format(exponent, mantissa)
+    return Format(*bits_of(name))
 
 
 def power_of_two_below(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +147,8 @@ def power_of_two_scale(largest: torch.Tensor, limit: float) -> torch.Tensor:
     limit_mantissa, limit_exponent = math.frexp(limit)
     exponent = exponent - limit_exponent + (mantissa > limit_mantissa)
     exponent = exponent.clamp(-126, 128 - limit_exponent)
-    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    # In float32, also where torch's default type is float64
+    scale = torch.ldexp(torch.ones_like(largest), exponent.to(largest.dtype))
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 

@@ -33,21 +33,8 @@ from typing import NamedTuple
 import torch
 
 from .formats import Format, format_of, rounded, scaled
+from .notation import PLACES, STATE, read_entries
 
-PLACES = (
-    "forward",
-    "backward",
-    "weights",
-    "m",
-    "v",
-    "root",
-    "observations",
-    "acting",
-    "targets",
-)
-STATE = ("weights", "m", "v", "root")  # places that an optimizer keeps between updates
-WORDS = ("unscaled", "block", "stochastic", "stored", "independent")
-OF_MOMENTS = {"stored", "independent"}  # words that only m, v and root can have
 BLOCK = 32
 # Factor on the limit of Adam's step in `Places.moments`. A first step is exactly as long as the
 # learning rate, so without some slack the order of roundings would decide.
@@ -203,12 +190,6 @@ class Places(dict[str, PlaceFormat]):
         return [(first_step, first_kept), (second_step, second_kept)]
 
 
-def split_entry(entry: str) -> tuple[str, str]:
-    """The name of the place, and the format with its words, of an entry such as "v=e5m2:block"."""
-    name, _, form = entry.partition("=")
-    return name, form
-
-
 def places_of(text: str, names: tuple[str, ...] = PLACES) -> Places:
     """Reads the places and formats of a text such as "weights=e4m3:stochastic v=e5m2".
 
@@ -216,22 +197,6 @@ def places_of(text: str, names: tuple[str, ...] = PLACES) -> Places:
     not exist, for a place that is named twice, and for v beside its root.
     """
     places = Places()
-    for entry in text.split():
-        name, form = split_entry(entry)
-        format_name, *words = form.split(":")
-        if name not in names:
-            raise ValueError(f"formats has the place {name!r}: choose from {', '.join(names)}")
-        if name in places or {name, *places} >= {"v", "root"}:
-            raise ValueError(f"formats has {name} twice: name each place once, and v or its root")
-        of_moments = {*words} & OF_MOMENTS
-        if not {*words} <= {*WORDS} or (of_moments and name not in ("m", "v", "root")):
-            allowed = f"{', '.join(WORDS)} ({' and '.join(sorted(OF_MOMENTS))}: only m, v, root)"
-            raise ValueError(f"formats has {entry!r}: after the format, use only {allowed}")
-        if "stochastic" in words and name not in (*STATE, "targets"):
-            only = f"only {', '.join(STATE)} and targets can be stochastic"
-            raise ValueError(f"formats has {entry!r}: {only}")
-        try:
-            places[name] = PlaceFormat(format_of(format_name), tuple(words))
-        except ValueError as error:
-            raise ValueError(f"formats has {entry!r}: {error}") from error
+    for entry in read_entries(text, names):
+        places[entry.place] = PlaceFormat(format_of(entry.format), entry.words)
     return places

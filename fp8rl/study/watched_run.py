@@ -9,7 +9,8 @@ import functools
 import torch
 
 from ..bits.doctor import Doctor, Through, read_format
-from ..bits.places import PlaceFormat, split_entry
+from ..bits.notation import split_entry
+from ..bits.places import PlaceFormat
 from ..distribution import distribution_of
 from ..losses import Targets, vtrace_fast
 from ..rollout import Rollout

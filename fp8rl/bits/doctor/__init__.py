@@ -3,10 +3,11 @@
 The class `Doctor` is in doctor.py, whose docstring explains what is measured.
 """
 
-from .doctor import AVERAGES, FORMATS, Doctor, check_tolerance, read_format, tensor_names
-from .findings import TOLERATES, ActingLook, Finding, Report, judge_acting
+from ..notation import OPERANDS, TOLERATES, check_tolerance
+from .doctor import AVERAGES, FORMATS, Doctor, read_format, tensor_names
+from .findings import ActingLook, Finding, Report, judge_acting
 from .format_rows import FormatRows, MomentBounds
-from .looks import OPERANDS, Operands, Through
+from .looks import Operands, Through
 from .sample import Sample, WindowSums, noise_of, rate_of, rates_by_tensor
 from .watched_optimizer import WatchedOptimizer
 

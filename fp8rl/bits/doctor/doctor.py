@@ -34,10 +34,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..places import PLACES, STATE, PlaceFormat, places_of
+from ..notation import OPERANDS, PLACES, STATE, TOLERATES, check_tolerance
+from ..places import PlaceFormat, places_of
 from .averages import Average
 from .findings import (
-    TOLERATES,
     ActingLook,
     Finding,
     Report,
@@ -46,7 +46,7 @@ from .findings import (
     with_cures,
 )
 from .looks import LENGTH as LOOK_LENGTH
-from .looks import OPERANDS, Operands, with_same_random_numbers
+from .looks import Operands, with_same_random_numbers
 from .sample import Sample
 from .watched_optimizer import WatchedOptimizer
 
@@ -376,21 +376,6 @@ class Doctor:
                 finding._replace(verdict="not judged", why=trouble, cure="") for finding in findings
             ]
         return findings
-
-
-def check_tolerance(tolerates: tuple[float, float]) -> tuple[float, float]:
-    """The two factors as floats. Raises ValueError unless the first is from 0 to 1 and the second
-    at least 1."""
-    try:
-        low, high = map(float, tolerates)
-    except (TypeError, ValueError):
-        low, high = 1.0, 0.0
-    if not 0 < low <= 1 <= high:
-        raise ValueError(
-            f"tolerates is {tolerates!r}: give two factors of the learning rate, "
-            "at most 1 and at least 1, as in (0.5, 8)"
-        )
-    return low, high
 
 
 def tensor_names(tensors: list[torch.Tensor], modules: Iterable[nn.Module]) -> list[str]:

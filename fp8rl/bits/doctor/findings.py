@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..places import STATE, PlaceFormat, split_entry
-from .looks import OPERANDS
+from ..notation import OPERANDS, STATE, split_entry
+from ..places import PlaceFormat
 from .sample import (
     WindowSums,
     add_up,
@@ -19,7 +19,6 @@ from .sample import (
     share_lost,
 )
 
-TOLERATES = 0.5, 4.0  # default factors of the learning rate between which training learns as well
 FROZEN = 0.05  # a tensor with a rate below this stands still
 # Noise, relative to float32's step, above which it is reported. Less noise hardly matters, because
 # it averages out.

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 from ..places import PlaceFormat
 from .sample import WindowSums
 
-OPERANDS = ("forward", "backward")
 # torch's functions that multiply two operands, and the index of the first operand in their
 # arguments.
 PRODUCTS = dict.fromkeys(
@@ -70,10 +69,11 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def rounded(x: torch.Tensor, form: PlaceFormat | None) -> torch.Tensor:
-        """A tensor rounded with one scale for all its numbers; unchanged if there is no format."""
-        if form is None:
+        """A tensor rounded with one scale for all its numbers; unchanged if there is no format, or
+        if its numbers are not real."""
+        if form is None or not x.is_floating_point():
             return x.view_as(x)
-        return form(x.reshape(1, -1)).reshape(x.shape)
+        return form(x.reshape(1, -1).float()).reshape(x.shape).to(x.dtype)
 
 
 class Operands(TorchFunctionMode):

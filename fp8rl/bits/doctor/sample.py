@@ -23,12 +23,13 @@ class Sample:
         self.tensors = list(tensors)
         device = self.tensors[0].device
         self.sizes = [x.numel() for x in self.tensors]
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
         self.numbers_per_tensor = max(1, size // len(self.tensors))
-        picks = torch.arange(self.numbers_per_tensor)
+        # On the CPU, whatever device the script has set as default
+        picks = torch.arange(self.numbers_per_tensor, device="cpu")
         self.index = []
         for count in self.sizes:
-            order = torch.randperm(count, generator=generator)
+            order = torch.randperm(count, generator=generator, device="cpu")
             self.index.append(order[picks % count].to(device))
         self.joined = sum(self.sizes) <= JOINED_UP_TO
         # Where each tensor begins when the list is joined once, and twice

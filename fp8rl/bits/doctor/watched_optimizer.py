@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..places import SLACK, STATE, PlaceFormat
+from ..notation import STATE
+from ..places import SLACK, PlaceFormat
 from .format_rows import FormatRows, MomentBounds
 from .looks import Looks
 from .sample import Sample, WindowSums

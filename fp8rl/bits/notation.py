@@ -1,0 +1,104 @@
+"""How places and formats are written, as in "weights=e4m3:stochastic v=e5m2".
+
+places.py explains what the places and words mean, and formats.py what a format is. This file only
+reads the text. It needs neither torch nor NumPy, so the doctor's command can be checked before a
+script has imported them: the variables that they read when they are imported, such as
+OMP_NUM_THREADS, are the script's to set.
+"""
+
+import re
+from typing import NamedTuple
+
+NAMES = {"fp32": "e8m23", "bf16": "e8m7", "fp16": "e5m10"}
+PLACES = (
+    "forward",
+    "backward",
+    "weights",
+    "m",
+    "v",
+    "root",
+    "observations",
+    "acting",
+    "targets",
+)
+OPERANDS = ("forward", "backward")  # places in the matmuls of a training step
+STATE = ("weights", "m", "v", "root")  # places that an optimizer keeps between updates
+WORDS = ("unscaled", "block", "stochastic", "stored", "independent")
+OF_MOMENTS = {"stored", "independent"}  # words that only m, v and root can have
+TOLERATES = 0.5, 4.0  # default factors of the learning rate between which training learns as well
+
+
+class Entry(NamedTuple):
+    """A place, the name of its format, and the words after it."""
+
+    place: str
+    format: str
+    words: tuple[str, ...]
+
+
+def split_entry(entry: str) -> tuple[str, str]:
+    """The name of the place, and the format with its words, of an entry such as "v=e5m2:block"."""
+    name, _, form = entry.partition("=")
+    return name, form
+
+
+def read_entries(text: str, names: tuple[str, ...] = PLACES) -> list[Entry]:
+    """Reads the places and formats of a text such as "weights=e4m3:stochastic v=e5m2".
+
+    `names` are the places that are allowed. Raises ValueError for a place, format or word that does
+    not exist, for a place that is named twice, and for v beside its root.
+    """
+    entries = []
+    seen = set()
+    for part in text.split():
+        name, form = split_entry(part)
+        format_name, *words = form.split(":")
+        if name not in names:
+            raise ValueError(f"formats has the place {name!r}: choose from {', '.join(names)}")
+        if name in seen or {name, *seen} >= {"v", "root"}:
+            raise ValueError(f"formats has {name} twice: name each place once, and v or its root")
+        of_moments = {*words} & OF_MOMENTS
+        if not {*words} <= {*WORDS} or (of_moments and name not in ("m", "v", "root")):
+            allowed = f"{', '.join(WORDS)} ({' and '.join(sorted(OF_MOMENTS))}: only m, v, root)"
+            raise ValueError(f"formats has {part!r}: after the format, use only {allowed}")
+        if "stochastic" in words and name not in (*STATE, "targets"):
+            only = f"only {', '.join(STATE)} and targets can be stochastic"
+            raise ValueError(f"formats has {part!r}: {only}")
+        try:
+            bits_of(format_name)
+        except ValueError as error:
+            raise ValueError(f"formats has {part!r}: {error}") from error
+        seen.add(name)
+        entries.append(Entry(name, format_name, tuple(words)))
+    return entries
+
+
+def bits_of(name: str) -> tuple[int, int]:
+    """The bits of exponent and of mantissa of a format: e4m3, e2m1, ..., fp32, bf16 or fp16.
+
+    Raises ValueError for a name that is none, and for a format without exponent bits or with more
+    bits than float32.
+    """
+    match = re.fullmatch(r"e([0-9]+)m([0-9]+)", NAMES.get(name, name))
+    exponent, mantissa = map(int, match.groups()) if match else (0, 0)
+    if not (1 <= exponent <= 8 and mantissa <= 23):
+        raise ValueError(
+            f"format is {name!r}: use fp32, bf16, fp16, "
+            "or e1m0 to e8m23 for its bits of exponent and mantissa"
+        )
+    return exponent, mantissa
+
+
+def check_tolerance(tolerates: tuple[float, float]) -> tuple[float, float]:
+    """The two factors as floats. Raises ValueError unless the first is from 0 to 1 and the second
+    at least 1."""
+    try:
+        low, high = map(float, tolerates)
+    except (TypeError, ValueError):
+        low, high = 1.0, 0.0
+    if not 0 < low <= 1 <= high:
+        raise ValueError(
+            f"tolerates is {tolerates!r}: give two factors of the learning rate, "
+            "at most 1 and at least 1, as in (0.5, 8)"
+        )
+    return low, high
