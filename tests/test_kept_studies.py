@@ -227,7 +227,7 @@ def test_a_study_that_is_stopped_goes_on_to_the_same_results(
     said = err.splitlines()[-1]
     done = int(re.search(r"interrupted: (\d+) of 6 agents have finished", said)[1])
     assert said.endswith(
-        f", {6 - done} from where they are, when study is called again with the same options"
+        f", and {6 - done} go on from where they are, when study is called again with the same options"
     )
     assert "Traceback" not in err and "leaked" not in err
     files = [file.name for file in out.glob("batch-*")]
@@ -270,7 +270,7 @@ def test_a_second_signal_does_not_wait(tmp_path, monkeypatch, capsys, one_proces
     with pytest.raises(SystemExit) as caught:
         run_cli(*STUDY, "--seeds", 1, "--steps", 512, "--out", tmp_path / "a")
     assert caught.value.code == 130 and len(tells) == 1
-    assert "2 go on from where they were last saved, or from their beginning" in (
+    assert "2 go on from where they were last saved or begin again, and 0 go on" in (
         capsys.readouterr().err
     )
 

@@ -167,12 +167,14 @@ def what_is_kept(
 ) -> str:
     """What a study that was interrupted keeps, in a part of a line."""
     done = sum(config in journal.histories for config in arm_of)
-    text = f"{done} of {len(arm_of)} agents have finished, "
+    others = len(arm_of) - done - kept.lost
+    lost = ""
     if kept.lost:
-        text += f"{kept.lost} go on from where they were last saved, or from their beginning, "
-    rest = len(arm_of) - done - kept.lost
-    text += f"{rest} from where they are, when study is called again with the same options"
-    return text
+        lost = f", {kept.lost} go on from where they were last saved or begin again"
+    return (
+        f"{done} of {len(arm_of)} agents have finished{lost}, and {others} go on from where they "
+        "are, when study is called again with the same options"
+    )
 
 
 def arms_of(comparison: study.Comparison, numbers: dict[str, tuple]) -> dict[str, list[Config]]:
@@ -297,7 +299,8 @@ def require(tasks: list[parallel.Batch], workers: int, cluster: Cluster | None) 
     for warning in cluster.warnings:
         print(f"fp8rl: warning: {warning}", file=sys.stderr)
     busiest = max(cluster.threads_by_host.values())
-    cluster.submit(parallel.require, tasks, workers, busiest).result()
+    future = cluster.submit(parallel.require, tasks, workers, busiest)
+    parallel.result_of(future, cluster)
 
 
 def in_numbers(config: Config) -> Config:

@@ -244,6 +244,15 @@ def tell_news(executor: Executor) -> None:
         tqdm.write(f"fp8rl: {line}", file=sys.stderr)
 
 
+def result_of(future: Future, executor: Executor):
+    """The result of a future of an executor, with the executor's news while it is awaited."""
+    while not future.done():
+        tell_news(executor)
+        with held_signals():
+            wait([future], 0.5)
+    return future.result()
+
+
 def steps_of(config: Config) -> int:
     """The environment steps of a run."""
     return config.iterations * config.steps_per_iteration
