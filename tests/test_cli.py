@@ -419,21 +419,27 @@ def test_resuming_takes_the_run_s_own_config_and_a_refused_run_changes_nothing(
     before = {path.name: path.read_bytes() for path in trained.iterdir()}
     for message, *arguments in (
         (
-            "steps is given with resume, which keeps the run's own",
+            "gamma is given with resume, which keeps the run's own",
             "--resume",
             trained,
-            "--steps",
-            "2048",
+            "--gamma",
+            "0.5",
         ),
-        # The default, but not the run's own
         (
-            "steps is given with resume",
+            "steps is 1,000, and the run has done 1,024: use at least 1,536, one iteration more",
             "--resume",
             trained,
             "--steps",
-            "100000",
+            "1000",
         ),
-        # Though it is
+        (
+            "steps is 511: use at least one iteration, 512 steps",
+            "--resume",
+            trained,
+            "--steps",
+            511,
+        ),
+        # Though it is the run's own
         (
             "precision is given with resume",
             "--resume",
@@ -592,6 +598,116 @@ def test_training_in_a_folder_goes_on_with_its_ring(tmp_path, capsys):
         assert ("continuing with 64 rows of 16 environments in " in capsys.readouterr().out) == (
             i == 1
         )
+
+
+def test_a_finished_run_is_lengthened_and_its_learning_rate_is_that_of_the_new_length(
+    tmp_path, capsys
+):
+    out = tmp_path / "a"
+    run_cli("train", *TINY, "--out", out)
+    capsys.readouterr()
+    run_cli("train", "--resume", out, "--steps", "2.048e3")
+    assert (
+        "the run goes on to 2,048 steps, not 1,024: the learning rate is that of a run of this "
+        "length, 0.0005, not 0\n"
+    ) in capsys.readouterr().out
+    rates = [float(row["learning_rate"]) for row in metrics_of(out)]
+    assert rates == [1e-3, 5e-4, 5e-4, 2.5e-4]
+    assert json.loads((out / "config.json").read_text())["steps"] == 2048
+    run_cli("train", "--resume", out)  # which keeps the new length
+    assert len(metrics_of(out)) == 4
+    run_cli("train", "--resume", out, "--steps", 2048)  # its own, so nothing changes
+    assert "goes on to" not in capsys.readouterr().out
+
+
+def test_a_lengthened_run_without_annealing_is_the_longer_run_bit_for_bit(tmp_path, capsys):
+    options = ["--no-anneal", *SIZED, "--eval-episodes", 2, "--eval-every", 512]
+    for out, steps in (("a", 1024), ("whole", 2560)):
+        run_cli("train", *options, "--steps", steps, "--out", tmp_path / out)
+    run_cli("train", "--resume", tmp_path / "a", "--steps", 2560)
+    assert "the run goes on to 2,560 steps, not 1,024\n" in capsys.readouterr().out
+    lengthened, whole = (
+        [row | {"seconds": ""} for row in metrics_of(tmp_path / out)] for out in ("a", "whole")
+    )
+    assert lengthened == whole
+    states = [
+        checkpoint.resume(tmp_path / out / "checkpoint.pt")[1]["model"] for out in ("a", "whole")
+    ]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_lengthened_run_that_is_killed_at_once_goes_on_to_its_new_length(
+    tmp_path, capsys, monkeypatch
+):
+    out = tmp_path / "a"
+    run_cli("train", *TINY, "--out", out)
+
+    def killed(*arguments, **options):
+        raise ValueError("killed")
+        yield
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(cli_train, "iterate", killed)
+        run_cli("train", "--resume", out, "--steps", 2048)
+    run_cli("train", "--resume", out)
+    assert len(metrics_of(out)) == 4
+
+
+def stopped(out: Path) -> None:
+    """A run of 2,048 steps that was stopped after the first iteration."""
+    run = build(small(steps=2048, eval_episodes=2, eval_every=0))
+    next(iterate(run))
+    out.mkdir()
+    checkpoint.save(out / "checkpoint.pt", run)
+    (out / "config.json").write_text(run.config.to_json())
+
+
+def test_a_stopped_run_is_shortened_to_what_it_has_not_done_yet(tmp_path, capsys, refused):
+    out = tmp_path / "a"
+    stopped(out)
+    for steps in (512, 1000):
+        assert refused("train", "--resume", out, "--steps", steps) == (
+            f"steps is {steps:,}, and the run has done 512: "
+            "use at least 1,024, one iteration more\n"
+        )
+    run_cli("train", "--resume", out, "--steps", 1024)
+    assert "the run goes on to 1,024 steps, not 2,048: " in capsys.readouterr().out
+    assert len(metrics_of(out)) == 2 and metrics_of(out)[-1]["eval_return"] != "nan"
+
+
+EDITS = {
+    '"entropy_coef": 0.5': "entropy_coef is 0.5 there and None in the run",
+    '"entropy_coff": null': "config has the field 'entropy_coff', which does not exist: leave it out",
+    '"entropy_coef": -1': "entropy_coef is -1: use 0 or more",
+    '"entropy_coef": maybe': "Expecting value: ",
+    '"entropy_coef": null, "steps": 4096': "steps is 4096 there and 2048 in the run",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_config_that_was_edited_is_named_and_stays_as_it_is(edit, tmp_path, refused):
+    out = tmp_path / "a"
+    stopped(out)
+    path = out / "config.json"
+    text = path.read_text().replace('"entropy_coef": null', edit)
+    if "steps" in edit:
+        text = text.replace('"steps": 2048,\n', "")
+    path.write_text(text)
+    said = refused("train", "--resume", out)
+    assert said.startswith(f"{path} was changed ({EDITS[edit]}")
+    assert "write the run's own back, or begin a new run with --out FOLDER" in said
+    assert ("for another length, write it back and add --steps 4096" in said) == ("steps" in edit)
+    assert path.read_text() == text
+
+
+def test_a_config_that_says_the_same_in_other_words_is_no_edit(tmp_path):
+    out = tmp_path / "a"
+    stopped(out)
+    values = json.loads((out / "config.json").read_text())
+    del values["lam"]  # as in the file of a version that did not have it
+    (out / "config.json").write_text(json.dumps(values | {"steps": 2048.0}))
+    run_cli("train", "--resume", out)
+    assert len(metrics_of(out)) == 4
 
 
 class Narrow(CartPole):

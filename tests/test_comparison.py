@@ -184,9 +184,9 @@ def test_a_journal_gives_back_what_finished_and_forgets_half_a_line(tmp_path):
     with journal.path.open("a") as file:
         file.write('{"arm": "a", "conf')
     again = comparison.Journal(journal.path)
-    assert again.histories.keys() == {("a", config) for config in histories}
+    assert again.histories.keys() == histories.keys()
     for config, history in histories.items():
-        found = again.histories["a", config]
+        found = again.histories[config]
         assert (found.rows, found.failure) == (history.rows[1:], history.failure)
     assert len(journal.path.read_text().splitlines()) == 2
 
@@ -198,7 +198,7 @@ def test_runs_of_an_older_study_are_not_taken_for_those_of_another_clip(tmp_path
     line = json.loads(journal.path.read_text())
     del line["config"]["clip_by"]
     journal.path.write_text(json.dumps(line) + "\n")
-    ((_, found),) = comparison.Journal(journal.path).histories
+    (found,) = comparison.Journal(journal.path).histories
     assert found == dataclasses.replace(config, clip_by="actor")
 
 
@@ -257,7 +257,7 @@ def test_a_journal_holds_what_a_curve_of_training_needs(tmp_path):
     config = Config(**TINY)
     history = parallel.run(config)
     comparison.Journal(tmp_path / "runs.jsonl").add("a", config, history)
-    kept = comparison.Journal(tmp_path / "runs.jsonl").histories["a", config]
+    kept = comparison.Journal(tmp_path / "runs.jsonl").histories[config]
     for found in comparison.training_curve([kept]):
         assert found.size
     assert kept.column("train_return")[-1] == history.column("train_return")[-1]

@@ -3,6 +3,7 @@
 import csv
 import functools
 import os
+import re
 import signal
 import socket
 import threading
@@ -11,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import SIZED, refusal, refused, run_cli, small
+from helpers import PATIENCE, SIZED, refusal, refused, run_cli, small
 
 from fp8rl.study import dask_cluster, parallel, throughput
 
@@ -68,6 +69,81 @@ def test_a_study_loses_a_worker_and_has_the_results_of_one_machine(
     assert results(tmp_path / "there") == results(tmp_path / "here")
     assert "Trained by Dask workers on " in (tmp_path / "there" / "table.md").read_text()
     assert "8 agents, " in capsys.readouterr().err
+
+
+def wait_until(condition) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_a_study_that_is_interrupted_stops_its_workers_and_goes_on_to_the_same_results(
+    workers, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(throughput, "own_fingerprint", lambda: "of a test")
+    words = [*STUDY[:-3], "--steps", 51_200]
+    run_cli(*words, "--workers", 2, "--out", tmp_path / "here")
+    out = tmp_path / "there"
+    scheduler = workers.scheduler
+
+    def busy() -> bool:
+        return all(worker.processing for worker in scheduler.workers.values())
+
+    def interrupt() -> None:
+        wait_until(busy)
+        time.sleep(2)  # Whether they have learned by then or not, the results are the same
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SystemExit) as caught:
+        run_cli(*words, "--scheduler", workers.scheduler_address, "--out", out)
+    thread.join()
+    assert caught.value.code == 130
+    wait_until(lambda: not any(worker.processing for worker in scheduler.workers.values()))
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(
+        r"fp8rl: interrupted: \d of 4 agents have finished, and \d go on from where", said
+    )
+    run_cli(*words, "--scheduler", workers.scheduler_address, "--out", out)
+    assert results(out) == results(tmp_path / "here")
+    assert not list(out.glob("batch-*"))
+
+
+def test_a_study_without_a_worker_says_that_it_waits_and_goes_on_when_one_comes(
+    workers, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(throughput, "own_fingerprint", lambda: "of a test")
+    monkeypatch.setattr(dask_cluster, "ALONE", 0.1)
+    told = threading.Event()
+    news = dask_cluster.Cluster.news
+
+    def noted_news(cluster):
+        line = news(cluster)
+        if line:
+            told.set()
+        return line
+
+    monkeypatch.setattr(dask_cluster.Cluster, "news", noted_news)
+
+    def take_all_away_and_bring_them_back() -> None:
+        wait_until(lambda: any(x.processing for x in workers.scheduler.workers.values()))
+        workers.scale(0)
+        told.wait(PATIENCE)
+        workers.scale(2)
+
+    thread = threading.Thread(target=take_all_away_and_bring_them_back)
+    thread.start()
+    address = workers.scheduler_address
+    run_cli(*STUDY, "--scheduler", address, "--out", tmp_path / "a")
+    thread.join()
+    said = capsys.readouterr().err
+    assert (
+        f"fp8rl: no Dask worker is left at {address}, and the study waits for one: "
+        f"start it with dask worker {address} --nthreads 1\n"
+    ) in said
+    assert "fp8rl: a Dask worker has come: the study goes on\n" in said
+    assert said.count("no Dask worker") == 1 and len(results(tmp_path / "a")) == 8
+    workers.wait_for_workers(2)
 
 
 def noted(path: Path, config):

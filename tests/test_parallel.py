@@ -249,7 +249,9 @@ def test_a_study_goes_on_with_the_split_that_it_began_with(
     assert results == [
         line.split(",")[:6] for line in (out / "results.csv").read_text().splitlines()
     ]
-    assert "holds another study" in refusal(capsys, *STUDY, "--workers", 2, "--out", out)
+    assert "holds another study (workers is 3 there and 2 here)" in refusal(
+        capsys, *STUDY, "--workers", 2, "--out", out
+    )
     run_cli(*STUDY, "--workers", 2, "--out", out, "--overwrite")
     assert sizes[6:] == [3, 2]
     assert refusal(capsys, *STUDY, "--workers", 0, "--out", out) == "workers is 0: use 1 or more"

@@ -104,6 +104,25 @@ def test_a_resumed_run_keeps_the_option_and_has_every_row_once(tmp_path, fake):
     assert not fake and list((tmp_path / "a").glob(NAME)) == before
 
 
+def test_events_that_end_before_the_run_does_are_named(tmp_path, fake, capsys):
+    out = tmp_path / "a"
+    run_cli("train", *TINY, "--tensorboard", "--out", out)
+    (file,) = out.glob(NAME)
+    capsys.readouterr()
+    run_cli("train", "--resume", out, "--no-tensorboard")  # has finished
+    assert "warning" not in capsys.readouterr().err
+    # The second call keeps the option, and the file would look current again
+    for steps, options in ((2048, ["--no-tensorboard"]), (3072, [])):
+        run_cli("train", "--resume", out, "--steps", steps, *options)
+        assert (
+            f"fp8rl: warning: tensorboard is off, so {file.name} does not go on with this run: "
+            "add --tensorboard, which writes all of it anew, or delete the file\n"
+        ) in capsys.readouterr().err
+    run_cli("train", "--resume", out, "--steps", 4096, "--tensorboard")
+    assert "warning" not in capsys.readouterr().err
+    assert_same_numbers(fake[str(out)], out)
+
+
 def test_a_run_that_had_no_events_gets_all_of_them_when_it_is_resumed(tmp_path, fake):
     run_cli("train", *TINY, "--out", tmp_path / "a")
     run_cli("train", "--resume", tmp_path / "a", "--tensorboard")

@@ -61,7 +61,7 @@ SHORT_HELP = {
             "seed": ("N", "seed of weights, episodes, actions and replay"),
             "device": DEVICE,
             "tensorboard": ("", "also write an events file for TensorBoard into the folder"),
-            "resume": ("FOLDER", "continue a run that was stopped; instead of --out"),
+            "resume": ("FOLDER", "continue a run, to --steps N if given; instead of --out"),
             "overwrite": ("", "replace the run that the folder holds"),
         },
         RUN,
@@ -69,7 +69,8 @@ SHORT_HELP = {
     "study": ShortHelp(
         "--out FOLDER [OPTIONS]",
         "Train every precision on the same seeds, in batches on every core, and compare them.\n"
-        "A study that was stopped continues when it is called again.",
+        "A study that was stopped continues near where it was when it is called again. With more\n"
+        "seeds, precisions or values, it trains those that are new.",
         {
             "out": ("FOLDER", "where results.csv, table.md and curves.png are written"),
             "precisions": ("NAME ...", "what to compare"),

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,11 @@ def compare(
 ) -> None:
     """Train every precision on the same seeds, in batches on every core, and compare them.
 
-    Writes results.csv, table.md and curves.png. A study that was stopped goes on when called again.
+    Writes results.csv, table.md and curves.png. A study that was stopped goes on when called again,
+    near where it was: its batches are saved once a minute, and at Ctrl-C. On the CPU it gives the
+    same results as if it had not been stopped (but for Gymnasium's own tasks, whose episodes begin
+    anew). Called again with more seeds, precisions or values of a number, it trains those that are
+    new, in batches of their own.
 
     A number of Config may have several values (--learning-rate 1e-4 3e-4), crossed with all others.
 
@@ -79,12 +84,102 @@ def compare(
         comparison = dataclasses.replace(
             comparison, threshold=study.threshold_of(comparison.env_id)
         )
-    numbers, arms = dataclasses.asdict(sweep), {}
-    for name, values in {"precisions": comparison.precisions, **numbers}.items():
-        if not values:
-            raise ValueError(f"{name} is empty: give at least one value")
-        if len({*values}) < len(values):
-            raise ValueError(f"{name} is {' '.join(map(str, values))}: give each value once")
+    numbers = dataclasses.asdict(sweep)
+    arms = arms_of(comparison, numbers)
+    require_different(arms, comparison, numbers)
+    arm_of = {config: arm for arm, configs in arms.items() for config in configs}
+    each = parallel.run if one_by_one else None
+    with contextlib.ExitStack() as stack:
+        cluster = None if scheduler is None else stack.enter_context(dask_cluster(scheduler))
+        default_workers = cluster.threads if cluster else cores()
+        asked = dataclasses.asdict(comparison) | numbers | {"workers": workers}
+        asked = json.loads(json.dumps(asked))  # as it is read back
+        earlier = [] if overwrite else rounds_in(out)
+        rounds = with_earlier_rounds(out, earlier, asked, default_workers)
+        tasks = tasks_of(rounds, each)
+        if not one_by_one and (shapes := len(set(map(shared, arm_of)))) > 1:
+            print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
+        # What cannot be is refused before anything is written
+        require(tasks, rounds[-1]["workers"], cluster)
+        folder = stack.enter_context(folder_of(out, mark_of(rounds), overwrite))
+        journal = study.Journal(out / "runs.jsonl")
+        if earlier and len(rounds) > len(earlier):
+            new = sum(config not in journal.histories for config in arm_of)
+            print(f"adds agents to the study in {out}: {new} of {len(arm_of)} are to be trained")
+        train_all(tasks, rounds[-1]["workers"], cluster, folder, journal, arm_of, comparison)
+        write_study(folder, journal.histories, arms, comparison, cluster, tasks)
+
+
+def train_all(
+    tasks: list[parallel.Batch],
+    workers: int,
+    cluster: Cluster | None,
+    folder: Folder,
+    journal: study.Journal,
+    arm_of: dict[Config, str],
+    comparison: study.Comparison,
+) -> None:
+    """Trains the batches of a study, and writes each agent that finishes into the journal.
+
+    If it is interrupted, it tells what is kept, and exits.
+    """
+    kept = parallel.KeptBatches(folder.path)
+
+    def add(config: Config, history: History) -> None:
+        # A signal must not come between this and what the study knows of it.
+        with parallel.held_signals(), folder.writing():
+            journal.add(arm_of[config], config, history)
+        if history.failure:
+            print(
+                f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}",
+                file=sys.stderr,
+            )
+
+    finished = parallel.run_batches(
+        tasks,
+        cluster,
+        workers,
+        done=set(journal.histories),
+        threshold=comparison.threshold,
+        kept=kept,
+    )
+    code = None
+    try:
+        # Closed before the cluster is, whatever happens here
+        with contextlib.closing(finished):
+            for config, history in finished:
+                add(config, history)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except SystemExit as ended:  # at SIGTERM
+        code = ended.code
+    if code is None:
+        return
+    for config, history in kept.finished:  # while the others were stopped
+        if config not in journal.histories:
+            add(config, history)
+    print(f"fp8rl: interrupted: {what_is_kept(kept, journal, arm_of)}", file=sys.stderr)
+    sys.exit(code)
+
+
+def what_is_kept(
+    kept: parallel.KeptBatches, journal: study.Journal, arm_of: dict[Config, str]
+) -> str:
+    """What a study that was interrupted keeps, in a part of a line."""
+    done = sum(config in journal.histories for config in arm_of)
+    others = len(arm_of) - done - kept.lost
+    lost = ""
+    if kept.lost:
+        lost = f", {kept.lost} go on from where they were last saved or begin again"
+    return (
+        f"{done} of {len(arm_of)} agents have finished{lost}, and {others} go on from where they "
+        "are, when study is called again with the same options"
+    )
+
+
+def arms_of(comparison: study.Comparison, numbers: dict[str, tuple]) -> dict[str, list[Config]]:
+    """The arms of a study, name -> a config for each seed, for each combination of the numbers."""
+    arms = {}
     for values in itertools.product(*numbers.values()):
         fields = dict(zip(numbers, values, strict=True))
         suffix = "".join(
@@ -93,54 +188,119 @@ def compare(
             if len(numbers[name]) > 1
         )
         arms |= comparison.arms(suffix, **fields)
-    arm_of = {config: arm for arm, configs in arms.items() for config in configs}
+    return arms
+
+
+def require_different(
+    arms: dict[str, list[Config]], comparison: study.Comparison, numbers: dict[str, tuple]
+) -> None:
+    """Raises ValueError for options without a value, and for two arms that are one."""
+    for name, values in {"precisions": comparison.precisions, **numbers}.items():
+        if not values:
+            raise ValueError(f"{name} is empty: give at least one value")
+        if len({*values}) < len(values):
+            raise ValueError(f"{name} is {' '.join(map(str, values))}: give each value once")
     # None and the number that it stands for are one
     last_arm = {in_numbers(configs[0]): arm for arm, configs in arms.items()}
     for arm, configs in arms.items():
         other = last_arm[in_numbers(configs[0])]
         if other != arm:
             raise ValueError(f"{arm} is {other}: give each value once")
-    each = parallel.run if one_by_one else None
-    if not one_by_one and (shapes := len(set(map(shared, arm_of)))) > 1:
-        print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
-    with contextlib.ExitStack() as stack:
-        cluster = None if scheduler is None else stack.enter_context(dask_cluster(scheduler))
-        if not overwrite:
-            workers = workers or workers_of(out)
-        workers = workers or (cluster.threads if cluster else cores())
-        # What cannot be is refused before anything is written
-        require(list(arm_of), each, workers, cluster)
-        options = dataclasses.asdict(comparison) | numbers | {"workers": workers}
-        options = json.loads(json.dumps(options))  # as they are read back
-        folder = stack.enter_context(folder_of(out, options, overwrite))
-        journal = study.Journal(out / "runs.jsonl")
-        done = {config for config, arm in arm_of.items() if (arm, config) in journal.histories}
-        finished = parallel.run_all(
-            list(arm_of), cluster, workers, run=each, done=done, threshold=comparison.threshold
+
+
+# Rounds of a study. Each call that adds agents is a round. It is the dict of that call's options,
+# which the folder's mark remembers, because the batches of a round depend on its options alone.
+
+
+def rounds_in(out: Path) -> list[dict]:
+    """The rounds of the study in a folder, in order; none if there is no study."""
+    mark = read_mark(out)
+    return rounds_of(mark["options"]) if mark.get("command") == "study" else []
+
+
+def rounds_of(options: dict) -> list[dict]:
+    """The rounds of a study from the options in its mark. Raises ValueError for forged options."""
+    last = dict(options)
+    earlier = last.pop("earlier", [])
+    rounds = [*earlier, last] if isinstance(earlier, list) else [None]
+    for options_of_round in rounds:
+        workers = isinstance(options_of_round, dict) and options_of_round.get("workers", 1)
+        if type(workers) is not int or workers < 1:
+            raise ValueError("the mark .fp8rl is not that of a study: use a new folder")
+    return rounds
+
+
+def mark_of(rounds: list[dict]) -> dict:
+    """The options in the mark of a study with these rounds."""
+    *earlier, last = rounds
+    return last | {"earlier": earlier} if earlier else last
+
+
+def configs_of(options: dict) -> list[Config]:
+    """The configs of a round, in the order of its arms. Raises ValueError for forged options."""
+    try:
+        fields = {name: options[name] for name in study.Comparison.__dataclass_fields__}
+        numbers = {field.name: tuple(options[field.name]) for field in NUMBERS}
+        comparison = study.Comparison(**fields | {"precisions": tuple(fields["precisions"])})
+        arms = arms_of(comparison, numbers)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError("these are not the options of a study") from error
+    return [config for configs in arms.values() for config in configs]
+
+
+def with_earlier_rounds(
+    out: Path, earlier: list[dict], asked: dict, default_workers: int
+) -> list[dict]:
+    """The rounds of a study that is called with the options `asked`, after the earlier ones.
+
+    A call with the options of the last round adds none. `asked["workers"]` may be None. Raises
+    FileExistsError for a call that does not contain all agents of the study in the folder, or that
+    measures them by another goal.
+    """
+    if not earlier:
+        return [asked | {"workers": asked["workers"] or default_workers}]
+    # A study of an older version has no number of workers, and goes on with any.
+    *before, last = [{"workers": default_workers} | options for options in earlier]
+    workers = asked["workers"] or last["workers"]
+    if asked | {"workers": workers} == last:
+        return [*before, last]
+    names = [name for name in asked if name != "workers" and asked[name] != last.get(name)]
+    try:
+        missing = set(itertools.chain(*map(configs_of, earlier))) - set(configs_of(asked))
+    except ValueError:
+        missing = True
+    if missing or not names or {"threshold", "margin"} & {*names}:
+        names = names or ["workers"]
+        both = (f"{name} is {last.get(name)} there and {asked[name]} here" for name in names)
+        theirs = ", ".join(both)
+        raise FileExistsError(
+            f"out is {out}, which holds another study ({theirs}): ask for at least what it holds, "
+            "use a new folder, or add --overwrite to replace it"
         )
-        # Closed before the cluster is, whatever happens here
-        for config, history in stack.enter_context(contextlib.closing(finished)):
-            with folder.writing():
-                journal.add(arm_of[config], config, history)
-            if history.failure:
-                print(
-                    f"fp8rl: warning: {arm_of[config]}, seed {config.seed}: {history.failure}",
-                    file=sys.stderr,
-                )
-        write_study(folder, journal.histories, arms, comparison, cluster)
+    return [*before, last, asked | {"workers": workers}]
 
 
-def require(
-    configs: list[Config], each: Callable | None, workers: int, cluster: Cluster | None
-) -> None:
-    """Raises what forbids a study of these configs on this machine, or on a cluster's."""
+def tasks_of(rounds: list[dict], each: Callable | None) -> list[parallel.Batch]:
+    """The batches of a study: those of each round, of the agents that no earlier round has."""
+    tasks = []
+    known: set[Config] = set()
+    for options in rounds:
+        configs = [config for config in configs_of(options) if config not in known]
+        known.update(configs)
+        tasks += parallel.split(configs, options["workers"], each) if configs else []
+    return tasks
+
+
+def require(tasks: list[parallel.Batch], workers: int, cluster: Cluster | None) -> None:
+    """Raises what forbids a study of these batches on this machine, or on a cluster's."""
     if cluster is None:
-        parallel.require(configs, each, workers)
+        parallel.require(tasks, workers)
         return
     for warning in cluster.warnings:
         print(f"fp8rl: warning: {warning}", file=sys.stderr)
     busiest = max(cluster.threads_by_host.values())
-    cluster.submit(parallel.require, configs, each, workers, busiest).result()
+    future = cluster.submit(parallel.require, tasks, workers, busiest)
+    parallel.result_of(future, cluster)
 
 
 def in_numbers(config: Config) -> Config:
@@ -160,43 +320,50 @@ def in_words(value: float | None) -> str:
 
 
 def folder_of(out: Path, options: dict, overwrite: bool) -> Folder:
-    """The folder of a study with these options: a new one, or that of the same study, which was
-    stopped."""
+    """The folder of a study with these options in its mark: a new one, or that of the same study,
+    which was stopped or gets another round."""
     if overwrite or read_mark(out).get("command") != "study":
         require_free(out, "study", overwrite)
-        return Folder.create(out, "study", options, overwrite)
+        folder = Folder.create(out, "study", options, overwrite)
+        folder.write("runs.jsonl", "")  # without it, the mark would not count
+        return folder
     folder = Folder.reopen(out, "study")
-    # An older study has no number of workers, and goes on with any
-    if {"workers": options["workers"]} | read_mark(out)["options"] != options:
+    # Looked at again, because another process may have changed it before this one had the lock.
+    rounds = rounds_of(options)
+    known = rounds_in(out)
+    known[-1:] = [{"workers": options["workers"]} | known[-1]]
+    if rounds[: len(known)] != known:
         folder.close()
         raise FileExistsError(
             f"out is {out}, which holds another study: use a new folder, "
             "or add --overwrite to replace it"
         )
+    if len(rounds) > len(known):
+        folder.remember("study", options)
     return folder
-
-
-def workers_of(out: Path) -> int | None:
-    """How many workers the study in a folder is split over, or None."""
-    found = read_mark(out).get("options", {}).get("workers")
-    return found if type(found) is int and found > 0 else None
 
 
 def write_study(
     folder: Folder,
-    histories: dict[tuple[str, Config], History],
+    histories: dict[Config, History],
     arms: dict[str, list[Config]],
     comparison: study.Comparison,
     cluster: Cluster | None,
+    tasks: list[parallel.Batch],
 ) -> None:
     """Writes results.csv, table.md and curves.png, with curves of all arms but the controls, and
-    prints the table. The table names the processors of the cluster that trained the agents."""
+    prints the table. The table names the processors of the cluster that trained the agents.
+
+    The results have the column `batch_agents`: how many agents an agent's batch has. The last bits
+    of its numbers depend on it. Agents that were added to a study have batches of their own.
+    """
     threshold = comparison.threshold
-    runs = {arm: [histories[arm, config] for config in configs] for arm, configs in arms.items()}
+    runs = {arm: [histories[config] for config in configs] for arm, configs in arms.items()}
+    batch_agents = {config: len(batch) for _, batch in tasks for config in batch}
     results = [
-        study.summarize(*each, arm, threshold)
+        study.summarize(config, history, arm, threshold) | {"batch_agents": batch_agents[config]}
         for arm in arms
-        for each in zip(arms[arm], runs[arm], strict=True)
+        for config, history in zip(arms[arm], runs[arm], strict=True)
     ]
     text = study.table(results, list(arms), threshold, comparison.margin)
     text += f"\n`python -m fp8rl {shlex.join(sys.argv[1:])}` on {throughput.origin()}.\n"
@@ -215,4 +382,5 @@ def write_study(
         marks=comparison.env_id is None,
     )
     folder.write("curves.png", figures.png(figure))
+    folder.remove_matching("study")  # files of batches, if one has ended with all agents known
     print(text)

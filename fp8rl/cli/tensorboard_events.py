@@ -49,7 +49,7 @@ class EventFile:
         self.folder = folder
         self.rows = 0  # number of rows that have been written
         self.began = None  # the time at which training would have begun without pauses
-        folder.remove_events()
+        folder.remove_matching("train")
         with folder.writing():
             # A TensorBoard that has read the earlier file forgets its events from step 0 on.
             self.writer = SummaryWriter(str(folder.path), purge_step=0)

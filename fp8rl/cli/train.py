@@ -18,7 +18,7 @@ from ..bits.low_bit_adam import LowBitAdam
 from ..build import Machine, build
 from ..config import EIGHT_BIT, Config
 from ..disk import checkpoint
-from ..disk.run_folder import Folder, read_mark, require_free
+from ..disk.run_folder import Folder, files_in, read_mark, require_free
 from ..disk.safe_files import opened, read_json
 from ..history import History
 from ..study import figures
@@ -52,8 +52,17 @@ class Saving:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use True or False")
 
 
+class ConfigOptions(Config):
+    """The options of a Config. With --resume only steps is read, and checked as a part of the run's
+    own config."""
+
+    def __post_init__(self):
+        if "resume" not in given():
+            super().__post_init__()
+
+
 def train(
-    config: tyro.conf.OmitArgPrefixes[Config],
+    config: tyro.conf.OmitArgPrefixes[ConfigOptions],
     machine: tyro.conf.OmitArgPrefixes[Machine],
     out: Path | None = None,
     resume: Path | None = None,
@@ -69,12 +78,14 @@ def train(
     Under torchrun, several processes train the agent together; only rank 0 writes.
 
     Args:
-        config: What is learned. A resumed run keeps its own, so none of these go with --resume.
+        config: What is learned. A resumed run keeps its own, so of these only --steps goes with
+            --resume. It makes the run longer or shorter. The learning rate, if it is annealed, goes
+            on as in a run of the new length, so that of a longer run jumps up.
         machine: Where the run computes, and how fast. A resumed run takes what is given now.
         out: Folder for the results.
         resume: Folder of a run that was stopped. It continues from its checkpoint, on the CPU bit
             for bit as if it had never been stopped. If it has no checkpoint yet, it starts again
-            from the beginning.
+            from the beginning. With --steps N it goes on to N steps in all.
         overwrite: Replace a run that the folder holds.
         trust: Let a checkpoint name a module that is then imported (env_id module:Name-v0).
         eight_bit: Keep weights, Adam's moments and replayed observations in one byte per number,
@@ -86,6 +97,7 @@ def train(
         )
     if out is not None and resume is not None:
         raise ValueError(f"out is {out} and resume is {resume}: give one of the two")
+    steps = config.steps if resume and "steps" in given() else None
     config = chosen(config, bool(resume), eight_bit)
     processes.start(machine.devices)
     first, state = processes.rank_and_size()[0] == 0, None
@@ -96,6 +108,8 @@ def train(
             if first:
                 folder = owned.enter_context(Folder.reopen(out, "train"))
             config, state = stopped_run(out, trust)
+            begun = config
+            config = with_steps(config, steps, state)
             saved_options = read_mark(out).get("options", {})
             options |= {
                 name: saved_options[name]
@@ -118,9 +132,17 @@ def train(
             )
         if first and not resume:
             folder = owned.enter_context(Folder.create(out, "train", options, overwrite))
+        if resume and config != begun:
+            # Before config.json, which must not differ from the checkpoint if the run is killed.
+            if state:
+                checkpoint.save(out / "checkpoint.pt", run, options["checkpoint_ring"])
+            if first:
+                print(what_changes(begun, config, run))
         if first:
             folder.remember("train", options)
             folder.write("config.json", config.to_json())
+            if resume and not options["tensorboard"]:
+                tell_of_old_events(folder, run)
         write_while_training(run, out, folder if first else None, **options)
         clipped = processes.all_reduce([run.ring.clipped])[0].tolist()
         processes.stop()
@@ -128,30 +150,77 @@ def train(
             report(run, clipped, folder)
 
 
-def chosen(config: Config, resume: bool, eight_bit: bool) -> Config:
-    """The config of the options, in eight bits if wanted.
+def chosen(config: ConfigOptions, resume: bool, eight_bit: bool) -> Config | None:
+    """The config of the options, in eight bits if wanted; None if a run is resumed.
 
     Raises ValueError for an option that is given together with --resume or --eight-bit, if one of
     these decides it.
     """
-    for name in (*Config.__dataclass_fields__, "overwrite", "eight_bit") if resume else ():
-        if name in given():
-            raise ValueError(
-                f"{name} is given with resume, which keeps the run's own: leave it out"
-            )
+    if resume:
+        for name in (*Config.__dataclass_fields__, "overwrite", "eight_bit"):
+            if name in given() and name != "steps":
+                raise ValueError(
+                    f"{name} is given with resume, which keeps the run's own: leave it out"
+                )
+        return None
     for name, value in EIGHT_BIT.items() if eight_bit else ():
         if name in given() and getattr(config, name) != value:
             raise ValueError(
                 f"{name} is {getattr(config, name)} with eight_bit, "
                 f"which sets it to {value!r}: leave one out"
             )
-    return dataclasses.replace(config, **EIGHT_BIT) if eight_bit else config
+    changes = EIGHT_BIT if eight_bit else {}
+    return Config(**{**dataclasses.asdict(config), **changes})
+
+
+def with_steps(config: Config, steps: int | None, state: dict | None) -> Config:
+    """A stopped run's config with another number of steps, or with its own for None.
+
+    Raises ValueError for fewer than the run has done.
+    """
+    if steps is None:
+        return config
+    changed = dataclasses.replace(config, steps=steps)
+    if changed.iterations == config.iterations:
+        return config
+    done = len(state["history"].get("iteration", ())) if state else 0
+    if changed.iterations <= done:
+        done_steps = done * config.steps_per_iteration
+        raise ValueError(
+            f"steps is {steps:,}, and the run has done {done_steps:,}: "
+            f"use at least {done_steps + config.steps_per_iteration:,}, one iteration more"
+        )
+    return changed
+
+
+def what_changes(begun: Config, config: Config, run: Run) -> str:
+    """A line about a run that goes on to another number of steps than it was begun with."""
+    line = f"the run goes on to {config.steps:,} steps, not {begun.steps:,}"
+    iteration = len(run.history)
+    if not config.anneal or not iteration:
+        return line
+    rate = run.settled.learning_rate
+    before = begun.annealed(rate, iteration)
+    now = config.annealed(rate, iteration)
+    return f"{line}: the learning rate is that of a run of this length, {now:.3g}, not {before:.3g}"
+
+
+def tell_of_old_events(folder: Folder, run: Run) -> None:
+    """Tells that TensorBoard's files of a run end where it is resumed without them."""
+    names = [name for name in files_in(folder.path, "train") if name.startswith("events.")]
+    if names and len(run.history) < run.config.iterations:
+        print(
+            f"fp8rl: warning: tensorboard is off, so {names[0]} does not go on with this run: "
+            "add --tensorboard, which writes all of it anew, or delete the file",
+            file=sys.stderr,
+        )
 
 
 def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
     """The config and the state of a stopped run.
 
-    The state is None if the run was stopped before its first checkpoint.
+    The state is None if the run was stopped before its first checkpoint. Its config is then that of
+    config.json. Otherwise it is the checkpoint's. Raises ValueError if config.json is not the same.
     """
     if (out / "checkpoint.pt").exists() or not (out / "config.json").exists():
         config, state = checkpoint.resume(out / "checkpoint.pt", trust)
@@ -160,6 +229,7 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
                 f"checkpoint {out / 'checkpoint.pt'} is of a population: "
                 "train can continue only single runs"
             )
+        require_unchanged(out / "config.json", config)
         return config, state
     try:
         config = Config.of_file(read_json(out / "config.json"))
@@ -167,6 +237,30 @@ def stopped_run(out: Path, trust: bool) -> tuple[Config, dict | None]:
         raise ValueError(f"{out / 'config.json'}: {error}") from error
     checkpoint.require_trust(out / "config.json", config.env_id, trust)
     return config, None
+
+
+def require_unchanged(path: Path, config: Config) -> None:
+    """Raises ValueError if the config.json of a stopped run is not the run's own config.
+
+    A resumed run goes on with its own config and writes the file again, so that an edit would be
+    lost without having had an effect.
+    """
+    if not path.exists():
+        return
+    remedy = "write the run's own back, or begin a new run with --out FOLDER"
+    try:
+        theirs = dataclasses.asdict(Config.of_file(read_json(path)))
+    except ValueError as error:
+        raise ValueError(f"{path} was changed ({error}): {remedy}") from error
+    edits = [
+        f"{name} is {theirs[name]!r} there and {value!r} in the run"
+        for name, value in dataclasses.asdict(config).items()
+        if theirs[name] != value
+    ]
+    if theirs["steps"] != config.steps:
+        remedy += f"; for another length, write it back and add --steps {theirs['steps']}"
+    if edits:
+        raise ValueError(f"{path} was changed ({', '.join(edits)}): {remedy}")
 
 
 def write_while_training(

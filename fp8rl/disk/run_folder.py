@@ -6,7 +6,9 @@ JSON object, with the command that made the folder and the options to continue w
 without a mark nothing is ever touched. In a folder with a mark, only the files that the command
 writes are touched.
 
-TensorBoard chooses the names of its files. They begin with `events.out.tfevents.`."""
+Some names are known only by a pattern. TensorBoard chooses the names of its files, which begin with
+`events.out.tfevents.`. The file of a batch that a study has begun is named after a hash of the
+batch's configs (study/batch_file.py)."""
 
 import contextlib
 import json
@@ -21,15 +23,18 @@ FILES = {
     "study": ("runs.jsonl", "results.csv", "table.md", "curves.png"),
     "doctor": ("report.json", "report.md", "report.png"),
 }
-# A pattern, because the names contain time, host and process.
-EVENTS = {"train": "events.out.tfevents.*"}
+# Patterns of further files, whose names are not known beforehand.
+PATTERNS = {
+    "train": "events.out.tfevents.*",
+    "study": f"batch-{'[0-9a-f]' * 12}.pt",
+}
 
 
 def files_in(path: Path, command: str | None) -> list[str]:
     """Names of the files in a folder that a command writes."""
     names = [name for name in FILES.get(command, ()) if (path / name).exists()]
-    if command in EVENTS:
-        names += sorted(file.name for file in path.glob(EVENTS[command]))
+    if command in PATTERNS:
+        names += sorted(file.name for file in path.glob(PATTERNS[command]))
     return names
 
 
@@ -110,8 +115,7 @@ class Folder(contextlib.ExitStack):
             for name in FILES.get(replaced, ()):
                 for file in (name, f"{name}.tmp"):
                     (path / file).unlink(missing_ok=True)
-            if replaced in EVENTS:
-                folder.remove_events()
+            folder.remove_matching(replaced)
             folder.remember(command, options)
             on_error.pop_all()
         return folder
@@ -131,10 +135,14 @@ class Folder(contextlib.ExitStack):
             )
         return cls(path)
 
-    def remove_events(self) -> None:
-        """Removes TensorBoard's files of an earlier run, or of this run before it was resumed."""
+    def remove_matching(self, command: str | None) -> None:
+        """Removes the files that a command has written under names that only a pattern tells: the
+        events of a run, or the batches that a study has begun."""
+        pattern = PATTERNS.get(command)
+        if pattern is None:
+            return
         with self.writing():
-            for file in self.path.glob(EVENTS["train"]):
+            for file in (*self.path.glob(pattern), *self.path.glob(f"{pattern}.tmp")):
                 file.unlink()
 
     def remember(self, command: str, options: dict) -> None:

@@ -3,13 +3,13 @@
 The threat is a folder from a stranger, who may have put anything under any name into it before the
 user gives its path to a command.
 
-Commands read the mark, config.json, runs.jsonl, checkpoint.pt and the files of a ring. Nothing in
-these files is executed, and none of them says where to write. Commands write only to names that
-they know (disk/run_folder.py, disk/mapped_ring.py), directly in the folder that the user named. A
-file is written whole, as a new file that then takes the name (`write_whole`), or in place
-(`opened`: the mark, the lock, the journal, metrics.csv and the mapped files of a ring).
+Commands read the mark, config.json, runs.jsonl, checkpoint.pt, a study's batches and the files of a
+ring. Nothing in these files is executed, and none of them says where to write. Commands write only
+to names that they know (disk/run_folder.py, disk/mapped_ring.py), directly in the folder that the
+user named. A file is written whole, as a new file that then takes the name (`write_whole`), or in
+place (`opened`: the mark, the lock, the journal, metrics.csv and the mapped files of a ring).
 TensorBoard's package opens its events file itself, under a new name, after all files of such names
-have been removed (`Folder.remove_events`).
+have been removed (`Folder.remove_matching`).
 
 So three things can never happen. No file outside the folder is written, emptied or locked, neither
 through a symbolic link nor through a second name of its content (a hard link). No pipe or device is

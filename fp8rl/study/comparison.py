@@ -121,10 +121,12 @@ def threshold_of(env_id: str | None) -> float:
 
 class Journal:
     """The finished runs of a study in a file, a JSON object a line: arm, config and the history's
-    rows that hold an evaluation. `histories` has them by arm and config, with those rows alone."""
+    rows that hold an evaluation. `histories` has them by config, with those rows alone. The arm is
+    for the reader: a study that is called with more values names its arms anew."""
 
     def __init__(self, path: Path):
-        self.path, self.histories = path, {}
+        self.path = path
+        self.histories: dict[Config, History] = {}
         with contextlib.suppress(FileNotFoundError), opened(path, "r+b") as file:
             for number, line in enumerate(file, 1):
                 # It was being written when the study was killed, and is no run
@@ -163,7 +165,7 @@ class Journal:
         good = np.isfinite(numbers) | (np.isneginf(numbers) & (failure is not None))
         if not rows or not isinstance(arm, str) or not good.all():
             raise ValueError("it has no name, or no evaluation")
-        self.histories[arm, Config.of_file(config)] = history
+        self.histories[Config.of_file(config)] = history
 
 
 def summarize(

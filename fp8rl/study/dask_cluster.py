@@ -15,6 +15,8 @@ import hashlib
 import logging
 import re
 import socket
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -24,8 +26,11 @@ from typing import NamedTuple
 import torch
 
 from ..hardware import processor
+from . import parallel
 
 PATIENCE = 10  # seconds in which a scheduler must answer and have a worker
+# Seconds without a worker before the user is told. A worker that has died may start by itself.
+ALONE = 5
 
 
 class Kind(NamedTuple):
@@ -76,9 +81,9 @@ def call_if_same(versions: dict[str, str], function: Callable, *arguments):
 class Cluster(Executor):
     """The workers of a Dask cluster that a `distributed.Client` is connected to.
 
-    A worker that is lost costs its batch, which another worker trains from the beginning. Dask
-    gives a batch up when more workers have died over it than the scheduler's setting
-    `allowed-failures` says, which is 3 by default.
+    A worker that is lost costs its batch, which another worker trains from where the batch began in
+    this call. Dask gives a batch up when more workers have died over it than the scheduler's
+    setting `allowed-failures` says, which is 3 by default.
 
     `threads`: how many batches the workers that are there train at once.
     `threads_by_host`: the same, by machine.
@@ -88,7 +93,12 @@ class Cluster(Executor):
     Raises ValueError if the scheduler or a worker lacks fp8rl or torch, or has another version.
     """
 
+    is_elsewhere = True  # workers may not have the files of this machine
+
     def __init__(self, client):
+        self._client = client
+        self._alone_since: float | None = None  # when the last worker was missed first
+        self._told_alone = False
         # A result that is kept by a name would be returned in place of a new one
         self._executor = client.get_executor(pure=False)
         self._versions = own_kind().versions
@@ -124,7 +134,40 @@ class Cluster(Executor):
             )
 
     def submit(self, function: Callable, /, *arguments) -> Future:
-        return self._executor.submit(call_if_same, self._versions, function, *arguments)
+        # Arguments may have the state of a batch, which Dask would find large for an argument.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sending large graph")
+            return self._executor.submit(call_if_same, self._versions, function, *arguments)
+
+    def stop_batches(self, study: str) -> None:
+        """Tells the batches of a study to stop after their iteration, on all workers."""
+        with contextlib.suppress(Exception):  # the scheduler may have died
+            self._client.run(parallel.stop_batches, study, on_error="ignore")
+
+    def has_workers(self) -> bool:
+        """Whether a worker is there. False if the scheduler has died, too."""
+        try:
+            return bool(self._client.scheduler_info(n_workers=-1)["workers"])
+        except Exception:  # of many unrelated kinds
+            return False
+
+    def news(self) -> str | None:
+        """A line to print, when no worker has been there for a while and when one has come back."""
+        if self.has_workers():
+            returned = self._told_alone
+            self._alone_since = None
+            self._told_alone = False
+            return "a Dask worker has come: the study goes on" if returned else None
+        now = time.monotonic()
+        self._alone_since = self._alone_since or now
+        if self._told_alone or now - self._alone_since < ALONE:
+            return None
+        self._told_alone = True
+        address = self._client.scheduler.address
+        return (
+            f"no Dask worker is left at {address}, and the study waits for one: "
+            f"start it with dask worker {address} --nthreads 1"
+        )
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._executor.shutdown(wait and not cancel_futures)

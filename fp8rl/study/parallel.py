@@ -12,6 +12,9 @@ last bits from the same agent among others, and after some iterations in its ret
 into batches is a function of the configs and of the argument `workers`, and of nothing else: not of
 the executor, of how many workers it really has, or of which of them die. With the same `workers`,
 each executor gives the same numbers bit for bit on one kind of processor.
+
+A study keeps the states of its batches in files (`KeptBatches`, batch_file.py). A batch that was
+stopped goes on from its file and gives the same numbers.
 """
 
 import contextlib
@@ -19,7 +22,9 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import uuid
 import warnings
 from collections.abc import Callable, Container, Iterator, MutableSequence
 from concurrent.futures import (
@@ -32,6 +37,7 @@ from concurrent.futures import (
     wait,
 )
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,11 +45,12 @@ from tqdm.auto import tqdm
 
 from ..build import build, build_population
 from ..config import Config
+from ..disk.safe_files import write_whole
 from ..hardware import cores, keep_freed_memory
 from ..history import History
 from ..requirements import batches, obstacle, require_one_population
 from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts
-from ..train import iterate, train
+from .batch_file import BatchFile, Keeping, Stopped, batch_file, train_until
 from .comparison import THRESHOLD
 
 AGENTS = 64  # in a population, at most: with more, results come later and take more memory
@@ -55,21 +62,8 @@ Batch = tuple[Callable[[Config], History] | None, list[Config]]
 def run(config: Config) -> History:
     """Trains one config alone, without a progress bar. A run that fails ends with minus infinity,
     and its history tells why."""
-    made = build(config)
-    try:
-        train(made, progress=False)
-    except (ValueError, FloatingPointError, EnvironmentFailed) as error:
-        made.history.failure = str(error)
-        made.history.add(
-            {
-                "iteration": 0.0,
-                "steps": 0.0,
-                "seconds": 0.0,
-                **made.history.last,
-                "eval_return": -math.inf,
-            }
-        )
-    return made.history
+    (history,) = _train(True, [config], number=0, threshold=math.inf)
+    return history
 
 
 def run_all(
@@ -83,57 +77,83 @@ def run_all(
 ) -> Iterator[tuple[Config, History]]:
     """Trains configs in parallel, yielding each with its history as they finish (in any order).
 
-    `executor`: whose workers train; it is the caller's to shut down. None is a pool of processes on
-    this machine, of which none outlives this process or the last result.
     `workers`: the populations are split so that this many workers finish together. None is one a
     core of this machine. The numbers of an agent depend on it (see above).
     `run`: what a worker does with each config alone; None trains them together, as populations,
     where that can be. Another executor than this machine's must be able to pickle it.
-    `done`: configs that need not be trained any more. The others train in the populations that they
-    would have been in without it, so that a study that goes on gives the same numbers bit for bit.
-    `progress`: shows a bar. With this machine's processes it counts every step, and with another
-    executor those of finished batches. It also counts agents that have reached the `threshold`.
-
-    Raises what a run raises, and ChildProcessError if a process died or the executor gave up a
-    batch. Then, and if the caller stops early, batches that have not begun are cancelled."""
+    `executor`, `progress`, `done` and `threshold` are those of `run_batches`, and so is what it
+    raises."""
     for reason in {} if run else dict.fromkeys(filter(None, map(obstacle, configs))):
         warnings.warn(reason.replace("train it alone", "trained alone"), stacklevel=2)
     workers = workers or cores()
-    tasks = [
-        (each, batch)
-        for each, batch in split(configs, workers, run)
-        if any(config not in done for config in batch)
-    ]
+    tasks = split(configs, workers, run)
+    yield from run_batches(tasks, executor, workers, progress, done, threshold)
+
+
+def run_batches(
+    tasks: list[Batch],
+    executor: Executor | None = None,
+    workers: int | None = None,
+    progress: bool = True,
+    done: Container[Config] = (),
+    threshold: float = THRESHOLD,
+    kept: "KeptBatches | None" = None,
+) -> Iterator[tuple[Config, History]]:
+    """Trains batches in parallel, yielding each config with its history as they finish (in any
+    order).
+
+    `executor`: whose workers train; it is the caller's to shut down. None is a pool of processes on
+    this machine, at most `workers`, of which none outlives this process or the last result.
+    `progress`: shows a bar. With this machine's processes it counts every step, and with another
+    executor those of finished batches. It also counts agents that have reached the `threshold`.
+    `done`: configs that need not be trained any more. The others train in the populations that they
+    would have been in without it, so that a study that goes on gives the same numbers bit for bit.
+    `kept`: where the states of batches are kept that have begun. They go on from there. Whatever
+    ends this function early, batches that train are told to stop, and it waits until they have
+    saved their states. A second signal does not wait.
+
+    Raises what a run raises, and ChildProcessError if a process died or the executor gave up a
+    batch. Then, and if the caller stops early, batches that have not begun are cancelled."""
+    tasks = [(each, batch) for each, batch in tasks if any(config not in done for config in batch)]
     if not tasks:
         return
     agents = sum(len(batch) for _, batch in tasks)
-    counts = [0.0] * (2 * len(tasks))  # of each batch: steps, agents that reached the threshold
+    # Of each batch: steps, agents that reached the threshold. The last tells all to stop.
+    counts = [0.0] * (2 * len(tasks) + 1)
     total = sum(steps_of(config) for _, batch in tasks for config in batch)
     waiting: dict[Future, int] = {}  # the number of the batch
+    finished: list[tuple[int, list[History]]] = []  # batches whose results are being yielded
     with contextlib.ExitStack() as on_exit:
         if executor is None:
             counts = multiprocessing.get_context("forkserver").RawArray("d", counts)
-            processes = min(workers, cores(), len(tasks))
+            processes = min(workers or cores(), cores(), len(tasks))
             executor = on_exit.enter_context(LocalProcesses(processes, counts))
         try:
             for number, (each, batch) in enumerate(tasks):
-                waiting[executor.submit(train_batch, each, batch, number, threshold)] = number
+                keeping = kept and kept.keeping(executor, batch)
+                with held_signals():
+                    future = executor.submit(train_batch, each, batch, number, threshold, keeping)
+                waiting[future] = number
             with tqdm(total=total, unit="step", unit_scale=True, disable=not progress) as bar:
                 while waiting:
+                    tell_news(executor)
                     finished = next_results(waiting)
                     for number, histories in finished:
                         _, batch = tasks[number]
                         counts[2 * number] = sum(map(steps_of, batch))
                         counts[2 * number + 1] = sum(reaches(x, threshold) for x in histories)
-                    bar.set_postfix_str(
-                        f"{agents} agents, {sum(counts[1::2]):.0f} at {threshold:g}", refresh=False
-                    )
-                    bar.update(sum(counts[::2]) - bar.n)
+                    reached = sum(counts[1:-1:2])
+                    text = f"{agents} agents, {reached:.0f} at {threshold:g}"
+                    bar.set_postfix_str(text, refresh=False)
+                    bar.update(sum(counts[:-1:2]) - bar.n)
                     for number, histories in finished:
                         _, batch = tasks[number]
                         for config, history in zip(batch, histories, strict=True):
                             if config not in done:
                                 yield config, history
+                        if kept:
+                            kept.remove(batch)  # the caller has its results
+                    finished = []
         except BrokenExecutor as error:
             raise ChildProcessError(
                 "a process of the study died (killed, or out of memory): run the command again"
@@ -144,8 +164,93 @@ def run_all(
                 "see whether its workers are there, then run the command again"
             ) from error
         finally:
+            if kept:
+                for number, histories in finished:
+                    kept.finished += zip(tasks[number][1], histories, strict=True)
+                kept.stop(executor, waiting, tasks)
             for future in waiting:
                 future.cancel()
+
+
+class KeptBatches:
+    """The batches of a study that have begun, in files of its folder.
+
+    After `run_batches` was ended early, `finished` has the configs and histories that have finished
+    and were perhaps not yielded, and `lost` is the number of agents that were training and whose
+    state could not be saved.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.study = uuid.uuid4().hex
+        self.finished: list[tuple[Config, History]] = []
+        self.lost = 0
+
+    def keeping(self, executor: Executor, configs: list[Config]) -> Keeping:
+        """What a worker of the executor needs to keep a batch."""
+        if not is_elsewhere(executor):
+            return Keeping(self.study, self.folder)
+        file = BatchFile(self.folder, configs)
+        state = file.path.read_bytes() if file.path.is_file() else None
+        return Keeping(self.study, None, state)
+
+    def remove(self, configs: list[Config]) -> None:
+        """Removes the file of a batch that has finished."""
+        BatchFile(self.folder, configs).remove()
+
+    def stop(self, executor: Executor, waiting: dict[Future, int], tasks: list[Batch]) -> None:
+        """Tells the batches that train to stop, and waits until they have saved their states.
+
+        A second signal ends the wait.
+        """
+        tell = getattr(executor, "stop_batches", stop_batches)
+        # A batch that has not begun is cancelled. The futures of a cluster do not say whether they
+        # have begun.
+        futures = [x for x in waiting if is_elsewhere(executor) or not x.cancel()]
+        self.lost = sum(len(tasks[waiting[future]][1]) for future in futures)
+        ended: set[Future] = set()
+        while len(ended) < len(futures):
+            tell(self.study)  # again, because a worker may have joined the cluster since
+            with held_signals():
+                ended, _ = wait(futures, 0.5)
+            if is_elsewhere(executor) and not executor.has_workers():
+                break
+        for future in ended:
+            _, batch = tasks[waiting[future]]
+            if not future.cancelled() and not future.exception():
+                self.take(batch, future.result())
+
+    def take(self, batch: list[Config], result: list[History] | Stopped) -> None:
+        """Keeps what a batch returned after it had been told to stop."""
+        if not isinstance(result, Stopped):
+            self.finished += zip(batch, result, strict=True)
+            self.lost -= len(batch)
+            return
+        if result.state is not None:
+            write_whole(BatchFile(self.folder, batch).path, lambda file: file.write(result.state))
+        if result.kept:
+            self.lost -= len(batch)
+
+
+def is_elsewhere(executor: Executor) -> bool:
+    """Whether an executor's workers may be on other machines, which lack this one's files."""
+    return getattr(executor, "is_elsewhere", False)
+
+
+def tell_news(executor: Executor) -> None:
+    """Prints what an executor's user should know while it waits, if there is something new."""
+    news = getattr(executor, "news", None)
+    if news and (line := news()):
+        tqdm.write(f"fp8rl: {line}", file=sys.stderr)
+
+
+def result_of(future: Future, executor: Executor):
+    """The result of a future of an executor, with the executor's news while it is awaited."""
+    while not future.done():
+        tell_news(executor)
+        with held_signals():
+            wait([future], 0.5)
+    return future.result()
 
 
 def steps_of(config: Config) -> int:
@@ -190,16 +295,10 @@ def held_signals() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def require(
-    configs: list[Config],
-    run: Callable | None = None,
-    workers: int | None = None,
-    at_once: int | None = None,
-) -> None:
-    """Raises, before any begins, what `run_all` raises of configs that cannot be trained on this
-    machine. `at_once`: as many batches share its memory; None is one a core."""
+def require(tasks: list[Batch], workers: int | None = None, at_once: int | None = None) -> None:
+    """Raises, before any begins, what `run_batches` raises of batches that cannot be trained on
+    this machine. `at_once`: as many batches share its memory; None is one a core."""
     workers = workers or cores()
-    tasks = split(configs, workers, run)
     populations = [batch for each, batch in tasks if each is None]
     at_once = min(at_once or cores(), workers, len(populations))
     for batch in populations:
@@ -244,10 +343,18 @@ def split(configs: list[Config], workers: int, each: Callable | None) -> list[Ba
 
 
 def train_batch(
-    each: Callable[[Config], History] | None, configs: list[Config], number: int, threshold: float
-) -> list[History]:
+    each: Callable[[Config], History] | None,
+    configs: list[Config],
+    number: int,
+    threshold: float,
+    keeping: Keeping | None = None,
+) -> list[History] | Stopped:
     """Trains a batch in the thread that calls it, and returns the histories in the order of its
     configs. It needs nothing that was set up before, so any worker can do it.
+
+    With `keeping`, the batch goes on from its file, its state is saved again and again, and it can
+    be stopped, which returns Stopped. A function of the caller, `each`, is called once and keeps
+    nothing.
 
     In a process of this machine's pool, batch `number` counts its steps and agents while it trains.
     """
@@ -256,22 +363,77 @@ def train_batch(
     torch.set_num_threads(1)
     keep_freed_memory()
     try:
-        if each is not None:
+        if each not in (None, run):
             (config,) = configs
             return [each(config)]
-        population, reached = build_population(configs), set()
-        for _ in iterate(population):
-            returns = population.history.columns["eval_return"][-1]
-            reached |= set(np.flatnonzero(returns >= threshold))
-            if _counts is not None:
-                steps = population.history.last["steps"] * len(configs)
-                _counts[2 * number : 2 * number + 2] = steps, len(reached)
-        return population.histories(configs)
+        if keeping is None:
+            return _train(each is run, configs, number, threshold)
+        with batch_file(keeping, configs) as file:
+            result = _train(each is run, configs, number, threshold, file, keeping.study)
+            if isinstance(result, Stopped) and keeping.folder is None and file.path.exists():
+                return result._replace(state=file.path.read_bytes())
+            return result
     finally:
         torch.set_num_threads(threads)
 
 
-_counts: MutableSequence[float] | None = None  # of run_all, in a process of this machine's pool
+def _train(
+    alone: bool,
+    configs: list[Config],
+    number: int,
+    threshold: float,
+    file: BatchFile | None = None,
+    study: str = "",
+) -> list[History] | Stopped:
+    """Trains a batch in its file, or in none: one config `alone`, or a population."""
+    if file is not None:
+        made = file.built(alone)
+    else:
+        made = build(configs[0]) if alone else build_population(configs)
+    reached = np.zeros(len(configs), bool)
+    for returns in made.history.columns.get("eval_return", ()):
+        reached |= returns >= threshold
+
+    def count() -> None:
+        if _counts is not None and len(made.recorded):
+            reached[:] |= made.recorded.columns["eval_return"][-1] >= threshold
+            steps = made.recorded.last["steps"] * len(configs)
+            _counts[2 * number : 2 * number + 2] = steps, reached.sum()
+
+    def stop() -> bool:
+        return study in _told_to_stop or (_counts is not None and _counts[-1] > 0)
+
+    try:
+        stopped = train_until(made, stop, file, count)
+    except (ValueError, FloatingPointError, EnvironmentFailed) as error:
+        if not alone:
+            raise
+        record_failure(made.history, error)
+        stopped = None
+    if stopped:
+        return stopped
+    return [made.history] if alone else made.histories(configs)
+
+
+def record_failure(history: History, error: Exception) -> None:
+    """Ends the history of a run that failed with minus infinity, and with the reason."""
+    history.failure = str(error)
+    start = {"iteration": 0.0, "steps": 0.0, "seconds": 0.0}
+    history.add({**start, **history.last, "eval_return": -math.inf})
+
+
+# Studies whose batches in this process are to stop (`Keeping.study`).
+_told_to_stop: set[str] = set()
+
+
+def stop_batches(study: str) -> None:
+    """Tells the batches of a study that train in this process to stop after their iteration."""
+    _told_to_stop.add(study)
+
+
+# Of run_batches, in a process of this machine's pool: the steps of each batch and its agents at the
+# threshold, and last whether all batches are to stop.
+_counts: MutableSequence[float] | None = None
 
 
 class LocalProcesses(ProcessPoolExecutor):
@@ -284,12 +446,17 @@ class LocalProcesses(ProcessPoolExecutor):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         self.others = set(multiprocessing.active_children())
+        self.counts = counts
         super().__init__(processes, context, _begin_process, (counts,))
 
     def submit(self, function, /, *arguments, **options) -> Future:
         """As ProcessPoolExecutor, which starts its processes here."""
-        with children_ignore_interrupts():
+        with children_ignore_interrupts(), children_ignore_termination():
             return super().submit(function, *arguments, **options)
+
+    def stop_batches(self, study: str) -> None:
+        """Tells all batches to stop after their iteration."""
+        self.counts[-1] = 1
 
     def __exit__(self, kind, error, traceback) -> None:
         if kind:
@@ -298,12 +465,33 @@ class LocalProcesses(ProcessPoolExecutor):
         self.shutdown(cancel_futures=True)
 
 
+@contextlib.contextmanager
+def children_ignore_termination() -> Iterator[None]:
+    """A context in which processes that are started ignore SIGTERM.
+
+    Schedulers and `timeout` send it to a whole group of processes. The parent then ends these
+    processes, after they have saved their batches. If the server that forks them died of it, all
+    of them would count as dead.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signal handlers can be set only there
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _begin_process(counts: MutableSequence[float]) -> None:
     global _counts
     _counts = counts  # shared memory goes only to a process that begins
     # Its own has a semaphore of the system, which a worker that is killed would leave there
     tqdm.set_lock(threading.RLock())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends its children
+    # Ctrl-C goes to all processes of a terminal, and SIGTERM often to all of a job. The parent
+    # tells its children to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def follow_parent() -> None:
         multiprocessing.parent_process().join()
