@@ -24,6 +24,7 @@ from fp8rl.cli import train as cli_train
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
+from fp8rl.disk.run_folder import Folder
 from fp8rl.observation_codec import CODECS
 from fp8rl.study.replay_layouts import LAYOUTS
 from fp8rl.tasks.cartpole import CartPole
@@ -657,9 +658,9 @@ def stopped(out: Path) -> None:
     """A run of 2,048 steps that was stopped after the first iteration."""
     run = build(small(steps=2048, eval_episodes=2, eval_every=0))
     next(iterate(run))
-    out.mkdir()
-    checkpoint.save(out / "checkpoint.pt", run)
-    (out / "config.json").write_text(run.config.to_json())
+    with Folder.create(out, "train", {}, overwrite=False) as folder:
+        checkpoint.save(out / "checkpoint.pt", run)
+        folder.write("config.json", run.config.to_json())
 
 
 def test_a_stopped_run_is_shortened_to_what_it_has_not_done_yet(tmp_path, capsys, refused):
@@ -678,7 +679,7 @@ def test_a_stopped_run_is_shortened_to_what_it_has_not_done_yet(tmp_path, capsys
 EDITS = {
     '"entropy_coef": 0.5': "entropy_coef is 0.5 there and None in the run",
     '"entropy_coff": null': "config has the field 'entropy_coff', which does not exist: leave it out",
-    '"entropy_coef": -1': "entropy_coef is -1: use 0 or more",
+    '"entropy_coef": -1': "entropy_coef is -1.0: use 0 or more",
     '"entropy_coef": maybe': "Expecting value: ",
     '"entropy_coef": null, "steps": 4096': "steps is 4096 there and 2048 in the run",
 }
