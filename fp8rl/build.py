@@ -152,6 +152,9 @@ def low_bit_optimizer(settled: Config, model: ActorCritic, seed: int) -> LowBitA
     parameters = parameters_in_order(model).items()
     noise = rng.rounding_noise(seed)
     optimizer = LowBitAdam(parameters, settled.learning_rate, eps=ADAM_EPS, noise=noise, **formats)
+    # The first rollout is collected by the rounded weights, as in a population. And a checkpoint
+    # has all weights in the optimizer's state.
+    optimizer.pack_weights()
     optimizer.attach(model)
     return optimizer
 

@@ -29,6 +29,7 @@ from torch import nn
 
 from .. import processes
 from ..bits.doctor import Doctor
+from ..bits.low_bit_adam import PackedParameter
 from ..build import Machine, build, build_population
 from ..config import EIGHT_BIT, Config
 from ..observation_codec import CODECS
@@ -96,8 +97,12 @@ def hashed(content: bytes) -> str:
 
 
 def weights_of(model: nn.Module) -> bytes:
-    """All parameters of a network, and its buffers, as bytes."""
-    numbers = [*model.parameters(), *(x for x in model.buffers() if x.is_floating_point())]
+    """All parameters of a network, and its buffers, as bytes.
+
+    Weights that a LowBitAdam keeps packed are left out.
+    """
+    numbers = [p for p in model.parameters() if type(p) is not PackedParameter]
+    numbers += [x for x in model.buffers() if x.is_floating_point()]
     return b"".join(x.detach().flatten().numpy().tobytes() for x in numbers)
 
 
