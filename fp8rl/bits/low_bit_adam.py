@@ -9,9 +9,9 @@ formats of 16 bits 2 and 4, and each scale takes 4.
     moments    A step unpacks the moments, updates them, uses them, and only then rounds them (as
                torchao's low-bit optimizers do; blocks with scales: Dettmers et al. 2022,
                arXiv:2110.02861). The root of v needs half of v's range of exponents (Bjorck et al.
-               2021, arXiv:2102.13565). Moments are rounded so that no step becomes much longer than
-               float32's (`Places.moments`). With the word `independent`, a moment is rounded by
-               itself.
+               2021, arXiv:2102.13565). It is rounded stochastically, so that it falls when
+               gradients do. Moments are rounded so that no step becomes much longer than float32's
+               (`Places.moments`). With the word `independent`, a moment is rounded by itself.
     weights    A step is often far smaller than the distance from a number to the next, and rounding
                to the nearest would undo it. Stochastic rounding is right in the mean (Gupta et al.
                2015, arXiv:1502.02551), without a float32 copy.
@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .formats import DTYPES, blocks, power_of_two_scale, unblocked
+from .formats import DTYPES, blocks, format_of, power_of_two_scale, unblocked
 from .places import BLOCK, NO_NOISE, STATE, PlaceFormat, Places, places_of
 
 # Options of torch's Adam and AdamW that LowBitAdam does not have. They may be given with a value
@@ -84,6 +84,7 @@ READABLE = {
     "shape",
     "size",
 }
+FLOAT32 = format_of("fp32")
 Packed = tuple[torch.Tensor, torch.Tensor | None]  # codes, and scales or None
 Noise = dict[str, torch.Tensor]  # by place, [1, P] each
 
@@ -206,11 +207,16 @@ class LowBitAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) that keeps its state in few bits.
 
     `weights`, `m`, `v` or `root` (the root of v) are formats of places.py, such as
-    "e4m3:stochastic". Without a format, a place is float32. `weight_decay` is decoupled, as in
-    AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): the weights are multiplied by
-    1 - lr * weight_decay before the step, and the result of both is rounded once. `maximize`
-    maximizes the loss. `noise` draws the numbers for stochastic rounding; the default is
-    `seeded_noise(seed)`. Other options of torch's Adam are refused.
+    "e4m3:stochastic". Without a format, a place is float32.
+
+    `v` and `root` are rounded stochastically, because to the nearest they could not fall
+    (places.py). The word `nearest`, as in "e4m3:nearest", rounds them to the nearest and saves the
+    noise.
+
+    `weight_decay` is decoupled, as in AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): the
+    weights are multiplied by 1 - lr * weight_decay before the step, and the result of both is
+    rounded once. `maximize` maximizes the loss. `noise` draws the numbers for stochastic rounding;
+    the default is `seeded_noise(seed)`. Other options of torch's Adam are refused.
 
     A parameter group may have formats of its own. For example, `{"params": norms, "weights": None}`
     keeps the weights of these parameters in float32.
@@ -246,7 +252,7 @@ class LowBitAdam(torch.optim.Optimizer):
     ):
         refuse_options_of_adam(formats)
         self.default_formats = dict.fromkeys(STATE) | formats
-        self.formats = text_of(self.default_formats)
+        self.formats = text_of(self.default_formats)  # in the language of places.py
         self.places = places_of(self.formats, STATE)
         self.draw_noise = noise or seeded_noise(seed)
         self.parameters: list[torch.Tensor] = []  # in the order of the groups
@@ -670,11 +676,24 @@ class LowBitAdam(torch.optim.Optimizer):
 
 
 def text_of(formats: dict[str, str | None]) -> str:
-    """Formats by place as a text for `places_of`, in the order of STATE."""
+    """Formats by place as a text for `places_of`, in the order of STATE.
+
+    For v and root, the text says `stochastic` unless the format says `nearest`. Raises the errors
+    of `places_of`.
+    """
     in_one_order = dict.fromkeys(STATE) | formats
-    return " ".join(
-        f"{name}={form}" for name, form in in_one_order.items() if form or name not in STATE
-    )
+    entries = {
+        name: f"{name}={form}" for name, form in in_one_order.items() if form or name not in STATE
+    }
+    places = places_of(" ".join(entries.values()), STATE)
+    for name, place in places.items():
+        words = entries[name].split(":")
+        if "nearest" in words:
+            words.remove("nearest")  # which is what no word means there
+        elif name in ("v", "root") and not place.stochastic and place.format != FLOAT32:
+            words.append("stochastic")
+        entries[name] = ":".join(words)
+    return " ".join(entries.values())
 
 
 def kinds_of(p: torch.Tensor, name: str, form: PlaceFormat | None) -> dict[str, tuple]:
