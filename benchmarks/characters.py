@@ -6,7 +6,7 @@ texts, which every Python ships, with AdamW's decoupled weight decay. Its optimi
 
     float32        weights and both moments
     bf16           all three, to the nearest: half the bytes, as a network cast to bfloat16 has
-    8-bit state    m and the root of v in e4m3, weights in float32
+    8-bit state    m and the root of v in e4m3, the root rounded stochastically, weights in float32
     all 8-bit      weights, too, rounded stochastically
 
     python benchmarks/characters.py benchmarks/results/characters.md
@@ -32,9 +32,9 @@ from fp8rl.study.throughput import origin
 
 ARMS = {
     "float32": {},
-    "bf16": {"weights": "bf16", "m": "bf16", "v": "bf16"},
-    "8-bit state": {"m": "e4m3", "root": "e4m3"},
-    "all 8-bit": {"weights": "e4m3:stochastic", "m": "e4m3", "root": "e4m3"},
+    "bf16": {"weights": "bf16", "m": "bf16", "v": "bf16:nearest"},
+    "8-bit state": {"m": "e4m3", "root": "e4m3:stochastic"},
+    "all 8-bit": {"weights": "e4m3:stochastic", "m": "e4m3", "root": "e4m3:stochastic"},
 }
 STORED = {"fp32": 4, "bf16": 2, "e4m3": 1}  # bytes
 UPDATES, EVERY, SEEDS = 600, 50, 3
@@ -123,7 +123,7 @@ def bytes_of(arm: str) -> tuple[int, int]:
     kept = [formats.get("weights", "fp32"), formats.get("m", "fp32"), second]
     stored = sum(STORED[form.split(":")[0]] for form in kept)
     weights = 0 if formats.get("weights") is None else 4  # a float32 copy, while they are used
-    noise = 4 if any("stochastic" in form for form in kept) else 0
+    noise = 4 * sum("stochastic" in form for form in kept)
     return stored, stored + weights + 4 + noise
 
 

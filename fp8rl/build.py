@@ -148,10 +148,15 @@ def resume(run: Run, state: dict, new_episodes: bool) -> None:
 def low_bit_optimizer(settled: Config, model: ActorCritic, seed: int) -> LowBitAdam:
     """An optimizer that keeps weights and moments in the config's formats."""
     places = places_of(settled.formats)
-    formats = {name: str(form) for name, form in places.items()}
+    formats = {
+        name: str(form) if form.stochastic else f"{form}:nearest" for name, form in places.items()
+    }
     parameters = parameters_in_order(model).items()
     noise = rng.rounding_noise(seed)
     optimizer = LowBitAdam(parameters, settled.learning_rate, eps=ADAM_EPS, noise=noise, **formats)
+    # The first rollout is collected by the rounded weights, as in a population. And a checkpoint
+    # has all weights in the optimizer's state.
+    optimizer.pack_weights()
     optimizer.attach(model)
     return optimizer
 

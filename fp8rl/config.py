@@ -41,11 +41,11 @@ RANGES = (
 )
 
 # Fields that keep weights, Adam's moments and replayed observations in one byte per number, and
-# multiply in FP8.
+# multiply in FP8. To the nearest, the root of v could not fall (bits/places.py).
 EIGHT_BIT = {
     "precision": "fp8",
     "codec": "fp8",
-    "formats": "weights=e4m3:stochastic m=e4m3 root=e4m3",
+    "formats": "weights=e4m3:stochastic m=e4m3 root=e4m3:stochastic",
 }
 
 

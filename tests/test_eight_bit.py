@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import SIZED, after, refused, resumed, run_cli, small, trained
+from torch import nn
 
-from fp8rl.bits.low_bit_adam import unpack
+from fp8rl.bits.low_bit_adam import PackedParameter, unpack
 from fp8rl.build import build, build_population
 from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
@@ -83,18 +84,18 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path, formats, encoder):
 
 def test_nothing_but_bytes_lasts(tmp_path):
     config = small(**{**SMALL, "steps": 256}, **EIGHT_BIT)
-    sizes = []
+    types = []
     whole = sum(p.numel() for p in build(small()).model.parameters())
     run = build(config)
 
     def noting(*arguments):
-        sizes.append(sum(p.numel() for p in run.model.parameters()))
+        types.extend(type(p) for p in run.model.parameters())
         return unroll(*arguments)
 
     run.collector.loop = noting
     for _ in iterate(run):
-        assert all(p.numel() == 0 and p.grad is None for p in run.model.parameters())
-    assert set(sizes) == {whole}
+        assert all(type(p) is PackedParameter and p.grad is None for p in run.model.parameters())
+    assert set(types) == {nn.Parameter}
     counted = 0
     for codes, scale in (row for name in ("weights", "m", "v") for row in stored(run, name)):
         assert codes.dtype == torch.float8_e4m3fn and scale.numel() == 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8rl.bits import low_bit_adam
-from fp8rl.bits.low_bit_adam import LowBitAdam, pack, seeded_noise, unpack
+from fp8rl.bits.low_bit_adam import LowBitAdam, PackedParameter, pack, seeded_noise, unpack
 from fp8rl.bits.places import places_of
 from fp8rl.rng import rounding_noise, uniform
 
@@ -65,8 +65,12 @@ def stored(optimizer: LowBitAdam, name: str) -> list:
     return [optimizer.stored(p, name) for p in optimizer.parameters]
 
 
-def is_empty(module: nn.Module) -> bool:
-    return all(p.numel() == 0 and p.grad is None for p in module.parameters())
+def is_packed(module: nn.Module) -> bool:
+    return all(type(p) is PackedParameter and p.grad is None for p in module.parameters())
+
+
+def is_filled(module: nn.Module) -> bool:
+    return all(type(p) is nn.Parameter for p in module.parameters())
 
 
 def test_without_formats_it_is_torchs_adam():
@@ -86,7 +90,7 @@ def test_without_formats_it_is_torchs_adam():
         list(ours.parameters()), list(theirs.parameters()), rtol=0, atol=1e-6
     )
     optimizer.attach(ours)
-    assert not is_empty(ours)
+    assert is_filled(ours)
 
 
 def twin(
@@ -128,6 +132,7 @@ def test_steps_are_those_of_a_population_of_one(formats):
     grads = [torch.randn(theta.shape) * 10.0 ** -(k % 5) for k in range(12)]
     noise = rounding_noise(seed)
     optimizer = LowBitAdam(module.parameters(), lr=2e-3, eps=1e-5, noise=noise, **formats)
+    optimizer.pack_weights()
     for g in grads:
         for p, part in zip(module.parameters(), g.split(sizes, dim=1), strict=True):
             p.grad = part.view(p.shape).clone()
@@ -210,7 +215,8 @@ def test_a_state_continues_bit_for_bit(tmp_path, formats, attached):
     [
         lambda state: state.update(formats="weights=e4m3 m=e4m3 root=e4m3"),
         lambda state: state.pop("formats"),
-        lambda state: state["state"].pop(1),
+        lambda state: state["state"][1].pop("weights"),
+        lambda state: state["state"][1].pop("step"),
         lambda state: state["state"][1].pop("m_scale"),
         lambda state: state["state"][1].update(m=state["state"][1]["m"].float()),
         lambda state: state["state"][1].update(m=state["state"][0]["m"]),
@@ -241,7 +247,7 @@ class Agent(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(2)
-        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 1, bias=False)
         self.embedding = nn.Parameter(torch.randn(6))
 
     def forward(self, x, again: bool = True):
@@ -287,7 +293,7 @@ def test_attached_modules_learn_the_same(make):
         optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
         if attaches:
             optimizer.attach(module)
-            assert is_empty(module)
+            assert is_filled(module)  # nothing is rounded before the first step
         torch.manual_seed(0)
         losses = train(module, optimizer)
         x = torch.randn(8, 6)
@@ -301,15 +307,15 @@ def test_attached_modules_learn_the_same(make):
                 losses.append(module(x).sum().item())
             loss.backward()
         optimizer.step()
-        assert is_empty(module) == attaches
+        assert (is_packed if attaches else is_filled)(module)
         for grad_mode in (torch.no_grad, torch.inference_mode):
             with grad_mode():
                 losses.append(module.eval()(x).sum().item())
-            assert is_empty(module) == attaches
+            assert (is_packed if attaches else is_filled)(module)
         module.train()
         losses += train(module, optimizer)
         found.append((losses, optimizer.state_dict(), module.state_dict()))
-        assert is_empty(module) == attaches
+        assert (is_packed if attaches else is_filled)(module)
     assert same(*found)
 
 
@@ -325,47 +331,49 @@ def test_an_attached_module_learns_compiled():
     assert found[0] == pytest.approx(found[1]) and found[0][-1] < found[0][0]
 
 
-def test_when_attached_parameters_are_empty():
+def test_when_attached_parameters_are_packed():
     module, x = Agent(), torch.randn(3, 6)
     optimizer = LowBitAdam(module.parameters(), **EIGHT)
+    optimizer.pack_weights()
     expected, value = module(x).detach(), module.value(x).detach()
     optimizer.attach(module)
     with torch.no_grad():
         # Until the next forward of its own
-        assert torch.equal(module.value(x), value) and not is_empty(module)
-        assert torch.equal(module(x), expected) and is_empty(module)
+        assert torch.equal(module.value(x), value) and is_filled(module)
+        assert torch.equal(module(x), expected) and is_packed(module)
         with pytest.raises(RuntimeError):
             module(torch.randn(3, 5))
-        assert is_empty(module)
+        assert is_packed(module)
         with optimizer.unpacked():
             with optimizer.unpacked():
                 module(x)
             assert same(
                 [unpack(*row) for row in stored(optimizer, "weights")], list(module.parameters())
             )
-        assert is_empty(module)
+        assert is_packed(module)
     loss = module(x).sum()
     with optimizer.unpacked(), torch.no_grad():
         module(x)
     loss.backward()  # its weights have stayed
-    assert not is_empty(module)
+    assert is_filled(module)
     optimizer.step()
-    assert is_empty(module)
+    assert is_packed(module)
     with optimizer.unpacked():
         module(x).sum().backward()
         optimizer.step()
-        assert not is_empty(module)
+        assert is_filled(module)
         module(x)
-    assert is_empty(module)
+    assert is_packed(module)
     with pytest.raises(ZeroDivisionError), optimizer.unpacked():
         raise ZeroDivisionError
-    assert is_empty(module)
+    assert is_packed(module)
 
 
 def test_the_weights_of_an_attached_module_are_read_set_and_copied():
     module = Agent()
     optimizer = LowBitAdam(module.parameters(), **EIGHT)
     optimizer.attach(module)
+    optimizer.pack_weights()
     saved, part = module.state_dict(), module.head.state_dict()
     assert same(part, {name: saved[f"head.{name}"] for name in part}) and saved[
         "body.weight"
@@ -374,21 +382,22 @@ def test_the_weights_of_an_attached_module_are_read_set_and_copied():
         assert same(module.state_dict(), saved)
         inside = copy.deepcopy(module)
     outside = copy.deepcopy(module)
-    assert is_empty(module)
+    assert is_packed(module)
     for other in (inside, outside):
         assert same(other.state_dict(), saved)
         assert all(p.dtype == torch.float32 and p.requires_grad for p in other.parameters())
         train(other, torch.optim.Adam(other.parameters()))
-        assert not same(other.state_dict(), saved) and not is_empty(other) and is_empty(module)
+        assert not same(other.state_dict(), saved) and is_filled(other) and is_packed(module)
     module.load_state_dict(other.state_dict())
-    assert is_empty(module)
-    rounded = LowBitAdam(other.parameters(), **EIGHT)  # which rounds them
+    assert is_packed(module)
+    rounded = LowBitAdam(other.parameters(), **EIGHT)
+    rounded.pack_weights()  # rounds them
     assert same(stored(rounded, "weights"), stored(optimizer, "weights")) and same(
         module.state_dict(), other.state_dict()
     )
     with optimizer.unpacked(), torch.no_grad():
-        module.head.bias.fill_(0.5)
-    assert module.state_dict()["head.bias"] == 0.5 and is_empty(module)
+        module.head.weight.fill_(0.5)
+    assert (module.state_dict()["head.weight"] == 0.5).all() and is_packed(module)
     for function in (copy.deepcopy, pickle.dumps):
         with pytest.raises(
             TypeError, match="cannot be copied or pickled: build another and load its state_dict"
@@ -401,6 +410,8 @@ def test_a_parameter_without_a_gradient_is_skipped():
     for skips in (False, True):
         module = network()
         optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
+        train(module, optimizer, 1)
+        optimizer.zero_grad()
         before = copy.deepcopy(optimizer.state_dict()["state"])
         for p in list(module.parameters())[skips:]:
             p.grad = torch.ones_like(p)
@@ -418,7 +429,8 @@ def test_bytes():
     optimizer.attach(module)
     train(nn.Sequential(nn.Linear(6, 64), module, nn.Linear(64, 1)), optimizer, 2)
     parameters, state = 2 * 64 * 128 + 128, optimizer.state_dict()["state"].values()
-    assert all(p.untyped_storage().nbytes() == 0 for p in module.parameters())
+    with torch._C.DisableTorchFunctionSubclass():  # each parameter's own memory is one number
+        assert all(p.untyped_storage().nbytes() == 4 for p in module.parameters())
     assert (
         sum(x.nbytes for one in state for name, x in one.items() if name != "step")
         == 3 * parameters + 9 * 4
@@ -432,11 +444,11 @@ def test_bytes():
         f"root of v: 3 tensors, float8_e4m3fn, {parameters:,} bytes and 12 of scales",
         "stored: 3.00 bytes a parameter, 3.00 without scales",
     ]
-    blocks = (
-        LowBitAdam(copy.deepcopy(module).parameters(), weights="bf16", v="e5m2:block")
-        .describe()
-        .splitlines()
-    )
+    other = copy.deepcopy(module)
+    optimizer = LowBitAdam(other.parameters(), weights="bf16", v="e5m2:block")
+    other(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    blocks = optimizer.describe().splitlines()
     assert blocks[2].endswith(
         f"float8_e5m2, {parameters:,} bytes and {parameters // 8:,} of scales"
     )
@@ -479,10 +491,10 @@ def test_a_group_may_follow():
     with pytest.raises(ValueError, match="use float32"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(0))]})
     optimizer.add_param_group({"params": second.parameters(), "lr": 0.1})
-    before = second.state_dict()
+    before = copy.deepcopy(second.state_dict())
     (first(torch.randn(2, 6)) * second(torch.randn(2, 6))).sum().backward()
     optimizer.step(lambda: None)
-    assert is_empty(first) and is_empty(second) and not same(second.state_dict(), before)
+    assert is_packed(first) and is_packed(second) and not same(second.state_dict(), before)
 
 
 def test_the_example():
@@ -538,10 +550,11 @@ def falls_silent(updates: int, position: int, loud: int, size: float = 64) -> to
 @pytest.mark.parametrize(("eps", "updates"), [(0.0, 2_000), (1e-5, 400)])
 def test_no_step_is_longer_than_in_float32_when_one_gradient_falls_silent(eps, updates):
     gradients = falls_silent(updates, 0, 200)
-    assert longest_step(gradients, eps, m="e4m3", root="e4m3") < 1.25
+    assert longest_step(gradients, eps, m="e4m3", root="e4m3:nearest") < 1.25
+    assert longest_step(gradients, eps, m="e4m3", root="e4m3") < 1.35
     gradients = gradients[:400]
     assert longest_step(gradients, 1e-8) == pytest.approx(1, abs=0.01)
-    control = longest_step(gradients, eps, m="e4m3:independent", root="e4m3:independent")
+    control = longest_step(gradients, eps, m="e4m3:independent", root="e4m3:independent:nearest")
     assert control > (2 if eps == 1e-5 else 100)
 
 
@@ -629,3 +642,408 @@ def test_noise_of_a_seed_is_a_function_of_the_update_and_uniform():
     assert not torch.equal(one, draw(6, (2, 10_000), "cpu"))
     assert not torch.equal(one, seeded_noise(4)(5, (2, 10_000), "cpu"))
     assert one.min() >= 0 and one.max() < 1 and abs(one.mean() - 0.5) < 0.01
+
+
+# Parameters that are left alone
+
+
+def reference(x: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+    """Torch's Adam on the same gradients."""
+    p = x.clone().requires_grad_()
+    adam = torch.optim.Adam([p])
+    for g in grads:
+        p.grad = g.clone()
+        adam.step()
+    return p.detach()
+
+
+def test_a_frozen_base_is_left_alone_and_costs_nothing():
+    base, adapter = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4, bias=False)
+    half = nn.Parameter(torch.randn(8).bfloat16(), requires_grad=False)
+    odd = nn.Parameter(torch.zeros(0, dtype=torch.complex64), requires_grad=False)
+    drawn = []
+
+    def noise(update, shape, device):
+        drawn.append(shape)
+        return torch.rand(shape)
+
+    model = nn.Sequential(base, adapter)
+    before = copy.deepcopy(base.state_dict())
+    optimizer = LowBitAdam([*model.parameters(), half, odd], noise=noise, **EIGHT)
+    for attaches in (False, True):
+        if attaches:
+            optimizer.attach(model)
+        for _ in range(3):
+            model(torch.randn(8, 16)).square().sum().backward()
+            optimizer.step()
+            optimizer.pack_weights()
+        assert same(base.state_dict(), before) and is_filled(base)
+        assert optimizer.state.keys() == {adapter.weight}
+    assert set(drawn) == {(2, adapter.weight.numel())}  # for the weights and the root
+    assert "left alone: 4 tensors, 280 numbers, no step yet" in optimizer.describe()
+    with optimizer.unpacked():
+        assert same(base.state_dict(), before) and is_filled(adapter)
+    assert is_packed(adapter) and same(copy.deepcopy(model).state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("attaches", [False, True])
+def test_a_parameter_without_gradient_is_left_alone(attaches):
+    used, unused = nn.Linear(6, 1), nn.Linear(6, 6)
+    model = nn.ModuleList([used, unused])
+    before = copy.deepcopy(unused.state_dict())
+    optimizer = LowBitAdam(model.parameters(), **EIGHT)
+    if attaches:
+        optimizer.attach(model)
+    assert optimizer.describe() == "left alone: 4 tensors, 49 numbers, no step yet\nstored: nothing"
+    train(used, optimizer)
+    assert same(unused.state_dict(), before) and optimizer.state.keys() == {*used.parameters()}
+
+
+@pytest.mark.parametrize("attaches", [False, True])
+def test_a_parameter_that_is_unfrozen_begins_then(attaches):
+    """Its bias corrections count from its own first step, as in torch."""
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = LowBitAdam(model.parameters(), m="bf16", weights="bf16")
+    if attaches:
+        optimizer.attach(model)
+    before = copy.deepcopy(model[0].state_dict())
+    train(model, optimizer, 3)
+    assert same(model[0].state_dict(), before)
+    model[0].requires_grad_(True)
+    train(model, optimizer, 1)
+    steps = [int(optimizer.state[p]["step"]) for p in optimizer.parameters]
+    assert steps == [1, 1, 4, 4, 4, 4]
+    after = model[0].state_dict()
+    assert not same(after, before)
+    moved = (after["weight"] - before["weight"]).abs().max()  # a first step is lr long
+    assert moved < 1e-3 + 2**-8
+    model[0].requires_grad_(False)  # and frozen again: it stays in few bits
+    optimizer.zero_grad()
+    frozen = copy.deepcopy(model[0].state_dict())
+    train(model, optimizer, 2)
+    assert same(model[0].state_dict(), frozen)
+
+
+def test_what_cannot_learn_is_refused_when_it_begins_to():
+    half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16), requires_grad=False)
+    optimizer = LowBitAdam([("half", half), ("odd", nn.Parameter(torch.ones(2)))], **EIGHT)
+    half.requires_grad_()
+    half.grad = torch.ones_like(half)
+    refused("half is torch.bfloat16: make it float32 before it learns", optimizer.step)
+    complex_one = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    refused(r"a parameter is torch.complex64 \[3\]: use float32", LowBitAdam, [complex_one])
+
+
+def test_a_sparse_gradient_is_refused_and_nothing_changes():
+    table, head = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)
+    model = nn.Sequential(table, head)
+    optimizer = LowBitAdam(model.named_parameters(), **EIGHT)
+    before = copy.deepcopy(model.state_dict())
+    model(torch.tensor([1, 2])).sum().backward()
+    refused("the gradient of 0.weight is sparse: make it dense", optimizer.step)
+    assert same(model.state_dict(), before) and not optimizer.state
+    unnamed = LowBitAdam(model.parameters())
+    refused(r"the gradient of a parameter \[5, 4\] is sparse", unnamed.step)
+
+
+@pytest.mark.parametrize("attaches", [False, True])
+def test_a_state_with_gaps_round_trips(attaches):
+    def make():
+        model = network()
+        model[0].requires_grad_(False)
+        optimizer = LowBitAdam(model.parameters(), lr=1e-2, **EIGHT)
+        if attaches:
+            optimizer.attach(model)
+        return model, optimizer
+
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert sorted(state["state"]) == [2, 3, 4, 5]
+    expected = train(model, optimizer, 2, first=2)
+    other, resumed = make()
+    train(other, resumed, 1)
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    assert train(other, resumed, 2, first=2) == expected
+    resumed.load_state_dict(LowBitAdam(network().parameters(), **EIGHT).state_dict())
+    assert not resumed.state and is_filled(other)  # a state of nothing; weights stay
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_tied_parameters():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inputs, self.outputs = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+            self.outputs.weight = self.inputs.weight
+
+        def forward(self, x):
+            return self.outputs(torch.tanh(self.inputs(x)))
+
+    model, plain = Tied(), Tied()
+    optimizer = LowBitAdam(model.parameters())
+    assert train(model, optimizer, 3) == pytest.approx(
+        train(plain, torch.optim.Adam(plain.parameters()), 3)
+    )
+    optimizer = LowBitAdam(model.parameters(), **EIGHT)
+    optimizer.attach(model)
+    train(model, optimizer, 3)
+    assert len(optimizer.state) == 1 and model.inputs.weight is model.outputs.weight
+    twin = copy.deepcopy(model)
+    assert twin.inputs.weight is twin.outputs.weight and same(twin.state_dict(), model.state_dict())
+
+
+# Options of a group
+
+
+def test_a_group_has_formats_of_its_own():
+    linear, norm, head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 1)
+    model = nn.Sequential(linear, norm, head)
+    groups = [
+        {"params": linear.parameters()},
+        {"params": norm.parameters(), "weights": None, "m": "bf16", "v": "bf16:stochastic"},
+    ]
+    optimizer = LowBitAdam(groups, **EIGHT)
+    optimizer.add_param_group({"params": head.parameters(), "root": None, "name": "head"})
+    optimizer.attach(model)
+    train(model, optimizer, 2)
+    states = [
+        {name: x.dtype for name, x in optimizer.state[p].items() if "scale" not in name}
+        for p in (linear.weight, norm.weight, head.weight)
+    ]
+    eight, sixteen, single = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+    assert states == [
+        {"step": single, "weights": eight, "m": eight, "root": eight},
+        {"step": single, "m": sixteen, "v": sixteen},
+        {"step": single, "weights": eight, "m": eight, "v": single},
+    ]
+    assert is_packed(linear) and is_filled(norm) and is_packed(head)
+    assert [group["formats"] for group in optimizer.param_groups] == [
+        "weights=e4m3:stochastic m=e4m3 root=e4m3:stochastic",
+        "m=bf16 v=bf16:stochastic",
+        "weights=e4m3:stochastic m=e4m3",
+    ]
+    assert optimizer.describe().splitlines()[:2] == [
+        "weights: 4 tensors, float8_e4m3fn, 49 bytes and 16 of scales",
+        "weights: 2 tensors, float32, 48 bytes and 0 of scales",
+    ]
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(copy.deepcopy(state))
+    assert same(optimizer.state_dict(), state)
+    del groups[1]["weights"]
+    other = LowBitAdam(
+        [
+            {**group, "params": p}
+            for group, p in zip(groups, ([*linear.parameters()], [*norm.parameters()]), strict=True)
+        ],
+        **EIGHT,
+    )
+    refused("the state does not fit these parameters", other.load_state_dict, state)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"amsgrad": True}, "amsgrad is True: leave it out, LowBitAdam does not have it"),
+        ({"fused": True}, "fused is True: leave it out"),
+        ({"lr": -1.0}, "lr, eps and betas are -1.0"),
+        ({"betas": (0.9, 1.0)}, r"lr, eps and betas are 0.001, 1e-08 and \(0.9, 1.0\)"),
+        ({"weight_decay": -1}, "weight_decay is -1: use 0 or more"),
+        ({"m": "e9m3"}, "formats has 'm=e9m3': format is 'e9m3'"),
+        ({"v": "e5m2", "root": "e4m3"}, "formats has root twice"),
+        ({"weigths": "bf16"}, "formats has the place 'weigths' in a group: choose from weights, m"),
+        ({"forward": "e4m3"}, "formats has the place 'forward' in a group"),
+        ({"formats": "m=e4m3"}, "formats has the place 'formats' in a group"),
+        ({"seed": 1}, "seed is 1 in a group: give it in the call"),
+    ],
+)
+def test_options_of_a_group_that_cannot_be_are_refused(options, message):
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    group = {"params": list(second.parameters()), **options}
+    refused(message, LowBitAdam, [{"params": first.parameters()}, dict(group)], **EIGHT)
+    optimizer = LowBitAdam(first.parameters(), **EIGHT)
+    refused(message, optimizer.add_param_group, group)
+    assert len(optimizer.param_groups) == 1 and len(optimizer.parameters) == 2
+
+
+def test_options_of_a_group_that_ask_for_nothing_are_allowed():
+    p = torch.zeros(4, requires_grad=True)
+    optimizer = LowBitAdam([{"params": [p], "amsgrad": False, "foreach": None, "name": "one"}])
+    assert "amsgrad" not in optimizer.param_groups[0]
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # adds an option of its own
+
+
+# Reading packed weights
+
+
+def attached(module: nn.Module) -> LowBitAdam:
+    optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
+    optimizer.attach(module)
+    train(module, optimizer, 2)
+    assert is_packed(module)
+    return optimizer
+
+
+def average_of(module: nn.Module) -> None:
+    average = torch.optim.swa_utils.AveragedModel(network())
+    average.update_parameters(module)
+
+
+READS = [
+    lambda module: torch.nn.utils.parameters_to_vector(module.parameters()),
+    lambda module: sum(p.norm() for p in module.parameters()),
+    lambda module: sum(p.abs().sum() for p in module.parameters()),
+    lambda module: [p.data for p in module.parameters()],
+    lambda module: [p.detach() for p in module.parameters()],
+    lambda module: [p.clone() for p in module.parameters()],
+    lambda module: [p.tolist() for p in module.parameters()],
+    lambda module: module[0].weight.T,
+    lambda module: module[0].weight[0],
+    lambda module: module[0].weight @ torch.ones(6),
+    lambda module: torch.cat([p.flatten() for p in module.parameters()]),
+    lambda module: torch._foreach_norm(list(module.parameters())),
+    lambda module: torch.nn.functional.linear(torch.ones(6), module[0].weight),
+    average_of,
+]
+CHANGES = [
+    lambda module: torch.nn.init.zeros_(module[0].weight),
+    lambda module: module[0].weight.data.mul_(2),
+    lambda module: module[0].weight.copy_(torch.ones(10, 6)),
+    lambda module: setattr(module[0].weight, "data", torch.ones(10, 6)),
+    lambda module: module.to(torch.float64),
+]
+
+
+@pytest.mark.parametrize("read", READS + CHANGES)
+def test_reading_packed_weights_says_how(read):
+    module = network()
+    optimizer = attached(module)
+    expected = copy.deepcopy(module)
+    with torch.no_grad():
+        message = r"^[^\n]*packed: call it within `with optimizer.unpacked\(\):`$"
+        refused(message, read, module, error=RuntimeError)
+        assert is_packed(module) and same(expected.state_dict(), module.state_dict())
+        with optimizer.unpacked():
+            assert is_filled(module)
+            if read in READS:
+                read(module)
+    assert is_packed(module)
+
+
+def test_what_can_be_read_of_a_packed_module_is_right(tmp_path):
+    module = network()
+    optimizer = attached(module)
+    with optimizer.unpacked():
+        weights = copy.deepcopy(module.state_dict())
+    plain = network()
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        assert (p.numel(), p.shape, p.dtype, p.device) == (q.numel(), q.shape, q.dtype, q.device)
+        assert p.requires_grad and p.is_leaf and p.grad is None and isinstance(p, nn.Parameter)
+    assert sum(p.numel() for p in module.parameters()) == 155
+    assert "within `with optimizer.unpacked():`" in repr(module[0].weight) and repr(module)
+    assert same(module.state_dict(), weights)
+    torch.save(module, tmp_path / "module.pt")
+    torch.save(list(module.parameters()), tmp_path / "parameters.pt")
+    saved = torch.load(tmp_path / "module.pt", weights_only=False)
+    assert is_filled(saved) and same(saved.state_dict(), weights)
+    loaded = torch.load(tmp_path / "parameters.pt", weights_only=True)
+    assert same([p.detach() for p in loaded], list(weights.values()))
+    one = copy.deepcopy(module[0])  # a part of it
+    assert is_filled(one) and torch.equal(one.weight, weights["0.weight"])
+    module.zero_grad()
+    module.requires_grad_(True)
+    assert torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0) == 0
+    average = torch.optim.swa_utils.AveragedModel(module)
+    with optimizer.unpacked():
+        average.update_parameters(module)
+    assert same(average.module.state_dict(), weights) and is_packed(module)
+
+
+def test_gradients_that_are_set_by_hand():
+    """A step unpacks the weights itself."""
+    found = []
+    for attaches in (False, True):
+        module = network()
+        optimizer = LowBitAdam(module.parameters(), lr=1e-2, **EIGHT)
+        if attaches:
+            optimizer.attach(module)
+        for _ in range(3):
+            for p in module.parameters():
+                p.grad = torch.ones(p.shape)
+            optimizer.step()
+        found.append(copy.deepcopy(module.state_dict()))
+    assert same(*found)
+
+
+# v falls when gradients do
+
+
+def second_moment(optimizer: LowBitAdam, p: torch.Tensor) -> torch.Tensor:
+    v = unpack(*optimizer.stored(p, "v"))
+    return v.square() if optimizer.second(p) == "root" else v
+
+
+def after_gradients(gradients: list[torch.Tensor], **formats) -> torch.Tensor:
+    """v after these gradients. beta2 is 0.99, so that an update multiplies v by that at least."""
+    p = torch.zeros(gradients[0].shape, requires_grad=True)
+    optimizer = LowBitAdam([p], betas=(0.9, 0.99), **formats)
+    for gradient in gradients:
+        p.grad = gradient
+        optimizer.step()
+    return second_moment(optimizer, p)
+
+
+FORGETS = [
+    {"v": "e4m3"},
+    {"root": "e4m3"},
+    EIGHT,
+    {"v": "e5m2"},
+    {"v": "e5m2:block", "m": "e4m3:block"},
+    {"root": "e4m3:block"},
+    {"v": "e4m3:independent"},
+    {"root": "e4m3:block:independent"},
+    {"v": "bf16"},
+    {"v": "e4m3:stored"},
+]
+
+
+@pytest.mark.parametrize("formats", FORGETS, ids=str)
+@pytest.mark.parametrize("part", [1, 2], ids=["whole", "half"])
+def test_v_falls_when_gradients_do(formats, part):
+    """Of a whole tensor, or of every second number of it."""
+    loud = torch.ones(96)
+    quiet = loud.clone()
+    quiet[::part] = 1e-3
+    gradients = 200 * [loud] + 500 * [quiet]
+    exact = after_gradients(gradients)[::part].mean()
+    assert exact == pytest.approx(0.99**500, rel=0.2)
+    assert after_gradients(gradients, **formats)[::part].mean() < 3 * exact
+    to_nearest = {
+        name: f"{form}:nearest" if name in ("v", "root") else form for name, form in formats.items()
+    }
+    if formats != {"v": "bf16"}:  # 0.99 v is beyond the next number of bfloat16
+        assert after_gradients(gradients, **to_nearest)[::part].mean() > 0.02
+
+
+@pytest.mark.parametrize("formats", [{"v": "e4m3"}, EIGHT, {"v": "e5m2:block"}], ids=str)
+def test_v_is_right_on_average(formats):
+    stream = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(512, generator=stream) for _ in range(600)]
+    exact = after_gradients(gradients).mean()
+    assert after_gradients(gradients, **formats).mean() == pytest.approx(exact, rel=0.06)
+
+
+def test_v_may_be_rounded_to_the_nearest():
+    p = torch.zeros(4, requires_grad=True)
+    optimizer = LowBitAdam([p], m="bf16", v="e4m3:block:nearest")
+    assert optimizer.formats == "m=bf16 v=e4m3:block" and not optimizer.places.noisy
+    optimizer = LowBitAdam([p], root="e4m3:block")
+    assert optimizer.formats == "root=e4m3:block:stochastic" and optimizer.places.noisy == ["root"]
+    assert LowBitAdam([p], v="fp32").formats == "v=fp32"  # nothing is rounded
+    groups = [{"params": [p], "root": "bf16:nearest"}]
+    assert LowBitAdam(groups, v="e4m3").param_groups[0]["formats"] == "root=bf16"
+    message = "formats has 'v=e4m3:stochastic:nearest': leave out stochastic or nearest"
+    refused(message, LowBitAdam, [p], v="e4m3:stochastic:nearest")

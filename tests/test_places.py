@@ -47,7 +47,7 @@ def test_bad_places_are_refused():
         (
             "v=e4m3:loose",
             "formats has 'v=e4m3:loose': after the format, use only unscaled, block, "
-            "stochastic, stored, ind",
+            "stochastic, nearest, stored, ind",
         ),
         ("weights=e4m3:stored", r"formats has .*independent and stored: only m, v, root"),
         ("weights=e4m3:independent", r"formats has .*independent and stored: only m, v, root"),

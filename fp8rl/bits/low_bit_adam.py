@@ -9,9 +9,9 @@ formats of 16 bits 2 and 4, and each scale takes 4.
     moments    A step unpacks the moments, updates them, uses them, and only then rounds them (as
                torchao's low-bit optimizers do; blocks with scales: Dettmers et al. 2022,
                arXiv:2110.02861). The root of v needs half of v's range of exponents (Bjorck et al.
-               2021, arXiv:2102.13565). Moments are rounded so that no step becomes much longer than
-               float32's (`Places.moments`). With the word `independent`, a moment is rounded by
-               itself.
+               2021, arXiv:2102.13565). It is rounded stochastically, so that it falls when
+               gradients do. Moments are rounded so that no step becomes much longer than float32's
+               (`Places.moments`). With the word `independent`, a moment is rounded by itself.
     weights    A step is often far smaller than the distance from a number to the next, and rounding
                to the nearest would undo it. Stochastic rounding is right in the mean (Gupta et al.
                2015, arXiv:1502.02551), without a float32 copy.
@@ -21,6 +21,9 @@ formats of 16 bits 2 and 4, and each scale takes 4.
                float32 weights, gradients and activations. In a step there are also the moments of
                one tensor, and 4 bytes of noise for each number that is rounded stochastically.
                Memory is saved between calls.
+
+A parameter is left alone until its first step with a gradient. So weights that are frozen stay as
+they are and cost nothing.
 """
 
 import contextlib
@@ -33,8 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .formats import DTYPES, blocks, power_of_two_scale, unblocked
-from .places import BLOCK, NO_NOISE, STATE, PlaceFormat, places_of
+from .formats import DTYPES, blocks, format_of, power_of_two_scale, unblocked
+from .places import BLOCK, NO_NOISE, STATE, PlaceFormat, Places, places_of
 
 # Options of torch's Adam and AdamW that LowBitAdam does not have. They may be given with a value
 # that asks for nothing.
@@ -46,7 +49,54 @@ OPTIONS_OF_ADAM = (
     "fused",
     "decoupled_weight_decay",
 )
+# What can be read of a parameter whose weights are packed.
+READABLE = {
+    "device",
+    "dim",
+    "dtype",
+    "element_size",
+    "get_device",
+    "grad",
+    "is_complex",
+    "is_cpu",
+    "is_cuda",
+    "is_floating_point",
+    "is_leaf",
+    "is_meta",
+    "is_mps",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_xpu",
+    "itemsize",
+    "layout",
+    "names",
+    "nbytes",
+    "ndim",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad",
+    "requires_grad_",
+    "retains_grad",
+    "shape",
+    "size",
+}
+FLOAT32 = format_of("fp32")
 Packed = tuple[torch.Tensor, torch.Tensor | None]  # codes, and scales or None
+Noise = dict[str, torch.Tensor]  # by place, [1, P] each
+
+
+def dtype_of(form: PlaceFormat | None) -> torch.dtype:
+    """The type of the codes of a format; float32 if torch has no type for it."""
+    return DTYPES.get(form.format.name, torch.float32) if form else torch.float32
+
+
+def has_scale(form: PlaceFormat | None) -> bool:
+    """Whether scales are stored beside the codes of a format."""
+    return dtype_of(form) != torch.float32 and form.scaled
 
 
 def pack(x: torch.Tensor, form: PlaceFormat | None) -> Packed:
@@ -54,8 +104,8 @@ def pack(x: torch.Tensor, form: PlaceFormat | None) -> Packed:
 
     Returns codes of the tensor's shape, and scales [] or [blocks], or None if there is no scale.
     """
-    dtype = DTYPES.get(form.format.name, torch.float32) if form else torch.float32
-    if dtype == torch.float32 or not form.scaled:
+    dtype = dtype_of(form)
+    if not has_scale(form):
         return x.to(dtype, copy=True), None
     flat = x.flatten()
     rows = blocks(flat, BLOCK) if form.block else flat
@@ -93,11 +143,53 @@ def seeded_noise(seed: int) -> Callable:
     return draw
 
 
+class PackedParameter(nn.Parameter):
+    """A parameter whose weights are packed. To read or to change them raises RuntimeError.
+
+    `LowBitAdam` turns a parameter into a PackedParameter when it frees the weights, and back when
+    it unpacks them. (torch does the same with the parameters of lazy modules.) Otherwise code that
+    reads parameters, such as a norm or an average, would go on with numbers that are not there.
+    Shape, type and gradient can be read. A deep copy, and what torch.save writes, is an ordinary
+    parameter with the weights.
+    """
+
+    packed_by: "LowBitAdam"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = func.__name__
+        if name in ("__get__", "__set__", "__delete__"):
+            name = func.__self__.__name__  # of the property
+        if name not in READABLE:
+            problem = f"{name} was called on a parameter whose weights are packed"
+            raise RuntimeError(f"{problem}: call it within `with optimizer.unpacked():`")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @torch.inference_mode(False)  # because autograd refuses tensors made in inference mode
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        weights = unpack(*self.packed_by.stored(self, "weights"))
+        return nn.Parameter(weights, self.requires_grad)
+
+    def __reduce_ex__(self, protocol):
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+    def __repr__(self):
+        return f"a parameter {list(self.shape)}: read it within `with optimizer.unpacked():`"
+
+
+def do_nothing(*_) -> None:
+    """The hook of a copy of a module."""
+
+
+def hook_of_copy() -> Callable:
+    return do_nothing
+
+
 @dataclass
 class Hook:
     """A hook of a module, which calls a method of the optimizer.
 
-    A deep copy of the module gets the unpacked weights, and hooks that do nothing.
+    A copy of the module, and what torch.save writes, has hooks that do nothing.
     """
 
     optimizer: "LowBitAdam"
@@ -107,26 +199,34 @@ class Hook:
     def __call__(self, *_) -> None:
         getattr(self.optimizer, self.method)()
 
-    def __deepcopy__(self, memo: dict) -> Callable:
-        if not self.optimizer.filled:
-            for p in self.optimizer.parameters:
-                copy.deepcopy(p, memo).data = unpack(*self.optimizer.stored(p, "weights"))
-        return lambda *_: None
+    def __reduce__(self):
+        return hook_of_copy, ()
 
 
 class LowBitAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) that keeps its state in few bits.
 
     `weights`, `m`, `v` or `root` (the root of v) are formats of places.py, such as
-    "e4m3:stochastic". Without a format, a place is float32. `weight_decay` is decoupled, as in
-    AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): the weights are multiplied by
-    1 - lr * weight_decay before the step, and the result of both is rounded once. `maximize`
-    maximizes the loss. `noise` draws the numbers for stochastic rounding; the default is
-    `seeded_noise(seed)`. Other options of torch's Adam are refused.
+    "e4m3:stochastic". Without a format, a place is float32.
 
-    The initial weights are rounded to the nearest. To change weights, change them in place, under
-    `torch.no_grad()` and, after `attach`, within `unpacked`. A change of a parameter's `.data` is
-    not noticed.
+    `v` and `root` are rounded stochastically, because to the nearest they could not fall
+    (places.py). The word `nearest`, as in "e4m3:nearest", rounds them to the nearest and saves the
+    noise.
+
+    `weight_decay` is decoupled, as in AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): the
+    weights are multiplied by 1 - lr * weight_decay before the step, and the result of both is
+    rounded once. `maximize` maximizes the loss. `noise` draws the numbers for stochastic rounding;
+    the default is `seeded_noise(seed)`. Other options of torch's Adam are refused.
+
+    A parameter group may have formats of its own. For example, `{"params": norms, "weights": None}`
+    keeps the weights of these parameters in float32.
+
+    A parameter that has never had a gradient, because it is frozen or not used, is left alone: it
+    keeps its numbers, and the optimizer stores nothing for it. With a parameter's first step its
+    weights are rounded for the first time. `pack_weights` rounds them earlier.
+
+    To change weights, change them in place, under `torch.no_grad()` and, after `attach`, within
+    `unpacked`. A change of a parameter's `.data` is not noticed.
 
     >>> model = torch.nn.Linear(64, 64)
     >>> optimizer = LowBitAdam(model.parameters(), weights="e4m3:stochastic", m="e4m3", root="e4m3")
@@ -150,27 +250,20 @@ class LowBitAdam(torch.optim.Optimizer):
         noise: Callable | None = None,
         **formats: str | None,
     ):
-        for name in OPTIONS_OF_ADAM:
-            if value := formats.pop(name, None):
-                raise ValueError(f"{name} is {value}: leave it out, LowBitAdam does not have it")
-        if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"weight_decay is {weight_decay}: use 0 or more")
-        if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
-            remedy = "use at least 0, and betas below 1"
-            raise ValueError(f"lr, eps and betas are {lr}, {eps} and {betas}: {remedy}")
-        in_one_order = dict.fromkeys(STATE) | formats
-        self.formats = " ".join(
-            f"{name}={form}" for name, form in in_one_order.items() if form or name not in STATE
-        )
+        refuse_options_of_adam(formats)
+        self.default_formats = dict.fromkeys(STATE) | formats
+        self.formats = text_of(self.default_formats)  # in the language of places.py
         self.places = places_of(self.formats, STATE)
-        self.has_weights = "weights" in self.places  # whether it keeps the weights, in few bits
-        self.second = "root" if "root" in self.places else "v"
         self.draw_noise = noise or seeded_noise(seed)
         self.parameters: list[torch.Tensor] = []  # in the order of the groups
+        # The places of each parameter that are kept in few bits. They are those of its group.
+        self.places_of_parameter: dict[torch.Tensor, Places] = {}
         # torch's count of in-place changes of each parameter, at the time its weights were packed.
         self.versions: dict[torch.Tensor, int] = {}
-        self.attached = False  # whether parameters are emptied when they are not in use
-        self.filled = True  # whether the parameters hold their weights now
+        # The types of the parameters that are PackedParameters now.
+        self.types: dict[torch.Tensor, type] = {}
+        self.attached = False  # whether weights are freed when they are not in use
+        self.filled = True  # whether all parameters hold their weights now
         self.depth = 0  # number of calls that are using the weights
         self.pending = False  # whether a backward pass and a step are still to come
         defaults = {
@@ -180,36 +273,55 @@ class LowBitAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
+        refuse_wrong_settings(defaults)
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict) -> None:
-        """Adds a group of parameters, as in torch.
+    @property
+    def has_weights(self) -> bool:
+        """Whether it keeps weights in few bits."""
+        return any("weights" in places for places in self.places_of_parameter.values())
 
-        Raises ValueError for a parameter that is empty or not float32.
+    def add_param_group(self, param_group: dict) -> None:
+        """Adds a group of parameters, as in torch. It may have formats of its own.
+
+        A format that the group does not name is that of the call. Raises ValueError for a
+        parameter that learns and is empty or not float32, and for options that are not offered.
         """
-        self.fill()
-        super().add_param_group(param_group)
+        group = {**param_group}
+        refuse_options_of_adam(group)
+        own_formats = {name: group.pop(name) for name in STATE if name in group}
+        formats = dict(self.default_formats)
+        if own_formats.keys() & {"v", "root"}:  # the group's takes the place of either
+            del formats["v"], formats["root"]
+        refuse_ignored_options(group)
+        group["formats"] = text_of(formats | own_formats)
+        places = places_of(group["formats"], STATE)
+        refuse_wrong_settings({**self.defaults, **group})
+        super().add_param_group(group)
         new_parameters = self.param_groups[-1]["params"]
         for p in new_parameters:
-            if p.dtype != torch.float32 or not p.numel():
+            if p.requires_grad and (p.dtype != torch.float32 or not p.numel()):
                 self.param_groups.pop()
                 remedy = "use float32 parameters that are not empty"
                 raise ValueError(f"a parameter is {p.dtype} {list(p.shape)}: {remedy}")
         self.parameters += new_parameters
-        for p in new_parameters:
-            self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-            self.store(p, "m", torch.zeros_like(p))
-            self.store(p, self.second, torch.zeros_like(p))
-        self.sync()
-        self.release()
+        self.places_of_parameter.update(dict.fromkeys(new_parameters, places))
+
+    def second(self, p: torch.Tensor) -> str:
+        """What is kept of a parameter's second moment: "v", or "root" for its root."""
+        return "root" if "root" in self.places_of_parameter[p] else "v"
+
+    def state_of(self, p: torch.Tensor) -> dict:
+        """What is stored for a parameter; an empty dictionary if nothing is."""
+        return self.state.get(p, {})  # `self.state[p]` would add an entry
 
     def store(self, p: torch.Tensor, name: str, x: torch.Tensor) -> None:
         """Packs the weights, m, v or root of a parameter, which are rounded already.
 
         The parameter's state becomes a new dictionary, because a state_dict holds the old one.
         """
-        codes, scale = pack(x.detach().view(p.shape), self.places.get(name))
-        state = {**self.state[p], name: codes}
+        codes, scale = pack(x.detach().view(p.shape), self.places_of_parameter[p].get(name))
+        state = {**self.state_of(p), name: codes}
         if scale is not None:
             state[f"{name}_scale"] = scale
         self.state[p] = state
@@ -217,13 +329,15 @@ class LowBitAdam(torch.optim.Optimizer):
     def stored(self, p: torch.Tensor, name: str) -> Packed:
         """The codes, and the scales or None, of the weights, m or v of a parameter.
 
-        For v, these are those of its root, if the root is kept. Weights without a format are those
-        in the parameter.
+        For v, these are those of its root, if the root is kept. Weights that are not packed are
+        those in the parameter.
         """
         if name == "v":
-            name = self.second
-        state = self.state[p]
-        return state.get(name, p.detach()), state.get(f"{name}_scale")
+            name = self.second(p)
+        state = self.state_of(p)
+        if name == "weights" and name not in state:
+            return p.detach(), None
+        return state[name], state.get(f"{name}_scale")
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None):
@@ -235,11 +349,16 @@ class LowBitAdam(torch.optim.Optimizer):
         if closure:
             with torch.enable_grad():
                 loss = closure()
+        self.fill()
+        for group in self.param_groups:
+            self._check_gradients(group)
         noise_of_update = functools.cache(self._noise)
         noise = {}
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
+                    if "step" not in self.state_of(p):
+                        self._begin(p)
                     updates = int(self.state[p]["step"])
                     noise[p] = noise_of_update(updates)[p]
                     self._update(p, group, noise[p])
@@ -248,25 +367,51 @@ class LowBitAdam(torch.optim.Optimizer):
         self.release()
         return loss
 
-    def _noise(self, update: int) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    def _check_gradients(self, group: dict) -> None:
+        """Raises ValueError if a parameter of a group cannot take a step."""
+        names = group.get("param_names") or [
+            f"a parameter {list(p.shape)}" for p in group["params"]
+        ]
+        for name, p in zip(names, group["params"], strict=True):
+            if p.grad is None:
+                continue
+            if p.grad.layout != torch.strided:
+                remedy = "make it dense, as nn.Embedding does with sparse=False"
+                raise ValueError(f"the gradient of {name} is sparse: {remedy}")
+            if p.dtype != torch.float32:  # it was frozen when its group was added
+                raise ValueError(f"{name} is {p.dtype}: make it float32 before it learns")
+
+    def _begin(self, p: torch.Tensor) -> None:
+        """Stores moments of 0, before a parameter's first step."""
+        step = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.state[p] = {**self.state_of(p), "step": step}
+        self.store(p, "m", torch.zeros_like(p))
+        self.store(p, self.second(p), torch.zeros_like(p))
+
+    def _noise(self, update: int) -> dict[torch.Tensor, Noise]:
         """The noise of each parameter for update number `update`, counted from 0.
 
-        It is [1, P] for each place that is rounded stochastically.
+        A parameter has noise for each place that is rounded stochastically. What a parameter gets
+        does not depend on which others have a gradient, as long as the same ones are frozen.
         """
-        if not self.places.noisy:
-            return dict.fromkeys(self.parameters, NO_NOISE)
-        sizes = [p.numel() for p in self.parameters]
-        shape = (len(self.places.noisy), sum(sizes))
-        drawn = self.draw_noise(update, shape, self.parameters[0].device)
-        by_place = self.places.split_noise(drawn.unsqueeze(0))
-        noise: dict = {p: {} for p in self.parameters}
-        for name, numbers in by_place.items():
-            for p, part in zip(self.parameters, numbers.split(sizes, dim=1), strict=True):
-                noise[p][name] = part.to(p.device)
+        all_places = self.places_of_parameter
+        noisy = [name for name in STATE if any(name in all_places[p].noisy for p in all_places)]
+        noise: dict[torch.Tensor, Noise] = {p: {} for p in self.parameters}
+        if not noisy:
+            return noise
+        learning = [p for p in self.parameters if p.requires_grad or p.grad is not None]
+        sizes = [p.numel() for p in learning]
+        drawn = self.draw_noise(update, (len(noisy), sum(sizes)), learning[0].device)
+        for name, numbers in zip(noisy, drawn.unsqueeze(1), strict=True):
+            for p, part in zip(learning, numbers.split(sizes, dim=1), strict=True):
+                if name in all_places[p].noisy:
+                    noise[p][name] = part.to(p.device)
         return noise
 
-    def _update(self, p: torch.Tensor, group: dict, noise: dict[str, torch.Tensor]) -> None:
+    def _update(self, p: torch.Tensor, group: dict, noise: Noise) -> None:
         """Takes the step of one parameter, on rows [1, P]. Its weights are not rounded yet."""
+        places = self.places_of_parameter[p]
+        second = self.second(p)
         beta1, beta2 = group["betas"]
         step = self.state[p]["step"] + 1
         bias_correction1 = 1 - beta1**step
@@ -276,13 +421,13 @@ class LowBitAdam(torch.optim.Optimizer):
         g = grad.reshape(1, -1)
         m = unpack(*self.stored(p, "m")).reshape(1, -1)
         v = unpack(*self.stored(p, "v")).reshape(1, -1)
-        if self.second == "root":
+        if second == "root":
             v = v.square_()
         m = m.lerp_(g, 1 - beta1)
         v = v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         # The quotient |m| / sqrt(v) at which the step is as long as the learning rate.
         limit = (bias_correction1 / root_correction2).to(m.device)
-        (m, m_kept), (v, v_kept) = self.places.moments(m, v, [p.numel()], noise, limit)
+        (m, m_kept), (v, v_kept) = places.moments(m, v, [p.numel()], noise, limit)
         row = p.reshape(1, -1)
         if group["weight_decay"]:
             # The decay acts before the weights are rounded, because a small decay would otherwise
@@ -292,47 +437,69 @@ class LowBitAdam(torch.optim.Optimizer):
         row = row.addcdiv(m * step_size, denominator)
         self.state[p] = {**self.state[p], "step": step}
         self.store(p, "m", m_kept)
-        self.store(p, self.second, v_kept.sqrt() if self.second == "root" else v_kept)
+        self.store(p, second, v_kept.sqrt() if second == "root" else v_kept)
         p.copy_(row.view(p.shape))
 
     @torch.no_grad()
-    def sync(self, noise: dict[torch.Tensor, dict[str, torch.Tensor]] = NO_NOISE) -> None:
+    def sync(self, noise: dict[torch.Tensor, Noise] = NO_NOISE) -> None:
         """Rounds and packs weights that have been changed in place, by a step or by other code.
 
-        Does nothing if weights have no format.
+        Weights that have not been packed yet are packed if `noise` names their parameter.
         """
-        if not self.filled or not self.has_weights:
+        if not self.filled:
             return
         for p in self.parameters:
-            if self.versions.get(p) != p._version:
+            places = self.places_of_parameter[p]
+            begins = p in noise and "weights" in places
+            is_packed = "weights" in self.state_of(p)
+            if (begins or is_packed) and self.versions.get(p) != p._version:
                 row = p.reshape(1, -1)
-                rounded = self.places.weights(row, [p.numel()], noise.get(p, NO_NOISE))
+                rounded = places.weights(row, [p.numel()], noise.get(p, NO_NOISE))
                 p.copy_(rounded.view(p.shape))
                 self.store(p, "weights", p)
                 self.versions[p] = p._version
 
+    def pack_weights(self) -> None:
+        """Rounds and packs the weights of all parameters that learn, if weights have a format.
+
+        Without this call, a parameter is rounded for the first time after its first step.
+        """
+        self.fill()
+        self.sync({p: NO_NOISE for p in self.parameters if p.requires_grad})
+        self.release()
+
     @torch.inference_mode(False)  # because autograd refuses tensors made in inference mode
     def fill(self) -> None:
-        """Unpacks the weights into the parameters, if these are empty."""
-        if self.filled:
-            return
-        for p in self.parameters:
-            p.data = unpack(*self.stored(p, "weights"))
-            self.versions[p] = p._version
+        """Unpacks the weights into the parameters from which they were freed."""
+        for p, ordinary_type in self.types.items():
+            p.__class__ = ordinary_type
+            del p.packed_by
+            self._fill_one(p)
+        self.types.clear()
         self.filled = True
+
+    def _fill_one(self, p: torch.Tensor) -> None:
+        p.data = unpack(*self.stored(p, "weights"))
+        self.versions[p] = p._version
 
     @torch.inference_mode(False)
     def release(self) -> None:
         """After `attach`, frees weights and gradients unless they are in use.
 
-        The parameters are empty then.
+        A parameter whose weights are not packed keeps them.
         """
         if not self.attached or self.depth or self.pending:
             return
         self.sync()
         for p in self.parameters:
             p.grad = None
-            p.data = p.data.new_empty(0)
+            if "weights" in self.state_of(p) and p not in self.types:
+                # One number, which stands for all. It is NaN, so that code which reads it in a way
+                # that PackedParameter does not see goes wrong visibly.
+                p.data = p.data.new_full((), math.nan).expand(p.shape)
+                self.types[p] = type(p)
+                p.packed_by = self
+                p.__class__ = PackedParameter
         self.filled = False
 
     # Methods that the hooks of a module call, beside `fill` and `release`.
@@ -359,7 +526,7 @@ class LowBitAdam(torch.optim.Optimizer):
     def unpacked(self) -> Iterator[None]:
         """A context in which the parameters hold their weights.
 
-        At its end they are emptied, unless a backward pass was still to come before it.
+        At its end they are freed, unless a backward pass was still to come before it.
         """
         pending_before = self.pending
         self.enter()
@@ -372,10 +539,12 @@ class LowBitAdam(torch.optim.Optimizer):
     def attach(self, *modules: nn.Module) -> None:
         """Makes parameters hold their weights only while they are in use, if weights have a format.
 
-        The parameters are filled by the forward pass of a module or of any layer in it, and by
-        state_dict and load_state_dict. They are emptied at the end of a module's forward pass
+        The weights are unpacked by the forward pass of a module or of any layer in it, and by
+        state_dict and load_state_dict. They are freed at the end of a module's forward pass
         without gradients, and by a step. Other code that reads the weights must do so within
-        `unpacked`. A deep copy of a module is an ordinary module, in float32.
+        `unpacked`, and gets an error otherwise. A deep copy of a module, and what torch.save
+        writes, is an ordinary module in float32. A parameter that has not taken a step yet keeps
+        its weights, unless `pack_weights` is called.
         """
         if not self.has_weights:
             return
@@ -406,34 +575,61 @@ class LowBitAdam(torch.optim.Optimizer):
 
         Raises ValueError, and changes nothing, for a state of other formats or of other parameters.
         """
-        own_states = [self.state[p] for p in self.parameters]
-        saved_states = self._saved_states(state_dict, own_states)
+        saved_states = self._saved_states(state_dict)
         if saved_states is None:
             problem = f"does not fit these parameters with formats {self.formats!r}"
             raise ValueError(f"the state {problem}: resume with its own formats")
+        self.fill()
+        formats_of_groups = [group["formats"] for group in self.param_groups]
         # Without the state, because torch would make codes float32.
         super().load_state_dict({**state_dict, "state": {}})
-        for p, state, saved in zip(self.parameters, own_states, saved_states, strict=True):
-            self.state[p] = {name: x.to(state[name].device, copy=True) for name, x in saved.items()}
-        if self.filled and self.has_weights:
-            self.filled = False
-            self.fill()
+        for group, formats in zip(self.param_groups, formats_of_groups, strict=True):
+            group["formats"] = formats  # which a state of an earlier version does not have
+        self.versions.clear()
+        for p, saved in zip(self.parameters, saved_states, strict=True):
+            if saved:
+                self.state[p] = {
+                    name: x.to("cpu" if name == "step" else p.device, copy=True)
+                    for name, x in saved.items()
+                }
+            if "weights" in saved:
+                self._fill_one(p)
+        self.release()
 
-    def _saved_states(self, state_dict: dict, own_states: list[dict]) -> list[dict] | None:
-        """The states of the parameters in a saved state, or None if it does not fit."""
-
-        def kinds(states: list[dict]) -> list[dict]:
-            return [{name: (x.shape, x.dtype) for name, x in state.items()} for state in states]
-
+    def _saved_states(self, state_dict: dict) -> list[dict] | None:
+        """The state of each parameter in a saved state, or None if it does not fit."""
         with contextlib.suppress(KeyError, TypeError, AttributeError):
-            numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
-            saved_states = [state_dict["state"][i] for i in numbers]
-            # The step is the number of the next draw of noise.
-            good_steps = all(0 <= float(state["step"]) < 2**32 for state in saved_states)
-            same_formats = state_dict["formats"] == self.formats
-            if good_steps and same_formats and kinds(saved_states) == kinds(own_states):
+            groups = state_dict["param_groups"]
+            formats = state_dict["formats"]
+            formats_of_groups = [group.get("formats", formats) for group in groups]
+            sizes = [len(group["params"]) for group in groups]
+            same_formats = formats == self.formats and formats_of_groups == [
+                group["formats"] for group in self.param_groups
+            ]
+            if not same_formats or sizes != [len(group["params"]) for group in self.param_groups]:
+                return None
+            numbers = [i for group in groups for i in group["params"]]
+            saved_states = [state_dict["state"].get(i, {}) for i in numbers]
+            if not all(saved_states) and any("formats" not in group for group in groups):
+                return None  # earlier versions had a state for each parameter
+            if all(map(self._fits, self.parameters, saved_states)):
                 return saved_states
         return None
+
+    def _fits(self, p: torch.Tensor, saved: dict) -> bool:
+        """Whether a saved state is one that this parameter can have."""
+        places = self.places_of_parameter[p]
+        kinds = {name: (x.shape, x.dtype) for name, x in saved.items()}
+        weights_only = {}
+        if "weights" in places:
+            weights_only = kinds_of(p, "weights", places["weights"])
+        if not saved or kinds == weights_only:
+            return True
+        second = self.second(p)
+        moments = kinds_of(p, "m", places.get("m")) | kinds_of(p, second, places.get(second))
+        step = {"step": (torch.Size(), torch.float32)}
+        # The step is the number of the next draw of noise.
+        return kinds == step | moments | weights_only and 0 <= float(saved["step"]) < 2**32
 
     def __reduce_ex__(self, protocol):
         raise TypeError(
@@ -443,28 +639,110 @@ class LowBitAdam(torch.optim.Optimizer):
     def describe(self) -> str:
         """The types and sizes of everything that is stored, in lines.
 
-        The last line has the bytes per parameter, with scales and without.
+        The last line has the bytes per parameter, with scales and without. Parameters that have
+        not taken a step are not counted.
         """
         self.sync()
-        labels = {"weights": "weights", "m": "m", "v": "v"}
-        if self.second == "root":
-            labels["v"] = "root of v"
-        numbers = 0
+        begun = [p for p in self.parameters if self.state_of(p)]
+        left_alone = [p for p in self.parameters if not self.state_of(p)]
         total_bytes = 0
-        predicted = 0
+        total_code_bytes = 0
         lines = []
-        for name, label in labels.items():
-            packed = [self.stored(p, name) for p in self.parameters]
-            codes = [codes for codes, _ in packed]
-            scales = [scale for _, scale in packed if scale is not None]
-            code_bytes = sum(x.nbytes for x in codes)
-            scale_bytes = sum(x.nbytes for x in scales)
-            numbers = sum(x.numel() for x in codes)
-            total_bytes += code_bytes + scale_bytes
-            predicted += codes[0].itemsize
-            kind = str(codes[0].dtype).removeprefix("torch.")
-            sizes = f"{code_bytes:,} bytes and {scale_bytes:,} of scales"
-            lines.append(f"{label}: {len(codes)} tensors, {kind}, {sizes}")
+        for place in ("weights", "m", "v", "root"):
+            by_dtype: dict[torch.dtype, list[Packed]] = {}
+            for p in begun:
+                if place == "weights" or place in self.state_of(p):
+                    codes, scale = self.stored(p, place)
+                    by_dtype.setdefault(codes.dtype, []).append((codes, scale))
+            for dtype, packed in by_dtype.items():
+                code_bytes = sum(codes.nbytes for codes, _ in packed)
+                scale_bytes = sum(scale.nbytes for _, scale in packed if scale is not None)
+                total_code_bytes += code_bytes
+                total_bytes += code_bytes + scale_bytes
+                label = "root of v" if place == "root" else place
+                kind = str(dtype).removeprefix("torch.")
+                sizes = f"{code_bytes:,} bytes and {scale_bytes:,} of scales"
+                lines.append(f"{label}: {len(packed)} tensors, {kind}, {sizes}")
+        if left_alone:
+            count = sum(p.numel() for p in left_alone)
+            lines.append(f"left alone: {len(left_alone)} tensors, {count:,} numbers, no step yet")
+        numbers = sum(p.numel() for p in begun)
+        if not numbers:
+            return "\n".join([*lines, "stored: nothing"])
         counted = total_bytes / numbers
-        lines.append(f"stored: {counted:.2f} bytes a parameter, {predicted:.2f} without scales")
-        return "\n".join(lines)
+        without_scales = total_code_bytes / numbers
+        per_parameter = f"{counted:.2f} bytes a parameter, {without_scales:.2f} without scales"
+        return "\n".join([*lines, f"stored: {per_parameter}"])
+
+
+def text_of(formats: dict[str, str | None]) -> str:
+    """Formats by place as a text for `places_of`, in the order of STATE.
+
+    For v and root, the text says `stochastic` unless the format says `nearest`. Raises the errors
+    of `places_of`.
+    """
+    in_one_order = dict.fromkeys(STATE) | formats
+    entries = {
+        name: f"{name}={form}" for name, form in in_one_order.items() if form or name not in STATE
+    }
+    places = places_of(" ".join(entries.values()), STATE)
+    for name, place in places.items():
+        words = entries[name].split(":")
+        if "nearest" in words:
+            words.remove("nearest")  # which is what no word means there
+        elif name in ("v", "root") and not place.stochastic and place.format != FLOAT32:
+            words.append("stochastic")
+        entries[name] = ":".join(words)
+    return " ".join(entries.values())
+
+
+def kinds_of(p: torch.Tensor, name: str, form: PlaceFormat | None) -> dict[str, tuple]:
+    """Shapes and types of what `store` stores of a parameter under a name."""
+    kinds = {name: (p.shape, dtype_of(form))}
+    if has_scale(form):
+        shape = [-(-p.numel() // BLOCK)] if form.block else []
+        kinds[f"{name}_scale"] = (torch.Size(shape), torch.float32)
+    return kinds
+
+
+def refuse_options_of_adam(options: dict) -> None:
+    """Raises ValueError for an option of torch's Adam that is not offered.
+
+    An option whose value asks for nothing is removed from `options`.
+    """
+    for name in OPTIONS_OF_ADAM:
+        if value := options.pop(name, None):
+            raise ValueError(f"{name} is {value}: leave it out, LowBitAdam does not have it")
+
+
+def refuse_ignored_options(group: dict) -> None:
+    """Raises ValueError for options of a group that would be ignored without a word.
+
+    torch takes any option in a group. Among them may be a misspelt place with its format.
+    """
+    for name, value in group.items():
+        if name in ("seed", "noise"):
+            raise ValueError(f"{name} is {value} in a group: give it in the call, it holds for all")
+        if name == "formats" or (isinstance(value, str) and is_format(value)):
+            places = ", ".join(STATE)
+            raise ValueError(f"formats has the place {name!r} in a group: choose from {places}")
+
+
+def is_format(text: str) -> bool:
+    """Whether a text is a format with its words, such as "e4m3:block"."""
+    try:
+        PlaceFormat.of(text)
+    except (ValueError, KeyError):
+        return False
+    return True
+
+
+def refuse_wrong_settings(group: dict) -> None:
+    """Raises ValueError for numbers with which Adam cannot work."""
+    lr, betas, eps = group["lr"], group["betas"], group["eps"]
+    weight_decay = group["weight_decay"]
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay is {weight_decay}: use 0 or more")
+    if not (lr >= 0 and eps >= 0 and all(0 <= beta < 1 for beta in betas)):
+        remedy = "use at least 0, and betas below 1"
+        raise ValueError(f"lr, eps and betas are {lr}, {eps} and {betas}: {remedy}")

@@ -23,13 +23,16 @@ PLACES = (
 )
 OPERANDS = ("forward", "backward")  # places in the matmuls of a training step
 STATE = ("weights", "m", "v", "root")  # places that an optimizer keeps between updates
-WORDS = ("unscaled", "block", "stochastic", "stored", "independent")
+WORDS = ("unscaled", "block", "stochastic", "nearest", "stored", "independent")
 OF_MOMENTS = {"stored", "independent"}  # words that only m, v and root can have
 TOLERATES = 0.5, 4.0  # default factors of the learning rate between which training learns as well
 
 
 class Entry(NamedTuple):
-    """A place, the name of its format, and the words after it."""
+    """A place, the name of its format, and the words after it.
+
+    The word "nearest" is left out, because it says what happens without it, too.
+    """
 
     place: str
     format: str
@@ -64,12 +67,15 @@ def read_entries(text: str, names: tuple[str, ...] = PLACES) -> list[Entry]:
         if "stochastic" in words and name not in (*STATE, "targets"):
             only = f"only {', '.join(STATE)} and targets can be stochastic"
             raise ValueError(f"formats has {part!r}: {only}")
+        if {*words} >= {"stochastic", "nearest"}:
+            raise ValueError(f"formats has {part!r}: leave out stochastic or nearest")
         try:
             bits_of(format_name)
         except ValueError as error:
             raise ValueError(f"formats has {part!r}: {error}") from error
         seen.add(name)
-        entries.append(Entry(name, format_name, tuple(words)))
+        words_that_change = tuple(word for word in words if word != "nearest")
+        entries.append(Entry(name, format_name, words_that_change))
     return entries
 
 

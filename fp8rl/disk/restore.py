@@ -62,6 +62,8 @@ def check_learner(learner, state: dict) -> None:
         buffers = dict(learner.model.named_buffers())
         if state["model"].keys() != buffers.keys():
             raise ValueError("the network has other buffers: resume with the run's own config")
+        if len(state["optimizer"]["state"]) != len(learner.optimizer.parameters):
+            raise ValueError("weights are missing: resume with the run's own config")
     if isinstance(learner.optimizer, torch.optim.Adam):
         check_moments(learner.optimizer, state["optimizer"])
 
