@@ -189,8 +189,10 @@ def in_layouts(
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rounds to the nearest float8 number, ties to even.
 
-    A number beyond the largest float8 number becomes that number. Without the clamp it would become
-    NaN in e4m3 before torch 2.12, and infinity in e5m2.
+    A number beyond the largest float8 number becomes that number, and so does an infinity. So an
+    overflow must be noticed before the cast, as `quantize` does. Without the clamp the result would
+    depend on torch: in e4m3, 2.13 also gives the largest number, and earlier versions (2.11.0,
+    2.12.0 and 2.12.1 were tried) NaN. In e5m2 all of them give infinity.
     """
     return x.clamp(-LARGEST_FLOAT8[dtype], LARGEST_FLOAT8[dtype]).to(dtype)
 
@@ -238,13 +240,29 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
             # The second matrix is made row-major, as in the CPU's kernel, so that both sum in the
             # same order, bit for bit.
             product = a.data.float() @ b.data.float().contiguous()
-            return product * (a.scale * b.scale)
+            return times_scales(product, a.scale, b.scale)
         if a.shared and b.shared:
             return tensorwise_matmul(a.data, b.data, a.scale, b.scale)
         # Powers of two scale exactly, after the sum as well as before it.
         one = a.scale.new_ones(())
         product = tensorwise_matmul(a.data, b.data, one, one)
-        return product.mul_(a.scale * b.scale)
+        return times_scales(product, a.scale, b.scale)
+
+
+def times_scales(
+    product: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
+) -> torch.Tensor:
+    """`product` times both scales, in place, rounded at most once.
+
+    The product of two scales can leave float32's range where the result does not: for matrices of
+    numbers near 2^-70 it would be 0, and for numbers near 2^75 infinity, which makes NaN of a row
+    of zeros. So the part of it that is in range comes last, and the rest, which is otherwise 1,
+    first. The scales are powers of two.
+    """
+    smallest = torch.finfo(torch.float32).smallest_normal
+    in_range = (a_scale * b_scale).clamp(smallest, 2.0**127)
+    rest = a_scale / in_range * b_scale
+    return product.mul_(rest).mul_(in_range)
 
 
 def tensorwise_matmul(
