@@ -28,6 +28,8 @@ the scale. It doubles the scale after SCALE_GROWTH_INTERVAL good steps in a row.
 tensor. Its GradScaler stays at 1 and only skips steps."""
 
 import contextlib
+import dataclasses
+import threading
 from typing import NamedTuple
 
 import torch
@@ -107,25 +109,48 @@ def own_switch(backend: str, operation: str) -> str:
     return "none" if follows_parent else value
 
 
+@dataclasses.dataclass
+class Change:
+    """A change of a switch, which is put back when no `with` block relies on it any more."""
+
+    own_before: str  # see own_switch
+    blocks: int = 0
+
+
+lock = threading.Lock()
+changes: dict[str, list[Change]] = {device: [] for device in MATMUL_SWITCH}  # the newest last
+
+
 @contextlib.contextmanager
 def float32_matmuls(device="cpu", tf32: bool = False):
     """Within a `with` block, float32 matmuls on a device compute in float32 or, on CUDA with
     `tf32`, in TF32, whatever the process has set.
 
     torch's switch is then set back exactly as it was. It belongs to the process, so other threads
-    see the change, too.
+    see the change, too. If several threads are in such blocks, the last one puts it back.
     """
-    switch = MATMUL_SWITCH.get(torch.device(device).type)
-    wanted = ("tf32",) if tf32 else ("ieee", "none")  # torch's default, "none", is float32, too
-    if switch is None or get_switch(*switch) in wanted:
+    device_type = torch.device(device).type
+    if device_type not in MATMUL_SWITCH:
         yield
         return
-    own = own_switch(*switch)
-    set_switch(*switch, wanted[0])
+    switch = MATMUL_SWITCH[device_type]
+    wanted = ("tf32",) if tf32 else ("ieee", "none")  # torch's default, "none", is float32, too
+    with lock:
+        if get_switch(*switch) not in wanted:
+            changes[device_type].append(Change(own_switch(*switch)))
+            set_switch(*switch, wanted[0])
+        change = changes[device_type][-1] if changes[device_type] else None
+        if change:
+            change.blocks += 1
     try:
         yield
     finally:
-        set_switch(*switch, own)
+        if change:
+            with lock:
+                change.blocks -= 1
+                if not change.blocks:
+                    changes[device_type].remove(change)
+                    set_switch(*switch, change.own_before)
 
 
 class StepReport(NamedTuple):

@@ -254,6 +254,13 @@ SWITCHES = """
             except KeyError:
                 pass
             assert state() == before
+        first, second = float32_matmuls(), float32_matmuls()  # as two threads enter and leave them
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert MATMUL["cpu"].fp32_precision in ("ieee", "none")
+        second.__exit__(None, None, None)
+        assert state() == before
         precision = Precision("fp32")
         for mode in (precision.autocast, precision.matmul_mode):
             with mode():
