@@ -70,6 +70,7 @@ COMMANDS = {
     "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
     "watching": "python benchmarks/strangers.py cost benchmarks/results/watching.md",
     "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
+    "fp8_sums": "python benchmarks/fp8_sums.py benchmarks/results/fp8_sums.md",
     "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
     "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
     "acting_measured": "python benchmarks/acting.py measure benchmarks/results/acting_measured.csv",
@@ -96,7 +97,10 @@ COMMANDS = {
     "widths_cuda": "python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda",
 }
 OTHER_NAMES = {"law": "rates"}  # the table that docs/law.md rests on
-PEERS = {"replay_sampling": ("torchrl", "stable_baselines3")}
+PEERS = {
+    "replay_sampling": ("torchrl", "stable_baselines3"),
+    "fp8_sums": ("mmaemu", "torchao"),
+}
 PEERS |= dict.fromkeys(("from_start", "from_start_avx2"), ("torchrl", "stable_baselines3", "jax"))
 PEERS |= {
     "ladder": ("Box2D",),
@@ -140,6 +144,7 @@ RESTS_ON = {
     "strangers": ("doctor",),
     "watching": ("doctor",),
     "characters": ("lowbit",),
+    "fp8_sums": ("float8linear",),
     "acting": ("sequences",),
     "mismatch": ("settled", "acting", "places", "tasks"),
     "dumps": (),  # nothing that a fingerprint sees

@@ -9,15 +9,18 @@ number has one sign bit and
            Gradients: they need range.
 Each tensor is divided by its scale first, and the product multiplied by both scales. A scale is
 computed anew for every tensor ("dynamic", not "delayed"): the smallest power of two with which its
-largest magnitude fits. Scaling by it is exact, so the only error is the rounding to float8, and it
-does not matter whether a machine applies the scales before or after the sum.
+largest magnitude fits. So no number is clipped, and scaling is exact. It does not matter whether a
+machine applies the scales before or after the sum, as long as they do not leave float32's range.
 
 The three matmuls of a linear layer y = x W^T + b with x [B, I], W [O, I] and the gradient g [B, O]
 of y:
     output            y  = x   @ W^T     e4m3 x e4m3     contracts I
     input gradient    dx = g   @ W       e5m2 x e4m3     contracts O
     weight gradient   dW = g^T @ x       e5m2 x e4m3     contracts B
-Products are summed in float32. Master weights, the bias and its gradient stay in float32.
+The emulation sums products in float32. Tensor cores do not: an H100 adds 32 products at a time to
+the running sum, and cuts off all of them 13 bits below the largest exponent among them. The sums
+then differ by about 1e-4 of their norm, where rounding the operands costs 4e-2 (docs/precisions.md
+has a table). Master weights, the bias and its gradient stay in float32.
 
 Layout: CUDA's kernel multiplies a row-major [M, K] by a column-major [K, N] matrix, with K and N
 multiples of 16, and never e5m2 by e5m2. So the first product takes a free transpose of W, the
@@ -189,8 +192,10 @@ def in_layouts(
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rounds to the nearest float8 number, ties to even.
 
-    A number beyond the largest float8 number becomes that number. Without the clamp it would become
-    NaN in e4m3 before torch 2.12, and infinity in e5m2.
+    A number beyond the largest float8 number becomes that number, and so does an infinity. So an
+    overflow must be noticed before the cast, as `quantize` does. Without the clamp the result would
+    depend on torch: in e4m3, 2.13 also gives the largest number, and earlier versions (2.11.0,
+    2.12.0 and 2.12.1 were tried) NaN. In e5m2 all of them give infinity.
     """
     return x.clamp(-LARGEST_FLOAT8[dtype], LARGEST_FLOAT8[dtype]).to(dtype)
 
@@ -199,9 +204,10 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
     """a @ b for float8 matrices, row-major [M, K] and column-major [K, N]: float32 [M, N].
 
     Each matrix has one scale, or `a` has one for each row and `b` one for each column. With
-    `emulate` the product is computed in float32, exactly but for the order of the sum. If `emulate`
-    is None, torch's kernel is used where there is one and where it pays. Raises ValueError
-    for matrices that a GPU's kernel cannot multiply, on every device.
+    `emulate` the product is computed in float32: products of two float8 numbers are exact, and so
+    are their sums but for float32's rounding. If `emulate` is None, torch's kernel is used where
+    there is one and where it pays. On a CPU it gives the same bits, on a GPU other sums (see
+    above). Raises ValueError for matrices that a GPU's kernel cannot multiply, on every device.
     """
     left, right = a.data.shape, b.data.shape
     if len(left) != 2 or len(right) != 2 or left[1] != right[0]:
@@ -238,13 +244,32 @@ def scaled_matmul(a: Quantized, b: Quantized, emulate: bool | None = None) -> to
             # The second matrix is made row-major, as in the CPU's kernel, so that both sum in the
             # same order, bit for bit.
             product = a.data.float() @ b.data.float().contiguous()
-            return product * (a.scale * b.scale)
+            return times_scales(product, a.scale, b.scale)
         if a.shared and b.shared:
+            # CUDA's kernel multiplies both scales first, unlike `times_scales`. So numbers near
+            # 2^-70 give 0 there, and near 2^75 a row of zeros gives NaN. A pass of our own over the
+            # product would cure that, but would cost time in every layer.
             return tensorwise_matmul(a.data, b.data, a.scale, b.scale)
         # Powers of two scale exactly, after the sum as well as before it.
         one = a.scale.new_ones(())
         product = tensorwise_matmul(a.data, b.data, one, one)
-        return product.mul_(a.scale * b.scale)
+        return times_scales(product, a.scale, b.scale)
+
+
+def times_scales(
+    product: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
+) -> torch.Tensor:
+    """`product` times both scales, in place, rounded at most once.
+
+    The product of two scales can leave float32's range where the result does not: for matrices of
+    numbers near 2^-70 it would be 0, and for numbers near 2^75 infinity, which makes NaN of a row
+    of zeros. So the part of it that is in range comes last, and the rest, which is otherwise 1,
+    first. The scales are powers of two.
+    """
+    smallest = torch.finfo(torch.float32).smallest_normal
+    in_range = (a_scale * b_scale).clamp(smallest, 2.0**127)
+    rest = a_scale / in_range * b_scale
+    return product.mul_(rest).mul_(in_range)
 
 
 def tensorwise_matmul(

@@ -24,7 +24,7 @@ def arithmetic(device: torch.device | str) -> str:
     """How FP8 matmuls run on a device: in "hardware" or "emulated".
 
     In hardware they run on FP8 tensor cores. Emulated, they run in float32 on the same float8
-    numbers.
+    numbers, and are summed more exactly (docs/precisions.md).
     """
     return (
         "hardware" if torch.device(device).type == "cuda" and fp8.has_kernel(device) else "emulated"

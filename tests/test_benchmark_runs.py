@@ -160,6 +160,31 @@ def test_recurrence(one_process, monkeypatch, tmp_path):
     assert [row[0] for row in rows_of(tmp_path / "recurrence.md")] == ["arm", *recurrence.ARMS]
 
 
+def test_fp8_sums(monkeypatch, tmp_path):
+    import fp8_sums
+
+    for package in fp8_sums.PACKAGES:
+        pytest.importorskip(package, reason="fp8_sums needs benchmarks/requirements.txt")
+    monkeypatch.setattr(fp8_sums, "LENGTHS", (64, 128))
+    monkeypatch.setattr(fp8_sums, "SIZE", 16)
+    monkeypatch.setattr(fp8_sums, "BLOCKS", 100)
+    fp8_sums.main(tmp_path / "fp8_sums.md")
+    rows = rows_of(tmp_path / "fp8_sums.md")
+    assert [row[0] for row in rows[1:7]] == [*["gaussian"] * 2, *["positive"] * 2] + [
+        "a weight gradient"
+    ] * 2
+
+
+def test_fp8_sums_says_in_one_line_what_it_needs(monkeypatch, tmp_path):
+    import fp8_sums
+
+    monkeypatch.setattr(fp8_sums, "PACKAGES", ("no_such_package", "nor_this"))
+    with pytest.raises(
+        SystemExit, match=r"^fp8_sums needs no_such_package and nor_this: pip install"
+    ):
+        fp8_sums.main(tmp_path / "fp8_sums.md")
+
+
 @pytest.fixture
 def tasks(monkeypatch):
     """The benchmark `tasks`, with short trainings and without Stable-Baselines3."""

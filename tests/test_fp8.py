@@ -11,6 +11,7 @@ from helpers import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from fp8rl import fp8
 from fp8rl.fp8 import (
@@ -265,6 +266,56 @@ def test_emulated_twin_equals_the_cpu_kernel_bit_for_bit(dtype, seed, rows, inne
         rtol=1e-4,
         atol=1e-5 * product.abs().max(),
     )
+
+
+WAYS = [True, *[False] * has_kernel("cpu")]  # of `emulate`, that this version of torch has
+
+
+@pytest.mark.parametrize("emulate", WAYS)
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (-70, -70),
+        (-80, -66),
+        (-118, -10),
+        (-20, -120),
+        (70, 50),
+        (120, -120),
+        (-118, 127),
+        (70, 70),
+    ],
+)
+def test_the_product_of_very_small_or_large_numbers_is_the_rounded_exact_one(
+    first, second, scales, emulate
+):
+    """Also if the product of the two scales is not a normal float32 number."""
+    a, b = torch.full((16, 64), 2.0**first), torch.full((32, 64), 2.0**second)
+    found = scaled_matmul(quantize(a, E4M3, scales), quantize(b, E4M3, scales).t(), emulate)
+    exact = 64 * torch.tensor(2.0 ** (first + second), dtype=torch.float64)  # 4.6e-41 for the first
+    assert (found == exact.float()).all()
+
+
+@pytest.mark.parametrize("emulate", WAYS)
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_a_row_of_zeros_stays_zero_beside_very_large_numbers(scales, emulate):
+    a, b = torch.full((16, 64), 2.0**75), torch.full((32, 64), 2.0**75)
+    a[3] = 0
+    found = scaled_matmul(quantize(a, E4M3, scales), quantize(b, E4M3, scales).t(), emulate)
+    assert (found[3] == 0).all() and found[:3].isinf().all() and found[4:].isinf().all()
+
+
+@given(seed=seeds, exponents=st.tuples(st.integers(-126, 112), st.integers(-126, 119)))
+def test_the_order_of_scaling_changes_no_bit_where_one_factor_would_do(seed, exponents):
+    product = torch.randn(7, 16, generator=torch.Generator().manual_seed(seed)) * 2.0**10
+    first, second = (torch.tensor(2.0**exponent) for exponent in exponents)
+    found = fp8.times_scales(product.clone(), first, second)
+    exact = product.double() * 2.0 ** sum(exponents)
+    assert torch.equal(found, exact.float())  # rounded once
+    if -126 <= sum(exponents) <= 127:
+        assert torch.equal(found, product * (first * second))
+    by_row = fp8.times_scales(product.clone(), first.expand(7, 1), second.expand(1, 16))
+    assert torch.equal(by_row, found)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -590,6 +641,52 @@ def test_a_gradient_that_overflows_is_not_saturated_away(pair):
     _, grad_x, grad_w, _ = gradients(layer, x, grad)
     assert grad_x[7].isnan().all() and grad_w[7].isnan().all()
     assert grad_x.isnan().any(1).sum() == 1 and grad_w.isnan().any(1).sum() == 1
+
+
+def test_a_plain_cast_of_an_overflow_depends_on_the_version_of_torch():
+    """So the package notices what is not finite before it casts. See `fp8.cast`."""
+    bad = torch.tensor([500.0, torch.inf])
+    saturates = TorchVersion(torch.__version__) >= (2, 13)
+    expected = [448.0, 448.0] if saturates else [torch.nan, torch.nan]
+    np.testing.assert_equal(bad.to(E4M3).tolist(), expected)
+    np.testing.assert_equal((1e3 * bad).to(E5M2).tolist(), [torch.inf, torch.inf])
+    np.testing.assert_equal(cast(bad, E4M3).tolist(), [448.0, 448.0])
+    np.testing.assert_equal(quantize(bad[None]).dequantize()[0].tolist(), [512.0, torch.nan])
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8+bf16"])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("backward", [E4M3, E5M2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_overflow_within_a_pass_skips_the_step(name, scales, backward, where):
+    """On every version of torch: the infinity meets an FP8 layer, which must not saturate it."""
+    torch.manual_seed(0)
+    precision = Precision(name)
+    model = precision.prepare(ActorCritic())
+    convert_linears(model, E4M3, backward, scales)
+    optimizer = torch.optim.Adam(model.parameters())
+    seen = {}
+    layer = model.hidden[0]
+    layer.register_forward_pre_hook(lambda _, x: seen.update(forward=x[0].detach()))
+    layer.register_full_backward_hook(lambda _, dx, dy: seen.update(backward=dy[0]))
+    with torch.no_grad():
+        model.inputs.weight.fill_(4)  # a number near float32's largest overflows
+    before = nn.utils.parameters_to_vector(model.parameters()).detach()
+    obs = torch.rand(16, 2)
+    if where == "forward":
+        obs[3] = torch.finfo(torch.float32).max
+    with precision.autocast():
+        logits, values = model(obs)
+    loss = logits.float().sum() + values.float().sum()
+    if where == "backward":
+        loss = 1e3 * (1e38 * loss)
+    report = precision.step(loss, optimizer, 0.5)
+    assert seen[where].isinf().any()
+    assert report.skipped and report.loss_scale == 1
+    assert torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
+    logits, values = model(torch.rand(16, 2))
+    good_loss = logits.square().mean() + values.square().mean()
+    assert not precision.step(good_loss, optimizer, 0.5).skipped
 
 
 def converted(formats, scales: str, seed: int) -> tuple[Float8Linear, torch.Tensor, torch.Tensor]:

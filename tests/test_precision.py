@@ -1,6 +1,12 @@
+import functools
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import pytest
 import torch
-from helpers import refused
+from helpers import PATIENCE, refused
 from torch import nn
 
 from fp8rl.model import ActorCritic
@@ -107,16 +113,178 @@ def test_a_forward_without_gradients_first_costs_none_later(name):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("before", ["tf32", "ieee", "none"])  # the default last, so that it stays
-def test_tf32_switch_is_put_back(before):
-    matmul = torch.backends.cuda.matmul
-    matmul.fp32_precision = before
-    precision = Precision("fp32")
-    precision.device = torch.device("cuda")  # what the switch is for; it can be set without one
-    with pytest.raises(KeyError), precision.matmul_mode():
-        assert matmul.fp32_precision == "ieee"
-        raise KeyError
-    assert matmul.fp32_precision == before
+# What a script may have set for the whole process before it uses the package.
+PROCESS_WIDE = {
+    "nothing": "",
+    "old": "torch.set_float32_matmul_precision('medium')",
+    "old, TF32": "torch.set_float32_matmul_precision('high')",
+    "old, CUDA": "torch.backends.cuda.matmul.allow_tf32 = True",
+    "new, all": "torch.backends.fp32_precision = 'bf16'",
+    "new, all, TF32": "torch.backends.fp32_precision = 'tf32'",
+    "new, backend": "torch.backends.mkldnn.fp32_precision = 'bf16'",
+    "new, backend alone": "torch.backends.mkldnn.set_flags(_fp32_precision='bf16')",
+    "new, matmul": "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    "new, CUDA": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "new, cuDNN": "torch.backends.cudnn.fp32_precision = 'tf32'",
+    "new, all and matmul": "torch.backends.fp32_precision = 'bf16'; "
+    "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    "new and old": "torch.backends.fp32_precision = 'bf16'; "
+    "torch.set_float32_matmul_precision('medium')",
+}
+
+
+def in_a_process_of_its_own(code: str, setting: str = "nothing") -> str:
+    """What a script prints that first makes a setting of PROCESS_WIDE, which would leak here."""
+    script = f"import torch\n{PROCESS_WIDE[setting]}\n{textwrap.dedent(code)}"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    folder = Path(__file__).parent
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Every matmul of float32 numbers asserts that nothing rounds them, in forward and backward passes.
+# A run is made in each way in which the package multiplies matrices.
+TRAININGS = """
+    import hashlib
+
+    from helpers import SHORT
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from fp8rl.build import build, build_population
+    from fp8rl.config import Config
+    from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons
+    from fp8rl.study.watched_run import watched
+    from fp8rl.train import train
+
+    class FloatMatmulsOnly(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if operation.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+                if args[-1].dtype == torch.float32:
+                    FloatMatmulsOnly.count += 1
+                    assert torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
+            return operation(*args, **(kwargs or {}))
+
+    def show(*weights):
+        digest = hashlib.sha256()
+        for weight in weights:
+            digest.update(weight.detach().numpy().tobytes())
+        print(digest.hexdigest(), FloatMatmulsOnly.count > 0)
+        FloatMatmulsOnly.count = 0
+
+    torch.set_num_threads(1)
+    with FloatMatmulsOnly():
+        for options in (
+            {}, {"precision": "fp8"}, {"precision": "fp8", "collect_precision": "fp32"},
+            {"encoder": "gru"},
+        ):
+            run = train(build(Config(**SHORT | options)), progress=False)
+            show(*run.model.parameters())
+        configs = [Config(**SHORT, precision=name) for name in ("fp32", "fp8")]
+        show(*train(build_population(configs), progress=False).model.parameters())
+        run = build(Config(**SHORT))
+        watched(run, ("weights=bf16", "targets=bf16"))
+        show(*train(run, progress=False).model.parameters())
+        for network in ("recurrent", "attention"):
+            setting = Setting(network, length=8, updates=2)
+            laboratory = Laboratory(setting, [Arm(), Arm("fp8", "clip")], seeds=[0])
+            laboratory.train()
+            show(*laboratory.policies.parameters.values(), laboratory.learner_success())
+            horizons(laboratory.policies, setting, [0, 1], ["fp8"])
+"""
+
+
+@functools.cache
+def trainings(setting: str) -> str:
+    return in_a_process_of_its_own(TRAININGS, setting)
+
+
+@pytest.mark.parametrize("setting", ["old", "new, all"])
+def test_fp32_is_float32_whatever_the_process_has_set(setting):
+    """The same weights to the last bit, however the package is used."""
+    assert trainings(setting) == trainings("nothing")
+    assert trainings(setting).count("True") == 8  # all of them multiply matrices
+
+
+# For each setting, a process of its own checks the switches of torch before, in, and after the mode
+# of a precision. To see what a switch takes from its parent, the parent is changed and put back.
+SWITCHES = """
+    import os
+    import traceback
+
+    from test_precision import PROCESS_WIDE
+
+    from fp8rl.precision import Precision, float32_matmuls
+
+    NAMES = [
+        (backend, operation)
+        for backend in ("cuda", "mkldnn") for operation in ("all", "matmul", "conv", "rnn")
+    ]
+    get, change = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    MATMUL = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}
+
+    def state():
+        try:
+            found = [torch.get_float32_matmul_precision()]
+        except RuntimeError as error:  # torch refuses to name a mix of old and new settings
+            found = [str(error)]
+        found += [get(*name) for name in NAMES]
+        before = get("generic", "all")
+        for value in ("ieee", "tf32", "bf16"):
+            change("generic", "all", value)
+            found += [get(*name) for name in NAMES]
+        change("generic", "all", before)
+        return found
+
+    def check():
+        before = state()
+        for device, tf32 in (("cpu", False), ("cuda", False), ("cuda", True)):
+            wanted = ("tf32",) if tf32 else ("ieee", "none")
+            with float32_matmuls(device, tf32):
+                assert MATMUL[device].fp32_precision in wanted
+                with float32_matmuls(device, tf32=device == "cuda" and not tf32):
+                    pass
+                assert MATMUL[device].fp32_precision in wanted
+            assert state() == before
+            try:
+                with float32_matmuls(device, tf32), float32_matmuls(device, tf32):
+                    raise KeyError
+            except KeyError:
+                pass
+            assert state() == before
+        first, second = float32_matmuls(), float32_matmuls()  # as two threads enter and leave them
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert MATMUL["cpu"].fp32_precision in ("ieee", "none")
+        second.__exit__(None, None, None)
+        assert state() == before
+        precision = Precision("fp32")
+        for mode in (precision.autocast, precision.matmul_mode):
+            with mode():
+                assert MATMUL["cpu"].fp32_precision in ("none", "ieee")
+            assert state() == before
+
+    for name, setting in PROCESS_WIDE.items():
+        child = os.fork()
+        if child == 0:
+            try:
+                exec(setting)
+                check()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print("not put back:", name)
+"""
+
+
+def test_the_switches_of_the_process_are_put_back_exactly():
+    assert in_a_process_of_its_own(SWITCHES) == ""
 
 
 @pytest.mark.cuda

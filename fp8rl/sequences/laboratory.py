@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..precision import float32_matmuls
 from ..rng import uniform
 from .corrections import CORRECTIONS, gradient_factor
 from .policies import FLOAT32, NETWORKS, Policies
@@ -92,6 +93,7 @@ def check(setting: Setting, seeds: list[int]) -> None:
         raise ValueError("seeds is empty: give at least one")
 
 
+@float32_matmuls()
 def pretrained(setting: Setting, seeds: list[int]) -> tuple[Policies, PermutationTask]:
     """Policies trained in float32 on right answers, until a share `start` of sequences is right.
 
@@ -218,6 +220,7 @@ class Laboratory:
         centered = groups - groups.mean(1, keepdim=True)
         return (centered / (groups.std(1, keepdim=True) + 1e-4)).flatten(1)
 
+    @float32_matmuls()
     def update(self) -> None:
         """Writes sequences with the copies that act, and trains on them."""
         uniforms = self.uniforms("actions", self.iteration)
@@ -258,6 +261,7 @@ class Laboratory:
         for _ in range(self.setting.updates if updates is None else updates):
             self.update()
 
+    @float32_matmuls()
     def learner_rewards(self, rollouts: int = 4, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Mean rewards of sequences that the learner writes itself, [arms, seeds, prompts].
 
@@ -280,6 +284,7 @@ class Laboratory:
         return torch.stack(self.actor_rewards[-rollouts:]).mean((0, -1))
 
 
+@float32_matmuls()
 def horizons(
     policies: Policies, setting: Setting, seeds: list[int], formats: list[str], rollouts: int = 4
 ) -> dict[str, Horizon]:

@@ -14,6 +14,7 @@ import math
 
 import torch
 
+from ..precision import float32_matmuls
 from .rounding import Rounding
 
 REACH = 16  # number of distances that attention can tell apart; all longer distances look the same
@@ -101,6 +102,7 @@ class RecurrentPolicies(Policies):
             "head_bias": ((1, vocabulary), 0.0),
         }
 
+    @float32_matmuls()
     @torch.no_grad()
     def write(self, prompt, uniforms, rounding: Rounding = FLOAT32):
         """Tokens, int64 [T, S, B], and the log-probabilities with which they were sampled.
@@ -139,6 +141,7 @@ class RecurrentPolicies(Policies):
         )
         return torch.cat([first, embedded]) + prompt_input
 
+    @float32_matmuls()
     def all_log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Log-probabilities of the whole vocabulary at each step, [T, S, B, V], with gradient."""
         recurrent = rounding.straight_through(rounding.matmul_weight, self.parameters["recurrent"])
@@ -256,6 +259,7 @@ class AttentionPolicies(Policies):
         product = torch.baddbmm(weights["head_bias"], head_input, weights["head"])
         return rounding.straight_through(rounding.other, product)
 
+    @float32_matmuls()
     @torch.no_grad()
     def write(self, prompt, uniforms, rounding: Rounding = FLOAT32):
         """Tokens, int64 [T, S, B], and the log-probabilities with which they were sampled.
@@ -289,6 +293,7 @@ class AttentionPolicies(Policies):
             x = self.embedded_tokens(tokens[t], rounding) + prompt_input
         return tokens, chosen(torch.stack(logits).log_softmax(-1), tokens)
 
+    @float32_matmuls()
     def all_log_probs(self, tokens, prompt, rounding: Rounding = FLOAT32) -> torch.Tensor:
         """Log-probabilities of the whole vocabulary at each step, [T, S, B, V], with gradient."""
         length, policies, batch = tokens.shape

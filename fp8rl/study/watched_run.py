@@ -81,7 +81,8 @@ class WatchedLearner(Learner):
             policy = distribution_of(rollout_here.action)(outputs[:-1])
             return policy.log_prob(rollout_here.action).T  # [N, T]
 
-        self.doctor.act(logp, rollout_here.valid.T)
+        with self.precision.matmul_mode():
+            self.doctor.act(logp, rollout_here.valid.T)
         super().watch(rollout)
 
     def update(self, batch: Rollout) -> dict[str, torch.Tensor]:
@@ -102,7 +103,8 @@ class WatchedLearner(Learner):
             text: functools.partial(loss_of, learner)
             for text, learner in self.low_bit_learners.items()
         }
-        self.doctor.look(functools.partial(loss_of, plain), others=others)
+        with self.precision.matmul_mode():  # for the backward passes, too
+            self.doctor.look(functools.partial(loss_of, plain), others=others)
         return super().update(batch)
 
 
