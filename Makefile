@@ -2,7 +2,7 @@
 # make test     runs the tests and every notebook, a process for each core
 # make lab      opens the notebooks in JupyterLab
 # make lint     checks package, tests and notebooks
-# make results  makes the stale tables of benchmarks/ again (hours); ONLY="study codecs" makes these alone
+# make results  lists the commands that make the tables of benchmarks/; ONLY="study codecs" runs these
 # make gpu      on a machine with an NVIDIA GPU: runs what tests need one, then makes the tables of benchmarks/pages/gpu.md again
 # make address  puts a Colab badge for REPOSITORY into the README, and REPOSITORY into the first cell of each notebook, which installs from there
 # Every other target sets up .venv first; a second run finds it ready and starts at once.
@@ -44,7 +44,7 @@ gpu: $(READY)
 	@$(RUN) python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 		{ echo "torch finds no CUDA device: run it where there is one, with a torch built for CUDA" >&2; exit 2; }
 	$(RUN) pytest -m cuda tests
-	$(RUN) python benchmarks/results.py populations_cuda fp8_layer widths_cuda placements acting_kernel
+	$(RUN) python benchmarks/results.py fp8_layer placements populations_cuda widths_cuda acting_kernel
 
 address:
 	@test -n "$(REPOSITORY)" || { echo "REPOSITORY is empty: name it, as in make address REPOSITORY=owner/name" >&2; exit 2; }

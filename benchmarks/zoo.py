@@ -2,8 +2,7 @@
 22e3ff2), trained with the same seeds as this package's runs and judged in the same 100 episodes.
 
 Gymnasium's environments are stepped by DummyVecEnv, as the zoo does; numbers of environments are
-the zoo's. DQN, TD3 and SAC take the zoo's steps, A2C and PPO ours: for PPO on CartPole five times
-the zoo's, for PPO on Pendulum ten times, for A2C on Acrobot twice. The zoo knows neither the cart
+the zoo's. A2C and PPO take this package's steps: for PPO on CartPole five times the zoo's, for PPO on Pendulum ten times, for A2C on Acrobot twice. The zoo knows neither the cart
 nor the linear-quadratic one; they take CartPole's and Pendulum's settings."""
 
 import contextlib
@@ -95,40 +94,6 @@ SETTINGS["PPO", "HalfCheetah-v5"] = {
     "vf_coef": 0.58096,
     "policy_kwargs": WIDE,
 }
-NETWORK = {"policy_kwargs": {"net_arch": [256, 256]}, "gamma": 0.99}
-SETTINGS["DQN", "CartPole-v1"] = NETWORK | {
-    "learning_rate": 2.3e-3,
-    "batch_size": 64,
-    "buffer_size": 100_000,
-    "learning_starts": 1_000,
-    "target_update_interval": 10,
-    "train_freq": 256,
-    "gradient_steps": 128,
-    "exploration_fraction": 0.16,
-    "exploration_final_eps": 0.04,
-}
-SETTINGS["DQN", "Acrobot-v1"] = NETWORK | {
-    "learning_rate": 6.3e-4,
-    "batch_size": 128,
-    "buffer_size": 50_000,
-    "learning_starts": 0,
-    "target_update_interval": 250,
-    "train_freq": 4,
-    "gradient_steps": -1,
-    "exploration_fraction": 0.12,
-    "exploration_final_eps": 0.1,
-}
-SETTINGS["TD3", "Pendulum-v1"] = {
-    "noise": 0.1,
-    "gamma": 0.98,
-    "buffer_size": 200_000,
-    "learning_starts": 10_000,
-    "gradient_steps": 1,
-    "train_freq": 1,
-    "learning_rate": 1e-3,
-    "policy_kwargs": {"net_arch": [400, 300]},
-}
-SETTINGS["SAC", "Pendulum-v1"] = {"learning_rate": 1e-3}
 for algorithm in ("A2C", "PPO"):
     SETTINGS[algorithm, CART] = SETTINGS[algorithm, "CartPole-v1"]
     SETTINGS[algorithm, LQR] = SETTINGS[algorithm, "Pendulum-v1"]
@@ -220,10 +185,6 @@ def train(algorithm: str, config: Config) -> History:
         settings["policy_kwargs"] = policy | {
             "activation_fn": getattr(torch.nn, policy["activation_fn"])
         }
-    if deviation := settings.pop("noise", None):  # of one action
-        settings["action_noise"] = sb3.common.noise.NormalActionNoise(
-            np.zeros(1), np.full(1, deviation)
-        )
     model = getattr(sb3, algorithm)("MlpPolicy", env, seed=config.seed, device="cpu", **settings)
     model.learn(config.steps, callback=evaluator)
     env.close()

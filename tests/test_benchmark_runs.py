@@ -5,7 +5,6 @@ writes its table with few seeds and steps. Other libraries and CUDA have stand-i
 nothing, but a benchmark that no longer fits the package fails."""
 
 import argparse
-import ast
 import contextlib
 import csv
 import dataclasses
@@ -15,8 +14,6 @@ import importlib.util
 import inspect
 import io
 import json
-import os
-import re
 import runpy
 import sys
 import time
@@ -38,7 +35,7 @@ from fp8rl.population.population import Agents
 from fp8rl.precision import Precision
 from fp8rl.rollout import unroll
 from fp8rl.sequences import laboratory
-from fp8rl.study import parallel, throughput
+from fp8rl.study import throughput
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SHORT = {"steps": 128, "eval_every": 0, "eval_episodes": 2} | TINY  # two iterations
@@ -54,9 +51,8 @@ def saved(figure: Figure, file, **_) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Leaves out what takes long and has tests elsewhere: the fingerprint in the line below a
-    table, and the drawing of a figure whose parts are all made."""
-    monkeypatch.setattr(throughput, "own_fingerprint", lambda: "00000000")
+    """Leaves out what takes long and has tests elsewhere: the drawing of a figure whose parts are
+    all made."""
     monkeypatch.setattr(Figure, "savefig", saved)
 
 
@@ -150,16 +146,6 @@ def test_replay_sampling(monkeypatch, tmp_path):
     assert len(names) == 1 + 14 and benchmark.OURS in names
 
 
-def test_recurrence(one_process, monkeypatch, tmp_path):
-    import recurrence
-
-    monkeypatch.setattr(recurrence, "Config", config_class(**SHORT))
-    monkeypatch.setattr(recurrence, "SEEDS", range(5000, 5001))
-    monkeypatch.setattr(recurrence, "STARTS", (0.5,))
-    recurrence.main(tmp_path / "recurrence.md")
-    assert [row[0] for row in rows_of(tmp_path / "recurrence.md")] == ["arm", *recurrence.ARMS]
-
-
 def test_fp8_sums(monkeypatch, tmp_path):
     import fp8_sums
 
@@ -214,22 +200,6 @@ def test_tasks(one_process, monkeypatch, tasks, tmp_path):
     assert arms == [[task, arm] for task in chosen for arm in tasks.arms_of(task)]
     assert len(rows_of(tmp_path / "tasks_short.md")) == 1 + len(chosen)
     assert (tmp_path / "tasks.png").exists()
-
-
-def test_off_policy(one_process, monkeypatch, tasks, tmp_path):
-    import off_policy
-
-    monkeypatch.setattr(off_policy, "Config", tasks.Config)
-    found = {task: (8000, 320, 16, goal) for task, (*_, goal) in tasks.TASKS.items()}
-    monkeypatch.setattr(tasks, "TASKS", found)
-    theirs = {"CartPole-v1": (("DQN",), 32, 16), "Pendulum-v1": (("TD3", "SAC"), 32, 16)}
-    monkeypatch.setattr(off_policy, "THEIRS", theirs)
-    monkeypatch.setattr(off_policy, "SEEDS", range(9100, 9101))
-    off_policy.main(tmp_path / "off_policy.md")
-    arms = [row[1] for row in rows_of(tmp_path / "off_policy.md")[1:]]
-    ours = ["ours", "ours, few steps"]
-    assert arms == [*ours, "SB3 DQN", *ours, "SB3 TD3", "SB3 SAC"]
-    assert (tmp_path / "off_policy.png").exists()
 
 
 def test_breakage_map(one_process, monkeypatch, tasks, tmp_path):
@@ -539,22 +509,6 @@ def test_published(one_process, monkeypatch, tmp_path):
     assert len(rows_of(tmp_path / "published.md")) == 3 + 2 + 2 + 2
 
 
-def test_order(monkeypatch, tasks, tmp_path):
-    import order
-
-    # Two iterations of 32 steps, in which episodes of every task end
-    monkeypatch.setattr(order, "Config", config_class(**SMALL | {"eval_episodes": 2}))
-    monkeypatch.setattr(order, "STEPS", dict.fromkeys(order.STEPS, 1_024))
-    monkeypatch.setattr(order, "SEEDS", range(9500, 9502))
-    order.main(tmp_path / "order.md")
-    rows = rows_of(tmp_path / "order.md")[1:]
-    orders = [order.WEIGHTED_FIRST, order.STANDARDIZED_FIRST]
-    assert [row[0] for row in rows] == [task for task in order.STEPS for _ in orders]
-    assert [row[2] for row in rows] == orders * len(order.STEPS)
-    differences = {row[6] for row in rows[1::2]}
-    assert differences != {"+0.00"}  # so the second order is trained
-
-
 def test_widths(monkeypatch):
     import widths
 
@@ -750,21 +704,6 @@ def test_from_start(monkeypatch, speed, capsys, tmp_path):
     assert (tmp_path / "from_start.png").exists()
 
 
-def test_length(monkeypatch, speed, tmp_path):
-    length = speed("length")
-
-    def in_this_process(command: list[str], **_) -> SimpleNamespace:
-        return SimpleNamespace(stdout=json.dumps(length.whole_run(int(command[-1]))))
-
-    monkeypatch.setattr(length, "subprocess", SimpleNamespace(run=in_this_process))
-    monkeypatch.setattr(length, "NUM_ENVS", 4)
-    monkeypatch.setattr(length, "LENGTHS", (256, 512))
-    words = [str(tmp_path / "length.md"), "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["length.py", *words])
-    length.main()
-    assert [row[0] for row in rows_of(tmp_path / "length.md")[1:]] == ["256", "512"]
-
-
 def test_jax_population(monkeypatch, speed, capsys):
     pytest.importorskip("jax")
     population = speed("jax_population")
@@ -772,146 +711,6 @@ def test_jax_population(monkeypatch, speed, capsys):
     monkeypatch.setattr(sys, "argv", ["jax_population.py", *words])
     population.main()
     assert json.loads(capsys.readouterr().out)["train_steps_per_second"] >= 0
-
-
-class EndedCommand:
-    """Stands in for a process: a command that has run in this one to its end."""
-
-    def __init__(self, capsys, *words):
-        self.pid = os.getpid()
-        capsys.readouterr()
-        self.returncode = 0
-        try:
-            run_cli(*words)
-        except SystemExit as end:
-            self.returncode = end.code or 0
-        self.error = capsys.readouterr().err if self.returncode else ""
-
-    def poll(self) -> int:
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-    def communicate(self) -> tuple[None, str]:
-        return None, self.error
-
-
-def test_hostile(one_process, monkeypatch, capsys, tmp_path):
-    """With commands that are not killed, because they have ended when they are looked at."""
-    import hostile
-
-    sizes = [word for name, x in TINY.items() for word in (f"--{name.replace('_', '-')}", str(x))]
-    sizes += ["--eval-every", "0", "--eval-episodes", "2"]
-    study = ["study", "--precisions", "fp32", "--seeds", "2", "--steps", "128", *sizes]
-
-    def start(command: str, *words) -> EndedCommand:
-        """The command with tiny sizes, where it is one of other sizes."""
-        words = ["128" if word == "10240" else word for word in words]
-        if "--resume" in words or set(sizes) <= set(words):
-            return EndedCommand(capsys, command, *words)
-        steps = [] if "--steps" in words else ["--steps", "128"]
-        return EndedCommand(capsys, command, *words, *steps, *sizes)
-
-    def short(**fields) -> Config:
-        """A config of these commands, or the smallest one that is asked for."""
-        return Config(**fields if "slice_length" in fields else SHORT)
-
-    counts = {"KILLS": 2, "STUDY_KILLS": 1, "TOGETHER": 1}
-    counts |= {"DAMAGES": 6, "FORGERIES": 4, "STRANGERS": 18}
-    for name, count in counts.items():
-        monkeypatch.setattr(hostile, name, count)
-    monkeypatch.setattr(hostile, "start", start)
-    monkeypatch.setattr(hostile, "STUDY", study)
-    monkeypatch.setattr(hostile, "Config", short)
-    monkeypatch.setattr(hostile, "cores", lambda: 1)
-    monkeypatch.setattr(hostile, "ThreadPoolExecutor", parallel.LocalProcesses)  # one_process
-    pause = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
-    monkeypatch.setattr(hostile, "time", pause)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["hostile.py", str(tmp_path / "hostile.md")])
-    hostile.main()
-    rows = rows_of(tmp_path / "hostile.md")
-    assert len(rows) > 20
-    assert not [row for row in rows if re.search("[A-Z]{3}", row[1])]
-
-
-def objects_of_the_package(tree: ast.Module) -> tuple[dict[str, object], list[str]]:
-    """What a script imports of the package, by name, and what it imports that is not there."""
-    found, missing = {}, []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("fp8rl"):
-            continue
-        module = importlib.import_module(node.module)
-        for alias in node.names:
-            try:
-                value = getattr(module, alias.name, None)
-                value = value or importlib.import_module(f"{node.module}.{alias.name}")
-                found[alias.asname or alias.name] = value
-            except ImportError:
-                missing.append(f"line {node.lineno}: {node.module} has no {alias.name}")
-    return found, missing
-
-
-def wrong_call(call: ast.Call, function) -> str:
-    """Why a function cannot be called with these arguments, or nothing."""
-    names = [keyword.arg for keyword in call.keywords]
-    unknown = None in names or any(isinstance(each, ast.Starred) for each in call.args)
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of what is written in C, or cannot be called
-        return ""
-    positional = [each for each in call.args if not isinstance(each, ast.Starred)]
-    keywords = dict.fromkeys(filter(None, names))
-    try:
-        (signature.bind_partial if unknown else signature.bind)(*positional, **keywords)
-    except TypeError as error:
-        return f"line {call.lineno}: {ast.unparse(call.func)}: {error}"
-    return ""
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted(BENCHMARKS.rglob("*.py")),
-    ids=lambda path: path.relative_to(BENCHMARKS).as_posix(),
-)
-def test_what_a_benchmark_uses_of_the_package_is_there(path):
-    """Names, attributes of modules and classes, and arguments, even of lines that only a GPU or
-    another library reaches."""
-    tree = ast.parse(path.read_text())
-    found, wrong = objects_of_the_package(tree)
-    assigned = {
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-    assigned |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    found = {name: value for name, value in found.items() if name not in assigned}
-
-    def resolved(node: ast.expr):
-        """The object of the package that an expression like a.b names, or None."""
-        if isinstance(node, ast.Name):
-            return found.get(node.id)
-        if isinstance(node, ast.Attribute) and (owner := resolved(node.value)):
-            return getattr(owner, node.attr, None)
-        return None
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            owner = found.get(node.value.id)
-            if (inspect.ismodule(owner) or inspect.isclass(owner)) and not hasattr(
-                owner, node.attr
-            ):
-                wrong.append(f"line {node.lineno}: {node.value.id} has no {node.attr}")
-        if isinstance(node, ast.Call) and callable(function := resolved(node.func)):
-            wrong.append(wrong_call(node, function))
-    assert not list(filter(None, wrong))
 
 
 def test_every_command_has_a_run_here():

@@ -1,7 +1,6 @@
 """The benchmarks that score agents, on runs of one iteration; and the one of a layer in FP8."""
 
 import csv
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -11,7 +10,6 @@ import json
 import math
 import re
 import runpy
-import shlex
 import sys
 from types import SimpleNamespace
 
@@ -22,30 +20,13 @@ import numpy as np
 import pytest
 import results
 import torch
-from helpers import bang_bang, figures, random_rollout, small, trained
+from helpers import bang_bang, small, trained
 from PIL import Image
 
 from fp8rl.build import build_population
 from fp8rl.config import Config
-from fp8rl.losses import actor_critic_loss
-from fp8rl.population.population import by_agent
-from fp8rl.rollout import Rollout
-from fp8rl.study.fingerprint import SETTLED, trainings
 from fp8rl.study.statistics import fails
 from fp8rl.study.throughput import seconds_of
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "task"), [("DQN", "Acrobot-v1"), ("TD3", "Pendulum-v1"), ("SAC", "Pendulum-v1")]
-)
-def test_off_policy_algorithms_train(algorithm, task):
-    pytest.importorskip("stable_baselines3")
-    import zoo
-
-    history = zoo.train(
-        algorithm, small(env_id=task, steps=256, rollout_length=16, slice_length=16, eval_every=128)
-    )
-    assert history.column("steps").tolist() == [128, 256]
 
 
 def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at_the_end():
@@ -65,21 +46,6 @@ def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at
     history = evaluator.end()
     assert history.column("steps").tolist() == [16, 32, 40]
     assert (history.column("eval_return") > 190).all()
-
-
-def test_a_seed_that_never_reaches_the_goal_counts_as_the_latest():
-    import off_policy
-
-    def seed(*returns):
-        return off_policy.Seed(np.array([10.0, 20.0]), np.array([0.5, 1.0]), np.array(returns))
-
-    early, late, never = seed(1.0, 9.0), seed(0.0, 5.0), seed(0.0, 1.0)
-    for seeds, cells in (
-        ([early, late, never], ["2 of 3", "20", "1.0"]),
-        ([late, never, never], ["1 of 3"] + 2 * ["not reached"]),
-    ):
-        *_, reached, steps, seconds = off_policy.line("a task", "ours", seeds, goal=4)
-        assert [reached, steps, seconds] == cells
 
 
 CONTESTANTS = [
@@ -377,63 +343,6 @@ def test_the_ladder_from_the_published_loop_ends_at_ours_on_one_budget():
     assert line == "| an arm | 2 of 3 | 1 of 3 | 2 of 3 | 99.0 | 3.0 |"
 
 
-def policy_gradients(rollout: Rollout, logits, values, **fields) -> list[torch.Tensor]:
-    """The gradients of the policy loss with respect to the logits, in the package's order of
-    weighting and standardizing advantages and in the other one."""
-    import order
-
-    config = Config(gamma=0.9, entropy_coef=0.0, **fields)
-    first, _ = actor_critic_loss(logits, values, rollout, config)
-    config = dataclasses.replace(config, normalize_advantage=False)
-    targets = order.standardized_then_weighted
-    second, _ = actor_critic_loss(logits, values, rollout, config, compute_targets=targets)
-    return [torch.autograd.grad(loss.sum(), logits)[0] for loss in (first, second)]
-
-
-def test_on_policy_both_orders_of_standardizing_and_weighting_have_the_same_gradient():
-    values, _, rollout = random_rollout(0, 20, batch=6)
-    values = values.unflatten(1, (2, 3))  # of two agents
-    rollout = by_agent(rollout, 2)
-    rollout = rollout._replace(reward=torch.where(rollout.valid, rollout.reward, math.nan))
-    noise = torch.Generator().manual_seed(0)
-    logits = torch.randn(*values.shape, 2, dtype=torch.float64, generator=noise).requires_grad_()
-    logp = logits.detach()[:-1].log_softmax(-1).gather(-1, rollout.action.unsqueeze(-1))
-    rollout = rollout._replace(behavior_logp=logp.squeeze(-1))
-    first, second = policy_gradients(rollout, logits, values)
-    torch.testing.assert_close(second, first, rtol=1e-9, atol=1e-12)
-    assert (first[:-1].abs().sum(-1) > 0).equal(rollout.valid)
-
-
-def gradients_at_an_old_step(rewards: list[float], ratio: float, **fields) -> list[float]:
-    """What both orders contribute to the logit of the action of the last step, which today's policy
-    takes `ratio` times as often. The other steps are on-policy."""
-    shape = len(rewards), 1
-    behavior_logp = torch.full(shape, math.log(0.5))
-    behavior_logp[-1] -= math.log(ratio)
-    actions, flags = torch.zeros(shape).long(), torch.zeros(shape, dtype=torch.uint8)
-    observations = torch.zeros(len(rewards) + 1, 1, 2)
-    rewards = torch.tensor(rewards).unsqueeze(1)
-    rollout = Rollout(observations, actions, rewards, flags, behavior_logp)
-    logits = torch.zeros(len(rewards) + 1, 1, 2, requires_grad=True)
-    gradients = policy_gradients(rollout, logits, torch.zeros(len(rewards) + 1, 1), lam=0, **fields)
-    return [gradient[-2, 0, 0].item() for gradient in gradients]
-
-
-def test_a_step_whose_ratio_is_near_0_counts_only_if_it_is_weighted_before_standardizing():
-    worse, better = [-1.0, -2.0, -3.0, -2.0], [1.0, 2.0, 3.0, 2.0]
-    for rewards, clip in ((worse, None), (worse, 0.2), (better, None)):
-        first, second = gradients_at_an_old_step(rewards, 1e-6, clip=clip)
-        assert abs(first) > 0.1 and abs(second) < 1e-6
-    # The mean is positive here, so the step's advantage is negative, and the clip drops the step
-    assert gradients_at_an_old_step(better, 1e-6, clip=0.2)[0] == 0
-
-
-def test_the_clip_sees_the_sign_of_an_advantage_that_is_standardized_before_it_is_weighted():
-    # 1.2 is above the mean, and half of it is below
-    first, second = gradients_at_an_old_step([1.0, 1.0, 1.0, 1.2], 0.5, clip=0.2)
-    assert first == 0 and second < -0.01
-
-
 def test_a_width_s_agents_train_in_a_process_of_their_own_and_are_kept(monkeypatch, tmp_path):
     import tasks
     import widths
@@ -573,242 +482,15 @@ def test_scores_of_predictions(rates):
     assert np.isnan(rates.auc(np.ones(2), np.ones(2, bool)))
 
 
-FIVE = "aaaaaaaa-bbbbbbbb-cccccccc-dddddddd-eeeeeeee"  # as fingerprints were before parts had names
-CODE = ", ".join([FIVE, *(f"{part} 12345678" for part in trainings())])
-
-
-@pytest.fixture
-def made(tmp_path, monkeypatch):
-    """A folder of results, whose present code has the fingerprint CODE on one kind of processor."""
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "MADE", tmp_path / "made.json")
-    monkeypatch.setattr(results, "CODES", {})
-    results.MADE.write_text("{}")
-    results.remember(CODE, "one kind")
-    return tmp_path
-
-
-ALL = ["tasks", "mismatch", "rates", "strangers"]
-
-
-def without(part: str) -> str:
-    """CODE as it was before a part was recorded."""
-    return re.sub(f", {part} \\w+", "", CODE)
-
-
-@pytest.mark.parametrize(
-    ("code", "stale"),
-    [
-        (CODE, []),
-        # Other defaults, or another single run
-        (
-            CODE.replace("aaaaaaaa", "00000000"),
-            ["tasks", "rates"],
-        ),
-        (CODE.replace("bbbbbbbb", "00000000"), ["tasks", "rates"]),
-        (CODE.replace("cccccccc", "00000000"), ["tasks", "mismatch", "rates"]),  # another algorithm
-        (CODE.replace("dddddddd", "00000000"), ["rates", "strangers"]),  # another doctor
-        (CODE.replace("eeeeeeee", "00000000"), []),  # other averages, on which no table rests
-        (CODE.replace("gymnasium 1", "gymnasium 0"), ["tasks", "rates"]),
-        (CODE.replace("lowbit 1", "lowbit 0"), ["rates"]),
-        (CODE.replace("places 1", "places 0"), ["mismatch", "rates"]),
-        (CODE.replace("gru 1", "gru 0"), []),
-        (without("lowbit"), ["rates"]),  # nobody knows what such code computed there
-        (FIVE, ["tasks", "mismatch", "rates"]),
-        ("aaaaaaaa-bbbbbbbb", ALL),  # as fingerprints once were
-        ("", ALL),  # older than fingerprints
-    ],
-)
-def test_a_table_is_stale_if_what_it_rests_on_has_changed(made, code, stale):
-    for name in ALL:
-        (made / f"{name}.md").write_text(
-            f"| 1 |\n\n`a command` on a machine; code {code}.\n" if code else "| 1 |\n"
-        )
-    assert [name for name in ALL if results.late(name)] == stale
-
-
-def test_a_stale_table_is_marked_in_one_line_and_its_status_says_why(made):
-    code = (
-        without("populations")
-        .replace("gymnasium 1", "gymnasium 0")
-        .replace("normalized 1", "normalized 0")
-    )
-    (made / "tasks.md").write_text(f"`a command` on a machine; code {code}.\n")
-    why = "gymnasium, normalized changed; made before populations was recorded"
-    assert results.why_stale("tasks") == why
-    again = "`make results ONLY=tasks` makes it again"
-    assert results.mark("tasks") == f"*Made by an earlier version of the code. {again}.*\n\n"
-
-
-def test_a_fresh_table_says_what_of_it_an_earlier_version_made(made):
-    (made / "tasks.md").write_text(f"`a command` on a machine; code {CODE}.\n")
-    assert results.mark("tasks") == ""
-    end = "by an earlier version of the code and checked with the present one: 2 of 9 were repeated"
-    results.record("tasks", {"again": "2 of 9 were repeated"})
-    assert results.mark("tasks") == f"*Made {end}, with equal returns.*\n\n"
-    results.record("tasks", {"again": "2 of 9 were repeated", "part": "Hopper-v5 and Flea-v5"})
-    marked = results.mark("tasks")
-    assert marked == f"*Hopper-v5 and Flea-v5 were made {end}, with equal returns.*\n\n"
-    page = "<!-- benchmarks/results/tasks.md -->\n<!-- end -->\n"
-    once = results.filled(page)
-    assert marked in once and results.filled(once) == once
-
-
-def test_the_last_line_of_a_table_is_read_with_all_its_parts(made):
-    (made / "tasks.md").write_text(f"code {FIVE}.\n\n`a command` on a machine; code {CODE}.\n")
-    assert results.code_of("tasks") == CODE
-    (made / "tasks.md").write_text(f"`a command` on a machine; code {FIVE}.\n")
-    assert results.code_of("tasks") == FIVE and results.parts_of(FIVE).keys() == {*results.PARTS}
-
-
-def test_every_table_names_parts_that_a_fingerprint_has():
-    assert results.RESTS_ON.keys() == {results.STEP.sub("", name) for name in results.COMMANDS}
-    known = {*results.PARTS, *trainings()}
-    used = {part for parts in results.RESTS_ON.values() for part in parts}
-    assert used == known - {"averages"}  # which the four first hashes have had from the beginning
-
-
-def test_a_table_is_as_old_as_its_oldest_step(made):
-    (made / "rates.md").write_text(f"`a command` on a machine; code {CODE}.\n")
-    assert not results.late("rates")  # whose steps are as it is
-    results.MADE.write_text(
-        json.dumps({"rates_measured": {"fingerprint": CODE.replace("aaaaaaaa", "00000000")}})
-    )
-    assert results.late("rates") == [
-        "rates_measured"
-    ] and 'ONLY="rates_measured rates"' in results.mark("rates")
-
-
-def test_a_fingerprint_that_changes_on_a_machine_is_forgotten_on_all(made):
-    other = "11111111-22222222-33333333-44444444-55555555, gru 66666666"
-    assert not results.remember(other, "another kind") and not results.remember(CODE, "one kind")
-    assert results.known()["settled"] == {"cccccccc", "33333333"} and results.known()["gru"] == {
-        "12345678",
-        "66666666",
-    }
-    assert results.remember("99999999" + CODE[8:], "one kind")  # defaults
-    assert results.known()["defaults"] == {"99999999-bbbbbbbb"} and results.known()["settled"] == {
-        "cccccccc",
-        "33333333",
-    }
-
-
-def test_settled_are_the_settings_that_tables_name():
-    assert SETTLED.keys() == breakage_map.SETTINGS.keys()
-
-
-def test_only_stale_tables_and_figures_are_marked_until_they_are_made_again(made, monkeypatch):
-    monkeypatch.setattr(results, "ROOT", made)
-    path = "benchmarks/results/tasks.md"
-    table, readme = (
-        made / path,
-        f"a\n\n<!-- {path} -->\n<!-- end -->\n\n![b](results/tasks.png)\n\n![c](results/rates.png)\n",
-    )
-    table.parent.mkdir(parents=True)
-    readme += "\n| q | a | [tasks](#tasks) | - | - | - |\n"
-    for code, marks in (("", ["tasks", "rates"]), (f"; code {CODE}", ["rates"])):
-        table.write_text(f"| 1 |\n\n`a command` on a machine{code}.\n")
-        (made / "tasks.md").write_text(table.read_text())
-        assert results.unmarked(readme) == marks
-        found = results.filled(readme)
-        assert results.filled(found) == found and not results.unmarked(found) and "| 1 |" in found
-        assert re.findall("ONLY=.*(tasks|rates)", found) == marks
-        assert ("| **stale**; needs stable_baselines3 |" in found) == ("tasks" in marks)
-    (made / "rates.md").write_text(f"code {CODE}")
-    assert results.filled(found) == results.filled(
-        readme
-    ) and "earlier version" not in results.filled(found)
-
-
-def test_a_stale_table_begins_anew_and_goes_on_after_an_interruption(made, monkeypatch):
-    monkeypatch.setattr(results, "here", lambda: "one kind")
-
-    def command(then=""):
-        script = f"open('{made}/ladder.csv', 'a').write('x'); {then}"
-        monkeypatch.setitem(results.COMMANDS, "ladder", f"python -c {shlex.quote(script)}")
-
-    (made / "ladder.csv").write_text("of earlier code")
-    command("exit(1)")
-    with pytest.raises(results.subprocess.CalledProcessError):
-        results.make("ladder", CODE)
-    assert results.made()["ladder"]["unfinished"] == CODE and results.late("ladder")
-    command()
-    results.make("ladder", CODE)
-    assert (made / "ladder.csv").read_text() == "xx" and not results.late("ladder")
-    assert results.made()["ladder"].keys() == {"fingerprint", "date", "processor", "minutes"}
-    results.make("ladder", CODE)  # it is fresh
-    assert (made / "ladder.csv").read_text() == "xxx"
-    results.remember(CODE.replace("aaaaaaaa", "00000000"), "one kind")
-    results.make("ladder", CODE.replace("aaaaaaaa", "00000000"))
-    assert (made / "ladder.csv").read_text() == "x"
-
-
-def test_a_journal_that_begins_again_keeps_the_seeds_of_other_libraries(tmp_path):
-    journal = tmp_path / "tasks.csv"
-    results.keep_other_libraries(journal)  # there is none
-    journal.write_text("task,arm,seed\nthe cart,fp32,1\nthe cart,SB3 PPO,1\nthe cart,fp8,1\n")
-    results.keep_other_libraries(journal)
-    assert journal.read_text() == "task,arm,seed\nthe cart,SB3 PPO,1\n"
-    journal.write_text("rung,task,seed,returns\nfirst,the cart,1,2.0\n")
-    results.keep_other_libraries(journal)
-    assert not journal.exists()
-
-
-def test_a_table_whose_maker_was_killed_goes_on_from_its_journal(made, monkeypatch):
-    """As by a signal that no program can catch: what `finally` writes is missing."""
-    monkeypatch.setattr(results, "here", lambda: "one kind")
-    (made / "ladder.csv").write_text("of earlier code")
-    entries = []
-
-    def killed(*_, **__):
-        (made / "ladder.csv").write_text("half")
-        entries.append(results.made()["ladder"])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(results.subprocess, "run", killed)
-    with pytest.raises(KeyboardInterrupt):
-        results.make("ladder", CODE)
-    assert entries == [{"unfinished": CODE, "minutes": None}]
-    results.MADE.write_text(json.dumps({"ladder": entries[0]}))
-    assert results.why_stale("ladder") == "stopped before it was finished"
-    (made / "ladder.md").write_text("| 1 |\n")
-    monkeypatch.setattr(results.subprocess, "run", lambda *_, **__: None)
-    results.make("ladder", CODE)
-    assert (made / "ladder.csv").read_text() == "half" and not results.late("ladder")
-    assert results.made()["ladder"]["minutes"] is None  # nobody knows them
-
-
-def test_a_table_that_fails_does_not_keep_others_from_being_made(made, monkeypatch):
-    for name, script in {"length": "exit(1)", "codecs": f"open('{made}/codecs.txt', 'w')"}.items():
-        monkeypatch.setitem(results.COMMANDS, name, f"python -c {shlex.quote(script)}")
-    for name, found in {"here": "one kind", "fingerprint": CODE, "put": None}.items():
-        monkeypatch.setattr(results, name, lambda found=found: found)
-    monkeypatch.setattr(results, "KNOWN", made / "fingerprints.json")
-    with pytest.raises(SystemExit, match="length failed"):
-        results.main(["length", "codecs"])
-    assert (made / "codecs.txt").exists()
-
-
-INDEX_ROW = r"(?m)^\| (.+) \| (.+) \| \[(\w+)\]\(#(\w+)\) \| .+ \| .+ \| .+ \|$"
-
-
-def test_the_pages_have_every_table_and_the_numbers_in_their_indices_are_the_tables_own():
+def test_the_pages_have_a_section_for_every_table():
     shown = []
     for page in results.PAGES:
         text = page.read_text()
-        rows = re.findall(INDEX_ROW, text)
-        assert [name for *_, name, _ in rows] == re.findall(r"(?m)^## (\w+)$", text), page
-        assert text.index("| question") < 1000
-        shown += [name for *_, name, _ in rows]
-        for _, answer, name, anchor in rows:
-            assert anchor == name
-            own = results.file_of(name)
-            found = own.read_text() if own.suffix != ".gif" else ""
-            assert {x.replace(",", "") for x in figures(answer)} <= {
-                x.replace(",", "") for x in figures(found)
-            }, name
-    assert len(shown) == len(set(shown))
-    assert set(shown) == {results.STEP.sub("", name) for name in results.COMMANDS}
+        sections = re.findall(r"(?m)^## (\w+)$", text)
+        assert re.findall(r"(?m)^\| .* \| \[(\w+)\]\(#\1\) \|$", text) == sections, page
+        shown += sections
+    steps = re.compile("_(first|predicted|measured)$")
+    assert sorted(shown) == sorted({steps.sub("", name) for name in results.COMMANDS})
 
 
 def test_every_table_in_results_is_on_a_page_or_linked_from_one():
@@ -835,49 +517,6 @@ def test_the_table_of_a_layer_is_that_of_its_medians():
 
     medians = json.loads((results.RESULTS / "fp8_layer_NVIDIA_H200.json").read_text())
     assert fp8_layer.table_of(medians) == (results.RESULTS / "fp8_layer.md").read_text()
-
-
-def test_names_in_made_json_are_tables_or_their_steps():
-    assert results.made().keys() <= results.COMMANDS.keys()
-
-
-@pytest.mark.parametrize(
-    ("line", "entry", "machine"),
-    [
-        (
-            "` on AMD EPYC, 1 cores, AVX512 with native bf16, threads: 1; Python 3.11.7",
-            {},
-            "AMD EPYC, 1 core",
-        ),
-        (
-            "` on Intel(R) Xeon(R) Processor, 2 cores, AVX2 with emulated bf16, threads: 2",
-            {},
-            "Intel Xeon, 2 cores, AVX2",
-        ),
-        ("` on Intel(R) Xeon(R) Processor, 16 cores; NVIDIA H200 of compute", {}, "NVIDIA H200"),
-        ("", {"processor": "AMD EPYC 25 17, AVX512 with native bf16, torch 2.13"}, "AMD EPYC"),
-        ("` on AMD EPYC, 2 cores", {"machine": "AMD EPYC, Intel Xeon"}, "AMD EPYC, Intel Xeon"),
-        ("", {}, ""),
-    ],
-)
-def test_the_machine_of_a_table_is_that_of_its_last_line(made, line, entry, machine):
-    (made / "tasks.md").write_text(f"| 1 |\n\n`a command{line}.\n")
-    results.MADE.write_text(json.dumps({"tasks": entry}))
-    assert results.machine_of("tasks") == machine
-
-
-def test_a_page_shows_of_the_versions_only_torch_s(made, monkeypatch):
-    monkeypatch.setattr(results, "ROOT", made)
-    last = "threads: 1; Python 3.11.7, torch 2.13.0+cpu, numpy 2.2.6"
-    (made / "tasks.md").write_text(f"`a command` on a machine, {last}; code {CODE}, jax 0.10.2.\n")
-    found = results.filled("<!-- tasks.md -->\n<!-- end -->")
-    assert "on a machine, threads: 1; torch 2.13.0+cpu, jax 0.10.2.\n" in found
-
-
-def test_the_status_fits_into_120_columns():
-    rows = [results.HEAD, *results.status()]
-    assert all(len(line) <= 120 for row in rows for line in results.printed(row).splitlines())
-    assert len(rows) == 1 + len(results.COMMANDS) and " minutes in all" in results.totals()
 
 
 @pytest.fixture
@@ -972,37 +611,6 @@ def test_every_wait_has_a_command_and_every_part_of_a_profile_exists(waits, tmp_
         assert callable(functools.reduce(getattr, path.split("."), importlib.import_module(module)))
     lines = "import time: 200000 | 900000 | torch._dynamo.a\nimport time: 300000 | 1 |   torch\n"
     assert waits.import_seconds(lines) == {"torch": 0.3, "torch._dynamo": 0.2}
-
-
-def test_trainings_of_an_earlier_table_are_repeated_and_compared(monkeypatch, tmp_path):
-    import again
-    import ladder
-    import tasks
-
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr(results, "MADE", tmp_path / "made.json")
-    monkeypatch.setattr(again, "fingerprint", lambda: "1-2")
-    (tmp_path / "made.json").write_text("{}")
-    monkeypatch.setattr(
-        ladder, "RUNGS", {"the earlier defaults": ladder.EARLIER, "+ lam": {"lam": 0.9}}
-    )
-    monkeypatch.setattr(ladder, "TASKS", {tasks.CART: (range(2), 1_024, 200)})
-    lines = ["rung,task,seed,returns"]
-    for rung in ladder.RUNGS:
-        configs = ladder.configs_of(rung, tasks.CART)
-        for config, returns in zip(configs, again.repeated("ladder", configs), strict=True):
-            lines.append(f"{rung},{tasks.CART},{config.seed},{returns}")
-    journal = tmp_path / "ladder.csv"
-    journal.write_text("\n".join(lines) + "\n")
-    again.main("ladder", None, 1, [])
-    note = "1 of 1 trainings were repeated"
-    assert results.made()["ladder"] == {"unfinished": "1-2", "again": note}
-
-    journal.write_text("\n".join([*lines[:-1], lines[-1] + "1"]) + "\n")  # one digit more
-    (tmp_path / "made.json").write_text("{}")
-    with pytest.raises(SystemExit, match="1 of 1 differ"):
-        again.main("ladder", None, 1, [])
-    assert results.made() == {}
 
 
 PAGES = [

@@ -18,7 +18,6 @@ from helpers import SIZED, run_cli, small
 from fp8rl import build as machine_module
 from fp8rl import hardware
 from fp8rl.build import build
-from fp8rl.cli import bench as cli_bench
 from fp8rl.cli import main as command_line
 from fp8rl.cli import train as cli_train
 from fp8rl.config import Config
@@ -933,11 +932,3 @@ def test_bench_prints_json_a_width(capsys):
         and result["agents"] == 2
         and not result["reuse_forward"]
     )
-
-
-def test_bench_prints_a_fingerprint(capsys, monkeypatch):
-    monkeypatch.setattr(
-        cli_bench, "code_fingerprint", lambda: "2dd45677-0def241b, autocast 42acddf0"
-    )
-    run_cli("bench", "--fingerprint")
-    assert capsys.readouterr().out == "2dd45677-0def241b, autocast 42acddf0\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers import PATIENCE, SIZED, refusal, refused, run_cli, small
 
-from fp8rl.study import dask_cluster, parallel, throughput
+from fp8rl.study import dask_cluster, parallel
 
 distributed = pytest.importorskip("distributed")
 
@@ -59,7 +59,6 @@ def results(folder: Path) -> list[dict[str, str]]:
 def test_a_study_loses_a_worker_and_has_the_results_of_one_machine(
     workers, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(throughput, "own_fingerprint", lambda: "of a test")  # which takes seconds
     run_cli(*STUDY, "--workers", 2, "--out", tmp_path / "here")
     journal = tmp_path / "there" / "runs.jsonl"
     thread = killing(workers, lambda: journal.exists() and journal.read_text().count("\n") >= 2)
@@ -79,7 +78,6 @@ def wait_until(condition) -> None:
 def test_a_study_that_is_interrupted_stops_its_workers_and_goes_on_to_the_same_results(
     workers, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(throughput, "own_fingerprint", lambda: "of a test")
     words = [*STUDY[:-3], "--steps", 51_200]
     run_cli(*words, "--workers", 2, "--out", tmp_path / "here")
     out = tmp_path / "there"
@@ -112,7 +110,6 @@ def test_a_study_that_is_interrupted_stops_its_workers_and_goes_on_to_the_same_r
 def test_a_study_without_a_worker_says_that_it_waits_and_goes_on_when_one_comes(
     workers, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(throughput, "own_fingerprint", lambda: "of a test")
     monkeypatch.setattr(dask_cluster, "ALONE", 0.1)
     told = threading.Event()
     news = dask_cluster.Cluster.news

@@ -19,7 +19,7 @@ from fp8rl import hardware
 from fp8rl.config import Config
 from fp8rl.disk.run_folder import read_mark
 from fp8rl.history import History
-from fp8rl.study import batch_file, comparison, parallel, throughput
+from fp8rl.study import batch_file, comparison, parallel
 from fp8rl.study.batch_file import BatchFile, Keeping, Stopped, train_until
 
 SHORT = {"steps": 5 * 512, "eval_every": 1_024, "eval_episodes": 2}
@@ -176,12 +176,6 @@ STUDY = ["study", "--precisions", "fp32", "bf16", "--eval-episodes", 2, *SIZED, 
 LONG = [*STUDY, "--seeds", 3, "--steps", 100 * 1_024]
 
 
-@pytest.fixture(autouse=True)
-def _no_fingerprint(monkeypatch):
-    """Which takes seconds."""
-    monkeypatch.setattr(throughput, "own_fingerprint", lambda: "of a test")
-
-
 def results(folder: Path) -> list[dict[str, str]]:
     """The rows of results.csv without the columns of seconds."""
     with (folder / "results.csv").open() as file:
@@ -195,9 +189,7 @@ def results(folder: Path) -> list[dict[str, str]]:
 def whole(tmp_path_factory) -> Path:
     """The folder of a study that nobody stopped."""
     out = tmp_path_factory.mktemp("whole") / "a"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(throughput, "own_fingerprint", lambda: "of a test")
-        run_cli(*LONG, "--out", out)
+    run_cli(*LONG, "--out", out)
     return out
 
 

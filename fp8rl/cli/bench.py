@@ -9,7 +9,6 @@ import tyro
 from .. import processes
 from ..build import Machine
 from ..study import throughput
-from ..study.fingerprint import fingerprint as code_fingerprint
 from .arguments import Json
 
 
@@ -17,7 +16,6 @@ def measure(
     loop: tyro.conf.OmitArgPrefixes[throughput.Loop] = throughput.Loop(),  # noqa: B008
     machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(),  # noqa: B008
     seconds: float = 5.0,
-    fingerprint: bool = False,
     json_output: Json = False,
 ) -> None:
     """Measure how fast this machine trains without replay.
@@ -30,14 +28,9 @@ def measure(
         loop: What is trained.
         machine: Where the run computes, and how fast.
         seconds: How long to measure.
-        fingerprint: Only print hashes of the weights after a few updates. On one machine they show
-            whether a change of the code has changed numbers.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
-    if fingerprint:
-        print(code_fingerprint())
-        return
     if not loop.hidden_size:
         raise ValueError("hidden_size is empty: give at least one value")
     processes.start(machine.devices)

@@ -11,8 +11,10 @@ import dataclasses
 import functools
 import itertools
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -24,7 +26,6 @@ from ..hardware import hardware, is_emulated
 from ..precision import PRECISIONS, Precision, available_precisions
 from ..requirements import reuses_forward
 from ..train import iterate
-from .fingerprint import fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +107,28 @@ class Loop:
 
 
 def origin() -> str:
-    """One line on how a result was made: the machine, versions, and the fingerprint of the code."""
-    return f"{hardware()}; code {own_fingerprint()}"
+    """One line on how a result was made: the machine, versions, and the commit of the code."""
+    return f"{hardware()}; commit {commit()}"
 
 
-@functools.cache  # it takes seconds, and the code of a process does not change
-def own_fingerprint() -> str:
-    """The fingerprint of the code that this process runs."""
-    return fingerprint()
+@functools.cache  # the code of a process does not change
+def commit() -> str:
+    """The short hash of this code's commit, with a + if files have changed since then.
+
+    It is "unknown" outside a clone, as for an installed package.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"])
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + "+" * bool(changed.returncode)
 
 
 class Timed:
