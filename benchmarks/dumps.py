@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from fp8rl.bits import mismatch
-from fp8rl.bits.acting_mismatch import SIZE
 from fp8rl.bits.formats import Format, format_of, rounded, scaled
+from fp8rl.bits.mismatch_symptoms import SIZE
 from fp8rl.study.throughput import origin
 
 PROMPTS = 8

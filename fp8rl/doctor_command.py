@@ -183,7 +183,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
         "dump",
         type=Path,
         help="an .npz file with arrays learner_logp and actor_logp, [sequences, tokens], "
-        "and perhaps mask and advantages",
+        "and perhaps mask, advantages and lengths",
     )
     compare.add_argument(
         "--clip",

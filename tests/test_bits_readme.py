@@ -8,7 +8,7 @@ from pathlib import Path
 import fp8rl.bits
 
 PAGE = (Path(fp8rl.bits.__file__).parent / "README.md").read_text()
-DOCTOR, MISMATCH, LOW_BIT_ADAM = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+DOCTOR, MISMATCH, PACKED, LOW_BIT_ADAM = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 (REPORTS,) = re.findall(r"```\n(rounding:.*?)```", PAGE, re.S)
 (PRINTED,) = re.findall(r"```\n(weights:.*?)```", PAGE, re.S)
 
@@ -35,3 +35,7 @@ def test_the_gap_of_bfloat16_is_rounding_and_that_of_a_temperature_is_not():
     for text in (printed(MISMATCH), REPORTS):  # the last digits differ by processor
         beginnings.append([line[:12] for line in text.splitlines()])
     assert beginnings[0] == beginnings[1]
+
+
+def test_packed_and_ragged_tokens_give_the_same_report():
+    printed(MISMATCH + PACKED)  # it has an assertion

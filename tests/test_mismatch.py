@@ -133,7 +133,7 @@ def test_numbers_that_are_huge_are_reported_without_an_error():
 
 def test_one_sequence_works_and_says_what_it_lacks():
     logp = policy_logp(1, 1000)
-    report = mismatch(noisy(logp), logp)
+    report = mismatch(noisy(logp), logp, lengths=[1000])
     assert math.isnan(report.sequence_sample_size) and report.verdict == "rounding"
     assert "of one sequence" in str(report)
     few = mismatch(noisy(logp.reshape(4, 250)), logp.reshape(4, 250))
@@ -216,7 +216,7 @@ def test_gaps_without_any_spread_are_judged_without_a_warning():
         assert kind_of(even, logp) == "other"
         assert kind_of(noisy(even, 0.02), even) == ""
         mismatch(noisy(logp), even, advantages=np.ones(32))
-        mismatch(noisy(logp[:1]), logp[:1], advantages=np.ones(1))
+        mismatch(noisy(logp[:1]), logp[:1], advantages=np.ones(1), lengths=[100])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -242,8 +242,187 @@ def test_the_mean_ratio_of_one_sequence_is_judged_by_its_own_noise():
     called = []
     for seed in range(50):
         logp = policy_logp(1, 300, seed)
-        called.append(kind_of(noisy(logp, 0.1, seed + 100), logp))
+        called.append(kind_of(noisy(logp, 0.1, seed + 100), logp, lengths=[300]))
     assert called == [""] * 50
+
+
+# Fillers, mean ratios above 1, and gaps of less than one bit
+
+
+def sampled(
+    sequences: int = 64, length: int = 100, spread: float = 2.0, noise: float = 0.01, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A learner's and an actor's log-probabilities of tokens of the actor: only rounding."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(sequences, length, 64, generator=draw)
+    tokens = logits.softmax(-1).flatten(0, 1).multinomial(1, generator=draw)
+    tokens = tokens.view(sequences, length, 1)
+    error = noise * torch.randn(logits.shape, generator=draw)
+    learner = (logits + error).log_softmax(-1).gather(-1, tokens)[..., 0]
+    actor = logits.log_softmax(-1).gather(-1, tokens)[..., 0]
+    return learner, actor
+
+
+def with_fillers(learner, actor, tokens, whose: str, constant: float):
+    """The pair with a constant at some tokens of one program."""
+    if whose == "learner":
+        return learner.masked_fill(tokens, constant), actor
+    return learner, actor.masked_fill(tokens, constant)
+
+
+@pytest.mark.parametrize("whose", ["actor", "learner"])
+@pytest.mark.parametrize("constant", [0.0, -100.0])
+def test_fillers_are_found_and_located(whose, constant):
+    for seed, (sequences, length) in enumerate([(64, 100), (16, 50), (100, 30)]):
+        pair = sampled(sequences, length, seed=seed)
+        place = torch.arange(length)
+        ends = torch.randint(length // 3, length + 1, (sequences, 1))
+        begin = torch.randint(2, length - 12, (sequences, 1))
+        is_answer = place < ends
+        expected = {
+            "at the last token of": (place == ends - 1, is_answer),
+            "at the first token of": (place == 0, is_answer),
+            "runs of about 10 tokens": ((place >= begin) & (place < begin + 10), None),
+            "the last": (~is_answer, None),
+            "all tokens of": (torch.arange(sequences)[:, None] % 3 == 0, None),
+        }
+        for where, (tokens, mask) in expected.items():
+            report = mismatch(*with_fillers(*pair, tokens, whose, constant), mask)
+            assert report.kind == "filler", where
+            _, says = report.headline()[:2]
+            assert f"the {whose}'s log-probabilities are exactly {constant:g}" in says
+            assert where in says
+            assert "they look like rounding to" in report.notes[-1]
+
+
+def test_padding_of_both_programs_that_counts_is_found_at_either_end():
+    learner, actor = sampled()
+    is_answer = torch.arange(100) < torch.randint(30, 101, (64, 1))
+    for pad_learner, pad_actor in ((0.0, 0.0), (-1.0, -1.0), (0.0, -100.0)):
+        padded = learner.masked_fill(~is_answer, pad_learner)
+        other = actor.masked_fill(~is_answer, pad_actor)
+        report = mismatch(padded, other)
+        assert report.kind == "filler" and "the last" in report.headline()[1]
+        report = mismatch(padded.flip(1), other.flip(1))
+        assert report.kind == "filler" and "the first" in report.headline()[1]
+        assert mismatch(padded, other, is_answer).verdict == "rounding"
+
+
+def test_a_greedy_actor_is_named():
+    for sequences, length in ((64, 100), (16, 20)):
+        learner, actor = sampled(sequences, length)
+        report = mismatch(learner, torch.zeros_like(actor))
+        assert report.kind == "greedy" and "temperature 0" in str(report)
+        assert "at all tokens" in str(report)
+
+
+def test_zeros_of_certain_tokens_are_no_fillers():
+    """Where both programs are certain of most tokens, and where one samples by top-p."""
+    for noise in (0.01, 0.1):
+        learner, actor = sampled(spread=30.0, noise=noise)
+        assert (actor == 0).float().mean() > 0.1
+        assert kind_of(learner, actor) not in ("filler", "greedy", "mean ratio", "other")
+    draw = np.random.default_rng(0)
+    learner = np.log(draw.uniform(0.5, 1, (64, 100)))
+    actor = np.minimum(learner - np.log(0.9), 0.0)
+    assert (actor == 0).mean() > 0.1
+    assert kind_of(learner, actor) not in ("filler", "greedy")
+
+
+@pytest.mark.parametrize("bias", [0.012, 0.1, 0.5])
+def test_a_mean_ratio_above_one_is_a_bug(bias):
+    """Tokens come from the actor, so the mean of pi / mu is at most 1."""
+    for sequences, length in ((64, 100), (16, 50)):
+        _, actor = sampled(sequences, length)
+        noise = 0.01 * torch.randn(actor.shape, generator=torch.Generator().manual_seed(1))
+        report = mismatch((actor + bias + noise).clamp(max=-1e-6), actor)
+        assert report.kind == "mean ratio"
+        number = f"{report.mean_ratio:.4f} ± {report.mean_ratio_error:.1g}"
+        assert f"the mean ratio is {number}" in report.headline()[1]
+        assert mismatch((actor + noise).clamp(max=-1e-6), actor).verdict == "rounding"
+
+
+def test_rare_large_ratios_do_not_make_a_mean_ratio_above_one():
+    """A few tokens of which the actor thought little pull up a sample mean."""
+    for seed in range(20):
+        learner, actor = sampled(seed=seed)
+        draw = np.random.default_rng(seed)
+        learner = learner.numpy() + 0.02 * draw.standard_t(2, actor.shape)
+        report = mismatch(np.minimum(learner, 0.0), actor)
+        assert report.kind != "mean ratio"
+
+
+def test_a_gap_that_no_arithmetic_leaves_is_a_bug():
+    for seed in range(3):
+        torch.manual_seed(seed)
+        inputs = torch.randn(64, 100, 32)
+        first = 3 * torch.randn(32, 64) / 32**0.5
+        second = 2 * torch.randn(64, 64) / 64**0.5
+        hidden = torch.relu(inputs @ first)
+        logits = hidden @ second
+        tokens = torch.distributions.Categorical(logits=logits).sample()[..., None]
+        actor = logits.log_softmax(-1).gather(-1, tokens)[..., 0]
+        dropped = torch.nn.functional.dropout(hidden, 0.1) @ second
+        learner = dropped.log_softmax(-1).gather(-1, tokens)[..., 0]
+        report = mismatch(learner, actor)
+        assert report.verdict == "bug" and "bits of mantissa would make such a gap" in str(report)
+    for noise in (0.01, 0.1, 0.3):
+        report = mismatch(*sampled(noise=noise))
+        assert report.verdict == "rounding" and report.bits > 1
+
+
+# The forms in which trainers keep tokens
+
+
+def test_ragged_and_packed_tokens_give_the_report_of_padded_ones():
+    learner, actor = sampled()
+    lengths = torch.randint(30, 101, (64,), generator=torch.Generator().manual_seed(0))
+    is_answer = torch.arange(100) < lengths[:, None]
+    counts = is_answer & (torch.arange(100) % 7 > 0)
+    gains = torch.randn(64, 100, generator=torch.Generator().manual_seed(1))
+    expected = mismatch(learner, actor, counts, gains)
+
+    def rows(x):
+        return [row[:n] for row, n in zip(x, lengths, strict=True)]
+
+    forms = {
+        "tensors": (rows, {}),
+        "arrays": (lambda x: [row.numpy() for row in rows(x)], {}),
+        "lists": (lambda x: [row.tolist() for row in rows(x)], {}),
+        "objects": (lambda x: np.array([row.numpy() for row in rows(x)], dtype=object), {}),
+        "packed": (lambda x: x[is_answer], {"lengths": lengths}),
+        "one row": (lambda x: x[is_answer].numpy()[None], {"lengths": lengths.tolist()}),
+        "packed list": (lambda x: x[is_answer].tolist(), {"lengths": lengths.numpy()}),
+        "nested": (lambda x: torch.nested.nested_tensor(rows(x)), {}),
+    }
+    for name, (form, options) in forms.items():
+        report = mismatch(form(learner), form(actor), form(counts), form(gains), **options)
+        assert report.verdict == expected.verdict == "rounding", name
+        assert report.tokens == expected.tokens and report.clipped == expected.clipped, name
+        assert report.kl_k1 == pytest.approx(expected.kl_k1), name
+        by_sequence = mismatch(
+            form(learner), form(actor), form(counts), gains[:, 0].tolist(), **options
+        )
+        assert by_sequence.clipped == mismatch(learner, actor, counts, gains[:, 0]).clipped, name
+
+
+def test_a_bug_of_some_sequences_is_found_in_any_form():
+    learner, actor = sampled()
+    learner[::6] = sampled(noise=0.1)[0][::6]
+    lengths = torch.arange(37, 101)
+    is_answer = torch.arange(100) < lengths[:, None]
+    packed = mismatch(learner[is_answer], actor[is_answer], lengths=lengths)
+    assert packed.kind == mismatch(learner, actor, is_answer).kind == "padding"
+
+
+def test_a_mask_of_zeros_and_ones_may_have_any_type():
+    mask = np.array([[1, 1, 0], [0, 1, 1]])
+    expected = mismatch(LEARNER, ACTOR, mask)
+    for dtype in (bool, np.uint8, np.int64, np.float32, np.float64):
+        assert mismatch(LEARNER, ACTOR, mask.astype(dtype)) == expected
+        assert mismatch(LEARNER, ACTOR, torch.tensor(mask.astype(dtype))) == expected
+    assert mismatch(LEARNER, ACTOR, torch.tensor(mask).bfloat16()) == expected
+    assert mismatch(LEARNER, ACTOR, mask.tolist()) == expected
 
 
 together = pytest.mark.xdist_group("judged")  # once
@@ -284,19 +463,62 @@ def with_entry(array: np.ndarray, value: float, place=(1, 2)) -> np.ndarray:
 
 
 WRONG = {
-    "learner_logp has the shape (2, 2) and actor_logp (2, 3): give log-probabilities of": (
+    "learner_logp has 2 tokens in sequence 0, and actor_logp has 3: give learner_logp of": (
         (LEARNER[:, :2], ACTOR),
         {},
     ),
-    "learner_logp has the shape (3,): give [sequences, tokens], one sequence as [1, tokens]": (
+    "learner_logp has 3 sequences, and actor_logp has 2: give learner_logp of the same tokens": (
+        (np.vstack((LEARNER, LEARNER[:1])), ACTOR),
+        {},
+    ),
+    "learner_logp is a single row of 3 tokens: give lengths, the number of tokens of each": (
         (LEARNER[0], ACTOR[0]),
+        {},
+    ),
+    "learner_logp is a single row of 6 tokens: give lengths": (
+        (LEARNER.reshape(1, 6), ACTOR.reshape(1, 6)),
+        {},
+    ),
+    "learner_logp[1] has the shape (1, 3): give [tokens]": (
+        ([LEARNER[0], LEARNER[1:]], ACTOR),
+        {},
+    ),
+    "learner_logp[1] is torch.int64: give floating point": (
+        ([LEARNER[0], torch.zeros(3, dtype=torch.int64)], ACTOR),
+        {},
+    ),
+    "learner_logp[0] is <U4: give floating point": (([["-0.5", "-1"], [-1.0]], ACTOR), {}),
+    "learner_logp is nan at [1, 0]: mask it": (([[-1.0, -1.0], [None, -1.0]], ACTOR[:, :2]), {}),
+    "lengths has the sum 5, but learner_logp has 6 tokens: give the number": (
+        (LEARNER.ravel(), ACTOR.ravel()),
+        {"lengths": [2, 3]},
+    ),
+    "lengths has the sum 9, but learner_logp has 6 tokens: these look cumulated": (
+        (LEARNER.ravel(), ACTOR.ravel()),
+        {"lengths": [0, 3, 6]},
+    ),
+    "lengths is -1 at [1]: give the number of tokens": (
+        (LEARNER.ravel(), ACTOR.ravel()),
+        {"lengths": [7, -1]},
+    ),
+    "lengths is 2.5 at [0]: give the number of tokens": (
+        (LEARNER.ravel(), ACTOR.ravel()),
+        {"lengths": [2.5, 3.5]},
+    ),
+    "lengths is given, but learner_logp has the shape (2, 3): lengths is for packed rows": (
+        (LEARNER, ACTOR),
+        {"lengths": [3, 3]},
+    ),
+    "actor_logp is 1 at [0, 2]: give logarithms of probabilities, which are at most 0, and mask "
+    "fillers (2 of 6 tokens are impossible)": (
+        (LEARNER, np.where(np.arange(3) == 2, 1.0, ACTOR)),
         {},
     ),
     "learner_logp has the shape (1, 2, 3): give [sequences, tokens]": (
         (LEARNER[None], ACTOR[None]),
         {},
     ),
-    "actor_logp has the shape (0, 3): give at least one token": ((LEARNER[:0], ACTOR[:0]), {}),
+    "learner_logp has no tokens: give at least one token": ((LEARNER[:0], ACTOR[:0]), {}),
     "actor_logp is -inf at [1, 2]: the token was sampled": (
         (LEARNER, with_entry(ACTOR, -np.inf)),
         {},
@@ -317,11 +539,18 @@ WRONG = {
         (LEARNER, ACTOR, np.zeros((2, 3), bool)),
         {},
     ),
-    "mask has the shape (3,): give that of the tokens, (2, 3)": (
+    "mask has 1 sequences, and actor_logp has 2: give mask of the same tokens": (
         (LEARNER, ACTOR, np.ones(3, bool)),
         {},
     ),
-    "mask is float64: give booleans": ((LEARNER, ACTOR, np.ones((2, 3))), {}),
+    "mask is 0.5 at [0, 0]: give booleans, or 0 and 1": (
+        (LEARNER, ACTOR, np.full((2, 3), 0.5)),
+        {},
+    ),
+    "mask is nan at [1, 2]: give booleans": (
+        (LEARNER, ACTOR, with_entry(np.ones((2, 3)), np.nan)),
+        {},
+    ),
     "mask is 2 at [1, 2]: give booleans": (
         (LEARNER, ACTOR, with_entry(np.ones((2, 3), int), 2)),
         {},
@@ -395,6 +624,21 @@ def test_the_command_prints_the_report_of_a_file(tmp_path, run):
     assert code == 2 and err.endswith("which exists: name a new file\n")
 
 
+def test_the_command_reads_packed_tokens(tmp_path, run):
+    learner, actor = sampled()
+    lengths = np.arange(37, 101)
+    is_answer = np.arange(100) < lengths[:, None]
+    arrays = {
+        "learner_logp": learner.numpy()[is_answer],
+        "actor_logp": actor.numpy()[is_answer],
+        "mask": np.ones(is_answer.sum(), np.float32),
+    }
+    np.savez(tmp_path / "dump.npz", **arrays, lengths=lengths)
+    expected = mismatch(**arrays, lengths=lengths)
+    assert expected.sequences == 64
+    assert run(tmp_path / "dump.npz") == (0, f"{expected}\n", "")
+
+
 def forged(header: str, content: bytes = b"") -> bytes:
     """An array's file with any header."""
     text = header.encode().ljust(118) + b"\n"
@@ -434,7 +678,11 @@ FILES = {
     "actor_logp is -inf at [1, 2]": saved(
         learner_logp=LEARNER, actor_logp=with_entry(ACTOR, -np.inf)
     ),
-    "mask is float64": saved(learner_logp=LEARNER, actor_logp=ACTOR, mask=np.ones((2, 3))),
+    "mask is 0.5": saved(learner_logp=LEARNER, actor_logp=ACTOR, mask=np.full((2, 3), 0.5)),
+    "is a single row of 6 tokens: give lengths": saved(
+        learner_logp=LEARNER.ravel(), actor_logp=ACTOR.ravel()
+    ),
+    "lengths in": saved(lengths=np.array([None]), learner_logp=LEARNER, actor_logp=ACTOR),
 }
 
 

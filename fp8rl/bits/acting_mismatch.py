@@ -23,20 +23,29 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from .doctor.findings import KEPT, amount
-from .mismatch_symptoms import FEW_SEQUENCES, FEW_TOKENS, Gap, Symptom, symptoms_of
+from .mismatch_symptoms import (
+    FEW_SEQUENCES,
+    FEW_TOKENS,
+    Gap,
+    Symptom,
+    bits_of,
+    symptoms_of,
+    without_fillers,
+)
+from .token_arrays import (
+    COARSE,
+    as_advantages,
+    as_lengths,
+    as_mask,
+    check_log_probabilities,
+    check_same_tokens,
+    log_probabilities,
+)
 
-# If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
-# SIZE * 2^-b.
-SIZE = 0.55
 FLOAT32_STEP = 2.0**-23  # distance of float32's numbers at 1; policies compute in float32 at best
-COARSE = 1e-4  # distance of a type's numbers at 1 above which the type has half precision
-LEAST = -1e4  # a token with a lower log-probability was not sampled
-# How far above 0 rounding may bring a log-probability.
-ABOVE_ZERO = 1e-5
-ABOVE_ZERO_IN_HALF = 1e-3
+MANY_ZEROS = 0.05  # share of tokens
 
 MEANING = {
     "shift": "the learner's log-probabilities are off by one position. Look at how labels are "
@@ -53,8 +62,14 @@ MEANING = {
     "beginning": "all sequences begin in another context. Look at the prompt, the first token and "
     "the padding before it.",
     "stale": "the actor has older weights than the learner. Look at when weights are sent.",
-    "other": "the gap is larger than rounding makes it, and nothing says why. Old weights and "
-    "another prompt do this.",
+    "filler": "some log-probabilities are fillers, not those of sampled tokens.",
+    "greedy": "the actor's log-probabilities are all 0. Sample at the learner's temperature, and "
+    "record the log-probabilities.",
+    "mean ratio": "the mean ratio is above 1, which sampled tokens cannot give. Either the actor "
+    "sampled from another policy than its log-probabilities say, or the learner's do not sum to 1. "
+    "Tokens that were chosen by their reward, or that the learner has trained on, do this, too.",
+    "other": "the gap is larger than rounding makes it, and nothing says why. Dropout in the "
+    "learner, old weights and another prompt do this.",
 }
 
 
@@ -65,7 +80,8 @@ class MismatchReport(NamedTuple):
 
     `verdict`               exact, rounding, bug or not judged
     `kind`                  kind of the bug: shift, truncation, temperature, stale, padding,
-                            template, beginning or other; empty if there is none
+                            template, beginning, filler, greedy, mean ratio or other; empty if
+                            there is none
     `symptoms`              all symptoms that were measured, the strongest first
     `bits`                  bits of mantissa to which everything would have to be rounded to make
                             such a gap: an estimate
@@ -184,7 +200,7 @@ def finite(x):
 
 
 def mismatch(
-    learner_logp, actor_logp, mask=None, advantages=None, clip: float = 0.2
+    learner_logp, actor_logp, mask=None, advantages=None, clip: float = 0.2, lengths=None
 ) -> MismatchReport:
     """Compares the learner's and the actor's log-probabilities of sampled tokens.
 
@@ -195,33 +211,35 @@ def mismatch(
         >>> report.horizon > 100
         True
 
-    `learner_logp`, `actor_logp`  log-probabilities of the same tokens, which the actor sampled,
-                                  [sequences, tokens], of any floating-point type, in PyTorch or
-                                  NumPy
-    `mask`                        the tokens that count, such as those of answers, [sequences,
-                                  tokens]; the default is all tokens
-    `advantages`                  [sequences] or [sequences, tokens]; they show which tokens PPO's
-                                  clip drops, and whether the actor's weights are old
+    `learner_logp`, `actor_logp`  log-probabilities of the same tokens, which the actor sampled, of
+                                  any floating-point type, in PyTorch or NumPy: [sequences, tokens],
+                                  or a list with a list or an array for each sequence, or one row of
+                                  packed sequences with `lengths`
+    `mask`                        the tokens that count, such as those of answers, in the same form,
+                                  of booleans or of 0 and 1 of any type; the default is all tokens
+    `advantages`                  [sequences], or one for each token in the same form; they show
+                                  which tokens PPO's clip drops, and whether the actor's weights are
+                                  old
     `clip`                        PPO's clip: how far a ratio may differ from 1
+    `lengths`                     [sequences], the number of tokens of each sequence in a packed
+                                  row: the differences of cumulated lengths (`cu_seqlens`)
 
     A verdict needs 256 tokens. Sequences and positions are compared if there are 16 sequences.
     Raises ValueError, with a message of one line, for arrays that cannot be log-probabilities of
     the same tokens.
     """
-    learner, learner_step = as_floats("learner_logp", learner_logp)
-    actor, actor_step = as_floats("actor_logp", actor_logp)
-    check_shapes(learner, actor)
-    used = as_mask(mask, actor.shape)
-    for name, logp, step in (
-        ("learner_logp", learner, learner_step),
-        ("actor_logp", actor, actor_step),
-    ):
-        check_logp(name, logp, used, step)
-    gains = None if advantages is None else as_advantages(advantages, used)
+    lengths = as_lengths(lengths)
+    learner = log_probabilities("learner_logp", learner_logp, lengths)
+    actor = log_probabilities("actor_logp", actor_logp, lengths)
+    check_same_tokens("learner_logp", learner, actor)
+    used = as_mask(mask, actor, lengths)
+    check_log_probabilities("learner_logp", learner, used)
+    check_log_probabilities("actor_logp", actor, used)
+    gains = None if advantages is None else as_advantages(advantages, used, actor, lengths)
     if not (isinstance(clip, int | float) and 0 < clip < 1):
         raise ValueError(f"clip is {clip!r}: use a number above 0 and below 1, such as 0.2")
-    step = max(learner_step, actor_step, FLOAT32_STEP)
-    gap = Gap(np.where(used, learner, 0.0), np.where(used, actor, 0.0), used, step)
+    step = max(learner.step, actor.step, FLOAT32_STEP)
+    gap = Gap(np.where(used, learner.values, 0.0), np.where(used, actor.values, 0.0), used, step)
     return report_on(gap, gains, float(clip))
 
 
@@ -237,8 +255,15 @@ def report_on(gap: Gap, advantages: np.ndarray | None, clip: float) -> MismatchR
     is_used = gap.mask.any(1)
     by_sequence = gap.log_ratio.sum(1)[is_used]
     lengths = gap.mask.sum(1)[is_used]
-    symptoms = sorted(symptoms_of(gap, advantages), key=lambda symptom: -symptom.excess)
-    verdict, kind = judge(gap, symptoms)
+    gap_without, fillers = without_fillers(gap)
+    symptoms = sorted(symptoms_of(gap_without, advantages), key=lambda symptom: -symptom.excess)
+    verdict, kind = judge(gap_without, symptoms)
+    notes = notes_on(gap)
+    if fillers:
+        notes.append(note_on_others(verdict, kind, gap_without))
+        verdict = "bug"
+        kind = fillers.kind
+        symptoms = [fillers, *symptoms]
     above, below, dropped = clipped_shares(1 + excess, advantages, gap.mask, clip)
     return MismatchReport(
         verdict=verdict,
@@ -264,7 +289,7 @@ def report_on(gap: Gap, advantages: np.ndarray | None, clip: float) -> MismatchR
         clipped_above=above,
         clipped_below=below,
         clipped=dropped,
-        notes=tuple(notes_on(gap)),
+        notes=tuple(notes),
     )
 
 
@@ -293,15 +318,6 @@ def clipped_shares(
     )
 
 
-def bits_of(gap: Gap) -> float:
-    """Bits of mantissa to which everything would have to be rounded to make a gap of this size."""
-    size = np.sqrt(np.square(gap.log_ratio[gap.mask]).mean())
-    spread = gap.actor[gap.mask].std()
-    if size == 0:
-        return math.inf
-    return float(np.log2(SIZE * max(spread, 1e-12) / size))
-
-
 def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, str]:
     """The verdict, and the kind of bug. `symptoms` begin with the strongest."""
     if not gap.log_ratio.any():
@@ -315,8 +331,23 @@ def judge(gap: Gap, symptoms: list[Symptom]) -> tuple[str, str]:
     for kind in ("shift", "temperature", "truncation", "stale"):
         if kind in kinds:
             return "bug", kind
-    named = [kind for kind in kinds if kind != "other"]
-    return "bug", (named or kinds)[0]  # the strongest
+    # These two say that something is wrong, the other kinds say what.
+    named = [kind for kind in kinds if kind not in ("mean ratio", "other")]
+    if named:
+        return "bug", named[0]  # the strongest
+    return "bug", "mean ratio" if "mean ratio" in kinds else "other"
+
+
+def note_on_others(verdict: str, kind: str, gap: Gap) -> str:
+    """What the tokens that are no fillers look like."""
+    begin = f"note: without these tokens, {int(gap.mask.sum()):,} are left"
+    if not gap.mask.any():
+        return "note: no other tokens are left to judge"
+    if verdict == "bug":
+        return f"{begin}, and they have a bug ({kind}): {MEANING[kind]}"
+    if verdict == "rounding":
+        return f"{begin}, and they look like rounding to {max(bits_of(gap), 0):.1f} bits"
+    return f"{begin}: {verdict}"
 
 
 def notes_on(gap: Gap) -> list[str]:
@@ -328,6 +359,13 @@ def notes_on(gap: Gap) -> list[str]:
         notes.append(
             f"note: sequences and positions are compared with {FEW_SEQUENCES} sequences or more"
         )
+    is_zero = gap.mask & (gap.learner == 0) & (gap.actor == 0)
+    share = float(is_zero.sum() / gap.mask.sum())
+    if share > MANY_ZEROS:
+        notes.append(
+            f"note: both log-probabilities are exactly 0 at {share:.0%} of the tokens. If these "
+            "are fillers, mask them: they make the gap look smaller."
+        )
     largest = float(-gap.actor.min())
     if gap.step > COARSE and largest > 0:
         step = gap.step * 2.0 ** math.floor(math.log2(largest))
@@ -337,106 +375,3 @@ def notes_on(gap: Gap) -> list[str]:
             "Save float32."
         )
     return notes
-
-
-# Checks of the arguments.
-
-
-def as_floats(name: str, x) -> tuple[np.ndarray, float]:
-    """An array as float64, and the distance of its type's numbers at 1."""
-    if isinstance(x, torch.Tensor):
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"{name} is {x.dtype}: give floating point, such as float32")
-        step = torch.finfo(x.dtype).eps
-        return checked_shape(name, x.detach().cpu().double().numpy()), step
-    x = np.asarray(x)
-    if x.dtype.kind != "f":
-        raise ValueError(f"{name} is {x.dtype}: give floating point, such as float32")
-    return checked_shape(name, x.astype(np.float64)), float(np.finfo(x.dtype).eps)
-
-
-def checked_shape(name: str, x: np.ndarray) -> np.ndarray:
-    if x.ndim == 1:
-        raise ValueError(
-            f"{name} has the shape {x.shape}: give [sequences, tokens], one sequence as [1, tokens]"
-        )
-    if x.ndim != 2:
-        raise ValueError(f"{name} has the shape {x.shape}: give [sequences, tokens]")
-    return x
-
-
-def check_shapes(learner: np.ndarray, actor: np.ndarray) -> None:
-    if learner.shape != actor.shape:
-        raise ValueError(
-            f"learner_logp has the shape {learner.shape} and actor_logp {actor.shape}: "
-            "give log-probabilities of the same tokens"
-        )
-    if not actor.size:
-        raise ValueError(f"actor_logp has the shape {actor.shape}: give at least one token")
-
-
-def as_mask(mask, shape: tuple[int, ...]) -> np.ndarray:
-    """A mask as booleans, from booleans or from zeros and ones."""
-    if mask is None:
-        return np.ones(shape, bool)
-    if isinstance(mask, torch.Tensor):
-        mask = mask.detach().cpu().numpy()
-    mask = np.asarray(mask)
-    if mask.shape != shape:
-        raise ValueError(f"mask has the shape {mask.shape}: give that of the tokens, {shape}")
-    if mask.dtype.kind not in "biu":
-        raise ValueError(f"mask is {mask.dtype}: give booleans, or whole numbers 0 and 1")
-    wrong = np.argwhere((mask != 0) & (mask != 1))
-    if len(wrong):
-        i, j = wrong[0]
-        raise ValueError(f"mask is {mask[i, j]} at [{i}, {j}]: give booleans, or 0 and 1")
-    if not mask.any():
-        raise ValueError("mask is False everywhere: give at least one token that counts")
-    return mask.astype(bool)
-
-
-def check_logp(name: str, logp: np.ndarray, mask: np.ndarray, step: float) -> None:
-    """Raises ValueError if a number cannot be the log-probability of a sampled token.
-
-    The error names the first such number.
-    """
-    is_half = step > COARSE
-    most = ABOVE_ZERO_IN_HALF if is_half else ABOVE_ZERO
-    with np.errstate(invalid="ignore"):
-        wrong = np.argwhere(mask & ~((logp <= most) & (logp >= LEAST)))
-    if not len(wrong):
-        return
-    i, j = wrong[0]
-    value = logp[i, j]
-    if value == -math.inf:
-        fix = "the token was sampled, so it has a probability; mask it if it does not count"
-    elif math.isnan(value):
-        fix = "mask it if it does not count"
-    elif value < LEAST:
-        fix = "mask fillers of tokens that do not count"
-    else:
-        fix = "give logarithms of probabilities, which are at most 0"
-    raise ValueError(f"{name} is {value:.6g} at [{i}, {j}]: {fix}")
-
-
-def as_advantages(advantages, mask: np.ndarray) -> np.ndarray:
-    """The advantage of each token, [S, T]; 0 where the mask is False."""
-    if isinstance(advantages, torch.Tensor):
-        advantages = advantages.detach().cpu().double().numpy()
-    advantages = np.asarray(advantages)
-    if advantages.dtype.kind not in "fiu":
-        raise ValueError(f"advantages is {advantages.dtype}: give numbers")
-    if advantages.shape not in (mask.shape, mask.shape[:1]):
-        raise ValueError(
-            f"advantages has the shape {advantages.shape}: give {mask.shape[:1]}, one for each "
-            f"sequence, or {mask.shape}"
-        )
-    of_tokens = advantages.astype(np.float64)
-    if of_tokens.ndim == 1:
-        of_tokens = np.broadcast_to(of_tokens[:, None], mask.shape)
-    wrong = np.argwhere(mask & ~np.isfinite(of_tokens))
-    if len(wrong):
-        i, j = wrong[0]
-        place = f"[{i}]" if advantages.ndim == 1 else f"[{i}, {j}]"
-        raise ValueError(f"advantages is {of_tokens[i, j]} at {place}: give finite numbers")
-    return np.where(mask, of_tokens, 0.0)

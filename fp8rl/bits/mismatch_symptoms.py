@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .filler_tokens import FEW, find_fillers
+
 FEW_TOKENS = 256  # with fewer tokens, chance alone reaches the limits
 FEW_SEQUENCES = 16  # with fewer sequences, sequences and positions are not compared
 FIRST = 4  # number of tokens at the beginning of a sequence in which padding is looked for
@@ -20,6 +22,14 @@ LARGEST = 50.0  # log ratio above which exp may overflow in sums of squares
 SMALL = 0.1  # log ratio, in nats, below which policies are alike (`unrelated`)
 CLOSE = 0.9  # correlation of log-probabilities that remains when only the temperature differs
 OFFSETS = (1, -1, 2, -2)  # positions by which a log-probability may be misplaced
+# If weights and activations are rounded to b bits of mantissa, rms(d) / std(actor_logp) is about
+# SIZE * 2^-b.
+SIZE = 0.55
+# Formats that are in use leave more bits than this: FP8 leaves 2 or 3, and FP4 leaves about 1.
+FEWEST_BITS = 0.8
+RMS_OF_MEAN = 1.4  # rms(d) over mean(|d|), as rounding leaves it
+CERTAIN = 3.0  # nats, which the log of a product with a mean of 1 exceeds once in e^3 = 20 times
+MARGIN = 0.02  # of mean ratios; noise of 0.2 nats on log-probabilities makes as much
 
 
 class Gap(NamedTuple):
@@ -46,15 +56,8 @@ class Gap(NamedTuple):
 
     @property
     def mean_ratio_error(self) -> float:
-        """The standard error of the mean ratio, over sequences.
-
-        If there is only one sequence, its tokens are taken for independent.
-        """
-        excess = self.excess
-        deviation = np.where(self.mask, excess - excess[self.mask].mean(), 0.0)
-        if self.sequences > 1:
-            deviation = deviation.sum(1)
-        return float(np.sqrt(np.square(deviation).sum()) / self.mask.sum())
+        """The standard error of the mean ratio, over sequences."""
+        return standard_error(self.excess, self.mask)
 
     @property
     def sequences(self) -> int:
@@ -68,6 +71,17 @@ class Gap(NamedTuple):
         """
         learner, actor, mask = (left_aligned(x, self.mask) for x in self[:3])
         return Gap(learner, actor, mask, self.step)
+
+
+def standard_error(values: np.ndarray, mask: np.ndarray) -> float:
+    """The standard error of the mean over the tokens that count, from sums over sequences.
+
+    If there is only one sequence, its tokens are taken for independent.
+    """
+    deviation = np.where(mask, values - values[mask].mean(), 0.0)
+    if mask.any(1).sum() > 1:
+        deviation = deviation.sum(1)
+    return float(np.sqrt(np.square(deviation).sum()) / mask.sum())
 
 
 def left_aligned(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -101,6 +115,30 @@ class Symptom(NamedTuple):
         return self.value / self.limit
 
 
+def without_fillers(gap: Gap) -> tuple[Gap, Symptom | None]:
+    """The gap of all tokens but fillers, and the symptom that says which tokens these are.
+
+    The symptom is None if there are no fillers.
+    """
+    if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
+        return gap, None
+    aligned = gap.left_aligned()
+    fillers = find_fillers(aligned.learner, aligned.actor, aligned.mask)
+    if fillers is None:
+        return gap, None
+    order = np.argsort(~gap.mask, axis=1, kind="stable")
+    tokens = np.zeros_like(gap.mask)
+    np.put_along_axis(tokens, order, fillers.tokens, 1)
+    mask = gap.mask & ~tokens
+    rest = Gap(np.where(mask, gap.learner, 0.0), np.where(mask, gap.actor, 0.0), mask, gap.step)
+    # A shift puts other numbers beside the zeros of tokens that are certain.
+    if mask.sum() >= FEW_TOKENS and misplaced(rest.left_aligned()).is_seen:
+        return gap, None
+    kind = "greedy" if fillers.is_greedy else "filler"
+    symptom = Symptom("fillers", kind, float(tokens.sum()), LIMITS["fillers"], fillers.says)
+    return rest, symptom
+
+
 def symptoms_of(gap: Gap, advantages: np.ndarray | None) -> list[Symptom]:
     """All symptoms that a dump is large enough for. `advantages` are [S, T] or None."""
     if gap.mask.sum() < FEW_TOKENS or not gap.log_ratio.any():
@@ -108,7 +146,8 @@ def symptoms_of(gap: Gap, advantages: np.ndarray | None) -> list[Symptom]:
     if advantages is not None:
         advantages = left_aligned(advantages, gap.mask)
     gap = gap.left_aligned()
-    symptoms = [misplaced(gap), truncated(gap), tempered(gap), unrelated(gap)]
+    symptoms = [misplaced(gap), truncated(gap), tempered(gap), unrelated(gap), coarse(gap)]
+    symptoms.append(impossible(gap))
     if gap.sequences >= FEW_SEQUENCES:
         relative = relative_size(gap)
         symptoms += [some_sequences(relative, gap.mask), one_position(relative, gap.mask)]
@@ -186,6 +225,73 @@ def unrelated(gap: Gap) -> Symptom:
     is_small = np.square(learner - actor).mean() ** 0.5 < SMALL
     value = 0.0 if is_small else 1 - common
     return Symptom("unlike log-probabilities", "other", value, LIMITS["unrelated"], says)
+
+
+def bits_of(gap: Gap) -> float:
+    """Bits of mantissa to which everything would have to be rounded to make a gap of this size."""
+    return bits_of_size(gap, np.sqrt(np.square(gap.log_ratio[gap.mask]).mean()))
+
+
+def bits_of_size(gap: Gap, size: float) -> float:
+    """The bits that make log ratios of this root mean square."""
+    if size == 0:
+        return np.inf
+    spread = gap.actor[gap.mask].std()
+    return float(np.log2(SIZE * max(spread, TINY) / size))
+
+
+def coarse(gap: Gap) -> Symptom:
+    """Is the gap larger than any arithmetic in use makes it?"""
+    log_ratio = gap.log_ratio[gap.mask]
+    # A few tokens with a huge gap reduce the first of these, but hardly the second.
+    bits = max(bits_of(gap), bits_of_size(gap, RMS_OF_MEAN * np.abs(log_ratio).mean()))
+    says = (
+        f"arithmetic with {max(bits, 0):.1f} bits of mantissa would make such a gap: FP8 leaves 2 "
+        "or 3, and 4-bit formats leave about 1"
+    )
+    # Where all log-probabilities are alike, their spread says nothing of arithmetic.
+    is_small = np.square(log_ratio).mean() ** 0.5 < SMALL
+    value = 0.0 if is_small else 2.0 ** (FEWEST_BITS - bits)
+    return Symptom("few bits", "other", value, LIMITS["coarse"], says)
+
+
+def impossible(gap: Gap) -> Symptom:
+    """Is the mean ratio above 1 by more than chance?
+
+    Tokens are sampled from mu, so the mean of pi / mu is at most 1. Rare large ratios pull up a
+    sample mean. So two means are tested that have no heavy tail above: that of log pi / mu, which
+    is at most 0, and that of ratios of which none counts for more than 2. For the second a margin
+    is left, because even noise makes a mean ratio above 1 if it was added to log-probabilities.
+
+    Rare ratios near 0 may be missing in a sample, and a standard error does not see that they are.
+    But the product over all tokens of 1 + weight * (pi / mu - 1) has a mean of at most 1, too, for
+    weights up to 1. So it exceeds e^3 once in 20 times at most, whatever the ratios are.
+    """
+    count = gap.mask.sum()
+    # A file with few bits may have been rounded towards 0, by half a step on average.
+    margin_of_file = 0.5 * gap.step * np.abs(gap.actor[gap.mask]).mean()
+    ratio = np.minimum(gap.excess, 1.0)
+    value = 0.0
+    for values, log_factors, margin in (
+        (gap.log_ratio, gap.log_ratio, margin_of_file),
+        (ratio, np.log1p(0.5 * ratio), margin_of_file + MARGIN),
+    ):
+        surplus = values[gap.mask].mean() - margin
+        # Tokens of a sequence may err together. Of few sequences, chance may make the error small.
+        error = max(
+            standard_error(values, gap.mask),
+            float(values[gap.mask].std() / np.sqrt(count)),
+            TINY,
+        )
+        if log_factors[gap.mask].sum() - margin_of_file * count > CERTAIN:
+            value = max(value, float(surplus / error))
+    mean = 1 + float(gap.excess[gap.mask].mean())
+    text = f"{mean:.4f}" if mean < 10 else f"{mean:.3g}"
+    says = (
+        f"the mean ratio is {text} ± {gap.mean_ratio_error:.1g}, and tokens that the actor samples "
+        "give at most 1"
+    )
+    return Symptom("mean ratio above 1", "mean ratio", value, LIMITS["impossible"], says)
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
@@ -309,4 +415,7 @@ LIMITS = {
     "one position": 1.2,
     "early": 0.42,
     "learned": 0.15,  # three in a hundred
+    "fillers": FEW - 1.0,  # tokens
+    "coarse": 1.0,
+    "impossible": 4.5,  # standard errors
 }
