@@ -60,6 +60,7 @@ COMMANDS = {
     "film": "python benchmarks/film.py benchmarks/results",
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
     "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
+    "replay_layouts": "python benchmarks/replay_layouts.py benchmarks/results/replay_layouts.md",
     "recurrence": "python benchmarks/recurrence.py benchmarks/results/recurrence.md",
     "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md",
     "off_policy": "python benchmarks/off_policy.py benchmarks/results/off_policy.md",
@@ -97,6 +98,7 @@ COMMANDS = {
 }
 OTHER_NAMES = {"law": "rates"}  # the table that docs/law.md rests on
 PEERS = {"replay_sampling": ("torchrl", "stable_baselines3")}
+PEERS |= {"replay_layouts": ("torchrl", "tensordict")}
 PEERS |= dict.fromkeys(("from_start", "from_start_avx2"), ("torchrl", "stable_baselines3", "jax"))
 PEERS |= {
     "ladder": ("Box2D",),
@@ -132,6 +134,7 @@ RESTS_ON = {
     "film": ("defaults", "float8linear", "populations"),
     "codecs": ("defaults", "codecs"),
     "replay_sampling": ("settled", "codecs"),
+    "replay_layouts": ("codecs", "tasks"),
     "recurrence": ("defaults", "float8linear", "gru"),
     "tasks": ("defaults", "settled", "float8linear", "populations", "tasks", *IN_GYMNASIUM),
     "off_policy": ("defaults", "tasks"),
