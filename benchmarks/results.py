@@ -60,6 +60,7 @@ COMMANDS = {
     # Where do the bytes of a replay buffer go, and what does rounding them change?
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
     "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
+    "replay_layouts": "python benchmarks/replay_layouts.py benchmarks/results/replay_layouts.md",
     # How long does one wait, beside what one would use instead?
     "waits": "python benchmarks/waits.py benchmarks/results/waits.md",
     "from_start": "python benchmarks/speed/from_start.py benchmarks/results/from_start.md",
@@ -81,6 +82,7 @@ COMMANDS = {
 # Packages that a benchmark needs beside the project's own: benchmarks/requirements.txt
 NEEDED_PACKAGES = {
     "replay_sampling": ("torchrl", "stable_baselines3"),
+    "replay_layouts": ("torchrl", "tensordict"),
     "tasks": ("stable_baselines3",),
     "ladder": ("Box2D",),
     "waits": ("stable_baselines3", "jax"),

@@ -5,9 +5,10 @@ observation, the action taken on it, the reward and flags that followed, the log
 the behaviour policy and, where rollouts have it, under the proximal policy. The next observation is
 that of row t+1, at the end of an episode too (rollout.py). The row at the head is open: until the
 next append fills it, it holds only the observation that the newest transition led to. So a ring of
-R rows holds R - 1 complete rows.
+R rows holds R - 1 complete rows. A complete row is a transition, unless it is the dummy row that
+follows the end of an episode (rollout.py).
 
-A transition with F features takes 4 F bytes for the observation, 1 for the action (4 for each
+A row with F features takes 4 F bytes for the observation, 1 for the action (4 for each
 dimension of a continuous action), 4 for the reward, 1 for the flags and 4 for the log-probability.
 With two features that is 18 bytes. A proximal log-probability takes 4 more. A codec
 (observation_codec.py) stores observations in fewer bytes.
@@ -28,7 +29,7 @@ NAMES = ("obs", "action", "reward", "flags", "behavior_logp")  # fields that eve
 def fields_of_row(
     obs_size: int, action_size: int = 0, codec: str = "fp32", proximal: bool = False
 ) -> dict[str, tuple[torch.dtype, tuple]]:
-    """Type and shape of each field of a stored transition, by name.
+    """Type and shape of each field of a stored row, by name.
 
     An action is float32 [action_size], or one byte if `action_size` is 0. With `proximal` there is
     a field for the proximal log-probability. Raises ValueError for an unknown codec.
@@ -188,6 +189,14 @@ class ReplayBuffer:
     def size(self) -> int:
         """Number of complete rows."""
         return self.count - self.start
+
+    @property
+    def transitions(self) -> int:
+        """Number of transitions in the ring: the complete rows of all environments that are no
+        dummy rows."""
+        complete = torch.arange(self.start, self.count, device=self.device) % self.rows
+        flags = self.fields["flags"][:, complete]
+        return int(((flags & DUMMY) == 0).sum())
 
     @property
     def nbytes(self) -> int:

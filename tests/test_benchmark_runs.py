@@ -146,6 +146,53 @@ def test_replay_sampling(monkeypatch, tmp_path):
     assert len(names) == 1 + 14 and benchmark.OURS in names
 
 
+def test_replay_layouts(monkeypatch, tmp_path):
+    """Without the buffers of the other library."""
+    benchmark = imported("replay_layouts")
+    monkeypatch.setattr(benchmark, "torchrl", None)
+    said = r"replay_layouts needs torchrl and tensordict: pip install --no-deps -r \S+$"
+    with pytest.raises(SystemExit, match=said):
+        benchmark.main(tmp_path / "replay_layouts.md")
+    monkeypatch.setattr(benchmark, "ROWS", 600)
+    monkeypatch.setattr(benchmark, "BATCHES", 20)
+    stores = {
+        "compact": benchmark.our_ring,
+        "full": functools.partial(benchmark.our_layout, "full"),
+        "delta": functools.partial(benchmark.our_layout, "delta"),
+    }
+    for name, store_of in stores.items():
+        for agent, end in (("random", 2), ("balancing", 3)):
+            store = store_of(agent)
+            drawn = benchmark.joined(list(store.drawn))
+            places = [0, 1, end]
+            assert drawn.place.unique().tolist() == places
+            outcomes = {benchmark.outcome(benchmark.at(drawn, place)) for place in places}
+            if name == "delta":
+                assert all(text.startswith("off by up to 0.") for text in outcomes)
+            else:
+                assert outcomes == {"exact"}
+            row_bytes = {"compact": 26, "full": 42, "delta": 34}[name]
+            assert store.row_bytes == row_bytes
+            assert (store.transition_bytes > row_bytes) == (name == "compact")
+
+
+def test_outcomes_of_next_observations_are_said_in_words():
+    benchmark = imported("replay_layouts")
+
+    def outcome(*next_obs: float) -> str:
+        column = torch.tensor(next_obs, dtype=torch.float32).unsqueeze(-1)
+        truth = torch.full_like(column, 10)
+        drawn = benchmark.Drawn(column, truth, truth - 2, torch.zeros(len(column)).long())
+        return benchmark.outcome(drawn)
+
+    nan = torch.nan
+    assert outcome() == "-" and outcome(10, 10) == "exact" and outcome(nan, nan) == "NaN"
+    assert outcome(10, 10.01) == "off by up to 0.5% of the step"
+    assert outcome(14, 18, 22) == "wrong, by 4 steps in the median"
+    assert outcome(14, nan, nan, nan) == "25% wrong, by 2 steps in the median, else NaN"
+    assert outcome(14, nan, 10, 10) == "25% wrong, by 2 steps in the median, 25% NaN"
+
+
 def test_fp8_sums(monkeypatch, tmp_path):
     import fp8_sums
 

@@ -730,17 +730,45 @@ def test_clipped_observations_of_a_task_of_one_s_own_are_reported(tmp_path, caps
 def test_memory_predicts_and_measures(capsys):
     run_cli("memory", "--codec", "fp8", "--capacity", 100_000, "--steps", 200_000, "--json")
     result = json.loads(capsys.readouterr().out)
-    assert (
-        result["predicted_bytes"] == result["measured_bytes"] == 1_200_000
-        and result["bytes_per_transition"] == 12
-    )
+    assert result["predicted_bytes"] == result["measured_bytes"] == 1_200_000
+    assert result["rows"] == 100_000 and result["bytes_per_row"] == 12
     by_learner = ("--collect-precision", "fp8", "--clip-by", "learner")
     run_cli("memory", *by_learner, "--steps", 5_000, "--json")
     result = json.loads(capsys.readouterr().out)
     assert result["predicted_bytes"] == result["measured_bytes"]
-    assert result["bytes_per_transition"] == 22
+    assert result["bytes_per_row"] == 22
     run_cli("memory", "--env-id", "CartPole-v1", "--steps", 5_000)
-    assert "bytes_per_transition                 26.0" in capsys.readouterr().out
+    assert "bytes_per_row                        26.0" in capsys.readouterr().out
+
+
+def test_memory_tells_rows_from_transitions(capsys):
+    """A dummy row follows each episode of an untrained agent, of about 22 steps on CartPole."""
+    options = ["--env-id", "CartPole-v1", "--capacity", 20_000, "--num-envs", 1, "--steps", 40_000]
+    result = memory_of(capsys, *options)
+    assert result["rows"] == 20_000 and result["bytes_per_row"] == 26
+    assert result["open_rows"] == 1 and 700 < result["dummy_rows"] < 1_050
+    assert result["transitions"] == 20_000 - 1 - result["dummy_rows"]
+    assert result["bytes_per_transition"] == 520_000 / result["transitions"]
+    # As many as a ring that such an agent fills
+    config = Config(env_id="CartPole-v1", capacity=20_000, num_envs=1, steps=40_000)
+    run = build(config)
+    while run.ring.size < 19_999:
+        run.ring.append(run.collect())
+    assert abs(run.ring.transitions - result["transitions"]) <= 10
+    for layout in ("full", "delta"):
+        result = memory_of(capsys, *options, "--layout", layout)
+        assert result["transitions"] == result["rows"] == 20_000
+        assert result["open_rows"] == result["dummy_rows"] == 0
+    run_cli("memory", *options, "--layout", "compact")
+    assert "dummy_rows is an estimate: one follows each episode" in capsys.readouterr().out
+
+
+def test_memory_predicts_two_bytes_for_differences_of_features_without_bounds(capsys):
+    options = ["--layout", "delta", "--steps", 2_048, "--env-id"]
+    bounded = memory_of(capsys, *options, "Pendulum-v1")
+    assert bounded["measured_bytes"] == bounded["predicted_bytes"] == bounded["rows"] * (25 + 3)
+    free = memory_of(capsys, *options, "CartPole-v1")
+    assert free["measured_bytes"] == free["predicted_bytes"] == free["rows"] * (26 + 8)
 
 
 MEMORY = {
@@ -766,7 +794,8 @@ def test_memory_predicts_what_it_measures_in_memory_and_in_a_folder(case, codec,
     for store, options in stores.items():
         result = memory_of(capsys, *MEMORY[case], "--codec", codec, *options)
         assert result["predicted_bytes"] == result["measured_bytes"], store
-        assert result["predicted_bytes"] == result["bytes_per_transition"] * result["transitions"]
+        assert result["predicted_bytes"] == result["bytes_per_row"] * result["rows"], store
+        assert 0 < result["transitions"] <= result["rows"], store
     on_disk = sum(
         path.stat().st_size
         for path in (tmp_path / "ring").glob("*.bin")
@@ -781,7 +810,7 @@ def test_memory_counts_the_whole_capacity_of_a_ring_in_a_folder_and_the_room_on_
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=12_345_678_901))
     options = ["--capacity", 1_000_000, "--steps", 100_000]
     result = memory_of(capsys, *options, "--memmap", tmp_path / "new" / "ring")
-    assert result["predicted_bytes"] == 18_000_000 and result["transitions"] == 1_000_000
+    assert result["predicted_bytes"] == 18_000_000 and result["rows"] == 1_000_000
     assert result["available_bytes"] == 12_345_678_901
     # In memory, only what the run can fill
     assert memory_of(capsys, *options)["predicted_bytes"] == 1_769_760
@@ -793,7 +822,7 @@ def test_memory_compares_layouts(tmp_path, capsys, refused):
         for layout in LAYOUTS
     ]
     assert [result["layout"] for result in found] == ["compact", "full", "delta"]
-    assert [result["bytes_per_transition"] for result in found] == [138, 266, 202]
+    assert [result["bytes_per_row"] for result in found] == [138, 266, 202]
     run_cli("memory", "--layout", "delta")
     assert "layout                              delta\n" in capsys.readouterr().out
     assert (
@@ -891,7 +920,7 @@ def test_an_evaluation_that_is_not_finite_is_no_result_and_what_was_learned_is_k
 
 def test_whole_numbers_are_read_as_in_a_config(refused, capsys):
     run_cli("memory", "--capacity", "1e6", "--steps", "2e6", "--json")
-    assert json.loads(capsys.readouterr().out)["transitions"] == 10**6
+    assert json.loads(capsys.readouterr().out)["rows"] == 10**6
     # All of its digits
     assert refused("memory", "--seed", str(2**53 + 1)).startswith("seed is 9007199254740993: ")
     for value in ("1.5", "many", "inf", "nan", "1e-3"):

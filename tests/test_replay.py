@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fp8rl.disk.restore import check_ring
 from fp8rl.replay import ReplayBuffer, ring_bytes
+from fp8rl.rollout import DUMMY, TRUNCATED
 
 
 @given(
@@ -111,6 +112,25 @@ def test_a_ring_is_saved_and_restored():
         ring.state_dict(),
         2,
     )
+
+
+def test_rows_and_transitions_are_counted_apart(tmp_path):
+    for folder in (None, tmp_path / "ring"):
+        ring = ring_of(8, 2, WIDE, folder=folder)
+        assert ring.transitions == 0
+        rollout = coded(0, 5, 2)._replace(flags=torch.zeros(5, 2).byte())
+        rollout.flags[1, 0] = TRUNCATED
+        rollout.flags[2, 0] = DUMMY
+        ring.append(rollout)
+        assert ring.size * ring.num_envs == 10 and ring.transitions == 9
+        ring.append(coded(5, 4, 2)._replace(flags=torch.zeros(4, 2).byte()))
+        # Of nine rows the oldest two are overwritten, and the dummy row is still there.
+        assert ring.size * ring.num_envs == 14 and ring.transitions == 13
+        ring.append(coded(9, 1, 2)._replace(flags=torch.zeros(1, 2).byte()))
+        assert ring.transitions == 14
+        ring.new_episodes = True  # a dummy row for each environment comes next
+        ring.append(coded(20, 1, 2)._replace(flags=torch.zeros(1, 2).byte()))
+        assert ring.transitions == 12
 
 
 def test_proximal_log_probabilities_are_stored_where_the_ring_has_them(tmp_path):

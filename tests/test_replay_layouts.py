@@ -1,9 +1,11 @@
 import itertools
+import math
+import warnings
 
 import pytest
 import torch
 from helpers import WIDE, coded, noise, refused, ring_of
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fp8rl.env import STATE_BOUNDS, Cart
@@ -11,13 +13,14 @@ from fp8rl.model import ActorCritic
 from fp8rl.observation_codec import CODECS
 from fp8rl.precision import Precision
 from fp8rl.replay import ring_bytes
-from fp8rl.rollout import DUMMY, Collector, Rollout
+from fp8rl.rollout import DUMMY, TRUNCATED, Collector, Rollout
 from fp8rl.study.replay_layouts import (
     LAYOUTS,
     STORES,
     DeltaLayout,
     FullLayout,
     Transitions,
+    difference_codec,
     layout_bytes,
     transitions_of,
 )
@@ -35,6 +38,14 @@ def played(num_envs: int, length: int, max_steps: int = 7) -> Rollout:
 
 def everything(layout: FullLayout) -> Transitions:
     return layout.read(torch.arange(layout.size))
+
+
+def stored(layout: FullLayout, transitions: Transitions) -> Transitions:
+    """What a layout gives back of these transitions. It may warn of what it does not hold."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layout.append(transitions)
+    return everything(layout)
 
 
 def test_transitions_are_those_of_a_rollout_without_its_dummy_rows():
@@ -72,17 +83,170 @@ def test_full_gives_back_what_the_compact_ring_does(codec):
 def test_delta_rounds_only_the_difference(seed, codec, difference):
     transitions = transitions_of(noise(seed, 9, 2))
     layout = DeltaLayout(30, codec=codec, difference=difference)
-    layout.append(transitions)
-    stored = everything(layout)
-    assert torch.equal(stored.obs, layout.codec.decode(layout.codec.encode(transitions.obs)))
-    change = transitions.next_obs - stored.obs
+    back = stored(layout, transitions)
+    assert torch.equal(back.obs, layout.codec.decode(layout.codec.encode(transitions.obs)))
+    change = transitions.next_obs - back.obs
     largest = torch.tensor([8.0, 3.8])  # high - low
     allowed = {
         "fp8": torch.maximum(change.abs(), 2**-14 * largest) * 2**-4,
         "int8": largest / 254,
         "bf16": change.abs() * 2**-8,
     }[difference]
-    assert ((stored.next_obs - transitions.next_obs).abs() <= allowed * (1 + 1e-5) + 1e-6).all()
+    assert ((back.next_obs - transitions.next_obs).abs() <= allowed * (1 + 1e-5) + 1e-6).all()
+
+
+NO_BOUNDS = (-torch.inf,), (torch.inf,)
+
+
+def steps(*pairs: tuple[float, float]) -> Transitions:
+    """Transitions of one feature, from an observation to the next one."""
+    obs, next_obs = torch.tensor(pairs, dtype=torch.float32).unsqueeze(-1).unbind(1)
+    zeros = torch.zeros(len(pairs))
+    return Transitions(obs, zeros.long(), zeros, zeros.byte(), zeros, next_obs)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "fp8", "e5m2"])
+def test_delta_holds_small_and_large_steps_of_a_feature_without_bounds(codec):
+    layout = DeltaLayout(10, NO_BOUNDS, codec)
+    transitions = steps((0, 1000), (0, 0.0009), (0, -70_000), (0, 1e30), (0, 1e-30))
+    next_obs = stored(layout, transitions).next_obs
+    torch.testing.assert_close(next_obs, transitions.next_obs, rtol=2**-8, atol=0)
+    assert layout.clipped.tolist() == [0] and layout.lost.tolist() == [0]
+
+
+def test_differences_have_one_byte_only_where_every_feature_has_bounds():
+    inf = torch.inf
+    assert difference_codec(([0.0, -1.0], [5.0, 1.0])) == "fp8"
+    for high in (inf, 3.4e38):  # high - low is infinite, too
+        bounds = [0.0, -3.4e38], [5.0, high]
+        assert difference_codec(bounds) == "bf16"
+        layout = DeltaLayout(100, bounds)
+        assert layout.difference.name == "bf16"
+        assert layout.nbytes == layout_bytes("delta", 100, 2, difference="bf16")
+
+
+def test_delta_counts_and_says_what_its_differences_do_not_hold():
+    bounds = (-100.0, -1e6), (100.0, 1e6)
+    transitions = Transitions(
+        obs=torch.tensor([[0.0, 0.0], [-90.0, 0.0], [0.0, 0.0]]),
+        action=torch.zeros(3).long(),
+        reward=torch.zeros(3),
+        flags=torch.zeros(3).byte(),
+        behavior_logp=torch.zeros(3),
+        # Feature 0 leaves its bounds once, and feature 1 once moves by a millionth of them.
+        next_obs=torch.tensor([[10.0, 0.0], [500.0, 1.0], [0.0, 1e5]]),
+    )
+    layout = DeltaLayout(10, bounds)
+    said = (
+        "difference fp8 does not hold every difference: of feature 0, 1 of 3 are too large "
+        r"and clipped, 0 too small and lost \(use difference='bf16', or the full layout\)"
+    )
+    with pytest.warns(UserWarning, match=said) as caught:
+        layout.append(transitions)
+    assert caught[0].filename == __file__
+    assert layout.clipped.tolist() == [1, 0] and layout.lost.tolist() == [0, 1]
+    assert everything(layout).next_obs.tolist() == [[10.0, 0.0], [134.0, 0.0], [0.0, 98_304.0]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layout.append(transitions)  # is counted, but not said again
+        DeltaLayout(10, bounds, difference="bf16").append(transitions)
+    assert layout.clipped.tolist() == [2, 0] and layout.lost.tolist() == [0, 2]
+    for difference, clipped, lost in (("fp8", 2, 1), ("fp16", 1, 1), ("bf16", 0, 0)):
+        layout = DeltaLayout(10, NO_BOUNDS, difference=difference)
+        stored(layout, steps((0, 1000), (0, 100_000), (0, 1e-9), (5, 5)))
+        assert (layout.clipped.tolist(), layout.lost.tolist()) == ([clipped], [lost])
+
+
+@pytest.mark.parametrize("layout", STORES)
+def test_clipped_observations_are_counted(layout):
+    store = STORES[layout](10, ([-4.0], [4.0]), "int8")
+    stored(store, steps((0, 1), (5, 4), (4, 5)))
+    # In delta, the difference from 4 to 5 makes the next observation 5.
+    assert store.clipped.tolist() == [{"full": 2, "delta": 1}[layout]]
+
+
+# The largest error of a difference: relative to it, and relative to high - low.
+PROMISE = {"fp8": (2**-4, 2**-17), "bf16": (2**-8, 0)}
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+BOUNDS = st.sampled_from([1.0, 4.8, 1e-3, 1e6, 1e30, 3e38, math.inf])
+
+
+@given(
+    st.lists(st.tuples(FLOAT32, FLOAT32), min_size=1, max_size=10),
+    BOUNDS,
+    st.sampled_from(["fp32", "fp16", "bf16", "fp8"]),
+)
+@example([(0, 1000), (0, 0.0009), (1e8, 0.001)], math.inf, "fp32")
+@example([(0, 1), (-1e6, 1e6), (0, 2e7)], 1e6, "fp32")
+@example([(-3.4e38, 3.4e38), (1e38, 3.4e38)], math.inf, "fp32")
+def test_delta_keeps_its_promise_or_counts(pairs, bound, codec):
+    transitions = steps(*pairs)
+    layout = DeltaLayout(10, ((-bound,), (bound,)), codec)
+    back = stored(layout, transitions)
+    error = (back.next_obs.double() - transitions.next_obs).abs()
+    difference = (transitions.next_obs.double() - back.obs).abs()
+    relative, of_span = PROMISE[layout.difference.name]
+    span = 2 * bound if of_span else 0
+    allowed = torch.maximum(relative * difference, torch.tensor(of_span * span).double())
+    # The rounding of the difference and of the sum, and numbers below float32's normal ones.
+    allowed += 2**-23 * (difference + transitions.next_obs.double().abs()) + 2**-126
+    broken = int((error > allowed).sum())
+    assert broken <= layout.clipped.item()
+    stored_as_0 = layout.difference.decode(layout.fields["difference"][: len(pairs)]) == 0
+    assert layout.lost.item() == int((stored_as_0 & (transitions.next_obs != back.obs)).sum())
+
+
+def test_errors_of_differences_do_not_add_up_along_an_episode():
+    generator = torch.Generator().manual_seed(0)
+    walk = torch.randn(5_000, 1, generator=generator).cumsum(0)
+    zeros = torch.zeros(4_999)
+    transitions = Transitions(walk[:-1], zeros.long(), zeros, zeros.byte(), zeros, walk[1:])
+    for bounds, relative in ((NO_BOUNDS, 2**-8), (((-1000.0,), (1000.0,)), 2**-4)):
+        layout = DeltaLayout(5_000, bounds)
+        error = (stored(layout, transitions).next_obs - walk[1:]).abs()
+        change = (walk[1:] - walk[:-1]).abs()
+        assert (error <= relative * change + 2000 * 2**-17).all()
+        assert error[-1_000:].mean() < 1.5 * error[:1_000].mean()
+
+
+def test_a_difference_never_leads_over_a_reset():
+    """The final observation is far from the first one of the next episode."""
+    flags = torch.tensor([0, TRUNCATED, DUMMY, 0]).byte().unsqueeze(-1)
+    obs = torch.tensor([0.0, 300.0, 600.0, -500.0, -200.0]).view(5, 1, 1)
+    zeros = torch.zeros(4, 1)
+    layout = DeltaLayout(4, NO_BOUNDS)
+    layout.append(transitions_of(Rollout(obs, zeros.long(), zeros, flags, zeros)))
+    assert layout.size == 3
+    next_obs = everything(layout).next_obs.flatten()
+    expected = torch.tensor([300.0, 600.0, -200.0])
+    assert ((next_obs - expected).abs() <= 300 * 2**-8).all()
+
+
+def test_integer_features_do_not_wrap_around():
+    transitions = steps((200, 3), (3, 200), (7, 7), (0, 255))
+    for dtype in (torch.uint8, torch.int16, torch.int64, torch.float64):
+        given_type = transitions._replace(
+            obs=transitions.obs.to(dtype), next_obs=transitions.next_obs.to(dtype)
+        )
+        layout = DeltaLayout(4, NO_BOUNDS)
+        back = stored(layout, given_type)
+        assert torch.equal(back.next_obs, transitions.next_obs)  # up to 256, bf16 is exact
+        layout = DeltaLayout(4, ((0.0,), (255.0,)))
+        back = stored(layout, given_type)
+        error = (back.next_obs - transitions.next_obs).abs()
+        assert (error <= 2**-4 * (transitions.next_obs - transitions.obs).abs()).all()
+        assert layout.clipped.tolist() == [0] and layout.lost.tolist() == [0]
+
+
+def test_an_infinite_observation_has_no_difference():
+    for pair in ((0, torch.inf), (-torch.inf, 0), (torch.inf, torch.inf)):
+        name = "obs" if math.isinf(pair[0]) else "next_obs"
+        layout = DeltaLayout(4, NO_BOUNDS)
+        message = f"{name} is infinite: fix its source, or use the full layout"
+        refused(message, layout.append, steps((0, 1), pair))
+        assert layout.size == 0 and layout.clipped.tolist() == [0]
+        full = FullLayout(4, NO_BOUNDS)
+        assert stored(full, steps(pair)).next_obs.item() == pair[1]
 
 
 @pytest.mark.parametrize("layout", STORES)

@@ -11,8 +11,11 @@ from ..build import Machine, build
 from ..config import Config
 from ..disk.mapped_ring import free_on_disk
 from ..requirements import ring_rows
-from ..study.replay_layouts import LAYOUTS, STORES, layout_bytes
+from ..study.replay_layouts import LAYOUTS, STORES, difference_codec, layout_bytes
+from ..train import Run
 from .arguments import Json
+
+PLAYED = 20_000  # rows that an untrained agent plays, at most, to see how many are dummies
 
 
 def predict_and_measure(
@@ -24,6 +27,11 @@ def predict_and_measure(
     """Predict the bytes of a config's replay ring, allocate the ring, and measure its bytes.
 
     A ring in a memmap folder has the whole capacity. It stays in the folder.
+
+    Not every row of the compact layout is a transition. The newest row of each environment is open,
+    and each episode has a dummy row. How many dummy rows there are depends on how long episodes
+    last. So an untrained agent plays some rollouts, and their share of dummy rows is taken for the
+    share in the full ring. The other layouts store transitions only.
 
     Args:
         config: What would be trained.
@@ -42,32 +50,73 @@ def predict_and_measure(
     available = (
         free_on_disk(machine.memmap) if machine.memmap else hardware.available(machine.on("store"))
     )
+    rows = ring_rows(config, machine) * config.num_envs
+    open_rows = 0
+    dummy_rows = 0
     with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
         run = build(config, machine)
-        run.close()
+        with contextlib.closing(run):
+            if layout == "compact":
+                open_rows = config.num_envs
+                dummy_rows = round((rows - open_rows) * share_of_dummy_rows(run, rows))
     ring = run.ring
-    transitions = ring_rows(config, machine) * config.num_envs
-    predicted = layout_bytes(layout, transitions, ring.obs_size, config.codec, ring.action_size)
+    predicted = layout_bytes(
+        layout,
+        rows,
+        ring.obs_size,
+        config.codec,
+        ring.action_size,
+        difference_codec(ring.bounds),
+    )
     if layout == "compact" and ring.proximal:
-        predicted += transitions * ring.fields["proximal_logp"].itemsize
+        predicted += rows * ring.fields["proximal_logp"].itemsize
     measured = ring.nbytes
     if layout != "compact":
-        settings = transitions, ring.bounds, config.codec, ring.device, ring.action_size
+        settings = rows, ring.bounds, config.codec, ring.device, ring.action_size
         del run, ring  # so that the two stores need not be in memory at the same time
         measured = STORES[layout](*settings).nbytes
+    transitions = rows - open_rows - dummy_rows
     result = {
         "layout": layout,
         "predicted_bytes": predicted,
         "measured_bytes": measured,
-        "bytes_per_transition": predicted / transitions,
+        "rows": rows,
+        "bytes_per_row": predicted / rows,
+        "open_rows": open_rows,
+        "dummy_rows": dummy_rows,
         "transitions": transitions,
+        "bytes_per_transition": predicted / transitions,
         "available_bytes": available,
     }
-    print(
-        json.dumps(result)
-        if json_output
-        else "\n".join(
-            f"{name:20} {value if name == 'layout' else f'{value:,}':>20}"
-            for name, value in result.items()
+    print(json.dumps(result) if json_output else report(result))
+
+
+def share_of_dummy_rows(run: Run, rows: int) -> float:
+    """The share of dummy rows in what an untrained agent plays.
+
+    It plays as many rows as the ring has, but not more than PLAYED, in whole rollouts.
+    """
+    played = 0
+    dummies = 0
+    while played < min(rows, PLAYED):
+        valid = run.collector.collect(run.model).valid
+        played += valid.numel()
+        dummies += int((~valid).sum())
+    return dummies / played
+
+
+def report(result: dict) -> str:
+    """The result for a terminal, a line for each number."""
+    lines = []
+    for name, value in result.items():
+        if isinstance(value, float):
+            value = f"{value:,.1f}"
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        lines.append(f"{name:20} {value:>20}")
+    if result["layout"] == "compact":
+        lines.append(
+            "dummy_rows is an estimate: one follows each episode, and their share is that of an "
+            "untrained agent's episodes."
         )
-    )
+    return "\n".join(lines)

@@ -4,19 +4,40 @@
               action, reward, flags and log-probability
     compact   nothing                                           the next row, as exact as any other
     full      the next observation, in the same codec           as exact as any other
-    delta     the difference to the next observation,           off by the rounding of the
-              in one byte for each feature                      difference
+    delta     the difference to the next observation: one       off by the rounding of the
+              byte for each feature, or two if one of them      difference
+              has no bounds
 
 Training uses `compact`, which is the ring of replay.py. `full` and `delta` are here to be compared
 with it. The compact ring can rebuild every next observation, because an environment resets in a
 step of its own. The final observation of an episode is then an ordinary row, at the cost of one
-dummy row for each episode.
+dummy row for each episode. `full` and `delta` store transitions only, so none of their rows is a
+dummy.
 
 If an environment resets in the same step that ends the episode, the next row already belongs to the
 next episode. A compact store then loses the final observation. `full` and `delta` are two ways to
 keep it.
+
+How far off is a next observation of `delta`? Each transition has a difference of its own, to the
+observation that is stored with it, so errors do not add up along an episode. By the codec of the
+differences, the error is at most
+
+    fp8    2^-4 of the difference, or 2^-17 of high - low if that is more
+    bf16   2^-8 of the difference
+
+to which comes the rounding of a float32 sum. fp8 has a scale for each feature, from its bounds. So
+it needs bounds, and cannot hold every difference:
+
+- A difference above high - low, which only an observation outside the bounds can have, is clipped.
+- A difference below about 2^-18 of high - low is stored as 0. It is lost: the next observation
+  reads back as the observation before it.
+
+A layout counts both, for each feature, in `clipped` and `lost`, and the first of them causes a
+warning. bf16 has the range of float32, so it holds the differences of a feature without bounds,
+whether they are 1e-30 or 1e30. It clips only those above 3.39e38.
 """
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -27,9 +48,26 @@ from ..observation_codec import Codec, type_of_codes
 from ..replay import bytes_of_row, fields_of_row
 from ..rollout import Rollout
 
-# The codec in which `delta` stores differences. Its steps grow with the difference, which suits the
-# many small differences.
-DIFFERENCE = "fp8"
+LARGEST = torch.finfo(torch.float32).max
+
+
+def difference_codec(bounds) -> str:
+    """The codec in which `delta` stores differences, by the bounds of the observations.
+
+    It is fp8 if every feature has bounds. Its steps grow with the difference, which suits the many
+    small differences. Without bounds there is no scale for fp8, so it is bf16.
+    """
+    largest = _largest_differences(bounds)
+    return "fp8" if largest.isfinite().all() else "bf16"
+
+
+def _largest_differences(bounds) -> torch.Tensor:
+    """By how much each feature can change within its bounds, float32 [F].
+
+    It is infinite where a feature has no bounds, or where float32 cannot hold it.
+    """
+    low, high = (torch.tensor(list(bound), dtype=torch.float32) for bound in bounds)
+    return high - low
 
 
 class Transitions(NamedTuple):
@@ -72,11 +110,12 @@ def layout_row(
     obs_size: int,
     codec: str = "fp32",
     action_size: int = 0,
-    difference: str = DIFFERENCE,
+    difference: str = "fp8",
 ) -> dict[str, tuple[torch.dtype, tuple]]:
-    """Type and shape of each field that a layout stores for one transition.
+    """Type and shape of each field in one row of a layout.
 
-    Raises ValueError for an unknown layout or codec.
+    `difference` is the codec of differences (`difference_codec`). Raises ValueError for an unknown
+    layout or codec.
     """
     row = fields_of_row(obs_size, action_size, codec)
     if layout == "full":
@@ -90,31 +129,37 @@ def layout_row(
 
 def layout_bytes(
     layout: str,
-    transitions: int,
+    rows: int,
     obs_size: int = 2,
     codec: str = "fp32",
     action_size: int = 0,
-    difference: str = DIFFERENCE,
+    difference: str = "fp8",
 ) -> int:
-    """Bytes that a number of transitions occupies in a layout, without allocating them.
+    """Bytes that a number of rows occupies in a layout, without allocating them.
 
+    In `full` and `delta` each row is a transition. In `compact` some are not: the open row of each
+    environment, and one dummy row for each episode. `ReplayBuffer.transitions` counts the others.
     Raises the errors of `layout_row`.
     """
     row = layout_row(layout, obs_size, codec, action_size, difference)
-    return transitions * bytes_of_row(row)
+    return rows * bytes_of_row(row)
 
 
 class FullLayout:
     """A ring of transitions that stores both observations of each transition.
 
     `capacity`     number of transitions
-    `bounds`       lowest and highest value of each of the F features of an observation
+    `bounds`       lowest and highest value of each of the F features of an observation, infinite
+                   where a feature has no bound
     `codec`        how observations are stored (observation_codec.py)
     `action_size`  dimensions of a continuous action, or 0 for one of up to 256 discrete actions
+    `difference`   codec of the differences of DeltaLayout, by default that of `difference_codec`
 
-    The attribute `fields` has the stored tensors by name, [capacity, ...]. Raises ValueError for a
-    capacity below 1 or a codec that does not suit the bounds, and MemoryError if the ring does not
-    fit into memory.
+    Attributes: `fields` has the stored tensors by name, [capacity, ...]. `clipped`, int64 [F],
+    counts the numbers that a codec clipped, in observations and next observations together.
+
+    Raises ValueError for a capacity below 1 or a codec that does not suit the bounds, and
+    MemoryError if the ring does not fit into memory.
 
         >>> layout = FullLayout(capacity=100, codec="bf16")
         >>> flags = torch.zeros(8, 4, dtype=torch.uint8)
@@ -134,7 +179,7 @@ class FullLayout:
         codec="fp32",
         device="cpu",
         action_size=0,
-        difference=DIFFERENCE,
+        difference=None,
     ):
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}: use at least 1")
@@ -142,7 +187,10 @@ class FullLayout:
         self.capacity = capacity
         self.count = 0  # number of transitions that were ever appended
         self.codec = Codec(codec, low, high, device)
-        row = layout_row(self.name, len(low), codec, action_size, difference)
+        self.clipped = torch.zeros(len(low), dtype=torch.int64, device=device)
+        row = layout_row(
+            self.name, len(low), codec, action_size, difference or difference_codec(bounds)
+        )
         needed = capacity * bytes_of_row(row)
         require_room(
             "replay", needed, "lower capacity or choose a one-byte codec", torch.device(device)
@@ -173,13 +221,16 @@ class FullLayout:
                 f"transitions are {length}: a ring of {self.capacity} takes at most that many "
                 "at once"
             )
+        # Unsigned integers would wrap around in a difference.
+        transitions = transitions._replace(
+            obs=transitions.obs.float(), next_obs=transitions.next_obs.float()
+        )
         for name in ("obs", "next_obs"):
-            if getattr(transitions, name).isnan().any():
-                raise ValueError(f"{name} is NaN: fix its source or leave out those transitions")
+            self._check(name, getattr(transitions, name))
         index = (
             self.count + torch.arange(length, device=transitions.reward.device)
         ) % self.capacity
-        for name, values in self._encoded(transitions).items():
+        for name, values in self._encode(transitions).items():
             field = self.fields[name]
             field[index] = values.to(field.dtype)
         self.count += length
@@ -192,11 +243,17 @@ class FullLayout:
         next_obs = self._next_obs(obs, row)
         return Transitions(obs, action, row["reward"], row["flags"], row["behavior_logp"], next_obs)
 
-    def _encoded(self, transitions: Transitions) -> dict[str, torch.Tensor]:
-        """Transitions as they are stored, by field."""
+    def _check(self, name: str, obs: torch.Tensor) -> None:
+        """Raises ValueError for observations [M, F] that the layout cannot store at all."""
+        if obs.isnan().any():
+            raise ValueError(f"{name} is NaN: fix its source or leave out those transitions")
+
+    def _encode(self, transitions: Transitions) -> dict[str, torch.Tensor]:
+        """Transitions as they are stored, by field. Counts the numbers that are clipped."""
         encoded = transitions._asdict()
-        encoded["obs"] = self.codec.encode(transitions.obs)
-        encoded["next_obs"] = self.codec.encode(transitions.next_obs)
+        for name in ("obs", "next_obs"):
+            encoded[name] = self.codec.encode(encoded[name])
+            self.clipped += self.codec.count_clipped(getattr(transitions, name))
         return encoded
 
     def _next_obs(self, obs: torch.Tensor, row: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -207,10 +264,16 @@ class FullLayout:
 class DeltaLayout(FullLayout):
     """A ring like FullLayout that stores differences in place of next observations.
 
-    `difference` is the codec of the differences between the next observation and the stored
-    observation. The stored observation is the rounded one, so that only the rounding of the
-    difference makes the next observation inexact. The scale of differences comes from the bounds,
-    because a feature can change by at most high - low."""
+    A difference is the next observation minus the stored observation. The stored observation is the
+    rounded one, so that only the rounding of the difference makes the next observation inexact. The
+    start of this file says how much that is.
+
+    `lost`, int64 [F], counts the differences that were too small for their codec and became 0, and
+    `clipped` also the differences that were too large. The first of them causes a warning.
+
+    Besides the errors of FullLayout, `append` raises ValueError for an observation that is
+    infinite, because there is no difference to it.
+    """
 
     name = "delta"
 
@@ -221,25 +284,62 @@ class DeltaLayout(FullLayout):
         codec="fp32",
         device="cpu",
         action_size=0,
-        difference=DIFFERENCE,
+        difference=None,
     ):
-        low, high = (torch.tensor(list(bound), dtype=torch.float32) for bound in bounds)
-        largest = high - low  # infinite where a feature has no bounds
+        difference = difference or difference_codec(bounds)
+        largest = _largest_differences(bounds)
         self.difference = Codec(
             difference, tuple((-largest).tolist()), tuple(largest.tolist()), device
         )
         super().__init__(capacity, bounds, codec, device, action_size, difference)
+        self.lost = torch.zeros_like(self.clipped)
+        self.has_warned = False
 
-    def _encoded(self, transitions: Transitions) -> dict[str, torch.Tensor]:
+    def _check(self, name: str, obs: torch.Tensor) -> None:
+        super()._check(name, obs)
+        if obs.isinf().any():
+            raise ValueError(
+                f"{name} is infinite: fix its source, or use the full layout, which needs no "
+                "difference to it"
+            )
+
+    def _encode(self, transitions: Transitions) -> dict[str, torch.Tensor]:
         encoded = transitions._asdict()
         del encoded["next_obs"]
         encoded["obs"] = self.codec.encode(transitions.obs)
         rounded = self.codec.decode(encoded["obs"])
-        encoded["difference"] = self.difference.encode(transitions.next_obs - rounded)
+        difference = transitions.next_obs - rounded
+        encoded["difference"] = self.difference.encode(difference)
+        self.clipped += self.codec.count_clipped(transitions.obs)
+        self._count(difference, self.difference.decode(encoded["difference"]))
         return encoded
 
+    def _count(self, difference: torch.Tensor, stored: torch.Tensor) -> None:
+        """Counts the differences [M, F] that their codec does not hold, and warns of the first."""
+        # A difference of two float32 numbers can be infinite, which the codec fp32 does not clip.
+        overflows = difference.isinf() & stored.isinf()
+        clipped = self.difference.count_clipped(difference) + overflows.sum(0)
+        lost = ((stored == 0) & (difference != 0)).sum(0)
+        self.clipped += clipped
+        self.lost += lost
+        if self.has_warned or not (clipped + lost).any():
+            return
+        self.has_warned = True
+        feature = int((clipped + lost).nonzero()[0])
+        remedy = "use difference='bf16', or the full layout"
+        if self.difference.name == "bf16":
+            remedy = "use the full layout"
+        warnings.warn(
+            f"difference {self.difference.name} does not hold every difference: of feature "
+            f"{feature}, {int(clipped[feature])} of {len(difference)} are too large and clipped, "
+            f"{int(lost[feature])} too small and lost ({remedy})",
+            stacklevel=4,  # the line that called `append`
+        )
+
     def _next_obs(self, obs: torch.Tensor, row: dict[str, torch.Tensor]) -> torch.Tensor:
-        return obs + self.difference.decode(row["difference"])
+        next_obs = obs + self.difference.decode(row["difference"])
+        # Every next observation is finite, so an infinite sum comes from a rounded difference.
+        return next_obs.clamp(-LARGEST, LARGEST)
 
 
 STORES = {"full": FullLayout, "delta": DeltaLayout}
