@@ -455,7 +455,7 @@ class Watch(Hooks):
                 report += report_of_one
                 report.notes += report_of_one.notes
             else:
-                name = patient.name or f"{len(patient.numbers)} optimizers from the last step on"
+                name = patient.name or f"{len(patient.numbers)} optimizers that made one step each"
                 reason = patient.reason or "the training ended before a window was full"
                 report.notes.append(f"{name}: not judged: {reason}")
         gone = [n for patient in patients if patient.is_gone for n in patient.numbers]
