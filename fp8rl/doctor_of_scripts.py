@@ -5,6 +5,7 @@ float32 at the learning rates that `Watch` has measured. They use torch's hooks 
 the process. doctor_command.py has the command, whose page explains these three.
 """
 
+import collections
 import contextlib
 import functools
 import gc
@@ -12,6 +13,7 @@ import importlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +27,7 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode
 
-from .bits.doctor import FORMATS, Doctor, Operands, Report, tensor_names
+from .bits.doctor import FORMATS, Doctor, Operands, Report, innermost_optimizer, optimizer_inside
 from .bits.doctor.findings import without_nan
 from .bits.notation import OPERANDS, STATE
 from .bits.places import NO_NOISE, places_of
@@ -36,23 +38,62 @@ WATCHED = tuple(text for text in FORMATS if text.partition("=")[0] in STATE)
 SLOWEST, FASTEST = 2.0**-10, 2.0**12  # the rates of a twin are clipped to these
 
 
+class Optimizers:
+    """The optimizers of a process, numbered in the order of their first steps.
+
+    They are held by weak references, so that networks that a script drops do not stay in memory.
+    An optimizer that is gone is None.
+    """
+
+    def __init__(self):
+        self.references: list[weakref.ref] = []
+        self.names: list[str] = []
+        self.numbers: dict[int, int] = {}  # by identity, which a later optimizer may have again
+
+    def __len__(self) -> int:
+        return len(self.references)
+
+    def __getitem__(self, number: int) -> torch.optim.Optimizer | None:
+        return self.references[number]()
+
+    def append(self, optimizer: torch.optim.Optimizer) -> None:
+        self.numbers[id(optimizer)] = len(self)
+        self.names.append(f"optimizer {len(self)} ({type(optimizer).__name__})")
+        self.references.append(weakref.ref(optimizer))
+
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """The number of an optimizer, by identity; None before its first step."""
+        number = self.numbers.get(id(optimizer))
+        return number if number is not None and self[number] is optimizer else None
+
+
 class Hooks:
     """Hooks that are called before and after every step of every optimizer of this process.
 
     A subclass has a method `begin`, which is called before an optimizer's first step, and methods
-    `before` and `after`, which are called before and after every step.
+    `before` and `after`, which are called before and after every step. It may have a method
+    `after_wrapper`, which is called after a step of a wrapper, such as Lookahead, with the number
+    of the optimizer inside it. Nothing else is called for a wrapper, because the optimizer inside
+    it makes a step of its own.
     """
 
     def __init__(self):
         self.process = os.getpid()
-        self.optimizers: list[torch.optim.Optimizer] = []  # in the order of their first steps
+        self.optimizers = Optimizers()
         self.notes: list[str] = []
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
+        # A step under torch.compile leaves the hooks out of its graph. Compiling them would take
+        # far longer than calling them. The decorator is that of torch.optim itself, which imports
+        # the compiler no earlier than the script's first optimizer does.
         handles = [
-            register_optimizer_step_pre_hook(self.before_step),
-            register_optimizer_step_post_hook(self.after_step),
+            register_optimizer_step_pre_hook(
+                torch._disable_dynamo(lambda *arguments: self.before_step(*arguments))
+            ),
+            register_optimizer_step_post_hook(
+                torch._disable_dynamo(lambda *arguments: self.after_step(*arguments))
+            ),
         ]
         try:
             yield
@@ -60,27 +101,34 @@ class Hooks:
             for handle in handles:
                 handle.remove()
 
-    def number_of(self, optimizer) -> int | None:
-        """The number of an optimizer, by identity; None before its first step."""
-        for i, known_optimizer in enumerate(self.optimizers):
-            if known_optimizer is optimizer:
-                return i
-        return None
-
     def before_step(self, optimizer, args, kwargs) -> None:
         if os.getpid() != self.process:
             return  # a fork of the script
-        if self.number_of(optimizer) is None:
+        number = self.optimizers.number_of(optimizer)
+        if number is None:
+            if optimizer_inside(optimizer) is not None:
+                return  # a wrapper
+            number = len(self.optimizers)
             self.optimizers.append(optimizer)
-            self.begin(len(self.optimizers) - 1)
-        self.before(self.number_of(optimizer))
+            self.begin(number)
+        self.before(number)
 
     def after_step(self, optimizer, args, kwargs) -> None:
-        if os.getpid() == self.process and self.number_of(optimizer) is not None:
-            self.after(self.number_of(optimizer))
+        if os.getpid() != self.process:
+            return
+        number = self.optimizers.number_of(optimizer)
+        if number is not None:
+            self.after(number)
+            return
+        innermost = self.optimizers.number_of(innermost_optimizer(optimizer))
+        if innermost is not None:
+            self.after_wrapper(innermost)
+
+    def after_wrapper(self, number: int) -> None:
+        pass
 
     def name_of(self, number: int) -> str:
-        return f"optimizer {number} ({type(self.optimizers[number]).__name__})"
+        return self.optimizers.names[number]
 
 
 def modules_of_process() -> list[nn.Module]:
@@ -111,96 +159,229 @@ def seeded_generator() -> torch.Generator:
 # watch
 
 
+FEW = 2  # an optimizer with so many parameters may be one of many, as those of a step in backward
+MANY = 8  # so many of them are taken as one
+
+
+class Patient:
+    """An optimizer that is watched, or a pool of many small ones that is watched as one.
+
+    `name`     its name in reports
+    `numbers`  the numbers of its optimizers
+    `doctor`   the doctor that watches it; None if it is not judged, and of a pool in whose first
+               round the optimizers step
+    `reason`   why it is not judged
+    `is_gone`  whether the script dropped it before another optimizer began
+    """
+
+    def __init__(self, name: str, numbers: list[int]):
+        self.name = name
+        self.numbers = numbers
+        self.doctor: Doctor | None = None
+        self.reason = ""
+        self.is_gone = False
+
+    @property
+    def is_pool(self) -> bool:
+        return len(self.numbers) > 1
+
+
 class Watch(Hooks):
     """Watches the training of a script.
 
-    `formats` and `tolerates` are those of Doctor. `doctors` has a doctor for each optimizer, or
-    None in place of one that failed. An error of a doctor must not stop the script.
+    `formats` and `tolerates` are those of Doctor. `patients` has who is watched for each number of
+    an optimizer. An error of a doctor must not stop the script.
+
+    **Pools.** A script that steps within the backward pass has an optimizer for each parameter.
+    Optimizers are watched as one if there are at least MANY of one class, each with at most FEW
+    parameters, that all make their first step before one of them makes its second. They are watched
+    from the second step on.
+
+    **Sweeps.** A script may train one network after the other and drop each. When an optimizer
+    makes its first step, what was measured of optimizers that are gone is dropped, too.
     """
 
     def __init__(self, formats: tuple[str, ...], tolerates: tuple[float, float]):
         super().__init__()
         self.formats = formats or WATCHED
         self.tolerates = tolerates
-        self.doctors: list[Doctor | None] = []
+        self.patients: list[Patient] = []
         self.steps: list[int] = []
+        self.may_pool: dict[type, list[int]] = {}  # small optimizers in their first step, by class
+        self.forming: dict[type, Patient] = {}  # pools in their first round
 
     def begin(self, number: int) -> None:
-        self.doctors.append(None)
-        self.steps.append(0)
+        self.drop_those_gone()
         optimizer = self.optimizers[number]
-        name = self.name_of(number)
-        kinds = {type(p).__name__ for p in parameters_of(optimizer)}
+        self.steps.append(0)
+        patient = self.pool_for(number, optimizer)
+        if patient is not None:
+            self.patients.append(patient)
+            return
+        patient = Patient(self.name_of(number), [number])
+        self.patients.append(patient)
+        self.watch(patient)
+
+    def drop_those_gone(self) -> None:
+        """Drops what was measured of optimizers that the script has dropped."""
+        for patient in self.patients:
+            if not patient.is_gone and all(self.optimizers[n] is None for n in patient.numbers):
+                patient.is_gone = True
+                patient.doctor = None
+
+    def pool_for(self, number: int, optimizer: torch.optim.Optimizer) -> Patient | None:
+        """The pool that an optimizer belongs to at its first step, or None."""
+        kind = type(optimizer)
+        if len(parameters_of(optimizer)) > FEW:
+            return None
+        pool = self.forming.get(kind)
+        if pool is not None:
+            pool.numbers.append(number)
+            return pool
+        alike = [
+            n
+            for n in self.may_pool.get(kind, [])
+            if self.steps[n] == 1 and self.optimizers[n] is not None
+        ]
+        alike.append(number)
+        self.may_pool[kind] = alike
+        if len(alike) < MANY:
+            return None
+        pool = Patient("", alike)
+        self.forming[kind] = pool
+        del self.may_pool[kind]
+        for n in alike[:-1]:
+            self.patients[n] = pool
+        return pool
+
+    def watch_pool(self, pool: Patient) -> None:
+        """Begins to watch a pool, after its first round."""
+        numbers = pool.numbers
+        kind = type(self.optimizers[numbers[-1]])
+        if self.forming.get(kind) is pool:
+            del self.forming[kind]
+        first, last = numbers[0], numbers[-1]
+        pool.name = f"optimizers {first} to {last} ({len(numbers)} of {kind.__name__}, as one)"
+        self.watch(pool)
+
+    def watch(self, patient: Patient) -> None:
+        """Gives a patient its doctor, or the reason why it cannot be judged."""
+        optimizers = [self.optimizers[n] for n in patient.numbers]
+        if any(optimizer is None for optimizer in optimizers):
+            patient.reason = "some of its optimizers are gone"
+            return
+        kinds = {type(p).__name__ for optimizer in optimizers for p in parameters_of(optimizer)}
         if "DTensor" in kinds:
-            self.notes.append(f"{name}: its parameters are sharded (DTensor): not judged")
+            patient.reason = "its parameters are sharded (DTensor)"
             return
         try:
             doctor = Doctor(
-                optimizer,
+                optimizers if patient.is_pool else optimizers[0],
                 formats=self.formats,
                 tolerates=self.tolerates,
-                names=[name],
+                names=[patient.name],
                 model=modules_of_process(),
             )
         except (ValueError, RuntimeError, TypeError) as error:
-            self.notes.append(f"{name}: not judged: {first_line(error)}")
+            patient.reason = first_line(error)
             return
         # The doctor's hooks are called by this class, which catches their errors.
         doctor.stop()
-        self.doctors[number] = doctor
+        patient.doctor = doctor
         watched = doctor.watched[0]
-        load = optimizer.register_load_state_dict_post_hook
-        load(lambda optimizer: self.guarded(number, watched.after_loading, optimizer))
+        for optimizer in optimizers:
+            optimizer.register_load_state_dict_post_hook(
+                lambda optimizer: self.guarded(patient, watched.after_loading, optimizer)
+            )
 
-    def guarded(self, number: int, function, *arguments) -> None:
+    def guarded(self, patient: Patient, function, *arguments) -> None:
         """Calls a hook of a doctor. A doctor that fails no longer watches, and is noted."""
-        if self.doctors[number] is None:
+        if patient.doctor is None:
             return
         try:
             function(*arguments)
         except Exception as error:
-            self.doctors[number] = None
-            self.notes.append(
-                f"{self.name_of(number)}: not judged: the doctor failed after "
-                f"{self.steps[number]} steps ({type(error).__name__}: {first_line(error)})"
+            patient.doctor = None
+            steps = max(self.steps[n] for n in patient.numbers)
+            patient.reason = (
+                f"the doctor failed after {steps} steps "
+                f"({type(error).__name__}: {first_line(error)})"
             )
 
     def before(self, number: int) -> None:
-        if doctor := self.doctors[number]:
-            watched = doctor.watched[0]
-            self.guarded(number, watched.before_step, watched.optimizer, (), {})
+        patient = self.patients[number]
+        if not patient.name and self.steps[number] > 0:
+            self.watch_pool(patient)
+        if patient.doctor is not None:
+            watched = patient.doctor.watched[0]
+            if watched.is_in_proportion:
+                self.guarded(patient, watched.before_step, self.optimizers[number], (), {})
 
     def after(self, number: int) -> None:
         self.steps[number] += 1
-        if doctor := self.doctors[number]:
-            watched = doctor.watched[0]
-            self.guarded(number, watched.after_step, watched.optimizer, (), {})
+        patient = self.patients[number]
+        if patient.doctor is not None:
+            watched = patient.doctor.watched[0]
+            if watched.is_in_proportion:
+                self.guarded(patient, watched.after_step, self.optimizers[number], (), {})
 
     def report(self) -> Report:
-        """The findings of all optimizers."""
-        report = Report(notes=list(self.notes))
-        for doctor in self.doctors:
-            if doctor:
-                report_of_one = doctor.report()
+        """The findings of the optimizers that the script had to the end, notes on the others."""
+        report = Report()
+        patients = list(dict.fromkeys(self.patients))
+        for patient in patients:
+            if patient.is_gone:
+                continue
+            if patient.doctor is not None:
+                report_of_one = patient.doctor.report()
                 report += report_of_one
                 report.notes += report_of_one.notes
-        if not self.optimizers:
+            else:
+                name = patient.name or f"{len(patient.numbers)} optimizers that made one step each"
+                reason = patient.reason or "the training ended before a window was full"
+                report.notes.append(f"{name}: not judged: {reason}")
+        gone = [n for patient in patients if patient.is_gone for n in patient.numbers]
+        if gone:
+            report.notes.append(self.note_on(gone))
+        if not len(self.optimizers):
             report.notes.append(f"{NO_STEP}: there is nothing to judge")
         return report
 
+    def note_on(self, gone: list[int]) -> str:
+        """A line on optimizers that the script dropped before another one began."""
+        kinds = collections.Counter(
+            self.name_of(n).partition(" (")[2].removesuffix(")") for n in gone
+        )
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        if len(kinds) == 1:
+            listed = next(iter(kinds))
+        noun = "optimizer" if len(gone) == 1 else "optimizers"
+        return (
+            f"{len(gone)} {noun} ({listed}) of which nothing is left: not judged: "
+            "the script had dropped them when a later optimizer began"
+        )
+
     def to_json(self, report: Report) -> str:
-        """The report as JSON, with everything that `twin` needs."""
+        """The report as JSON, with everything that `twin` needs.
+
+        Each optimizer has an entry. An optimizer of a pool has the pool's findings with the rates
+        of its own tensors. An optimizer that is gone has no findings.
+        """
         optimizers = []
-        for number, doctor in enumerate(self.doctors):
-            name = self.name_of(number)
-            findings = [finding for finding in report if finding.optimizer == name]
-            parameters = doctor.watched[0].parameters if doctor else []
+        for number, patient in enumerate(self.patients):
+            tensors: list[int] = []
+            watched = patient.doctor.watched[0] if patient.doctor else None
+            if watched is not None:
+                tensors = [t for t, k in enumerate(watched.owner) if patient.numbers[k] == number]
+            findings = [finding for finding in report if finding.optimizer == patient.name]
+            if patient.is_pool:
+                findings = [finding.of_tensors(tensors) for finding in findings]
             optimizers.append(
                 {
-                    "name": name,
+                    "name": self.name_of(number),
                     "steps": self.steps[number],
-                    "tensors": tensor_names(parameters, doctor.modules) if doctor else [],
-                    "shapes": [list(p.shape) for p in parameters],
+                    "tensors": [watched.tensor_names[t] for t in tensors],
+                    "shapes": [watched.shapes[t] for t in tensors],
                     "findings": [without_nan(finding._asdict()) for finding in findings],
                 }
             )
@@ -282,6 +463,10 @@ class Keep(Change):
 
     @refuses
     def after(self, number: int) -> None:
+        self.round_weights(number)
+
+    @refuses
+    def after_wrapper(self, number: int) -> None:
         self.round_weights(number)
 
     @torch.no_grad()

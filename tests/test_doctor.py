@@ -1,5 +1,8 @@
 """The doctor: it sees what it should, and leaves the training as it is."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -911,3 +914,339 @@ def test_a_cure_is_no_larger_than_what_it_cures():
     cures = {found.text: found.cure for found in report}
     assert cures["weights=e8m12"].startswith("weights=e8m11:stochastic (")
     assert cures["weights=e4m3"] == "keep it in float32"
+
+
+def pushed_down(weight: nn.Parameter, updates: int, lr: float = 1e-3, **options) -> Doctor:
+    """A training whose gradient is always 1: the weight falls by the learning rate each time."""
+    optimizer = torch.optim.Adam([weight], lr=lr)
+    watching = Doctor(optimizer, **options)
+    for _ in range(updates):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return watching
+
+
+def test_a_stall_that_new_windows_hide_is_seen_where_weights_go_on_from_their_own():
+    """A weight of 1.0 never leaves it in bfloat16, whose next number is 0.004 below."""
+    formats = ("weights=bf16", "weights=bf16:stochastic", "weights=fp16", "m=bf16")
+    report = pushed_down(nn.Parameter(torch.ones(1)), 800, formats=formats).report()
+    found = {finding.text: finding for finding in report}
+    bad = found["weights=bf16"]
+    assert bad.rate == pytest.approx(0.62, abs=0.01) and bad.free_rate == 0
+    assert bad.verdict == "stalls" and "all tensors are frozen" in bad.why
+    said = (
+        "weights=bf16: stalls: 0.62 in windows that begin at float32's weights, "
+        "0.00 where it goes on from its own; "
+    )
+    assert str(bad).startswith(said)
+    fine = found["weights=fp16"]
+    assert fine.is_fine and fine.free_rate == pytest.approx(fine.rate, abs=0.02)
+    assert np.isnan([found["weights=bf16:stochastic"].free_rate, found["m=bf16"].free_rate]).all()
+    assert '"free_rate": 0.0' in report.to_json() and '"free_rate": null' in report.to_json()
+
+
+def test_weights_that_go_on_from_their_own_are_those_of_a_training_with_the_same_updates():
+    """The plain way: one tensor in float32, one that takes its steps and is rounded after each."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 1)
+    form = places_of("weights=e8m7")["weights"]
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    (own,) = Doctor(optimizer, formats=["weights=e8m7"], sample=32, length=8).watched
+    low = form(model.weight.detach().clone())
+    for _ in range(40):
+        if own.updates == 20:  # other code changes the weights, and so those in few bits
+            with torch.no_grad():
+                model.weight += 0.1
+            low = form(low + 0.1)
+        before = model.weight.detach().clone()
+        x = torch.randn(32, 16)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        low = form(low + (model.weight.detach() - before))
+    kept = own.kept[len(own.window), own.free][
+        0, 0
+    ]  # of the weight, whose numbers are all followed
+    torch.testing.assert_close(torch.from_numpy(kept), low[0, own.sample.index[0]])
+    assert len(own.free_windows) == len(own.windows) == 5
+
+
+def test_weights_that_other_code_moves_count_by_the_optimizer_s_steps_alone():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    watching = Doctor(optimizer, formats=("weights=fp32",), sample=10_000)
+    for _ in range(96):
+        fit(model, optimizer, 1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.99)
+    (finding,) = watching.report()
+    assert (finding.rate, finding.free_rate) == pytest.approx((1, 1), abs=1e-3)
+
+
+def arrived(count: int, rate: float, updates: int = 1000) -> dict[str, doctor.Finding]:
+    """An average that starts at 0 and arrives at weights of 2, which do not move."""
+    weight = nn.Parameter(torch.full((count,), 2.0))
+    optimizer = torch.optim.Adam([weight], lr=0.0)
+    average = torch.zeros(count)
+    watching = Doctor(optimizer, formats=())
+    watching.follow("target", [average], rate)
+    for _ in range(updates):
+        weight.grad = torch.ones(count)
+        optimizer.step()
+        average.lerp_(weight.detach(), rate)
+    return {finding.format: finding for finding in watching.report()}
+
+
+@pytest.mark.parametrize("count", [1, 100])
+@pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
+def test_an_average_that_has_arrived_is_not_judged_by_its_noise(count, rate):
+    found = arrived(count, rate)
+    assert found["bf16:stochastic"].verdict == found["e4m3:stochastic"].verdict == "as float32"
+    assert found["bf16"].verdict == "stalls"  # rounded to the nearest, it never arrives
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("count", [1, 100])
+def test_a_training_that_has_converged_is_not_judged_by_its_noise(make, count):
+    weight = nn.Parameter(torch.zeros(count))
+    optimizer = make([weight], lr=2e-2)
+    formats = ("weights=bf16:stochastic", "weights=e4m3:stochastic")
+    watching = Doctor(optimizer, formats=formats)
+    for _ in range(2000):
+        optimizer.zero_grad()
+        (0.5 * (weight - 2).square().sum()).backward()
+        optimizer.step()
+    watching.report().require(*formats)
+
+
+def test_a_stochastic_row_that_leads_to_other_steps_is_still_told():
+    """Long steps are no noise: v is rounded to 0, without regard to m."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    text = "v=e4m3:unscaled:stochastic:independent"
+    watching = Doctor(optimizer, formats=(text,), sample=10_000)
+    fit(model, optimizer, loss_scale=1e-3)
+    assert watching.report()[0].verdict == "faster"
+
+
+def test_a_doctor_keeps_nothing_alive_and_reports_on_what_it_saw():
+    def trained() -> tuple[Doctor, list[weakref.ref]]:
+        model, target = network(), network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        watching = Doctor(optimizer, formats=("weights=bf16", "m=bf16"), model=model)
+        watching.follow("target", target.parameters(), 0.01)
+        fit(model, optimizer)
+        alive = [model, optimizer, *model.parameters(), *target.parameters()]
+        return watching, [weakref.ref(x) for x in alive]
+
+    watching, references = trained()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+    weights, moment, *_ = watching.report()
+    assert list(weights.tensors) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert moment.is_fine and weights.rate > 0
+
+
+def gan_like(switch) -> doctor.Report:
+    """Two networks that train in turn. Each is switched off while the other steps."""
+    models = [network(0), network(1)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
+    watching = Doctor(*optimizers, formats=("m=bf16",))
+    for _ in range(40):
+        for one, other in ((0, 1), (1, 0)):
+            switch(models[one], True)
+            switch(models[other], False)
+            fit(models[one], optimizers[one], 1)
+    switch(models[1], False)
+    return watching.report()
+
+
+def test_what_learned_is_judged_by_the_steps_and_not_by_how_it_is_left():
+    assert all(found.is_fine for found in gan_like(nn.Module.requires_grad_))
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    watching = Doctor(optimizer, formats=("m=bf16",))
+    for update in range(80):  # parts of one optimizer that learn in turn
+        model[0].requires_grad_(update % 2 == 0)
+        model[2].requires_grad_(update % 2 == 1)
+        fit(model, optimizer, 1)
+    model.requires_grad_(False)  # for evaluation
+    (found,) = watching.report()
+    assert found.is_fine
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    optimizer.add_param_group({"params": frozen.parameters()})
+    assert watching.report()[0].is_fine
+    frozen.requires_grad_(True)
+    frozen(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert watching.report()[0].why == "other parameters learn than at first"
+
+
+class Prepared(torch.optim.Optimizer):
+    """A wrapper that is an Optimizer by class, as that of Accelerate, without its constructor."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Wrapper:
+    """A wrapper that is no Optimizer."""
+
+    def __init__(self, optimizer, name="optimizer"):
+        setattr(self, name, optimizer)
+        self.step, self.zero_grad = optimizer.step, optimizer.zero_grad
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        Prepared,
+        Wrapper,
+        lambda optimizer: Prepared(Wrapper(Prepared(optimizer))),
+        lambda optimizer: Wrapper(optimizer, "base_optimizer"),
+    ],
+    ids=("by class", "by what it does", "nested", "base"),
+)
+def test_a_wrapped_optimizer_is_seen_through(wrapped):
+    reports = []
+    for wrap in (lambda optimizer: optimizer, wrapped):
+        model = network()
+        optimizer = wrap(torch.optim.Adam(model.parameters(), lr=1e-3))
+        watching = Doctor(optimizer, formats=("weights=bf16", "m=bf16"), model=model)
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(64):
+            optimizer.zero_grad()
+            model(torch.randn(32, 4, generator=draw)).square().mean().backward()
+            optimizer.step()
+        reports.append(watching.report())
+    assert reports[0] == reports[1] and len(reports[0]) == 2
+
+
+def test_what_is_no_optimizer_is_said_in_one_line():
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    no_optimizer = "which is no optimizer of torch: give the torch.optim.Optimizer that makes the"
+    circle = Prepared(None)
+    circle.optimizer = Prepared(circle)
+    for wrong, said in (
+        (model, f"optimizers have a Sequential, {no_optimizer}"),
+        (model.parameters(), f"optimizers have a generator, {no_optimizer}"),
+        (torch.optim.Adam, f"optimizers have a type, {no_optimizer}"),
+        (
+            torch.optim.lr_scheduler.StepLR(optimizer, 1),
+            f"optimizers have a StepLR, {no_optimizer}",
+        ),
+        (None, f"optimizers have a NoneType, {no_optimizer}"),
+        (Prepared(None), "optimizers have a Prepared, which has no hooks because it does not call"),
+        (circle, "optimizers have a Prepared, which has no hooks because it does not call"),
+        ([], "optimizers of optimizer 0 are missing: give a list of one class"),
+        (
+            [optimizer, torch.optim.SGD(model.parameters(), 0.1)],
+            "optimizers of optimizer 0 are Adam, SGD: give a list of one class",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}"):
+            Doctor(wrong)
+    with pytest.raises(ValueError, match=r"^optimizers are missing: give one or more"):
+        Doctor()
+
+
+def test_optimizers_of_one_parameter_each_are_judged_as_one_optimizer_is():
+    """A step within the backward pass, beside one optimizer that steps after it."""
+    findings = []
+    weights = []
+    for in_backward in (False, True):
+        model = network()
+        parameters = [*model.parameters()]
+        groups = [[p] for p in parameters] if in_backward else [parameters]
+        optimizers = [torch.optim.Adam(group, lr=1e-3) for group in groups]
+        patient = optimizers if in_backward else optimizers[0]
+        formats = [text for text in doctor.FORMATS if text.startswith(STATE)]
+        watching = Doctor(patient, formats=formats, model=model, sample=10_000)
+        if in_backward:
+            for p, optimizer in zip(parameters, optimizers, strict=True):
+
+                def step(_, optimizer=optimizer):
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                p.register_post_accumulate_grad_hook(step)
+        draw = torch.Generator().manual_seed(1)
+        for update in range(100):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                optimizer.param_groups[0]["lr"] = 1e-3 * 0.99**update  # a schedule
+            x = torch.randn(32, 4, generator=draw)
+            (model(x) - x[:, :2].sin()).square().mean().backward()
+            if not in_backward:
+                optimizers[0].step()
+        findings.append(watching.report())
+        weights.append(parameters)
+    assert all(map(torch.equal, *weights))
+    assert findings[0] == findings[1]
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "Rprop", "RelativeStep", "WithoutRate", "Own"])
+def test_an_optimizer_whose_step_is_not_in_proportion_to_its_learning_rate_is_not_judged(kind):
+    model = network()
+    optimizer = {
+        "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1),
+        "Rprop": torch.optim.Rprop,
+        "RelativeStep": lambda p: type("RelativeStep", (torch.optim.SGD,), {})(
+            [{"params": p, "relative_step": True}]
+        ),
+        "WithoutRate": lambda p: type("WithoutRate", (torch.optim.SGD,), {})(p),
+        "Own": lambda p: type("Own", (torch.optim.LBFGS,), {})(p),
+    }[kind](model.parameters())
+    if kind == "WithoutRate":
+        optimizer.param_groups[0]["lr"] = None
+    watching = Doctor(optimizer, formats=("weights=bf16:stochastic", "m=bf16"), length=4)
+    x = torch.randn(32, 4)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :2].sin()).square().mean()
+        loss.backward()
+        return loss
+
+    if kind != "WithoutRate":
+        for _ in range(8):
+            optimizer.step(closure)
+    (found,) = watching.report()
+    assert found.verdict == "not judged" and not found.tensor_rates
+    assert found.why == f"a step of {kind} is not in proportion to its learning rate"
+    only_moments = Doctor(optimizer, formats=("m=bf16",)).report()
+    assert only_moments.notes == [f"optimizer 0: not judged: {found.why}"]
+
+
+def test_a_compiled_step_leaves_the_hooks_out_of_its_graphs():
+    graphs = {}
+    weights = []
+    for watching in (False, True):
+        torch._dynamo.reset()
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        if watching:
+            watch_it = Doctor(optimizer, formats=("weights=bf16", "m=bf16"))
+        graphs[watching] = []
+
+        def backend(graph, inputs, seen=graphs[watching]):
+            seen.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(optimizer.step, backend=backend)
+        for _ in range(40):
+            optimizer.zero_grad()
+            model(torch.ones(8, 4)).square().mean().backward()
+            compiled()
+        weights.append([*model.parameters()])
+    assert len(graphs[True]) == len(graphs[False]) > 0
+    assert all(map(torch.equal, *weights))
+    assert watch_it.report()[1].is_fine

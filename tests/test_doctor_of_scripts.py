@@ -636,3 +636,215 @@ def test_a_signal_in_the_middle_of_a_training_leaves_a_report(tmp_path):
     assert process.returncode == -signal.SIGTERM
     (optimizer,) = json.loads(report.read_text())["optimizers"]
     assert optimizer["steps"] >= 64 and "weights=bf16: " in err
+
+
+SWEEP = """
+import gc
+import torch
+
+for trial in range(12):
+    torch.manual_seed(trial)
+    model = torch.nn.Linear(4, 1)
+    kind = torch.optim.SGD if trial < 2 else torch.optim.Adam
+    optimizer = kind([*model.parameters(), torch.nn.Parameter(torch.ones(1))], lr=1e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+gc.collect()
+print(sum(isinstance(x, (torch.optim.Optimizer, torch.nn.Linear)) for x in gc.get_objects()))
+"""
+
+
+def test_a_sweep_keeps_no_network_in_memory_and_its_last_training_is_reported(tmp_path, run):
+    path = tmp_path / "script.py"
+    path.write_text(SWEEP)
+    expected = plain(path)
+    code, out, err = run("watch", "--json", tmp_path / "r.json", path)
+    assert (code, out) == expected
+    lines = err.split("fp8rl.doctor:\n")[1].splitlines()
+    assert lines[0] == "optimizer 11 (Adam)" and "  m=bf16: as float32" in err
+    assert lines[-1] == (
+        "11 optimizers (2 SGD, 9 Adam) of which nothing is left: not judged: "
+        "the script had dropped them when a later optimizer began"
+    )
+    optimizers = json.loads((tmp_path / "r.json").read_text())["optimizers"]
+    assert [bool(entry["findings"]) for entry in optimizers] == [False] * 11 + [True]
+    assert optimizers[11]["tensors"][:2] == ["weight", "bias"]
+    code, _, err = run("twin", "weights=bf16", "--report", tmp_path / "r.json", path)
+    assert code == 0 and err.count("was not judged: it trains as it is") == 11
+
+
+IN_A_FUNCTION = """
+import torch
+
+def main():
+    models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
+    for _ in range(40):
+        for model, optimizer in zip(models, optimizers):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+
+main()
+"""
+
+
+def test_optimizers_of_a_function_that_has_ended_are_reported(tmp_path, run):
+    """As those of a GAN: both trained to the end."""
+    path = tmp_path / "script.py"
+    path.write_text(IN_A_FUNCTION)
+    code, _, err = run("watch", "--json", tmp_path / "r.json", path)
+    assert code == 0 and "nothing is left" not in err
+    assert "optimizer 0 (Adam)\n  weights=bf16: " in err and "optimizer 1 (Adam)\n  weights" in err
+    first, second = json.loads((tmp_path / "r.json").read_text())["optimizers"]
+    assert first["tensors"] == ["weight", "bias"] and second["shapes"] == [[1, 4], [1]]
+    assert run("twin", "weights=bf16", "--report", tmp_path / "r.json", path)[0] == 0
+
+
+IN_BACKWARD = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), *[nn.Linear(8, 8) for _ in range(4)], nn.Linear(8, 1))
+optimizers = {{p: torch.optim.AdamW([p], lr=1e-3) for p in model.parameters()}}
+
+def step(p):
+    optimizers[p].step()
+    optimizers[p].zero_grad()
+
+for p in {those}:
+    p.register_post_accumulate_grad_hook(step)
+for _ in range(70):
+    x = torch.randn(32, 4)
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+print(sum(p.sum().item() for p in model.parameters()))
+"""
+
+
+def test_a_step_within_the_backward_pass_has_one_report_with_the_names_of_tensors(tmp_path, run):
+    path = tmp_path / "script.py"
+    path.write_text(IN_BACKWARD.format(those="model.parameters()"))
+    expected = plain(path)
+    code, out, err = run("watch", "--json", tmp_path / "r.json", path)
+    assert (code, out) == expected
+    lines = err.split("fp8rl.doctor:\n")[1].splitlines()
+    assert lines[0] == "optimizers 0 to 11 (12 of AdamW, as one)"
+    assert len(lines) == 1 + len(doctor.WATCHED)
+    names = {
+        name
+        for entry in json.loads((tmp_path / "r.json").read_text())["optimizers"]
+        for name in entry["tensors"]
+    }
+    assert names == {f"{i}.{x}" for i in (0, 2, 3, 4, 5, 6) for x in ("weight", "bias")}
+    code, out, err = run("twin", "weights=bf16", "--report", tmp_path / "r.json", path)
+    assert code == 0 and (0, out) != expected and "was not judged" not in err
+    # Too few to be taken as one
+    path.write_text(IN_BACKWARD.format(those="[*model.parameters()][:7]"))
+    assert run("watch", path)[2].count("\noptimizer ") == 7
+
+
+def test_many_small_optimizers_that_cannot_be_judged_have_one_line(tmp_path, run):
+    path = tmp_path / "script.py"
+    source = IN_BACKWARD.format(those="model.parameters()")
+    source = source.replace("nn.Linear(8, 1))", "nn.Linear(8, 1)).bfloat16()")
+    path.write_text(source.replace("torch.randn(32, 4)", "torch.randn(32, 4).bfloat16()"))
+    code, _, err = run("watch", path)
+    assert code == 0 and err.strip().endswith(
+        "optimizers 0 to 11 (12 of AdamW, as one): not judged: parameters are torch.bfloat16: "
+        "let the doctor watch a training in float32"
+    )
+    path.write_text(IN_BACKWARD.format(those="model.parameters()").replace("70", "1"))
+    _, _, err = run("watch", path)
+    assert "12 optimizers that made one step each: not judged: the training ended before" in err
+
+
+WRAPPED = """
+import torch
+
+class Averaged(torch.optim.Optimizer):
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, {})
+        self.slow = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        for p, slow in zip(model.parameters(), self.slow):
+            p.lerp_(slow, 0.1)
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = Averaged(torch.optim.Adam(model.parameters(), lr=1e-3))
+for _ in range(40):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+print(all(torch.equal(p, p.bfloat16().float()) for p in model.parameters()))
+"""
+
+
+def test_an_optimizer_in_a_wrapper_is_one_optimizer(tmp_path, run):
+    path = tmp_path / "script.py"
+    path.write_text(WRAPPED)
+    code, out, err = run("watch", "--json", tmp_path / "r.json", path)
+    assert (code, out) == plain(path) and err.count("\noptimizer ") == 1
+    assert "optimizer 0 (Adam)" in err and "  m=bf16: as float32" in err
+    assert run("twin", "weights=bf16", "--report", tmp_path / "r.json", path)[0] == 0
+    # Also what the wrapper changes after the step is kept in few bits
+    assert run("keep", "weights=bf16", path)[1] == "True\n"
+
+
+COMPILED_STEP = """
+import torch
+
+graphs = []
+
+def backend(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+step = torch.compile(lambda: optimizer.step(), backend=backend)
+for _ in range(40):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    step()
+print(len(graphs), sum(p.sum().item() for p in model.parameters()))
+"""
+
+
+def test_a_compiled_step_is_watched_without_compiling_the_watching(tmp_path, run):
+    path = tmp_path / "script.py"
+    path.write_text(COMPILED_STEP)
+    expected = plain(path)
+    torch._dynamo.reset()
+    code, out, err = run("watch", path)
+    assert (code, out) == expected and "  m=bf16: as float32" in err
+
+
+def test_a_model_that_is_frozen_after_its_last_step_is_judged(tmp_path, run):
+    path = written(tmp_path, end="model.requires_grad_(False)", updates=40)
+    assert "not judged" not in run("watch", path, tmp_path / "a.pt")[2]
+
+
+def test_an_optimizer_that_is_not_judged_is_named_and_has_no_twin(tmp_path, run):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "optimizer = torch.optim.Rprop(model.parameters())\n"
+        "for _ in range(40):\n"
+        "    model(torch.ones(1, 4)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    _, _, err = run("watch", "--json", tmp_path / "r.json", path)
+    said = "not judged: a step of Rprop is not in proportion to its learning rate"
+    assert f"optimizer 0 (Rprop)\n  weights=bf16: {said}" in err
+    _, _, err = run("twin", "weights=bf16", "--report", tmp_path / "r.json", path)
+    assert "optimizer 0 (Rprop): weights=bf16 was not judged: it trains as it is" in err

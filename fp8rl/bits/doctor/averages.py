@@ -4,6 +4,7 @@ An average in few bits would be updated as x' <- round((1 - rate) x' + rate new)
 float32's average before every step of an optimizer, and follows x' from that.
 """
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from ..places import PlaceFormat
 from .format_rows import FormatRows
-from .sample import Sample, WindowSums, in_parts
+from .sample import Sample, WindowSums, add_up, in_parts
 from .watched_optimizer import largest_of
 
 PARTS = 4  # the training is split into so many parts, and measurements are means over each part
@@ -21,38 +22,53 @@ class Average:
     """An average as it would be if it had been kept in few bits from the beginning.
 
     `rate`     rate of the average, a number or a function without arguments
+    `tensors`  the average's tensors, which are held by weak references
+    `tensor_names`  their names in reports
     `formats`  text and format of each entry that is judged
     `length`   updates in a window
-    `sample`   sample of the average's tensors
+    `size`     how many numbers are followed
 
     An average in few bits that hardly moves falls behind, and the difference to the new values then
     pulls it all the more. That is why d is the step that float32 would take from where x' is.
     Measurements are means over a quarter of the windows, because in some windows the average hardly
     has to move.
+
+    Once an average has arrived, only its own noise pulls it, so that within a window d answers to
+    the noise and the rate of a window is below 1 for no other reason. `all_steps` has the sums of
+    each window step by step. The noise of a step is not in the d of the same step, so these rates
+    are free of that.
     """
 
     def __init__(
         self,
         rate: float | Callable[[], float],
+        tensors: list[torch.Tensor],
+        tensor_names: list[str],
         formats: list[tuple[str, PlaceFormat]],
         length: int,
-        sample: Sample,
+        size: int,
     ):
         self.rate = rate
         self.length = length
-        self.sample = sample
+        self.references = [weakref.ref(x) for x in tensors]
+        self.tensor_names = tensor_names
+        self.sample = Sample(tensors, size, 0)
         formats = sorted(formats, key=lambda entry: entry[1].stochastic)
         self.names = [text for text, _ in formats]
         self.rows = FormatRows([form for _, form in formats], 0)
         self.x: np.ndarray | None = None  # float32's average, when it was read last
         self.all_windows: list[WindowSums] = []
+        self.all_steps: list[WindowSums] = []
 
     @torch.no_grad()
     def look(self, *_) -> None:
         """Reads the average as it is now. It is a hook of an optimizer."""
-        before, self.x = self.x, self.sample.take()
+        tensors = [reference() for reference in self.references]
+        if any(x is None for x in tensors):
+            return  # the script has dropped it
+        before, self.x = self.x, self.sample.take(tensors)
         if before is None:
-            self.begin_window(np.repeat(self.x[None], len(self.names), 0))
+            self.begin_window(np.repeat(self.x[None], len(self.names), 0), tensors)
             self.kept = self.rows.round(self.kept, self.largest)
             self.start = self.kept
             return
@@ -60,22 +76,28 @@ class Average:
             return
         rate = self.rate() if callable(self.rate) else self.rate
         pull = self.x - (1 - rate) * before - rate * self.kept
+        kept = self.rows.round(self.kept + pull, self.largest)
         self.true += pull
-        self.kept = self.rows.round(self.kept + pull, self.largest)
-        self.count += 1
-        if self.count == self.length:
+        step = WindowSums.of(kept - self.kept, pull, kept == self.kept)
+        # The noise that stochastic rounding has on average, although few numbers may show it
+        spacing = self.rows.steps(self.kept + pull, self.largest)
+        expected = (spacing * np.abs(pull)).mean(2, dtype=np.float64)
+        self.steps.append(step._replace(apart=np.maximum(step.apart, expected)))
+        self.kept = kept
+        if len(self.steps) == self.length:
             moved = self.kept - self.start
             lost = (moved == 0) & (self.true != 0)
             self.all_windows.append(WindowSums.of(moved, self.true, lost))
-            self.begin_window(self.kept)
+            self.all_steps.append(add_up(self.steps))
+            self.begin_window(self.kept, tensors)
 
-    def begin_window(self, kept: np.ndarray) -> None:
+    def begin_window(self, kept: np.ndarray, tensors: list[torch.Tensor]) -> None:
         """Begins a window, with the averages `kept` as they are now."""
         self.kept = kept
         self.start = kept
         self.true = np.zeros_like(kept)
-        self.count = 0
-        self.largest = largest_of(self.sample.tensors).cpu().numpy()
+        self.steps: list[WindowSums] = []
+        self.largest = largest_of(tensors).cpu().numpy()
 
     @property
     def windows(self) -> list[WindowSums]:

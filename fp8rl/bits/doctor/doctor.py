@@ -27,6 +27,7 @@ A place and its format are written as in Config's field `formats` (places.py): "
 rounded, with the word `stored` or without it.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -47,7 +48,8 @@ from .findings import (
 )
 from .looks import LENGTH as LOOK_LENGTH
 from .looks import Operands, with_same_random_numbers
-from .sample import Sample
+from .pooled_optimizers import PooledOptimizers
+from .sample import tensor_names
 from .watched_optimizer import WatchedOptimizer
 
 FORMATS = (
@@ -109,9 +111,13 @@ class Doctor:
         ...     optimizer.step()
         >>> doctor.report().require("weights=bf16:stochastic")
 
+    `optimizers` the optimizers to watch. A wrapper is seen through: what it has as `optimizer` or
+                 `base_optimizer` is watched. A list of optimizers of one class that step in turn,
+                 such as one for each parameter, is watched as one optimizer.
     `formats`    the places and formats to judge. Formats of operands are judged only if `look` is
                  called. For an optimizer that is not Adam or AdamW, or that uses amsgrad, only
-                 weights are judged.
+                 weights are judged. An optimizer whose step is not in proportion to its learning
+                 rate, such as LBFGS, is not judged.
     `tolerates`  lowest and highest factor of the learning rate at which this training learns
                  equally well; the default is half and four times
     `length`     updates in a window
@@ -120,13 +126,17 @@ class Doctor:
     `names`      names of the optimizers in reports
     `model`      a module, or several, whose names of parameters are used in reports
 
-    Raises ValueError for a format that `places_of` refuses, for a format in blocks or given twice,
-    for parameters that are not float32, and for an option that makes no sense.
+    A doctor keeps no optimizer, parameter or module alive. What the script has dropped is judged by
+    what was measured until then.
+
+    Raises ValueError for something that is no optimizer, for a format that `places_of` refuses, for
+    a format in blocks or given twice, for parameters that are not float32, and for an option that
+    makes no sense.
     """
 
     def __init__(
         self,
-        *optimizers: torch.optim.Optimizer,
+        *optimizers: torch.optim.Optimizer | list[torch.optim.Optimizer],
         formats: Iterable[str] = FORMATS,
         tolerates: tuple[float, float] = TOLERATES,
         length: int = 32,
@@ -135,6 +145,8 @@ class Doctor:
         names: Iterable[str] = (),
         model: nn.Module | Iterable[nn.Module] = (),
     ):
+        if not optimizers:
+            raise ValueError("optimizers are missing: give one or more of torch.optim")
         names = [*names] or [f"optimizer {i}" for i in range(len(optimizers))]
         self.formats = tuple(formats)
         if len(self.formats) != len({*self.formats}):
@@ -156,11 +168,15 @@ class Doctor:
                 self.acting[text] = Operands(forward=form)
             else:
                 state.append((place, form, text))
-        self.modules = [model] if isinstance(model, nn.Module) else [*model]
-        self.watched = [
-            WatchedOptimizer(name, optimizer, state, length, sample, seed)
-            for name, optimizer in zip(names, optimizers, strict=True)
-        ]
+        modules = [model] if isinstance(model, nn.Module) else [*model]
+        self.modules = [weakref.ref(module) for module in modules]
+        self.watched = []
+        for name, one_or_several in zip(names, optimizers, strict=True):
+            is_pool = isinstance(one_or_several, list | tuple)
+            several = [*one_or_several] if is_pool else [one_or_several]
+            kind = PooledOptimizers if is_pool else WatchedOptimizer
+            innermost = [innermost_optimizer(optimizer) for optimizer in several]
+            self.watched.append(kind(name, innermost, modules, state, length, sample, seed))
         self.averages: dict[str, Average] = {}
         self.looks_at_acting: list[list[ActingLook]] = []  # for each call of `act`, by format
 
@@ -176,7 +192,8 @@ class Doctor:
             for attribute, value in vars(part).items() if hasattr(part, "__dict__") else ():
                 if isinstance(value, torch.optim.Optimizer):
                     full_name = f"{name}.{attribute}".lstrip(".")
-                    named_optimizers.setdefault(id(value), (full_name, value))
+                    optimizer = innermost_optimizer(value)
+                    named_optimizers.setdefault(id(optimizer), (full_name, optimizer))
         if not named_optimizers:
             raise ValueError(
                 f"model is a {type(model).__name__} without optimizers: give them to Doctor itself"
@@ -261,8 +278,8 @@ class Doctor:
         """
         if not (self.acting and self.is_watching):
             return
-        parameters = self.watched[0].parameters
-        exact = with_same_random_numbers(parameters, logp).double().cpu()
+        device = self.watched[0].device
+        exact = with_same_random_numbers(device, logp).double().cpu()
         used = torch.ones_like(exact).bool() if mask is None else torch.as_tensor(mask).cpu().bool()
         if used.shape != exact.shape:
             raise ValueError(
@@ -274,7 +291,7 @@ class Doctor:
         length = float(lengths[lengths > 0].double().mean())
         look = []
         for mode in self.acting.values():
-            low = with_same_random_numbers(parameters, partial(mode.within, logp))
+            low = with_same_random_numbers(device, partial(mode.within, logp))
             log_ratio = exact - low.double().cpu()  # log pi / mu
             look.append(ActingLook.of(log_ratio[used].numpy(), length))
         self.looks_at_acting.append(look)
@@ -314,10 +331,14 @@ class Doctor:
         for form in formats:
             _, kept_as, _ = read_format(f"weights={form}", STATE)
             entries.append((f"{name}={form}", kept_as))
+        modules = [module for reference in self.modules if (module := reference()) is not None]
+        names = tensor_names(tensors, modules)
         first = self.watched[0]
-        average = Average(rate, entries, first.length, Sample(tensors, sample, 0))
+        average = Average(rate, tensors, names, entries, first.length, sample)
         self.averages[name] = average
-        first.hooks.append(first.optimizer.register_step_pre_hook(average.look))
+        if (optimizer := first.optimizers[0]()) is not None:
+            look = torch.compiler.disable(average.look)
+            first.hooks.append(optimizer.register_step_pre_hook(look))
 
     def stop(self) -> None:
         """Stops watching. The report stays."""
@@ -330,8 +351,12 @@ class Doctor:
         """The findings so far."""
         report = Report()
         for watched in self.watched:
+            watched.finish()
             report += with_cures(self.findings_of(watched))
-            if not watched.is_adam:
+            if not watched.names:
+                if trouble := watched.trouble():
+                    report.notes.append(f"{watched.name}: not judged: {trouble}")
+            elif not watched.is_adam and watched.is_in_proportion:
                 report.notes.append(
                     f"{watched.name}: only its weights are judged: "
                     "moments are followed of Adam and AdamW without amsgrad"
@@ -340,52 +365,97 @@ class Doctor:
             looks = zip(self.acting, zip(*self.looks_at_acting, strict=True), strict=True)
             report += [judge_acting(text, look) for text, look in looks]
         for average in self.averages.values():
-            sample = average.sample
-            names = tensor_names(sample.tensors, self.modules)
             windows = average.windows
             findings = []
             for i, text in enumerate(average.names):
-                rows = [sums.of_row(i) for sums in windows]
-                arguments = (sample.sizes, names, self.tolerates, average.length)
-                findings.append(judge("average", text, rows, *arguments))
+                finding = judge(
+                    "average",
+                    text,
+                    [sums.of_row(i) for sums in windows],
+                    average.sample,
+                    average.tensor_names,
+                    self.tolerates,
+                    average.length,
+                    trials=[sums.of_row(i) for sums in average.all_steps],
+                    steps_per_trial=average.length,
+                )
+                findings.append(finding)
             report += with_cures(findings)
         return report
 
     def findings_of(self, watched: WatchedOptimizer) -> list[Finding]:
         """The findings of an optimizer, in the order of the formats, without cures."""
-        names = tensor_names(watched.parameters, self.modules)
-        sizes = watched.sample.sizes
         by_text = {}
         for part, looked in ((watched, False), (watched.looks, True)):
             for i, text in enumerate(part.names):
-                windows = [sums.of_row(i) for sums in part.windows]
+                free, trials = [], []
+                if not looked:
+                    trials = [sums.of_row(i) for sums in watched.trials]
+                if not looked and text in watched.free_names:
+                    row = watched.free_names.index(text)
+                    free = [sums.of_row(row) for sums in watched.free_windows]
                 by_text[text] = judge(
                     watched.name,
                     text,
-                    windows,
-                    sizes,
-                    names,
+                    [sums.of_row(i) for sums in part.windows],
+                    watched.sample,
+                    watched.tensor_names,
                     self.tolerates,
-                    watched.length if part is watched else LOOK_LENGTH,
+                    LOOK_LENGTH if looked else watched.length,
                     looked,
+                    free=free,
+                    trials=trials,
                 )
         order = dict.fromkeys([*self.formats, *by_text])
         findings = [by_text[text] for text in order if text in by_text]
         if trouble := watched.trouble():
+            # A twin must not train with rates that are not trusted.
+            nothing = {"cure": "", "tensor_rates": (), "tensor_noise": ()}
             findings = [
-                finding._replace(verdict="not judged", why=trouble, cure="") for finding in findings
+                finding._replace(verdict="not judged", why=trouble, **nothing)
+                for finding in findings
             ]
         return findings
 
 
-def tensor_names(tensors: list[torch.Tensor], modules: Iterable[nn.Module]) -> list[str]:
-    """A name for each tensor: that of a module's parameter, or its number and shape."""
-    known = {}
-    for module in modules:
-        for name, p in module.named_parameters():
-            known.setdefault(id(p), name)
-    names = []
-    for i, x in enumerate(tensors):
-        name = known.get(id(x), f"tensor {i} {list(x.shape)}")
-        names.append(name if name not in names else f"{name} ({i})")
-    return names
+def innermost_optimizer(optimizer) -> torch.optim.Optimizer:
+    """The optimizer that makes the steps: the one given, or the one that a wrapper has inside.
+
+    Libraries wrap an optimizer, as Accelerate and Lookahead do, or have a base optimizer, as SAM
+    does. The wrapper may be an Optimizer by class without being one that steps or has hooks.
+    Raises ValueError for anything else.
+    """
+    wrapped = optimizer
+    seen = []  # so that a wrapper inside itself ends the search
+    while wrapped not in seen and (inner := optimizer_inside(wrapped)) is not None:
+        seen.append(wrapped)
+        wrapped = inner
+    if not isinstance(wrapped, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizers have a {type(wrapped).__name__}, which is no optimizer of torch: "
+            "give the torch.optim.Optimizer that makes the steps"
+        )
+    if not hasattr(wrapped, "_optimizer_step_pre_hooks"):
+        raise ValueError(
+            f"optimizers have a {type(wrapped).__name__}, which has no hooks because it does not "
+            "call Optimizer.__init__: give the torch.optim.Optimizer that makes the steps"
+        )
+    return wrapped
+
+
+def optimizer_inside(wrapper):
+    """The optimizer that a wrapper has as `optimizer` or `base_optimizer`, or None."""
+    if not is_like_optimizer(wrapper):
+        return None
+    for name in ("optimizer", "base_optimizer"):
+        inner = getattr(wrapper, name, None)
+        if inner is not wrapper and is_like_optimizer(inner):
+            return inner
+    return None
+
+
+def is_like_optimizer(x) -> bool:
+    """Whether something is an optimizer or a wrapper of one, by what can be done with it."""
+    return (
+        not isinstance(x, type) and callable(getattr(x, "step", None)) and hasattr(x, "zero_grad")
+    )

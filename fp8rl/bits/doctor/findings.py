@@ -9,8 +9,11 @@ import numpy as np
 from ..notation import OPERANDS, STATE, split_entry
 from ..places import PlaceFormat
 from .sample import (
+    Sample,
     WindowSums,
     add_up,
+    error_of,
+    errors_by_tensor,
     in_parts,
     noise_by_tensor,
     noise_of,
@@ -30,11 +33,22 @@ KEPT = 0.9
 # two the estimate is too noisy to decide.
 SHORT = 0.8
 LONG = 1.5
+# A free row of weights disagrees with the anchored one if its rate is lower by more than this. In
+# trainings without a hidden stall the two were at most 0.07 apart (Adam, AdamW and SGD at learning
+# rates from 1e-5 to 0.3, constant or falling).
+DISAGREE = 0.15
+# A window in which float32 moves by less than this share of its longest movement has converged. A
+# schedule that lowers the learning rate to a hundredth does not pass for that.
+CONVERGED = 0.01
 NAMED = 4  # how many tensors a line of the report names at most
 PARTS = 24  # into how many parts of the training the rates of tensors are split
 
+ERRORS = 2  # how many standard errors a stochastic row's rate may be off
+
 AS_FLOAT32 = "as float32"
 NOT_JUDGED = "not judged"
+# From the mildest to the worst, for rows that disagree
+SEVERITY = (AS_FLOAT32, "too noisy", "frozen tensors", "faster", "slower", "stalls")
 
 
 class Finding(NamedTuple):
@@ -55,6 +69,11 @@ class Finding(NamedTuple):
     `lost`       share of the numbers that stay the same over a window, or become 0, in the median
                  window
     `tensors`    the rate of each tensor by name
+    `free_rate` the rate of weights that go on from where few bits leave them. `rate` is measured in
+                 windows that begin at float32's weights each time, which hides a stall if the
+                 weights move to where the format's numbers are closer together. Where the two
+                 disagree, the verdict is the worse one. NaN for other places, and for stochastic
+                 rounding, which does not stall.
     `tensor_rates`, `tensor_noise`
                  the rate of each tensor, and the standard deviation of the noise that an update
                  adds to a number, in each of up to 24 parts of the training, [parts, T]
@@ -78,6 +97,7 @@ class Finding(NamedTuple):
     cure: str = ""
     tensor_rates: tuple[tuple[float, ...], ...] = ()
     tensor_noise: tuple[tuple[float, ...], ...] = ()
+    free_rate: float = math.nan
 
     @property
     def text(self) -> str:
@@ -93,6 +113,15 @@ class Finding(NamedTuple):
         """For a policy that acts in few bits: the number of tokens after which the weights of
         sequences have lost a tenth of their sample size. NaN for other places."""
         return horizon_of(self.rate) if self.place == "acting" else math.nan
+
+    def of_tensors(self, numbers: list[int]) -> "Finding":
+        """The finding with the rates of some tensors alone, by their numbers."""
+        names = list(self.tensors)
+        return self._replace(
+            tensors={names[t]: self.tensors[names[t]] for t in numbers if names},
+            tensor_rates=tuple(tuple(part[t] for t in numbers) for part in self.tensor_rates),
+            tensor_noise=tuple(tuple(part[t] for t in numbers) for part in self.tensor_noise),
+        )
 
     def __str__(self) -> str:
         """The finding in one line."""
@@ -195,50 +224,149 @@ def judge(
     optimizer: str,
     text: str,
     windows: list[WindowSums],
-    sizes: list[int],
+    sample: Sample,
     names: list[str],
     tolerates: tuple[float, float],
     length: int,
     looked: bool = False,
+    free: list[WindowSums] = (),
+    trials: list[WindowSums] = (),
+    steps_per_trial: int = 1,
 ) -> Finding:
     """The finding for a place and format, without a cure.
 
     `windows`    measurements [T] of each window
-    `sizes`      numbers in each of the T tensors
+    `sample`     the sample of the T tensors that was measured
     `names`      names of the tensors
     `tolerates`  lowest and highest factor of the learning rate that the training tolerates
     `length`     updates in a window
     `looked`     whether the windows are those of Looks
+    `free`       measurements of each window of the free row, if the format has one
+    `trials`     of stochastic rounding: independent measurements with the noise that is to be
+                 expected, each of `steps_per_trial` steps; the default is `windows`
     """
     place, form = split_entry(text)
-    weight = np.asarray(sizes, float)
+    weight = np.asarray(sample.sizes, float)
     if not windows or not np.isfinite([rate_of(sums, weight) for sums in windows]).any():
         why = "the training ended before a window was full, or moved nothing: train longer"
         nan = math.nan
         return Finding(optimizer, place, form, nan, nan, nan, nan, nan, {}, NOT_JUDGED, why)
-    rates = [rate_of(sums, weight) for sums in windows]
-    quarter = max(1, len(windows) // 4)
-    whole = add_up(windows)
     parts = in_parts(windows, PARTS)
-    by_tensor = rates_by_tensor(whole)
     finding = Finding(
         optimizer,
         place,
         form,
-        rate=float(np.nanmean(rates)),
-        first=rate_of(add_up(windows[:quarter]), weight),
-        last=rate_of(add_up(windows[-quarter:]), weight),
+        **rates_in(windows, weight, names),
         noise=float(np.nanmedian([noise_of(sums, weight) for sums in windows])),
         lost=float(np.nanmedian([share_lost(sums, weight) for sums in windows])),
-        tensors={name: float(rate) for name, rate in zip(names, by_tensor, strict=True)},
         verdict=AS_FLOAT32,
         why="",
         tensor_rates=tuple(tuple(map(float, rates_by_tensor(sums))) for sums in parts),
         tensor_noise=tuple(tuple(map(float, noise_by_tensor(sums, length))) for sums in parts),
     )
     verdict = verdict_of(finding, tolerates)
-    why = explain(finding, verdict, tolerates, length, looked)
-    return finding._replace(verdict=verdict, why=why)
+    arguments = (tolerates, length, looked)
+    if free:
+        on_its_own = finding._replace(**rates_in(free, weight, names))
+        finding = finding._replace(free_rate=on_its_own.rate)
+        worse = where_it_is_worse(finding, on_its_own)
+        worse_verdict = verdict_of(worse, tolerates)
+        if SEVERITY.index(worse_verdict) > SEVERITY.index(verdict):
+            why = explain(worse, worse_verdict, *arguments, anchored_rate=finding.rate)
+            return finding._replace(verdict=worse_verdict, why=why)
+    if verdict != AS_FLOAT32 and is_stochastic(form):
+        favourable = within_errors(finding, windows, trials or windows, steps_per_trial, sample)
+        milder = verdict_of(favourable, tolerates)
+        if SEVERITY.index(milder) < SEVERITY.index(verdict):
+            # Tensors that only seem to stand still are not named.
+            why = explain(finding._replace(tensors=favourable.tensors), milder, *arguments)
+            reason = "where float32 hardly moves, its noise is not judged"
+            return finding._replace(verdict=milder, why=f"{why}; {reason}")
+    return finding._replace(verdict=verdict, why=explain(finding, verdict, *arguments))
+
+
+def rates_in(windows: list[WindowSums], weight: np.ndarray, names: list[str]) -> dict:
+    """The rates of a Finding over all windows, in the first and last quarter, and by tensor."""
+    quarter = max(1, len(windows) // 4)
+    by_tensor = rates_by_tensor(add_up(windows))
+    return {
+        "rate": float(np.nanmean([rate_of(sums, weight) for sums in windows])),
+        "first": rate_of(add_up(windows[:quarter]), weight),
+        "last": rate_of(add_up(windows[-quarter:]), weight),
+        "tensors": {name: float(rate) for name, rate in zip(names, by_tensor, strict=True)},
+    }
+
+
+def where_it_is_worse(finding: Finding, on_its_own: Finding) -> Finding:
+    """A finding with the rates of its free row, where that row learns clearly less."""
+
+    def lower(anchored: float, own: float) -> float:
+        return own if anchored - own > DISAGREE else anchored
+
+    tensors = {
+        name: lower(rate, on_its_own.tensors[name]) for name, rate in finding.tensors.items()
+    }
+    return finding._replace(
+        rate=lower(finding.rate, on_its_own.rate),
+        last=lower(finding.last, on_its_own.last),
+        lost=on_its_own.lost,
+        tensors=tensors,
+    )
+
+
+def within_errors(
+    finding: Finding,
+    windows: list[WindowSums],
+    trials: list[WindowSums],
+    steps_per_trial: int,
+    sample: Sample,
+) -> Finding:
+    """A stochastic row's finding with the most favourable rates that its noise allows.
+
+    A training that has converged, or an average that has arrived, has windows in which float32
+    hardly moves. Their rates are the row's noise divided by next to nothing. So here those windows
+    are left out, the others count by how far float32 moves in them, and each rate may be two
+    standard errors nearer to 1. If float32 does not move in the last quarter, it is not judged.
+
+    `trials` and `steps_per_trial` are those of `judge`.
+    """
+    weight = np.asarray(sample.sizes, float)
+    numbers = np.minimum(weight, sample.numbers_per_tensor) * steps_per_trial
+
+    def favourable(chosen: list[WindowSums]) -> tuple[float, np.ndarray]:
+        """The rate over some trials, and those of the tensors."""
+        sums = add_up(chosen)
+        counts = numbers * len(chosen)
+        error, errors = error_of(sums, counts, weight), errors_by_tensor(sums, counts)
+        rate = towards_one(rate_of(sums, weight), ERRORS * error)
+        return rate, towards_one(rates_by_tensor(sums), ERRORS * errors)
+
+    moves = is_moving(trials, weight)
+    rate, by_tensor = favourable([trials[i] for i in np.flatnonzero(moves)])
+    first_late = len(trials) - max(1, len(trials) // 4)
+    late = [trials[i] for i in np.flatnonzero(moves) if i >= first_late]
+    while_moving = [windows[i] for i in np.flatnonzero(is_moving(windows, weight))]
+    return finding._replace(
+        rate=rate,
+        last=favourable(late)[0] if late else rate,
+        noise=float(np.median([noise_of(sums, weight) for sums in while_moving])),
+        tensors={name: float(own) for name, own in zip(finding.tensors, by_tensor, strict=True)},
+    )
+
+
+def is_moving(windows: list[WindowSums], weight: np.ndarray) -> np.ndarray:
+    """Whether float32 has not converged in each window, bool [windows]."""
+    movements = np.sqrt([(weight * sums.true).sum() for sums in windows])
+    return (movements > 0) & (movements >= CONVERGED * np.nanmax(movements))
+
+
+def towards_one(rate, by):
+    """A rate, or an array of them, moved towards 1 by no more than `by`."""
+    return rate + np.clip(1 - rate, -by, by)
+
+
+def is_stochastic(form: str) -> bool:
+    return "stochastic" in form.split(":")[1:]
 
 
 def verdict_of(finding: Finding, tolerates: tuple[float, float]) -> str:
@@ -269,11 +397,27 @@ def fast_tensors(finding: Finding, high: float) -> list[str]:
 
 
 def explain(
-    finding: Finding, verdict: str, tolerates: tuple[float, float], length: int, looked: bool
+    finding: Finding,
+    verdict: str,
+    tolerates: tuple[float, float],
+    length: int,
+    looked: bool,
+    anchored_rate: float | None = None,
 ) -> str:
-    """The meaning of a finding, in words."""
-    parts = [f"learns as at {times(finding.rate)} the learning rate"]
-    if abs(math.log(max(finding.last, 1e-6) / max(finding.first, 1e-6))) > math.log(1.5):
+    """The meaning of a finding, in words.
+
+    `anchored_rate` is given for a finding that has the rates of a free row.
+    """
+    if anchored_rate is not None:
+        parts = [
+            f"{anchored_rate:.2f} in windows that begin at float32's weights, "
+            f"{finding.rate:.2f} where it goes on from its own"
+        ]
+    else:
+        parts = [f"learns as at {times(finding.rate)} the learning rate"]
+    if anchored_rate is None and abs(
+        math.log(max(finding.last, 1e-6) / max(finding.first, 1e-6))
+    ) > math.log(1.5):
         parts[0] += f" ({finding.first:.2f} at first, {finding.last:.2f} at the end)"
     total = len(finding.tensors)
     if frozen := frozen_tensors(finding):

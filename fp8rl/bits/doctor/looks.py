@@ -115,12 +115,14 @@ class Operands(TorchFunctionMode):
         return result
 
 
-def with_same_random_numbers(parameters: list[torch.Tensor], function: Callable):
+def with_same_random_numbers(device: torch.device, function: Callable):
     """The result of a function, called so that torch's random generators stay as they are.
+
+    `device` is that of the parameters.
 
     So functions that are called one after the other draw the same random numbers.
     """
-    devices = [p.device for p in parameters[:1] if p.is_cuda]
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         return function()
 
@@ -160,7 +162,8 @@ class Looks:
         learning = [p for p in parameters if p.requires_grad]
         with torch.enable_grad():
             gradients = with_same_random_numbers(
-                parameters, lambda: torch.autograd.grad(loss(), learning, allow_unused=True)
+                self.watched.device,
+                lambda: torch.autograd.grad(loss(), learning, allow_unused=True),
             )
         by_parameter = {id(p): g for p, g in zip(learning, gradients, strict=True)}
         all_gradients = []

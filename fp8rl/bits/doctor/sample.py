@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch._utils import _flatten_dense_tensors as flattened  # one call for all of them
 
 JOINED_UP_TO = 2**18  # up to so many numbers, all tensors are joined to one, which is read at once
@@ -13,18 +14,19 @@ JOINED_UP_TO = 2**18  # up to so many numbers, all tensors are joined to one, wh
 class Sample:
     """The numbers of T tensors that are followed, [T, P]: P numbers of each tensor.
 
-    `tensors`  the tensors that are sampled, on one device
+    `tensors`  the tensors that are sampled, on one device. They are not kept: who reads a sample
+               gives them again.
     `size`     how many numbers are followed in all. A tensor with fewer than P numbers is
                represented by the same numbers several times.
     `seed`     seed of the choice
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], size: int, seed: int):
-        self.tensors = list(tensors)
-        device = self.tensors[0].device
-        self.sizes = [x.numel() for x in self.tensors]
+        tensors = list(tensors)
+        device = tensors[0].device
+        self.sizes = [x.numel() for x in tensors]
         generator = torch.Generator(device="cpu").manual_seed(seed)
-        self.numbers_per_tensor = max(1, size // len(self.tensors))
+        self.numbers_per_tensor = max(1, size // len(tensors))
         # On the CPU, whatever device the script has set as default
         picks = torch.arange(self.numbers_per_tensor, device="cpu")
         self.index = []
@@ -41,13 +43,12 @@ class Sample:
         }
 
     @torch.no_grad()
-    def read(self, tensors: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """The sampled numbers as they are now, [T, P], on the tensors' device.
+    def read(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """The sampled numbers of the tensors as they are now, [T, P], on their device.
 
         `tensors` may be other tensors of the same shapes, or two such lists one after the other,
         which give [2 T, P].
         """
-        tensors = tensors or self.tensors
         times = len(tensors) // len(self.index)
         if self.joined:
             index = self.index_joined[times]
@@ -55,9 +56,29 @@ class Sample:
         pairs = zip(tensors, self.index * times, strict=True)
         return torch.stack([x.reshape(-1)[index] for x, index in pairs])
 
-    def take(self, tensors: list[torch.Tensor] | None = None) -> np.ndarray:
+    @torch.no_grad()
+    def read_one(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The sampled numbers [P] of one of the T tensors, by its number."""
+        if tensor.is_sparse:
+            tensor = tensor.to_dense()
+        return tensor.reshape(-1).index_select(0, self.index[number])
+
+    def take(self, tensors: list[torch.Tensor]) -> np.ndarray:
         """The same numbers as `read` returns, as a NumPy array, float32. Waits for a GPU."""
         return self.read(tensors).float().cpu().numpy()
+
+
+def tensor_names(tensors: list[torch.Tensor], modules: Iterable[nn.Module]) -> list[str]:
+    """A name for each tensor: that of a module's parameter, or its number and shape."""
+    known = {}
+    for module in modules:
+        for name, p in module.named_parameters():
+            known.setdefault(id(p), name)
+    names = []
+    for i, x in enumerate(tensors):
+        name = known.get(id(x), f"tensor {i} {list(x.shape)}")
+        names.append(name if name not in names else f"{name} ({i})")
+    return names
 
 
 class WindowSums(NamedTuple):
@@ -118,6 +139,23 @@ def rates_by_tensor(sums: WindowSums) -> np.ndarray:
     """The rate of each tensor by itself, [T]."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return sums.along / sums.true
+
+
+def errors_by_tensor(sums: WindowSums, counts: np.ndarray) -> np.ndarray:
+    """How far the rate of each tensor may be from 1 by noise alone: its standard error, [T].
+
+    `sums` are means over `counts` [T] numbers. The error is NaN for a tensor that does not move.
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.sqrt(sums.apart / sums.true / counts)
+
+
+def error_of(sums: WindowSums, counts: np.ndarray, weight: np.ndarray) -> float:
+    """How far `rate_of` may be from 1 by noise alone, from the errors of the tensors."""
+    shares = weight * sums.true
+    moves = shares > 0
+    errors = errors_by_tensor(sums, counts)
+    return float(np.linalg.norm(shares[moves] * errors[moves]) / shares.sum())
 
 
 def noise_by_tensor(sums: WindowSums, length: int) -> np.ndarray:

@@ -9,22 +9,52 @@ nothing. For each format, the doctor follows a sample of numbers as that format 
                 v' <- round(beta2 v' + (1 - beta2) g^2), with float32's gradients g; the update is
                 Adam's (Kingma and Ba 2015, arXiv:1412.6980) with the rounded moments
 
+Rows of weights begin each window anew at float32's weights, because rates are measured along
+float32's path. That hides a stall: a weight that stands still at 1.0 is moved along by every new
+window, and soon lies where the format's numbers are closer together. So formats that round weights
+to the nearest have a second row, a free one, which is never returned to float32's weights. Formats
+that round stochastically need none: their mean is right wherever they begin.
+
 The training waits while a hook runs at every update. So a hook only records the update, and the
 updates of a window are replayed at the window's end.
+
+A doctor must not keep a network in memory that the script has dropped. So optimizers and parameters
+are held by weak references, and everything else that is kept here is a sample.
 """
 
+import weakref
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..notation import STATE
 from ..places import SLACK, PlaceFormat
 from .format_rows import FormatRows, MomentBounds
 from .looks import Looks
-from .sample import Sample, WindowSums
+from .sample import Sample, WindowSums, tensor_names
 
 WEIGHTS, M, V, ROOT = range(4)  # indices into STATE
+# Optimizers whose step is not in proportion to their learning rate, by the names of their classes,
+# in torch or elsewhere. They search along a line, adapt a step size for each number by signs, or
+# estimate the learning rate themselves. So "as at half the learning rate" says nothing of them.
+NOT_IN_PROPORTION = frozenset(
+    {
+        "LBFGS",
+        "Rprop",
+        "AliG",
+        "COCOB",
+        "DAdaptAdaGrad",
+        "DAdaptAdam",
+        "DAdaptLion",
+        "DAdaptSGD",
+        "DoG",
+        "LDoG",
+        "Prodigy",
+    }
+)
 
 
 class GroupSettings(NamedTuple):
@@ -64,18 +94,23 @@ class Replayed(NamedTuple):
 class WatchedOptimizer:
     """One optimizer, watched through its hooks.
 
-    `name`       name of the optimizer in reports
-    `optimizer`  an optimizer of float32 parameters; if it is not Adam or AdamW, or uses amsgrad,
-                 only the weights are followed
-    `formats`    place, format and text of each entry that is followed
-    `length`     updates in a window
-    `sample`     how many numbers are followed
-    `seed`       seed of the sample and of stochastic rounding
+    `name`        name of the optimizer in reports
+    `optimizers`  an optimizer of float32 parameters, in a list; if it is not Adam or AdamW, or uses
+                  amsgrad, only the weights are followed. (PooledOptimizers has several.)
+    `modules`     modules whose names of parameters are used
+    `formats`     place, format and text of each entry that is followed
+    `length`      updates in a window
+    `sample`      how many numbers are followed
+    `seed`        seed of the sample and of stochastic rounding
 
     `kept`, float32 [length + 1, C, T, P], has a row for each of C formats. A row has P weights,
     moments or roots of each of T tensors, as they are kept at the beginning of a window and after
-    each update in it. The first two rows are float32's m and v. `kind` [C] says which place a row
-    keeps, by its index in STATE.
+    each update in it. The first two rows are float32's m and v. Free rows of weights follow, and
+    then the rows of `names`. `kind` [C] says which place a row keeps, by its index in STATE.
+
+    `windows` has the measurements of the rows of `names`, and `free_windows` those of the free
+    rows, whose formats are in `free_names`. `trials` has the windows with the noise that is to be
+    expected of stochastic rounding, where less is seen.
 
     Raises ValueError if no parameters learn, and for parameters of other types than float32.
     """
@@ -83,79 +118,169 @@ class WatchedOptimizer:
     def __init__(
         self,
         name: str,
-        optimizer: torch.optim.Optimizer,
+        optimizers: list[torch.optim.Optimizer],
+        modules: list[nn.Module],
         formats: list[tuple[str, PlaceFormat, str]],
         length: int,
         sample: int,
         seed: int,
     ):
         self.name = name
-        self.optimizer = optimizer
         self.length = length
-        learning = [(p, i) for i, p in self.all_parameters() if p.requires_grad and p.numel()]
-        if not learning:
-            raise ValueError(f"{name} has no parameters that learn: leave it out")
+        self.optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        first = optimizers[0]
+        self.kind_of_optimizer = type(first).__name__
+        self.is_in_proportion = all(map(steps_in_proportion, optimizers))
+        groups = [(k, group) for k, x in enumerate(optimizers) for group in x.param_groups]
         # The parameters are remembered here, because a loaded optimizer has new groups.
-        self.parameters = [p for p, _ in learning]
-        self.group = [i for _, i in learning]
-        if wrong_types := {p.dtype for p in self.parameters} - {torch.float32}:
+        parameters: list[torch.Tensor] = []
+        self.group: list[int] = []  # for each parameter, the number of its group
+        self.owner: list[int] = []  # for each parameter, the number of its optimizer
+        idle: list[torch.Tensor] = []  # parameters that do not learn
+        for number, (owner, group) in enumerate(groups):
+            for p in group["params"]:
+                if not p.requires_grad:
+                    idle.append(p)
+                elif p.numel():
+                    parameters.append(p)
+                    self.group.append(number)
+                    self.owner.append(owner)
+        if not parameters:
+            raise ValueError(f"{name} has no parameters that learn: leave it out")
+        if wrong_types := {p.dtype for p in parameters} - {torch.float32}:
             raise ValueError(
                 f"parameters are {wrong_types.pop()}: let the doctor watch a training in float32"
             )
-        self.is_adam = isinstance(optimizer, torch.optim.Adam) and not any(
-            group["amsgrad"] for group in optimizer.param_groups
+        self.references = [weakref.ref(p) for p in parameters]
+        self.idle = [weakref.ref(p) for p in idle]
+        self.ids = ids_of(group for _, group in groups)
+        self.tensor_names = tensor_names(parameters, modules)
+        self.shapes = [[*p.shape] for p in parameters]
+        self.device = parameters[0].device
+        self.is_adam = isinstance(first, torch.optim.Adam) and not any(
+            group["amsgrad"] for _, group in groups
         )  # AdamW is an Adam, too
+        self.is_decoupled = isinstance(first, torch.optim.AdamW)
         rows = [entry for entry in formats if self.is_adam or entry[0] == "weights"]
         rows.sort(key=lambda entry: (entry[1].stochastic, STATE.index(entry[0])))
+        free = [entry for entry in rows if entry[0] == "weights" and not entry[1].stochastic]
         self.names = [text for *_, text in rows]
+        self.free_names = [text for *_, text in free]
         float32 = PlaceFormat.of("fp32")
-        places = ["m", "v", *(place for place, *_ in rows)]
-        forms = [float32, float32, *(form for _, form, _ in rows)]
+        places = ["m", "v", *(place for place, *_ in free + rows)]
+        forms = [float32, float32, *(form for _, form, _ in free + rows)]
         self.kind = np.array([STATE.index(place) for place in places])
+        self.free = slice(2, 2 + len(free))
+        self.measured = slice(2 + len(free), None)
         self.keeps_weights = (self.kind == WEIGHTS).reshape(-1, 1, 1)
+        self.is_anchored = self.keeps_weights.copy()  # begins each window at float32's weights
+        self.is_anchored[self.free] = False
         self.roots = np.flatnonzero(self.kind == ROOT)
         self.bounded = np.array([not form.independent for form in forms])
-        self.sample = Sample(self.parameters, sample, seed)
+        self.sample = Sample(parameters, sample, seed)
         self.rows = FormatRows(forms, seed)
+        self.free_rows = FormatRows([form for _, form, _ in free], seed)
+        # [C, 1]
+        self.is_stochastic_weight = self.keeps_weights[:, 0] & [[form.stochastic] for form in forms]
         self.windows: list[WindowSums] = []
+        self.trials: list[WindowSums] = []  # the windows, with the noise that is to be expected
+        self.free_windows: list[WindowSums] = []
         self.updates = 0
+        self.last_update = np.zeros(len(parameters), int)  # of each tensor; 0 if it had none
+        self.switched_off = [False] * len(parameters)  # whether a tensor did not require gradients
+        self.others_learn = False  # whether the last step changed a tensor that is not followed
         self.kept: np.ndarray | None = None
         self.versions: list[int] | None = None
+        self.weight_after: torch.Tensor | None = None
         self.looks = Looks(self)
-        self.hooks = [
-            optimizer.register_step_pre_hook(self.before_step),
-            optimizer.register_step_post_hook(self.after_step),
-            optimizer.register_load_state_dict_post_hook(self.after_loading),
-        ]
+        self.hooks = []
+        if not self.is_in_proportion:
+            return  # nothing would be judged
+        # A step under torch.compile leaves the hooks out of its graph. Compiling them would take
+        # far longer than calling them.
+        for optimizer in optimizers:
+            self.hooks += [
+                optimizer.register_step_pre_hook(torch.compiler.disable(self.before_step)),
+                optimizer.register_step_post_hook(torch.compiler.disable(self.after_step)),
+                optimizer.register_load_state_dict_post_hook(self.after_loading),
+            ]
 
-    def all_parameters(self) -> list[tuple[int, torch.Tensor]]:
-        """The optimizer's parameters as they are now, with the number of their group."""
-        groups = enumerate(self.optimizer.param_groups)
-        return [(i, p) for i, group in groups for p in group["params"]]
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that are followed; none once the script has dropped one of them."""
+        parameters = [reference() for reference in self.references]
+        return [] if any(p is None for p in parameters) else parameters
+
+    @property
+    def groups(self) -> list[dict]:
+        """The parameter groups as they are now; none once the script has dropped an optimizer."""
+        optimizers = [reference() for reference in self.optimizers]
+        if any(optimizer is None for optimizer in optimizers):
+            return []
+        return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the script still has an optimizer that is watched here."""
+        return any(reference() is not None for reference in self.optimizers)
 
     def trouble(self) -> str:
         """Why this optimizer cannot be judged, or an empty string."""
-        learning = {id(p) for _, p in self.all_parameters() if p.requires_grad and p.numel()}
-        if {id(p) for p in self.parameters} != learning:
+        if not self.is_in_proportion:
+            return f"a step of {self.kind_of_optimizer} is not in proportion to its learning rate"
+        if self.others_learn or self.has_stopped_learning().any():
             return "other parameters learn than at first"
-        if not all(p.isfinite().all() for p in self.parameters):
+        if not self.is_finite():
             return "float32 itself has become infinite or NaN"
         return ""
 
+    def has_stopped_learning(self) -> np.ndarray:
+        """Whether a tensor has learned and then was switched off by the script, bool [T].
+
+        That is judged by the steps that the optimizer made. A network that is frozen after its last
+        step, or while another network steps, has learned to the end.
+        """
+        absent = self.updates - self.last_update >= self.length
+        off = np.array(self.switched_off)
+        if parameters := self.parameters:
+            off &= [not p.requires_grad for p in parameters]  # it may be about to learn again
+        return (self.last_update > 0) & absent & off
+
+    def is_finite(self) -> bool:
+        """Whether the weights are finite; of weights that are gone, whether those read last are."""
+        if parameters := self.parameters:
+            return all(bool(p.isfinite().all()) for p in parameters)
+        if self.weight_after is None or self.kept is None:
+            return True
+        return bool(self.weight_after.isfinite().all() and np.isfinite(self.largest).all())
+
+    def note_what_learns(self, parameters: list[torch.Tensor]) -> None:
+        """Notes at a step which tensors it changes that are not followed."""
+        groups = self.groups
+        idle = [p for reference in self.idle if (p := reference()) is not None]
+        self.others_learn = any(p.grad is not None for p in idle)
+        if ids_of(groups) != self.ids:
+            followed = {id(p) for p in parameters}
+            present = {id(p): p for group in groups for p in group["params"]}
+            added = [p for i, p in present.items() if i not in followed]
+            self.others_learn |= any(p.requires_grad and p.numel() for p in added)
+            self.others_learn |= not followed <= present.keys()
+        self.switched_off = [not p.requires_grad for p in parameters]
+
     def read_settings(self) -> list[GroupSettings]:
         """The settings of each group as they are now. Groups that are added later are left out."""
-        settings = []
-        for group in self.optimizer.param_groups[: max(self.group) + 1]:
-            beta1, beta2, eps, decay = 0.0, 0.0, 1.0, 0.0
-            if self.is_adam:
-                beta1, beta2 = map(float, group["betas"])
-                eps = float(group["eps"])
-                decoupled = isinstance(self.optimizer, torch.optim.AdamW)
-                if not (decoupled or group.get("decoupled_weight_decay")):
-                    decay = float(group["weight_decay"])
-            sign = -1.0 if group.get("maximize") else 1.0
-            settings.append(GroupSettings(float(group["lr"]), beta1, beta2, eps, decay, sign))
-        return settings
+        return [self.settings_of(group) for group in self.groups[: max(self.group) + 1]]
+
+    def settings_of(self, group: dict) -> GroupSettings:
+        """The settings of a parameter group as they are now."""
+        beta1, beta2, eps, decay = 0.0, 0.0, 1.0, 0.0
+        if self.is_adam:
+            beta1, beta2 = map(float, group["betas"])
+            eps = float(group["eps"])
+            if not (self.is_decoupled or group.get("decoupled_weight_decay")):
+                decay = float(group["weight_decay"])
+        sign = -1.0 if group.get("maximize") else 1.0
+        return GroupSettings(float(group["lr"]), beta1, beta2, eps, decay, sign)
 
     def by_tensor(self, settings: list[list[GroupSettings]]) -> GroupSettings:
         """The settings of N updates as arrays [N, T, 1], or [N, 1, 1] if there is one group."""
@@ -164,24 +289,38 @@ class WatchedOptimizer:
             numbers = numbers[:, self.group]
         return GroupSettings(*np.moveaxis(numbers, -1, 0)[..., None])
 
+    def states(self) -> list[dict]:
+        """The optimizer's state of each parameter; empty before its first step."""
+        optimizers = [reference() for reference in self.optimizers]
+        pairs = zip(self.parameters, self.owner, strict=True)
+        return [optimizers[owner].state.get(p, {}) for p, owner in pairs]
+
     def moment(self, name: str) -> list[torch.Tensor]:
         """One tensor of the optimizer's state for each parameter; zeros before the first step."""
-        states = [self.optimizer.state.get(p, {}) for p in self.parameters]
-        return dense(self.parameters, [state.get(name) for state in states])
+        return dense(self.parameters, [state.get(name) for state in self.states()])
 
     def before_step(self, optimizer, args, kwargs) -> None:
         """Reads the weights, and begins a window at the first step."""
-        versions = [p._version for p in self.parameters]
+        parameters = self.parameters
+        if not parameters:
+            self.others_learn = True  # the optimizer goes on with other tensors
+            return
+        versions = [p._version for p in parameters]
         unchanged = versions == self.versions  # whether the weights are those after the last step
-        self.weight = self.weight_after if unchanged else self.sample.read()
+        self.weight = self.weight_after if unchanged else self.sample.read(parameters)
         if self.kept is None:
-            states = [self.optimizer.state.get(p, {}) for p in self.parameters]
-            self.steps = max(int(state.get("step", 0)) for state in states)
-            m = self.sample.take(self.moment("exp_avg"))
-            v = self.sample.take(self.moment("exp_avg_sq"))
-            self.kept = np.empty((self.length + 1, len(self.kind), *m.shape), np.float32)
-            self.begin_window(np.stack((m, m, v, np.sqrt(v)))[self.kind])
-            self.rows.round(self.kept[0], self.largest, out=self.kept[0])
+            self.begin()
+
+    def begin(self) -> None:
+        """Begins the first window, with the moments that the optimizer has now."""
+        self.steps = max(int(state.get("step", 0)) for state in self.states())
+        weights = self.sample.take(self.parameters)
+        m = self.sample.take(self.moment("exp_avg"))
+        v = self.sample.take(self.moment("exp_avg_sq"))
+        self.kept = np.empty((self.length + 1, len(self.kind), *m.shape), np.float32)
+        self.last_weight = weights  # float32's weights after the last update that was replayed
+        self.begin_window(np.stack((weights, m, v, np.sqrt(v)))[self.kind])
+        self.rows.round(self.kept[0], self.largest, out=self.kept[0])
 
     def after_loading(self, optimizer) -> None:
         """Starts again, with the moments that the optimizer has loaded."""
@@ -189,37 +328,54 @@ class WatchedOptimizer:
         self.looks.losses_now = None
 
     def begin_window(self, rows: np.ndarray) -> None:
-        """Begins a window. Moments go on from `rows`, weights from float32's weights."""
-        tensors = self.parameters, self.moment("exp_avg"), self.moment("exp_avg_sq")
+        """Begins a window. Moments and free rows go on from `rows`, other rows of weights from
+        float32's weights."""
+        parameters = self.parameters
+        tensors = parameters, self.moment("exp_avg"), self.moment("exp_avg_sq")
         largest = torch.stack([largest_of(x) for x in tensors]).cpu().numpy()
         weights, moments, squares = largest
         self.largest = np.stack((weights, moments, squares, np.sqrt(squares)))[self.kind]
-        weights = self.rows.round(np.broadcast_to(self.sample.take(), rows.shape), self.largest)
-        self.kept[0] = np.where(self.keeps_weights, weights, rows)
+        weights = np.broadcast_to(self.sample.take(parameters), rows.shape)
+        weights = self.rows.round(weights, self.largest)
+        self.kept[0] = np.where(self.is_anchored, weights, rows)
+        self.displaced = np.zeros_like(self.kept[0, self.free])
         self.window: list[Replayed] = []
         self.recorded: list[Update] = []  # updates since the last replay
 
     def after_step(self, optimizer, args, kwargs) -> None:
         """Records the update."""
-        gradients = [p.grad for p in self.parameters]
+        parameters = self.parameters
         # A GradScaler tells a fused optimizer in this way to skip the step.
         skipped = getattr(optimizer, "found_inf", None)
-        if skipped or len(optimizer.param_groups) <= max(self.group):
+        has_all_groups = len(optimizer.param_groups) > max(self.group)
+        if not has_all_groups:
+            self.others_learn = True
+        if skipped or not has_all_groups or not parameters:
             self.looks.losses_now = None
             return
-        weights_and_gradients = [*self.parameters, *dense(self.parameters, gradients)]
-        after = self.sample.read(weights_and_gradients)
+        gradients = [p.grad for p in parameters]
         live = [g is not None for g in gradients]
+        after = self.sample.read([*parameters, *dense(parameters, gradients)])
         self.weight_after = after[: len(live)]
-        self.versions = [p._version for p in self.parameters]
+        self.versions = [p._version for p in parameters]
+        self.note_what_learns(parameters)
+        self.record(Update(self.weight, after, live, self.read_settings()))
+
+    def record(self, update: Update) -> None:
+        """Records an update, and ends the window when it is full."""
         self.updates += 1
-        self.looks.after_step(after[len(live) :], self.weight)
-        self.recorded.append(Update(self.weight, after, live, self.read_settings()))
+        self.last_update[update.live] = self.updates
+        self.looks.after_step(update.after[len(update.live) :], update.weight)
+        self.recorded.append(update)
         if len(self.window) + len(self.recorded) == self.length:
             self.replay()
         if len(self.window) == self.length:
             self.end_window()
-            self.begin_window(self.kept[-1])
+            if self.parameters and self.groups:  # a script that has dropped them steps no more
+                self.begin_window(self.kept[-1])
+
+    def finish(self) -> None:
+        """Records what has not been recorded yet, before a report."""
 
     def replay(self) -> None:
         """Applies the updates that were recorded since the last replay to every row."""
@@ -234,6 +390,9 @@ class WatchedOptimizer:
         beta1, beta2 = settings.beta1, settings.beta2
         live = np.array([update.live for update in updates])[..., None]
         moved = weight_after - weight
+        # How far other code has moved the weights since the update before
+        between = weight - np.concatenate((self.last_weight[None], weight_after[:-1]))
+        self.last_weight = weight_after[-1]
         g = settings.sign * g + settings.decay_of_gradient * weight
         # Every row becomes kept * factor + added. The four kinds are weights, m, v, and the root,
         # which is squared first and so is updated like v.
@@ -241,6 +400,8 @@ class WatchedOptimizer:
         added = np.stack((moved, (1 - beta1) * g, (1 - beta2) * g * g), axis=1)
         added_kind = np.minimum(self.kind, V)
         for i in np.flatnonzero(finite):
+            if between[i].any():
+                self.displace(between[i])
             old = self.kept[len(self.window)]
             new = self.kept[len(self.window) + 1]
             rows = old.copy()
@@ -253,6 +414,17 @@ class WatchedOptimizer:
                 np.copyto(new, old, where=~live[i])
             self.window.append(Replayed(moved[i], live[i], updates[i].settings))
             self.steps += 1
+
+    def displace(self, by: np.ndarray) -> None:
+        """Moves the free rows as other code has moved float32's weights between two updates.
+
+        That does not count as a movement of the window, because it is no step of the optimizer.
+        """
+        now = self.kept[len(self.window), self.free]
+        moved = self.free_rows.round(now + by, self.largest[self.free])
+        if self.window:
+            self.displaced += moved - now
+        now[:] = moved
 
     def moment_bounds(self, rows: np.ndarray, beta1, beta2) -> MomentBounds:
         """Bounds for rounding moments in view of float32's moments.
@@ -280,7 +452,15 @@ class WatchedOptimizer:
         exact = np.stack((update, m, v, v))[self.kind]
         sums = WindowSums.of(moved, true, (kept == 0) & (exact != 0))
         # The first two rows are float32's, which are not measured.
-        self.windows.append(WindowSums(*(part[2:] for part in sums)))
+        window = WindowSums(*(part[self.measured] for part in sums))
+        self.windows.append(window)
+        # Weights that are rounded stochastically have at least this noise on average, although
+        # few numbers may show it: a step d of numbers that lie s apart is s with probability d / s.
+        spacing = self.rows.steps(self.kept[-1], self.largest)
+        expected = (spacing * np.abs(true)).mean(2, dtype=np.float64)
+        expected = (expected * self.is_stochastic_weight)[self.measured]
+        self.trials.append(window._replace(apart=np.maximum(window.apart, expected)))
+        self.free_windows.append(WindowSums(*(part[self.free] for part in sums)))
 
     def moved(self) -> np.ndarray:
         """How far the weights have moved in the window with each row, float32 [C, T, P].
@@ -297,6 +477,7 @@ class WatchedOptimizer:
         exact_step = step_size * kept[:, 0]
         exact_divisor = np.sqrt(kept[:, 1]) / root_correction2 + settings.eps
         moved = kept[-1] - self.kept[0]
+        moved[self.free] -= self.displaced
         for row, kind in enumerate(self.kind):
             if kind == M:
                 moved[row] = (step_size * kept[:, row] / exact_divisor).sum(0)
@@ -304,6 +485,24 @@ class WatchedOptimizer:
                 root = np.sqrt(kept[:, row]) if kind == V else kept[:, row]
                 moved[row] = (exact_step / (root / root_correction2 + settings.eps)).sum(0)
         return moved
+
+
+def steps_in_proportion(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer makes twice the step at twice the learning rate.
+
+    Optimizers that do not are known by the name of their class or of one that it inherits from, by
+    the option `relative_step` of an Adafactor, or because they have no learning rate.
+    """
+    if NOT_IN_PROPORTION & {kind.__name__ for kind in type(optimizer).__mro__}:
+        return False
+    return not any(
+        group.get("relative_step") or group.get("lr") is None for group in optimizer.param_groups
+    )
+
+
+def ids_of(groups: Iterable[dict]) -> list[int]:
+    """The identities of all parameters of some groups."""
+    return [id(p) for group in groups for p in group["params"]]
 
 
 def dense(parameters: list[torch.Tensor], tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
