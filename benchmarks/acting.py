@@ -36,10 +36,10 @@ import numpy as np
 import short_tables
 import torch
 
-from fp8rl.hardware import keep_freed_memory
+from fp8rl.cli.throughput import origin
+from fp8rl.machine.hardware import keep_freed_memory
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizons, pretrained
 from fp8rl.study import figures
-from fp8rl.study.throughput import origin
 
 RESULTS = Path(__file__).parent / "results"
 WATCHED = [900, 901, 902, 903]  # seeds of the float32 run on which horizons are measured

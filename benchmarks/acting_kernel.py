@@ -1,4 +1,4 @@
-"""What does the kernel that acts bring? gpu/acting_kernel.py computes all steps of a rollout in one
+"""What does the kernel that acts bring? machine/acting_kernel.py computes all steps of a rollout in one
 kernel; without it each operation of each step is a launch, in a CUDA graph as well.
 
 Training steps per second of the default config on a GPU, as CUDA graphs, with the kernel and with
@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from fp8rl.build import Machine, build, build_population
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.rollout import unroll
-from fp8rl.study.throughput import origin
 from fp8rl.train import Run, iterate
 
 ROUNDS = 3

@@ -37,10 +37,10 @@ from ladder import EARLIER
 from matplotlib.patches import Rectangle
 from tasks import CART, LQR, above_optimum
 
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.study import comparison, parallel
 from fp8rl.study.statistics import fails
-from fp8rl.study.throughput import origin
 
 STEPS, SEEDS = 51_200, 32
 SETTINGS = EARLIER | {"gamma": 0.985, "lam": 0.95, "capacity": 100_000, "halved_after": 0}

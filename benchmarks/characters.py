@@ -27,8 +27,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fp8rl.bits import LowBitAdam
+from fp8rl.cli.throughput import origin
 from fp8rl.study import figures
-from fp8rl.study.throughput import origin
 
 ARMS = {
     "float32": {},

@@ -8,7 +8,7 @@ learner, the same policy in float32, then gives its own log-probabilities of the
     python benchmarks/dumps.py report benchmarks/results/dumps.md    # the table, of other seeds
 
 `choose` prints how large each symptom gets in dumps with rounding alone. The limits in
-fp8rl/bits/mismatch_symptoms.py lie near the top of that. `report` judges policies of other seeds,
+fp8rl/doctor/mismatch_symptoms.py lie near the top of that. `report` judges policies of other seeds,
 widths and vocabularies with these limits. Beside ours stand the two simplest rules: a bug is what
 exceeds one limit for the divergence (k3), or one for the largest |log ratio|. Their limits are such
 that one in twenty of the same dumps exceeds them.
@@ -25,8 +25,8 @@ import torch
 
 from fp8rl.bits import mismatch
 from fp8rl.bits.formats import Format, format_of, rounded, scaled
-from fp8rl.bits.mismatch_symptoms import SIZE
-from fp8rl.study.throughput import origin
+from fp8rl.cli.throughput import origin
+from fp8rl.doctor.mismatch_symptoms import SIZE
 
 PROMPTS = 8
 SEQUENCES = 512  # in a dump

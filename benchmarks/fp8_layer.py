@@ -2,7 +2,7 @@
 bf16 and fp8.
 
 FP8 here quantizes dynamically, so its time includes finding maxima, casting and changing layouts:
-two readings of each tensor by a kernel where Triton is installed (gpu/triton_quantize.py),
+two readings of each tensor by a kernel where Triton is installed (machine/triton_quantize.py),
 otherwise several passes. That overhead grows with the bytes, the matmul with the bytes times the
 width. The width at which they balance is measured per batch size, and only on hardware with FP8
 tensor cores: elsewhere the float8 numbers are multiplied in float32 and a time would be
@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fp8rl.gpu.cuda_graphs import Graphed
-from fp8rl.hardware import arithmetic, load_kernels
+from fp8rl.cli.throughput import seconds_of
+from fp8rl.machine.cuda_graphs import Graphed
+from fp8rl.machine.hardware import arithmetic, load_kernels
 from fp8rl.precision import Precision
-from fp8rl.study.throughput import seconds_of
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp8")
 WIDTHS = tuple(2**n for n in range(6, 14))

@@ -20,9 +20,9 @@ import numpy as np
 import tasks
 import torch
 
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.study import parallel
-from fp8rl.study.throughput import origin
 
 LANDER = "LunarLander-v3"
 # Seeds, steps, and the environment's time limit.

@@ -48,12 +48,12 @@ from breakage_map import SETTINGS
 from tasks import LQR, score
 
 from fp8rl.build import build_population
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
-from fp8rl.hardware import cores
+from fp8rl.machine.hardware import cores
 from fp8rl.population.population import Population, by_agent
 from fp8rl.rollout import Collector, Rollout
 from fp8rl.study.statistics import bootstrap_interval, iqm
-from fp8rl.study.throughput import origin
 from fp8rl.train import train
 
 FIRST_SEED = 1000

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from fp8rl.build import Machine, build
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.precision import available_precisions
-from fp8rl.study.throughput import origin
 from fp8rl.train import train
 
 ROUNDS, ITERATIONS, WARM = 2, 15, 5

@@ -30,11 +30,11 @@ import psutil
 from speed.common import keep_to_avx2
 
 from fp8rl.build import build_population
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
-from fp8rl.hardware import cores, keep_freed_memory
-from fp8rl.requirements import bytes_per_agent
+from fp8rl.machine.hardware import cores, keep_freed_memory
+from fp8rl.machine.plan import bytes_per_agent
 from fp8rl.study import parallel
-from fp8rl.study.throughput import origin
 from fp8rl.train import iterate
 
 HERE, CORES = Path(__file__).parent, cores()

@@ -32,15 +32,16 @@ import psutil
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from fp8rl import processes, requirements
 from fp8rl.build import HERE, build
+from fp8rl.cli import throughput
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.history import History
+from fp8rl.machine import plan as requirements
+from fp8rl.machine import processes
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import Collector
-from fp8rl.study import throughput
-from fp8rl.study.throughput import origin
 from fp8rl.tasks.gymnasium_env import VECTORIZATIONS, GymEnv
 from fp8rl.train import train
 

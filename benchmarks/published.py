@@ -17,9 +17,9 @@ import numpy as np
 import tasks
 import torch
 
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.study import comparison, parallel
-from fp8rl.study.throughput import origin
 
 SEEDS = range(9000, 9030)  # the settings of the arms were tried on 100 to 115
 BUDGET = {"steps": 40_960, "eval_every": 2_048}

@@ -34,11 +34,11 @@ import short_tables
 import torch
 
 from fp8rl.build import build, build_population
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.model import parameters_in_order
 from fp8rl.study import figures
 from fp8rl.study.statistics import is_failure, share_lost
-from fp8rl.study.throughput import origin
 from fp8rl.study.watched_run import watched
 from fp8rl.train import train
 

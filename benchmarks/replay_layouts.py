@@ -6,9 +6,9 @@ about 22 steps, and one that balances the pole until the time limit cuts the epi
 Each store is filled with the same number of rows of each agent. Then slices are drawn from it, and
 every next observation of a slice is compared with the true one. Stores:
 
-    fp8rl, full and delta    store transitions (fp8rl/study/replay_layouts.py), so they have no
+    fp8rl, full and delta    store transitions (fp8rl/replay/layouts.py), so they have no
                              slices; single transitions are drawn
-    fp8rl, compact           the ring (fp8rl/replay.py). A slice reads one row more than it has
+    fp8rl, compact           the ring (fp8rl/replay/ring.py). A slice reads one row more than it has
                              steps, and that row is the last next observation.
     TorchRL, default         `ReplayBuffer` over `LazyTensorStorage`, filled by a `Collector`, with
                              a `SliceSampler` by `traj_key`
@@ -38,10 +38,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from fp8rl.replay import ReplayBuffer
+from fp8rl.cli.throughput import origin
+from fp8rl.replay.layouts import STORES, transitions_of
+from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
-from fp8rl.study.replay_layouts import STORES, transitions_of
-from fp8rl.study.throughput import origin
 from fp8rl.tasks.cartpole import CartPole
 
 try:

@@ -53,12 +53,12 @@ from stable_baselines3.common.buffers import ReplayBuffer as SB3Buffer
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
 
+from fp8rl.cli import throughput
+from fp8rl.cli.throughput import origin
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.env import STATE_BOUNDS
-from fp8rl.replay import ReplayBuffer
+from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import DUMMY, TRUNCATED, Rollout
-from fp8rl.study import throughput
-from fp8rl.study.throughput import origin
 
 SLICES, LENGTH, NUM_ENVS, EPISODE = 512, 32, 16, 200
 CAPACITIES = (10_000, 10_000_000)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp8rl.study.throughput import origin
+from fp8rl.cli.throughput import origin
 
 FORMATS = (
     "weights=bf16",

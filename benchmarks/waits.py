@@ -47,8 +47,8 @@ from typing import NamedTuple
 
 import strangers
 
-from fp8rl.hardware import cores, hardware
-from fp8rl.study.throughput import origin
+from fp8rl.cli.throughput import origin
+from fp8rl.machine.hardware import cores, hardware
 
 ROOT = Path(__file__).parent.parent
 SPEED = ROOT / "benchmarks/speed"

@@ -38,11 +38,11 @@ import tasks
 import torch
 
 from fp8rl.build import HERE, Machine, build, build_population
+from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
-from fp8rl.gpu.cuda_graphs import WARMUP
-from fp8rl.hardware import keep_freed_memory
+from fp8rl.machine.cuda_graphs import WARMUP
+from fp8rl.machine.hardware import keep_freed_memory
 from fp8rl.precision import available_precisions
-from fp8rl.study.throughput import origin
 from fp8rl.train import Run, iterate, train
 
 # First seeds. The learning rate of widths other than 64 was changed after a look at seeds from 8200

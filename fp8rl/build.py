@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import torch
 
-from . import hardware, processes, rng
+from . import rng
 from .bits.low_bit_adam import LowBitAdam
 from .bits.places import places_of
 from .config import Config
@@ -29,17 +29,12 @@ from .disk.restore import restore
 from .distribution import Gaussian
 from .env import Cart, TensorEnv
 from .evaluate import Evaluator
-from .fast_forward import FAST_NETWORKS, FastActorCritic, Reuse
-from .gpu.acting import acting_loop, as_population
-from .gpu.cuda_graphs import GraphQueue, has_graphs
 from .losses import LossCoefficients, no_all_reduce
-from .machine import HERE, Machine
-from .model import ActorCritic, make_network, parameters_in_order
-from .normalization import NETWORKS
-from .population.population import Agents, Population
-from .precision import Precision
-from .replay import ReplayBuffer, ring_bytes
-from .requirements import (
+from .machine import hardware, processes
+from .machine.acting import acting_loop, as_population
+from .machine.cuda_graphs import GraphQueue, has_graphs
+from .machine.machine import HERE, Machine
+from .machine.plan import (
     check,
     clips_by_learner,
     normalizes,
@@ -50,6 +45,12 @@ from .requirements import (
     uses_graph,
     uses_gymnasium,
 )
+from .machine.reused_forward import FAST_NETWORKS, FastActorCritic, Reuse
+from .model import ActorCritic, make_network, parameters_in_order
+from .normalization import NETWORKS
+from .population.population import Agents, Population
+from .precision import Precision
+from .replay.ring import ReplayBuffer, ring_bytes
 from .returns import EpisodeReturns, RewardScale
 from .rollout import Collector, unroll
 from .tasks.by_id import task_of

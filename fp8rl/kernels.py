@@ -2,7 +2,7 @@
 
 Some of the agent's computations are hundreds of operations on few numbers: random words, a
 recurrence over time, rounding to FP8. On a GPU each operation takes microseconds to begin, however
-few numbers it has, so one kernel takes the place of many operations. gpu/triton_kernels.py
+few numbers it has, so one kernel takes the place of many operations. machine/triton_kernels.py
 has such kernels and puts them into this table. Without them, the agent computes the same in plain
 PyTorch.
 """

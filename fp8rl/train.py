@@ -33,7 +33,7 @@ from .history import LOSS_TERMS, ROW_MEANS, History, summarize
 from .losses import LossCoefficients, actor_critic_loss, no_all_reduce, vtrace_fast
 from .model import ActorCritic
 from .precision import PRECISIONS, Precision
-from .replay import ReplayBuffer
+from .replay.ring import ReplayBuffer
 from .returns import EpisodeReturns, RewardScale
 from .rng import seed_of
 from .rollout import Collector, Rollout, check_extremes, extremes
@@ -198,7 +198,7 @@ class Immediate:
     """Runs an iteration and reads its measurements at once.
 
     Another object with these methods may let a GPU run ahead of the host, and read measurements
-    later (gpu/cuda_graphs.py).
+    later (machine/cuda_graphs.py).
     """
 
     unread = 0  # number of iterations that were launched and whose measurements were not read yet

@@ -20,9 +20,9 @@ from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.env import STATE_BOUNDS
-from fp8rl.fast_forward import Reuse
+from fp8rl.machine.reused_forward import Reuse
 from fp8rl.precision import Precision
-from fp8rl.replay import ReplayBuffer
+from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 from fp8rl.train import Run, iterate, train
 

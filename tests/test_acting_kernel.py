@@ -18,14 +18,14 @@ from fp8rl.bits.formats import format_of
 from fp8rl.bits.places import PlaceFormat
 from fp8rl.build import Machine, build, build_population
 from fp8rl.config import Config
-from fp8rl.gpu import acting
+from fp8rl.machine import acting
 from fp8rl.population.networks import Agents
 from fp8rl.rollout import unroll
 from fp8rl.tasks.cartpole import CartPole
 from fp8rl.train import Run
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-acting_kernel = pytest.importorskip("fp8rl.gpu.acting_kernel")
+acting_kernel = pytest.importorskip("fp8rl.machine.acting_kernel")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 short = functools.partial(Config, **TINY)  # the interpreter takes long
 # Of the interpreter's NumPy
@@ -432,8 +432,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fp8rl.config import Config
 from fp8rl.rollout import action_noise
-from fp8rl.gpu import acting_kernel
-from fp8rl.gpu.acting import as_population
+from fp8rl.machine import acting_kernel
+from fp8rl.machine.acting import as_population
 from fp8rl.build import build
 from fp8rl.population.networks import Agents
 from fp8rl.build import build_population

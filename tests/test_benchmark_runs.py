@@ -27,15 +27,16 @@ import torch
 from helpers import SMALL, TINY, run_cli
 from matplotlib.figure import Figure
 
-from fp8rl import doctor_command, run_script
+from fp8rl.cli import throughput
 from fp8rl.config import Config
+from fp8rl.doctor import command as doctor_command
+from fp8rl.doctor import run_script
 from fp8rl.history import History
-from fp8rl.machine import Machine
+from fp8rl.machine.machine import Machine
 from fp8rl.population.population import Agents
 from fp8rl.precision import Precision
 from fp8rl.rollout import unroll
 from fp8rl.sequences import laboratory
-from fp8rl.study import throughput
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SHORT = {"steps": 128, "eval_every": 0, "eval_episodes": 2} | TINY  # two iterations

@@ -24,9 +24,9 @@ from helpers import bang_bang, small, trained
 from PIL import Image
 
 from fp8rl.build import build_population
+from fp8rl.cli.throughput import seconds_of
 from fp8rl.config import Config
 from fp8rl.study.statistics import fails
-from fp8rl.study.throughput import seconds_of
 
 
 def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at_the_end():

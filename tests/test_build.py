@@ -13,8 +13,8 @@ from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.env import Cart
+from fp8rl.machine.plan import check
 from fp8rl.normalization import NETWORKS
-from fp8rl.requirements import check
 from fp8rl.train import Run, iterate
 
 

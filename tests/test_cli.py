@@ -16,7 +16,6 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from helpers import SIZED, run_cli, small
 
 from fp8rl import build as machine_module
-from fp8rl import hardware
 from fp8rl.build import build
 from fp8rl.cli import main as command_line
 from fp8rl.cli import train as cli_train
@@ -24,8 +23,9 @@ from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.disk.run_folder import Folder
-from fp8rl.observation_codec import CODECS
-from fp8rl.study.replay_layouts import LAYOUTS
+from fp8rl.machine import hardware
+from fp8rl.replay.layouts import LAYOUTS
+from fp8rl.replay.observation_codec import CODECS
 from fp8rl.tasks.cartpole import CartPole
 from fp8rl.train import iterate
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8rl.bits import doctor
-from fp8rl.bits.doctor import Doctor, FormatRows
+from fp8rl import doctor
 from fp8rl.bits.formats import Format
 from fp8rl.bits.places import SLACK, STATE, PlaceFormat, places_of
 from fp8rl.build import build
+from fp8rl.doctor import Doctor, FormatRows
 from fp8rl.study.watched_run import watched as watch
 from fp8rl.train import train
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from helpers import PATIENCE, forked
 
-from fp8rl import doctor_command as doctor
-from fp8rl import doctor_report, run_script
 from fp8rl.bits.formats import format_of, rounded
 from fp8rl.bits.places import places_of
+from fp8rl.doctor import command as doctor
+from fp8rl.doctor import report_file as doctor_report
+from fp8rl.doctor import run_script
 
 # A training as anybody may write it: two layers and a LayerNorm, Adam, a learning rate that falls.
 SCRIPT = """
@@ -461,9 +462,9 @@ def test_an_error_of_the_hooks_is_a_refusal_too(tmp_path, run, monkeypatch):
     def fail(*_):
         raise RuntimeError("out of memory\nand more")
 
-    from fp8rl import doctor_of_scripts
+    from fp8rl.doctor import keep
 
-    monkeypatch.setattr(doctor_of_scripts.Keep, "round_weights", fail)
+    monkeypatch.setattr(keep.Keep, "round_weights", fail)
     code, out, err = run("keep", "weights=bf16", skipping(tmp_path / "script.py"))
     said = "fp8rl.doctor: keep failed in a step (RuntimeError: out of memory)\n"
     assert (code, out, err) == (2, "", said)

@@ -6,15 +6,16 @@ import pytest
 import torch
 from helpers import after, assert_same, resumed, reusing, same, small, trained
 
-from fp8rl import fp8, requirements
+from fp8rl import fp8
 from fp8rl.build import HERE, build
 from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
-from fp8rl.fast_forward import FastActorCritic, Reuse
-from fp8rl.gpu.acting import as_population
+from fp8rl.machine import plan as requirements
+from fp8rl.machine.acting import as_population
+from fp8rl.machine.plan import reuses_forward
+from fp8rl.machine.reused_forward import FastActorCritic, Reuse
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.requirements import reuses_forward
 from fp8rl.rollout import DUMMY
 from fp8rl.train import Run, forward_pass
 

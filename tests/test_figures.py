@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from fp8rl.bits.doctor import Finding
+from fp8rl.doctor import Finding
 from fp8rl.history import History
 from fp8rl.study import figures
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers import PATIENCE, forked, refused, small, trained
 
-from fp8rl import hardware
 from fp8rl.build import Machine, build
+from fp8rl.machine import hardware
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 

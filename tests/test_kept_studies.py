@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from helpers import PATIENCE, SIZED, refusal, refused, run_cli, small
 
-from fp8rl import hardware
 from fp8rl.config import Config
 from fp8rl.disk.run_folder import read_mark
 from fp8rl.history import History
+from fp8rl.machine import hardware
 from fp8rl.study import batch_file, comparison, parallel
 from fp8rl.study.batch_file import BatchFile, Keeping, Stopped, train_until
 

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 
 from fp8rl.build import Machine, build, require_ring
 from fp8rl.disk.mapped_ring import MappedRing
-from fp8rl.observation_codec import CODECS
-from fp8rl.replay import ReplayBuffer, ring_bytes
+from fp8rl.replay.observation_codec import CODECS
+from fp8rl.replay.ring import ReplayBuffer, ring_bytes
 from fp8rl.rollout import DUMMY, Rollout
 
 

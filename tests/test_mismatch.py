@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8rl import doctor_command as doctor
 from fp8rl.bits import mismatch
-from fp8rl.bits.acting_mismatch import MEANING
+from fp8rl.doctor import command as doctor
+from fp8rl.doctor.mismatch import MEANING
 
 LEARNER = np.log([[0.5, 0.2, 0.9], [0.3, 0.6, 0.1]])
 ACTOR = np.log([[0.4, 0.25, 0.9], [0.35, 0.4, 0.2]])

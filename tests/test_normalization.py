@@ -17,9 +17,9 @@ from fp8rl.build import build
 from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
 from fp8rl.evaluate import evaluate
-from fp8rl.fast_forward import FAST_NETWORKS
 from fp8rl.losses import no_all_reduce
-from fp8rl.requirements import normalizes
+from fp8rl.machine.plan import normalizes
+from fp8rl.machine.reused_forward import FAST_NETWORKS
 from fp8rl.train import iterate
 
 SIZES = np.array([1e3, 1.0, 1e-3, 1e-3])

@@ -5,7 +5,7 @@ from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.observation_codec import CODECS, Codec
+from fp8rl.replay.observation_codec import CODECS, Codec
 
 LOW, HIGH = (-4.0, -1.0, 0.0), (4.0, 3.0, 10.0)
 inside = st.lists(

@@ -44,10 +44,10 @@ EXAMPLES = (
     "fp8",
     "losses",
     "rollout",
-    "replay",
+    "replay.ring",
     "bits.low_bit_adam",
-    "bits.doctor.doctor",
-    "bits.acting_mismatch",
+    "doctor.doctor",
+    "doctor.mismatch",
     "sequences.laboratory",
 )
 
@@ -284,7 +284,7 @@ def test_a_run_takes_the_rows_that_it_can_fill():
     )
     assert build(small(capacity=800)).ring.rows == 50
     # 32 full rings would take 288 MB
-    with mock.patch("fp8rl.hardware.available", return_value=10**8):
+    with mock.patch("fp8rl.machine.hardware.available", return_value=10**8):
         assert build_population([small(seed=seed, steps=5_120) for seed in range(32)]).agents == 32
 
 

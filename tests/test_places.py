@@ -10,7 +10,7 @@ from torch import nn
 from fp8rl.bits.formats import format_of, rounded, scaled
 from fp8rl.bits.places import PlaceFormat, Places, places_of
 from fp8rl.build import build_population
-from fp8rl.matmul_rounding import Matmuls, matmuls_of, roundings_of
+from fp8rl.machine.matmul_rounding import Matmuls, matmuls_of, roundings_of
 from fp8rl.population.optimizer import Adam
 
 SMALL = {

@@ -15,20 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8rl import fp8, requirements
+from fp8rl import fp8
 from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.distribution import Gaussian
 from fp8rl.env import STATE_BOUNDS, Cart
-from fp8rl.hardware import keep_freed_memory
 from fp8rl.losses import actor_critic_loss
-from fp8rl.matmul_rounding import TO, Matmuls, roundings_of, roundings_of_network
+from fp8rl.machine import plan as requirements
+from fp8rl.machine.hardware import keep_freed_memory
+from fp8rl.machine.matmul_rounding import TO, Matmuls, roundings_of, roundings_of_network
+from fp8rl.machine.plan import batches
 from fp8rl.model import parameters_in_order
 from fp8rl.population import networks
 from fp8rl.population.population import Population, PopulationRing, by_agent, environments
-from fp8rl.replay import ReplayBuffer
-from fp8rl.requirements import batches
+from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import Rollout, action_noise
 from fp8rl.tasks.by_id import TASKS
 from fp8rl.train import iterate, make_cart, train

@@ -33,7 +33,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributed
 
-from fp8rl import processes
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.disk import checkpoint
@@ -41,6 +40,7 @@ from fp8rl.disk.run_folder import FILES, MARK, Folder
 from fp8rl.env import Cart
 from fp8rl.history import ROW_MEANS
 from fp8rl.losses import actor_critic_loss, no_all_reduce
+from fp8rl.machine import processes
 from fp8rl.model import ActorCritic
 from fp8rl.normalization import NETWORKS
 from fp8rl.precision import Precision

@@ -6,10 +6,10 @@ from helpers import log_probabilities, small, trained
 
 from fp8rl.build import build
 from fp8rl.env import Cart
-from fp8rl.gpu.cuda_graphs import Held
+from fp8rl.machine.cuda_graphs import Held
 from fp8rl.precision import Precision
 from fp8rl.recurrent import RecurrentActorCritic
-from fp8rl.replay import ReplayBuffer
+from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import DUMMY, Collector
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8rl.disk.restore import check_ring
-from fp8rl.replay import ReplayBuffer, ring_bytes
+from fp8rl.replay.ring import ReplayBuffer, ring_bytes
 from fp8rl.rollout import DUMMY, TRUNCATED
 
 

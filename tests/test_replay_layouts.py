@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from fp8rl.env import STATE_BOUNDS, Cart
 from fp8rl.model import ActorCritic
-from fp8rl.observation_codec import CODECS
 from fp8rl.precision import Precision
-from fp8rl.replay import ring_bytes
-from fp8rl.rollout import DUMMY, TRUNCATED, Collector, Rollout
-from fp8rl.study.replay_layouts import (
+from fp8rl.replay.layouts import (
     LAYOUTS,
     STORES,
     DeltaLayout,
@@ -24,6 +21,9 @@ from fp8rl.study.replay_layouts import (
     layout_bytes,
     transitions_of,
 )
+from fp8rl.replay.observation_codec import CODECS
+from fp8rl.replay.ring import ring_bytes
+from fp8rl.rollout import DUMMY, TRUNCATED, Collector, Rollout
 
 
 def played(num_envs: int, length: int, max_steps: int = 7) -> Rollout:

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8rl import requirements
 from fp8rl.build import Machine
-from fp8rl.study import throughput
+from fp8rl.cli import throughput
+from fp8rl.machine import plan as requirements
 
 
 def test_what_is_left_open_is_taken_as_it_is_fastest(monkeypatch):

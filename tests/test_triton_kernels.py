@@ -11,15 +11,16 @@ from helpers import PATIENCE, random_rollout, small, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp8rl import hardware, kernels, rng
+from fp8rl import kernels, rng
 from fp8rl.build import build_population
 from fp8rl.losses import discounts_of, vtrace
+from fp8rl.machine import hardware
 from fp8rl.population.population import by_agent
 from fp8rl.returns import RewardScale
 from fp8rl.rollout import TERMINATED, TRUNCATED, Rollout
 
 pytest.importorskip("triton", reason="triton is not installed")
-triton_kernels = pytest.importorskip("fp8rl.gpu.triton_kernels")
+triton_kernels = pytest.importorskip("fp8rl.machine.triton_kernels")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the interpreter's NumPy
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
@@ -253,7 +254,7 @@ COMPILES = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp8rl.gpu.triton_kernels import COLUMNS, PAIRS, draw, recur
+from fp8rl.machine.triton_kernels import COLUMNS, PAIRS, draw, recur
 
 def compiled(kernel, kinds, **constants):
     signature = dict(zip(kernel.arg_names, kinds.split(), strict=True))

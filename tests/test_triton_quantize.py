@@ -15,7 +15,7 @@ from fp8rl import fp8, kernels
 from fp8rl.fp8 import E4M3, E5M2, Float8Linear, Quantized
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-triton_quantize = pytest.importorskip("fp8rl.gpu.triton_quantize")
+triton_quantize = pytest.importorskip("fp8rl.machine.triton_quantize")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Of the interpreter's NumPy
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
@@ -181,7 +181,7 @@ COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp8rl.gpu import triton_quantize
+from fp8rl.machine import triton_quantize
 
 def compile(kernel, constants, capability, **types):
     signature = {p.name: "constexpr" if p.name in constants else types.get(p.name, "i32") for p in kernel.params}

@@ -34,7 +34,7 @@ import torch
 from fp8rl.config import Config
 from fp8rl.env import Cart
 from fp8rl.evaluate import play
-from fp8rl.hardware import cores
+from fp8rl.machine.hardware import cores
 
 GAMMA, ENTROPY_COEF = 0.99, 0.01
 REWARD_SCALE = 1 - GAMMA  # keeps the critic's targets of order 1; fp8rl measures their size instead

@@ -33,7 +33,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from common import keep_to_avx2
 
-from fp8rl.study.throughput import origin
+from fp8rl.cli.throughput import origin
 
 HERE = Path(__file__).parent
 FIRST_SEED = 1000  # no setting was chosen on these seeds

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from fp8rl.config import Config
 from fp8rl.env import DAMPING, LIMIT, MAX_STEPS, PUSH
-from fp8rl.hardware import cores
+from fp8rl.machine.hardware import cores
 
 jax.config.update("jax_default_prng_impl", "rbg")
 CALL_STEPS = 2**18  # environment steps in one call, about

@@ -18,10 +18,10 @@ import dataclasses
 import common
 import torch
 
-from fp8rl import processes
 from fp8rl.build import build
+from fp8rl.cli.throughput import Loop
 from fp8rl.config import Config
-from fp8rl.study.throughput import Loop
+from fp8rl.machine import processes
 from fp8rl.train import iterate
 
 

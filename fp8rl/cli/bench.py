@@ -6,9 +6,9 @@ import math
 
 import tyro
 
-from .. import processes
 from ..build import Machine
-from ..study import throughput
+from ..machine import processes
+from . import throughput
 from .arguments import Json
 
 

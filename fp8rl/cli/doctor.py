@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 from matplotlib.figure import Figure
 
-from ..bits import doctor
+from .. import doctor
 from ..build import build
 from ..config import Config
 from ..disk.run_folder import Folder, require_free

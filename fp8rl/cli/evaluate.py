@@ -15,8 +15,8 @@ from ..config import Config
 from ..disk import checkpoint
 from ..disk.safe_files import told, write_whole
 from ..evaluate import evaluate, policy_of
+from ..machine.plan import uses_gymnasium
 from ..precision import Precision
-from ..requirements import uses_gymnasium
 from ..study.film import film_episode, rate_of
 from ..tasks.gymnasium_env import GymEnv, require_renderable
 from .arguments import Json

@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from .. import hardware, processes
+from ..machine import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
 from . import overview
 from .arguments import parse

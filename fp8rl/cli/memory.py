@@ -6,12 +6,12 @@ import sys
 
 import tyro
 
-from .. import hardware
 from ..build import Machine, build
 from ..config import Config
 from ..disk.mapped_ring import free_on_disk
-from ..requirements import ring_rows
-from ..study.replay_layouts import LAYOUTS, STORES, difference_codec, layout_bytes
+from ..machine import hardware
+from ..machine.plan import ring_rows
+from ..replay.layouts import LAYOUTS, STORES, difference_codec, layout_bytes
 from ..train import Run
 from .arguments import Json
 

@@ -5,11 +5,11 @@ It explains the options that a first use needs, and --help-all explains every op
 
 from typing import NamedTuple
 
-from ..bits import doctor
+from .. import doctor
 from ..build import Machine
 from ..config import Config
 from ..study.comparison import Comparison
-from ..study.throughput import Loop
+from .throughput import Loop
 
 
 class ShortHelp(NamedTuple):

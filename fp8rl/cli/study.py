@@ -17,13 +17,14 @@ from matplotlib.figure import Figure
 from ..config import Config
 from ..disk.run_folder import Folder, read_mark, require_free
 from ..env import Cart
-from ..hardware import cores
 from ..history import History
-from ..requirements import shared
+from ..machine.hardware import cores
+from ..machine.plan import shared
 from ..study import comparison as study
-from ..study import figures, parallel, throughput
+from ..study import figures, parallel
 from ..study.dask_cluster import Cluster, dask_cluster
 from ..tasks.by_id import task_of
+from . import throughput
 
 
 def swept(field: dataclasses.Field) -> tuple:

@@ -13,7 +13,6 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
-from .. import hardware, processes
 from ..bits.low_bit_adam import LowBitAdam
 from ..build import Machine, build
 from ..config import EIGHT_BIT, Config
@@ -21,6 +20,7 @@ from ..disk import checkpoint
 from ..disk.run_folder import Folder, files_in, read_mark, require_free
 from ..disk.safe_files import opened, read_json
 from ..history import History
+from ..machine import hardware, processes
 from ..study import figures
 from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import Immediate, Run, iterate

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from .. import processes
 from ..config import Config
 from ..distribution import Categorical, Gaussian
+from ..machine import processes
 from ..model import ActorCritic
 from ..normalization import NETWORKS
 from ..train import Run

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..env import STATE_BOUNDS
-from ..replay import Clock, ReplayBuffer
+from ..replay.ring import Clock, ReplayBuffer
 from ..rollout import Rollout
 from .restore import can_be, require_actions
 from .safe_files import locked, opened, read_json, told, write_whole

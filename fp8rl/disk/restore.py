@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..history import LOSS_TERMS, ROW_MEANS
-from ..replay import ReplayBuffer
+from ..replay.ring import ReplayBuffer
 from ..train import Run
 
 DOES_NOT_FIT = "the state does not fit the config: resume with the run's own config"

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..config import Config
 from ..distribution import Categorical, Gaussian
-from ..matmul_rounding import Rounding, apply, matmuls_of, roundings_of_network, stored
+from ..machine.matmul_rounding import Rounding, apply, matmuls_of, roundings_of_network, stored
 from ..model import ActorCritic, parameters_in_order
 
 # Agents that are computed together, and the rounding of every layer. The heads of actor and critic

@@ -28,10 +28,10 @@ from ..env import TensorEnv
 from ..evaluate import START_NOISE, Evaluator, evaluate
 from ..history import History
 from ..losses import LossCoefficients, Targets, vtrace_fast
+from ..machine.plan import clips_by_learner
 from ..model import make_network
 from ..precision import PRECISIONS
-from ..replay import ReplayBuffer
-from ..requirements import clips_by_learner
+from ..replay.ring import ReplayBuffer
 from ..returns import EpisodeReturns, RewardScale
 from ..rollout import Collector, Rollout, check_extremes
 from ..train import PATIENCE, Learner, Parts, Run

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import hardware
 from ..build import build, build_population
 from ..config import Config
 from ..disk import checkpoint
 from ..disk.restore import restore
+from ..machine import hardware
 from ..train import Run, iterate
 
 SECONDS = 60  # between two times that a batch is saved

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..hardware import processor
+from ..machine.hardware import processor
 from . import parallel
 
 PATIENCE = 10  # seconds in which a scheduler must answer and have a worker

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from ..bits.doctor import TOLERATES
+from ..bits.notation import TOLERATES
 from .statistics import bootstrap_interval, iqm, percentiles
 
 # Black, orange, sky blue, green, vermillion, blue, purple, each with a dash pattern and a marker.
@@ -349,7 +349,7 @@ def intervals(
 
 
 def findings(ax: Axes, report, tolerates=TOLERATES) -> Axes:
-    """Draws the findings of a doctor (bits/doctor/), with a row for each finding.
+    """Draws the findings of a doctor (doctor/), with a row for each finding.
 
     A dot is the factor of the learning rate at which the training learns. The factors that the
     training tolerates are grey. A dot at the edge stands for a factor beyond it.

@@ -46,9 +46,9 @@ from tqdm.auto import tqdm
 from ..build import build, build_population
 from ..config import Config
 from ..disk.safe_files import write_whole
-from ..hardware import cores, keep_freed_memory
 from ..history import History
-from ..requirements import batches, obstacle, require_one_population
+from ..machine.hardware import cores, keep_freed_memory
+from ..machine.plan import batches, obstacle, require_one_population
 from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts
 from .batch_file import BatchFile, Keeping, Stopped, batch_file, train_until
 from .comparison import THRESHOLD

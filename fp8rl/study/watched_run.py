@@ -1,4 +1,4 @@
-"""A run that a doctor watches (bits/doctor/): which formats would change its training?
+"""A run that a doctor watches (doctor/): which formats would change its training?
 
 The doctor sees the optimizer's updates through its hooks. This file also shows it the loss of every
 update, and the losses with targets or replayed observations in few bits.
@@ -8,10 +8,10 @@ import functools
 
 import torch
 
-from ..bits.doctor import Doctor, Through, read_format
 from ..bits.notation import split_entry
 from ..bits.places import PlaceFormat
 from ..distribution import distribution_of
+from ..doctor import Doctor, Through, read_format
 from ..losses import Targets, vtrace_fast
 from ..rollout import Rollout
 from ..train import Immediate, Learner, Run, forward_pass

@@ -22,7 +22,7 @@ from functools import cache
 
 import torch
 
-from ..replay import Clock
+from ..replay.ring import Clock
 from ..rollout import Rollout
 
 # Number of eager calls before the capture, on the same stream. They initialize libraries, and state

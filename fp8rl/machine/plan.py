@@ -9,16 +9,16 @@ from collections.abc import Iterable
 
 import torch
 
+from ..bits.places import STATE, places_of
+from ..config import Config
+from ..distribution import Gaussian
+from ..env import Cart
+from ..precision import PRECISIONS, Precision
+from ..replay.ring import ring_bytes
+from ..tasks.by_id import task_of
 from . import hardware
-from .bits.places import STATE, places_of
-from .config import Config
-from .distribution import Gaussian
-from .env import Cart
 from .machine import Machine
 from .matmul_rounding import acts_as_it_learns, matmuls_of, roundings_of_network
-from .precision import PRECISIONS, Precision
-from .replay import ring_bytes
-from .tasks.by_id import task_of
 
 LARGE = 2**18  # bytes of a layer's results in one step of all environments (`reuses_forward`)
 # The fields of Config in which the agents of a population may differ.

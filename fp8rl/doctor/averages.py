@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ..places import PlaceFormat
+from ..bits.places import PlaceFormat
 from .format_rows import FormatRows
 from .sample import Sample, WindowSums, add_up, in_parts
 from .watched_optimizer import largest_of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..places import PlaceFormat
+from ..bits.places import PlaceFormat
 
 # The bits of a float32: a sign, 8 of exponent, 23 of mantissa.
 MAGNITUDE_BITS = 0x7FFFFFFF

@@ -21,9 +21,9 @@ import math
 
 import torch
 
-from .bits import formats
-from .bits.formats import power_of_two_scale
-from .fp8 import E4M3, LARGEST_FLOAT8
+from ..bits import formats
+from ..bits.formats import power_of_two_scale
+from ..fp8 import E4M3, LARGEST_FLOAT8
 
 DTYPES = {
     "fp32": torch.float32,

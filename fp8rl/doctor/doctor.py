@@ -35,8 +35,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..notation import OPERANDS, PLACES, STATE, TOLERATES, check_tolerance
-from ..places import PlaceFormat, places_of
+from ..bits.notation import OPERANDS, PLACES, STATE, TOLERATES, check_tolerance
+from ..bits.places import PlaceFormat, places_of
 from .averages import Average
 from .findings import (
     ActingLook,
@@ -46,8 +46,8 @@ from .findings import (
     judge_acting,
     with_cures,
 )
-from .looks import LENGTH as LOOK_LENGTH
-from .looks import Operands, with_same_random_numbers
+from .low_bit_gradients import LENGTH as LOOK_LENGTH
+from .low_bit_gradients import Operands, with_same_random_numbers
 from .pooled_optimizers import PooledOptimizers
 from .sample import tensor_names
 from .watched_optimizer import WatchedOptimizer

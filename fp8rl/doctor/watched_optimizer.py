@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..notation import STATE
-from ..places import SLACK, PlaceFormat
+from ..bits.notation import STATE
+from ..bits.places import SLACK, PlaceFormat
 from .format_rows import FormatRows, MomentBounds
-from .looks import Looks
+from .low_bit_gradients import Looks
 from .sample import Sample, WindowSums, tensor_names
 
 WEIGHTS, M, V, ROOT = range(4)  # indices into STATE

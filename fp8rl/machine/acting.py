@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from torch import nn
 
 from ..env import TensorEnv
-from ..fast_forward import FastActorCritic, acts_without_calls
 from ..fp8 import E4M3, E5M2, Float8Linear
-from ..hardware import load_kernels
-from ..matmul_rounding import TO, Matmuls, Rounding, roundings_of, stored
 from ..rollout import unroll
+from .hardware import load_kernels
+from .matmul_rounding import TO, Matmuls, Rounding, roundings_of, stored
+from .reused_forward import FastActorCritic, acts_without_calls
 
 
 def acting_loop(env: TensorEnv, model: nn.Module, acting: Callable) -> Callable:

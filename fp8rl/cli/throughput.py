@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
-from .. import processes
 from ..build import HERE, Machine, build, build_population
 from ..config import Config
-from ..gpu.cuda_graphs import WARMUP, Graphed, has_graphs
-from ..hardware import hardware, is_emulated
+from ..machine import processes
+from ..machine.cuda_graphs import WARMUP, Graphed, has_graphs
+from ..machine.hardware import hardware, is_emulated
+from ..machine.plan import reuses_forward
 from ..precision import PRECISIONS, Precision, available_precisions
-from ..requirements import reuses_forward
 from ..train import iterate
 
 

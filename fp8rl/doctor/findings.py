@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..notation import OPERANDS, STATE, split_entry
-from ..places import PlaceFormat
+from ..bits.notation import OPERANDS, STATE, split_entry
+from ..bits.places import PlaceFormat
 from .sample import (
     Sample,
     WindowSums,

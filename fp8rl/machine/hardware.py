@@ -16,8 +16,8 @@ import psutil
 import torch
 from torch import nn
 
-from . import fp8
-from .precision import PRECISIONS, Precision
+from .. import fp8
+from ..precision import PRECISIONS, Precision
 
 
 def arithmetic(device: torch.device | str) -> str:
@@ -80,7 +80,7 @@ def load_kernels(device: torch.device | str) -> bool:
         or not find_spec("triton")
     ):
         return False
-    from .gpu.triton_kernels import install_kernels  # Triton takes long to import
+    from .triton_kernels import install_kernels  # Triton takes long to import
 
     return install_kernels(device)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .doctor.findings import KEPT, amount
+from .findings import KEPT, amount
 from .mismatch_symptoms import (
     FEW_SEQUENCES,
     FEW_TOKENS,
@@ -204,6 +204,7 @@ def mismatch(
 ) -> MismatchReport:
     """Compares the learner's and the actor's log-probabilities of sampled tokens.
 
+        >>> import torch
         >>> actor_logp = -torch.rand(64, 100)
         >>> report = mismatch(actor_logp.bfloat16(), actor_logp)
         >>> report.verdict

@@ -3,7 +3,7 @@
 Products of two 16-bit or 8-bit numbers are exact in float32. So a float32 matmul of rounded
 operands gives what autocast and FP8 compute, but for how products are summed: in which order and,
 on tensor cores, in how many bits (docs/precisions.md). Populations (population/) and the kernel
-that acts (gpu/acting_kernel.py) compute in this way.
+that acts (machine/acting_kernel.py) compute in this way.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from . import fp8
-from .bits.places import PlaceFormat, places_of
-from .config import Config
-from .precision import PRECISIONS, REMEDY
+from .. import fp8
+from ..bits.places import PlaceFormat, places_of
+from ..config import Config
+from ..precision import PRECISIONS, REMEDY
 
 FP8 = places_of("forward=e4m3 backward=e5m2")
 

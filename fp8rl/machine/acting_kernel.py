@@ -33,8 +33,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .. import fp8
 from ..distribution import Gaussian
 from ..env import TensorEnv
-from ..matmul_rounding import TO
 from ..rollout import unroll
+from .matmul_rounding import TO
 from .triton_quantize import scale_of
 
 WIDTHS = 16, 32, 64, 128  # units in a layer

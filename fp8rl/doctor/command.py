@@ -11,10 +11,11 @@ It works with any PyTorch script, unchanged:
 for each place that could be kept in few bits, at which factor of the learning rate the script would
 then learn. `keep` runs the same training with a place really kept in few bits. `twin` trains in
 float32, at a learning rate that is multiplied by the factor that `watch` has measured. So one can
-predict what few bits do, and then see it. doctor_of_scripts.py has the hooks that do so.
+predict what few bits do, and then see it. watch.py, keep.py and twin.py have the
+hooks that do so.
 
 `mismatch` reads a learner's and an actor's log-probabilities of the same tokens and says whether
-they differ by rounding or by a bug (bits/acting_mismatch.py).
+they differ by rounding or by a bug (doctor/mismatch.py).
 
 A module is run with `-m`, as in `watch -m package.train`. The script runs as Python would run it
 (run_script.py). Everything in the command is checked before it starts, without torch and NumPy, so
@@ -38,16 +39,9 @@ import signal
 import sys
 from pathlib import Path
 
-from .bits.notation import (
-    OPERANDS,
-    STATE,
-    TOLERATES,
-    bits_of,
-    check_tolerance,
-    read_entries,
-)
-from .command_help import name_missing_package, nearest
-from .doctor_report import NO_STEP, ReportFile, read_report, report_as_json, require_rates
+from ..bits.notation import OPERANDS, STATE, TOLERATES, bits_of, check_tolerance, read_entries
+from ..command_help import name_missing_package, nearest
+from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
 
 
@@ -55,7 +49,7 @@ class Attached:
     """A context in which hooks are attached to torch's optimizers, as soon as the script has
     imported torch.
 
-    `kind`       Watch, Keep or Twin of doctor_of_scripts.py
+    `kind`       Watch, Keep or Twin, each in the file of its name
     `arguments`  arguments of its constructor
 
     `hooks` is None as long as the script has not imported torch.
@@ -87,11 +81,11 @@ class Attached:
         if not self.is_here:
             return
         try:
-            from . import doctor_of_scripts
+            module = importlib.import_module(f".{self.kind.lower()}", __package__)
         except ImportError as error:
             name_missing_package("fp8rl.doctor", error)
             raise
-        self.hooks = getattr(doctor_of_scripts, self.kind)(*self.arguments)
+        self.hooks = getattr(module, self.kind)(*self.arguments)
         self.context.enter_context(self.hooks.installed())
 
 
@@ -322,8 +316,8 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
     # Ctrl-C during the imports ends the program without a traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        from .bits.acting_mismatch import mismatch
-        from .bits.dump_file import read_dump
+        from .dump_file import read_dump
+        from .mismatch import mismatch
     except ImportError as error:
         name_missing_package("fp8rl.doctor", error)
         raise

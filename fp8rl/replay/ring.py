@@ -18,10 +18,10 @@ import math
 
 import torch
 
-from . import rng
-from .env import STATE_BOUNDS
+from .. import rng
+from ..env import STATE_BOUNDS
+from ..rollout import DUMMY, Rollout
 from .observation_codec import Codec, type_of_codes
-from .rollout import DUMMY, Rollout
 
 NAMES = ("obs", "action", "reward", "flags", "behavior_logp")  # fields that every ring has
 

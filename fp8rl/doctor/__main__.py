@@ -1,4 +1,4 @@
-"""`python -m fp8rl.doctor`: will few bits do in this training? See doctor_command.py.
+"""`python -m fp8rl.doctor`: will few bits do in this training? See command.py.
 
 This file must be readable for older versions of Python, so that they can say what is needed. Its
 page is printed before anything is imported that takes long, or that may be missing.
@@ -7,7 +7,7 @@ page is printed before anything is imported that takes long, or that may be miss
 import signal
 import sys
 
-from .command_help import require_python
+from ..command_help import require_python
 
 PAGE = """\
 fp8rl.doctor answers whether few bits will do in a training of yours, for any
@@ -39,7 +39,7 @@ if __name__ == "__main__":
         sys.exit(0)
 
 if __name__ == "__main__":
-    from .doctor_command import main
+    from .command import main
 
     signal.signal(signal.SIGINT, on_interrupt)  # the script's, as if it ran by itself
     main()

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..places import PlaceFormat
+from ..bits.places import PlaceFormat
 from .sample import WindowSums
 
 # torch's functions that multiply two operands, and the index of the first operand in their

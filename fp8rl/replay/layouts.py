@@ -43,10 +43,10 @@ from typing import NamedTuple
 import torch
 
 from ..env import STATE_BOUNDS
-from ..hardware import require_room
-from ..observation_codec import Codec, type_of_codes
-from ..replay import bytes_of_row, fields_of_row
+from ..machine.hardware import require_room
 from ..rollout import Rollout
+from .observation_codec import Codec, type_of_codes
+from .ring import bytes_of_row, fields_of_row
 
 LARGEST = torch.finfo(torch.float32).max
 

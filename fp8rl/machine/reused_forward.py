@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from .bits.low_bit_adam import Hook
-from .fp8 import Float8Linear
-from .model import ActorCritic
-from .normalization import Normalized, NormalizedRecurrent
-from .precision import Precision
-from .recurrent import RecurrentActorCritic
-from .rollout import Rollout, unroll
-from .train import forward_pass
+from ..bits.low_bit_adam import Hook
+from ..fp8 import Float8Linear
+from ..model import ActorCritic
+from ..normalization import Normalized, NormalizedRecurrent
+from ..precision import Precision
+from ..recurrent import RecurrentActorCritic
+from ..rollout import Rollout, unroll
+from ..train import forward_pass
 
 MANY = 2**16  # from so many numbers in a hidden layer on, both heads are computed as one layer
 

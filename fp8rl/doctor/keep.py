@@ -1,0 +1,187 @@
+"""`python -m fp8rl.doctor keep`: trains a script with places really kept in few bits."""
+
+import contextlib
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..bits.notation import OPERANDS, STATE
+from ..bits.places import NO_NOISE, places_of
+from . import (
+    Operands,
+)
+from .hooks import Change, parameters_of, refuses, seeded_generator
+from .report_file import NO_STEP
+from .run_script import Refusal
+
+
+class Keep(Change):
+    """Keeps places of a script's training in few bits.
+
+    Weights are rounded before the first step and after every step. Adam's moments are rounded in
+    its step, which is then taken from the rounded moments. Operands are rounded in the script's
+    matmuls.
+    """
+
+    def __init__(self, formats: str):
+        super().__init__()
+        self.places = places_of(formats, (*STATE, *OPERANDS))
+        self.generator = seeded_generator()
+        self.moments_kept = False
+        operands = {name: self.places[name] for name in OPERANDS if name in self.places}
+        self.operands = Operands(**operands) if operands else None
+
+    @refuses
+    def begin(self, number: int) -> None:
+        self.round_weights(number)
+
+    @refuses
+    def before(self, number: int) -> None:
+        pass
+
+    @refuses
+    def after(self, number: int) -> None:
+        self.round_weights(number)
+
+    @refuses
+    def after_wrapper(self, number: int) -> None:
+        self.round_weights(number)
+
+    @torch.no_grad()
+    def round_weights(self, number: int) -> None:
+        if "weights" not in self.places:
+            return
+        for p in parameters_of(self.optimizers[number]):
+            row = p.detach().reshape(1, -1)
+            rounded = self.places.weights(row.float(), [row.numel()], self.noise(row))
+            p.copy_(rounded.view_as(p))
+
+    def noise(self, row: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Noise for the places that are rounded stochastically."""
+        if not self.places.noisy:
+            return NO_NOISE
+        shape = (len(self.places.noisy), *row.shape)
+        # Whatever the script has set as default type and device
+        options = {"generator": self.generator, "dtype": torch.float32, "device": "cpu"}
+        drawn = torch.rand(shape, **options).to(row.device)
+        return dict(zip(self.places.noisy, drawn, strict=True))
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().installed())
+            if self.operands:
+                stack.enter_context(in_all_threads(self.operands))
+            if {"m", "v", "root"} & self.places.keys():
+                module = importlib.import_module("torch.optim.adam")
+                stack.callback(setattr, module, "adam", module.adam)
+                module.adam = self.adam
+            yield
+
+    @refuses
+    @torch.no_grad()
+    def adam(
+        self,
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs,
+        state_steps,
+        *,
+        amsgrad,
+        beta1,
+        beta2,
+        lr,
+        weight_decay,
+        eps,
+        maximize,
+        grad_scale=None,
+        found_inf=None,
+        decoupled_weight_decay=False,
+        **options,
+    ) -> None:
+        """In place of torch.optim.adam.adam: keeps the moments in few bits, and takes its step from
+        them.
+
+        The equations are those of Kingma and Ba 2015 and, where weight decay is decoupled,
+        Loshchilov and Hutter 2019.
+        """
+        if amsgrad or options.get("has_complex"):
+            raise Refusal(
+                "keep can round moments only of Adam without amsgrad, with real parameters: "
+                "leave out m, v and root"
+            )
+        if found_inf is not None and found_inf.item():
+            return
+        self.moments_kept = True
+        tensors = zip(params, grads, exp_avgs, exp_avg_sqs, state_steps, strict=True)
+        for p, g, m, v, step in tensors:
+            step += 1
+            count = float(step)
+            if grad_scale is not None:
+                g = g / grad_scale
+            if maximize:
+                g = -g
+            if weight_decay and decoupled_weight_decay:
+                p.mul_(1 - lr * weight_decay)
+            elif weight_decay:
+                g = g + weight_decay * p
+            bias_correction1 = 1 - beta1**count
+            root_correction2 = (1 - beta2**count) ** 0.5
+            m_new = (beta1 * m + (1 - beta1) * g).reshape(1, -1).float()
+            v_new = (beta2 * v + (1 - beta2) * g * g).reshape(1, -1).float()
+            (_, m_kept), (_, v_kept) = self.places.moments(
+                m_new,
+                v_new,
+                [p.numel()],
+                self.noise(m_new),
+                bias_correction1 / root_correction2,
+            )
+            m.copy_(m_kept.view_as(m))
+            v.copy_(v_kept.view_as(v))
+            p.sub_(lr / bias_correction1 * m / (v.sqrt() / root_correction2 + eps))
+
+    def complaint(self) -> str:
+        """Says which place could not be kept in few bits; an empty string if all were kept."""
+        moments = [name for name in ("m", "v", "root") if name in self.places]
+        if not self.optimizers:
+            return f"{NO_STEP}: nothing was changed"
+        if self.operands and not self.operands.seen:
+            place = next(name for name in OPERANDS if name in self.places)
+            return f"{place} was not kept: the script has no matmul that can be rounded"
+        if moments and not self.moments_kept:
+            names = ", ".join(self.name_of(i) for i in range(len(self.optimizers)))
+            return f"{moments[0]} was not kept: only Adam and AdamW have it, and there is {names}"
+        return ""
+
+
+@contextlib.contextmanager
+def in_all_threads(mode: TorchFunctionMode) -> Iterator[None]:
+    """A context of torch in this thread, and in every thread that starts from now on.
+
+    By itself, such a context is one of a single thread, and a script may train in another.
+    """
+    start = threading.Thread.start
+
+    def run_within(run: Callable[[], None]) -> None:
+        with mode:
+            run()
+
+    def start_within(thread: threading.Thread) -> None:
+        thread.run = functools.partial(run_within, thread.run)
+        start(thread)
+
+    thread_of_mode = threading.get_ident()
+    mode.__enter__()
+    threading.Thread.start = start_within
+    try:
+        yield
+    finally:
+        threading.Thread.start = start
+        if threading.get_ident() == thread_of_mode:  # the thread that imported torch
+            mode.__exit__(None, None, None)

@@ -1,1 +1,0 @@
-"""Faster training on a GPU: CUDA graphs and Triton kernels."""
