@@ -46,8 +46,10 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
     try:
         # Straight to the file, because memory may have no room for a second copy of the ring.
         write_whole(Path(path), functools.partial(torch.save, content))
-    except (OSError, RuntimeError) as error:  # torch's own, when it has written only a part
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    except (OSError, RuntimeError) as error:
+        # torch raises RuntimeError while it handles the OSError of a disk that is full.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
         remedy = "make room or choose another folder"
         raise OSError(f"checkpoint {path} cannot be written ({reason}): {remedy}") from error
 

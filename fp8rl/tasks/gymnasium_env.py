@@ -104,7 +104,8 @@ def interface_of(env_id: str) -> Interface:
     try:
         env = gymnasium.make(env_id)
     except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"env_id is {env_id!r}: {one_line(error)}") from error
+        what = f"which Gymnasium cannot make: {one_line(error)}"
+        raise ValueError(f"env_id is {env_id!r}, {what}") from error
     env.close()
     observations = env.observation_space
     if flattens(observations):
