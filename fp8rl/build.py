@@ -201,9 +201,7 @@ def make_ring(config: Config, machine: Machine, env) -> ReplayBuffer:
     proximal = clips_by_learner(config)
     settings = (rows, env.num_envs, env.bounds, config.codec)
     if machine.memmap:
-        ring = MappedRing(machine.memmap, *settings, action_size, proximal)
-        ring.require_actions(env.num_actions)
-        return ring
+        return MappedRing(machine.memmap, *settings, action_size, proximal)
     low, _ = env.bounds
     device = machine.on("store")
     needed = ring_bytes(rows, env.num_envs, len(low), config.codec, action_size, proximal)

@@ -480,8 +480,8 @@ class Run:
         """Restores the `state_dict` of a run with the same config. This run must not have started.
 
         On a CPU it then continues bit for bit. If the state is without the ring's rows, it
-        continues with an empty ring. The state is not checked here; disk/restore.py checks a state
-        that comes from a file.
+        continues with an empty ring. disk/restore.py says in one line if a checkpoint's state does
+        not fit.
         """
         self.recorded.load_state_dict(state["history"])
         self.iterations_run += len(self.recorded)

@@ -229,7 +229,7 @@ def watch_into(said: Path, script: Path) -> None:
     doctor.main(["watch", str(script)])
 
 
-@pytest.mark.xdist_group("forked")  # test_hostile.py says why
+@pytest.mark.xdist_group("forked")  # test_run_folder.py says why
 def test_a_fork_of_the_script_does_not_report(tmp_path):
     (tmp_path / "script.py").write_text(FORKS)
     process = forked(watch_into, tmp_path / "said", tmp_path / "script.py")

@@ -1,6 +1,5 @@
 import math
 import os
-import sys
 import warnings
 
 import gymnasium
@@ -27,34 +26,24 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*registered without a time limi
 
 class Counter(gymnasium.Env):
     """Counts its steps; ends at the seventh. `see`: what it makes of its observations. `sixth`:
-    what it makes of the results of its sixth step, unless it is healthy. `quits`: where it calls
-    sys.exit(0)."""
+    what it makes of the results of its sixth step, unless it is healthy."""
 
-    observation_space, action_space = Box(-np.inf, np.inf, (2,), np.float64), Discrete(3, start=5)
-    see, sixth, quits, healthy = (
-        staticmethod(lambda obs: obs),
-        staticmethod(lambda *results: results),
-        None,
-        False,
-    )
+    observation_space = Box(-np.inf, np.inf, (2,), np.float64)
+    action_space = Discrete(3, start=5)
+    see = staticmethod(lambda obs: obs)
+    sixth = staticmethod(lambda *results: results)
+    healthy = False
 
     def __init__(self, **changes):
         vars(self).update(changes)
-        self.begin("init")
-
-    def begin(self, what):
-        if self.quits == what:
-            sys.exit(0)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.begin("reset")
         self.count = 0
         return self.see(np.zeros(2)), {}
 
     def step(self, action):
         assert self.action_space.contains(action)
-        self.begin("step")
         self.count += 1
         results = (
             self.see(np.array([self.count, action], np.float64)),
@@ -71,22 +60,11 @@ def raises(*results):
 
 
 def dies(*results):
-    sys.exit(1)  # of the process that it runs in
+    os._exit(1)  # of the process that it runs in
 
 
 def interrupts(*results):
     raise KeyboardInterrupt
-
-
-class Scarce(Counter):
-    """Of which there can be but two at a time, one of them to ask for its spaces."""
-
-    made = 0
-
-    def __init__(self):
-        type(self).made += 1
-        if self.made > 2:
-            raise OSError("no licence left")
 
 
 class OldSeeds(Counter):
@@ -108,116 +86,38 @@ class Wide(Counter):
         return np.array([1, *action], dtype=np.float32), 0.0, False, False, {}
 
 
-class QuitsElsewhere(Counter):
-    """When it is made, but not in this process."""
-
-    here = os.getpid()
-
-    def __init__(self):
-        super().__init__(quits="" if os.getpid() == self.here else "init")
-
-
 def register(name: str, env=Counter, kwargs=None, **options) -> None:
     gymnasium.register(
         f"fp8rl-tests/{name}-v0", env, disable_env_checker=True, kwargs=kwargs or {}, **options
     )
 
 
-# Environments of other kinds, and why they are refused; failing ones, and what is said of them.
-KINDS = {
-    "Many": (
-        {"action_space": Discrete(257)},
-        r"whose actions are Discrete\(257\): choose one with 2 to 256 actions",
-    ),
-    "Single": (
-        {"action_space": Discrete(1)},
-        r"whose actions are Discrete\(1\): choose one with 2 to 256 actions",
-    ),
-    "Blind": (
-        {"observation_space": Box(0, 1, (0,))},
-        r"whose observations are Box\[0\], without features: choose another",
-    ),
-    "Unbounded": (
-        {"action_space": Box(-np.inf, np.inf, (2,))},
-        r"whose actions are Box\[2\] of float32 without a finite high - low: register it wrapped .* with finite bounds",
-    ),
-    "Huge": (
-        {"action_space": Box(-3e38, 3e38, (2,))},
-        r"whose actions are Box\[2\] of float32 without a finite high - low: reg",
-    ),
-    "Grid": (
-        {"action_space": Box(-1, 1, (2, 3))},
-        r"whose actions are Box\[2, 3\] of float32: register it wrapped .* a flat Box",
-    ),
-    "Whole": (
-        {"action_space": Box(-1, 1, (2,), np.int64)},
-        r"whose actions are Box\[2\] of int64: .*, with a flat Box of floats",
-    ),
-    "Several": (
-        {"action_space": MultiDiscrete([2, 3])},
-        r"whose actions are MultiDiscrete\(\[2 3\]\): .*, with a Discrete or",
-    ),
-    "Listed": (
-        {"observation_space": Sequence(Discrete(8))},
-        r"whose observations are Sequence\[\], not a flat Box: .*TransformObservation, with a flat Box",
-    ),
-    "Picture": (
-        {"observation_space": Box(0, 255, (8, 8), np.uint8)},
-        r"whose observations are Box\[8, 8\], not a flat Box: .*FlattenObservation",
-    ),
-    "Empty": (
-        {"observation_space": Tuple([])},
-        r"whose observations are Tuple\[\], not a flat Box",
-    ),
-    "Huge-digit": (
-        {"observation_space": Discrete(10**9)},
-        r"whose observations are Discrete\[\], not a flat Box",
-    ),
-    "Own": (
-        {"observation_space": gymnasium.Space()},
-        r"whose observations are Space\[\], not a flat Box",
-    ),
+# Environments that are refused, by what the agent cannot learn from.
+REFUSED = {
+    "Nothing": None,  # not registered
+    "Many": {"action_space": Discrete(257)},
+    "Single": {"action_space": Discrete(1)},
+    "Unbounded": {"action_space": Box(-np.inf, np.inf, (2,))},
+    "Huge": {"action_space": Box(-3e38, 3e38, (2,))},  # high - low is infinite
+    "Grid": {"action_space": Box(-1, 1, (2, 3))},
+    "Whole": {"action_space": Box(-1, 1, (2,), np.int64)},
+    "Several": {"action_space": MultiDiscrete([2, 3])},
+    "Blind": {"observation_space": Box(0, 1, (0,))},
+    "Listed": {"observation_space": Sequence(Discrete(8))},
+    "Picture": {"observation_space": Box(0, 255, (8, 8), np.uint8)},
 }
-OLD = "its step returns 4 values as in old gym, not obs, reward, terminated, truncated, info"
+# Environments that fail after they were made.
 FAILING = {
-    "Raises": ({"sixth": raises}, "ZeroDivisionError: the pole is not defined"),
-    "Dies": ({"sixth": dies}, "SystemExit: 1|one of its processes died"),
-    "Old": (
-        {"sixth": lambda obs, reward, terminated, _, info: (obs, reward, terminated, info)},
-        OLD,
-    ),
-    "Quits-init": ({"quits": "init"}, "SystemExit: 0"),
-    "Quits-reset": ({"quits": "reset"}, "SystemExit: 0|one of its processes died"),
-    "Quits-step": ({"quits": "step"}, "SystemExit: 0|one of its processes died"),
-    "Odd-short": (
-        {"see": lambda obs: obs[:1]},
-        r"ValueError: obs is float64\[1\], not float64\[2\]",
-    ),
-    "Odd-row": (
-        {"see": lambda obs: obs[None]},
-        r"ValueError: obs is float64\[1, 2\], not float64\[2\]",
-    ),
-    "Odd-object": (
-        {"see": lambda obs: obs.astype(object)},
-        r"ValueError: obs is object\[2\], not float64\[2\]",
-    ),
-    "Odd-words": (
-        {"see": lambda obs: obs.astype(str)},
-        r"ValueError: obs is <U32\[2\], not float64\[2\]",
-    ),
-    "Odd-digit": (
-        {"see": lambda obs: -1, "observation_space": Discrete(8)},
-        r"ValueError: obs is -1, which is not in Discrete\(8\)",
-    ),
-    "Odd-ragged": (
-        {"see": lambda obs: [obs, 0]},
-        "ValueError: setting an array element with a sequence.*",
-    ),
+    "Raises": {"sixth": raises},
+    "Short": {"see": lambda obs: obs[:1]},
+    "Old": {"sixth": lambda obs, reward, terminated, _, info: (obs, reward, terminated, info)},
 }
-for env in (Counter, Scarce, OldSeeds, Wide, QuitsElsewhere):
+for env in (Counter, OldSeeds, Wide):
     register(env.__name__, env)
-for name, (kwargs, _) in {**KINDS, **FAILING}.items():
-    register(name, kwargs=kwargs)
+for name, kwargs in {**REFUSED, **FAILING}.items():
+    if kwargs is not None:
+        register(name, kwargs=kwargs)
+register("Dies", kwargs={"sixth": dies})
 register("Limited", max_episode_steps=7)
 register("Poisoned", kwargs={"sixth": lambda obs, *rest: (obs * np.nan, *rest)})
 register("Interrupted", kwargs={"sixth": interrupts})
@@ -251,26 +151,22 @@ def test_a_name_that_is_registered_again_has_another_interface():
         assert interface_of("fp8rl-tests/Again-v0").num_actions == expected
 
 
-def test_what_cannot_be_stepped_is_refused():
-    unknown = dict.fromkeys(
-        ("Nothing-v0", "no_such_package:Nothing-v0"), "which Gymnasium cannot make"
-    )
-    for env_id, reason in {
-        **unknown,
-        **{f"fp8rl-tests/{name}-v0": why for name, (_, why) in KINDS.items()},
-    }.items():
-        refused(f"env_id is '{env_id}',? {reason}", build, small(env_id=env_id))
-    counter = "fp8rl-tests/Counter-v0"
-    bounds = r"codec is 'int8' and feature 0 has bounds \[-inf, inf\]: use finite"
-    refused(bounds, build, small(env_id=counter, codec="int8"))
-    for name in ("threads", "vector_entry_point"):
-        refused(
-            f"vectorization is '{name}': choose from sync, async$",
-            GymEnv,
-            counter,
-            2,
-            vectorization=name,
-        )
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_learned_from_is_refused(name):
+    env_id = f"fp8rl-tests/{name}-v0"
+    refused(f"env_id is '{env_id}'", build, small(env_id=env_id))
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("env_id", lambda: interface_of("no_such_package:Nothing-v0")),
+        ("codec", lambda: build(small(env_id="fp8rl-tests/Counter-v0", codec="int8"))),
+        ("vectorization", lambda: GymEnv("CartPole-v1", 2, vectorization="threads")),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(field, call):
+    refused(f"{field} is ", call)
 
 
 def test_steps_are_gymnasium_s_own():
@@ -398,21 +294,16 @@ def test_learns_to_hold_the_pole():
     assert run.history.final_return >= 150  # actions at random hold it for 22 steps
 
 
-@pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_an_environment_that_fails_is_one_line(vectorization):
-    ending = "fix it, and resume if there is a checkpoint$"
-    for name, (_, what) in FAILING.items():
-        if vectorization == "sync" or not name.startswith("Odd"):
-            message = f"environment fp8rl-tests/{name}-v0 failed .({what}).: {ending}"
-            refused(message, stepped, name, vectorization, error=EnvironmentFailed)
-    if vectorization == "async":
-        message = (
-            "environment fp8rl-tests/QuitsElsewhere-v0 failed .one of its processes died.: fix"
-        )
-        refused(message, stepped, "QuitsElsewhere", vectorization, error=EnvironmentFailed)
-    else:
-        message = r"environment fp8rl-tests/Scarce-v0 failed \(OSError: no licence left\): fix it"
-        refused(message, stepped, "Scarce", num_envs=3, error=EnvironmentFailed)
+@pytest.mark.parametrize("name", FAILING)
+def test_an_environment_that_fails_is_one_line(name):
+    message = f"environment fp8rl-tests/{name}-v0 failed"
+    refused(message, stepped, name, error=EnvironmentFailed)
+
+
+@pytest.mark.parametrize("name", ["Raises", "Dies"])
+def test_an_environment_that_fails_in_its_process_is_one_line(name):
+    message = f"environment fp8rl-tests/{name}-v0 failed"
+    refused(message, stepped, name, "async", error=EnvironmentFailed)
 
 
 def test_a_lost_process_does_not_hang_and_an_interrupt_passes_through():
@@ -456,9 +347,7 @@ def test_an_environment_without_a_time_limit_is_told_once():
         GymEnv("fp8rl-tests/Limited-v0", 2)
 
 
-FAILURES = {name: f"environment fp8rl-tests/{name}-v0 failed" for name in ("Raises", "Dies")} | {
-    "Poisoned": "obs from"
-}
+FAILURES = {"Raises": "environment fp8rl-tests/Raises-v0 failed", "Poisoned": "obs from"}
 
 
 @pytest.mark.parametrize("name", FAILURES)

@@ -9,9 +9,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from helpers import PATIENCE, SIZED, refusal, refused, run_cli, small
 
@@ -165,9 +167,6 @@ def test_a_file_that_is_not_of_the_batch_is_refused_in_one_line(tmp_path):
     refused(message, file.built, alone=False)
     file.path.write_bytes(b"damaged")
     refused(rf"{file.path.name} cannot be continued \(.* cannot be read", file.built, alone=False)
-    file.path.unlink()
-    os.mkfifo(file.path)  # which is not waited for
-    refused(".* is no file", file.built, alone=False, error=FileNotFoundError)
 
 
 # Studies
@@ -233,6 +232,63 @@ def test_a_study_that_is_stopped_goes_on_to_the_same_results(
     run_cli(*LONG, "--out", out)
     assert results(out) == results(whole) and not list(out.glob("batch-*"))
     assert "100%" in capsys.readouterr().err
+
+
+# The shorter runs end long before the longer ones.
+UNEVEN = ["study", "--precisions", "fp32", "bf16", "--seeds", "1", "--steps", "512", "20480"]
+UNEVEN += [*SIZED, "--eval-episodes", "2"]
+
+
+def start_and_wait_for_a_run(out: Path) -> subprocess.Popen:
+    """A study in a process of its own, one of whose runs has finished."""
+    words = [sys.executable, "-m", "fp8rl", *UNEVEN, "--out", str(out)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    journal = out / "runs.jsonl"
+    while not (journal.exists() and journal.read_text().endswith("\n")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    return process
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether a process is dead; one that nobody asks for stays as a zombie."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_study_that_is_killed_leaves_no_process_and_goes_on(tmp_path, capsys, one_process):
+    out = tmp_path / "a"
+    process = start_and_wait_for_a_run(out)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    assert len(children) >= 2
+    for _ in range(100 * PATIENCE):
+        if all(map(is_gone, children)):
+            break
+        time.sleep(0.01)
+    assert all(map(is_gone, children))
+    before = (out / "runs.jsonl").read_text()
+    run_cli(*UNEVEN, "--out", out)
+    after_it = (out / "runs.jsonl").read_text()
+    assert after_it.startswith(before[: before.rfind("\n") + 1])
+    assert len(after_it.splitlines()) == 4 and "| bf16, steps 20480 |" in capsys.readouterr().out
+
+
+def test_a_study_whose_worker_is_killed_says_so_in_one_line(tmp_path):
+    process = start_and_wait_for_a_run(tmp_path / "a")
+    workers = [
+        worker
+        for child in psutil.Process(process.pid).children()
+        if "forkserver" in " ".join(child.cmdline())
+        for worker in child.children()
+    ]
+    workers[0].kill()
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2 and err.splitlines()[-1].startswith("fp8rl: a process of the")
+    assert "Traceback" not in err and "leaked" not in err
 
 
 def batches_of(out: Path) -> list[list[Config]]:

@@ -6,16 +6,13 @@ A checkpoint is a dict with the keys
     config   the fields of the run's config; for a population, a list of the agents' fields
     run      the state, from `Run.state_dict`
 
-torch writes it as an uncompressed zip archive. But when torch reads it, it does not notice a
-flipped bit in a tensor, and returns uninitialized memory for an entry that is marked as a folder.
-So checksums and marks are checked first. torch's `weights_only` reader makes plain data only.
-disk/restore.py puts the state into a run.
+torch writes it, and torch's `weights_only` reader makes plain data only. disk/restore.py puts the
+state into a run.
 """
 
 import dataclasses
 import functools
 import sys
-import zipfile
 from pathlib import Path
 
 import torch
@@ -26,7 +23,6 @@ from ..machine import processes
 from ..model import ActorCritic
 from ..normalization import NETWORKS
 from ..train import Run
-from .restore import check_history
 from .safe_files import write_whole
 
 FORMAT = "fp8rl-10"
@@ -49,10 +45,11 @@ def save(path: str | Path, run: Run, ring: bool = True) -> None:
     content = {"format": FORMAT, "config": fields, "run": state}
     try:
         # Straight to the file, because memory may have no room for a second copy of the ring.
-        write = functools.partial(torch.save, content)
-        write_whole(Path(path), write, check=functools.partial(_read, mmap=True))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+        write_whole(Path(path), functools.partial(torch.save, content))
+    except (OSError, RuntimeError) as error:
+        # torch raises RuntimeError while it handles the OSError of a disk that is full.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
         remedy = "make room or choose another folder"
         raise OSError(f"checkpoint {path} cannot be written ({reason}): {remedy}") from error
 
@@ -80,7 +77,7 @@ def load(path: str | Path, trust: bool = False, **changes) -> tuple[ActorCritic,
         distribution = Gaussian if "spread" in weights else Categorical
         model = NETWORKS[config.encoder, "seen" in weights](*sizes, distribution=distribution)
         model.load_state_dict(weights)
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (LookupError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"checkpoint {path} does not fit this version's network: train again"
         ) from error
@@ -93,26 +90,20 @@ def resume(path: str | Path, trust: bool = False, **changes) -> tuple[Config | l
     The arguments and errors are those of `load`.
     """
     path = Path(path)
-    if not path.is_file():
-        # A pipe is not read, because that would wait for its writer.
-        what = "is no file" if path.exists() else "does not exist"
-        raise FileNotFoundError(f"checkpoint {path} {what}: choose the folder of a run")
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint {path} does not exist: choose the folder of a run")
     content = _read(path)
     try:
         found, state = content["config"], content["run"]
-        configs = [
-            Config.of_file({**each, **changes})
-            for each in (found if isinstance(found, list) else [found])
-        ]
-        check_history(state["history"], len(configs) if isinstance(found, list) else None)
-        env_id = configs[0].env_id
+        fields = found if isinstance(found, list) else [found]
+        configs = [Config.of_file({**each, **changes}) for each in fields]
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
-    except (LookupError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(
             f"checkpoint {path} does not fit this version's config: train again"
         ) from error
-    require_trust(f"checkpoint {path}", env_id, trust)
+    require_trust(f"checkpoint {path}", configs[0].env_id, trust)
     return configs if isinstance(found, list) else configs[0], state
 
 
@@ -128,29 +119,17 @@ def require_trust(what: str | Path, env_id: str | None, trust: bool) -> None:
         )
 
 
-def _read(path: Path, mmap: bool = False) -> dict:
+def _read(path: Path) -> dict:
     try:
-        with zipfile.ZipFile(path) as archive:
-            stored = all(
-                entry.compress_type == zipfile.ZIP_STORED and not entry.external_attr
-                for entry in archive.infolist()
-            )
-            if not stored or archive.testzip() is not None:
-                raise ValueError("not as torch writes it, or a checksum is wrong")
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        if not _plain(content):
-            raise ValueError("a tensor is not contiguous, or wants a gradient")
-    except (
-        Exception
-    ) as error:  # zipfile and torch raise a dozen unrelated types for unreadable bytes
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many unrelated types for a file that it cannot read
         raise ValueError(
             f"checkpoint {path} cannot be read: it is damaged or not made by fp8rl"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(
-            f"checkpoint {path} is not of format {FORMAT}: "
-            "it was made by another program or version, train again"
-        )
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        what = f"is of format {found!r}, and this version of fp8rl reads {FORMAT!r}"
+        raise ValueError(f"checkpoint {path} {what}: use the version that wrote it, or train again")
     return content
 
 
@@ -166,23 +145,3 @@ def _unpacked(optimizer: dict) -> dict[str, torch.Tensor]:
         for state in states
     ]
     return dict(zip(group["param_names"], weights, strict=True))
-
-
-def _plain(content) -> bool:
-    """Whether all tensors in nested containers are plain tensors on the CPU.
-
-    They must be contiguous, because a forged stride can make a few bytes look like terabytes. They
-    must not require a gradient, because such a tensor cannot be read as numbers.
-    """
-    if isinstance(content, torch.Tensor):
-        return (
-            content.is_contiguous() and not content.requires_grad and content.device.type == "cpu"
-        )
-    inner = (
-        content.values()
-        if isinstance(content, dict)
-        else content
-        if isinstance(content, list | tuple)
-        else ()
-    )
-    return all(map(_plain, inner))

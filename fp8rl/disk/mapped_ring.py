@@ -25,16 +25,10 @@ import torch
 from ..env import STATE_BOUNDS
 from ..replay.ring import Clock, ReplayBuffer
 from ..rollout import Rollout
-from .restore import can_be, require_actions
 from .safe_files import locked, opened, read_json, told, write_whole
 
 FORMAT = "fp8rl-ring-3"
 Fields = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
-
-
-def sizes_of(fields: Fields) -> dict[str, int]:
-    """Bytes of each field."""
-    return {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in fields.items()}
 
 
 def free_on_disk(folder: str | Path) -> int:
@@ -91,12 +85,13 @@ class MappedRing(ReplayBuffer):
         proximal: bool = False,
         writable: bool = True,
     ):
-        self.path = folder
+        self.path = Path(folder)
         self.writable = writable
         super().__init__(rows, num_envs, bounds, codec, "cpu", action_size, proximal)
         self.new_episodes = self.size > 0  # a resumed folder does not continue its last episodes
 
     def _allocate(self, fields: Fields) -> tuple[Clock, dict[str, torch.Tensor]]:
+        """Maps the files of the folder, which are made if it is new, and locks the folder."""
         low, high = ([float(x) for x in bound] for bound in self.bounds)
         settings = {
             "format": FORMAT,
@@ -109,16 +104,28 @@ class MappedRing(ReplayBuffer):
         }
         if self.proximal:  # a folder without these log-probabilities need not say so
             settings["proximal"] = True
-        files = fields | {"clock": (torch.int64, (2,))}
-        self._folder = MappedFolder(self.path, settings, files, self.writable)
-        tensors = dict(self._folder.tensors)
-        clock = MappedClock(self.rows, tensors.pop("clock"))
-        if not can_be(clock.start, clock.count, self.rows):
-            self._folder.close()
-            raise ValueError(
-                f"memmap is {self.path}, whose clock.bin is damaged: delete the folder"
-            )
-        return clock, tensors
+        fields = fields | {"clock": (torch.int64, (2,))}
+        taken = (
+            f"memmap is {self.path}, which another ring is using: close that one or choose another"
+        )
+        with (
+            contextlib.ExitStack() as on_error,
+            told(f"memmap is {self.path} and cannot be used", "choose another folder"),
+        ):
+            is_new = self.writable and not (self.path / "ring.json").exists()
+            if is_new:
+                require_room(self.path, fields)
+                self.path.mkdir(parents=True, exist_ok=True)
+            mode = "ab" if self.writable else "rb"
+            lock = locked(self.path / "lock", mode, taken, shared=not self.writable)
+            on_error.enter_context(lock)
+            if is_new:
+                make_files(self.path, settings, fields)
+            require_settings(self.path, settings)
+            tensors = map_files(self.path, fields, self.writable)
+            on_error.pop_all()
+        self._lock = lock
+        return MappedClock(self.rows, tensors.pop("clock")), tensors
 
     @classmethod
     def open(cls, folder: str | Path, writable: bool = False) -> "MappedRing":
@@ -126,22 +133,7 @@ class MappedRing(ReplayBuffer):
 
         It can be sampled from and, if `writable`, continued. Raises the errors of the class.
         """
-        settings = {"proximal": False, **MappedFolder.about(folder)}
-        types = {
-            "proximal": bool,
-            "format": str,
-            "rows": int,
-            "num_envs": int,
-            "codec": str,
-            "action_size": int,
-            "low": list,
-            "high": list,
-        }
-        is_good = {name: type(value) for name, value in settings.items()} == types
-        if not is_good or not all(
-            isinstance(bound, float) for bound in settings["low"] + settings["high"]
-        ):
-            raise ValueError(f"memmap is {folder}, whose ring.json is damaged: delete the folder")
+        settings = read_settings(folder)
         return cls(
             folder,
             settings["rows"],
@@ -149,14 +141,9 @@ class MappedRing(ReplayBuffer):
             bounds=(settings["low"], settings["high"]),
             codec=settings["codec"],
             action_size=settings["action_size"],
-            proximal=settings["proximal"],
+            proximal=settings.get("proximal", False),
             writable=writable,
         )
-
-    def require_actions(self, number: int) -> None:
-        """Raises ValueError if a row holds a discrete action other than 0 to `number` - 1."""
-        if not self.action_size and self.count:
-            require_actions(self.fields["action"][:, : self.count + 1], number)
 
     def append(self, rollout: Rollout) -> None:
         """Appends a rollout, as ReplayBuffer does.
@@ -169,13 +156,16 @@ class MappedRing(ReplayBuffer):
         super().append(rollout)
 
     def close(self) -> None:
-        """Releases the folder for other processes, as garbage collection of the ring does."""
-        self._folder.close()
+        """Releases the folder for other processes, as garbage collection of the ring does.
+
+        The tensors stay mapped, but must no longer be written to.
+        """
+        self._lock.close()
         self.writable = False
 
     def state_dict(self) -> dict:
         """Only the folder's path: the rows need no copy."""
-        return {"folder": str(Path(self.path).absolute())}
+        return {"folder": str(self.path.absolute())}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores a state, of this ring or of a ring in memory.
@@ -196,117 +186,91 @@ class MappedRing(ReplayBuffer):
             print(f"warning: {new}, and the run stored its own in {folder}", file=sys.stderr)
 
 
-class MappedFolder:
-    """A folder of `tensors`, each of which is mapped to its file.
+def bytes_of(fields: Fields) -> dict[str, int]:
+    """Bytes of each field."""
+    return {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in fields.items()}
 
-    If the folder is not writable, tensors are copied on write, so the files never change. If it is
-    writable and does not exist, it is made. Raises ValueError if the folder's description is not
-    `about` or a file has another size. Raises OSError if there is no folder to read, no room or no
-    permission, or if the folder is in use.
+
+def require_room(folder: Path, fields: Fields) -> None:
+    """Raises OSError, before anything is written, for a new folder that holds other files or does
+    not fit on the disk."""
+    if folder.is_dir() and any(path.name != "lock" for path in folder.iterdir()):
+        raise OSError(
+            f"memmap is {folder}, which holds files but no complete ring: "
+            "choose another, or delete it"
+        )
+    needed = sum(bytes_of(fields).values())
+    free = free_on_disk(folder)
+    if needed > free:
+        raise OSError(
+            f"memmap is {folder} and needs {needed:,} bytes, "
+            f"the disk has {free:,} free: lower capacity"
+        )
+
+
+def make_files(folder: Path, settings: dict, fields: Fields) -> None:
+    """Reserves a file for each field, and then writes ring.json."""
+    with contextlib.ExitStack() as on_error:
+        for name, size in bytes_of(fields).items():
+            path = folder / f"{name}.bin"
+            with opened(path, "xb") as file:
+                on_error.callback(path.unlink)
+                # Otherwise a full disk would kill the process at a later write.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, size)
+                file.truncate(size)
+        on_error.pop_all()
+    text = json.dumps(settings, indent=1)
+    write_whole(folder / "ring.json", lambda file: file.write(text.encode()))
+
+
+def read_settings(folder: str | Path) -> dict:
+    """The settings in a folder's ring.json.
+
+    Raises FileNotFoundError if there is none, and ValueError if it cannot be read or is of another
+    version.
     """
+    try:
+        settings = read_json(Path(folder) / "ring.json")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"memmap is {folder}, which holds no complete ring: choose another, or delete it"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"memmap is {folder}, whose ring.json cannot be read: delete the folder"
+        ) from error
+    found = settings.get("format")
+    if found != FORMAT:
+        what = f"is of format {found!r}, and this version of fp8rl reads {FORMAT!r}"
+        raise ValueError(f"memmap is {folder}, whose ring.json {what}: choose another folder")
+    return settings
 
-    def __init__(self, folder: str | Path, about: dict, fields: Fields, writable: bool):
-        self.folder, self.tensors = Path(folder), {}
-        taken = f"memmap is {folder}, which another ring is using: close that one or choose another"
-        files = {self.folder / f"{name}.bin": size for name, size in sizes_of(fields).items()}
-        with (
-            contextlib.ExitStack() as on_error,
-            told(f"memmap is {folder} and cannot be used", "choose another folder"),
-        ):
-            new = writable and not (self.folder / "ring.json").exists()
-            if new:
-                self._require_room(sum(files.values()))
-                self.folder.mkdir(parents=True, exist_ok=True)
-            lock = on_error.enter_context(
-                locked(self.folder / "lock", "ab" if writable else "rb", taken, shared=not writable)
-            )
-            if new:
-                self._make(about, files)
-            self._check(about, files)
-            for (name, (dtype, shape)), path in zip(fields.items(), files, strict=True):
-                with opened(path, "r+b" if writable else "rb") as file:
-                    mapped = torch.from_numpy(np.memmap(file, np.uint8, "r+" if writable else "c"))
-                self.tensors[name] = mapped.view(dtype).view(shape)
-            on_error.pop_all()
-            self._lock = lock
 
-    def close(self) -> None:
-        """Releases the lock. The tensors stay mapped, but must no longer be written to."""
-        self._lock.close()
-
-    def __reduce_ex__(self, protocol):
-        raise TypeError(
-            f"memmap is {self.folder}, which has one writer and cannot be copied: "
-            "build another run in a new folder"
-        )
-
-    @staticmethod
-    def about(folder: str | Path) -> dict:
-        """The description in a folder, ring.json.
-
-        Raises FileNotFoundError if there is none, and ValueError if it is damaged.
-        """
-        try:
-            about = read_json(Path(folder) / "ring.json")
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"memmap is {folder}, which holds no complete ring: choose another, or delete it"
-            ) from error
-        except (ValueError, OSError) as error:
-            remedy = "fix its permissions or delete the folder"
+def require_settings(folder: Path, settings: dict) -> None:
+    """Raises ValueError if the ring in a folder has other settings."""
+    stored = read_settings(folder)
+    for name in settings.keys() | stored.keys():
+        if stored.get(name) != settings.get(name):
+            difference = f"has {name} {stored.get(name)!r} and not {settings.get(name)!r}"
             raise ValueError(
-                f"memmap is {folder}, whose ring.json cannot be read: {remedy}"
-            ) from error
-        if not isinstance(about, dict) or about.get("format") != FORMAT:
-            raise ValueError(
-                f"memmap is {folder}, whose ring.json is not of format {FORMAT}: "
-                "choose another folder"
-            )
-        return about
-
-    def _require_room(self, needed: int) -> None:
-        """Raises OSError, before anything is written, for a new folder that holds other files or
-        does not fit on the disk."""
-        if self.folder.is_dir() and any(path.name != "lock" for path in self.folder.iterdir()):
-            raise OSError(
-                f"memmap is {self.folder}, which holds files but no complete ring: "
-                "choose another, or delete it"
-            )
-        free = free_on_disk(self.folder)
-        if needed > free:
-            raise OSError(
-                f"memmap is {self.folder} and needs {needed:,} bytes, "
-                f"the disk has {free:,} free: lower capacity"
+                f"memmap is {folder}, whose ring {difference}: choose another folder, "
+                "or delete this one"
             )
 
-    def _make(self, about: dict, files: dict[Path, int]) -> None:
-        with contextlib.ExitStack() as on_error:
-            for path, size in files.items():
-                with opened(path, "xb") as file:
-                    on_error.callback(path.unlink)
-                    # Otherwise a full disk would kill the process at a later write.
-                    if hasattr(os, "posix_fallocate"):
-                        os.posix_fallocate(file.fileno(), 0, size)
-                    file.truncate(size)
-            on_error.pop_all()
-        write_whole(
-            self.folder / "ring.json", lambda file: file.write(json.dumps(about, indent=1).encode())
-        )
 
-    def _check(self, about: dict, files: dict[Path, int]) -> None:
-        stored = self.about(self.folder)
-        for name in (*about, *(stored.keys() - about.keys())):
-            wanted = about.get(name)
-            if stored.get(name) != wanted:
-                difference = f"has {name} {stored.get(name)!r} and not {wanted!r}"
+def map_files(folder: Path, fields: Fields, writable: bool) -> dict[str, torch.Tensor]:
+    """A tensor for each field, mapped to its file. If the files are not `writable`, the tensors are
+    copied on write, so the files never change."""
+    tensors = {}
+    for name, (dtype, shape) in fields.items():
+        with opened(folder / f"{name}.bin", "r+b" if writable else "rb") as file:
+            try:
+                mapped = np.memmap(file, np.uint8, "r+" if writable else "c")
+                tensors[name] = torch.from_numpy(mapped).view(dtype).view(shape)
+            except (ValueError, RuntimeError) as error:
                 raise ValueError(
-                    f"memmap is {self.folder}, whose ring {difference}: choose another folder, "
-                    "or delete this one"
-                )
-        for path, size in files.items():
-            stored_size = path.stat().st_size if path.exists() else 0
-            if stored_size != size:
-                wrong = f"{path.name} has {stored_size:,} bytes of {size:,}"
-                raise ValueError(
-                    f"memmap is {self.folder}, where {wrong}: restore it or delete the folder"
-                )
+                    f"memmap is {folder}, whose {name}.bin has another size than {dtype} "
+                    f"{list(shape)}: restore it or delete the folder"
+                ) from error
+    return tensors

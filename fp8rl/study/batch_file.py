@@ -71,7 +71,7 @@ class BatchFile:
 
         Raises ValueError for a file that cannot be read, or that is the file of other agents.
         """
-        if not self.path.exists() and not self.path.is_symlink():
+        if not self.path.exists():
             return build(self.configs[0]) if alone else build_population(self.configs)
         try:
             # Trusted, because the command line names the task, and the configs must be the same.

@@ -20,82 +20,45 @@ from ..state import TensorState
 from .by_id import task_of
 
 VECTORIZATIONS = ("sync", "async")
-# The errors that an environment's own code may raise. sys.exit() must not end the program silently.
-# Ctrl-C is not among them, because it does not come from the environment.
-RAISES = Exception, SystemExit
 # Interfaces by name, each with its registration in Gymnasium, because a name may be registered
 # again.
 KNOWN: dict[str, tuple] = {}
 
 
+def one_line(thing) -> str:
+    """An error's message or a space, which may have several lines, in one."""
+    return " ".join(str(thing).split())
+
+
 class EnvironmentFailed(RuntimeError):
-    """An environment raised, exited or did not follow Gymnasium's API, or its process died."""
+    """An environment raised, or its process died."""
 
 
-def failure(env_id: str, error: BaseException) -> EnvironmentFailed:
+def failure(env_id: str, error: Exception) -> EnvironmentFailed:
     """The exception for an environment that raised `error`, with a one-line message."""
-    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    what = f"{type(error).__name__}: {one_line(error)}"
     if isinstance(error, EOFError | ConnectionError):
         what = "one of its processes died"
-    elif isinstance(error, ValueError) and "expected 5, got 4" in str(
-        error
-    ):  # Python's words, inside Gymnasium
-        what = (
-            "its step returns 4 values as in old gym, not obs, reward, terminated, truncated, info"
-        )
     return EnvironmentFailed(
         f"environment {env_id} failed ({what}): fix it, and resume if there is a checkpoint"
     )
 
 
-def require(name: str, array, shape: tuple[int, ...], dtype=float) -> None:
-    """Raises ValueError if an array does not have this shape, or if its type cannot be cast to
-    `dtype`."""
-    array = np.asarray(array)
-    if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-        raise ValueError(
-            f"{name} is {array.dtype}{list(array.shape)}, not {np.dtype(dtype)}{list(shape)}"
-        )
-
-
-def flat_space(space: gymnasium.Space) -> gymnasium.Space:
-    """The space of observations as the network sees them.
+def flattens(space: gymnasium.Space) -> bool:
+    """Whether a space of observations becomes flat features.
 
     A Discrete space becomes one feature for each value, which is 1 for the present value and 0 for
-    the others. A Tuple or a Dict becomes the features of its parts. A space that cannot become at
-    most a million features stays as it is. So does a Box, because the network is not one for
-    images.
+    the others. A Tuple or a Dict becomes the features of its parts. A Box stays as it is, because
+    the network is not one for images.
     """
-    # A space of another class, or a Tuple without parts, raises.
-    with contextlib.suppress(NotImplementedError, ValueError):
-        if (
-            not isinstance(space, Box)
-            and space.is_np_flattenable
-            and gymnasium.spaces.flatdim(space) <= 10**6
-        ):
-            return gymnasium.spaces.flatten_space(space)
-    return space
+    return not isinstance(space, Box) and space.is_np_flattenable
 
 
 def flat(env: gymnasium.Env) -> gymnasium.Env:
-    """Wraps an environment, so that its observations are those of `flat_space`.
-
-    A step raises ValueError for an observation whose shape or type is not that of its Box, which
-    some of Gymnasium's vector forms would cast. It also raises ValueError for an observation that
-    is not in another space. In a Discrete space, for example, FlattenObservation would take -1 for
-    the last value.
-    """
-    space = env.observation_space
-
-    def checked(obs):
-        if isinstance(space, Box):
-            require("obs", obs, space.shape, space.dtype)
-        elif not space.contains(obs):
-            raise ValueError(f"obs is {obs!r}, which is not in {space}")
-        return obs
-
-    env = gymnasium.wrappers.TransformObservation(env, checked, space)
-    return env if isinstance(space, Box) else gymnasium.wrappers.FlattenObservation(env)
+    """Wraps an environment, so that its observations are flat features where they can be."""
+    if flattens(env.observation_space):
+        return gymnasium.wrappers.FlattenObservation(env)
+    return env
 
 
 @contextlib.contextmanager
@@ -131,9 +94,8 @@ def interface_of(env_id: str) -> Interface:
     """The interface of an environment. Without a time limit it gets 10,000 steps, with a warning.
 
     Raises ValueError if Gymnasium cannot make the environment, or if the agent cannot learn in it.
-    Observations must be a flat Box with features, or become one (`flat_space`). Actions must be
-    Discrete, with 2 to 256 actions, or a flat Box of bounded floating-point numbers. Raises
-    EnvironmentFailed if the environment calls sys.exit.
+    Observations must be a flat Box with features, or become one (`flattens`). Actions must be
+    Discrete, with 2 to 256 actions, or a flat Box of bounded floating-point numbers.
     """
     name = env_id.rpartition(":")[2]  # without a module to import
     spec, known = KNOWN.get(name, (None, None))
@@ -141,36 +103,24 @@ def interface_of(env_id: str) -> Interface:
         return known
     try:
         env = gymnasium.make(env_id)
-    except SystemExit as error:
-        raise failure(env_id, error) from error
-    except (
-        Exception
-    ) as error:  # an unknown id, a missing package, or whatever the environment's own code raises
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"env_id is {env_id!r}, which Gymnasium cannot make ({reason}): register or install it"
-        ) from error
-    observations, actions = env.observation_space, env.action_space
+    except (gymnasium.error.Error, ImportError) as error:
+        what = f"which Gymnasium cannot make: {one_line(error)}"
+        raise ValueError(f"env_id is {env_id!r}, {what}") from error
     env.close()
-    observations = flat_space(observations)
-    box = isinstance(observations, Box)
-    if not box or len(observations.shape) != 1:
-        kind = f"{type(observations).__name__}{list(observations.shape or ())}"
-        wrapper = "FlattenObservation" if box else "TransformObservation, with a flat Box"
-        what = (
-            f"whose observations are {kind}, not a flat Box: "
-            f"register it wrapped in gymnasium.wrappers.{wrapper}"
-        )
-        raise ValueError(f"env_id is {env_id!r}, {what}")
-    if observations.shape == (0,):
+    observations = env.observation_space
+    if flattens(observations):
+        observations = gymnasium.spaces.flatten_space(observations)
+    is_box = isinstance(observations, Box)
+    if not is_box or len(observations.shape) != 1 or not observations.shape[0]:
+        wrapper = "FlattenObservation" if is_box else "TransformObservation"
         raise ValueError(
-            f"env_id is {env_id!r}, whose observations are Box[0], without features: choose another"
+            f"env_id is {env_id!r}, whose observations are {one_line(observations)}, not a flat "
+            f"Box of features: register it wrapped in gymnasium.wrappers.{wrapper}"
         )
-    low, high = (
-        tuple(bound.astype(float).tolist()) for bound in (observations.low, observations.high)
-    )
+    low = tuple(observations.low.astype(float).tolist())
+    high = tuple(observations.high.astype(float).tolist())
     limit = env.spec.max_episode_steps or 10_000
-    known = Interface((low, high), *actions_of(env_id, actions), limit)
+    known = Interface((low, high), *actions_of(env_id, env.action_space), limit)
     if env.spec.max_episode_steps is None:
         what = f"registered without a time limit, so an evaluation takes up to {limit:,} steps"
         warnings.warn(
@@ -187,23 +137,18 @@ def actions_of(
 
     Raises ValueError for a space that a policy cannot act in.
     """
-    kind, wrap = repr(space), "register it wrapped in gymnasium.wrappers.TransformAction, with a"
-    remedy = f"{wrap} Discrete or a flat Box of the same actions"
-    if isinstance(space, gymnasium.spaces.Discrete):
-        if 2 <= space.n <= 256:
-            return int(space.n), int(space.start)
-        remedy = "choose one with 2 to 256 actions, the ring stores them in a byte"
-    elif isinstance(space, Box):
-        kind, remedy = (
-            f"Box{list(space.shape)} of {space.dtype}",
-            f"{wrap} flat Box of floats with finite bounds",
-        )
-        if len(space.shape) == 1 and space.shape[0] and space.dtype.kind == "f":
-            with np.errstate(all="ignore"):
-                if np.isfinite(space.high - space.low).all():
-                    return space.shape[0], (space.low, space.high)
-            kind += " without a finite high - low"
-    raise ValueError(f"env_id is {env_id!r}, whose actions are {kind}: {remedy}")
+    if isinstance(space, gymnasium.spaces.Discrete) and 2 <= space.n <= 256:
+        return int(space.n), int(space.start)
+    if isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        with np.errstate(all="ignore"):
+            is_finite = np.isfinite(space.high - space.low).all()
+        if is_finite and space.shape[0]:
+            return space.shape[0], (space.low, space.high)
+    raise ValueError(
+        f"env_id is {env_id!r}, whose actions are {one_line(space)}: register it wrapped in "
+        "gymnasium.wrappers.TransformAction, with a Discrete of 2 to 256 actions, which the ring "
+        "stores in a byte, or a flat Box of floats with finite bounds"
+    )
 
 
 def require_renderable(env_id: str) -> float:
@@ -223,8 +168,8 @@ def require_renderable(env_id: str) -> float:
                 frame = np.asarray(env.render())
             if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
                 reason = f"its picture is {frame.dtype}{list(frame.shape)}"
-    except RAISES as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+    except Exception as error:
+        reason = one_line(error) or type(error).__name__
     if reason is not None:
         raise ValueError(
             f"env_id is {env_id!r}, which cannot be rendered ({reason}): leave out film"
@@ -241,8 +186,8 @@ class GymEnv(TensorState):
     `render_mode`    "rgb_array", if `render` is to be called
 
     Raises ValueError for an environment that the agent cannot learn in, and for an unknown
-    vectorization. All methods raise EnvironmentFailed if the environment raises or exits, if it
-    does not follow the API, or if one of its processes died.
+    vectorization. All methods raise EnvironmentFailed if the environment raises, or if one of its
+    processes died.
     """
 
     # There is no state, because Gymnasium cannot save an environment. A resumed run starts new
@@ -266,12 +211,10 @@ class GymEnv(TensorState):
         self.distribution = Categorical if isinstance(self.actions, int) else Gaussian
         # The name without a module, because nothing is imported here.
         self.discount = getattr(task_of(env_id.rpartition(":")[2]), "discount", 1.0)
-        self.env_id, self.num_envs, self.device, self.envs = (
-            env_id,
-            num_envs,
-            torch.device(device),
-            None,
-        )
+        self.env_id = env_id
+        self.num_envs = num_envs
+        self.device = torch.device(device)
+        self.envs = None
         self._async = vectorization == "async"
         options = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
         try:
@@ -284,7 +227,7 @@ class GymEnv(TensorState):
                     wrappers=[flat],
                     **({"render_mode": render_mode} if render_mode else {}),
                 )
-        except RAISES as error:
+        except Exception as error:
             raise failure(env_id, error) from error
         with self._guarded():
             obs, _ = self.envs.reset(seed=seed)
@@ -371,11 +314,11 @@ class GymEnv(TensorState):
                     torch.no_grad(),
                 ):
                     yield
-        except RAISES as error:
+        except Exception as error:
             for process in getattr(self.envs, "processes", ()):
                 # Gymnasium's close would wait for an answer from dead processes
                 process.terminate()
                 self.envs.closed = True
-            with contextlib.suppress(*RAISES):
+            with contextlib.suppress(Exception):
                 self.envs.close()
             raise failure(self.env_id, error) from error
