@@ -46,9 +46,17 @@ from .bits.notation import (
     check_tolerance,
     read_entries,
 )
-from .command_help import name_missing_package, nearest
 from .doctor_report import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
+
+EXAMPLES = """\
+examples:
+  python -m fp8rl.doctor watch --json report.json train.py --lr 1e-3
+  python -m fp8rl.doctor keep weights=bf16 train.py --lr 1e-3
+  python -m fp8rl.doctor twin weights=bf16 --report report.json train.py --lr 1e-3
+  python -m fp8rl.doctor mismatch dump.npz
+
+Write -m before a module, as in watch -m package.train."""
 
 
 class Attached:
@@ -63,7 +71,7 @@ class Attached:
 
     def __init__(self, kind: str, *arguments):
         if importlib.util.find_spec("numpy") is None:
-            name_missing_package("fp8rl.doctor", ModuleNotFoundError(name="numpy"))
+            raise Refusal("the package numpy is missing: pip install numpy")
         self.kind = kind
         self.arguments = arguments
         self.process = os.getpid()
@@ -86,11 +94,8 @@ class Attached:
         """Makes the hooks, right after the script has imported torch."""
         if not self.is_here:
             return
-        try:
-            from . import doctor_of_scripts
-        except ImportError as error:
-            name_missing_package("fp8rl.doctor", error)
-            raise
+        from . import doctor_of_scripts
+
         self.hooks = getattr(doctor_of_scripts, self.kind)(*self.arguments)
         self.context.enter_context(self.hooks.installed())
 
@@ -109,12 +114,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     """
     parser = Parser(
         prog="python -m fp8rl.doctor",
-        description="Predict how a PyTorch script would train with some of its numbers (weights, "
-        "Adam's moments) in few bits. The script is not changed.",
-        epilog="examples: python -m fp8rl.doctor watch train.py --lr 1e-3; "
-        "python -m fp8rl.doctor keep weights=bf16 train.py --lr 1e-3",
+        description="Will few bits do in a training of yours? For any PyTorch script, unchanged.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explanations = {
         "watch": "Run a script that trains in float32. At the end, report on stderr at which "
         "factor of its learning rate it would learn with each place in each format.",
@@ -194,28 +198,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     compare.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the report to a file"
     )
-    require_command(arguments, [*commands.choices])
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        known = commands.choices[options.command]._option_string_actions
-        remedy = nearest(unknown[0].split("=")[0], known) or "leave it out"
-        raise Refusal(
-            f"{unknown[0]} is no option of {options.command}: {remedy} "
-            f"(see python -m fp8rl.doctor {options.command} --help)"
-        )
+    options = parser.parse_args(arguments or ["--help"])
     if options.command == "mismatch":
         return options, None
     return options, Target(options.script, options.arguments, options.is_module)
-
-
-def require_command(arguments: list[str], commands: list[str]) -> None:
-    """Raises Refusal, with the nearest name, unless the first word is a command."""
-    first = arguments[0] if arguments else ""
-    if first not in (*commands, "-h", "--help"):
-        remedy = nearest(first, commands) or f"begin with one of {', '.join(commands)}"
-        if Path(first).suffix == ".py":
-            remedy = f"put one before the script, as in watch {first}"
-        raise Refusal(f"{first!r} is no command: {remedy} (see python -m fp8rl.doctor --help)")
 
 
 def run_watch(options: argparse.Namespace, target: Target) -> int:
@@ -321,12 +307,9 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
     """Prints the report on a dump of log-probabilities to stdout."""
     # Ctrl-C during the imports ends the program without a traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        from .bits.acting_mismatch import mismatch
-        from .bits.dump_file import read_dump
-    except ImportError as error:
-        name_missing_package("fp8rl.doctor", error)
-        raise
+    from .bits.acting_mismatch import mismatch
+    from .bits.dump_file import read_dump
+
     signal.signal(signal.SIGINT, on_interrupt)
     report = mismatch(**read_dump(options.dump), clip=options.clip)
     if options.json:

@@ -9,35 +9,29 @@ import tyro
 from .. import processes
 from ..build import Machine
 from ..study import throughput
-from ..study.fingerprint import fingerprint as code_fingerprint
-from .arguments import Json
+from .arguments import Json, checked, unchecked
+
+LoopOptions = unchecked(throughput.Loop)
+MachineOptions = unchecked(Machine)
 
 
 def measure(
-    loop: tyro.conf.OmitArgPrefixes[throughput.Loop] = throughput.Loop(),  # noqa: B008
-    machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(),  # noqa: B008
+    loop: tyro.conf.OmitArgPrefixes[LoopOptions],
+    machine: tyro.conf.OmitArgPrefixes[MachineOptions],
     seconds: float = 5.0,
-    fingerprint: bool = False,
     json_output: Json = False,
 ) -> None:
     """Measure how fast this machine trains without replay.
 
-    The floor is the time that the same matrix products take alone; no loop can be faster.
-
-    Under torchrun, all processes are measured together.
-
     Args:
         loop: What is trained.
-        machine: Where the run computes, and how fast.
+        machine: Where it computes. Under torchrun, all processes are measured together.
         seconds: How long to measure.
-        fingerprint: Only print hashes of the weights after a few updates. On one machine they show
-            whether a change of the code has changed numbers.
     """
+    loop = checked(loop)
+    machine = checked(machine)
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
-    if fingerprint:
-        print(code_fingerprint())
-        return
     if not loop.hidden_size:
         raise ValueError("hidden_size is empty: give at least one value")
     processes.start(machine.devices)

@@ -16,8 +16,8 @@ from ..disk import checkpoint
 from ..disk.safe_files import told, write_whole
 from ..evaluate import evaluate, policy_of
 from ..precision import Precision
-from ..requirements import uses_gymnasium
-from ..study.film import film_episode, rate_of
+from ..study.film import film_episode
+from ..tasks.custom_env import CustomEnv
 from ..tasks.gymnasium_env import GymEnv, require_renderable
 from .arguments import Json
 
@@ -43,8 +43,7 @@ def evaluate_run(
         run: Folder that `train` wrote.
         episodes: Number of episodes to play.
         greedy: Take the most likely action; --no-greedy samples actions from the policy.
-        start_noise: Episodes of the cart start with position and velocity within this distance of
-            0.
+        start_noise: Episodes of the cart start with position and velocity this close to 0.
         seed: Seed of the start states, and of sampled actions.
         precision: Precision to compute in. None: the precision that the agent was trained in.
         film: Also film one more episode, and write it to this file, a GIF.
@@ -130,19 +129,15 @@ def writing(film: Path) -> contextlib.AbstractContextManager:
 
 
 def stage_of(config: Config, start_noise: float, device, seed: int, purpose: str) -> tuple:
-    """One environment to film, and its frames per second.
+    """One environment to film, and its frames per second. Gymnasium draws its own environments.
 
     Raises ValueError if the environment cannot be filmed.
     """
     first_seed = seed + OTHER_STARTS
-    if uses_gymnasium(config, HERE):
-        rate = require_renderable(config.env_id)
-        return GymEnv(config.env_id, 1, device, first_seed, render_mode="rgb_array"), rate
-    env = env_maker(config, HERE, first_seed)(config, 1, start_noise, device, seed, purpose)
-    rate = rate_of(env)
-    if rate is None:
-        raise ValueError(
-            f"env_id is {config.env_id!r}, which cannot be drawn: "
-            "give it a method paint(self, ax, state), or leave out film"
-        )
-    return env, rate
+    if config.env_id is None:
+        rate = CustomEnv.metadata["render_fps"]
+        return env_maker(config, HERE, first_seed)(
+            config, 1, start_noise, device, seed, purpose
+        ), rate
+    rate = require_renderable(config.env_id)
+    return GymEnv(config.env_id, 1, device, first_seed, render_mode="rgb_array"), rate

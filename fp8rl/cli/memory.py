@@ -12,26 +12,28 @@ from ..config import Config
 from ..disk.mapped_ring import free_on_disk
 from ..requirements import ring_rows
 from ..study.replay_layouts import LAYOUTS, STORES, layout_bytes
-from .arguments import Json
+from .arguments import Json, checked, unchecked
+
+ConfigOptions = unchecked(Config)
+MachineOptions = unchecked(Machine)
 
 
 def predict_and_measure(
-    config: tyro.conf.OmitArgPrefixes[Config],
-    machine: tyro.conf.OmitArgPrefixes[Machine],
+    config: tyro.conf.OmitArgPrefixes[ConfigOptions],
+    machine: tyro.conf.OmitArgPrefixes[MachineOptions],
     layout: str = "compact",
     json_output: Json = False,
 ) -> None:
-    """Predict the bytes of a config's replay ring, allocate the ring, and measure its bytes.
-
-    A ring in a memmap folder has the whole capacity. It stays in the folder.
+    """Predict the bytes of a replay ring, allocate the ring, and measure its bytes.
 
     Args:
         config: What would be trained.
-        machine: Where it would be trained.
+        machine: Where. A ring in a memmap folder has the whole capacity, and stays in the folder.
         layout: How the next observation is stored. Training uses compact, where it is the next row.
-            The other two are there to compare: full stores it beside the observation, and delta
-            stores its rounded difference to the observation.
+            For comparison, full stores it again, and delta its rounded difference.
     """
+    config = checked(config)
+    machine = checked(machine)
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}: choose from {', '.join(LAYOUTS)}")
     if layout != "compact" and machine.memmap is not None:
