@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -207,35 +206,11 @@ def test_study_takes_other_tasks_and_their_thresholds(tmp_path, capsys, one_proc
     assert "| 2 of 2 |" in capsys.readouterr().out
 
 
-def test_study_together_gives_what_one_by_one_gives(tmp_path, one_process):
-    options = [
-        "--precisions",
-        "fp32",
-        "fp8",
-        "--seeds",
-        1,
-        "--steps",
-        2_560,
-        *SIZED,
-        "--eval-episodes",
-        5,
-    ]
-    together, alone = (
-        study(tmp_path / "together", *options),
-        study(tmp_path / "alone", *options, "--one-by-one"),
-    )
-    for one, other in zip(together, alone, strict=True):
-        assert one["arm"] == other["arm"] and float(one["final_return"]) == pytest.approx(
-            float(other["final_return"]), abs=0.3
-        )
-
-
 @pytest.mark.filterwarnings("error::RuntimeWarning")  # of infinities that are subtracted
-@pytest.mark.parametrize("how", [[], ["--one-by-one"]])
-def test_an_agent_that_diverges_is_named_and_the_study_goes_on(how, tmp_path, capsys, one_process):
+def test_an_agent_that_diverges_is_named_and_the_study_goes_on(tmp_path, capsys, one_process):
     options = ["--precisions", "fp32", "--seeds", 2, "--steps", 1_024, *SIZED]
     options += ["--eval-episodes", 2, "--value-coef", 0.5, 1e38]
-    rows = study(tmp_path / "study", *options, *how)
+    rows = study(tmp_path / "study", *options)
     said, failure = capsys.readouterr(), "gradient not finite at step 512 in fp32"
     assert (
         f"fp8rl: warning: fp32, value_coef 1e+38, seed 0: {failure}" in said.err
@@ -300,11 +275,9 @@ REFUSED = (
     ("margin is ", "study --margin -1"),
     ("workers is ", "study --workers 0"),
     ("a network .*: lower hidden_size, layers", "train --hidden-size 10000"),
-    ("a network .*: lower hidden_size, layers", "study --hidden-size 10000 --one-by-one"),
     (r"population of \d+ agents .*: lower hidden_size", "study --hidden-size 10000 --seeds 500"),
     (r"population of \d+ agents .*: use at most \d+ agents, or lower", "study --hidden-size 256"),
     ("episodes is 0: ", "eval RUN --episodes 0"),
-    ("start_noise is 2", "eval RUN --start-noise 2"),
     ("seed is -1: ", "eval RUN --seed -1"),
 )
 

@@ -21,8 +21,8 @@ CLONE = Path(fp8rl.__file__).parent.parent
 # Dataclasses and further options of each command
 COMMANDS = {
     "train": ((Config, Machine, Saving), "out resume overwrite trust eight_bit"),
-    "eval": ((), "episodes greedy start_noise seed precision film overwrite trust json"),
-    "study": ((Comparison,), "out learning_rate one_by_one overwrite scheduler workers"),
+    "eval": ((), "episodes greedy seed precision film overwrite trust json"),
+    "study": ((Comparison,), "out learning_rate overwrite scheduler workers"),
     "memory": ((Config, Machine), "layout json"),
     "bench": ((Loop, Machine), "seconds json"),
 }

@@ -7,7 +7,6 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +51,6 @@ def compare(
     out: Path,
     comparison: tyro.conf.OmitArgPrefixes[ComparisonOptions],
     sweep: tyro.conf.OmitArgPrefixes[Sweep],
-    one_by_one: bool = False,
     overwrite: bool = False,
     scheduler: str | None = None,
     workers: int | None = None,
@@ -66,7 +64,6 @@ def compare(
             a number, it trains the agents that are new, in batches of their own.
         comparison: What is compared.
         sweep: Numbers of the agents. Several values (--learning-rate 1e-4 3e-4) are crossed.
-        one_by_one: Train every agent alone, which takes much longer.
         overwrite: Replace a study that the folder holds.
         scheduler: Address of a Dask scheduler, whose workers train the agents.
             Start each with one thread, as in dask worker ADDRESS --nthreads 1
@@ -86,7 +83,6 @@ def compare(
     arms = arms_of(comparison, numbers)
     require_different(arms, comparison, numbers)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
-    each = parallel.run if one_by_one else None
     with contextlib.ExitStack() as stack:
         cluster = None if scheduler is None else stack.enter_context(dask_cluster(scheduler))
         default_workers = cluster.threads if cluster else cores()
@@ -94,8 +90,8 @@ def compare(
         asked = json.loads(json.dumps(asked))  # as it is read back
         earlier = [] if overwrite else rounds_in(out)
         rounds = with_earlier_rounds(out, earlier, asked, default_workers)
-        tasks = tasks_of(rounds, each)
-        if not one_by_one and (shapes := len(set(map(shared, arm_of)))) > 1:
+        tasks = tasks_of(rounds)
+        if (shapes := len(set(map(shared, arm_of)))) > 1:
             print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
         # What cannot be is refused before anything is written
         require(tasks, rounds[-1]["workers"], cluster)
@@ -278,14 +274,14 @@ def with_earlier_rounds(
     return [*before, last, asked | {"workers": workers}]
 
 
-def tasks_of(rounds: list[dict], each: Callable | None) -> list[parallel.Batch]:
+def tasks_of(rounds: list[dict]) -> list[parallel.Batch]:
     """The batches of a study: those of each round, of the agents that no earlier round has."""
     tasks = []
     known: set[Config] = set()
     for options in rounds:
         configs = [config for config in configs_of(options) if config not in known]
         known.update(configs)
-        tasks += parallel.split(configs, options["workers"], each) if configs else []
+        tasks += parallel.split(configs, options["workers"], None) if configs else []
     return tasks
 
 

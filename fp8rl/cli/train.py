@@ -297,7 +297,7 @@ def write_while_training(
             stack.callback(signal.signal, number, signal.signal(number, remember))
         stack.push(save_on_failure)
         if folder and tensorboard:
-            events = stack.enter_context(EventFile(folder))
+            events = stack.enter_context(contextlib.closing(EventFile(folder)))
             events.add(run.history.rows)
         for _ in stack.enter_context(
             contextlib.closing(iterate(run, progress=processes.rank_and_size()[0] == 0))
