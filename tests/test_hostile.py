@@ -481,7 +481,6 @@ def test_a_name_with_a_newline_is_one_line(tmp_path, capsys):
         ["eval", out],
         ["train", "--resume", out],
         ["train", "--out", out],
-        ["study", out, "--out", out],
     ):
         with pytest.raises(SystemExit):
             run_cli(*arguments)
