@@ -23,7 +23,7 @@ from torch import nn
 from fp8rl.build import build
 from fp8rl.config import Config
 from fp8rl.study import comparison, figures, parallel
-from fp8rl.study.film import font, gif_of, in_few_colors
+from fp8rl.study.film import font, gif_of
 from fp8rl.tasks.custom_env import CustomEnv
 from fp8rl.train import train
 
@@ -65,7 +65,7 @@ def film(
         ended = [_captioned(frames[-1], f"{caption}: off the track")] * (longest - len(frames))
         rows.append([_captioned(frame, caption) for frame in frames] + ended)
     pictures = [Image.fromarray(np.vstack(frames)) for frames in zip(*rows, strict=True)]
-    return gif_of(map(in_few_colors, pictures), 1 / fps)
+    return gif_of(pictures, 1 / fps)
 
 
 def _episode(

@@ -530,7 +530,6 @@ def print_imports(*words: str) -> None:
 
 # The functions of `fp8rl train` that --profile times, by their module.
 PARTS = {
-    "reading the command line": ("fp8rl.cli.main", "parse"),
     "building": ("fp8rl.cli.train", "build"),
     "training": ("fp8rl.train", "Run.advance"),
     "evaluating": ("fp8rl.evaluate", "Evaluator.evaluate"),

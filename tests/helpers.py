@@ -154,7 +154,7 @@ def forked(target, *arguments) -> multiprocessing.Process:
     processes of these tests do. (If a study has started the server before, it has only torch, and
     the process imports the rest.)"""
     # The second comes with a process's first optimizer
-    SERVER.set_forkserver_preload(["fp8rl.__main__", "torch._dynamo"])
+    SERVER.set_forkserver_preload(["fp8rl.cli.main", "torch._dynamo"])
     process = SERVER.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from fp8rl.doctor import Finding
 from fp8rl.history import History
 from fp8rl.study import figures
 
@@ -166,19 +165,6 @@ def test_positions_that_are_far_enough_apart_stay_and_groups_may_join():
     assert figures.spread([0.0, 5.0], 2.0) == [0.0, 5.0]
     assert figures.spread([1.0, 1.0], 2.0) == [0.0, 2.0]
     assert figures.spread([0.0, 3.0, 3.0], 2.0) == [0.0, 2.0, 4.0]  # these three touch
-
-
-def test_findings_have_a_row_each_and_a_colour_by_verdict(ax):
-    report = [
-        Finding("adam", "m", f"e8m{i}", 2.0**i, 1.0, 1.0, 0.1, 0.0, {}, verdict, "")
-        for i, verdict in enumerate(("as float32", "faster"))
-    ]
-    figures.findings(ax, report)
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["m=e8m0", "m=e8m1"]
-    drawn = {
-        line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines
-    }
-    assert drawn == {"as float32": ([1], [0]), "not judged": ([], []), "otherwise": ([2], [1])}
 
 
 def history_of(rows: int, *missing: str) -> History:

@@ -2,7 +2,7 @@
 
 import io
 import json
-import math
+import sys
 
 import gymnasium
 import numpy as np
@@ -13,40 +13,13 @@ from PIL import Image
 
 from fp8rl.build import build
 from fp8rl.disk import checkpoint
-from fp8rl.env import Cart, TensorEnv
+from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play, policy_of
-from fp8rl.study.film import MOST_FRAMES, film_episode, rate_of, title_of
-from fp8rl.tasks.by_id import TASKS
-from fp8rl.tasks.cartpole import CartPole
+from fp8rl.study.film import film_episode, title_of
 from fp8rl.tasks.custom_env import Single
-from fp8rl.tasks.drawing import drawing_of, picture
+from fp8rl.tasks.drawing import picture_of_cart
 from fp8rl.tasks.gymnasium_env import GymEnv, require_renderable
 from fp8rl.tasks.lqr import Lqr
-
-ALL = {None: Cart, **TASKS}
-
-
-class Dot(TensorEnv):
-    """A task of one's own, which says how it is drawn."""
-
-    num_actions, max_steps, state_size = 2, 12, 1
-    bounds = (-9.0,), (9.0,)
-
-    def start(self, numbers):
-        return numbers
-
-    def advance(self, state, action):
-        moved = state + action.unsqueeze(-1) - 0.5
-        return moved, torch.ones(len(state)), torch.zeros(len(state), dtype=torch.bool)
-
-    def paint(self, ax, state):
-        ax.plot(state[0], 0, "o", color="black")
-
-
-class Unseen(Dot):
-    """One that does not."""
-
-    paint = None
 
 
 class Screen(gymnasium.Env):
@@ -111,44 +84,36 @@ def saved(folder, **fields):
     return folder
 
 
-@pytest.mark.parametrize("env_id", ALL)
-def test_every_task_is_drawn_as_its_state_is(env_id):
-    env = ALL[env_id](1)
-    before = picture(env, env.state[0], "step 0")
-    height, width, _ = before.shape
-    assert before.dtype == np.uint8 and (width, height) == drawing_of(type(env)).size
-    after = picture(env, env.state[0] + 0.3, "step 0")
+def test_a_picture_shows_the_state_below_a_title():
+    before = picture_of_cart(torch.zeros(2), "step 0")
+    assert before.dtype == np.uint8 and before.shape == (240, 480, 3)
+    after = picture_of_cart(torch.full((2,), 0.3), "step 0")
     assert (before != after).any(-1).mean() > 0.002
-    titled = picture(env, env.state[0], "step 1")
-    differs = np.flatnonzero((before != titled).any((1, 2)))
-    assert differs.size and differs.max() < 0.15 * height  # the title alone
-    # As far out as an episode may end
-    picture(env, 3 * torch.ones_like(env.state[0]), "")
+    other_title = picture_of_cart(torch.zeros(2), "step 1")
+    differs = np.flatnonzero((before != other_title).any((1, 2)))
+    assert differs.size and differs.max() < 0.15 * 240  # the title alone
 
 
-@pytest.mark.parametrize("env_id", TASKS)
-def test_gymnasium_renders_every_task(env_id):
-    env = Single(env_id, render_mode="rgb_array")
+def test_gymnasium_renders_carts_alone():
+    env = Single("fp8rl/Lqr-v0", render_mode="rgb_array")
     env.reset(seed=0)
     before = env.render()
     env.step(env.action_space.sample())
     assert before.dtype == np.uint8 and (before != env.render()).any()
-    silent = Single(env_id)
+    silent = Single("CartPole-v1")
     silent.reset(seed=0)
     assert silent.render() is None
-    with pytest.raises(ValueError, match=r"Unseen cannot be drawn: give it a method paint"):
-        Single(Unseen(1), render_mode="rgb_array")
+    with pytest.raises(ValueError, match=r"CartPole cannot be drawn: leave it out"):
+        Single("CartPole-v1", render_mode="rgb_array")
 
 
 @pytest.mark.parametrize("encoder", ["mlp", "gru"])
 @pytest.mark.parametrize("greedy", [True, False])
-@pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
-def test_a_film_shows_the_episode_that_an_evaluation_plays(env_id, greedy, encoder, monkeypatch):
-    monkeypatch.setattr(ALL[env_id], "max_steps", 30)  # it is drawn step by step
-    model = build(small(env_id=env_id, encoder=encoder, seed=3)).model
-    make = lambda: ALL[env_id](1, seed=5)  # noqa: E731
-    wanted = evaluate(model, make(), greedy=greedy, seed=5)
-    env = make()
+def test_a_film_shows_the_episode_that_an_evaluation_plays(greedy, encoder, monkeypatch):
+    monkeypatch.setattr(Cart, "max_steps", 30)  # it is drawn step by step
+    model = build(small(encoder=encoder, seed=3)).model
+    wanted = evaluate(model, Cart(1, seed=5), greedy=greedy, seed=5)
+    env = Cart(1, seed=5)
     film = film_episode(policy_of(model, env, greedy=greedy, seed=5), env, 25)
     assert film.episode_return == pytest.approx(wanted.item(), rel=1e-5)
     assert film.steps <= 30 and image_of(film.gif).n_frames == film.steps + 1
@@ -174,23 +139,11 @@ def test_a_long_episode_shows_every_second_step(monkeypatch):
     film = film_episode(bang_bang, Cart(1, 0.0), 25)
     found = image_of(film.gif)
     assert film.steps == 30 and found.n_frames == 16 and found.info["duration"] == 80
-    assert CartPole.max_steps > MOST_FRAMES
 
 
 def test_titles_tell_step_and_return():
     assert title_of(Cart(1), 7, 6.216) == "step 7, return 6.22"
     assert title_of(Lqr(1), 7, -0.5) == "step 7, discounted return -0.50"
-
-
-def test_tasks_of_one_s_own_are_drawn_by_themselves_or_as_what_they_derive_from():
-    class Faster(CartPole):
-        max_steps = 20
-
-    assert drawing_of(Faster) == drawing_of(CartPole) and rate_of(CartPole(1)) == 50
-    assert drawing_of(Unseen) is None and rate_of(Unseen(1)) is None
-    assert rate_of(Dot(1)) == 25
-    film = film_episode(lambda obs: torch.ones(1), Dot(1), 25)
-    assert film.steps == 12 and image_of(film.gif).size == (480, 240)
 
 
 def test_gymnasium_s_environments_are_filmed_below_a_title():
@@ -245,9 +198,7 @@ def test_eval_writes_a_film_and_does_not_replace_one_unasked(tmp_path, capsys, m
     assert [path.name for path in name.parent.iterdir()] == ["agent.gif"]
 
 
-def test_names_that_cannot_be_a_film_are_refused_before_anything_is_played(
-    tmp_path, capsys, monkeypatch
-):
+def test_names_that_cannot_be_a_film_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Cart, "max_steps", 30)
     run = saved(tmp_path)
     (tmp_path / "folder.gif").mkdir()
@@ -261,19 +212,30 @@ def test_names_that_cannot_be_a_film_are_refused_before_anything_is_played(
     run_cli("eval", run, "--film", tmp_path / "link.gif", "--overwrite", "--episodes", 2)
     assert not (tmp_path / "nowhere").exists()  # the link is replaced, not followed
     under_a_file = run / "checkpoint.pt" / "a.gif"
-    monkeypatch.setattr("fp8rl.cli.evaluate.evaluate", None)  # nothing is played
-    said = refusal(capsys, "eval", run, "--film", under_a_file)
+    said = refusal(capsys, "eval", run, "--film", under_a_file, "--episodes", 1)
     assert said.startswith(f"film is {under_a_file} and cannot be written (")
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
-    said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif")
-    assert said.startswith(f"film is {tmp_path / 'a.gif'} and cannot be written (Permission ")
 
 
-def test_a_task_that_cannot_be_drawn_is_refused(tmp_path, capsys):
-    run = saved(tmp_path, env_id="test_film:Unseen")
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "fp8rl/Lqr-v0"])
+def test_tasks_of_the_package_are_drawn_by_gymnasium(env_id, tmp_path, capsys, monkeypatch):
+    if env_id != "fp8rl/Lqr-v0":
+        pytest.importorskip("pygame")
+    monkeypatch.setattr("fp8rl.study.film.MOST_FRAMES", 10)
+    run = saved(tmp_path, env_id=env_id)
+    run_cli("eval", run, "--film", tmp_path / "a.gif", "--episodes", 2)
+    assert "a.gif shows an episode of " in capsys.readouterr().out
+    assert len(frames_of((tmp_path / "a.gif").read_bytes())) > 1
+
+
+def test_a_package_that_gymnasium_needs_to_draw_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    run = saved(tmp_path, env_id="CartPole-v1")
     said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif")
-    assert said == (
-        "env_id is 'test_film:Unseen', which cannot be drawn: "
-        "give it a method paint(self, ax, state), or leave out film"
-    )
-    assert math.isfinite(rate_of(Dot(1)))
+    assert said.startswith("env_id is 'CartPole-v1', which cannot be rendered (pygame is not ")
+    assert "gymnasium[classic" in said
+
+
+def test_a_task_that_gymnasium_does_not_have_is_refused(tmp_path, capsys):
+    run = saved(tmp_path, env_id="test_cli:Narrow")
+    said = refusal(capsys, "eval", run, "--film", tmp_path / "a.gif", "--trust")
+    assert said.startswith("env_id is 'test_cli:Narrow', which cannot be rendered (")

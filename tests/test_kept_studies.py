@@ -295,7 +295,7 @@ def batches_of(out: Path) -> list[list[Config]]:
     """The batches of a study, from its mark."""
     from fp8rl.cli import study
 
-    return [batch for _, batch in study.tasks_of(study.rounds_in(out), None)]
+    return [batch for _, batch in study.tasks_of(study.rounds_in(out))]
 
 
 def test_a_second_signal_does_not_wait(tmp_path, monkeypatch, capsys, one_process):

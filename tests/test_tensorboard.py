@@ -149,8 +149,8 @@ def test_events_that_no_run_wrote_are_not_touched(tmp_path, capsys):
         with pytest.raises(SystemExit):
             run_cli("train", *TINY, "--out", tmp_path, *options)
         assert "holds other files ('events.out.tfevents.1.host')" in capsys.readouterr().err
-    with Folder.create(tmp_path / "b", "doctor", {}):
-        (tmp_path / "b" / "report.json").touch()
+    with Folder.create(tmp_path / "b", "study", {}):
+        (tmp_path / "b" / "runs.jsonl").touch()
     precious.rename(tmp_path / "b" / precious.name)
     with pytest.raises(SystemExit):
         run_cli("train", *TINY, "--out", tmp_path / "b", "--overwrite")
@@ -221,10 +221,11 @@ def test_ctrl_c_leaves_a_file_that_tensorboard_reads(tmp_path, read):
     assert_same_numbers(read(out), out)
 
 
-@pytest.mark.filterwarnings("error")  # of an exception in a thread
+@pytest.mark.filterwarnings("ignore")  # the thread's traceback, which is printed, too
 def test_what_the_thread_of_the_package_cannot_write_is_an_error_of_the_folder(tmp_path, read):
     said = pytest.raises(OSError, match=r"^out is .* and cannot be written")
-    with Folder.create(tmp_path / "a", "train", {}) as folder, said, EventFile(folder) as events:
+    with Folder.create(tmp_path / "a", "train", {}) as folder, said:
+        events = EventFile(folder)
         (file,) = (tmp_path / "a").glob(NAME)
         file.unlink()
         file.mkdir()  # where it would append

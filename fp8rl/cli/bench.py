@@ -9,26 +9,27 @@ import tyro
 from ..build import Machine
 from ..machine import processes
 from . import throughput
-from .arguments import Json
+from .arguments import Json, checked, unchecked
+
+LoopOptions = unchecked(throughput.Loop)
+MachineOptions = unchecked(Machine)
 
 
 def measure(
-    loop: tyro.conf.OmitArgPrefixes[throughput.Loop] = throughput.Loop(),  # noqa: B008
-    machine: tyro.conf.OmitArgPrefixes[Machine] = Machine(),  # noqa: B008
+    loop: tyro.conf.OmitArgPrefixes[LoopOptions],
+    machine: tyro.conf.OmitArgPrefixes[MachineOptions],
     seconds: float = 5.0,
     json_output: Json = False,
 ) -> None:
     """Measure how fast this machine trains without replay.
 
-    The floor is the time that the same matrix products take alone; no loop can be faster.
-
-    Under torchrun, all processes are measured together.
-
     Args:
         loop: What is trained.
-        machine: Where the run computes, and how fast.
+        machine: Where it computes. Under torchrun, all processes are measured together.
         seconds: How long to measure.
     """
+    loop = checked(loop)
+    machine = checked(machine)
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds is {seconds}: use a positive number")
     if not loop.hidden_size:

@@ -1,35 +1,28 @@
 """`python -m fp8rl eval`: evaluates a trained agent, and may film it."""
 
 import contextlib
-import errno
 import json
-import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import tyro
 
-from ..build import HERE, env_maker
-from ..config import Config
+from ..build import FIRST_EVALUATION_SEED, HERE, env_maker
 from ..disk import checkpoint
 from ..disk.safe_files import told, write_whole
-from ..evaluate import evaluate, policy_of
-from ..machine.plan import uses_gymnasium
+from ..evaluate import START_NOISE, evaluate, policy_of
 from ..precision import Precision
-from ..study.film import film_episode, rate_of
+from ..study.film import film_episode
+from ..tasks.custom_env import CustomEnv
 from ..tasks.gymnasium_env import GymEnv, require_renderable
 from .arguments import Json
-
-# Added to the seed of Gymnasium's environments, so that their starts differ from those of training.
-OTHER_STARTS = 2**31
 
 
 def evaluate_run(
     run: tyro.conf.Positional[Path],
     episodes: int = 100,
     greedy: bool = True,
-    start_noise: float = 0.05,
     seed: int = 0,
     precision: str | None = None,
     film: Path | None = None,
@@ -43,8 +36,6 @@ def evaluate_run(
         run: Folder that `train` wrote.
         episodes: Number of episodes to play.
         greedy: Take the most likely action; --no-greedy samples actions from the policy.
-        start_noise: Episodes of the cart start with position and velocity within this distance of
-            0.
         seed: Seed of the start states, and of sampled actions.
         precision: Precision to compute in. None: the precision that the agent was trained in.
         film: Also film one more episode, and write it to this file, a GIF.
@@ -61,19 +52,18 @@ def evaluate_run(
         model, config = checkpoint.load(
             run / "checkpoint.pt", trust, **({"precision": precision} if precision else {})
         )
-        if config.env_id and start_noise != 0.05:
-            raise ValueError(
-                f"start_noise is {start_noise}: leave it out, {config.env_id} does not have it"
-            )
-        make_env = env_maker(config, HERE, seed + OTHER_STARTS)
         computes = Precision(config.precision)
-        starts = (start_noise, "cpu", seed, "evaluation starts")
+        # Another start than that of a training with this seed
+        make_env = env_maker(config, HERE, seed + FIRST_EVALUATION_SEED)
+        starts = (START_NOISE, "cpu", seed, "evaluation starts")
         with contextlib.ExitStack() as owned:
             if film:  # raises before anything is played, if the environment cannot be filmed
-                stage, rate = stage_of(config, *starts)
+                if config.env_id is None:
+                    stage = make_env(config, 1, *starts)
+                    rate = CustomEnv.metadata["render_fps"]
+                else:
+                    stage, rate = gymnasium_stage(config.env_id, seed)
                 owned.callback(stage.close)
-                with writing(film):
-                    require_writable(film.parent)
             env = owned.enter_context(contextlib.closing(make_env(config, episodes, *starts)))
             model = computes.prepare(model)
             returns = evaluate(model, env, computes, greedy, seed).astype(float)
@@ -84,7 +74,8 @@ def evaluate_run(
                 )
             if film:
                 filmed = film_episode(policy_of(model, stage, computes, greedy, seed), stage, rate)
-                with writing(film):
+                with told(f"film is {film} and cannot be written", "use another name"):
+                    film.parent.mkdir(parents=True, exist_ok=True)
                     write_whole(film, lambda file: file.write(filmed.gif))
     result = {
         "mean_return": float(returns.mean()),
@@ -117,32 +108,11 @@ def require_free_file(film: Path, overwrite: bool) -> None:
         )
 
 
-def require_writable(folder: Path) -> None:
-    """Makes a folder. Raises OSError if no file can be written in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+def gymnasium_stage(env_id: str, seed: int) -> tuple[GymEnv, float]:
+    """An environment that Gymnasium draws, and its frames per second.
 
-
-def writing(film: Path) -> contextlib.AbstractContextManager:
-    """Names the film where it cannot be written."""
-    return told(f"film is {film} and cannot be written", "use another name")
-
-
-def stage_of(config: Config, start_noise: float, device, seed: int, purpose: str) -> tuple:
-    """One environment to film, and its frames per second.
-
-    Raises ValueError if the environment cannot be filmed.
+    Raises ValueError if it cannot be drawn, with Gymnasium's reason.
     """
-    first_seed = seed + OTHER_STARTS
-    if uses_gymnasium(config, HERE):
-        rate = require_renderable(config.env_id)
-        return GymEnv(config.env_id, 1, device, first_seed, render_mode="rgb_array"), rate
-    env = env_maker(config, HERE, first_seed)(config, 1, start_noise, device, seed, purpose)
-    rate = rate_of(env)
-    if rate is None:
-        raise ValueError(
-            f"env_id is {config.env_id!r}, which cannot be drawn: "
-            "give it a method paint(self, ax, state), or leave out film"
-        )
-    return env, rate
+    rate = require_renderable(env_id)
+    stage = GymEnv(env_id, 1, "cpu", seed + FIRST_EVALUATION_SEED, render_mode="rgb_array")
+    return stage, rate

@@ -1,8 +1,9 @@
-"""The command line: python -m fp8rl train | eval | study | doctor | memory | bench.
+"""The command line: python -m fp8rl train | eval | study | memory | bench.
 
-Each command takes --help. Without a command, a page about all commands is printed (overview.py).
-Invalid input (a bad value, a folder in use, a missing file) is reported in one line on stderr, with
-exit code 2.
+tyro makes the options of a command from its signature, and its help from docstrings and from the
+comments at the fields of dataclasses. It explains a word that it cannot read. Any other invalid
+input (a bad value, a folder in use, a missing file) is reported in one line on stderr. The exit
+code is 2 either way.
 """
 
 import re
@@ -11,25 +12,46 @@ import sys
 import warnings
 
 import torch
+import tyro
 
 from ..machine import hardware, processes
 from ..tasks.gymnasium_env import EnvironmentFailed
-from . import overview
-from .arguments import parse
+from .arguments import WHOLE_NUMBERS
 from .bench import measure
-from .doctor import examine
 from .evaluate import evaluate_run
 from .memory import predict_and_measure
-from .short_help import SHORT_HELP
 from .study import compare
 from .train import train
+
+COMMANDS = {
+    "train": train,
+    "eval": evaluate_run,
+    "study": compare,
+    "memory": predict_and_measure,
+    "bench": measure,
+}
+DESCRIPTION = """\
+Train reinforcement learning agents in float32, bfloat16, float16 or FP8, and measure what few bits
+cost. For example:
+
+python -m fp8rl train --env-id CartPole-v1 --precision fp8 --out runs/a
+
+python -m fp8rl eval runs/a"""
+
+
+def run_command() -> None:
+    """Runs the command that argv names. Prints the help of all commands if it names none."""
+    tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="python -m fp8rl",
+        description=DESCRIPTION,
+        args=sys.argv[1:] or ["--help"],
+        registry=WHOLE_NUMBERS,
+    )
 
 
 def main() -> None:
     """Runs the command line."""
-    if overview.is_wanted(sys.argv[1:]):
-        print(overview.page())
-        return
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # SIGTERM exits like an error, so that a study ends its workers first.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -40,17 +62,9 @@ def main() -> None:
     # The networks are too small for more threads. With one, a run's numbers do not depend on the
     # number of cores.
     torch.set_num_threads(1)
-    commands = {
-        "train": train,
-        "eval": evaluate_run,
-        "study": compare,
-        "doctor": examine,
-        "memory": predict_and_measure,
-        "bench": measure,
-    }
     code = 2
     try:
-        parse(commands, {name: page.text(name) for name, page in SHORT_HELP.items()})()
+        run_command()
         return
     except (ValueError, OSError, MemoryError, FloatingPointError, EnvironmentFailed) as error:
         # Python's own MemoryError has no message.

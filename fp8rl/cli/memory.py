@@ -13,20 +13,21 @@ from ..machine import hardware
 from ..machine.plan import ring_rows
 from ..replay.layouts import LAYOUTS, STORES, difference_codec, layout_bytes
 from ..train import Run
-from .arguments import Json
+from .arguments import Json, checked, unchecked
+
+ConfigOptions = unchecked(Config)
+MachineOptions = unchecked(Machine)
 
 PLAYED = 20_000  # rows that an untrained agent plays, at most, to see how many are dummies
 
 
 def predict_and_measure(
-    config: tyro.conf.OmitArgPrefixes[Config],
-    machine: tyro.conf.OmitArgPrefixes[Machine],
+    config: tyro.conf.OmitArgPrefixes[ConfigOptions],
+    machine: tyro.conf.OmitArgPrefixes[MachineOptions],
     layout: str = "compact",
     json_output: Json = False,
 ) -> None:
-    """Predict the bytes of a config's replay ring, allocate the ring, and measure its bytes.
-
-    A ring in a memmap folder has the whole capacity. It stays in the folder.
+    """Predict the bytes of a replay ring, allocate the ring, and measure its bytes.
 
     Not every row of the compact layout is a transition. The newest row of each environment is open,
     and each episode has a dummy row. How many dummy rows there are depends on how long episodes
@@ -35,11 +36,12 @@ def predict_and_measure(
 
     Args:
         config: What would be trained.
-        machine: Where it would be trained.
+        machine: Where. A ring in a memmap folder has the whole capacity, and stays in the folder.
         layout: How the next observation is stored. Training uses compact, where it is the next row.
-            The other two are there to compare: full stores it beside the observation, and delta
-            stores its rounded difference to the observation.
+            For comparison, full stores it again, and delta its rounded difference.
     """
+    config = checked(config)
+    machine = checked(machine)
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}: choose from {', '.join(LAYOUTS)}")
     if layout != "compact" and machine.memmap is not None:

@@ -7,7 +7,6 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +24,7 @@ from ..study import figures, parallel
 from ..study.dask_cluster import Cluster, dask_cluster
 from ..tasks.by_id import task_of
 from . import throughput
+from .arguments import checked, unchecked
 
 
 def swept(field: dataclasses.Field) -> tuple:
@@ -45,42 +45,37 @@ NUMBERS = [
 
 
 Sweep = dataclasses.make_dataclass("Sweep", map(swept, NUMBERS), frozen=True)
+ComparisonOptions = unchecked(study.Comparison)
 
 
 def compare(
     out: Path,
-    comparison: tyro.conf.OmitArgPrefixes[study.Comparison] = study.Comparison(),  # noqa: B008
-    sweep: tyro.conf.OmitArgPrefixes[Sweep] = Sweep(),  # noqa: B008
-    one_by_one: bool = False,
+    comparison: tyro.conf.OmitArgPrefixes[ComparisonOptions],
+    sweep: tyro.conf.OmitArgPrefixes[Sweep],
     overwrite: bool = False,
     scheduler: str | None = None,
     workers: int | None = None,
 ) -> None:
     """Train every precision on the same seeds, in batches on every core, and compare them.
 
-    Writes results.csv, table.md and curves.png. A study that was stopped goes on when called again,
-    near where it was: its batches are saved once a minute, and at Ctrl-C. On the CPU it gives the
-    same results as if it had not been stopped (but for Gymnasium's own tasks, whose episodes begin
-    anew). Called again with more seeds, precisions or values of a number, it trains those that are
-    new, in batches of their own.
-
-    A number of Config may have several values (--learning-rate 1e-4 3e-4), crossed with all others.
-
     Args:
-        out: folder for the results.
-        sweep: numbers of the config.
-        one_by_one: train every agent alone, which takes much longer.
-        overwrite: replace a study that the folder holds.
-        scheduler: address of a Dask scheduler, such as tcp://192.168.0.2:8786, whose workers train
-            the agents, on this machine or on others. Start each with one thread, as in
-            dask worker ADDRESS --nthreads 1 (docs/several_machines.md). Needs the package
-            distributed.
-        workers: how many workers the agents are split over. By default one a core of this machine
-            or, with a scheduler, as many as its cluster has when the study begins. The last bits of
-            the numbers depend on the split, so a study that continues keeps its own.
+        out: Folder for results.csv, table.md and curves.png.
+            A study that was stopped goes on near where it was when it is called again: its batches
+            are saved once a minute, and at Ctrl-C. Called with more seeds, precisions or values of
+            a number, it trains the agents that are new, in batches of their own.
+        comparison: What is compared.
+        sweep: Numbers of the agents. Several values (--learning-rate 1e-4 3e-4) are crossed.
+        overwrite: Replace a study that the folder holds.
+        scheduler: Address of a Dask scheduler, whose workers train the agents.
+            Start each with one thread, as in dask worker ADDRESS --nthreads 1
+            (docs/several_machines.md).
+        workers: How many workers the agents are split over. The last bits of numbers depend on it.
+            By default one a core or, with a scheduler, as many as its cluster has when the study
+            begins. A study that continues keeps its number.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}: use 1 or more")
+    comparison = checked(comparison)
     if comparison.threshold is None:
         comparison = dataclasses.replace(
             comparison, threshold=study.threshold_of(comparison.env_id)
@@ -89,7 +84,6 @@ def compare(
     arms = arms_of(comparison, numbers)
     require_different(arms, comparison, numbers)
     arm_of = {config: arm for arm, configs in arms.items() for config in configs}
-    each = parallel.run if one_by_one else None
     with contextlib.ExitStack() as stack:
         cluster = None if scheduler is None else stack.enter_context(dask_cluster(scheduler))
         default_workers = cluster.threads if cluster else cores()
@@ -97,8 +91,8 @@ def compare(
         asked = json.loads(json.dumps(asked))  # as it is read back
         earlier = [] if overwrite else rounds_in(out)
         rounds = with_earlier_rounds(out, earlier, asked, default_workers)
-        tasks = tasks_of(rounds, each)
-        if not one_by_one and (shapes := len(set(map(shared, arm_of)))) > 1:
+        tasks = tasks_of(rounds)
+        if (shapes := len(set(map(shared, arm_of)))) > 1:
             print(f"{len(arm_of)} agents of {shapes} shapes, a batch for each")
         # What cannot be is refused before anything is written
         require(tasks, rounds[-1]["workers"], cluster)
@@ -281,14 +275,14 @@ def with_earlier_rounds(
     return [*before, last, asked | {"workers": workers}]
 
 
-def tasks_of(rounds: list[dict], each: Callable | None) -> list[parallel.Batch]:
+def tasks_of(rounds: list[dict]) -> list[parallel.Batch]:
     """The batches of a study: those of each round, of the agents that no earlier round has."""
     tasks = []
     known: set[Config] = set()
     for options in rounds:
         configs = [config for config in configs_of(options) if config not in known]
         known.update(configs)
-        tasks += parallel.split(configs, options["workers"], each) if configs else []
+        tasks += parallel.split(configs, options["workers"], None) if configs else []
     return tasks
 
 

@@ -9,7 +9,6 @@ no episode ends.
 """
 
 import math
-import threading
 import time
 
 from ..disk.run_folder import Folder
@@ -70,19 +69,6 @@ class EventFile:
             self.writer.flush()  # raises what its thread could not write
         self.rows += len(rows)
 
-    def __enter__(self) -> "EventFile":
-        self.excepthook = threading.excepthook
-        threading.excepthook = self.ignore_own_thread
-        return self
-
-    def ignore_own_thread(self, failure) -> None:
-        """Prints no traceback of the writer's thread, because `flush` raises the same error."""
-        if not type(failure.thread).__module__.startswith("tensorboard."):
-            self.excepthook(failure)
-
-    def __exit__(self, *_) -> None:
-        try:
-            with self.folder.writing():
-                self.writer.close()
-        finally:
-            threading.excepthook = self.excepthook
+    def close(self) -> None:
+        with self.folder.writing():
+            self.writer.close()

@@ -24,7 +24,7 @@ from ..machine import hardware, processes
 from ..study import figures
 from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import Immediate, Run, iterate
-from .arguments import given
+from .arguments import checked, given, unchecked
 from .tensorboard_events import EventFile, require_tensorboard
 
 
@@ -52,44 +52,34 @@ class Saving:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use True or False")
 
 
-class ConfigOptions(Config):
-    """The options of a Config. With --resume only steps is read, and checked as a part of the run's
-    own config."""
-
-    def __post_init__(self):
-        if "resume" not in given():
-            super().__post_init__()
+ConfigOptions = unchecked(Config)
+MachineOptions = unchecked(Machine)
+SavingOptions = unchecked(Saving)
 
 
 def train(
     config: tyro.conf.OmitArgPrefixes[ConfigOptions],
-    machine: tyro.conf.OmitArgPrefixes[Machine],
+    machine: tyro.conf.OmitArgPrefixes[MachineOptions],
+    saving: tyro.conf.OmitArgPrefixes[SavingOptions],
     out: Path | None = None,
     resume: Path | None = None,
-    saving: tyro.conf.OmitArgPrefixes[Saving] = Saving(),
     overwrite: bool = False,
     trust: bool = False,
     eight_bit: bool = False,
 ) -> None:
-    """Train one agent, and write config.json, metrics.csv, checkpoint.pt and reward_curve.png.
-
-    Ctrl-C stops the training and leaves a checkpoint, from which --resume continues.
-
-    Under torchrun, several processes train the agent together; only rank 0 writes.
+    """Train one agent into a folder, or continue a run that was stopped (Ctrl-C).
 
     Args:
-        config: What is learned. A resumed run keeps its own, so of these only --steps goes with
-            --resume. It makes the run longer or shorter. The learning rate, if it is annealed, goes
-            on as in a run of the new length, so that of a longer run jumps up.
+        config: What is learned. A resumed run keeps its own, so only --steps goes with --resume.
         machine: Where the run computes, and how fast. A resumed run takes what is given now.
-        out: Folder for the results.
-        resume: Folder of a run that was stopped. It continues from its checkpoint, on the CPU bit
-            for bit as if it had never been stopped. If it has no checkpoint yet, it starts again
-            from the beginning. With --steps N it goes on to N steps in all.
+        saving: What is written. A resumed run keeps these options unless they are given anew.
+        out: Folder for config.json, metrics.csv, checkpoint.pt and reward_curve.png.
+        resume: Folder of a run that was stopped, to continue from its checkpoint.
+            With --steps N it goes on to N steps in all. On the CPU it gives the numbers of a run
+            that was never stopped, bit for bit.
         overwrite: Replace a run that the folder holds.
         trust: Let a checkpoint name a module that is then imported (env_id module:Name-v0).
-        eight_bit: Keep weights, Adam's moments and replayed observations in one byte per number,
-            and multiply in FP8.
+        eight_bit: FP8 products; eight bits for weights, Adam's moments and replayed observations.
     """
     if out is None and resume is None:
         raise ValueError(
@@ -97,11 +87,12 @@ def train(
         )
     if out is not None and resume is not None:
         raise ValueError(f"out is {out} and resume is {resume}: give one of the two")
+    machine = checked(machine)
+    options = dataclasses.asdict(checked(saving))
     steps = config.steps if resume and "steps" in given() else None
     config = chosen(config, bool(resume), eight_bit)
     processes.start(machine.devices)
     first, state = processes.rank_and_size()[0] == 0, None
-    options = dataclasses.asdict(saving)
     with contextlib.ExitStack() as owned:
         if resume:
             out = resume
@@ -169,8 +160,8 @@ def chosen(config: ConfigOptions, resume: bool, eight_bit: bool) -> Config | Non
                 f"{name} is {getattr(config, name)} with eight_bit, "
                 f"which sets it to {value!r}: leave one out"
             )
-    changes = EIGHT_BIT if eight_bit else {}
-    return Config(**{**dataclasses.asdict(config), **changes})
+    config = checked(config)
+    return dataclasses.replace(config, **EIGHT_BIT) if eight_bit else config
 
 
 def with_steps(config: Config, steps: int | None, state: dict | None) -> Config:
@@ -306,7 +297,7 @@ def write_while_training(
             stack.callback(signal.signal, number, signal.signal(number, remember))
         stack.push(save_on_failure)
         if folder and tensorboard:
-            events = stack.enter_context(EventFile(folder))
+            events = stack.enter_context(contextlib.closing(EventFile(folder)))
             events.add(run.history.rows)
         for _ in stack.enter_context(
             contextlib.closing(iterate(run, progress=processes.rank_and_size()[0] == 0))

@@ -40,9 +40,17 @@ import sys
 from pathlib import Path
 
 from ..bits.notation import OPERANDS, STATE, TOLERATES, bits_of, check_tolerance, read_entries
-from ..command_help import name_missing_package, nearest
 from .report_file import NO_STEP, ReportFile, read_report, report_as_json, require_rates
 from .run_script import AfterImport, Refusal, Target, before_termination, first_line
+
+EXAMPLES = """\
+examples:
+  python -m fp8rl.doctor watch --json report.json train.py --lr 1e-3
+  python -m fp8rl.doctor keep weights=bf16 train.py --lr 1e-3
+  python -m fp8rl.doctor twin weights=bf16 --report report.json train.py --lr 1e-3
+  python -m fp8rl.doctor mismatch dump.npz
+
+Write -m before a module, as in watch -m package.train."""
 
 
 class Attached:
@@ -57,7 +65,7 @@ class Attached:
 
     def __init__(self, kind: str, *arguments):
         if importlib.util.find_spec("numpy") is None:
-            name_missing_package("fp8rl.doctor", ModuleNotFoundError(name="numpy"))
+            raise Refusal("the package numpy is missing: pip install numpy")
         self.kind = kind
         self.arguments = arguments
         self.process = os.getpid()
@@ -80,11 +88,7 @@ class Attached:
         """Makes the hooks, right after the script has imported torch."""
         if not self.is_here:
             return
-        try:
-            module = importlib.import_module(f".{self.kind.lower()}", __package__)
-        except ImportError as error:
-            name_missing_package("fp8rl.doctor", error)
-            raise
+        module = importlib.import_module(f".{self.kind.lower()}", __package__)
         self.hooks = getattr(module, self.kind)(*self.arguments)
         self.context.enter_context(self.hooks.installed())
 
@@ -103,12 +107,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     """
     parser = Parser(
         prog="python -m fp8rl.doctor",
-        description="Predict how a PyTorch script would train with some of its numbers (weights, "
-        "Adam's moments) in few bits. The script is not changed.",
-        epilog="examples: python -m fp8rl.doctor watch train.py --lr 1e-3; "
-        "python -m fp8rl.doctor keep weights=bf16 train.py --lr 1e-3",
+        description="Will few bits do in a training of yours? For any PyTorch script, unchanged.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     explanations = {
         "watch": "Run a script that trains in float32. At the end, report on stderr at which "
         "factor of its learning rate it would learn with each place in each format.",
@@ -188,28 +191,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Target | None]:
     compare.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the report to a file"
     )
-    require_command(arguments, [*commands.choices])
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        known = commands.choices[options.command]._option_string_actions
-        remedy = nearest(unknown[0].split("=")[0], known) or "leave it out"
-        raise Refusal(
-            f"{unknown[0]} is no option of {options.command}: {remedy} "
-            f"(see python -m fp8rl.doctor {options.command} --help)"
-        )
+    options = parser.parse_args(arguments or ["--help"])
     if options.command == "mismatch":
         return options, None
     return options, Target(options.script, options.arguments, options.is_module)
-
-
-def require_command(arguments: list[str], commands: list[str]) -> None:
-    """Raises Refusal, with the nearest name, unless the first word is a command."""
-    first = arguments[0] if arguments else ""
-    if first not in (*commands, "-h", "--help"):
-        remedy = nearest(first, commands) or f"begin with one of {', '.join(commands)}"
-        if Path(first).suffix == ".py":
-            remedy = f"put one before the script, as in watch {first}"
-        raise Refusal(f"{first!r} is no command: {remedy} (see python -m fp8rl.doctor --help)")
 
 
 def run_watch(options: argparse.Namespace, target: Target) -> int:
@@ -315,12 +300,9 @@ def run_mismatch(options: argparse.Namespace, target: None) -> int:
     """Prints the report on a dump of log-probabilities to stdout."""
     # Ctrl-C during the imports ends the program without a traceback
     on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        from .dump_file import read_dump
-        from .mismatch import mismatch
-    except ImportError as error:
-        name_missing_package("fp8rl.doctor", error)
-        raise
+    from .dump_file import read_dump
+    from .mismatch import mismatch
+
     signal.signal(signal.SIGINT, on_interrupt)
     report = mismatch(**read_dump(options.dump), clip=options.clip)
     if options.json:

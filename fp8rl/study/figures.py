@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from ..bits.notation import TOLERATES
 from .statistics import bootstrap_interval, iqm, percentiles
 
 # Black, orange, sky blue, green, vermillion, blue, purple, each with a dash pattern and a marker.
@@ -345,39 +344,6 @@ def intervals(
         ylim=(len(scores) - 0.5, -0.5),
         xlabel=label,
     )
-    return ax
-
-
-def findings(ax: Axes, report, tolerates=TOLERATES) -> Axes:
-    """Draws the findings of a doctor (doctor/), with a row for each finding.
-
-    A dot is the factor of the learning rate at which the training learns. The factors that the
-    training tolerates are grey. A dot at the edge stands for a factor beyond it.
-    """
-    several = len({finding.optimizer for finding in report}) > 1
-    names = [finding.text + f" ({finding.optimizer})" * several for finding in report]
-    looks = {
-        "as float32": STYLES[3],
-        "not judged": STYLES[1],
-        "otherwise": STYLES[4],
-    }
-    for label, look in looks.items():
-        rows = [
-            row
-            for row, finding in enumerate(report)
-            if label == (finding.verdict if finding.verdict in looks else "otherwise")
-        ]
-        rates = np.clip([report[row].rate for row in rows], 2**-6, 2**10)
-        ax.plot(rates, rows, label=label, **{**look, "linestyle": ""})
-    ax.axvspan(*tolerates, color="#DDDDDD", zorder=0)
-    ax.set_xscale("log", base=2)
-    ax.set(
-        yticks=range(len(report)),
-        ylim=(len(report) - 0.5, -0.5),
-        xlabel="learns as float32 at this factor of the learning rate",
-    )
-    ax.set_yticklabels(names, fontsize=8)
-    ax.legend(fontsize=8, loc="lower right")
     return ax
 
 

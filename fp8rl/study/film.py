@@ -10,7 +10,7 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from ..rollout import inference
-from ..tasks.drawing import drawing_of, picture
+from ..tasks.drawing import picture_of_cart
 from ..tasks.gymnasium_env import GymEnv
 
 # Number of frames of a film at most. Of longer episodes, only every second or third step is shown.
@@ -30,8 +30,8 @@ class Film(NamedTuple):
 def film_episode(policy: Callable, env, frames_per_second: float) -> Film:
     """Plays one episode in a newly created environment, and films it.
 
-    The policy is like that of evaluate.play. The environment is a TensorEnv that can be drawn, or a
-    GymEnv whose render_mode is rgb_array. Each frame has a title with the step and the return.
+    The policy is like that of evaluate.play. The environment is a Cart, or a GymEnv whose
+    render_mode is rgb_array. Each frame has a title with the step and the return.
     """
     every = math.ceil(env.max_steps / MOST_FRAMES)
     total = 0.0
@@ -56,10 +56,10 @@ def title_of(env, step: int, total: float) -> str:
 
 
 def frame_of(env, title: str) -> Image.Image:
-    """A picture of the environment as it is now, below a title, in few colors."""
+    """A picture of the environment as it is now, below a title."""
     if isinstance(env, GymEnv):
-        return in_few_colors(titled(env.render(), title))
-    return in_few_colors(Image.fromarray(picture(env, env.state[0], title)))
+        return titled(env.render(), title)
+    return Image.fromarray(picture_of_cart(env.state[0], title))
 
 
 def titled(frame: np.ndarray, title: str) -> Image.Image:
@@ -81,16 +81,12 @@ def font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(font_manager.findfont("DejaVu Sans"), size)
 
 
-def in_few_colors(image: Image.Image) -> Image.Image:
-    return image.quantize(COLORS, dither=Image.Dither.NONE)
-
-
 def gif_of(frames: Iterable[Image.Image], seconds: float) -> bytes:
     """A GIF file that loops endlessly. Each frame is shown for `seconds`.
 
     The last frame stays for two seconds, so that one sees how the episode ended.
     """
-    first, *others = frames
+    first, *others = (frame.quantize(COLORS, dither=Image.Dither.NONE) for frame in frames)
     milliseconds = max(20, round(100 * seconds) * 10)  # GIF counts hundredths of a second
     durations = [milliseconds] * len(others) + [2000]
     file = io.BytesIO()
@@ -98,9 +94,3 @@ def gif_of(frames: Iterable[Image.Image], seconds: float) -> bytes:
         file, "GIF", save_all=True, append_images=others, duration=durations, loop=0, optimize=False
     )
     return file.getvalue()
-
-
-def rate_of(env) -> int | None:
-    """The frames per second with which a TensorEnv is drawn, or None if it cannot be drawn."""
-    drawing = drawing_of(type(env))
-    return drawing.frames_per_second if drawing else None

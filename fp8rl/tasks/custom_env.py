@@ -7,14 +7,15 @@ import torch
 from ..distribution import Categorical
 from ..env import Cart, TensorEnv
 from .by_id import TASKS, task_of
-from .drawing import drawing_of, picture
+from .drawing import picture_of_cart
+from .lqr import Lqr
 
 
 class Single(gymnasium.Env):
     """One environment of a task as a Gymnasium environment, for other libraries.
 
     `task`         a TensorEnv of one environment, or a name as in `train --env-id`
-    `render_mode`  None, or "rgb_array" for a task that can be drawn (drawing.py)
+    `render_mode`  None, or "rgb_array" for a cart, which can be drawn (drawing.py)
 
     To register a task of your own:
 
@@ -40,10 +41,10 @@ class Single(gymnasium.Env):
                 f"task is {task!r}, which is no TensorEnv: use module:Class, "
                 f"or one of {', '.join(TASKS)}"
             )
-        if render_mode is not None and drawing_of(type(task)) is None:
+        if render_mode is not None and not isinstance(task, Cart | Lqr):
             raise ValueError(
                 f"render_mode is {render_mode!r}, and {type(task).__name__} cannot be drawn: "
-                "give it a method paint(ax, state)"
+                "leave it out"
             )
         self.env, self.render_mode = task, render_mode
         self.observation_space = gymnasium.spaces.Box(*np.array(self.env.bounds, dtype=np.float32))
@@ -83,7 +84,7 @@ class Single(gymnasium.Env):
         """A picture of the state, uint8 [height, width, 3], or None without a render_mode."""
         if self.render_mode != "rgb_array":
             return None
-        return picture(self.env, self.state[0], f"step {self.elapsed}")
+        return picture_of_cart(self.state[0], f"step {self.elapsed}")
 
     def _numbers(self, count: int) -> torch.Tensor:
         """Random numbers in [-1, 1), float32 [1, count]."""
