@@ -7,12 +7,12 @@ import math
 import tyro
 
 from .. import processes
-from ..build import Machine
 from ..study import throughput
-from .arguments import Json, checked, unchecked
+from .arguments import Json, MachineOptions, Unchecked, checked
 
-LoopOptions = unchecked(throughput.Loop)
-MachineOptions = unchecked(Machine)
+
+class LoopOptions(Unchecked, throughput.Loop):
+    pass
 
 
 def measure(

@@ -7,15 +7,11 @@ import sys
 import tyro
 
 from .. import hardware
-from ..build import Machine, build
-from ..config import Config
+from ..build import build
 from ..disk.mapped_ring import free_on_disk
 from ..requirements import ring_rows
 from ..study.replay_layouts import LAYOUTS, STORES, layout_bytes
-from .arguments import Json, checked, unchecked
-
-ConfigOptions = unchecked(Config)
-MachineOptions = unchecked(Machine)
+from .arguments import ConfigOptions, Json, MachineOptions, checked
 
 
 def predict_and_measure(
