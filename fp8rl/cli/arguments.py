@@ -1,29 +1,39 @@
 """What several commands share: how tyro reads their options."""
 
 import sys
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import tyro
 
-T = TypeVar("T")
+from ..config import Config
+from ..machine import Machine
+
 Json = Annotated[bool, tyro.conf.arg(name="json", help="Print the result as one JSON object.")]
 
 
-def unchecked(kind: type[T]) -> type[T]:
-    """A dataclass with the fields of another one, whose values are not checked.
+class Unchecked:
+    """A base class of options, before the dataclass whose fields they have. It checks no values.
 
-    A command takes this as its options, and `checked` makes the dataclass of them. tyro would print
-    what a dataclass refuses in a box of several lines. From a command it is an error like any
-    other, which main.py prints in one line.
+    tyro would print what a dataclass refuses in a box of several lines. So a command takes
+    unchecked options, and makes the dataclass itself (`checked`). What that refuses is an error
+    like any other, which main.py prints in one line.
     """
-    # tyro finds the comments at the fields by the name of the class and its module
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), {"__post_init__": lambda self: None, **names})
+
+    def __post_init__(self):
+        pass
 
 
-def checked(options: T) -> T:
-    """The dataclass of these `unchecked` options. Raises its errors."""
-    _, kind, *_ = type(options).__mro__
+class ConfigOptions(Unchecked, Config):
+    pass
+
+
+class MachineOptions(Unchecked, Machine):
+    pass
+
+
+def checked(options: Unchecked):
+    """The dataclass of these options. Raises its errors."""
+    _, _, kind, *_ = type(options).__mro__
     return kind(**vars(options))
 
 

@@ -6,13 +6,13 @@ import math
 
 import tyro
 
-from ..build import Machine
 from ..machine import processes
 from . import throughput
-from .arguments import Json, checked, unchecked
+from .arguments import Json, MachineOptions, Unchecked, checked
 
-LoopOptions = unchecked(throughput.Loop)
-MachineOptions = unchecked(Machine)
+
+class LoopOptions(Unchecked, throughput.Loop):
+    pass
 
 
 def measure(

@@ -6,17 +6,13 @@ import sys
 
 import tyro
 
-from ..build import Machine, build
-from ..config import Config
+from ..build import build
 from ..disk.mapped_ring import free_on_disk
 from ..machine import hardware
 from ..machine.plan import ring_rows
 from ..replay.layouts import LAYOUTS, STORES, difference_codec, layout_bytes
 from ..train import Run
-from .arguments import Json, checked, unchecked
-
-ConfigOptions = unchecked(Config)
-MachineOptions = unchecked(Machine)
+from .arguments import ConfigOptions, Json, MachineOptions, checked
 
 PLAYED = 20_000  # rows that an untrained agent plays, at most, to see how many are dummies
 

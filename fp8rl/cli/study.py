@@ -24,7 +24,7 @@ from ..study import figures, parallel
 from ..study.dask_cluster import Cluster, dask_cluster
 from ..tasks.by_id import task_of
 from . import throughput
-from .arguments import checked, unchecked
+from .arguments import Unchecked, checked
 
 
 def swept(field: dataclasses.Field) -> tuple:
@@ -45,7 +45,10 @@ NUMBERS = [
 
 
 Sweep = dataclasses.make_dataclass("Sweep", map(swept, NUMBERS), frozen=True)
-ComparisonOptions = unchecked(study.Comparison)
+
+
+class ComparisonOptions(Unchecked, study.Comparison):
+    pass
 
 
 def compare(

@@ -14,7 +14,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from ..bits.low_bit_adam import LowBitAdam
-from ..build import Machine, build
+from ..build import build
 from ..config import EIGHT_BIT, Config
 from ..disk import checkpoint
 from ..disk.run_folder import Folder, files_in, read_mark, require_free
@@ -24,7 +24,7 @@ from ..machine import hardware, processes
 from ..study import figures
 from ..tasks.gymnasium_env import EnvironmentFailed
 from ..train import Immediate, Run, iterate
-from .arguments import checked, given, unchecked
+from .arguments import ConfigOptions, MachineOptions, Unchecked, checked, given
 from .tensorboard_events import EventFile, require_tensorboard
 
 
@@ -52,9 +52,8 @@ class Saving:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: use True or False")
 
 
-ConfigOptions = unchecked(Config)
-MachineOptions = unchecked(Machine)
-SavingOptions = unchecked(Saving)
+class SavingOptions(Unchecked, Saving):
+    pass
 
 
 def train(
