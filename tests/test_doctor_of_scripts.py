@@ -19,6 +19,7 @@ from fp8rl.bits.places import places_of
 from fp8rl.doctor import command as doctor
 from fp8rl.doctor import report_file as doctor_report
 from fp8rl.doctor import run_script
+from fp8rl.doctor.watch import WATCHED
 
 # A training as anybody may write it: two layers and a LayerNorm, Adam, a learning rate that falls.
 SCRIPT = """
@@ -734,7 +735,7 @@ def test_a_step_within_the_backward_pass_has_one_report_with_the_names_of_tensor
     assert (code, out) == expected
     lines = err.split("fp8rl.doctor:\n")[1].splitlines()
     assert lines[0] == "optimizers 0 to 11 (12 of AdamW, as one)"
-    assert len(lines) == 1 + len(doctor.WATCHED)
+    assert len(lines) == 1 + len(WATCHED)
     names = {
         name
         for entry in json.loads((tmp_path / "r.json").read_text())["optimizers"]
@@ -848,5 +849,5 @@ def test_an_optimizer_that_is_not_judged_is_named_and_has_no_twin(tmp_path, run)
     _, _, err = run("watch", "--json", tmp_path / "r.json", path)
     said = "not judged: a step of Rprop is not in proportion to its learning rate"
     assert f"optimizer 0 (Rprop)\n  weights=bf16: {said}" in err
-    _, _, err = run("twin", "weights=bf16", "--report", tmp_path / "r.json", path)
-    assert "optimizer 0 (Rprop): weights=bf16 was not judged: it trains as it is" in err
+    code, _, err = run("twin", "weights=bf16", "--report", tmp_path / "r.json", path)
+    assert code == 2 and "report has no weights=bf16: choose from none" in err
