@@ -120,8 +120,7 @@ def test_sections_are_numbered_in_order(notebook, prose):
 
 
 def test_exercises_are_shown_unsolved_and_their_solutions_are_hidden():
-    """tests/test_notebook_parameters.py runs both: an exercise must fail in one line. Its error is
-    not committed."""
+    """nbmake runs both: an exercise must fail, which its tag says. Its error is not committed."""
     cells = json.loads((ROOT / "notebooks" / f"{MAIN}.ipynb").read_text())["cells"]
     exercises = [i for i, cell in enumerate(cells) if "raises-exception" in tags(cell)]
     assert len(exercises) == 3
