@@ -1047,3 +1047,12 @@ def test_v_may_be_rounded_to_the_nearest():
     assert LowBitAdam(groups, v="e4m3").param_groups[0]["formats"] == "root=bf16"
     message = "formats has 'v=e4m3:stochastic:nearest': leave out stochastic or nearest"
     refused(message, LowBitAdam, [p], v="e4m3:stochastic:nearest")
+
+
+def test_the_weights_of_a_parameter_without_state_are_the_parameter_itself():
+    linear, norm = nn.Linear(16, 16), nn.LayerNorm(16)
+    groups = [{"params": linear.parameters()}, {"params": norm.parameters(), "weights": None}]
+    optimizer = LowBitAdam(groups, weights="e4m3:stochastic", m="e4m3", root="e4m3")
+    assert optimizer.state[norm.weight]["weights"] is norm.weight
+    assert optimizer.state[linear.weight]["weights"] is linear.weight
+    assert not optimizer.state and not optimizer.state_dict()["state"]

@@ -203,6 +203,17 @@ class Hook:
         return hook_of_copy, ()
 
 
+class ParameterStates(dict):
+    """What an optimizer stores of each parameter, by parameter.
+
+    As long as nothing is stored of a parameter, it keeps its weights itself, in float32. Its state
+    says so, and to read it adds no entry.
+    """
+
+    def __missing__(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"weights": p}
+
+
 class LowBitAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015, arXiv:1412.6980) that keeps its state in few bits.
 
@@ -275,6 +286,7 @@ class LowBitAdam(torch.optim.Optimizer):
         }
         refuse_wrong_settings(defaults)
         super().__init__(params, defaults)
+        self.state = ParameterStates()
 
     @property
     def has_weights(self) -> bool:
@@ -313,7 +325,7 @@ class LowBitAdam(torch.optim.Optimizer):
 
     def state_of(self, p: torch.Tensor) -> dict:
         """What is stored for a parameter; an empty dictionary if nothing is."""
-        return self.state.get(p, {})  # `self.state[p]` would add an entry
+        return self.state.get(p, {})
 
     def store(self, p: torch.Tensor, name: str, x: torch.Tensor) -> None:
         """Packs the weights, m, v or root of a parameter, which are rounded already.
@@ -583,6 +595,7 @@ class LowBitAdam(torch.optim.Optimizer):
         formats_of_groups = [group["formats"] for group in self.param_groups]
         # Without the state, because torch would make codes float32.
         super().load_state_dict({**state_dict, "state": {}})
+        self.state = ParameterStates()
         for group, formats in zip(self.param_groups, formats_of_groups, strict=True):
             group["formats"] = formats  # which a state of an earlier version does not have
         self.versions.clear()
