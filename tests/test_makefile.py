@@ -1,6 +1,6 @@
-"""How `make` installs packages: by uv where there is one that can choose a build of torch, else by
-pip. A folder with a Makefile, empty requirements and programs that only write down their
-arguments stands for the clone."""
+"""Which notebooks `make` runs, and how it installs packages: by uv where there is one that can
+choose a build of torch, else by pip. For the latter a folder stands for the clone, with a Makefile,
+empty requirements and programs that only write down their arguments."""
 
 import shutil
 import subprocess
@@ -59,3 +59,13 @@ def test_uv_installs_the_torch_for_this_machine(installs):
 @pytest.mark.parametrize("age", [None, "new"])
 def test_another_command_can_be_named(age, installs):
     assert installs(age, "INSTALL=mine install") == f"{ACTIVATE} mine install -r requirements.txt"
+
+
+def test_make_test_and_make_notebooks_together_run_each_notebook_once():
+    command = ["make", "-n", "test", "notebooks", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=MAKEFILE.parent, capture_output=True, text=True, check=True)
+    tests, others = [line for line in done.stdout.splitlines() if "pytest" in line]
+    names = sorted(path.name for path in MAKEFILE.parent.glob("notebooks/*.ipynb"))
+    (main,) = [name for name in names if name in tests]
+    assert len(names) > 1 and tests.endswith(f" --nbmake notebooks/{main} tests")
+    assert others.endswith(f" --nbmake --ignore notebooks/{main} notebooks")
