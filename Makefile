@@ -1,10 +1,11 @@
-# make demo     trains the agent in the notebook and leaves the executed notebook and its figures under build/
-# make test     runs the tests and every notebook, a process for each core
-# make lab      opens the notebooks in JupyterLab
-# make lint     checks package, tests and notebooks
-# make results  lists the commands that make the tables of benchmarks/; ONLY="study codecs" runs these
-# make gpu      on a machine with an NVIDIA GPU: runs what tests need one, then makes the tables of benchmarks/pages/gpu.md again
-# make address  puts a Colab badge for REPOSITORY into the README, and REPOSITORY into the first cell of each notebook, which installs from there
+# make demo       trains the agent in the notebook and leaves the executed notebook and its figures under build/
+# make test       runs the tests and the main notebook, a process for each core
+# make notebooks  runs the other notebooks, a process for each core
+# make lab        opens the notebooks in JupyterLab
+# make lint       checks package, tests and notebooks
+# make results    lists the commands that make the tables of benchmarks/; ONLY="study codecs" runs these
+# make gpu        on a machine with an NVIDIA GPU: runs what tests need one, then makes the tables of benchmarks/pages/gpu.md again
+# make address    puts a Colab badge for REPOSITORY into the README, and REPOSITORY into the first cell of each notebook, which installs from there
 # Every other target sets up .venv first; a second run finds it ready and starts at once.
 PYTHON ?= python3
 # How packages are installed. uv, where there is one that can, picks the torch for this machine's GPU, or the one for CPUs alone,
@@ -19,7 +20,7 @@ NOTEBOOK := fp8_actor_critic
 REPOSITORY ?=
 BADGE := https://colab.research.google.com/assets/colab-badge.svg
 
-.PHONY: demo test lab lint results gpu address clean
+.PHONY: demo test notebooks lab lint results gpu address clean
 
 demo: $(READY)
 	@mkdir -p build
@@ -29,7 +30,10 @@ demo: $(READY)
 	@echo "Its figures:       build/$(NOTEBOOK)_files/"
 
 test: $(READY)
-	$(RUN) pytest -n auto --dist loadgroup --durations 12 --nbmake notebooks tests
+	$(RUN) pytest -n auto --dist loadgroup --durations 12 --nbmake notebooks/$(NOTEBOOK).ipynb tests
+
+notebooks: $(READY)
+	$(RUN) pytest -n auto --nbmake --ignore notebooks/$(NOTEBOOK).ipynb notebooks
 
 lab: $(READY)
 	$(RUN) jupyter lab notebooks

@@ -93,7 +93,7 @@ class Config:
     # Transitions in the replay ring (rows times environments). The default holds about ten
     # rollouts; with much older transitions, the agent learns more slowly.
     capacity: int = 20_000
-    # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (observation_codec.py).
+    # How the ring stores observations: fp32, fp16, bf16, int8 or fp8 (replay/observation_codec.py).
     codec: str = "fp32"
     slice_length: int = 128  # Consecutive steps in a replayed slice; 1 replays single transitions.
     batch_size: int = 1_024  # Transitions in a replayed batch, a multiple of slice_length.
@@ -165,7 +165,7 @@ class Config:
         short_enough = self.slice_length <= self.rollout_length or self.replay_updates == 0
         remedy = f"use at most rollout_length, {self.rollout_length}"
         self._require("slice_length", short_enough, remedy)
-        rows = self.rollout_length + 1  # one more for the ring's open row (replay.py)
+        rows = self.rollout_length + 1  # one more for the ring's open row (replay/ring.py)
         remedy = f"use at least {rows * self.num_envs}, {rows} rows of {self.num_envs} environments"
         self._require("capacity", self.capacity // self.num_envs >= rows, remedy)
         remedy = f"use at least one iteration, {self.steps_per_iteration} steps"

@@ -7,7 +7,7 @@ each action to the rollout, for the clip. The slices replayed from the ring are 
 through V-trace (losses.py).
 
 A `Run` is made of a config and of parts that hold their state: a collector acts (rollout.py), a
-ring replays (replay.py), a learner updates the network, an evaluator plays greedy episodes
+ring replays (replay/ring.py), a learner updates the network, an evaluator plays greedy episodes
 (evaluate.py), and a history records (history.py). `build.build` makes these parts for a config and
 a machine. `iterate` is the loop over iterations; an iteration is `Run.iteration`.
 """

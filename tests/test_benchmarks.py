@@ -617,6 +617,8 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "fp8rl/bits/README.md",
+    "fp8rl/doctor/README.md",
+    "findings/README.md",
     *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("docs/*.md")),
     *(str(page.relative_to(results.ROOT)) for page in results.READMES[1:]),
     *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("notebooks/*.ipynb")),

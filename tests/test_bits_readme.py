@@ -1,16 +1,19 @@
-"""The code on the page of bits/ runs, and prints what the page says."""
+"""The code on the pages of bits/ and doctor/ runs, and prints what the pages say."""
 
 import contextlib
 import io
 import re
 from pathlib import Path
 
-import fp8rl.bits
+import fp8rl
 
-PAGE = (Path(fp8rl.bits.__file__).parent / "README.md").read_text()
-DOCTOR, MISMATCH, PACKED, LOW_BIT_ADAM = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-(REPORTS,) = re.findall(r"```\n(rounding:.*?)```", PAGE, re.S)
-(PRINTED,) = re.findall(r"```\n(weights:.*?)```", PAGE, re.S)
+PACKAGE = Path(fp8rl.__file__).parent
+BITS = (PACKAGE / "bits/README.md").read_text()
+DOCTORS = (PACKAGE / "doctor/README.md").read_text()
+(LOW_BIT_ADAM,) = re.findall(r"```python\n(.*?)```", BITS, re.S)
+(PRINTED,) = re.findall(r"```\n(weights:.*?)```", BITS, re.S)
+DOCTOR, MISMATCH, PACKED = re.findall(r"```python\n(.*?)```", DOCTORS, re.S)
+(REPORTS,) = re.findall(r"```\n(rounding:.*?)```", DOCTORS, re.S)
 
 
 def printed(code: str) -> str:

@@ -126,7 +126,7 @@ def python(*arguments, **kwargs) -> str:
 def test_a_folder_of_its_name_does_not_hide_the_package(tmp_path):
     """As the clone is one, for who works beside it."""
     (tmp_path / "fp8rl").mkdir()
-    python("-c", "import fp8rl.run_script", cwd=tmp_path)  # which needs no other package
+    python("-c", "import fp8rl.doctor.run_script", cwd=tmp_path)  # which needs no other package
 
 
 PACKAGES = {"gymnasium", "tyro", "tqdm", "matplotlib", "psutil"}  # all but torch and numpy

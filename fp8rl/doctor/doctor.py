@@ -12,8 +12,8 @@ its learning rate, a rate of 4 does no harm. So the doctor reports the rate, and
 factors of the learning rate that, by the user's word, the training tolerates.
 
 The rates come from the updates that the training makes anyway, on a sample of each tensor's numbers
-(watched_optimizer.py). Effects that only the loss can show need the loss (looks.py). Running
-averages, such as target networks, can be followed, too (averages.py).
+(watched_optimizer.py). Effects that only the loss can show need the loss (low_bit_gradients.py).
+Running averages, such as target networks, can be followed, too (averages.py).
 
 A policy mu that acts in few bits learns nothing. It only takes other actions, and the ratios
 pi / mu to float32's policy pi correct for that. It is judged by the effective sample size of these

@@ -37,9 +37,9 @@ class Machine:
     # parts on one GPU, in one process and in the package's own environments, without normalized
     # observations and formats.
     graph: bool = True
-    # Compute forward passes faster, with fewer calls and without repeating them (fast_forward.py,
-    # machine/acting_kernel.py). Without it, the agent runs exactly the code of its plain files. The
-    # results are the same but for rounding.
+    # Compute forward passes faster, with fewer calls and without repeating them
+    # (machine/reused_forward.py, machine/acting_kernel.py). Without it, the agent runs exactly the
+    # code of its plain files. The results are the same but for rounding.
     fast_forward: bool = True
 
     def __post_init__(self):

@@ -8,7 +8,7 @@
               byte for each feature, or two if one of them      difference
               has no bounds
 
-Training uses `compact`, which is the ring of replay.py. `full` and `delta` are here to be compared
+Training uses `compact`, which is the ring of ring.py. `full` and `delta` are here to be compared
 with it. The compact ring can rebuild every next observation, because an environment resets in a
 step of its own. The final observation of an episode is then an ordinary row, at the cost of one
 dummy row for each episode. `full` and `delta` store transitions only, so none of their rows is a
