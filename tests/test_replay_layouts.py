@@ -308,12 +308,6 @@ def test_what_cannot_be_is_refused():
     DeltaLayout(10, no_bounds)
     for store in STORES.values():
         refused("capacity is 0: use at least 1", store, 0)
-        refused(
-            r"replay needs [\d,]+ bytes and cpu has [\d,]+ free: lower capacity",
-            store,
-            10**13,
-            error=MemoryError,
-        )
         layout, transitions = store(10, STATE_BOUNDS), transitions_of(noise(0, 4, 1))
         refused(
             "transitions are 11: a ring of 10 takes at most that many",

@@ -25,16 +25,14 @@ def predict_and_measure(
 ) -> None:
     """Predict the bytes of a replay ring, allocate the ring, and measure its bytes.
 
-    Not every row of the compact layout is a transition. The newest row of each environment is open,
-    and each episode has a dummy row. How many dummy rows there are depends on how long episodes
-    last. So an untrained agent plays some rollouts, and their share of dummy rows is taken for the
-    share in the full ring. The other layouts store transitions only.
-
     Args:
         config: What would be trained.
         machine: Where. A ring in a memmap folder has the whole capacity, and stays in the folder.
         layout: How the next observation is stored. Training uses compact, where it is the next row.
-            For comparison, full stores it again, and delta its rounded difference.
+            For comparison, full stores it again, and delta its rounded difference. In the compact
+            layout not every row is a transition: the newest row of each environment is open, and
+            each episode has a dummy row. An untrained agent plays some rollouts, and their share of
+            dummy rows is taken for the share in the full ring.
     """
     config = checked(config)
     machine = checked(machine)
@@ -72,6 +70,8 @@ def predict_and_measure(
     if layout != "compact":
         settings = rows, ring.bounds, config.codec, ring.device, ring.action_size
         del run, ring  # so that the two stores need not be in memory at the same time
+        remedy = "lower capacity or choose a one-byte codec"
+        hardware.require_room("replay", predicted, remedy, machine.on("store"))
         measured = STORES[layout](*settings).nbytes
     transitions = rows - open_rows - dummy_rows
     result = {

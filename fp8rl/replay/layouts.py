@@ -43,7 +43,6 @@ from typing import NamedTuple
 import torch
 
 from ..env import STATE_BOUNDS
-from ..machine.hardware import require_room
 from ..rollout import Rollout
 from .observation_codec import Codec, type_of_codes
 from .ring import bytes_of_row, fields_of_row
@@ -190,10 +189,6 @@ class FullLayout:
         self.clipped = torch.zeros(len(low), dtype=torch.int64, device=device)
         row = layout_row(
             self.name, len(low), codec, action_size, difference or difference_codec(bounds)
-        )
-        needed = capacity * bytes_of_row(row)
-        require_room(
-            "replay", needed, "lower capacity or choose a one-byte codec", torch.device(device)
         )
         self.fields = {
             name: torch.empty((capacity, *shape), dtype=dtype, device=device)
