@@ -39,7 +39,6 @@ from .machine.plan import (
     clips_by_learner,
     normalizes,
     require_memory,
-    require_one_population,
     reuses_forward,
     ring_rows,
     uses_graph,
@@ -48,6 +47,7 @@ from .machine.plan import (
 from .machine.reused_forward import FAST_NETWORKS, FastActorCritic, Reuse
 from .model import ActorCritic, make_network, parameters_in_order
 from .normalization import NETWORKS
+from .population.batches import require_one_population
 from .population.population import Agents, Population
 from .precision import Precision
 from .replay.ring import ReplayBuffer, ring_bytes
@@ -232,7 +232,7 @@ def make_evaluator(
 def build_population(configs: list[Config], device="cpu", graph: bool = True) -> Population:
     """Builds agents that are trained as one batch on a device.
 
-    The configs of the agents may differ in the fields of `requirements.FREE`. The agents are in the
+    The configs of the agents may differ in the fields of `batches.FREE`. The agents are in the
     order of `configs`, in histories and networks too. Agents that follow each other and have the
     same precision and formats are computed together, which is faster. With `graph`, each iteration
     is launched as one CUDA graph, on CUDA.
