@@ -13,7 +13,7 @@ from ..distribution import Gaussian
 from ..env import Cart
 from ..machine import hardware
 from ..machine.matmul_rounding import matmuls_of, roundings_of_network
-from ..machine.plan import bytes_at_work, clips_by_learner
+from ..machine.plan import bytes_at_work, clips_by_learner, environment_of
 from ..precision import Precision
 from ..replay.ring import ring_bytes
 from ..tasks.by_id import task_of
@@ -63,7 +63,7 @@ def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
 
 def obstacle(config: Config) -> str | None:
     """Why a config cannot be in a population, or None if it can."""
-    if config.env_id and not task_of(config.env_id):
+    if environment_of(config) == "gymnasium":
         remedy = "train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
         return f"env_id is {config.env_id}: {remedy}"
     for name in ("encoder", "normalize_obs"):
