@@ -171,10 +171,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_allocated_or_written(
     fields, memmap, tmp_path
 ):
     machine = Machine(memmap=tmp_path / "ring" if memmap else None)
-    began = time.perf_counter()
+    began = time.process_time()  # of this process, however busy the machine is
     for function in (plan_run, build):
         refused(".* needs .* free: lower ", function, small(**fields), machine, error=MemoryError)
-    assert time.perf_counter() - began < 1 and not list(tmp_path.iterdir())
+    assert time.process_time() - began < 1 and not list(tmp_path.iterdir())
 
 
 def test_a_plan_says_of_what_a_run_is_made():
