@@ -33,7 +33,7 @@ from fp8rl.build import build_population
 from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.machine.hardware import cores, keep_freed_memory
-from fp8rl.machine.plan import bytes_per_agent
+from fp8rl.population.batches import bytes_per_agent
 from fp8rl.study import parallel
 from fp8rl.train import iterate
 

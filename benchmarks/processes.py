@@ -3,7 +3,7 @@ passes that acted.
 
 Two ways to use a second core, each against one: two ranks that share environments and learning
 (processes.py), and Gymnasium environments in processes of their own. And with many environments, a
-learner that goes on from the forward passes that acted (`reuses_forward` in build.py). Rounds
+learner that goes on from the forward passes that acted (`Plan` in machine/plan.py). Rounds
 alternate between what is compared; every rate is a median over them. One torch thread in each
 process. What other programs took of the processor meanwhile is written down too: it weighs on two
 processes more than on one.
@@ -32,13 +32,12 @@ import psutil
 import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from fp8rl.build import HERE, build
+from fp8rl.build import build
 from fp8rl.cli import throughput
 from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
 from fp8rl.history import History
-from fp8rl.machine import plan as requirements
-from fp8rl.machine import processes
+from fp8rl.machine import plan, processes
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
 from fp8rl.rollout import Collector
@@ -165,7 +164,7 @@ def training_tables() -> list[str]:
 
 
 def reusing_table() -> list[str]:
-    """Training with forward passes repeated and reused, whatever `reuses_forward` says."""
+    """Training with forward passes repeated and reused, whatever the plan says."""
     lines = [
         "Training in one process, steps per second, by how the learner gets its forward passes:",
         "",
@@ -183,13 +182,13 @@ def reusing_table() -> list[str]:
         config = Config(precision, eval_every=0, eval_episodes=1, **shape)
 
         def trained(_, large: float, config=config) -> float:
-            with mock.patch.object(requirements, "LARGE", large):
+            with mock.patch.object(plan, "LARGE", large):
                 return rate(train(build(config), progress=False).history)
 
         speed = alternating(
             {large: functools.partial(trained, large=large) for large in (math.inf, 0)}, FEWER
         )
-        default = "reused" if requirements.reuses_forward(config, HERE, n) else "repeated"
+        default = "reused" if plan.plan_run(config).reuses_forward else "repeated"
         cells = (
             f"{speed[math.inf]:,.0f} | {speed[0]:,.0f} | {speed[0] / speed[math.inf]:.2f} | "
             f"{default}"

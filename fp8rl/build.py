@@ -34,23 +34,13 @@ from .machine import hardware, processes
 from .machine.acting import acting_loop, as_population
 from .machine.cuda_graphs import GraphQueue, has_graphs
 from .machine.machine import HERE, Machine
-from .machine.plan import (
-    check,
-    clips_by_learner,
-    normalizes,
-    require_memory,
-    require_one_population,
-    reuses_forward,
-    ring_rows,
-    uses_graph,
-    uses_gymnasium,
-)
-from .machine.reused_forward import FAST_NETWORKS, FastActorCritic, Reuse
+from .machine.plan import Plan, environment_of, plan_run
+from .machine.reused_forward import Reuse
 from .model import ActorCritic, make_network, parameters_in_order
-from .normalization import NETWORKS
+from .population.batches import require_one_population
 from .population.population import Agents, Population
 from .precision import Precision
-from .replay.ring import ReplayBuffer, ring_bytes
+from .replay.ring import ReplayBuffer
 from .returns import EpisodeReturns, RewardScale
 from .rollout import Collector, unroll
 from .tasks.by_id import task_of
@@ -72,48 +62,47 @@ def build(
     config asks for, or if the state does not fit the config. Raises MemoryError if the run does not
     fit into memory, and the errors of MappedRing and GymEnv.
     """
+    if kind is not Run:
+        # The updates of another schedule may read numbers on the host, which no graph can.
+        machine = dataclasses.replace(machine, graph=False)
     rank, size = processes.rank_and_size()
-    check(config, machine, size)
-    require_memory(config, machine, size)
-    for part in ("learn", "collect"):
-        hardware.load_kernels(machine.on(part))
+    plan = plan_run(config, machine, size)
+    for device in (plan.learn_device, plan.collect_device):
+        hardware.load_kernels(device)
     all_reduce = processes.all_reduce if size > 1 else no_all_reduce
     seed = rng.seed_of(config.seed, "weights", rank) if rank else config.seed
 
     # Environments, and the network for them.
-    learning = Precision(config.precision, machine.on("learn"))
-    acting_name = config.collect_precision or config.precision
-    acting = Precision(acting_name, machine.on("collect"), "collect_precision")
-    make_env = env_maker(config, machine, first_seed_of(config, state, rank))
-    env = make_env(config, config.num_envs // size, config.start_noise, acting.device, seed)
+    learning = Precision(config.precision, plan.learn_device)
+    acting = Precision(plan.acting_precision, plan.collect_device, "collect_precision")
+    first_seed = first_seed_of(config, state, rank)
+    make_env = env_maker(plan.environment, first_seed, plan.vectorization)
+    env = make_env(config, plan.num_envs, config.start_noise, acting.device, seed)
     settled = config.settled(env)
-    networks = FAST_NETWORKS if machine.fast_forward else NETWORKS
-    model = make_network(config, env, networks[config.encoder, normalizes(config)])
+    model = make_network(config, env, plan.network)
     actor = model
-    if (acting.name, acting.device) != (learning.name, learning.device):
+    if plan.actor_is_copy:
         # Copied before `prepare` converts the learner's network.
         actor = acting.prepare(copy.deepcopy(model))
     model = learning.prepare(model)
 
     # The optimizer.
-    graph = kind is Run and uses_graph(config, machine, size) and has_graphs(learning.device)
     in_use = contextlib.nullcontext
-    if config.formats:
+    if plan.optimizer == "low_bit_adam":
         optimizer = low_bit_optimizer(settled, model, seed)
         in_use = optimizer.unpacked
     else:
-        optimizer = adam(model, settled.learning_rate, capturable=graph)
+        optimizer = adam(model, settled.learning_rate, capturable=plan.uses_graph)
 
     # How the policy acts, and where the forward passes of learning come from.
     loop = unroll
     forward = forward_pass
-    if reuses_forward(config, machine, env.num_envs):
+    if plan.acting_loop == "reuse":
         reuse = Reuse(model, learning)
         loop = reuse
         forward = reuse.forward
-    elif type(actor) is FastActorCritic and isinstance(env, TensorEnv):
-        if not (config.formats or acting.rules.tf32):
-            loop = acting_loop(env, actor, functools.partial(as_population, precision=acting.name))
+    elif plan.acting_loop == "kernel":
+        loop = acting_loop(env, actor, functools.partial(as_population, precision=acting.name))
 
     collector = Collector(env, actor, acting, config.rollout_length, seed, loop, in_use)
     # The first observations. In a resumed run, its state replaces these statistics.
@@ -121,16 +110,13 @@ def build(
     reward_scale = RewardScale(env.num_envs, env.device)
     coefficients = LossCoefficients.of(settled)
     learner = Learner(coefficients, model, learning, optimizer, reward_scale, all_reduce, forward)
-    evaluator = make_evaluator(config, machine, model, in_use)
-    if rank:
-        evaluator = processes.NoEvaluator()
-    ring = make_ring(config, machine, env)
-    parts = Parts(collector, learner, evaluator, ring)
-    run = kind(config, parts, config.slices_per_batch // size)
+    evaluator = processes.NoEvaluator() if rank else make_evaluator(config, plan, model, in_use)
+    parts = Parts(collector, learner, evaluator, make_ring(config, plan, env))
+    run = kind(config, parts, plan.slices)
     if state:
-        resume(run, processes.part_of(state), uses_gymnasium(config, machine))
-    if graph:
-        run.launch = GraphQueue(learning.device)
+        resume(run, processes.part_of(state), new_episodes=plan.environment == "gymnasium")
+    if plan.uses_graph:
+        run.launch = GraphQueue(plan.learn_device)
     return run
 
 
@@ -168,19 +154,17 @@ def first_seed_of(config: Config, state: dict | None, rank: int) -> int:
     return rng.seed_of(rng.seed_of(config.seed, "starts", iterations), "starts", rank)
 
 
-def env_maker(config: Config, machine: Machine, first_seed: int) -> Callable:
+def env_maker(environment: str, first_seed: int, vectorization: str = "sync") -> Callable:
     """A function that makes environments, with the arguments of `train.make_cart`.
 
-    Environment i of Gymnasium is seeded with `first_seed` + i and draws its own random numbers.
+    `environment` is that of a Plan. Environment i of Gymnasium is seeded with `first_seed` + i and
+    draws its own random numbers.
     """
-    if not uses_gymnasium(config, machine):
-        return make_task if config.env_id else make_cart
-    vectorization = machine.vectorization or "sync"
 
     def make_gymnasium(config, num_envs, start_noise, device, *_):
         return GymEnv(config.env_id, num_envs, device, first_seed, vectorization)
 
-    return make_gymnasium
+    return {"cart": make_cart, "task": make_task, "gymnasium": make_gymnasium}[environment]
 
 
 def make_task(
@@ -194,45 +178,30 @@ def make_task(
     return task(num_envs, device=device, seed=seed, purpose=purpose)
 
 
-def make_ring(config: Config, machine: Machine, env) -> ReplayBuffer:
-    """Makes the replay ring of a config on a machine, in memory or in a folder."""
-    rows = ring_rows(config, machine)
+def make_ring(config: Config, plan: Plan, env) -> ReplayBuffer:
+    """Makes the replay ring of a run, in memory or in a folder."""
     action_size = env.num_actions if env.distribution is Gaussian else 0
-    proximal = clips_by_learner(config)
-    settings = (rows, env.num_envs, env.bounds, config.codec)
-    if machine.memmap:
-        return MappedRing(machine.memmap, *settings, action_size, proximal)
-    low, _ = env.bounds
-    device = machine.on("store")
-    needed = ring_bytes(rows, env.num_envs, len(low), config.codec, action_size, proximal)
-    require_ring(needed, device)
-    return ReplayBuffer(*settings, device, action_size, proximal)
+    settings = (plan.ring_rows, plan.num_envs, env.bounds, config.codec)
+    if plan.ring_folder is None:
+        return ReplayBuffer(*settings, plan.store_device, action_size, plan.clips_by_learner)
+    return MappedRing(plan.ring_folder, *settings, action_size, plan.clips_by_learner)
 
 
-def require_ring(needed: int, device) -> None:
-    """Raises MemoryError unless a ring fits into the memory of a device."""
-    remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
-    hardware.require_room("replay", needed, remedy, device)
-
-
-def make_evaluator(
-    config: Config, machine: Machine, model: ActorCritic, in_use=contextlib.nullcontext
-) -> Evaluator:
+def make_evaluator(config: Config, plan: Plan, model: ActorCritic, in_use: Callable) -> Evaluator:
     """Makes the evaluator, which has its own environments and perhaps its own device."""
-    precision = Precision(config.precision, machine.on("evaluate"))
-    if machine.vectorization == "async":  # "async" would start a process for each episode
-        machine = dataclasses.replace(machine, vectorization="sync")
+    precision = Precision(config.precision, plan.evaluate_device)
     model_there = None
-    if precision.device != machine.on("learn"):
+    if plan.evaluated_is_copy:
         model_there = copy.deepcopy(model).to(precision.device)
-    make_env = env_maker(config, machine, FIRST_EVALUATION_SEED)
+    # Never "async", which would start a process for each episode.
+    make_env = env_maker(plan.environment, FIRST_EVALUATION_SEED)
     return Evaluator(config, precision, make_env, model_there, in_use)
 
 
 def build_population(configs: list[Config], device="cpu", graph: bool = True) -> Population:
     """Builds agents that are trained as one batch on a device.
 
-    The configs of the agents may differ in the fields of `requirements.FREE`. The agents are in the
+    The configs of the agents may differ in the fields of `batches.FREE`. The agents are in the
     order of `configs`, in histories and networks too. Agents that follow each other and have the
     same precision and formats are computed together, which is faster. With `graph`, each iteration
     is launched as one CUDA graph, on CUDA.
@@ -243,7 +212,7 @@ def build_population(configs: list[Config], device="cpu", graph: bool = True) ->
     require_one_population(configs, device)
     hardware.load_kernels(device)
     task = task_of(configs[0].env_id) or Cart
-    make_env = make_task if configs[0].env_id else make_cart
+    make_env = env_maker(environment_of(configs[0]), first_seed=0)
     population = Population(configs, [config.settled(task) for config in configs], make_env, device)
     collector = population.collector
     collector.loop = acting_loop(collector.env, population.model, Agents.acting)

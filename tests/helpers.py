@@ -109,7 +109,10 @@ def refused(message: str, call, *arguments, error: type[Exception] = ValueError,
 
 
 def weights(run: Run) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+    """All weights of a run's network, also of one whose optimizer keeps them packed."""
+    unpacked = getattr(run.learner.optimizer, "unpacked", contextlib.nullcontext)
+    with unpacked():
+        return torch.nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
 
 
 def numbers(run: Run) -> dict[str, np.ndarray]:

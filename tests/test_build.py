@@ -1,7 +1,9 @@
+import contextlib
 import copy
 import dataclasses
 import itertools
 import pickle
+import time
 
 import numpy as np
 import pytest
@@ -13,8 +15,11 @@ from fp8rl.config import Config
 from fp8rl.disk import checkpoint
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.env import Cart
-from fp8rl.machine.plan import check
+from fp8rl.machine.plan import plan_run
+from fp8rl.machine.reused_forward import FastActorCritic, NormalizedFast
+from fp8rl.model import ActorCritic
 from fp8rl.normalization import NETWORKS
+from fp8rl.recurrent import RecurrentActorCritic
 from fp8rl.train import Run, iterate
 
 
@@ -119,9 +124,9 @@ def test_what_cannot_be_had_is_refused():
             **{field: device},
         )
     for fields, machine, size, message in REFUSED:
-        refused(message, check, small(**fields), Machine(**machine), size)
+        refused(message, plan_run, small(**fields), Machine(**machine), size)
         if size > 1 and "formats" not in fields:
-            check(small(**fields), Machine(**machine), 1)
+            plan_run(small(**fields), Machine(**machine), 1)
     for fields, machine, message in (
         ({"precision": "fp7"}, {}, "precision is 'fp7' and it is unknown: choose from fp32"),
         ({"precision": "tf32"}, {}, "precision is 'tf32' and .*choose from fp32"),
@@ -130,7 +135,7 @@ def test_what_cannot_be_had_is_refused():
         (
             {"env_id": "CartPole-v1"},
             {"vectorization": "threads"},
-            "vectorization is 'threads': choose from sync, async",
+            "vectorization is threads: choose from sync, async",
         ),
     ):
         refused(message, build, small(**fields), Machine(**machine))
@@ -148,6 +153,80 @@ def test_what_does_not_fit_into_memory_is_refused():
     for config in (small(batch_size=1_600_000_000), many, small(hidden_size=10_000, layers=10_000)):
         message = r"a network with a rollout or batch needs [\d,]+ bytes and cpu has [\d,]+ free: lower hidden_size, layers, num_"
         refused(message, build, config, error=MemoryError)
+
+
+@pytest.mark.parametrize(
+    "fields, memmap",
+    [
+        ({"hidden_size": 10_000, "layers": 10_000}, False),
+        ({"hidden_size": 10_000, "layers": 10_000}, True),
+        ({"batch_size": 1_600_000_000}, True),
+        ({"capacity": 10**15, "steps": 10**15}, False),
+        ({"capacity": 10**15, "steps": 10**15, "env_id": "CartPole-v1"}, False),
+        ({"capacity": 10**15, "steps": 10**15, "env_id": f"{__name__}:Narrow"}, False),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_before_anything_is_allocated_or_written(
+    fields, memmap, tmp_path
+):
+    machine = Machine(memmap=tmp_path / "ring" if memmap else None)
+    began = time.process_time()  # of this process, however busy the machine is
+    for function in (plan_run, build):
+        refused(".* needs .* free: lower ", function, small(**fields), machine, error=MemoryError)
+    assert time.process_time() - began < 1 and not list(tmp_path.iterdir())
+
+
+def test_a_plan_says_of_what_a_run_is_made():
+    plain = plan_run(small())
+    assert (plain.environment, plain.num_envs, plain.slices) == ("cart", 16, 16)
+    assert (plain.network, plain.acting_precision) == (FastActorCritic, "fp32")
+    assert (plain.optimizer, plain.acting_loop) == ("adam", "kernel")
+    assert not (plain.actor_is_copy or plain.evaluated_is_copy or plain.clips_by_learner)
+    assert not (plain.uses_graph or plain.reuses_forward) and plain.ring_folder is None
+    for fields, machine, processes, expected in (
+        ({}, {"fast_forward": False}, 1, {"network": ActorCritic, "acting_loop": "unroll"}),
+        ({"encoder": "gru"}, {}, 1, {"network": RecurrentActorCritic, "acting_loop": "unroll"}),
+        ({"normalize_obs": True}, {}, 1, {"network": NormalizedFast, "acting_loop": "unroll"}),
+        ({"formats": "m=e4m3"}, {}, 1, {"optimizer": "low_bit_adam", "acting_loop": "unroll"}),
+        ({"env_id": "CartPole-v1"}, {}, 1, {"environment": "task", "acting_loop": "kernel"}),
+        (
+            {"env_id": "CartPole-v1"},
+            {"vectorization": "async"},
+            1,
+            {"environment": "gymnasium", "vectorization": "async", "acting_loop": "unroll"},
+        ),
+        (
+            {"collect_precision": "fp8"},
+            {},
+            1,
+            {"acting_precision": "fp8", "actor_is_copy": True, "clips_by_learner": True},
+        ),
+        ({"collect_precision": "fp8", "clip_by": "actor"}, {}, 1, {"clips_by_learner": False}),
+        ({}, {}, 2, {"num_envs": 8, "slices": 8, "uses_graph": False}),
+        ({}, {"memmap": "ring"}, 1, {"ring_folder": "ring", "ring_rows": 1_250}),
+    ):
+        plan = plan_run(small(**fields), Machine(**machine), processes)
+        assert {name: getattr(plan, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"collect_precision": "fp8"},
+        {"codec": "int8", "extra_features": 2},
+        {"env_id": "Pendulum-v1"},
+        {"env_id": "MountainCarContinuous-v0"},
+        {"env_id": f"{__name__}:Narrow"},
+    ],
+    ids=str,
+)
+def test_a_plan_foresees_the_bytes_of_the_ring(fields):
+    config = small(**fields)
+    with contextlib.closing(build(config)) as run:
+        plan = plan_run(config)
+        assert (run.ring.nbytes, run.ring.rows) == (plan.ring_bytes, plan.ring_rows)
 
 
 @pytest.mark.parametrize("task", ["Broken", "Infinite"])

@@ -291,7 +291,7 @@ WORDS = {
 
 @pytest.mark.parametrize("words", WORDS)
 def test_what_is_misspelt_is_said_in_one_line(words, run, monkeypatch):
-    monkeypatch.chdir(Path(doctor.__file__).parent.parent)
+    monkeypatch.chdir(Path(doctor.__file__).parents[2])
     code, out, err = run(*words.split())
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert re.match(WORDS[words], err.removeprefix("fp8rl.doctor: ")), err

@@ -7,12 +7,12 @@ import torch
 from helpers import after, assert_same, resumed, reusing, same, small, trained
 
 from fp8rl import fp8
-from fp8rl.build import HERE, build
+from fp8rl.build import build
 from fp8rl.config import EIGHT_BIT
 from fp8rl.disk import checkpoint
-from fp8rl.machine import plan as requirements
+from fp8rl.machine import plan
 from fp8rl.machine.acting import as_population
-from fp8rl.machine.plan import reuses_forward
+from fp8rl.machine.plan import plan_run
 from fp8rl.machine.reused_forward import FastActorCritic, Reuse
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
@@ -277,9 +277,10 @@ def test_forward_passes_are_reused_where_a_layer_of_a_step_is_large_and_the_acto
         (1023, {"hidden_size": 1024}),
     ]
     for expected, each in cases.items():
-        assert all(
-            reuses_forward(small(**fields), HERE, num_envs) == expected for num_envs, fields in each
-        )
+        for num_envs, fields in each:
+            shape = {"num_envs": num_envs, "capacity": 33 * num_envs, "steps": 32 * num_envs}
+            config = small(**shape, **fields)
+            assert plan_run(config).reuses_forward == expected, config
 
 
 def reuses(run) -> bool:
@@ -298,5 +299,5 @@ def test_many_environments_learn_from_the_forward_passes_that_acted_by_themselve
     assert_same(alone, trained(resumed(path)))
     normalized = trained(build(dataclasses.replace(config, normalize_obs=True)))
     assert reuses(normalized) and normalized.history.column("ess")[0] > 0.999
-    monkeypatch.setattr(requirements, "LARGE", math.inf)
+    monkeypatch.setattr(plan, "LARGE", math.inf)
     assert_same(alone, trained(reusing(build(config))))

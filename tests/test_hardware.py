@@ -23,8 +23,8 @@ PRETENDED = {
 ASK = """
 from fp8rl.model import ActorCritic
 from fp8rl.precision import Precision
-from fp8rl.study import throughput
-from fp8rl import hardware
+from fp8rl.cli import throughput
+from fp8rl.machine import hardware
 from fp8rl.build import HERE
 print([hardware.is_emulated(name) for name in ("fp32", "bf16", "fp16", "fp8")])
 print(hardware.describe(Precision("bf16"), ActorCritic()))

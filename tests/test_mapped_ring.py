@@ -20,7 +20,6 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.build import require_ring
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.replay.observation_codec import CODECS
 from fp8rl.replay.ring import ReplayBuffer, ring_bytes
@@ -151,7 +150,6 @@ def test_a_seam_is_a_dummy_row_between_two_sources():
 def test_settings_that_cannot_be_are_refused():
     for function in (ring_of, ring_bytes):
         refused("codec is ", function, 10, 2, codec="fp4")
-    refused("replay needs ", require_ring, ring_bytes(10**12, 1), "cpu", error=MemoryError)
 
 
 def poisoned(name: str) -> Rollout:

@@ -22,12 +22,12 @@ from fp8rl.disk import checkpoint
 from fp8rl.distribution import Gaussian
 from fp8rl.env import STATE_BOUNDS, Cart
 from fp8rl.losses import actor_critic_loss
-from fp8rl.machine import plan as requirements
+from fp8rl.machine import hardware
 from fp8rl.machine.hardware import keep_freed_memory
 from fp8rl.machine.matmul_rounding import TO, Matmuls, roundings_of, roundings_of_network
-from fp8rl.machine.plan import batches
 from fp8rl.model import parameters_in_order
 from fp8rl.population import networks
+from fp8rl.population.batches import batches, bytes_per_agent
 from fp8rl.population.population import Population, PopulationRing, by_agent, environments
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import Rollout, action_noise
@@ -489,14 +489,14 @@ def test_memory_is_foreseen(precision, tmp_path):
     for process in processes:
         process.join(PATIENCE)
     few, many = (int((tmp_path / str(agents)).read_text()) for agents in (12, 48))
-    assert 0.4 < (many - few) / 36 / requirements.bytes_per_agent(configs[0]) < 1.4
+    assert 0.4 < (many - few) / 36 / bytes_per_agent(configs[0]) < 1.4
 
 
 def test_an_agent_s_ring_is_foreseen_by_its_task():
     for env_id in (None, *TASKS):
         configs = [small(env_id=env_id, steps=steps) for steps in (5_120, 51_200)]
         (short, few), (long, many) = (
-            (build_population([c]).ring.nbytes, requirements.bytes_per_agent(c)) for c in configs
+            (build_population([c]).ring.nbytes, bytes_per_agent(c)) for c in configs
         )
         assert long - short == many - few > 0, env_id
 
@@ -675,7 +675,7 @@ def test_what_cannot_be_in_it_is_refused_before_anything_runs():
     for field, other in (("precision", {"hidden_size": 24}), ("collect_precision", {"layers": 1})):
         message = f"{field} is 'fp8' and no layer can run in FP8: use a hidden_size"
         refused(message, build_population, [Config(**SHORT, **{field: "fp8"}, **other)])
-    with unittest.mock.patch.object(requirements.hardware, "available", return_value=10**7):
+    with unittest.mock.patch.object(hardware, "available", return_value=10**7):
         refused(
             r"population of 30 agents needs .* use at most 6 agents, or lower",
             build_population,

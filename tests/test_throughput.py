@@ -4,7 +4,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8rl.build import Machine
 from fp8rl.cli import throughput
-from fp8rl.machine import plan as requirements
+from fp8rl.machine import plan
 
 
 def test_what_is_left_open_is_taken_as_it_is_fastest(monkeypatch):
@@ -47,7 +47,7 @@ def test_the_floor_multiplies_what_the_loop_must(monkeypatch):
         forward = 2 * 16 * (2 * size + (layers - 1) * size**2 + size * 3)
         backward = 2 * forward - 2 * 16 * 2 * size  # no gradient is wanted of the observations
         loop = throughput.Loop(16, 4, "fp32", hidden_size=(size,), layers=layers)
-        monkeypatch.setattr(requirements, "LARGE", 0 if reused else 2**18)
+        monkeypatch.setattr(plan, "LARGE", 0 if reused else 2**18)
         floor = throughput.floor_of(loop.config(), Machine(), agents)
         with FlopCounterMode(display=False) as counted:
             floor()

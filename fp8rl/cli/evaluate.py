@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from ..build import FIRST_EVALUATION_SEED, HERE, env_maker
+from ..build import FIRST_EVALUATION_SEED, env_maker
 from ..disk import checkpoint
 from ..disk.safe_files import told, write_whole
 from ..evaluate import START_NOISE, evaluate, policy_of
+from ..machine.plan import environment_of
 from ..precision import Precision
 from ..study.film import film_episode
 from ..tasks.custom_env import CustomEnv
@@ -54,7 +55,7 @@ def evaluate_run(
         )
         computes = Precision(config.precision)
         # Another start than that of a training with this seed
-        make_env = env_maker(config, HERE, seed + FIRST_EVALUATION_SEED)
+        make_env = env_maker(environment_of(config), seed + FIRST_EVALUATION_SEED)
         starts = (START_NOISE, "cpu", seed, "evaluation starts")
         with contextlib.ExitStack() as owned:
             if film:  # raises before anything is played, if the environment cannot be filmed

@@ -9,7 +9,7 @@ import tyro
 from ..build import build
 from ..disk.mapped_ring import free_on_disk
 from ..machine import hardware
-from ..machine.plan import ring_rows
+from ..machine.plan import plan_run
 from ..replay.layouts import LAYOUTS, STORES, difference_codec, layout_bytes
 from ..train import Run
 from .arguments import ConfigOptions, Json, MachineOptions, checked
@@ -46,28 +46,28 @@ def predict_and_measure(
     available = (
         free_on_disk(machine.memmap) if machine.memmap else hardware.available(machine.on("store"))
     )
-    rows = ring_rows(config, machine) * config.num_envs
     open_rows = 0
     dummy_rows = 0
     with contextlib.redirect_stdout(sys.stderr):  # what an environment prints is no result
+        plan = plan_run(config, machine)
+        rows = plan.ring_rows * plan.num_envs
         run = build(config, machine)
         with contextlib.closing(run):
             if layout == "compact":
                 open_rows = config.num_envs
                 dummy_rows = round((rows - open_rows) * share_of_dummy_rows(run, rows))
     ring = run.ring
-    predicted = layout_bytes(
-        layout,
-        rows,
-        ring.obs_size,
-        config.codec,
-        ring.action_size,
-        difference_codec(ring.bounds),
-    )
-    if layout == "compact" and ring.proximal:
-        predicted += rows * ring.fields["proximal_logp"].itemsize
+    predicted = plan.ring_bytes
     measured = ring.nbytes
     if layout != "compact":
+        predicted = layout_bytes(
+            layout,
+            rows,
+            ring.obs_size,
+            config.codec,
+            ring.action_size,
+            difference_codec(ring.bounds),
+        )
         settings = rows, ring.bounds, config.codec, ring.device, ring.action_size
         del run, ring  # so that the two stores need not be in memory at the same time
         remedy = "lower capacity or choose a one-byte codec"

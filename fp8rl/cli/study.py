@@ -18,7 +18,7 @@ from ..disk.run_folder import Folder, read_mark, require_free
 from ..env import Cart
 from ..history import History
 from ..machine.hardware import cores
-from ..machine.plan import shared
+from ..population.batches import shared
 from ..study import comparison as study
 from ..study import figures, parallel
 from ..study.dask_cluster import Cluster, dask_cluster

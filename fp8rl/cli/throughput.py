@@ -23,7 +23,7 @@ from ..config import Config
 from ..machine import processes
 from ..machine.cuda_graphs import WARMUP, Graphed, has_graphs
 from ..machine.hardware import hardware, is_emulated
-from ..machine.plan import reuses_forward
+from ..machine.plan import plan_run
 from ..precision import PRECISIONS, Precision, available_precisions
 from ..train import iterate
 
@@ -180,6 +180,10 @@ def bench_loop(
         collect_share, update_share   fractions of an iteration's time, meaningless for a CUDA graph
         floor_share                   the floor's time as a fraction of an iteration's time
     """
+    # Planned before the run takes memory.
+    _, ranks = processes.rank_and_size()
+    reuses_forward = agents is None and plan_run(config, machine, ranks).reuses_forward
+    floor = floor_of(config, machine, agents)
     if agents is None:
         run = build(config, machine)
     else:
@@ -189,11 +193,8 @@ def bench_loop(
             machine.graph,
         )
     run.collector, run.learner = parts = Timed(run.collector), Timed(run.learner)
-    found, floor, steps = (
-        [],
-        floor_of(config, machine, agents),
-        config.steps_per_iteration * (agents or 1),
-    )
+    found = []
+    steps = config.steps_per_iteration * (agents or 1)
     with contextlib.closing(iterate(run)) as iterations:
         for _ in range(5):  # caches, and the capture of a graph
             began = time.perf_counter()
@@ -222,7 +223,7 @@ def bench_loop(
         name: getattr(config, name)
         for name in ("num_envs", "rollout_length", "precision", "hidden_size", "layers")
     }
-    result["reuse_forward"] = agents is None and reuses_forward(config, machine, run.env.num_envs)
+    result["reuse_forward"] = reuses_forward
     return result | dict(zip(("collect_share", "update_share", "floor_share"), shares, strict=True))
 
 
@@ -234,11 +235,11 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
     all rows at once. If forward passes are reused, it has T + 1 forward passes to act, and the
     backward pass goes one time step at a time. On CUDA with `graph`, the function is a graph, too.
     """
-    device, envs, length = (
-        machine.device,
-        config.num_envs // processes.rank_and_size()[1],
-        config.rollout_length,
-    )
+    device = machine.device
+    _, ranks = processes.rank_and_size()
+    reuses_forward = agents is None and plan_run(config, machine, ranks).reuses_forward
+    envs = config.num_envs // ranks
+    length = config.rollout_length
     size, mode = config.hidden_size, Precision(config.precision, device).matmul_mode
     sizes = [(2, size), *[(size, size)] * (config.layers - 1), (size, 3)]  # both heads at once
 
@@ -256,7 +257,7 @@ def floor_of(config: Config, machine: Machine, agents: int | None = None) -> Cal
         return [fastest_product(*shape, dtype, device, agents) for shape in shapes]
 
     acting = products(forward(envs), config.collect_precision or config.precision)
-    if not agents and reuses_forward(config, machine, envs):
+    if reuses_forward:
         learning = acting + products(backward(envs)) * length
     else:
         learning = products(forward((length + 1) * envs) + backward(length * envs))

@@ -1,100 +1,159 @@
-"""What a config needs from a machine, and which settings do not work together.
+"""The plan of a run: everything that follows from a config and a machine, decided once.
 
-Everything is checked before anything is allocated or written. Errors name the field and what to use
-instead.
+`plan_run` checks whether the machine can do what the config asks for, and decides of which parts
+the run is made. `build.build` then makes these parts. Everything is checked before anything is
+allocated or written. Errors name the field and what to use instead.
+
+Populations have no plan, because they have fewer variants. Which agents can be in one is decided in
+population/batches.py.
 """
 
 import dataclasses
-from collections.abc import Iterable
 
 import torch
 
 from ..bits.places import STATE, places_of
 from ..config import Config
 from ..distribution import Gaussian
-from ..env import Cart
+from ..model import ActorCritic
+from ..normalization import NETWORKS
 from ..precision import PRECISIONS, Precision
 from ..replay.ring import ring_bytes
 from ..tasks.by_id import task_of
+from ..tasks.gymnasium_env import VECTORIZATIONS, interface_of
+from ..train import make_cart
 from . import hardware
-from .machine import Machine
-from .matmul_rounding import acts_as_it_learns, matmuls_of, roundings_of_network
+from .cuda_graphs import has_graphs
+from .machine import HERE, Machine
+from .matmul_rounding import acts_as_it_learns
+from .reused_forward import FAST_NETWORKS
 
 LARGE = 2**18  # bytes of a layer's results in one step of all environments (`reuses_forward`)
-# The fields of Config in which the agents of a population may differ.
-FREE = (
-    "seed",
-    "precision",
-    "collect_precision",
-    "start_noise",
-    "gamma",
-    "lam",
-    "clip",
-    "clip_by",
-    "entropy_coef",
-    "value_coef",
-    "learning_rate",
-    "max_grad_norm",
-    "formats",
-)
 
 
-def uses_gymnasium(config: Config, machine: Machine) -> bool:
-    """Whether Gymnasium steps the environments, instead of the package's own tensor form."""
-    if config.env_id is None:
-        return False
-    return machine.vectorization is not None or task_of(config.env_id) is None
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run is made of, in one of the processes that share it.
 
-
-def normalizes(config: Config) -> bool:
-    """Whether the network standardizes observations.
-
-    If the config leaves it open, it does so where this package has no tensor form of the task.
+    The plan holds decisions only. It has no tensors and no networks, so it can be made for a run
+    that would not fit into this machine's memory, to learn that it does not fit.
     """
-    if config.normalize_obs is None:
-        return config.env_id is not None and task_of(config.env_id) is None
-    return config.normalize_obs
+
+    # Devices of the four parts of a run.
+    learn_device: torch.device
+    collect_device: torch.device
+    store_device: torch.device
+    evaluate_device: torch.device
+
+    # What the environments are: "cart" (env.py), "task" (a task as tensors, tasks/) or "gymnasium".
+    environment: str
+    # How Gymnasium steps the environments of the training: "sync" or "async".
+    vectorization: str
+    # Environments of this process.
+    num_envs: int
+
+    # Class of the network. FAST_NETWORKS compute with fewer calls than NETWORKS.
+    network: type[ActorCritic]
+    # Precision of the policy that acts.
+    acting_precision: str
+    # Whether the policy that acts is a copy of the learner's network, because it has another
+    # precision or device. Likewise the policy that is evaluated, if it has another device.
+    actor_is_copy: bool
+    evaluated_is_copy: bool
+
+    # "adam", or "low_bit_adam", which keeps weights and moments in few bits.
+    optimizer: str
+    # Slices of this process in each replayed batch.
+    slices: int
+    # Whether PPO's clip divides by the learner's own policy, because another policy acts.
+    clips_by_learner: bool
+
+    # How the steps of a rollout are computed: "unroll" (rollout.py), "reuse", which keeps the
+    # forward passes for the learner (reused_forward.py), or "kernel", which is one kernel for all
+    # steps where Triton has one for the task and the network, and otherwise "unroll" (acting.py).
+    acting_loop: str
+    # Whether iterations are launched as one CUDA graph.
+    uses_graph: bool
+
+    # Time steps of the replay ring, the folder in which it is (None: in memory), and its bytes.
+    ring_rows: int
+    ring_folder: str | None
+    ring_bytes: int
+
+    @property
+    def reuses_forward(self) -> bool:
+        """Whether the learner reuses the forward passes of acting, instead of repeating them."""
+        return self.acting_loop == "reuse"
 
 
-def clips_by_learner(config: Config) -> bool:
-    """Whether PPO's clip divides by the learner's own policy, because another policy acts.
+def plan_run(config: Config, machine: Machine = HERE, processes: int = 1) -> Plan:
+    """Plans a run of a config on a machine, shared by this many processes.
 
-    Rollouts and the ring then have the learner's log-probabilities (`Rollout.proximal_logp`).
+    Allocates and writes nothing, but makes one environment to learn its sizes. Raises ValueError
+    for settings that do not work together or that the machine cannot do, and MemoryError if the
+    network, a rollout or batch, or a ring in memory does not fit into memory.
     """
-    is_wanted = config.clip is not None and config.clip_by == "learner"
-    return is_wanted and not acts_as_it_learns(config)
-
-
-def uses_graph(config: Config, machine: Machine, processes: int) -> bool:
-    """Whether an iteration is launched as one CUDA graph, on a device that has graphs.
-
-    `Machine.graph` says when this is possible.
-    """
-    devices = {machine.on(part) for part in ("learn", "collect", "store")}
-    if not machine.graph or processes > 1 or len(devices) > 1:
-        return False
-    return not (uses_gymnasium(config, machine) or normalizes(config) or config.formats)
-
-
-def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
-    """Whether a learner reuses the forward passes of acting in `num_envs` environments.
-
-    Otherwise it repeats them, for all rows at once. On a CPU, reusing is faster where the results
-    of a layer take `LARGE` bytes or more and have as many rows as units, presumably because one
-    step at a time fits into a cache (benchmarks/processes.py). With fewer rows it is slower,
-    because each step of the backward pass reads the weights and adds to their gradient. In FP8,
-    each step would keep its own rounded weights.
-    """
-    rules = PRECISIONS[config.precision]
+    check(config, machine, processes)
+    learn_device = machine.on("learn")
+    collect_device = machine.on("collect")
+    store_device = machine.on("store")
+    evaluate_device = machine.on("evaluate")
     acting_precision = config.collect_precision or config.precision
-    on_cpu = machine.on("collect") == machine.on("learn") == torch.device("cpu")
-    if not on_cpu or acting_precision != config.precision or config.fresh_updates != 1:
-        return False
-    if config.formats or rules.forward or not machine.fast_forward:
-        return False
-    itemsize = (rules.autocast or torch.float32).itemsize
-    layer_bytes = num_envs * config.hidden_size * itemsize
-    return layer_bytes >= LARGE and num_envs >= config.hidden_size
+    Precision(config.precision, learn_device)
+    Precision(acting_precision, collect_device, "collect_precision")
+    Precision(config.precision, evaluate_device)
+    require_memory(config, learn_device, processes)
+
+    environment = environment_of(config, machine)
+    num_envs = config.num_envs // processes
+    normalizes = normalizes_observations(config)
+    networks = FAST_NETWORKS if machine.fast_forward else NETWORKS
+
+    rows = config.rows
+    if machine.memmap:
+        # A ring in a folder may serve later runs, so it has the whole capacity.
+        rows = config.capacity // config.num_envs
+    proximal = clips_by_learner(config)
+    obs_size, action_size = sizes_of(config, environment)
+    needed = ring_bytes(rows, num_envs, obs_size, config.codec, action_size, proximal)
+    if not machine.memmap:
+        remedy = "lower capacity, choose a one-byte codec, or store it in a memmap folder"
+        hardware.require_room("replay", needed, remedy, store_device)
+
+    acting_loop = "unroll"
+    if reuses_forward(config, machine, num_envs):
+        acting_loop = "reuse"
+    elif machine.fast_forward and config.encoder == "mlp" and environment != "gymnasium":
+        if not (normalizes or config.formats or PRECISIONS[acting_precision].tf32):
+            acting_loop = "kernel"
+
+    one_device = learn_device == collect_device == store_device
+    uses_graph = machine.graph and processes == 1 and one_device and has_graphs(learn_device)
+    if environment == "gymnasium" or normalizes or config.formats:
+        uses_graph = False
+
+    actor_is_copy = acting_precision != config.precision or collect_device != learn_device
+    return Plan(
+        learn_device=learn_device,
+        collect_device=collect_device,
+        store_device=store_device,
+        evaluate_device=evaluate_device,
+        environment=environment,
+        vectorization=machine.vectorization or "sync",
+        num_envs=num_envs,
+        network=networks[config.encoder, normalizes],
+        acting_precision=acting_precision,
+        actor_is_copy=actor_is_copy,
+        evaluated_is_copy=evaluate_device != learn_device,
+        optimizer="low_bit_adam" if config.formats else "adam",
+        slices=config.slices_per_batch // processes,
+        clips_by_learner=proximal,
+        acting_loop=acting_loop,
+        uses_graph=uses_graph,
+        ring_rows=rows,
+        ring_folder=machine.memmap,
+        ring_bytes=needed,
+    )
 
 
 def check(config: Config, machine: Machine, processes: int) -> None:
@@ -112,6 +171,8 @@ def check(config: Config, machine: Machine, processes: int) -> None:
     require("memmap", only_one, "use a folder or store_device, not both")
     has_env_id = machine.vectorization is None or config.env_id is not None
     require("vectorization", has_env_id, "leave it out, it needs env_id")
+    is_known = machine.vectorization in (None, *VECTORIZATIONS)
+    require("vectorization", is_known, f"choose from {', '.join(VECTORIZATIONS)}")
     places = places_of(config.formats)
     for place in places:
         require("formats", place in STATE, f"leave out {place}, which only populations round")
@@ -133,15 +194,73 @@ def check(config: Config, machine: Machine, processes: int) -> None:
         require("memmap", machine.memmap is None, "leave it out", beside)
 
 
-def ring_rows(config: Config, machine: Machine) -> int:
-    """Time steps that a run's replay ring has room for.
+def environment_of(config: Config, machine: Machine = HERE) -> str:
+    """What the environments of a config are on a machine: "cart", "task" or "gymnasium".
 
-    A ring in a folder may serve later runs, so it has the whole capacity. A ring in memory has only
-    as many time steps as the run can fill, if these are fewer.
+    They are those of Gymnasium if the machine says how to vectorize them, or if there is no form of
+    the task as tensors.
     """
-    if machine.memmap:
-        return config.capacity // config.num_envs
-    return config.rows
+    if config.env_id is None:
+        return "cart"
+    if machine.vectorization is not None or task_of(config.env_id) is None:
+        return "gymnasium"
+    return "task"
+
+
+def sizes_of(config: Config, environment: str) -> tuple[int, int]:
+    """How many features an observation has, and dimensions a continuous action (0 if discrete)."""
+    if environment == "gymnasium":
+        env = interface_of(config.env_id)
+        is_continuous = not isinstance(env.actions, int)
+    else:
+        # A task may set its sizes only when it is made.
+        if environment == "task":
+            env = task_of(config.env_id)(1, device="cpu", seed=config.seed, purpose="starts")
+        else:
+            env = make_cart(config, 1, config.start_noise, "cpu", config.seed)
+        is_continuous = env.distribution is Gaussian
+    low, _ = env.bounds
+    return len(low), env.num_actions if is_continuous else 0
+
+
+def normalizes_observations(config: Config) -> bool:
+    """Whether the network standardizes observations.
+
+    If the config leaves it open, it does so where this package has no tensor form of the task.
+    """
+    if config.normalize_obs is None:
+        return config.env_id is not None and task_of(config.env_id) is None
+    return config.normalize_obs
+
+
+def clips_by_learner(config: Config) -> bool:
+    """Whether PPO's clip divides by the learner's own policy, because another policy acts.
+
+    Rollouts and the ring then have the learner's log-probabilities (`Rollout.proximal_logp`).
+    """
+    is_wanted = config.clip is not None and config.clip_by == "learner"
+    return is_wanted and not acts_as_it_learns(config)
+
+
+def reuses_forward(config: Config, machine: Machine, num_envs: int) -> bool:
+    """Whether a learner reuses the forward passes of acting in `num_envs` environments.
+
+    Otherwise it repeats them, for all rows at once. On a CPU, reusing is faster where the results
+    of a layer take `LARGE` bytes or more and have as many rows as units, presumably because one
+    step at a time fits into a cache (benchmarks/processes.py). With fewer rows it is slower,
+    because each step of the backward pass reads the weights and adds to their gradient. In FP8,
+    each step would keep its own rounded weights.
+    """
+    rules = PRECISIONS[config.precision]
+    acting_precision = config.collect_precision or config.precision
+    on_cpu = machine.on("collect") == machine.on("learn") == torch.device("cpu")
+    if not on_cpu or acting_precision != config.precision or config.fresh_updates != 1:
+        return False
+    if config.formats or rules.forward or not machine.fast_forward:
+        return False
+    itemsize = (rules.autocast or torch.float32).itemsize
+    layer_bytes = num_envs * config.hidden_size * itemsize
+    return layer_bytes >= LARGE and num_envs >= config.hidden_size
 
 
 def bytes_of_network(config: Config) -> int:
@@ -170,119 +289,8 @@ def bytes_at_work(config: Config, copies: int = 2) -> int:
     return 4 * numbers_per_row * max(collected, replayed)
 
 
-def require_memory(config: Config, machine: Machine, processes: int) -> None:
-    """Raises MemoryError unless the network and a rollout or batch fit into memory."""
+def require_memory(config: Config, device: torch.device, processes: int) -> None:
+    """Raises MemoryError unless the network and a rollout or batch fit into a device's memory."""
     needed = bytes_of_network(config) + bytes_at_work(config) // processes
     remedy = "lower hidden_size, layers, num_envs, rollout_length or batch_size"
-    what = "a network with a rollout or batch"
-    hardware.require_room(what, needed, remedy, machine.on("learn"))
-
-
-# Populations.
-
-
-def shared(config: Config) -> Config:
-    """A config with the defaults in the fields in which agents may differ (`FREE`)."""
-    return dataclasses.replace(config, **{name: getattr(Config, name) for name in FREE})
-
-
-def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
-    """Splits configs into lists that can each be one population, of at most `most` agents.
-
-    Within a list, agents with the same precision and formats follow each other. Apart from that,
-    the agents stay in the given order.
-    """
-    groups: dict[Config, list[Config]] = {}
-    for config in configs:
-        groups.setdefault(shared(config), []).append(config)
-
-    def key(config: Config):
-        return config.precision, config.collect_precision or config.precision, config.formats
-
-    return [
-        sorted(group[i : i + most], key=key)
-        for group in groups.values()
-        for i in range(0, len(group), most)
-    ]
-
-
-def obstacle(config: Config) -> str | None:
-    """Why a config cannot be in a population, or None if it can."""
-    if config.env_id and not task_of(config.env_id):
-        remedy = "train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
-        return f"env_id is {config.env_id}: {remedy}"
-    for name in ("encoder", "normalize_obs"):
-        value = getattr(config, name)
-        if value not in (getattr(Config, name), False):
-            return f"{name} is {value}: train it alone, a population does not have it"
-    for name in ("precision", "collect_precision"):
-        if getattr(config, name) == "tf32":
-            return f"{name} is tf32: train it alone, TF32 is a switch of the whole process"
-    return None
-
-
-def require_one_population(configs: list[Config], device, at_once: int = 1) -> None:
-    """Checks that configs can be one population, before anything is allocated.
-
-    Raises ValueError for a config that cannot be in a population, or for two that cannot be in the
-    same one, and MemoryError if the agents do not fit into memory. `at_once` is the number of
-    populations that share the memory.
-    """
-    if not configs:
-        raise ValueError("configs is empty: give at least one")
-    common = shared(configs[0])
-    for config in configs:
-        if reason := obstacle(config):
-            raise ValueError(reason)
-        for field in ("precision", "collect_precision"):
-            Precision(getattr(config, field) or config.precision, device, field)
-            matmuls = matmuls_of(config, acting=field == "collect_precision")
-            roundings_of_network(matmuls, shapes_of(config), field)
-        for name, value in vars(shared(config)).items():
-            if value != getattr(common, name):
-                beside = f"{getattr(config, name)} beside {getattr(common, name)}"
-                raise ValueError(f"{name} is {beside}: use another population for it")
-    agents = len(configs)
-    free = hardware.available(device) // at_once
-    bytes_each = max(bytes_per_agent(config) for config in configs)
-    if agents * bytes_each > free:
-        need = f"needs about {agents * bytes_each / 1e9:.1f} GB"
-        have = f"{free / 1e9:.1f} GB are free for it on {device}"
-        fewer = f"use at most {free // bytes_each} agents, or " if free > bytes_each else ""
-        remedy = f"{fewer}lower hidden_size, layers, capacity or num_envs"
-        raise MemoryError(f"population of {agents} agents {need} and {have}: {remedy}")
-
-
-def shapes_of(config: Config) -> list[tuple[int, int]]:
-    """Shapes of an agent's weights. The last two are those of the heads of actor and critic.
-
-    The shapes may be others for a task that sets its bounds or actions only when it is made.
-    """
-    task = task_of(config.env_id)
-    width = config.hidden_size
-    if task:
-        low, _ = task.bounds
-        features = len(low)
-    else:
-        features = 2 - config.hide_velocity + config.extra_features
-    encoder = [(width, features), *[(width, width)] * (config.layers - 1)]
-    return [*encoder, ((task or Cart).num_actions, width), (1, width)]
-
-
-def bytes_per_agent(config: Config) -> int:
-    """Bytes that an agent of a population takes: an estimate.
-
-    It counts the agent's ring, twelve tensors as large as its parameters, and a rollout or batch,
-    which has rounded copies in low precision.
-    """
-    task = task_of(config.env_id) or Cart
-    shapes = shapes_of(config)
-    action_size = task.num_actions if task.distribution is Gaussian else 0
-    parameters = sum(outputs * (inputs + 1) for outputs, inputs in shapes)
-    _, features = shapes[0]
-    ring_settings = (config.rows, config.num_envs, features, config.codec, action_size)
-    ring = ring_bytes(*ring_settings, proximal=clips_by_learner(config))
-    precisions = {config.precision, config.collect_precision or "fp32"}
-    is_rounded = precisions != {"fp32"} or config.formats
-    at_work = bytes_at_work(config, copies=4 if is_rounded else 2)
-    return ring + 4 * 12 * parameters + at_work
+    hardware.require_room("a network with a rollout or batch", needed, remedy, device)

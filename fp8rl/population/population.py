@@ -244,7 +244,7 @@ class PopulationHistory(History):
 class Population(Run):
     """A run of S agents on a device. `build.build_population` makes it.
 
-    `configs`   configs of the agents, which may differ in the fields of requirements.FREE
+    `configs`   configs of the agents, which may differ in the fields of batches.FREE
     `settled`   the same configs, settled for their task
     `make_env`  makes environments, with the arguments of `train.make_cart`
 

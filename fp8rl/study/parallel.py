@@ -48,7 +48,7 @@ from ..config import Config
 from ..disk.safe_files import write_whole
 from ..history import History
 from ..machine.hardware import cores, keep_freed_memory
-from ..machine.plan import batches, obstacle, require_one_population
+from ..population.batches import batches, obstacle, require_one_population
 from ..tasks.gymnasium_env import EnvironmentFailed, children_ignore_interrupts
 from .batch_file import BatchFile, Keeping, Stopped, batch_file, train_until
 from .comparison import THRESHOLD

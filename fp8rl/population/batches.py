@@ -1,0 +1,143 @@
+"""Which agents can be trained together as one population, and how much memory they take.
+
+A population trains agents as one batch of tensors (population.py), so its agents must have the same
+shapes. `batches` splits any configs into lists that can each be a population. Errors name the field
+and what to use instead.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+from ..config import Config
+from ..distribution import Gaussian
+from ..env import Cart
+from ..machine import hardware
+from ..machine.matmul_rounding import matmuls_of, roundings_of_network
+from ..machine.plan import bytes_at_work, clips_by_learner, environment_of
+from ..precision import Precision
+from ..replay.ring import ring_bytes
+from ..tasks.by_id import task_of
+
+# The fields of Config in which the agents of a population may differ.
+FREE = (
+    "seed",
+    "precision",
+    "collect_precision",
+    "start_noise",
+    "gamma",
+    "lam",
+    "clip",
+    "clip_by",
+    "entropy_coef",
+    "value_coef",
+    "learning_rate",
+    "max_grad_norm",
+    "formats",
+)
+
+
+def shared(config: Config) -> Config:
+    """A config with the defaults in the fields in which agents may differ (`FREE`)."""
+    return dataclasses.replace(config, **{name: getattr(Config, name) for name in FREE})
+
+
+def batches(configs: Iterable[Config], most: int) -> list[list[Config]]:
+    """Splits configs into lists that can each be one population, of at most `most` agents.
+
+    Within a list, agents with the same precision and formats follow each other. Apart from that,
+    the agents stay in the given order.
+    """
+    groups: dict[Config, list[Config]] = {}
+    for config in configs:
+        groups.setdefault(shared(config), []).append(config)
+
+    def key(config: Config):
+        return config.precision, config.collect_precision or config.precision, config.formats
+
+    return [
+        sorted(group[i : i + most], key=key)
+        for group in groups.values()
+        for i in range(0, len(group), most)
+    ]
+
+
+def obstacle(config: Config) -> str | None:
+    """Why a config cannot be in a population, or None if it can."""
+    if environment_of(config) == "gymnasium":
+        remedy = "train it alone, a population takes only tasks as tensors (fp8rl/tasks)"
+        return f"env_id is {config.env_id}: {remedy}"
+    for name in ("encoder", "normalize_obs"):
+        value = getattr(config, name)
+        if value not in (getattr(Config, name), False):
+            return f"{name} is {value}: train it alone, a population does not have it"
+    for name in ("precision", "collect_precision"):
+        if getattr(config, name) == "tf32":
+            return f"{name} is tf32: train it alone, TF32 is a switch of the whole process"
+    return None
+
+
+def require_one_population(configs: list[Config], device, at_once: int = 1) -> None:
+    """Checks that configs can be one population, before anything is allocated.
+
+    Raises ValueError for a config that cannot be in a population, or for two that cannot be in the
+    same one, and MemoryError if the agents do not fit into memory. `at_once` is the number of
+    populations that share the memory.
+    """
+    if not configs:
+        raise ValueError("configs is empty: give at least one")
+    common = shared(configs[0])
+    for config in configs:
+        if reason := obstacle(config):
+            raise ValueError(reason)
+        for field in ("precision", "collect_precision"):
+            Precision(getattr(config, field) or config.precision, device, field)
+            matmuls = matmuls_of(config, acting=field == "collect_precision")
+            roundings_of_network(matmuls, shapes_of(config), field)
+        for name, value in vars(shared(config)).items():
+            if value != getattr(common, name):
+                beside = f"{getattr(config, name)} beside {getattr(common, name)}"
+                raise ValueError(f"{name} is {beside}: use another population for it")
+    agents = len(configs)
+    free = hardware.available(device) // at_once
+    bytes_each = max(bytes_per_agent(config) for config in configs)
+    if agents * bytes_each > free:
+        need = f"needs about {agents * bytes_each / 1e9:.1f} GB"
+        have = f"{free / 1e9:.1f} GB are free for it on {device}"
+        fewer = f"use at most {free // bytes_each} agents, or " if free > bytes_each else ""
+        remedy = f"{fewer}lower hidden_size, layers, capacity or num_envs"
+        raise MemoryError(f"population of {agents} agents {need} and {have}: {remedy}")
+
+
+def shapes_of(config: Config) -> list[tuple[int, int]]:
+    """Shapes of an agent's weights. The last two are those of the heads of actor and critic.
+
+    The shapes may be others for a task that sets its bounds or actions only when it is made.
+    """
+    task = task_of(config.env_id)
+    width = config.hidden_size
+    if task:
+        low, _ = task.bounds
+        features = len(low)
+    else:
+        features = 2 - config.hide_velocity + config.extra_features
+    encoder = [(width, features), *[(width, width)] * (config.layers - 1)]
+    return [*encoder, ((task or Cart).num_actions, width), (1, width)]
+
+
+def bytes_per_agent(config: Config) -> int:
+    """Bytes that an agent of a population takes: an estimate.
+
+    It counts the agent's ring, twelve tensors as large as its parameters, and a rollout or batch,
+    which has rounded copies in low precision.
+    """
+    task = task_of(config.env_id) or Cart
+    shapes = shapes_of(config)
+    action_size = task.num_actions if task.distribution is Gaussian else 0
+    parameters = sum(outputs * (inputs + 1) for outputs, inputs in shapes)
+    _, features = shapes[0]
+    ring_settings = (config.rows, config.num_envs, features, config.codec, action_size)
+    ring = ring_bytes(*ring_settings, proximal=clips_by_learner(config))
+    precisions = {config.precision, config.collect_precision or "fp32"}
+    is_rounded = precisions != {"fp32"} or config.formats
+    at_work = bytes_at_work(config, copies=4 if is_rounded else 2)
+    return ring + 4 * 12 * parameters + at_work
