@@ -172,7 +172,7 @@ def test_a_file_that_is_not_of_the_batch_is_refused_in_one_line(tmp_path):
 # Studies
 
 STUDY = ["study", "--precisions", "fp32", "bf16", "--eval-episodes", 2, *SIZED, "--workers", 2]
-LONG = [*STUDY, "--seeds", 3, "--steps", 100 * 1_024]
+LONG = [*STUDY, "--seeds", 3, "--steps", 60 * 1_024]
 
 
 def results(folder: Path) -> list[dict[str, str]]:
@@ -206,6 +206,7 @@ def begun(out: Path):
         yield process
 
 
+@pytest.mark.xdist_group("whole study")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_study_that_is_stopped_goes_on_to_the_same_results(
     number, tmp_path, whole, one_process, capsys
