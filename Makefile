@@ -6,7 +6,7 @@
 # make results    lists the commands that make the tables of benchmarks/; ONLY="study codecs" runs these
 # make gpu        on a machine with an NVIDIA GPU: runs what tests need one, then makes the tables of benchmarks/pages/gpu.md again
 # make address    puts a Colab badge for REPOSITORY into the README, and REPOSITORY into the first cell of each notebook, which installs from there
-# Every other target sets up .venv first; a second run finds it ready and starts at once.
+# The targets above set up .venv first; a second run finds it ready and starts at once.
 PYTHON ?= python3
 # How packages are installed. uv, where there is one that can, picks the torch for this machine's GPU, or the one for CPUs alone,
 # which spares gigabytes of CUDA libraries. pip takes the one of the package index.

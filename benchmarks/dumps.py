@@ -1,4 +1,4 @@
-"""Does `fp8rl.bits.mismatch` tell a bug from rounding in dumps of log-probabilities?
+"""Does `fp8rl.doctor.mismatch` tell a bug from rounding in dumps of log-probabilities?
 
 The dumps come from tiny language models whose faults are known. A policy samples tokens as an
 engine does that rounds its weights, state or logits, or that has one of the planted bugs. The

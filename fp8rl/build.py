@@ -1,4 +1,4 @@
-"""Builds a run for a config and a machine: the only file that joins the folders.
+"""Builds a run for a config and a machine: where the agent and the folders meet.
 
 `build` makes a single run, and `build_population` makes many agents as one batch. The agent's files
 know nothing of several devices, processes, CUDA graphs or files. `build` passes them what these
