@@ -58,7 +58,7 @@ def test_help_of_a_command_names_and_explains_its_options(command, capsys):
     assert not re.search(r"(INT|STR|FLOAT|PATH|[}\]]|--no-[a-z-]+) \(default: ", flat)
 
 
-def test_the_doctor_of_scripts_explains_itself_without_any_package(capsys):
+def test_the_doctor_explains_itself_without_any_package(capsys):
     done = subprocess.run(
         [sys.executable, "-S", "-m", "fp8rl.doctor"], cwd=CLONE, capture_output=True, text=True
     )
@@ -69,7 +69,7 @@ def test_the_doctor_of_scripts_explains_itself_without_any_package(capsys):
         assert "--help" in printed(capsys, doctor_command.main, [command, "--help"])
 
 
-def test_the_doctor_of_scripts_names_a_package_that_is_missing():
+def test_the_doctor_names_a_package_that_is_missing():
     done = subprocess.run(
         [sys.executable, "-S", "-m", "fp8rl.doctor", "watch", "train.py"],
         cwd=CLONE,

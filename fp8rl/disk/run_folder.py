@@ -21,7 +21,6 @@ MARK = ".fp8rl"
 FILES = {
     "train": ("config.json", "metrics.csv", "checkpoint.pt", "reward_curve.png"),
     "study": ("runs.jsonl", "results.csv", "table.md", "curves.png"),
-    "doctor": ("report.json", "report.md", "report.png"),
 }
 # Patterns of further files, whose names are not known beforehand.
 PATTERNS = {

@@ -135,21 +135,6 @@ class Finding(NamedTuple):
         return line
 
 
-COLUMNS = (
-    "optimizer",
-    "place",
-    "format",
-    "rate",
-    "first",
-    "last",
-    "noise",
-    "lost",
-    "verdict",
-    "why",
-    "cure",
-)
-
-
 class Report(list[Finding]):
     """A list of findings, in the order of the doctor's formats.
 
@@ -167,14 +152,6 @@ class Report(list[Finding]):
             lines.append(optimizer)
             lines += [f"  {finding}" for finding in self if finding.optimizer == optimizer]
         return "\n".join([*lines, *self.notes])
-
-    def to_markdown(self) -> str:
-        """The findings as a table in Markdown."""
-        rows = [COLUMNS, ["---"] * len(COLUMNS)]
-        for finding in self:
-            row = [getattr(finding, name) for name in COLUMNS]
-            rows.append([f"{x:.2f}" if isinstance(x, float) else x for x in row])
-        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
     def to_json(self) -> str:
         """The findings as a JSON list of objects. NaN and infinity become null."""

@@ -19,10 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from . import (
-    innermost_optimizer,
-    optimizer_inside,
-)
+from .doctor import innermost_optimizer, optimizer_inside
 from .run_script import Refusal, first_line
 
 

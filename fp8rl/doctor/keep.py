@@ -11,10 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..bits.notation import OPERANDS, STATE
 from ..bits.places import NO_NOISE, places_of
-from . import (
-    Operands,
-)
 from .hooks import Change, parameters_of, refuses, seeded_generator
+from .low_bit_gradients import Operands
 from .report_file import NO_STEP
 from .run_script import Refusal
 

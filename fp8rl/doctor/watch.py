@@ -5,12 +5,8 @@ import collections
 import torch
 
 from ..bits.notation import STATE
-from . import (
-    FORMATS,
-    Doctor,
-    Report,
-)
-from .findings import without_nan
+from .doctor import FORMATS, Doctor
+from .findings import Report, without_nan
 from .hooks import Hooks, modules_of_process, parameters_of
 from .report_file import NO_STEP, report_as_json
 from .run_script import first_line
