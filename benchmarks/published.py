@@ -7,6 +7,12 @@ iteration instead of the default 17. A batch is 64 transitions or, where a line 
 samples are not the same. The steps of an update and of an evaluation are, so all are evaluated at
 the same moments.
 
+Two further tables ask why slices alone mend the published loop, but not the main notebook's
+(lesson.py): both loops replay slices of 16 steps without any correction, and each is given the
+settings of the other, one at a time and all together. Their seeds are fresh ones. Here a fall is
+counted in the notebook's way, too: how far the return of training episodes, a mean over 4,096
+steps, drops below its best so far.
+
     python benchmarks/published.py benchmarks/results/published.md
 """
 
@@ -77,6 +83,52 @@ BACK = {
     "- slices: single transitions, and no clip": SINGLE | NO_CLIP,
     "- slices: single transitions, no importance ratio and no clip": SINGLE | NO_RATIO | NO_CLIP,
 }
+BRIDGE_SEEDS = range(11_000, 11_030)
+NOTEBOOK_SLICES = {  # the arm "slices" of lesson.py, as the package's settings
+    "num_envs": 16,
+    "start_noise": 0.5,
+    "rollout_length": 16,
+    "capacity": 20_000,
+    "slice_length": 16,
+    "batch_size": 1_024,
+    "fresh_updates": 0,
+    "replay_updates": 4,
+    "gamma": 0.98,
+    "lam": 0.95,
+    "importance_correction": False,
+    "bootstrap_truncation": True,
+    "normalize_advantage": True,
+    "clip": None,
+    "scale_rewards": True,
+    "entropy_coef": 0.01,
+    "learning_rate": 1e-3,
+    "anneal": False,
+}
+# What differs between the two loops: name -> the notebook's setting, the published loop's
+DIFFERENCES = {
+    "environments": (
+        {"num_envs": 16, "start_noise": 0.5, "rollout_length": 16},
+        {"num_envs": 1, "start_noise": 0.0, "rollout_length": 256},
+    ),
+    "rows in a batch": ({"batch_size": 1_024}, {"batch_size": 64}),
+    "updates in 256 steps": ({"replay_updates": 4}, {"replay_updates": 2}),
+    "size of the ring": ({"capacity": 20_000}, {"capacity": 10_000}),
+    "discount and lambda": ({"gamma": 0.98, "lam": 0.95}, {"gamma": 0.99, "lam": 0.98}),
+    "bootstrap at time limits": (
+        {"bootstrap_truncation": True},
+        {"bootstrap_truncation": False},
+    ),
+    "scaled rewards": ({"scale_rewards": True}, {"scale_rewards": False}),
+    "normalized advantages": ({"normalize_advantage": True}, {"normalize_advantage": False}),
+    "entropy bonus": ({"entropy_coef": 0.01}, {"entropy_coef": 0}),
+}
+BRIDGE_COLUMNS = (
+    "settings",
+    "median fall of the training return",
+    "fall by more than 60",
+    "greedy: fall below 100 later",
+    "greedy: end below 100",
+)
 COLUMNS = (
     "settings",
     "seeds that reach 100",
@@ -110,6 +162,53 @@ def arms() -> dict[str, dict[str, list[Config]]]:
     return dict(zip(heads, (alone, first | ladder, back), strict=True))
 
 
+def bridges() -> dict[str, dict[str, list[Config]]]:
+    """The tables between the two loops: name -> a config for each seed."""
+    all_published = {}
+    for _, theirs in DIFFERENCES.values():
+        all_published = all_published | theirs
+    from_notebook = {"the notebook's slices": {}}
+    from_published = {"the published loop with slices": all_published}
+    for name, (ours, theirs) in DIFFERENCES.items():
+        from_notebook[f"{name} of the published loop"] = theirs
+        from_published[f"{name} of the notebook"] = all_published | ours
+    heads = {
+        "The notebook's slices without correction, with one setting of the published loop:": (
+            from_notebook
+        ),
+        "The published loop with slices, with one setting of the notebook:": from_published,
+    }
+    return {
+        head: {
+            name: [
+                Config(seed=seed, **BUDGET, **(NOTEBOOK_SLICES | changes)) for seed in BRIDGE_SEEDS
+            ]
+            for name, changes in lines.items()
+        }
+        for head, lines in heads.items()
+    }
+
+
+def falls_of(histories: list) -> np.ndarray:
+    """How far each seed's training return, a mean over 4,096 steps, falls below its best."""
+    steps = histories[0].column("steps")
+    # Not a number where no episode ended in an iteration
+    returns = np.array([history.column("train_return") for history in histories])
+    width = round(4_096 / (steps[1] - steps[0]))
+    windows = np.lib.stride_tricks.sliding_window_view(returns, width, axis=1)
+    smooth = np.nanmean(windows, axis=-1)  # [seeds, iterations]
+    return (np.fmax.accumulate(smooth, axis=1) - smooth).max(axis=1)
+
+
+def bridge_line(name: str, histories: list) -> str:
+    """A line of a table between the two loops."""
+    falls = falls_of(histories)
+    good = comparison.stack(histories, "eval_return")[1] >= LEVEL
+    lost = (np.maximum.accumulate(good, axis=1) & ~good).any(axis=1)
+    counts = [f"{sum(found)} of {len(falls)}" for found in (falls > 60, lost, ~good[:, -1])]
+    return f"| {' | '.join([name, f'{np.median(falls):.0f}', *counts])} |"
+
+
 def line(name: str, returns: np.ndarray) -> str:
     """A line of a table, of returns [seeds, evaluations]."""
     good, last = returns >= LEVEL, returns[:, -1]
@@ -121,9 +220,9 @@ def line(name: str, returns: np.ndarray) -> str:
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)  # as the processes have, for the line under the tables
-    tables, text = arms(), ""
+    tables, between, text = arms(), bridges(), ""
     configs = dict.fromkeys(
-        config for lines in tables.values() for arm in lines.values() for config in arm
+        config for lines in (tables | between).values() for arm in lines.values() for config in arm
     )
     found = dict(parallel.run_all(list(configs)))
     for head, lines in tables.items():
@@ -132,6 +231,9 @@ def main(out: Path) -> None:
             for name, arm in lines.items()
         }
         text += f"{head}\n\n{tasks.table(COLUMNS, [line(name, each) for name, each in returns.items()])}\n"
+    for head, lines in between.items():
+        rows = [bridge_line(name, [found[config] for config in arm]) for name, arm in lines.items()]
+        text += f"{head}\n\n{tasks.table(BRIDGE_COLUMNS, rows)}\n"
     out.write_text(f"{text}`python benchmarks/published.py {out}` on {origin()}.\n")
 
 

@@ -84,6 +84,10 @@ PRECISIONS = {name: {"precision": name} for name in ("fp32", "bf16", "fp16", "fp
     # With the root of v rounded to the nearest, as EIGHT_BIT was when the tables were made
     "eight-bit state": EIGHT_BIT | {"formats": "weights=e4m3:stochastic m=e4m3 root=e4m3"}
 }
+# As many updates as the defaults make, all on slices of the newest rollout: the ring holds no more
+# (2,048 steps and the final observations). This is PPO without replay, and says where replay pays.
+NO_REPLAY = "fp32 without replay"
+PRECISIONS[NO_REPLAY] = {"precision": "fp32", "capacity": 2_064}
 PEERS = {"SB3 A2C": "A2C", "SB3 PPO": "PPO"}
 ARMS = (*PRECISIONS, *PEERS)
 DRAWN = ("fp32", "fp8", *PEERS)
@@ -173,7 +177,7 @@ def arms_of(task: str) -> list[str]:
     """The arms that there are for a task."""
     if is_tensor_task(task):
         return list(ARMS)
-    return ["fp32", "fp8"] + [
+    return ["fp32", "fp8", NO_REPLAY] + [
         name for name, algorithm in PEERS.items() if (algorithm, task) in zoo.SETTINGS
     ]
 
@@ -185,9 +189,11 @@ def configs_of(task: str, arm: str) -> list[Config]:
     env_id = None if task == CART else task
     shape = {"env_id": env_id, "steps": steps, "eval_every": every} | PRECISIONS.get(arm, {})
     count = 10 if is_tensor_task(task) else 5
-    if arm in PRECISIONS and task in ("Hopper-v5", "HalfCheetah-v5"):
+    if arm in ("fp32", "fp8") and task in ("Hopper-v5", "HalfCheetah-v5"):
         count = 10
-    if arm in PRECISIONS and task == CART:
+    if arm == NO_REPLAY and task in ("LunarLander-v3", "Hopper-v5", "HalfCheetah-v5"):
+        count = 3
+    if arm in PRECISIONS and arm != NO_REPLAY and task == CART:
         count = 30
     if task in (CARTPOLE, LQR) and arm in ("fp32", "fp8"):
         count = 30
