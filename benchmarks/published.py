@@ -13,7 +13,8 @@ settings of the other, one at a time and all together. Their seeds are fresh one
 counted in the notebook's way, too: how far the return of training episodes, a mean over 4,096
 steps, drops below its best so far.
 
-    python benchmarks/published.py benchmarks/results/published.md
+    python benchmarks/published.py changes benchmarks/results/published.md
+    python benchmarks/published.py between benchmarks/results/between_loops.md
 """
 
 import sys
@@ -218,24 +219,26 @@ def line(name: str, returns: np.ndarray) -> str:
     return f"| {' | '.join([name, *counts, f'{np.median(last):.1f}', f'{last.min():.1f}'])} |"
 
 
-def main(out: Path) -> None:
+def main(action: str, out: Path) -> None:
     torch.set_num_threads(1)  # as the processes have, for the line under the tables
-    tables, between, text = arms(), bridges(), ""
+    tables = arms() if action == "changes" else bridges()
+    columns = COLUMNS if action == "changes" else BRIDGE_COLUMNS
     configs = dict.fromkeys(
-        config for lines in (tables | between).values() for arm in lines.values() for config in arm
+        config for lines in tables.values() for arm in lines.values() for config in arm
     )
     found = dict(parallel.run_all(list(configs)))
+    text = ""
     for head, lines in tables.items():
-        returns = {
-            name: comparison.stack([found[config] for config in arm], "eval_return")[1]
-            for name, arm in lines.items()
-        }
-        text += f"{head}\n\n{tasks.table(COLUMNS, [line(name, each) for name, each in returns.items()])}\n"
-    for head, lines in between.items():
-        rows = [bridge_line(name, [found[config] for config in arm]) for name, arm in lines.items()]
-        text += f"{head}\n\n{tasks.table(BRIDGE_COLUMNS, rows)}\n"
-    out.write_text(f"{text}`python benchmarks/published.py {out}` on {origin()}.\n")
+        rows = []
+        for name, arm in lines.items():
+            histories = [found[config] for config in arm]
+            if action == "changes":
+                rows.append(line(name, comparison.stack(histories, "eval_return")[1]))
+            else:
+                rows.append(bridge_line(name, histories))
+        text += f"{head}\n\n{tasks.table(columns, rows)}\n"
+    out.write_text(f"{text}`python benchmarks/published.py {action} {out}` on {origin()}.\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -38,7 +38,10 @@ COMMANDS = {
     "film": "python benchmarks/film.py benchmarks/results",
     "widths": "python benchmarks/widths.py benchmarks/results/widths.md",
     # Why does a simple replay loop lose what it has learned, and which settings mend it?
-    "published": "python benchmarks/published.py benchmarks/results/published.md",
+    "lesson_measured": "python benchmarks/lesson.py measure benchmarks/results/lesson.csv",
+    "lesson": "python benchmarks/lesson.py table benchmarks/results/lesson.md",
+    "published": "python benchmarks/published.py changes benchmarks/results/published.md",
+    "between_loops": "python benchmarks/published.py between benchmarks/results/between_loops.md",
     "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
     # Which numbers may be kept in few bits, and are few bits another learning rate?
     "breakage_map": "python benchmarks/breakage_map.py map benchmarks/results/breakage_map",
