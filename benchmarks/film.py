@@ -29,7 +29,7 @@ from fp8rl.train import train
 
 SEEDS = range(5000, 5010)
 START = (1.0, 0.0)  # position and velocity at which the film begins
-FRAMES_PER_SECOND = 12
+FRAMES, FRAMES_PER_SECOND = 50, 12
 
 
 def sampled(model: nn.Module) -> Callable:
@@ -44,30 +44,30 @@ def sampled(model: nn.Module) -> Callable:
     return policy
 
 
-def film(policies: dict[str, Callable], steps: int = 50) -> bytes:
-    """An endlessly looping GIF of the first `steps` frames of an episode of each policy, one below
+def film(policies: dict[str, Callable], frames: int) -> bytes:
+    """An endlessly looping GIF of the first `frames` of an episode of each policy, one below
     the other under their captions. One that has left the track keeps its last picture. A policy
     maps an observation, float32 tensor [2], to an action."""
-    episodes = {caption: episode(policy, steps) for caption, policy in policies.items()}
+    episodes = {caption: episode(policy, frames) for caption, policy in policies.items()}
     longest = max(map(len, episodes.values()))
     rows = []
-    for caption, frames in episodes.items():
-        ended = captioned(frames[-1], f"{caption}: off the track")
-        shown = [captioned(frame, caption) for frame in frames]
-        rows.append(shown + [ended] * (longest - len(frames)))
-    pictures = [Image.fromarray(np.vstack(frames)) for frames in zip(*rows, strict=True)]
-    return gif_of(pictures, 1 / FRAMES_PER_SECOND)
+    for caption, pictures in episodes.items():
+        ended = captioned(pictures[-1], f"{caption}: off the track")
+        shown = [captioned(picture, caption) for picture in pictures]
+        rows.append(shown + [ended] * (longest - len(pictures)))
+    stacked = [Image.fromarray(np.vstack(column)) for column in zip(*rows, strict=True)]
+    return gif_of(stacked, 1 / FRAMES_PER_SECOND)
 
 
-def episode(policy: Callable, steps: int) -> list[np.ndarray]:
-    """Frames of an episode from START, drawn by the environment's own render."""
+def episode(policy: Callable, most: int) -> list[np.ndarray]:
+    """At `most` so many frames of an episode from START, drawn by the environment's own render."""
     env = CustomEnv(render_mode="rgb_array")
     env.reset(seed=0)
     env.state = torch.tensor([START], dtype=torch.float32, device="cpu")
     obs = env.state[0].numpy()
     frames = [env.render()]
     has_ended = False
-    while len(frames) < steps and not has_ended:
+    while len(frames) < most and not has_ended:
         obs, _, terminated, truncated, _ = env.step(int(policy(torch.from_numpy(obs))))
         has_ended = terminated or truncated
         frames.append(env.render())
@@ -86,7 +86,7 @@ def before_and_after() -> bytes:
     policies = {"before training": sampled(copy.deepcopy(run.model))}
     train(run, progress=False)
     policies[f"after {run.config.steps:,} steps"] = sampled(run.model)
-    return film(policies)
+    return film(policies, FRAMES)
 
 
 def draw(curves: dict, path: Path) -> None:
