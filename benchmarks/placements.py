@@ -26,6 +26,7 @@ from fp8rl.train import train
 ROUNDS, ITERATIONS, WARM = 2, 15, 5
 LONGER = 20  # times as many iterations of a graph
 FEW, MANY, PLACED = Config.num_envs, 4096, 1024  # environments; a CPU learns from 4,096 too slowly
+PLACES = ("cpu", "cuda")  # of learner, actor and ring
 
 
 def speeds(config: Config, machines: dict[str, Machine]) -> dict[str, float]:
@@ -83,7 +84,7 @@ def main(out: Path) -> None:
         )
         write(out, lines, made)
     lines += ["", "| environments | learn | collect | store | steps/s |", "| --- " * 5 + "|"]
-    for num_envs, *places in itertools.product((FEW, PLACED), *[("cpu", "cuda")] * 3):
+    for num_envs, *places in itertools.product((FEW, PLACED), PLACES, PLACES, PLACES):
         got = speeds(short_run(num_envs), {"eager": Machine(*places, "cpu", graph=False)})
         lines.append(f"| {num_envs:,} | {' | '.join(places)} | {got['eager']:,.0f} |")
         write(out, lines, made)

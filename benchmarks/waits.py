@@ -38,6 +38,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -216,8 +217,8 @@ class Failed(Exception):
 
 
 def timed(commands: list[Command]) -> tuple[float, dict]:
-    """Runs processes at the same time. Returns the seconds until the last has ended, and the JSON
-    object that the first has printed last, if it has."""
+    """Runs processes at the same time. Returns the seconds until the last has ended, and the
+    numbers that the first has printed."""
     with contextlib.ExitStack() as files:
         outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         began = time.perf_counter()
@@ -249,11 +250,12 @@ def timed(commands: list[Command]) -> tuple[float, dict]:
 
 
 def numbers_of(output: str) -> dict:
-    """The JSON object in the last line of an output, or an empty one."""
+    """The JSON object in the last line of an output; what `fp8rl train` says; or nothing."""
     with contextlib.suppress(IndexError, ValueError):
         numbers = json.loads(output.splitlines()[-1])
         return numbers if isinstance(numbers, dict) else {}
-    return {}
+    found = re.search(r"final greedy return (-?[\d.]+)", output)
+    return {"greedy_return": float(found[1])} if found else {}
 
 
 def not_waited_for(numbers: dict) -> float:

@@ -279,6 +279,12 @@ def populations_into(module, out: Path) -> None:
     module.main()
 
 
+def two_arms(module, monkeypatch) -> None:
+    first, second = module.GROUPS
+    coarse = {name: {"codec": "int8"} for name in module.COARSER}
+    monkeypatch.setattr(module, "GROUPS", {first: {"fp32": {}}, second: {"plain": {}} | coarse})
+
+
 class GroupHere:
     """Stands in for processes that train together."""
 
@@ -399,7 +405,7 @@ RUNS = {
         {"published.md": {"settings", "seeds that reach 100", "median final return"}},
         {
             "SEEDS": range(9000, 9001),
-            "BUDGET": {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 2},
+            "BUDGET": {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 1},
         },
         few_arms,
     ),
@@ -453,7 +459,7 @@ RUNS = {
     ),
     "dumps": Run(
         {"dumps.md": {"planted bug", "called a bug", "without advantages", "stale copy"}},
-        {"POLICIES": 1, "SEQUENCES": 24, "BATCH": 16, "TOKENS": 8, "UPDATES_OF_POLICY": 8},
+        {"POLICIES": 1, "SEQUENCES": 24, "BATCH": 16, "TOKENS": 6, "UPDATES_OF_POLICY": 8},
         few_dumps,
         dumps_in_steps,
     ),
@@ -463,6 +469,7 @@ RUNS = {
             "Config": config_class(**SMALL | {"steps": 512, "eval_episodes": 2}),
             "SEEDS": range(5000, 5001),
         },
+        two_arms,
         call=lambda module, out: module.main(out),
     ),
     "replay_sampling": Run(
@@ -516,7 +523,7 @@ RUNS = {
         {"placements.md": {"eager, steps/s", "graph, steps/s", "learn", "store"}},
         {
             "Config": config_class(eval_episodes=1),
-            **{"FEW": 4, "MANY": 8, "PLACED": 8},
+            **{"FEW": 4, "MANY": 8, "PLACED": 8, "PLACES": ("cpu",)},
             **{"ITERATIONS": 2, "WARM": 1, "LONGER": 1, "ROUNDS": 1},
         },
         without_cuda,
@@ -623,9 +630,9 @@ def test_waits_are_measured_in_turns_and_go_on_where_they_were_stopped(
         command = waits.Command([sys.executable, "-I", "-S", "-c", script])  # which starts sooner
         return waits.Contestant(name, lambda seed: [command], needs)
 
-    printed = """print('a line\\n{"greedy_return": 197, "seconds_evaluating": 1e-6}')"""
+    printed = """print('a line\\n{"greedy_return": 197, "seconds_evaluating": 1e3}')"""
     contestants = [
-        stand_in("ours", "pass"),
+        stand_in("ours", "print('final greedy return 198.75 of 200')"),
         stand_in("theirs", printed),
         stand_in("of a library", "", "no_such_library"),
         stand_in("broken", "raise SystemExit('out of order')"),
@@ -641,8 +648,10 @@ def test_waits_are_measured_in_turns_and_go_on_where_they_were_stopped(
     found = journal.rows()
     order = [(row["contestant"], row["round"]) for row in found]
     assert order == [("ours", "0"), ("theirs", "0"), ("ours", "1"), ("theirs", "1")]
+    # Without the evaluation, which took longer than the process
+    assert [float(row["seconds"]) < 0 for row in found] == [False, True, False, True]
     _, _, ours, theirs, *_ = out.read_text().splitlines()
-    assert ours.split(" | ")[1] == "ours" and ours.endswith(" | 1.00 |  | 2 |")
+    assert ours.split(" | ")[1] == "ours" and ours.endswith(" | 1.00 | 198.8 | 2 |")
     assert theirs.endswith(" | 197.0 | 2 |") and (tmp_path / "waits.png").exists()
 
     journal.write(found[:-1])
