@@ -112,10 +112,18 @@ def clone_contestants(work: Path) -> list[Contestant]:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         return [Command(["make", "demo"], clone)]
 
+    def after_it(target: str) -> Callable[[int], list[Command]]:
+        def commands(seed: int) -> list[Command]:
+            if not clone.exists():  # the first demo of this round is in the journal
+                timed(first_demo(seed))
+            return [Command(["make", target], clone)]
+
+        return commands
+
     return [
         Contestant("`make demo` in a fresh clone", first_demo),
-        Contestant("`make demo` again", lambda seed: [Command(["make", "demo"], clone)]),
-        Contestant("`make test`", lambda seed: [Command(["make", "test"], clone)]),
+        Contestant("`make demo` again", after_it("demo")),
+        Contestant("`make test`", after_it("test")),
     ]
 
 
