@@ -25,7 +25,6 @@ learner reaches where float32 writes the sequences: 0 is float32, 1 gets nothing
 """
 
 import argparse
-import csv
 import math
 import multiprocessing
 from pathlib import Path
@@ -33,8 +32,8 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-import short_tables
 import torch
+from files import Journal, last_line, rows_of, table_of
 
 from fp8rl.cli.throughput import origin
 from fp8rl.machine.hardware import keep_freed_memory
@@ -119,17 +118,8 @@ EXPERIMENTS = {
         },
     ),
 }
-FIELDS = [
-    "experiment",
-    "length",
-    "format",
-    "correction",
-    "seed",
-    "learner",
-    "actor",
-    "dead",
-    "start",
-]
+FIELDS = ["experiment", "length", "format", "correction", "seed"]
+FIELDS += ["learner", "actor", "dead", "start"]
 
 
 class Job(NamedTuple):
@@ -189,34 +179,17 @@ def trained(job: Job) -> list[dict]:
 
 def measure(names: list[str], out: Path, processes: int) -> None:
     """Trains all jobs of experiments whose rows are not in the file yet, and appends them."""
-    done = set()
-    if out.exists():
-        done = {(row["experiment"], row["length"], row["seed"]) for row in read(out)}
+    journal = Journal(out, FIELDS)
+    done = journal.done("experiment", "length", "seed")
     jobs = [
         job
         for job in jobs_of(names)
         if (job.experiment, str(job.length), str(job.seeds[0])) not in done
     ]
-    if not out.exists():
-        write(out, FIELDS, [])
     with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=8) as pool:
         for i, rows in enumerate(pool.imap_unordered(trained, jobs)):
-            with out.open("a", newline="") as file:
-                csv.DictWriter(file, FIELDS).writerows(rows)
+            journal.add(*rows)
             print(f"{i + 1}/{len(jobs)}: {rows[0]['experiment']}, {rows[0]['length']} tokens")
-
-
-def read(path: Path) -> list[dict]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(line for line in file if not line.startswith("#")))
-
-
-def write(path: Path, fields: list[str], rows: list[dict], last_line: str = "") -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(rows)
-        file.write(last_line)
 
 
 class Cell(NamedTuple):
@@ -309,7 +282,7 @@ SAME_MANTISSA = {"fp8": "e8m3", "fp16": "e8m7"}  # the nearest format of the fir
 
 def predict(out: Path) -> None:
     """Writes horizons, and what four rules predict from the first experiment."""
-    first = cells_of(read(RESULTS / "acting_first.csv"))
+    first = cells_of(Journal(RESULTS / "acting_first.csv", FIELDS).rows())
     horizon_table = horizons_of(list(EXPERIMENTS))
     rows = []
     for (name, length, form), (size, horizon) in horizon_table.items():
@@ -329,7 +302,9 @@ def predict(out: Path) -> None:
                 values = predictions(known, horizon_table, length, form, size, horizon)
                 row |= {rule: f"{value:.4f}" for rule, value in values.items()}
             rows.append(row)
-    write(out, PREDICTED, rows, f"# python benchmarks/acting.py predict {out} on {origin()}\n")
+    Journal(out, PREDICTED).write(rows)
+    with out.open("a") as file:
+        file.write(f"# python benchmarks/acting.py predict {out} on {origin()}\n")
 
 
 def predictions(known: dict[Key, Cell], horizon_table, length, form, size, horizon) -> dict:
@@ -385,65 +360,51 @@ def two_places(x: float) -> str:
     return f"{round(x, 2) + 0.0:.2f}"
 
 
-def loss_table(name: str, cells: dict[Key, Cell], horizon_of: dict) -> list[str]:
+def loss_table(name: str, cells: dict[Key, Cell], horizon_of: dict) -> str:
     """The losses of an experiment, a line for each format and length."""
-    own = {key: cell for key, cell in cells.items() if key[0] == name}
-    corrections = [x for x in LABELS if any(key[3] == x for key in own if key[2] != "fp32")]
-    lines = [f"| format, T | T / H | {' | '.join(LABELS[x] for x in corrections)} |"]
-    lines.append("| --- " * (len(corrections) + 2) + "|")
-    places = dict.fromkeys(key[1:3] for key in own if key[2] != "fp32")
+    own = {key: cell for key, cell in cells.items() if key[0] == name and key[2] != "fp32"}
+    corrections = [x for x in LABELS if x in {key[3] for key in own}]
+    rows = []
+    places = dict.fromkeys(key[1:3] for key in own)
     for length, form in sorted(places, key=lambda place: (bits_of(place[1]), place)):
-        over = length / horizon_of[name, length, form]
-        entries = []
+        row = [f"{form}, {length}", f"{length / horizon_of[name, length, form]:.2g}"]
         for correction in corrections:
             cell = own.get((name, length, form, correction))
-            if cell is None:
-                entries.append("")
-                continue
-            loss, low, high = (two_places(x) for x in cell[:3])
-            entries.append(f"{loss} [{low}, {high}]")
-        lines.append(f"| {form}, {length} | {over:.2g} | {' | '.join(entries)} |")
-    return lines
+            loss, low, high = (two_places(x) for x in cell[:3]) if cell else ("", "", "")
+            row.append(f"{loss} [{low}, {high}]" if cell else "")
+        rows.append(row)
+    return table_of(("format, T", "T / H", *(LABELS[x] for x in corrections)), rows)
 
 
-def success_table(cells: dict[Key, Cell]) -> list[str]:
+def success_table(cells: dict[Key, Cell]) -> str:
     """Successes of learner and actor, and dead prompts, by experiment and length."""
-    lines = ["| experiment, T | format | correction | learner | actor | dead prompts |"]
-    lines.append("| --- " * 6 + "|")
+    rows = []
     for (name, length, form, correction), cell in cells.items():
         if correction not in ("none", "clip", "sequence_weights", "one_precision"):
             continue
         if form not in ("fp32", "e8m1", "e8m2", "fp8") or length not in (32, 128):
             continue
-        lines.append(
-            f"| {name}, {length} | {form} | {LABELS[correction]} | {cell.learner:.2f} | "
-            f"{cell.actor:.2f} | {cell.dead:.0%} |"
-        )
-    return lines
+        numbers = f"{cell.learner:.2f}", f"{cell.actor:.2f}", f"{cell.dead:.0%}"
+        rows.append([f"{name}, {length}", form, LABELS[correction], *numbers])
+    columns = ("experiment, T", "format", "correction", "learner", "actor", "dead prompts")
+    return table_of(columns, rows)
 
 
-def foresight_table(cells: dict[Key, Cell], predicted: list[dict]) -> list[str]:
+def foresight_table(cells: dict[Key, Cell], predicted: list[dict]) -> str:
     """How far each rule's predictions are off, and how well each number orders the losses."""
-    lines = [
-        "| experiment, correction | cells | losses | mean error: T / H | format alone | T alone | "
-        "sample size alone | nothing is lost | Spearman: T / H | bits | T | sample size |"
-    ]
-    lines.append("| --- " * 12 + "|")
+    columns = ("experiment, correction", "cells", "losses", "mean error: T / H", "format alone")
+    columns += ("T alone", "sample size alone", "nothing is lost", "Spearman: T / H", "bits", "T")
     groups: dict[tuple, list[dict]] = {}
     for row in predicted:
         if row["experiment"] != "first" and row["predicted"]:
             groups.setdefault((row["experiment"], row["correction"]), []).append(row)
+    table = []
     for (name, correction), rows in groups.items():
-        losses = [cells[name, int(row["length"]), row["format"], correction].loss for row in rows]
-        errors = [
-            float(
-                np.mean(
-                    [abs(float(row[rule]) - loss) for row, loss in zip(rows, losses, strict=True)]
-                )
-            )
-            for rule in RULES
-        ]
-        errors.append(float(np.mean(np.abs(losses))))
+        losses = np.array(
+            [cells[name, int(row["length"]), row["format"], correction].loss for row in rows]
+        )
+        said = [[float(row[rule]) for row in rows] for rule in RULES] + [np.zeros(len(rows))]
+        errors = [float(np.mean(np.abs(x - losses))) for x in said]
         numbers = [
             [int(row["length"]) / float(row["horizon"]) for row in rows],
             [-bits_of(row["format"]) for row in rows],
@@ -451,12 +412,16 @@ def foresight_table(cells: dict[Key, Cell], predicted: list[dict]) -> list[str]:
             [1 - float(row["sample_size"]) for row in rows],
         ]
         orders = [spearman(number, losses) for number in numbers]
-        lines.append(
-            f"| {name}, {LABELS[correction]} | {len(rows)} | {two_places(min(losses))} to "
-            f"{two_places(max(losses))} | {' | '.join(f'{x:.3f}' for x in errors)} | "
-            f"{' | '.join(f'{x:.2f}' for x in orders)} |"
+        table.append(
+            [
+                f"{name}, {LABELS[correction]}",
+                len(rows),
+                f"{two_places(min(losses))} to {two_places(max(losses))}",
+                *(f"{x:.3f}" for x in errors),
+                *(f"{x:.2f}" for x in orders),
+            ]
         )
-    return lines
+    return table_of((*columns, "sample size"), table)
 
 
 MARKERS = {
@@ -514,24 +479,22 @@ def draw(cells: dict[Key, Cell], horizon_of: dict, out: Path) -> None:
 
 def table(out: Path) -> None:
     """Writes the table and the figure."""
-    measured = read(RESULTS / "acting_first.csv") + read(RESULTS / "acting_measured.csv")
-    cells = cells_of(measured)
-    predicted = read(RESULTS / "acting_predicted.csv")
+    files = (RESULTS / f"acting_{name}.csv" for name in ("first", "measured"))
+    cells = cells_of([row for file in files for row in Journal(file, FIELDS).rows()])
+    predicted = Journal(RESULTS / "acting_predicted.csv", PREDICTED).rows()
     horizon_of = {
         (row["experiment"], int(row["length"]), row["format"]): float(row["horizon"])
         for row in predicted
     }
-    lines = ["## How well the losses were foreseen", ""]
-    lines += foresight_table(cells, predicted)
+    parts = ["## How well the losses were foreseen", foresight_table(cells, predicted)]
     for name, experiment in EXPERIMENTS.items():
         seeds = experiment.seeds
-        lines += ["", f"## {name}: {describe(experiment.setting)}", ""]
-        lines += [f"Seeds {seeds[0]} to {seeds[-1]}. Losses with 95% bootstrap intervals.", ""]
-        lines += loss_table(name, cells, horizon_of)
-    lines += ["", "## Learner, actor, and prompts without any success", ""]
-    lines += success_table(cells)
-    text = "\n".join(lines)
-    whole = f"{text}\n\n`python benchmarks/acting.py table {out}` on {origin()}.\n"
+        parts.append(f"## {name}: {describe(experiment.setting)}")
+        parts.append(f"Seeds {seeds[0]} to {seeds[-1]}. Losses with 95% bootstrap intervals.")
+        parts.append(loss_table(name, cells, horizon_of))
+    parts += ["## Learner, actor, and prompts without any success", success_table(cells)]
+    parts.append(f"`python benchmarks/acting.py table {out}` on {origin()}.")
+    whole = "\n\n".join(parts) + "\n"
     out.write_text(whole)
     out.with_stem(f"{out.stem}_short").write_text(short(whole))
     draw(cells, horizon_of, out.with_suffix(".png"))
@@ -544,15 +507,15 @@ def short(whole: str) -> str:
     """The losses of both networks with sequences of 32 tokens, without their intervals."""
     rows = []
     for name, network in SHORT.items():
-        for row in short_tables.rows_of(whole.split(f"\n## {name}: ")[1]):
+        for row in rows_of(whole.split(f"\n## {name}: ")[1]):
             form, length = row.pop("format, T").split(", ")
             horizons = f"{float(row.pop('T / H')):g}"
             if length != "32":
                 continue
-            losses = {LABELS[x]: row.get(LABELS[x], "").split(" [")[0] for x in ALL}
-            head = {"network": network, "format": form, "T / H": horizons}
-            rows.append(head | losses)
-    return f"{short_tables.table_of(rows)}\n\n{short_tables.last_line(whole)}\n"
+            losses = [row.get(LABELS[x], "").split(" [")[0] for x in ALL]
+            rows.append([network, form, horizons, *losses])
+    table = table_of(("network", "format", "T / H", *(LABELS[x] for x in ALL)), rows)
+    return f"{table}\n\n{last_line(whole)}\n"
 
 
 def describe(setting: Setting) -> str:
@@ -563,12 +526,12 @@ def describe(setting: Setting) -> str:
     )
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=("first", "predict", "measure", "table"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--processes", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.command == "first":
         measure(["first"], arguments.out, arguments.processes)
     elif arguments.command == "predict":

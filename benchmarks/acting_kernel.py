@@ -44,7 +44,7 @@ CASES = {
 def run_of(agents: int | None, fields: dict) -> Run:
     config = dataclasses.replace(DEFAULT, **fields)
     if agents is None:
-        return build(config, Machine(device="cuda"))
+        return build(config, Machine("cuda"))
     configs = [dataclasses.replace(config, seed=seed) for seed in range(agents)]
     return build_population(configs, "cuda")
 

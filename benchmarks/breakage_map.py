@@ -16,23 +16,18 @@ learning rate falls linearly to 0, and the settings stay the same when defaults 
 
 The score before training is that of 32 agents that learn nothing, in the lines "untrained".
 
-    python benchmarks/breakage_map.py map benchmarks/results/breakage_map
-    python benchmarks/breakage_map.py verdicts benchmarks/results/breakage_map
+    python benchmarks/breakage_map.py benchmarks/results/breakage_map.md
 
-The first command trains the cells, writes after each task and learning rate, and draws the map.
-`--only` trains some places again and keeps the others. The second command gives verdicts anew, from
-the numbers in the file. The discount, 0.985 instead of 0.99, was chosen after a look at the cart's
-cells."""
+The discount, 0.985 instead of 0.99, was chosen after a look at the cart's cells."""
 
-import argparse
-import collections
-import csv
 import dataclasses
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from files import Journal, table_of
 from ladder import EARLIER
 from matplotlib.patches import Rectangle
 from tasks import CART, LQR, above_optimum
@@ -160,32 +155,18 @@ def run(task: str, rate: float, arms: dict, seeds: int) -> list[dict]:
     return rows
 
 
-def map_of(out: Path, only: list[str]) -> None:
-    """Trains the cells, and writes their table and how many have which verdict. `only` some places,
-    if any are named; the others are kept."""
-    table, rows = out.with_suffix(".csv"), []
-    if only:
-        rows = [row for row in csv.DictReader(table.open()) if row["place"] not in only]
-    arms = {
-        cell: {"formats": formats}
-        for cell, formats in cells().items()
-        if not only or cell[0] in only
-    }
+def main(out: Path) -> None:
+    torch.set_num_threads(1)  # as every run has
+    journal = Journal(out.with_suffix(".csv"), COLUMNS)
+    arms = {cell: {"formats": formats} for cell, formats in cells().items()}
+    rows = []
     for task, rates in RATES.items():
         for rate in rates:
-            new = run(task, rate, arms, SEEDS)
-            rows += [row for row in new if not only or row["place"] in only]
-            write(table, rows)
-            note = f"`python benchmarks/breakage_map.py map {out}` on {origin()}."
-            out.with_suffix(".md").write_text(f"{counts(rows)}\n\n{note}\n")
+            rows += run(task, rate, arms, SEEDS)
+            journal.write(rows)
+    note = f"`python benchmarks/breakage_map.py {out}` on {origin()}."
+    out.write_text(f"{counts(rows)}\n\n{note}\n")
     draw(out.with_suffix(".png"), rows)
-
-
-def write(table: Path, rows: list[dict]) -> None:
-    with table.open("w") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def draw(out: Path, rows: list[dict]) -> None:
@@ -250,56 +231,18 @@ def before_training(rows: list[dict]) -> dict[str, float]:
     return {row["task"]: float(row["median"]) for row in rows if row["place"] == UNTRAINED[0]}
 
 
-def verdicts_again(out: Path, *_) -> None:
-    """Gives verdicts anew to the lines of the file, from the numbers in them. These are rounded,
-    so a cell that did not fail and does not fail now keeps its verdict. If the map lacks untrained
-    agents, they are added, which takes a minute."""
-    table = out.with_suffix(".csv")
-    rows = list(csv.DictReader(table.open()))
-    if not before_training(rows):
-        for task, rates in RATES.items():
-            (line,) = [
-                row for row in run(task, rates[0], {}, SEEDS) if row["place"] == UNTRAINED[0]
-            ]
-            rows += [line | {"learning_rate": f"{rate:g}"} for rate in rates]
-    before = before_training(rows)
-    plain = {
-        (row["task"], row["learning_rate"]): float(row["median"])
-        for row in rows
-        if row["place"] == BASELINE[0]
-    }
-    for row in rows:
-        numbers = (float(row[name]) for name in ("low", "high"))
-        if row["place"] != UNTRAINED[0]:
-            reference = plain[row["task"], row["learning_rate"]]
-            found = verdict(
-                row["task"], float(row["median"]), reference, before[row["task"]], *numbers
-            )
-            row["verdict"] = found if "fails" in (found, row["verdict"]) else row["verdict"]
-    write(table, rows)
-    summary = table.with_suffix(".md")
-    summary.write_text(f"{counts(rows)}\n\n{summary.read_text().strip().splitlines()[-1]}\n")
-
-
 def counts(rows: list[dict]) -> str:
     """How many cells of each task and learning rate have which verdict."""
-    lines = [f"| task | learning rate | cells | {' | '.join(VERDICTS)} |", "| --- " * 6 + "|"]
-    found = collections.Counter(
-        (row["task"], row["learning_rate"], row["verdict"])
-        for row in rows
-        if row["place"] not in (BASELINE[0], UNTRAINED[0])
-    )
-    for task, rate in dict.fromkeys((task, rate) for task, rate, _ in found):
-        each = [found[task, rate, verdict] for verdict in VERDICTS]
-        lines.append(f"| {task} | {rate} | {' | '.join(map(str, (sum(each), *each)))} |")
-    return "\n".join(lines)
+    found: dict[tuple, list[str]] = {}
+    for row in rows:
+        if row["place"] not in (BASELINE[0], UNTRAINED[0]):
+            found.setdefault((row["task"], row["learning_rate"]), []).append(row["verdict"])
+    lines = [
+        [*setting, len(verdicts), *(verdicts.count(verdict) for verdict in VERDICTS)]
+        for setting, verdicts in found.items()
+    ]
+    return table_of(("task", "learning rate", "cells", *VERDICTS), lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("map", "verdicts"))
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", nargs="*", default=[], help="places of the map")
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # as every run has
-    {"map": map_of, "verdicts": verdicts_again}[options.what](options.out, options.only)
+    main(Path(sys.argv[1]))

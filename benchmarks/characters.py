@@ -16,13 +16,14 @@ update needs at its peak beside the activations: what is stored, float32 weights
 the noise of stochastic rounding.
 """
 
-import argparse
 import pydoc_data.topics
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from files import table_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -141,28 +142,20 @@ def draw(out: Path, losses: dict[str, np.ndarray]) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
+def main(out: Path) -> None:
     torch.set_num_threads(1)
     losses = {arm: np.array([train(arm, seed) for seed in range(SEEDS)]) for arm in ARMS}
-    lines = [
-        "| kept | final loss, median of three seeds | smallest and largest | stored, bytes a parameter "
-        "| at the peak of an update |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    columns = ("kept", "final loss, median of three seeds", "smallest and largest")
+    columns += ("stored, bytes a parameter", "at the peak of an update")
+    rows = []
     for arm, own in losses.items():
         final = own[:, -1]
-        stored, peak = bytes_of(arm)
-        lines.append(
-            f"| {arm} | {np.median(final):.3f} | {final.min():.3f}, {final.max():.3f} "
-            f"| {stored} | {peak} |"
-        )
+        losses_of_seeds = [f"{np.median(final):.3f}", f"{final.min():.3f}, {final.max():.3f}"]
+        rows.append([arm, *losses_of_seeds, *bytes_of(arm)])
     draw(out.with_suffix(".png"), losses)
     command = f"`python benchmarks/characters.py {out}` on {origin()}."
-    out.write_text("\n".join([*lines, "", command, ""]))
+    out.write_text(f"{table_of(columns, rows)}\n\n{command}\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from files import table_of
 
 from fp8rl.bits import mismatch
 from fp8rl.bits.formats import Format, format_of, rounded, scaled
@@ -218,9 +219,14 @@ class Policies:
         prompt = self.prompt_of(tokens.shape[1]) + self.shape.vocabulary
         return torch.cat((prompt[..., None], tokens[..., :-1]), -1)
 
+    def optimizer(self, learning_rate: float) -> torch.optim.Adam:
+        for x in self.parameters.values():
+            x.requires_grad_()
+        return torch.optim.Adam(self.parameters.values(), lr=learning_rate)
+
     def imitate(self, updates: int) -> None:
         """Supervised training on samples of each policy's language."""
-        optimizer = Adam(self.parameters, 1e-2)
+        optimizer = self.optimizer(1e-2)
         policy = torch.arange(len(self.seeds))[:, None]
         prompt = self.prompt_of(64)
         for _ in range(updates):
@@ -232,18 +238,22 @@ class Policies:
                 tokens.append(token)
             tokens = torch.stack(tokens, -1)
             loss = -self.logp(self.parameters, self.inputs_of(tokens), tokens).mean((1, 2)).sum()
-            optimizer.step(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
     def reinforce(self) -> list[Parameters]:
         """Policy gradients on the reward. Returns the parameters before each update and after."""
-        optimizer = Adam(self.parameters, LEARNING_RATE)
+        optimizer = self.optimizer(LEARNING_RATE)
         history = [self.copy()]
         for _ in range(UPDATES_OF_POLICY):
             tokens, _ = self.sample(self.parameters, BATCH)
             advantage = self.advantages(tokens)
             logp = self.logp(self.parameters, self.inputs_of(tokens), tokens)
             loss = -(advantage[..., None] * logp).mean((1, 2)).sum()
-            optimizer.step(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
             history.append(self.copy())
         return history
 
@@ -266,21 +276,6 @@ def nucleus(logp: torch.Tensor, top_p: float) -> torch.Tensor:
     mass_before = ordered.exp().cumsum(-1) - ordered.exp()
     ordered = ordered.masked_fill(mass_before >= top_p, -torch.inf)
     return torch.empty_like(logp).scatter(-1, index, ordered).log_softmax(-1)
-
-
-class Adam:
-    """Adam (Kingma and Ba 2015) of tensors in a dict, whose rows are independent policies."""
-
-    def __init__(self, parameters: Parameters, learning_rate: float):
-        for x in parameters.values():
-            x.requires_grad_()
-        self.parameters = parameters
-        self.optimizer = torch.optim.Adam(parameters.values(), lr=learning_rate)
-
-    def step(self, loss: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
 
 
 class Recurrent(Policies):
@@ -507,17 +502,14 @@ def share(hits: list[bool]) -> str:
     return f"{sum(hits) / len(hits):.0%}"
 
 
-def simple(group: list[Judged]) -> list[str]:
-    """How often each of the simplest rules calls a dump a bug."""
+def less_informed(group: list[Judged]) -> list[str]:
+    """How often a dump is called a bug by the report without advantages, and by each of the
+    simplest rules."""
     return [
+        share([judged.blind != "" for judged in group]),
         share([judged.k3 > LARGEST_K3 for judged in group]),
         share([judged.largest > LARGEST_LOG_RATIO for judged in group]),
     ]
-
-
-def table(head: tuple[str, ...], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def grouped(all_judged: list[Judged], *fields: str) -> dict[tuple[str, ...], list[Judged]]:
@@ -537,38 +529,30 @@ def tables(all_judged: list[Judged]) -> str:
         rows.append(
             [
                 f"{bug}, {variant}",
-                f"{len(group)}",
+                len(group),
                 share([judged.kind != "" for judged in group]),
                 share([judged.is_named for judged in group]),
                 ", ".join(f"{kind} {count}" for kind, count in others.most_common()) or "-",
-                share([judged.blind != "" for judged in group]),
-                *simple(group),
+                *less_informed(group),
             ]
         )
+    of_less_informed = ("without advantages", "k3 alone", "largest log ratio alone")
     head = ("planted bug", "dumps", "called a bug", "of its kind", "otherwise called")
-    head += ("without advantages", "k3 alone", "largest log ratio alone")
-    text = table(head, rows)
+    parts = [table_of((*head, *of_less_informed), rows)]
     stale = [judged for judged in bugs if judged.dump.bug == "stale"]
     rows = [
-        [f"{variant}, {policy}", f"{len(group)}", share([judged.kind != "" for judged in group])]
+        [f"{variant}, {policy}", len(group), share([judged.kind != "" for judged in group])]
         for (variant, policy), group in grouped(stale, "variant", "policy").items()
     ]
-    text += "\n" + table(("stale copy", "dumps", "called a bug"), rows)
+    parts.append(table_of(("stale copy", "dumps", "called a bug"), rows))
     rounding = [judged for judged in all_judged if not judged.dump.bug]
-    groups = {("all",): rounding} | grouped(rounding, "rounding")
     rows = [
-        [
-            label,
-            f"{len(group)}",
-            share([judged.kind != "" for judged in group]),
-            share([judged.blind != "" for judged in group]),
-            *simple(group),
-        ]
-        for (label,), group in groups.items()
+        [label, len(group), share([judged.kind != "" for judged in group]), *less_informed(group)]
+        for (label,), group in ({("all",): rounding} | grouped(rounding, "rounding")).items()
     ]
-    head = ("only rounding, to", "dumps", "called a bug", "without advantages")
-    head += ("k3 alone", "largest log ratio alone")
-    return text + "\n" + table(head, rows)
+    head = ("only rounding, to", "dumps", "called a bug")
+    parts.append(table_of((*head, *of_less_informed), rows))
+    return "\n\n".join(parts)
 
 
 def choose() -> None:
@@ -590,19 +574,19 @@ def choose() -> None:
     print(f"bits are underestimated by {np.median(sizes):.2f} with a size of {SIZE}")
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("choose")
     commands.add_parser("report").add_argument("out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
     if options.command == "choose":
         choose()
         return
     text = tables([Judged.of(dump) for dump in all_dumps(REPORTED_ON, FIRST_REPORTED)])
     command = f"python benchmarks/dumps.py report {options.out}"
-    options.out.write_text(f"{text}\n`{command}` on {origin()}.\n")
+    options.out.write_text(f"{text}\n\n`{command}` on {origin()}.\n")
 
 
 if __name__ == "__main__":

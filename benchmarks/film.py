@@ -28,6 +28,8 @@ from fp8rl.tasks.custom_env import CustomEnv
 from fp8rl.train import train
 
 SEEDS = range(5000, 5010)
+START = (1.0, 0.0)  # position and velocity at which the film begins
+FRAMES, FRAMES_PER_SECOND = 50, 12
 
 
 def sampled(model: nn.Module) -> Callable:
@@ -42,48 +44,37 @@ def sampled(model: nn.Module) -> Callable:
     return policy
 
 
-def film(
-    policy: Callable | dict[str, Callable],
-    start_noise: float = 0.5,
-    steps: int = 50,
-    seed: int = 0,
-    fps: int = 12,
-    start: tuple[float, float] | None = None,
-) -> bytes:
-    """An endlessly looping GIF of the first `steps` frames of an episode, or fewer if it ends,
-    drawn by the environment's own render. A policy maps an observation, float32 tensor [2], to an
-    action. Several, by their captions, are shown one below the other; then one that has left the
-    track keeps its last picture. `start`: position and velocity to start from, instead of drawn
-    ones."""
-    policies = policy if isinstance(policy, dict) else {"": policy}
-    episodes = {
-        caption: _episode(each, start_noise, steps, seed, start)
-        for caption, each in policies.items()
-    }
-    longest, rows = max(map(len, episodes.values())), []
-    for caption, frames in episodes.items():
-        ended = [_captioned(frames[-1], f"{caption}: off the track")] * (longest - len(frames))
-        rows.append([_captioned(frame, caption) for frame in frames] + ended)
-    pictures = [Image.fromarray(np.vstack(frames)) for frames in zip(*rows, strict=True)]
-    return gif_of(pictures, 1 / fps)
+def film(policies: dict[str, Callable], frames: int) -> bytes:
+    """An endlessly looping GIF of the first `frames` of an episode of each policy, one below
+    the other under their captions. One that has left the track keeps its last picture. A policy
+    maps an observation, float32 tensor [2], to an action."""
+    episodes = {caption: episode(policy, frames) for caption, policy in policies.items()}
+    longest = max(map(len, episodes.values()))
+    rows = []
+    for caption, pictures in episodes.items():
+        ended = captioned(pictures[-1], f"{caption}: off the track")
+        shown = [captioned(picture, caption) for picture in pictures]
+        rows.append(shown + [ended] * (longest - len(pictures)))
+    stacked = [Image.fromarray(np.vstack(column)) for column in zip(*rows, strict=True)]
+    return gif_of(stacked, 1 / FRAMES_PER_SECOND)
 
 
-def _episode(
-    policy, start_noise: float, steps: int, seed: int, start: tuple[float, float] | None
-) -> list[np.ndarray]:
-    env = CustomEnv(start_noise, render_mode="rgb_array")
-    obs, _ = env.reset(seed=seed)
-    if start is not None:
-        env.state = torch.tensor([start], dtype=torch.float32, device="cpu")
-        obs = env.state[0].numpy()
-    frames, ends = [env.render()], [False]
-    while len(frames) < steps and not any(ends):
-        obs, _, *ends, _ = env.step(int(policy(torch.from_numpy(obs))))
+def episode(policy: Callable, most: int) -> list[np.ndarray]:
+    """At `most` so many frames of an episode from START, drawn by the environment's own render."""
+    env = CustomEnv(render_mode="rgb_array")
+    env.reset(seed=0)
+    env.state = torch.tensor([START], dtype=torch.float32, device="cpu")
+    obs = env.state[0].numpy()
+    frames = [env.render()]
+    has_ended = False
+    while len(frames) < most and not has_ended:
+        obs, _, terminated, truncated, _ = env.step(int(policy(torch.from_numpy(obs))))
+        has_ended = terminated or truncated
         frames.append(env.render())
     return frames
 
 
-def _captioned(frame: np.ndarray, caption: str) -> np.ndarray:
+def captioned(frame: np.ndarray, caption: str) -> np.ndarray:
     """The frame with a caption in its upper left corner."""
     image = Image.fromarray(frame)
     ImageDraw.Draw(image).text((76, 40), caption, "black", font(18))
@@ -95,7 +86,7 @@ def before_and_after() -> bytes:
     policies = {"before training": sampled(copy.deepcopy(run.model))}
     train(run, progress=False)
     policies[f"after {run.config.steps:,} steps"] = sampled(run.model)
-    return film(policies, start=(1.0, 0.0))
+    return film(policies, FRAMES)
 
 
 def draw(curves: dict, path: Path) -> None:

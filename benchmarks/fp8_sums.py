@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 
 import torch
+from files import table_of
 
 from fp8rl.cli.throughput import origin
 from fp8rl.config import Config
@@ -75,42 +76,44 @@ def errors(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype = E4M3) -> list[
     return found
 
 
-def table_of_sums() -> list[str]:
+def table_of_sums() -> str:
     generator = torch.Generator().manual_seed(0)
-    heads = ("numbers", "K", "operands", "emulated", "H100", "bias", "H100, fast", "bias")
-    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
+    rows = []
 
-    def line(name: str, length: int, found: list[float]) -> None:
+    def add(name: str, length: int, found: list[float]) -> None:
         operands, emulated, default, bias, fast, fast_bias = found
         cells = [name, f"{length:,}", f"{operands:.1e}", f"{emulated:.1e}"]
         for error, mean in ((default, bias), (fast, fast_bias)):
             cells += [f"{error:.1e}", f"{100 * mean:.2f}%".replace("-0.00", "0.00")]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
 
     for distribution in (gaussian, positive):
         for length in LENGTHS:
             pair = (distribution(SIZE, length, generator) for _ in range(2))
-            line(distribution.__name__, length, errors(*pair))
+            add(distribution.__name__, length, errors(*pair))
     config = Config()
     # The weight gradient contracts the rows of a batch: gradients in e5m2, inputs after a ReLU.
-    for rows in (config.batch_size, config.num_envs * config.rollout_length):
-        gradient = gaussian(SIZE, rows, generator)
-        inputs = gaussian(SIZE, rows, generator).relu()
-        line("a weight gradient", rows, errors(gradient, inputs, E5M2))
+    for length in (config.batch_size, config.num_envs * config.rollout_length):
+        gradient = gaussian(SIZE, length, generator)
+        inputs = gaussian(SIZE, length, generator).relu()
+        add("a weight gradient", length, errors(gradient, inputs, E5M2))
+    columns = ("numbers", "K", "operands", "emulated", "H100", "bias", "H100, fast", "bias")
+    return table_of(columns, rows)
+
+
+def example() -> str:
     row = torch.ones(1, SIZE)
     row[0, 0] = 448
     same = Quantized(cast(row.expand(SIZE, SIZE), E4M3), torch.ones(()))
     emulated = scaled_matmul(same, same.t(), emulate=True)[0, 0].item()
     hardware = in_hardware(same.data, same.data, fast=False)[0, 0].item()
-    lines.append("")
-    lines.append(
+    return (
         f"Two rows of 448 and {SIZE - 1} ones have the product {448**2 + SIZE - 1:,}: "
         f"emulated {emulated:,.0f}, on the H100 {hardware:,.0f}."
     )
-    return lines
 
 
-def table_of_scales() -> list[str]:
+def table_of_scales() -> str:
     """For each rule, the share of blocks whose largest number is clipped, and what becomes of 500
     in a block with 31 numbers of 300."""
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
@@ -137,14 +140,14 @@ def table_of_scales() -> list[str]:
         "torchao, FLOOR (its default)": torchao(ScaleCalculationMode.FLOOR),
         "the largest number / 448, cast to e8m0 by torch": nearest(),
     }
-    lines = ["| rule | scale as here | blocks clipped | 500 becomes |", "| --- " * 4 + "|"]
+    rows = []
     for name, scale in scales.items():
         scaled = blocks / scale
         clipped = 100 * (scaled.abs().amax(1) > limit).float().mean().item()
         same = 100 * (scale == ours).float().mean().item()
         first = (cast(scaled, E4M3).float() * scale)[0, 0].item()
-        lines.append(f"| {name} | {same:.0f}% | {clipped:.0f}% | {first:.0f} |")
-    return lines
+        rows.append([name, f"{same:.0f}%", f"{clipped:.0f}%", f"{first:.0f}"])
+    return table_of(("rule", "scale as here", "blocks clipped", "500 becomes"), rows)
 
 
 def main(out: Path) -> None:
@@ -153,11 +156,11 @@ def main(out: Path) -> None:
         remedy = "pip install --no-deps -r benchmarks/requirements.txt"
         sys.exit(f"fp8_sums needs {' and '.join(missing)}: {remedy}")
     torch.set_num_threads(1)
-    sums, scales = table_of_sums(), table_of_scales()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     heading = f"Scales of {BLOCKS:,} blocks of 32 normal numbers in e4m3:"
     last = f"`python benchmarks/fp8_sums.py {out}` on {origin()}; {versions}."
-    out.write_text("\n".join([*sums, "", heading, "", *scales, "", last, ""]))
+    parts = [table_of_sums(), example(), heading, table_of_scales(), last]
+    out.write_text("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

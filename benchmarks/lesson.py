@@ -64,11 +64,14 @@ PANELS = (
 
 
 def definitions(precision: str) -> dict:
-    """What the notebook's cells tagged `definitions` define, by name."""
-    names = {"SEED": 0, "STEPS": STEPS, "PRECISION": precision, "STUDY_SEEDS": 3}
+    """What the notebook's parameters and its cells tagged `definitions` define, by name."""
+    names = {}
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
-        if "definitions" in cell["metadata"].get("tags", []):
+        tags = cell["metadata"].get("tags", [])
+        if "parameters" in tags or "definitions" in tags:
             exec("".join(cell["source"]), names)
+        if "parameters" in tags:
+            names["PRECISION"] = precision
     return names
 
 
@@ -108,10 +111,10 @@ def learner(names: dict, arm: str, seed: int) -> Callable:
     return names["learner_with_replay"](update, slice_length, seed, on_new=on_new)
 
 
-def measure_arm(names: dict, precision: str, arm: str, seed: int, steps: int = STEPS) -> dict:
+def measure_arm(names: dict, precision: str, arm: str, seed: int) -> dict:
     """Trains one agent. A row of the table of measurements."""
     agent = names["new_agent"](precision, seed)
-    history = names["train"](agent, learner(names, arm, seed), steps, seed)
+    history = names["train"](agent, learner(names, arm, seed), STEPS, seed)
     _, returns = names["smooth"](history)
     return {
         "precision": precision,

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
+from files import table_of
 
 from fp8rl.build import Machine, build
 from fp8rl.cli.throughput import origin
@@ -26,6 +27,7 @@ from fp8rl.train import train
 ROUNDS, ITERATIONS, WARM = 2, 15, 5
 LONGER = 20  # times as many iterations of a graph
 FEW, MANY, PLACED = Config.num_envs, 4096, 1024  # environments; a CPU learns from 4,096 too slowly
+PLACES = ("cpu", "cuda")  # of learner, actor and ring
 
 
 def speeds(config: Config, machines: dict[str, Machine]) -> dict[str, float]:
@@ -57,36 +59,33 @@ def short_run(num_envs: int, precision: str = "fp32") -> Config:
     return Config(precision, capacity=4 * size, steps=ITERATIONS * size, eval_every=0, **shape)
 
 
-def write(out: Path, lines: list[str], made: str) -> None:
-    """After every row, so that a benchmark which is stopped leaves what it has measured."""
-    print(lines[-1], flush=True)
-    out.write_text("\n".join(lines) + f"\n\n{made}\n")
-
-
 def main(out: Path) -> None:
     if not torch.cuda.is_available():
         print("placements skipped: they need a CUDA device, and there is none here")
         return
     made = f"`python benchmarks/placements.py {out}` on {origin()}, CUDA {torch.version.cuda}."
-    lines = [
-        "| environments | precision | eager, steps/s | graph, steps/s | ratio |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    by_graph: list[list[str]] = []
+    by_place: list[list[str]] = []
+
+    def write(row: list[str]) -> None:
+        """After every row, so that a benchmark which is stopped leaves what it has measured."""
+        print(*row, flush=True)
+        graphs = ("environments", "precision", "eager, steps/s", "graph, steps/s", "ratio")
+        places = ("environments", "learn", "collect", "store", "steps/s")
+        tables = [table_of(graphs, by_graph), table_of(places, by_place)]
+        out.write_text("\n\n".join([*tables, made]) + "\n")
+
     for num_envs, name in itertools.product((FEW, MANY), available_precisions("cuda")):
-        got = speeds(
-            short_run(num_envs, name),
-            {"eager": Machine("cuda", graph=False), "graph": Machine("cuda")},
-        )
-        lines.append(
-            f"| {num_envs:,} | {name} | {got['eager']:,.0f} | {got['graph']:,.0f} | "
-            f"{got['graph'] / got['eager']:.2f} |"
-        )
-        write(out, lines, made)
-    lines += ["", "| environments | learn | collect | store | steps/s |", "| --- " * 5 + "|"]
-    for num_envs, *places in itertools.product((FEW, PLACED), *[("cpu", "cuda")] * 3):
-        got = speeds(short_run(num_envs), {"eager": Machine(*places, "cpu", graph=False)})
-        lines.append(f"| {num_envs:,} | {' | '.join(places)} | {got['eager']:,.0f} |")
-        write(out, lines, made)
+        machines = {"eager": Machine("cuda", graph=False), "graph": Machine("cuda")}
+        eager, graph = speeds(short_run(num_envs, name), machines).values()
+        numbers = [f"{eager:,.0f}", f"{graph:,.0f}", f"{graph / eager:.2f}"]
+        by_graph.append([f"{num_envs:,}", name, *numbers])
+        write(by_graph[-1])
+    for num_envs, *places in itertools.product((FEW, PLACED), PLACES, PLACES, PLACES):
+        machine = Machine(*places, "cpu", graph=False)
+        (speed,) = speeds(short_run(num_envs), {"eager": machine}).values()
+        by_place.append([f"{num_envs:,}", *places, f"{speed:,.0f}"])
+        write(by_place[-1])
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from unittest import mock
 import gymnasium
 import psutil
 import torch
+from files import table_of
 from gymnasium.envs.classic_control import CartPoleEnv
 
 from fp8rl.build import build
@@ -138,41 +139,27 @@ def alternating(runs: dict, rounds: int) -> dict[object, float]:
     return {name: statistics.median(result[name] for result in results) for name in runs}
 
 
-def training_tables() -> list[str]:
-    one, two = Group(1), Group(2)
-    lines = [
-        "Training, steps per second:",
-        "",
-        "| environments | one process | two ranks | ratio |",
-        "| --- " * 4 + "|",
-    ]
+def training_table() -> str:
+    """Training by one process and by two ranks."""
+    groups = {"one": Group(1), "two": Group(2)}
+    rows = []
     for n, iterations in SIZES.items():
         config = config_of(n, iterations)
         runs = {
-            name: lambda _, g=group, c=config: g.train(c)
-            for name, group in {"one": one, "two": two}.items()
+            name: lambda _, group=group, config=config: group.train(config)
+            for name, group in groups.items()
         }
-        speed = alternating(runs, ROUNDS)
-        lines.append(
-            f"| {n:,} | {speed['one']:,.0f} | {speed['two']:,.0f} | "
-            f"{speed['two'] / speed['one']:.2f} |"
-        )
-        print(lines[-1], flush=True)
-    two.close()
-    one.close()
-    return lines
+        one, two = alternating(runs, ROUNDS).values()
+        rows.append([f"{n:,}", f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}"])
+        print(*rows[-1], flush=True)
+    for group in groups.values():
+        group.close()
+    return table_of(("environments", "one process", "two ranks", "ratio"), rows)
 
 
-def reusing_table() -> list[str]:
+def reusing_table() -> str:
     """Training with forward passes repeated and reused, whatever the plan says."""
-    lines = [
-        "Training in one process, steps per second, by how the learner gets its forward passes:",
-        "",
-    ]
-    lines += [
-        "| environments | precision | repeated | reused | ratio | by default |",
-        "| --- " * 6 + "|",
-    ]
+    rows = []
     for (n, iterations), precision in itertools.product(FORWARD.items(), ("fp32", "bf16")):
         shape = {
             "num_envs": n,
@@ -185,47 +172,37 @@ def reusing_table() -> list[str]:
             with mock.patch.object(plan, "LARGE", large):
                 return rate(train(build(config), progress=False).history)
 
-        speed = alternating(
-            {large: functools.partial(trained, large=large) for large in (math.inf, 0)}, FEWER
-        )
+        runs = {large: functools.partial(trained, large=large) for large in (math.inf, 0)}
+        repeated, reused = alternating(runs, FEWER).values()
+        numbers = [f"{repeated:,.0f}", f"{reused:,.0f}", f"{reused / repeated:.2f}"]
         default = "reused" if plan.plan_run(config).reuses_forward else "repeated"
-        cells = (
-            f"{speed[math.inf]:,.0f} | {speed[0]:,.0f} | {speed[0] / speed[math.inf]:.2f} | "
-            f"{default}"
-        )
-        lines.append(f"| {n:,} | {precision} | {cells} |")
-        print(lines[-1], flush=True)
-    return lines
+        rows.append([f"{n:,}", precision, *numbers, default])
+        print(*rows[-1], flush=True)
+    return table_of(
+        ("environments", "precision", "repeated", "reused", "ratio", "by default"), rows
+    )
 
 
-def collecting_table() -> list[str]:
+def collecting_table() -> str:
     """Rates of collecting alone in Gymnasium environments."""
     for name, env in {"Busy": Busy, "Waiting": Waiting}.items():
         gymnasium.register(f"{name}CartPole-v1", env, max_episode_steps=500)
     names = ("CartPole-v1", "BusyCartPole-v1", "WaitingCartPole-v1")
-    lines = ["Collecting alone, steps per second, and how many times sync's:", ""]
-    lines += ["| environment | copies | sync | async |", "| --- " * 4 + "|"]
     model, precision = ActorCritic(4), Precision("fp32")
-    for env_id in names:
-        for n in (4, 16):
-            envs = {name: GymEnv(env_id, n, vectorization=name) for name in VECTORIZATIONS}
-            collectors = {
-                name: Collector(env, model, precision, length=32) for name, env in envs.items()
-            }
-            steps = {
-                name: functools.partial(each.collect, model) for name, each in collectors.items()
-            }
-            seconds = throughput.seconds_of(steps, ROUNDS, 0.6, device="cpu")
-            for env in envs.values():
-                env.close()
-            cells = [f"{32 * n / t:,.0f} ({seconds['sync'] / t:.2f})" for t in seconds.values()]
-            lines.append(f"| {env_id} | {n} | {' | '.join(cells)} |")
-            print(lines[-1], flush=True)
-    kinds = (
-        f"A step of BusyCartPole sums {WORK:,} numbers more, "
-        f"one of WaitingCartPole sleeps {PAUSE * 1e3:g} ms more."
-    )
-    return [*lines, "", kinds]
+    rows = []
+    for env_id, n in itertools.product(names, (4, 16)):
+        envs = {name: GymEnv(env_id, n, vectorization=name) for name in VECTORIZATIONS}
+        collectors = {
+            name: Collector(env, model, precision, length=32) for name, env in envs.items()
+        }
+        steps = {name: functools.partial(each.collect, model) for name, each in collectors.items()}
+        seconds = throughput.seconds_of(steps, ROUNDS, 0.6, device="cpu")
+        for env in envs.values():
+            env.close()
+        ratios = [f"{32 * n / t:,.0f} ({seconds['sync'] / t:.2f})" for t in seconds.values()]
+        rows.append([env_id, n, *ratios])
+        print(*rows[-1], flush=True)
+    return table_of(("environment", "copies", "sync", "async"), rows)
 
 
 def others_seconds() -> float:
@@ -239,16 +216,23 @@ def main(out: Path) -> None:
     began, before = time.perf_counter(), others_seconds()
     # First: its processes are forks, of a process that has not trained yet
     collecting = collecting_table()
-    lines = [*training_tables(), "", *reusing_table(), "", *collecting]
+    parts = [
+        "Training, steps per second:",
+        training_table(),
+        "Training in one process, steps per second, by how the learner gets its forward passes:",
+        reusing_table(),
+        "Collecting alone, steps per second, and how many times sync's:",
+        collecting,
+        f"A step of BusyCartPole sums {WORK:,} numbers more, "
+        f"one of WaitingCartPole sleeps {PAUSE * 1e3:g} ms more.",
+    ]
     others = (others_seconds() - before) / (time.perf_counter() - began)
     about = (
         f"Medians of {ROUNDS} alternating rounds, of {FEWER} for forward passes; "
-        "one torch thread each; "
+        f"one torch thread each; other programs kept {max(0, others):.2f} cores busy meanwhile."
     )
-    about += f"other programs kept {max(0, others):.2f} cores busy meanwhile"
-    out.write_text(
-        "\n".join(lines) + f"\n\n{about}. `python benchmarks/processes.py {out}` on {origin()}.\n"
-    )
+    parts.append(f"{about} `python benchmarks/processes.py {out}` on {origin()}.")
+    out.write_text("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,32 +6,29 @@ The law says that training with few bits does what float32 does at `rate` times 
 So a *twin* is trained for each cell: float32, its learning rate multiplied by the rate that was
 measured on one other agent, which changes over time. What the twin loses is the prediction.
 
-    choose    forms of the twin (one rate, one for each tensor, ...) on settings of an earlier test,
-              whose outcomes are known: an earlier version of this project measured them with
-              four agents a cell, and they stand in the column `measured` of rates_chosen.csv
-    predict   the new settings, with the form that was chosen; committed before they are measured
-    measure   the new settings: agents with the place really kept in few bits
+    predict   what twins lose in each setting; committed before the settings are measured
+    measure   the settings: agents with the place really kept in few bits
     table     the outcome, beside the lookup by format and other rules that know less
 
-    python benchmarks/rates.py choose benchmarks/results/rates_chosen.csv
     python benchmarks/rates.py predict benchmarks/results/rates_predicted.csv
     python benchmarks/rates.py measure benchmarks/results/rates_measured.csv
     python benchmarks/rates.py table benchmarks/results/rates.md
 
-`predict` and `measure` go on where they were stopped. A loss is a share of float32's gain: 0 is
+`predict` and `measure` go on where they were stopped. The form of the twin (a rate for each tensor,
+and the measured noise where weights are rounded stochastically) was chosen on three other settings,
+whose outcomes were known: results/rates_chosen.csv, made by this file's `choose` at commit 5e2576a. A loss is a share of float32's gain: 0 is
 float32, 1 has learned nothing, and less than 0 is better than float32.
 """
 
 import argparse
-import csv
 import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-import short_tables
 import torch
+from files import Journal, chosen, last_line, table_of
 
 from fp8rl.build import build, build_population
 from fp8rl.cli.throughput import origin
@@ -137,12 +134,6 @@ class Rates(NamedTuple):
     by_tensor: np.ndarray
     noise: np.ndarray
 
-    @property
-    def farther(self) -> np.ndarray:
-        """Of `alike` and `numbers` the one that is farther from 1."""
-        farther = np.abs(np.log(self.alike)) > np.abs(np.log(self.numbers))
-        return np.where(farther, self.alike, self.numbers)
-
 
 def watch(setting: Setting, cells: tuple[str, ...]) -> tuple[Rates, dict[str, tuple]]:
     """Trains one float32 agent. Returns the rates of these cells, their tensors in the order of the
@@ -238,67 +229,6 @@ def untrained(setting: Setting, seeds) -> np.ndarray:
     return np.array([history.final_return for history in run.history.of_agents])
 
 
-FORMS = ("alike", "numbers", "by_tensor", "farther")
-
-
-def forms_of(rates: Rates, cell: int, stochastic: bool) -> dict[str, tuple]:
-    """The twins of a cell by form: rates, and noise or None."""
-    found = {form: (getattr(rates, form)[:, cell], None) for form in FORMS}
-    noise = rates.noise[:, cell] if stochastic else None
-    found["farther, noise"] = rates.farther[:, cell], noise
-    return found
-
-
-# Settings of the first edition's test, and the cells of which it has outcomes, with moments that
-# are rounded by themselves.
-KNOWN = [
-    Setting("CartPole-v1", 5e-4),
-    Setting("Pendulum-v1", 2e-3),
-    Setting("CartPole-v1", 2e-3, hidden_size=16),
-]
-KNOWN_CELLS = (
-    *(f"weights={form}" for form in ("e8m7", "e8m5", "e8m3", "e8m2", "e4m3", "e3m3")),
-    *(f"weights={form}:stochastic" for form in ("e8m3", "e8m0", "e4m3")),
-    *(f"m={form}" for form in ("e8m0", "e4m3:unscaled", "e5m3:unscaled", "e3m3:unscaled")),
-    *(f"v={form}" for form in ("e3m3", "e2m3", "e4m3", "e4m3:unscaled")),
-    *(f"root={form}" for form in ("e2m3", "e3m3", "e4m3:unscaled")),
-)
-
-
-def known_losses(chosen: Path) -> dict[tuple[str, str], float]:
-    """The outcomes of the earlier test, by setting and cell: what the median agent lost."""
-    with chosen.open() as file:
-        return {
-            (row["setting"], row["cell"]): float(row["measured"]) for row in csv.DictReader(file)
-        }
-
-
-def choose(out: Path) -> None:
-    """Twins of every form on settings whose outcomes are known, which the file has from before."""
-    measured = known_losses(out)
-    seeds = TWINS[:4]
-    with out.open("w") as file:
-        file.write("setting,cell,measured," + ",".join([*FORMS, "farther; noise"]) + "\n")
-        for setting in KNOWN:
-            cells = tuple(cell for cell in KNOWN_CELLS if (str(setting), cell) in measured)
-            names = [
-                cell if cell.startswith("weights") else f"{cell}:independent" for cell in cells
-            ]
-            rates, _ = watch(setting, tuple(names))
-            arms = [(np.ones((1, 1)), None)]
-            for i, cell in enumerate(cells):
-                arms += forms_of(rates, i, "stochastic" in cell).values()
-            returns = twins(setting, arms, seeds)
-            start = untrained(setting, seeds)
-            losses = [share_lost(own, returns[0], start) for own in returns[1:]]
-            losses = np.reshape(losses, (len(cells), -1))
-            for cell, own in zip(cells, losses, strict=True):
-                numbers = ",".join(f"{x:.3f}" for x in (measured[str(setting), cell], *own))
-                file.write(f'"{setting}",{cell},{numbers}\n')
-            file.flush()
-            print(setting, flush=True)
-
-
 # What is written of a cell before it is measured: `twin` is the loss of its twins, which have a rate
 # for each tensor and, where weights are rounded stochastically, the measured noise. The other
 # numbers are those of rules that know less.
@@ -318,22 +248,10 @@ def key_of(row: dict[str, str]) -> tuple[Setting, str]:
     return setting, row["cell"]
 
 
-def lines_of(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    """The lines of a file, which is begun if there is none."""
-    if not path.exists():
-        path.write_text(",".join(columns) + "\n")
-    with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def add_line(path: Path, *values) -> None:
-    with path.open("a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerow(values)
-
-
 def predict(out: Path, only: list[int]) -> None:
     """Adds the predictions of settings that the file does not have."""
-    done = {key_of(row)[0] for row in lines_of(out, PREDICTED)}
+    journal = Journal(out, PREDICTED)
+    done = {key_of(row)[0] for row in journal.rows()}
     for setting in [NEW[i] for i in only or range(len(NEW))]:
         if setting in done:
             continue
@@ -348,16 +266,23 @@ def predict(out: Path, only: list[int]) -> None:
             loss = share_lost(returns[1 + i], returns[0], start)
             means = [float(rate[:, i].mean()) for rate in (rates.alike, rates.numbers)]
             numbers = [f"{x:.4g}" for x in (loss, *means, findings[cell].noise)]
-            add_line(out, *setting, cell, *numbers, findings[cell].verdict)
+            values = (*setting, cell, *numbers, findings[cell].verdict)
+            journal.add(dict(zip(PREDICTED, values, strict=True)))
         print(setting, flush=True)
 
 
 def measure(out: Path, only: list[int]) -> None:
     """Adds the final returns of cells that the file does not have."""
+    journal = Journal(out, MEASURED)
+
+    def add(setting: Setting, cell: str, returns: np.ndarray) -> None:
+        text = " ".join(f"{x:.6g}" for x in returns)
+        journal.add(dict(zip(MEASURED, (*setting, cell, text), strict=True)))
+
     for setting in [NEW[i] for i in only or range(len(NEW))]:
-        done = {key_of(row) for row in lines_of(out, MEASURED)}
+        done = {key_of(row) for row in journal.rows()}
         if (setting, "untrained") not in done:
-            add_line(out, *setting, "untrained", join(untrained(setting, MEASURED_SEEDS)))
+            add(setting, "untrained", untrained(setting, MEASURED_SEEDS))
         missing = [cell for cell in ("float32", *CELLS) if (setting, cell) not in done]
         if not missing:
             continue
@@ -370,7 +295,7 @@ def measure(out: Path, only: list[int]) -> None:
         histories = run.histories(configs)
         returns = np.reshape([history.final_return for history in histories], (len(missing), -1))
         for cell, own in zip(missing, returns, strict=True):
-            add_line(out, *setting, cell, join(own))
+            add(setting, cell, own)
         print(setting, flush=True)
 
 
@@ -381,8 +306,12 @@ def formats_of(cell: str) -> str:
     return cell if cell.startswith("weights") else f"{cell}:stored"
 
 
-def join(returns: np.ndarray) -> str:
-    return " ".join(f"{x:.6g}" for x in returns)
+def measured_returns() -> dict[tuple[Setting, str], np.ndarray]:
+    """Final returns by setting and cell."""
+    return {
+        key_of(row): np.array([float(x) for x in row["returns"].split()])
+        for row in Journal(RESULTS / "rates_measured.csv", MEASURED).rows()
+    }
 
 
 class Cell(NamedTuple):
@@ -428,11 +357,8 @@ def unlike(one: Setting, other: Setting) -> float:
 
 def measured_cells() -> list[Cell]:
     """All cells that were predicted and measured, with what the other rules say of them."""
-    predicted = lines_of(RESULTS / "rates_predicted.csv", PREDICTED)
-    returns = {
-        key_of(row): np.array([float(x) for x in row["returns"].split()])
-        for row in lines_of(RESULTS / "rates_measured.csv", MEASURED)
-    }
+    predicted = Journal(RESULTS / "rates_predicted.csv", PREDICTED).rows()
+    returns = measured_returns()
     losses = {
         (setting, cell): clipped(
             share_lost(own, returns[setting, "float32"], returns[setting, "untrained"])
@@ -492,44 +418,47 @@ def contested(cells: list[Cell]) -> list[Cell]:
     return [cell for cell in cells if len(bad[cell.name]) == 2]
 
 
-RULES = {
-    "the twin": lambda cell: cell.twin,
+# What each rule says of a cell: the loss that it expects, or a number that should rise with it.
+EXPECTED = {
+    "error of the twin": lambda cell: cell.twin,
+    "of the lookup": lambda cell: cell.lookup,
+    "of one that knows the cell": lambda cell: cell.own_lookup,
+    "of the nearest setting": lambda cell: cell.neighbour,
+    "of nothing is lost": lambda cell: 0.0,
+}
+ORDERS = {
+    "twin": lambda cell: cell.twin,
     # Without a cell's own outcome a lookup would put two of one format in the wrong order, always
-    "lookup by format": lambda cell: cell.own_lookup,
-    "the nearest setting": lambda cell: cell.neighbour,
-    "nothing is lost": lambda cell: 0.0,
-    "first edition, \\|log p\\|": lambda cell: cell.away,
+    "lookup": lambda cell: cell.own_lookup,
+    "nearest setting": lambda cell: cell.neighbour,
+    "\\|log p\\|": lambda cell: cell.away,
     "noise": lambda cell: cell.noise,
 }
+COLUMNS = (
+    *("cells", "number", "bad", *EXPECTED),
+    *(f"pairs in order: {name}" for name in ORDERS),
+    "pairs",
+    *(f"AUC, contested: {name}" for name in ORDERS),
+    "contested",
+)
 
 
-def row_of(name: str, cells: list[Cell]) -> str:
+def row_of(name: str, cells: list[Cell]) -> list[str]:
     """A line of the table: each rule's error, and how it sorts."""
-    truth = np.array([cell.measured for cell in cells])
-    bad = np.array([is_failure(x) for x in truth])
+    row = [name, len(cells), sum(is_failure(cell.measured) for cell in cells)]
+    for expected in EXPECTED.values():
+        errors = [abs(expected(cell) - cell.measured) for cell in cells]
+        row.append(f"{np.mean(errors):.3f}")
+    for score in ORDERS.values():
+        share, pairs = pairs_in_order(cells, score)
+        row.append(f"{share:.0%}" if pairs else "-")
+    row.append(pairs)
     both = contested(cells)
-    numbers = [name, str(len(cells)), str(int(bad.sum()))]
-    for said in (
-        [cell.twin for cell in cells],
-        [cell.lookup for cell in cells],
-        [cell.own_lookup for cell in cells],
-        [cell.neighbour for cell in cells],
-        [0.0] * len(cells),
-    ):
-        numbers.append(f"{np.abs(np.array(said) - truth).mean():.3f}")
-    for rule, score in RULES.items():
-        if rule != "nothing is lost":
-            share, count = pairs_in_order(cells, score)
-            numbers.append(f"{share:.0%}" if count else "-")
-    numbers.append(str(pairs_in_order(cells, RULES["the twin"])[1]))
-    bad_both = np.array([is_failure(cell.measured) for cell in both], bool)
-    for rule, score in RULES.items():
-        if rule != "nothing is lost":
-            scores = np.array([score(cell) for cell in both])
-            area = auc(scores, bad_both) if len(both) else float("nan")
-            numbers.append("-" if np.isnan(area) else f"{area:.3f}")
-    numbers.append(str(len(both)))
-    return f"| {' | '.join(numbers)} |"
+    bad = np.array([is_failure(cell.measured) for cell in both], bool)
+    for score in ORDERS.values():
+        area = auc(np.array([score(cell) for cell in both]), bad)
+        row.append("-" if np.isnan(area) else f"{area:.3f}")
+    return [*map(str, row), str(len(both))]
 
 
 def intervals(cells: list[Cell]) -> str:
@@ -559,10 +488,7 @@ def seeds_apart() -> float:
     """How far apart the losses of float32's own agents are: those of four seeds, the other four
     taken for float32. Mean over the settings."""
     apart = []
-    returns = {
-        key_of(row): np.array([float(x) for x in row["returns"].split()])
-        for row in lines_of(RESULTS / "rates_measured.csv", MEASURED)
-    }
+    returns = measured_returns()
     for (setting, cell), own in returns.items():
         if cell == "float32":
             half = len(own) // 2
@@ -573,17 +499,11 @@ def seeds_apart() -> float:
 
 def table(out: Path) -> None:
     cells = measured_cells()
-    heads = ["cells", "number", "bad", "error of the twin", "of the lookup"]
-    heads += ["of one that knows the cell", "of the nearest setting"]
-    heads += ["of nothing is lost"]
-    names = ("twin", "lookup", "nearest setting", "\\|log p\\|", "noise")
-    heads += [f"pairs in order: {name}" for name in names] + ["pairs"]
-    heads += [f"AUC, contested: {name}" for name in names] + ["contested"]
-    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|", row_of("all", cells)]
+    rows = [row_of("all", cells)]
     for place in dict.fromkeys(cell.place for cell in cells):
-        lines.append(row_of(place, [cell for cell in cells if cell.place == place]))
+        rows.append(row_of(place, [cell for cell in cells if cell.place == place]))
     for setting in dict.fromkeys(cell.setting for cell in cells):
-        lines.append(row_of(str(setting), [cell for cell in cells if cell.setting == setting]))
+        rows.append(row_of(str(setting), [cell for cell in cells if cell.setting == setting]))
     worst = sorted(cells, key=lambda cell: -abs(cell.twin - cell.measured))[:12]
     text = "\n".join(
         f"- {cell.setting}: {cell.name}, measured {cell.measured:.2f}, twin {cell.twin:.2f}, "
@@ -601,7 +521,7 @@ def table(out: Path) -> None:
         f"settings: {intervals(cells)}. The twelve cells on which the twin is farthest off:"
     )
     command = f"`python benchmarks/rates.py table {out}` on {origin()}."
-    whole = "\n".join([*lines, "", note, "", text, "", command, ""])
+    whole = "\n\n".join([table_of(COLUMNS, rows), note, text, command]) + "\n"
     out.write_text(whole)
     out.with_stem(f"{out.stem}_short").write_text(short(whole))
     draw(out.with_suffix(".png"), cells)
@@ -622,8 +542,8 @@ def short(whole: str) -> str:
         "pairs": "number of pairs",
     }
     # A single setting has no pairs
-    table = short_tables.chosen(whole, columns, lambda row: row["pairs"] != "0")
-    return f"{table}\n\n{short_tables.last_line(whole)}\n"
+    table = chosen(whole, columns, lambda row: row["pairs"] != "0")
+    return f"{table}\n\n{last_line(whole)}\n"
 
 
 def draw(out: Path, cells: list[Cell]) -> None:
@@ -653,16 +573,14 @@ def draw(out: Path, cells: list[Cell]) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["choose", "predict", "measure", "table"])
+    parser.add_argument("command", choices=["predict", "measure", "table"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of settings")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     torch.set_num_threads(1)
-    if arguments.command == "choose":
-        choose(arguments.out)
-    elif arguments.command == "predict":
+    if arguments.command == "predict":
         predict(arguments.out, arguments.only)
     elif arguments.command == "measure":
         measure(arguments.out, arguments.only)

@@ -100,6 +100,7 @@ def places(flags: torch.Tensor, is_last: torch.Tensor) -> torch.Tensor:
     return torch.where((flags & TRUNCATED) != 0, 3, place)
 
 
+@functools.cache
 def play(agent: str) -> Rollout:
     """ROWS rows of one environment that resets in a step of its own, as a rollout [ROWS, 1]."""
     generator = torch.Generator().manual_seed(0)

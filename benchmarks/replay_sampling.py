@@ -6,29 +6,18 @@ reward, flags and behaviour log-probability, from 16 environments whose episodes
 thread. Every buffer is full. Contestants:
 
     fp8rl      three codecs, in RAM and memory-mapped. Observations come back as float32, actions as
-               int64.
-    TorchRL    `TensorDictReplayBuffer` over `LazyTensorStorage` or `LazyMemmapStorage`, with a
-               `SliceSampler` and its documented
-               fast settings: `end_key` rather than `traj_key`; `cache_values=True`, which keeps the
-               episodes' boundaries while
-               nothing is written; `compile=True` (needs a C++ compiler). `truncated_key=None` and
-               `init_key=None` spare marks
-               that we do not make either. One dimension in which episodes lie whole, as its
-               collectors write them with
-               `trajs_per_batch`, so a slice is consecutive memory as in ours. `strict_length=True`,
-               its default, filters
-               nothing here. Off: `prefetch`, which takes another thread, and transforms. "No next
-               observations" is what its
-               collectors write with `compact_obs=True`, drawn without rebuilding them. "Boundaries
-               not cached" is what the first
-               draw after a write costs.
+               int64. Slices may cross the end of an episode, where a dummy row says so.
+    TorchRL    `TensorDictReplayBuffer` with a `SliceSampler`, whose slices stay within an episode, and
+               its documented fast settings: `end_key` rather than `traj_key`; `cache_values=True`,
+               which keeps the episodes' boundaries while nothing is written; `compile=True` (needs a
+               C++ compiler). `truncated_key=None` and `init_key=None` spare marks that we do not make
+               either. One dimension in which episodes lie whole, as its collectors write them with
+               `trajs_per_batch`. "No next observations" is what its collectors write with
+               `compact_obs=True`, drawn without rebuilding them. "Boundaries not cached" is what the
+               first draw after a write costs.
     SB3        `ReplayBuffer` of Stable-Baselines3 has no slices and no log-probabilities: it draws
-               16,384 single transitions.
-               `optimize_memory_usage` stores each observation once, and refuses
-               `handle_timeout_termination`. No fast settings
-               are documented; observations are as they are, without a `VecNormalize`.
-
-TorchRL's slices stay within an episode, ours may cross its end, where a dummy row says so.
+               16,384 single transitions. `optimize_memory_usage` stores each observation once, and
+               refuses `handle_timeout_termination`.
 
 The floor is what memory alone takes: for random slices drawn beforehand, one element of every
 64-byte line that they lie in, of each of our arrays (fp32), by `index_select`. No index is computed
@@ -48,10 +37,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import torch
-import torchrl
-from stable_baselines3.common.buffers import ReplayBuffer as SB3Buffer
-from tensordict import TensorDict
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, SliceSampler, TensorDictReplayBuffer
+from files import table_of
 
 from fp8rl.cli import throughput
 from fp8rl.cli.throughput import origin
@@ -95,9 +81,14 @@ def our_ring(capacity: int, folder=None, **settings) -> ReplayBuffer:
 def torchrl_buffer(
     capacity: int, folder: Path | None = None, cache: bool = True, compact: bool = False
 ):
-    storage = (
-        LazyMemmapStorage(capacity, scratch_dir=folder) if folder else LazyTensorStorage(capacity)
-    )
+    import torchrl
+    from tensordict import TensorDict
+    from torchrl import data as replay
+
+    torchrl.logger.setLevel("WARNING")
+    storage = replay.LazyTensorStorage(capacity)
+    if folder:
+        storage = replay.LazyMemmapStorage(capacity, scratch_dir=folder)
     fast = {
         "end_key": ("next", "done"),
         "cache_values": cache,
@@ -105,8 +96,10 @@ def torchrl_buffer(
         "truncated_key": None,
         "init_key": None,
     }
-    sampler = SliceSampler(num_slices=SLICES, **fast)
-    buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=SLICES * LENGTH)
+    sampler = replay.SliceSampler(num_slices=SLICES, **fast)
+    buffer = replay.TensorDictReplayBuffer(
+        storage=storage, sampler=sampler, batch_size=SLICES * LENGTH
+    )
     size = min(capacity, CHUNK * NUM_ENVS)
     done = torch.zeros(size, 1, dtype=torch.bool)
     done[EPISODE - 1 :: EPISODE] = True
@@ -125,7 +118,9 @@ def torchrl_buffer(
     return buffer
 
 
-def sb3_buffer(capacity: int, optimize: bool) -> SB3Buffer:
+def sb3_buffer(capacity: int, optimize: bool):
+    from stable_baselines3.common.buffers import ReplayBuffer as SB3Buffer
+
     low, high = np.array(STATE_BOUNDS, np.float32)
     spaces = gymnasium.spaces.Box(low, high), gymnasium.spaces.Discrete(3)
     about = {"optimize_memory_usage": optimize, "handle_timeout_termination": not optimize}
@@ -188,42 +183,37 @@ def contestants(capacity: int, folder: Path) -> dict:
     return draws
 
 
-def report(times: dict, command: str) -> str:
+def report(times: dict[tuple[int, str], float]) -> str:
+    """The table of microseconds by capacity and name, and what memory alone explains of it."""
     small, large = CAPACITIES
-    lines = [
+    columns = ("buffer", f"{small:,} transitions", "times ours", f"{large:,} transitions")
+    rows = []
+    for name in [name for capacity, name in times if capacity == small]:
+        cells = [name]
+        for capacity in CAPACITIES:
+            own = times[capacity, name]
+            cells += [f"{own:,.0f}", f"{own / times[capacity, OURS]:.2f}"]
+        rows.append([*cells, f"{times[large, name] / times[small, name]:.2f}"])
+    parts = [
         f"One batch of {SLICES} slices of {LENGTH} steps, "
         f"median microseconds of {ROUNDS} alternating rounds:",
-        "",
-        f"| buffer | {small:,} transitions | times ours | {large:,} transitions | times ours "
-        "| large over small |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for name in [name for capacity, name in times if capacity == small]:
-        a, b = times[small, name], times[large, name]
-        against = f"{a / times[small, OURS]:.2f} | {b:,.0f} | {b / times[large, OURS]:.2f}"
-        lines.append(f"| {name} | {a:,.0f} | {against} | {b / a:.2f} |")
-    lines += [
-        "",
+        table_of((*columns, "times ours", "large over small"), rows),
         f"Times ours: against {OURS}, at the same capacity. SB3 draws single transitions: "
         "it has no slices.",
-        "",
     ]
     for name in (OURS, OURS.replace("RAM", "memmap")):
         more, memory = (times[large, who] - times[small, who] for who in (name, f"floor of {name}"))
-        lines.append(
+        parts.append(
             f"{name}: {more:+,.0f} µs from small to large; touching the memory lines alone: "
-            f"{memory:+,.0f} µs.\n"
+            f"{memory:+,.0f} µs."
         )
-    versions = ", ".join(
-        f"{package} {version(package)}"
-        for package in ("torchrl", "tensordict", "stable-baselines3")
-    )
-    return "\n".join(lines) + f"\n`{command}` on {origin()}, {versions}; one thread.\n"
+    return "\n\n".join(parts)
 
 
 def main(out: Path) -> None:
     torch.set_num_threads(1)
-    torchrl.logger.setLevel("WARNING")
+    packages = ("torchrl", "tensordict", "stable-baselines3")
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
     with tempfile.TemporaryDirectory() as folder:
         draws = {}
         for capacity in CAPACITIES:
@@ -231,12 +221,9 @@ def main(out: Path) -> None:
             draws |= {(capacity, name): draw for name, draw in filled.items()}
         os.sync()  # or writing the mapped files back would run into the timing
         seconds = throughput.seconds_of(draws, ROUNDS, device="cpu")
-    text = report(
-        {key: 1e6 * value for key, value in seconds.items()},
-        f"python benchmarks/replay_sampling.py {out}",
-    )
-    out.write_text(text)
-    print(text)
+    text = report({key: 1e6 * value for key, value in seconds.items()})
+    made = f"`python benchmarks/replay_sampling.py {out}` on {origin()}, {versions}; one thread."
+    out.write_text(f"{text}\n\n{made}\n")
 
 
 if __name__ == "__main__":

@@ -36,51 +36,48 @@ COMMANDS = {
     "tasks": "python benchmarks/tasks.py benchmarks/results/tasks.md",
     "study": f"python -m fp8rl study {STUDY} --out build/study --overwrite",
     "film": "python benchmarks/film.py benchmarks/results",
-    "widths": "python benchmarks/widths.py benchmarks/results/widths.md",
+    # Can one foresee what few bits cost?
+    "rates_predicted": "python benchmarks/rates.py predict benchmarks/results/rates_predicted.csv",
+    "rates_measured": "python benchmarks/rates.py measure benchmarks/results/rates_measured.csv",
+    "rates": "python benchmarks/rates.py table benchmarks/results/rates.md",
+    "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
+    # Also for scripts that others wrote?
+    "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
+    # Who may act in few bits?
+    "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
+    "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
+    "acting_measured": "python benchmarks/acting.py measure benchmarks/results/acting_measured.csv",
+    "acting": "python benchmarks/acting.py table benchmarks/results/acting.md",
+    # Is a gap of log-probabilities rounding or a bug?
+    "dumps": "python benchmarks/dumps.py report benchmarks/results/dumps.md",
+    # How long does one wait, beside what one would use instead?
+    "waits": "python benchmarks/waits.py benchmarks/results/waits.md --only clone study",
+    "from_start": "python benchmarks/waits.py benchmarks/results/from_start.md --only train train_long",
+    "watching": "python benchmarks/waits.py benchmarks/results/watching.md --only watch watch_gpt --cleanrl DIR --nanogpt DIR",
+    # How fast are the loop, many agents, wide networks and several processes on a CPU?
+    "loops": "python benchmarks/loops.py benchmarks/results/loops.md",
+    "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
+    "widths_speed": "python benchmarks/widths.py --cpu benchmarks/results/widths_speed.md",
+    "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
+    # How fast is it on a GPU, and how exact is emulated FP8 beside one?
+    "fp8_layer": "python benchmarks/fp8_layer.py benchmarks/results",
+    "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
+    "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1 --seconds 1",
+    "widths_cuda": "python benchmarks/widths.py --cuda benchmarks/results/widths_cuda.md",
+    "acting_kernel": "python benchmarks/acting_kernel.py benchmarks/results/acting_kernel.md",
+    "fp8_sums": "python benchmarks/fp8_sums.py benchmarks/results/fp8_sums.md",
+    # Where does learning break, in which formats?
+    "breakage_map": "python benchmarks/breakage_map.py benchmarks/results/breakage_map.md",
     # Why does a simple replay loop lose what it has learned, and which settings mend it?
     "lesson_measured": "python benchmarks/lesson.py measure benchmarks/results/lesson.csv",
     "lesson": "python benchmarks/lesson.py table benchmarks/results/lesson.md",
     "published": "python benchmarks/published.py changes benchmarks/results/published.md",
     "between_loops": "python benchmarks/published.py between benchmarks/results/between_loops.md",
     "ladder": "python benchmarks/ladder.py benchmarks/results/ladder.md",
-    # Which numbers may be kept in few bits, and are few bits another learning rate?
-    "breakage_map": "python benchmarks/breakage_map.py map benchmarks/results/breakage_map",
-    "rates_predicted": "python benchmarks/rates.py predict benchmarks/results/rates_predicted.csv",
-    "rates_measured": "python benchmarks/rates.py measure benchmarks/results/rates_measured.csv",
-    "rates": "python benchmarks/rates.py table benchmarks/results/rates.md",
-    "characters": "python benchmarks/characters.py benchmarks/results/characters.md",
-    # Does the doctor foresee it for scripts that others wrote, and what does watching cost?
-    "strangers": "python benchmarks/strangers.py table benchmarks/results/strangers.md",
-    "watching": "python benchmarks/strangers.py cost benchmarks/results/watching.md",
-    # Who may act in few bits?
-    "acting_first": "python benchmarks/acting.py first benchmarks/results/acting_first.csv",
-    "acting_predicted": "python benchmarks/acting.py predict benchmarks/results/acting_predicted.csv",
-    "acting_measured": "python benchmarks/acting.py measure benchmarks/results/acting_measured.csv",
-    "acting": "python benchmarks/acting.py table benchmarks/results/acting.md",
-    "mismatch": "python benchmarks/mismatch.py benchmarks/results/mismatch.md",
-    # Is a gap of log-probabilities rounding or a bug?
-    "dumps": "python benchmarks/dumps.py report benchmarks/results/dumps.md",
-    # Where do the bytes of a replay buffer go, and what does rounding them change?
+    # What does a replay buffer store, what does rounding it change, and how fast is it read?
+    "replay_layouts": "python benchmarks/replay_layouts.py benchmarks/results/replay_layouts.md",
     "codecs": "python benchmarks/codecs.py benchmarks/results/codecs",
     "replay_sampling": "python benchmarks/replay_sampling.py benchmarks/results/replay_sampling.md",
-    "replay_layouts": "python benchmarks/replay_layouts.py benchmarks/results/replay_layouts.md",
-    # How long does one wait, beside what one would use instead?
-    "waits": "python benchmarks/waits.py benchmarks/results/waits.md",
-    "from_start": "python benchmarks/speed/from_start.py benchmarks/results/from_start.md",
-    "from_start_avx2": "python benchmarks/speed/from_start.py benchmarks/results/from_start_avx2.md --avx2",
-    # How fast are many agents, wide networks and several processes on a CPU?
-    "populations": "python benchmarks/populations.py benchmarks/results/populations.md --rounds 3",
-    "populations_avx2": "python benchmarks/populations.py benchmarks/results/populations_avx2.md --avx2 --rounds 3",
-    "widths_speed": "python benchmarks/widths.py benchmarks/results/widths_speed.md --speed",
-    "processes": "python benchmarks/processes.py benchmarks/results/processes.md",
-    # What is emulated FP8 exact about?
-    "fp8_sums": "python benchmarks/fp8_sums.py benchmarks/results/fp8_sums.md",
-    # How fast is it on a GPU?
-    "fp8_layer": "python benchmarks/fp8_layer.py benchmarks/results",
-    "placements": "python benchmarks/placements.py benchmarks/results/placements.md",
-    "populations_cuda": "python benchmarks/populations.py benchmarks/results/populations_cuda.md --cuda --rounds 1 --seconds 1",
-    "widths_cuda": "python benchmarks/widths.py benchmarks/results/widths_cuda.md --cuda",
-    "acting_kernel": "python benchmarks/acting_kernel.py benchmarks/results/acting_kernel.md",
 }
 # Packages that a benchmark needs beside the project's own: benchmarks/requirements.txt
 NEEDED_PACKAGES = {
@@ -88,11 +85,9 @@ NEEDED_PACKAGES = {
     "replay_layouts": ("torchrl", "tensordict"),
     "tasks": ("stable_baselines3",),
     "ladder": ("Box2D",),
-    "waits": ("stable_baselines3", "jax"),
     "from_start": ("stable_baselines3", "jax"),
-    "from_start_avx2": ("stable_baselines3", "jax"),
+    "loops": ("jax",),
     "populations": ("jax",),
-    "populations_avx2": ("jax",),
     "populations_cuda": ("jax",),
     "fp8_sums": ("mmaemu", "torchao"),
 }
@@ -110,6 +105,8 @@ def obstacle(name: str) -> str | None:
         return f"it needs {', '.join(missing)}: {install}"
     if name in ON_CUDA and not torch.cuda.is_available():
         return "it needs a CUDA device"
+    if " DIR" in COMMANDS[name]:
+        return f"run it by hand, with your clones in place of DIR: {COMMANDS[name]}"
     return None
 
 

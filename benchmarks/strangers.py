@@ -6,7 +6,6 @@ measured. The three outcomes stand side by side, with what the doctor had said.
 
     python benchmarks/strangers.py run benchmarks/results/strangers.csv --cleanrl DIR --nanogpt DIR
     python benchmarks/strangers.py table benchmarks/results/strangers.md
-    python benchmarks/strangers.py cost benchmarks/results/watching.md --cleanrl DIR --nanogpt DIR
 
 DIR are clones of github.com/vwxyzjn/cleanrl and of github.com/karpathy/nanoGPT. CleanRL needs
 gymnasium 0.29 and tensorboard; FP8RL_STRANGERS is prepended to PYTHONPATH for them. nanoGPT learns
@@ -14,7 +13,6 @@ the characters of a text that Python ships. `run` goes on where it was stopped.
 """
 
 import argparse
-import csv
 import json
 import os
 import pickle
@@ -23,11 +21,11 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from files import Journal, table_of
 
 from fp8rl.cli.throughput import origin
 
@@ -133,10 +131,9 @@ def command_of(
     return [sys.executable, *prefix, *own], clone, environment
 
 
-def run_script(script: Script, clone: Path, seed: int, doctor: list[str]) -> tuple[str, float]:
-    """The output of a script under the doctor's command, or without one, and its seconds."""
+def output_of(script: Script, clone: Path, seed: int, doctor: list[str]) -> str:
+    """The output of a script under the doctor's command, or without one."""
     words, folder, environment = command_of(script, clone, seed, doctor)
-    began = time.perf_counter()
     done = subprocess.run(
         words,
         cwd=folder,
@@ -146,7 +143,7 @@ def run_script(script: Script, clone: Path, seed: int, doctor: list[str]) -> tup
     )
     if done.returncode:
         print(done.stderr[-600:], file=sys.stderr)
-    return done.stdout, time.perf_counter() - began
+    return done.stdout
 
 
 def outcome_of(script: Script, output: str) -> float:
@@ -156,19 +153,13 @@ def outcome_of(script: Script, output: str) -> float:
 
 
 def run(out: Path, clones: dict[str, Path], only: list[str]) -> None:
-    if not out.exists():
-        out.write_text(",".join(COLUMNS) + "\n")
+    journal = Journal(out, COLUMNS)
+    done = journal.done("script", "seed", "mode", "format")
 
     def add(*values) -> None:
-        with out.open("a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerow(values)
+        journal.add(dict(zip(COLUMNS, values, strict=True)))
         print(*values, flush=True)
 
-    with out.open() as file:
-        done = {
-            (row["script"], int(row["seed"]), row["mode"], row["format"])
-            for row in csv.DictReader(file)
-        }
     for name, script in SCRIPTS.items():
         if only and name not in only:
             continue
@@ -178,12 +169,12 @@ def run(out: Path, clones: dict[str, Path], only: list[str]) -> None:
         report = Path(tempfile.mkdtemp()) / "report.json"
         for seed in script.seeds:
             # What was measured on the first seed foretells both
-            if seed == script.seeds[0] or (name, seed, "float32", "") not in done:
+            if seed == script.seeds[0] or (name, str(seed), "float32", "") not in done:
                 watch = ["watch", "--formats", " ".join(FORMATS)]
                 if seed == script.seeds[0]:
                     watch += ["--json", str(report)]
-                output, _ = run_script(script, clone, seed, watch)
-                if (name, seed, "float32", "") not in done:
+                output = output_of(script, clone, seed, watch)
+                if (name, str(seed), "float32", "") not in done:
                     add(name, seed, "float32", "", outcome_of(script, output), "", "")
             if seed == script.seeds[0]:
                 content = json.loads(report.read_text())
@@ -194,9 +185,9 @@ def run(out: Path, clones: dict[str, Path], only: list[str]) -> None:
                     ("keep", ["keep", text]),
                     ("twin", ["twin", text, "--report", str(report)]),
                 ):
-                    if (name, seed, mode, text) in done:
+                    if (name, str(seed), mode, text) in done:
                         continue
-                    output, _ = run_script(script, clone, seed, command)
+                    output = output_of(script, clone, seed, command)
                     rate, verdict = said[text]["rate"], said[text]["verdict"]
                     add(name, seed, mode, text, outcome_of(script, output), f"{rate:.4g}", verdict)
 
@@ -226,17 +217,22 @@ def lookup(own: Outcome, found: list[Outcome]) -> float:
 
 def table(out: Path) -> None:
     """What the doctor said, and the three outcomes, by script and format."""
-    with out.with_suffix(".csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = Journal(out.with_suffix(".csv"), COLUMNS).rows()
     outcomes = {
         (row["script"], row["mode"], row["format"], row["seed"]): float(row["outcome"])
         for row in rows
     }
     said = {(row["script"], row["format"]): (row["rate"], row["verdict"]) for row in rows}
-    lines = [
-        "| script | kept | the doctor, from seed 1 | float32 | so kept | its twin | lost | the twin lost |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    columns = (
+        "script",
+        "kept",
+        "the doctor, from seed 1",
+        "float32",
+        "so kept",
+        "its twin",
+        "lost",
+    )
+    lines = []
     found = []
     for name, script in SCRIPTS.items():
         seeds = [str(seed) for seed in script.seeds if (name, "float32", "", str(seed)) in outcomes]
@@ -253,7 +249,7 @@ def table(out: Path) -> None:
             digits = 0 if script.higher else 3
             shown = [", ".join(f"{x:.{digits}f}" for x in end) for end in ends]
             cells = [name, f"`{text}`", f"{float(rate):.2f} times, {verdict}", *shown]
-            lines.append(f"| {' | '.join([*cells, f'{lost:.2f}', f'{foreseen:.2f}'])} |")
+            lines.append([*cells, f"{lost:.2f}", f"{foreseen:.2f}"])
     judged = [own for own in found if own.verdict in ("as float32", "slower", "stalls")]
     held = sum((own.lost >= LOST) == (own.verdict != "as float32") for own in judged)
     by_lookup = sum((own.lost >= LOST) == (lookup(own, found) >= LOST) for own in judged)
@@ -270,52 +266,24 @@ def table(out: Path) -> None:
         "count as these."
     )
     command = f"`python benchmarks/strangers.py table {out}` on {origin()}."
-    out.write_text("\n".join([*lines, "", note, "", command, ""]))
+    text = table_of((*columns, "the twin lost"), lines)
+    out.write_text(f"{text}\n\n{note}\n\n{command}\n")
 
 
-def cost(out: Path, clones: dict[str, Path]) -> None:
-    """What watching costs: medians of pairs, with and without, and whether weights are the same."""
-    lines = [
-        "| script | seconds alone | watched, as a multiple of it: median, smallest, largest |",
-        "| --- | --- | --- |",
-    ]
-    for name in ("ppo, CartPole", "nanoGPT at 0.001"):
-        script = SCRIPTS[name]
-        seconds, ratios = [], []
-        for _ in range(PAIRS):
-            plain, alone = run_script(script, clones[script.folder], 1, [])
-            watched, beside = run_script(script, clones[script.folder], 1, ["watch"])
-            assert re.findall(script.pattern, plain) == re.findall(script.pattern, watched)
-            seconds.append(alone)
-            ratios.append(beside / alone)
-        spread = f"{np.median(ratios):.2f}, {min(ratios):.2f}, {max(ratios):.2f}"
-        lines.append(f"| {name} | {np.median(seconds):.1f} | {spread} |")
-    note = f"{PAIRS} pairs, alternating; all that the scripts print of their results is the same."
-    command = (
-        f"`python benchmarks/strangers.py cost {out} --cleanrl DIR --nanogpt DIR` on {origin()}."
-    )
-    out.write_text("\n".join([*lines, "", note, "", command, ""]))
-
-
-PAIRS = 4  # of runs, in `cost`
-
-
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("command", choices=["run", "table", "cost"])
+    parser.add_argument("command", choices=["run", "table"])
     parser.add_argument("out", type=Path)
     parser.add_argument("--cleanrl", type=Path)
     parser.add_argument("--nanogpt", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    if arguments.command == "table":
+        table(arguments.out)
+        return
     clones = {name: getattr(arguments, name) for name in ("cleanrl", "nanogpt")}
     clones = {name: path.resolve() for name, path in clones.items() if path}
-    if arguments.command == "run":
-        run(arguments.out, clones, arguments.only)
-    elif arguments.command == "table":
-        table(arguments.out)
-    else:
-        cost(arguments.out, clones)
+    run(arguments.out, clones, arguments.only)
 
 
 if __name__ == "__main__":

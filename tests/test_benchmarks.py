@@ -1,6 +1,11 @@
-"""The benchmarks that score agents, on runs of one iteration; and the one of a layer in FP8."""
+"""Every benchmark writes its tables, at a tiny size; and the rules that its claims rest on.
 
-import csv
+Nobody runs the benchmarks in CI: they take hours, need other libraries or a GPU. Here each of them
+runs once with few seeds and steps, where possible in this process. Other libraries and CUDA have
+stand-ins. The numbers mean nothing, but a benchmark that no longer fits the package fails."""
+
+import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -11,27 +16,738 @@ import math
 import re
 import runpy
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import acting
 import breakage_map
-import film
 import numpy as np
 import pytest
+import rates
 import results
+import tasks
 import torch
-from helpers import bang_bang, small, trained
+import waits
+from files import Journal
+from helpers import SMALL, TINY, bang_bang, run_cli, small, trained
+from matplotlib.figure import Figure
 from PIL import Image
 
 from fp8rl.build import build_population
-from fp8rl.cli.throughput import seconds_of
+from fp8rl.cli import throughput
 from fp8rl.config import Config
+from fp8rl.doctor import command as doctor_command
+from fp8rl.doctor import run_script
+from fp8rl.history import History
+from fp8rl.machine.machine import Machine
+from fp8rl.population.networks import Agents
+from fp8rl.precision import Precision
+from fp8rl.rollout import unroll
+from fp8rl.sequences import laboratory
 from fp8rl.study.statistics import fails
+
+BENCHMARKS = results.ROOT / "benchmarks"
+SHORT = {"steps": 128, "eval_every": 0, "eval_episodes": 2} | TINY  # two iterations
+QUICK = {"num_envs": 4, "rollout_length": 4, "slice_length": 4, "batch_size": 16}
+QUICK |= {"replay_updates": 1, "eval_episodes": 2}
+
+
+# A run of every benchmark
+
+
+def config_class(**defaults) -> type[Config]:
+    """Config with other defaults."""
+    fields = [(name, type(value), value) for name, value in defaults.items()]
+    return dataclasses.make_dataclass("TinyConfig", fields, bases=(Config,), frozen=True)
+
+
+def replacing(steps: int) -> SimpleNamespace:
+    """Stands in for `dataclasses`. Its `replace`, which makes untrained agents, takes fewer steps."""
+    return SimpleNamespace(
+        replace=lambda config, **fields: dataclasses.replace(config, **fields | {"steps": steps})
+    )
+
+
+class OneProcess:
+    """Stands in for `multiprocessing.get_context(...)`: its pool works in this process."""
+
+    @contextlib.contextmanager
+    def Pool(self, *_, **__):
+        yield SimpleNamespace(imap_unordered=map)
+
+
+IN_ONE_PROCESS = SimpleNamespace(get_context=lambda _: OneProcess())
+
+
+def other_library(algorithm: str, config: Config) -> History:
+    """Stands in for zoo.train, which needs Stable-Baselines3."""
+    history = History()
+    every = config.eval_every or config.steps
+    for i, steps in enumerate(range(every, config.steps + 1, every)):
+        history.add({"iteration": i, "steps": steps, "seconds": i + 1.0, "eval_return": 10.0 * i})
+    return history
+
+
+def short_tasks(module, monkeypatch) -> None:
+    """The benchmark `tasks`, with short trainings and without Stable-Baselines3."""
+    found = {task: (8000, 32, 16, goal) for task, (*_, goal) in tasks.TASKS.items()}
+    of_seeds = tasks.configs_of
+    is_there = SimpleNamespace(find_spec=lambda name: True)
+    monkeypatch.setattr(tasks.zoo, "train", other_library)
+    for name, value in {
+        "Config": config_class(**QUICK),
+        "TASKS": found,
+        "best_of": {tasks.CART: 199.0, tasks.LQR: -5.0}.get,
+        "importlib": SimpleNamespace(util=is_there),
+        "configs_of": lambda *arm: of_seeds(*arm)[:2],
+        "through_gymnasium": lambda config: other_library("", config),
+        "mark_of": functools.cache(tasks.mark_of.__wrapped__),  # of these settings
+    }.items():
+        monkeypatch.setattr(tasks, name, value)
+
+
+def small_map(module, monkeypatch) -> None:
+    short_tasks(module, monkeypatch)
+    forms = ["e8m3"], ["e4m3"], ["e4m3:unscaled"]
+    few = dict(zip(breakage_map.FORMATS, forms, strict=True))
+    monkeypatch.setattr(module, "FORMATS", few)
+    places = ("acting", "v independent", "weights stochastic")
+    monkeypatch.setattr(module, "PLACES", {name: module.PLACES[name] for name in places})
+    monkeypatch.setattr(module, "SETTINGS", module.SETTINGS | QUICK)
+
+
+def few_rungs(module, monkeypatch) -> None:
+    short_tasks(module, monkeypatch)
+    rungs = {name: module.RUNGS[name] for name in list(module.RUNGS)[:2]}
+    shape = {name: QUICK[name] for name in ("num_envs", "rollout_length", "slice_length")}
+    rungs["the earlier defaults"] = rungs["the earlier defaults"] | shape | {"batch_size": 16}
+    # LunarLander needs Box2D
+    task_named = lambda task: task.replace(module.LANDER, "MountainCar-v0")  # noqa: E731
+    found = {
+        task_named(task): (module.TASKS[task][0][:1], 32, module.TASKS[task][2])
+        for task in (module.LANDER, tasks.CART, tasks.CARTPOLE)
+    }
+    for name, value in {"RUNGS": rungs, "LANDER": "MountainCar-v0", "TASKS": found}.items():
+        monkeypatch.setattr(module, name, value)
+
+
+def few_arms(module, monkeypatch) -> None:
+    everything = functools.reduce(dict.__or__, module.LADDER.values())
+    monkeypatch.setattr(module, "LADDER", {"all of ours": everything})
+    monkeypatch.setattr(module, "ALONE", {"+ importance ratio": module.RATIO})
+    monkeypatch.setattr(module, "BACK", {"- PPO's clip": module.NO_CLIP})
+
+
+def few_settings(module, monkeypatch) -> None:
+    settings = [
+        module.Setting("fp8rl/Lqr-v0", 1e-3, batch_size=64),
+        module.Setting("fp8rl/Lqr-v0", 3e-3, batch_size=64, gamma=0.9),
+    ]
+    monkeypatch.setattr(module, "NEW", settings)
+    # Two iterations of 17 updates, which are one of the doctor's windows
+    monkeypatch.setattr(module, "STEPS", dict.fromkeys(module.STEPS, 2 * 64))
+
+
+def rates_in_steps(module, out: Path) -> None:
+    module.RESULTS = out
+    for command, name in {"predict": "predicted", "measure": "measured"}.items():
+        module.main([command, str(out / f"rates_{name}.csv")])
+    module.main(["table", str(out / "rates.md")])
+
+
+def few_experiments(module, monkeypatch) -> None:
+    setting = module.Setting(updates=20, batch=8, units=8, start=0.01)
+    first = {32: module.arms_of({"e8m3": module.ENDS})}
+    others = {32: module.arms_of({"fp8": module.ENDS})}
+    experiments = {
+        "first": module.Experiment(setting, range(2), first),
+        "other formats": module.Experiment(setting, range(1000, 1002), others),
+    }
+    monkeypatch.setattr(module, "SHORT", {"first": "recurrent"})
+    monkeypatch.setattr(module, "EXPERIMENTS", experiments)
+    monkeypatch.setattr(laboratory, "MOST_PRETRAINING", 20)
+    # So few updates may end without any success, of which there would be no shares
+    rewards = module.Laboratory.learner_rewards
+    more = lambda *arguments: rewards(*arguments) + 0.01  # noqa: E731
+    monkeypatch.setattr(module.Laboratory, "learner_rewards", more)
+
+
+def acting_in_steps(module, out: Path) -> None:
+    module.RESULTS = out
+    for command, name in {"first": "first", "predict": "predicted", "measure": "measured"}.items():
+        module.main([command, str(out / f"acting_{name}.csv")])
+    module.main(["table", str(out / "acting.md")])
+
+
+# As CleanRL's are: options of the command line, and lines with returns
+STRANGER = """
+import argparse
+import torch
+from matplotlib.figure import Figure
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--total-timesteps", type=int)
+parser.add_argument("--seed", type=int)
+options = parser.parse_args()
+torch.manual_seed(options.seed)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-5)
+for update in range(options.total_timesteps):
+    x = torch.randn(8, 4)
+    loss = (model(x) - x[:, :2]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if update % 32 == 0:
+        print(f"global_step={update}, episodic_return=[{100 - loss.item():.4f}]")
+"""
+
+
+def strangers_here(module, monkeypatch) -> None:
+    """Two scripts, which run in this process."""
+    arguments = "cleanrl/ppo.py --total-timesteps 64 --seed {seed}"
+    ppo = module.SCRIPTS["ppo, CartPole"]._replace(arguments=arguments, last=1, seeds=(1,))
+    monkeypatch.setattr(module, "SCRIPTS", {"one": ppo, "another": ppo})
+
+    def in_this_process(command: list[str], cwd: Path, **_) -> SimpleNamespace:
+        """Runs `python script` or `python -m fp8rl.doctor command script`."""
+        words = command[1:]
+        printed = io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.chdir(cwd)
+            patch.setattr(sys, "path", [*sys.path])
+            patch.setattr(sys, "argv", words)
+            patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+            patch.setattr(run_script, "wait_for_threads", lambda: None)  # or this process ends
+            with torch.random.fork_rng(), pytest.raises(SystemExit) as end:
+                doctor_command.main(words[2:])
+        assert end.value.code == 0
+        return SimpleNamespace(returncode=0, stdout=printed.getvalue(), stderr="")
+
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=in_this_process))
+
+
+def strangers_in_steps(module, out: Path) -> None:
+    (out / "clone/cleanrl").mkdir(parents=True)
+    (out / "clone/cleanrl/ppo.py").write_text(STRANGER)
+    module.main(["run", str(out / "strangers.csv"), "--cleanrl", str(out / "clone")])
+    module.main(["table", str(out / "strangers.md")])
+
+
+def few_characters(module, monkeypatch) -> None:
+    numbers = torch.arange(1_000) % 5
+    monkeypatch.setattr(module, "characters", lambda: (numbers, numbers, 5))
+
+
+def few_dumps(module, monkeypatch) -> None:
+    shapes = module.Shape("recurrent", 8, 8), module.Shape("attention", 8, 8)
+    monkeypatch.setattr(module, "CHOSEN_ON", shapes[:1])
+    monkeypatch.setattr(module, "REPORTED_ON", shapes)
+    monkeypatch.setattr(module, "ROUNDINGS", [module.ROUNDINGS[0], module.E4M3])
+    imitate = module.Policies.imitate
+    monkeypatch.setattr(module.Policies, "imitate", lambda policies, _: imitate(policies, 1))
+
+
+def dumps_in_steps(module, out: Path) -> None:
+    module.main(["choose"])
+    module.main(["report", str(out / "dumps.md")])
+
+
+def commands_here(module, monkeypatch) -> None:
+    """The command `bench` in this process, and without JAX."""
+
+    def together(commands: list[list]) -> list[dict]:
+        rows = []
+        for words in commands:
+            if "bench" not in words:
+                rows.append({"train_steps_per_second": 1.0})
+                continue
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                run_cli(*words[2:])
+            rows.append(json.loads(printed.getvalue()))
+        return rows
+
+    monkeypatch.setattr(module, "together", together)
+    monkeypatch.setattr(module, "version", lambda package: "0")
+    monkeypatch.setattr(module, "replace", lambda config, **fields: config)
+    words = ["populations.py", "--rounds", "1", "--seconds", "0.01"]
+    monkeypatch.setattr(sys, "argv", words)
+
+
+def populations_into(module, out: Path) -> None:
+    sys.argv.append(str(out / "populations.md"))
+    module.main()
+
+
+def two_arms(module, monkeypatch) -> None:
+    first, second = module.GROUPS
+    coarse = {name: {"codec": "int8"} for name in module.COARSER}
+    monkeypatch.setattr(module, "GROUPS", {first: {"fp32": {}}, second: {"plain": {}} | coarse})
+
+
+class GroupHere:
+    """Stands in for processes that train together."""
+
+    def __init__(self, serve: Callable):
+        self.serve = serve
+
+    def train(self, config: Config) -> float:
+        ends = iter([config, None])
+        speeds = []
+        self.serve(0, 1, 0, SimpleNamespace(recv=lambda: next(ends), send=speeds.append))
+        return speeds[0]
+
+    def close(self) -> None:
+        pass
+
+
+def one_rank(module, monkeypatch) -> None:
+    nothing = SimpleNamespace(start=lambda: None, stop=lambda: None)
+    monkeypatch.setattr(module, "processes", nothing)
+    monkeypatch.setattr(module.os, "environ", {})
+    monkeypatch.setattr(module, "Group", lambda size: GroupHere(module.serve))
+    called_once(module, monkeypatch)
+
+
+def called_once(module, monkeypatch) -> None:
+    """What is timed is called once."""
+
+    def seconds_of(steps: dict, *_, **__) -> dict[str, float]:
+        for step in steps.values():
+            step()
+        return dict.fromkeys(steps, 1.0)
+
+    monkeypatch.setattr(throughput, "seconds_of", seconds_of)
+    monkeypatch.setattr(module, "seconds_of", seconds_of, raising=False)
+
+
+def without_libraries(module, monkeypatch) -> None:
+    called_once(module, monkeypatch)
+    buffer = SimpleNamespace(sample=lambda *_: None)
+    monkeypatch.setattr(module, "torchrl_buffer", lambda *_, **__: buffer)
+    monkeypatch.setattr(module, "sb3_buffer", lambda *_: buffer)
+    monkeypatch.setattr(module, "version", lambda package: "0")
+
+
+def without_cuda(module, monkeypatch) -> None:
+    """Prepares a benchmark of a GPU to run on the CPU."""
+
+    def on_cpu(*devices, **fields) -> Machine:
+        return Machine(*("cpu" for _ in devices), **fields)
+
+    nothing = dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), lambda: None)
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        get_device_name=lambda: "GPU",
+        max_memory_reserved=lambda: 10**9,
+        **nothing,
+    )
+    monkeypatch.setattr(module, "torch", SimpleNamespace(**vars(torch) | {"cuda": cuda}))
+    monkeypatch.setattr(module, "Machine", on_cpu, raising=False)
+    precisions = lambda device: ["fp32"]  # noqa: E731
+    monkeypatch.setattr(module, "available_precisions", precisions, raising=False)
+
+
+def layer_without_cuda(module, monkeypatch) -> None:
+    without_cuda(module, monkeypatch)
+    called_once(module, monkeypatch)
+    monkeypatch.setattr(module, "arithmetic", lambda device: "hardware")
+    monkeypatch.setattr(module, "load_kernels", lambda device: None)
+    precision = lambda name, device: Precision(name.replace("tf", "fp"), device)  # noqa: E731
+    monkeypatch.setattr(module, "Precision", precision)
+    steps = functools.partial(module.layer_steps, device="cpu")
+    monkeypatch.setattr(module, "layer_steps", steps)
+
+
+def without_the_kernel(module, monkeypatch) -> None:
+    without_cuda(module, monkeypatch)
+    population = module.build_population
+    monkeypatch.setattr(
+        module, "build_population", lambda configs, device: population(configs, "cpu")
+    )
+    build = module.run_of
+
+    def run_of(*arguments):
+        run = build(*arguments)
+        run.collector.loop = unroll_with_its_policy
+        return run
+
+    monkeypatch.setattr(module, "run_of", run_of)
+
+
+def unroll_with_its_policy(model, *arguments):
+    """A loop in place of the kernel."""
+    return unroll(model.acting() if isinstance(model, Agents) else model, *arguments)
+
+
+def lesson_in_steps(module, out: Path) -> None:
+    module.measure(out / "lesson.csv")
+    module.MEASURED = out / "lesson.csv"
+    module.main("table", out / "lesson.md")
+
+
+def one_speed(module, monkeypatch) -> None:
+    monkeypatch.setattr(module, "speeds", lambda script, updates: [1e5, 2e5, 3e5])
+
+
+class Run(NamedTuple):
+    """The smallest run of a benchmark.
+
+    `files`    what it writes, with some columns of the tables in it
+    `sizes`    constants of its module, replaced
+    `prepare`  what else is replaced, from the module and monkeypatch
+    `call`     runs it, from the module and a folder; None: its main function, with the first file
+    `module`   its name; None: that of the run
+    """
+
+    files: dict[str, set[str]]
+    sizes: dict = {}
+    prepare: Callable = lambda module, monkeypatch: None
+    call: Callable | None = None
+    module: str | None = None
+
+
+RUNS = {
+    "tasks": Run(
+        {
+            "tasks.md": {"task", "arm", "median score"},
+            "tasks_short.md": {"FP8"},
+            "tasks.png": set(),
+        },
+        prepare=short_tasks,
+        # Not the module of this run: others import it, and it was prepared
+        call=lambda module, out: tasks.main(
+            out / "tasks.md",
+            [tasks.CART, tasks.CARTPOLE, "LunarLander-v3"],
+            list(tasks.ARMS),
+            False,
+        ),
+    ),
+    "film": Run(
+        {"film.gif": set(), "curves.png": set()},
+        {"Config": config_class(**SHORT), "SEEDS": range(5000, 5001), "FRAMES": 2},
+        call=lambda module, out: module.main(out),
+    ),
+    "published": Run(
+        {"published.md": {"settings", "seeds that reach 100", "median final return"}},
+        {
+            "SEEDS": range(9000, 9001),
+            "BUDGET": {"steps": 2_048, "eval_every": 1_024, "eval_episodes": 1},
+        },
+        few_arms,
+        lambda module, out: module.main("changes", out / "published.md"),
+    ),
+    "between the loops": Run(
+        {"between_loops.md": {"settings", "fall by more than 60", "greedy: end below 100"}},
+        {
+            "BRIDGE_SEEDS": range(11_000, 11_001),
+            "BUDGET": {"steps": 4_608, "eval_every": 2_304, "eval_episodes": 1},
+            "DIFFERENCES": {"updates in 256 steps": ({}, {"replay_updates": 2})},
+        },
+        call=lambda module, out: module.main("between", out / "between_loops.md"),
+        module="published",
+    ),
+    "lesson": Run(
+        {"lesson.md": {"arm", "fp8: median fall", "fp8: lose it"}, "lesson.png": set()},
+        {"SEEDS": range(1000, 1001), "STEPS": 4_608},
+        call=lesson_in_steps,
+    ),
+    "ladder": Run(
+        {"ladder.md": {"settings", "samples a step", "CartPole held"}, "ladder.csv": set()},
+        {"Config": config_class(eval_episodes=1), "EVALUATIONS": 2},
+        few_rungs,
+    ),
+    "breakage_map": Run(
+        {"breakage_map.md": {"cells", "equal", "fails"}, "breakage_map.png": set()},
+        {
+            "Config": config_class(eval_episodes=2),
+            "STEPS": 32,
+            "SEEDS": 2,
+            "RATES": {tasks.CART: (5e-4,), tasks.LQR: (2e-3,)},
+            "dataclasses": replacing(32),
+        },
+        small_map,
+    ),
+    "rates": Run(
+        {"rates.md": {"error of the twin", "of the lookup"}, "rates.png": set()},
+        {
+            "Config": config_class(num_envs=4, rollout_length=16, slice_length=16, eval_episodes=2),
+            "dataclasses": replacing(64),
+            "RESULTS": None,
+            "TWINS": range(500, 501),
+            "MEASURED_SEEDS": range(8000, 8002),
+            "CELLS": ("weights=e8m3:stochastic", "m=e4m3:independent"),
+            # So short trainings lose nothing, and the short table has only what differs
+            "CLEAR": 0,
+        },
+        few_settings,
+        rates_in_steps,
+    ),
+    "characters": Run(
+        {"characters.md": {"kept", "stored, bytes a parameter"}, "characters.png": set()},
+        {"UPDATES": 2, "EVERY": 1, "SEEDS": 1, "UNITS": 8},
+        few_characters,
+    ),
+    "strangers": Run(
+        {"strangers.md": {"the doctor, from seed 1", "lost", "the twin lost"}},
+        {"FORMATS": ("weights=e4m3",)},
+        strangers_here,
+        strangers_in_steps,
+    ),
+    "acting": Run(
+        {"acting.md": {"T / H", "Spearman: T / H", "dead prompts"}, "acting.png": set()},
+        {"multiprocessing": IN_ONE_PROCESS, "RESULTS": None, "WATCHED": [900]},
+        few_experiments,
+        acting_in_steps,
+    ),
+    "dumps": Run(
+        {"dumps.md": {"planted bug", "called a bug", "without advantages", "stale copy"}},
+        {"POLICIES": 1, "SEQUENCES": 24, "BATCH": 16, "TOKENS": 6, "UPDATES_OF_POLICY": 8},
+        few_dumps,
+        dumps_in_steps,
+    ),
+    "codecs": Run(
+        {"table.md": {"arm", "lowest seed"}, "curves.png": set(), "results.csv": set()},
+        {
+            "Config": config_class(**SMALL | {"steps": 512, "eval_episodes": 2}),
+            "SEEDS": range(5000, 5001),
+        },
+        two_arms,
+        call=lambda module, out: module.main(out),
+    ),
+    "replay_sampling": Run(
+        {"replay_sampling.md": {"buffer", "times ours", "large over small"}},
+        {"CAPACITIES": (4_096, 8_192), "SLICES": 4, "ROUNDS": 1},
+        without_libraries,
+    ),
+    "populations": Run(
+        {"populations.md": {"steps/s of all agents", "2 agents", "study of the cart"}},
+        {
+            "Config": config_class(**SHORT),
+            "AGENTS": (2,),
+            "CORES": 1,
+            "STUDY": {"seeds": 2, "alone": 1},
+        },
+        commands_here,
+        populations_into,
+    ),
+    "loops": Run({"loops.md": {"updates an iteration", "fp8rl / JAX"}}, {"ROUNDS": 1}, one_speed),
+    "widths on a CPU": Run(
+        {"widths.md": {"width", "bf16 / fp32", "2 agents in fp8"}},
+        {
+            "Config": config_class(**QUICK),
+            "WARMUP": 0,
+            "WIDTHS": (16,),
+            "AGENTS": 2,
+            "SECONDS": 0,
+        },
+        call=lambda module, out: module.main(["--cpu", str(out / "widths.md")]),
+        module="widths",
+    ),
+    "widths on a GPU": Run(
+        {"widths.md": {"width", "fp32"}},
+        {"WARMUP": 0, "WIDTHS_ON_CUDA": (16,), "SECONDS": 0}
+        | {"SHAPE_ON_CUDA": QUICK | {"capacity": 200}},
+        without_cuda,
+        lambda module, out: module.main(["--cuda", str(out / "widths.md")]),
+        "widths",
+    ),
+    "processes": Run(
+        {"processes.md": {"two ranks", "reused", "by default", "async"}},
+        {
+            "Config": config_class(eval_episodes=1, batch_size=128, replay_updates=1),
+            **{"SIZES": {4: 4}, "FORWARD": {4: 2}, "ROUNDS": 1, "FEWER": 1, "WORK": 10},
+            # The processes of async are Gymnasium's
+            "VECTORIZATIONS": ("sync",),
+        },
+        one_rank,
+    ),
+    "placements": Run(
+        {"placements.md": {"eager, steps/s", "graph, steps/s", "learn", "store"}},
+        {
+            "Config": config_class(eval_episodes=1),
+            **{"FEW": 4, "MANY": 8, "PLACED": 8, "PLACES": ("cpu",)},
+            **{"ITERATIONS": 2, "WARM": 1, "LONGER": 1, "ROUNDS": 1},
+        },
+        without_cuda,
+    ),
+    "acting_kernel": Run(
+        {"acting_kernel.md": {"what trains", "steps/s, one kernel", "ratio"}},
+        {
+            "DEFAULT": Config(steps=10**6, **{"eval_every": 0, **TINY}),
+            "CASES": {"a run": (None, {}), "agents": (2, {})},
+            **{"ROUNDS": 1, "WARM": 1, "ITERATIONS": 1},
+        },
+        without_the_kernel,
+    ),
+    "fp8_layer": Run(
+        {"fp8_layer.md": {"rows", "than bf16", "fp8"}, "fp8_layer_GPU.json": set()},
+        prepare=layer_without_cuda,
+        call=lambda module, out: module.main(out, widths=(16, 32), batches=(16,)),
+    ),
+    "fp8_sums": Run(
+        {"fp8_sums.md": {"operands", "emulated", "H100, fast", "blocks clipped"}},
+        {"LENGTHS": (64, 128), "SIZE": 16, "BLOCKS": 100},
+    ),
+}
+
+
+def imported(name: str):
+    """A benchmark as a module. Python itself has a module called codecs."""
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def heads_of(path: Path) -> set[str]:
+    """The columns of all tables in a file, each of which has a row."""
+    lines = path.read_text().splitlines()
+    rules = [i for i, line in enumerate(lines) if line.startswith("| --- ")]
+    assert rules and all(lines[i + 1].startswith("| ") for i in rules), path
+    return {cell.strip() for i in rules for cell in lines[i - 1].split("|")}
+
+
+def touch(figure: Figure, file, **_) -> None:
+    """Makes a figure's file, which is empty: drawing takes long."""
+    Path(file).touch()
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_benchmark_writes_its_tables(name, one_process, monkeypatch, tmp_path):
+    run = RUNS[name]
+    module = imported(run.module or name)
+    for package in getattr(module, "PACKAGES", ()):
+        pytest.importorskip(package, reason=f"{name} needs benchmarks/requirements.txt")
+    monkeypatch.setattr(Figure, "savefig", touch)
+    for constant, value in run.sizes.items():
+        assert hasattr(module, constant)
+        setattr(module, constant, value)
+    run.prepare(module, monkeypatch)
+    first = tmp_path / next(iter(run.files))
+    if run.call:
+        run.call(module, tmp_path)
+    else:
+        module.main(first)
+    for file, columns in run.files.items():
+        path = tmp_path / file
+        assert path.exists()
+        if path.suffix == ".md":
+            assert columns <= heads_of(path) and " on " in path.read_text().splitlines()[-1]
+
+
+def test_every_command_has_a_run_here():
+    scripts = {
+        Path(word).stem
+        for command in results.COMMANDS.values()
+        for word in command.split()
+        if word.endswith(".py")
+    }
+    others = {"waits", "replay_layouts"}  # have tests of their own below
+    assert scripts == {run.module or name for name, run in RUNS.items()} | others
+
+
+SCRIPTS = [
+    ("ours", "--variant defaults --steps 2048", "torch"),
+    ("ours", "--variant on-policy --updates 2 --seconds 0 --num-envs 4 8", "torch"),
+    ("cleanrl_style", "--steps 512", "torch"),
+    ("sb3", "--variant batched --steps 512", "stable_baselines3"),
+    ("sb3", "--variant ppo --num-envs 8 --steps 256", "stable_baselines3"),
+    ("jax_loop", "--steps 512 --updates 2", "jax"),
+    ("jax_population", "--agents 2 --num-envs 2 --rollout-length 4 --steps 16", "jax"),
+    ("jax_population", "--agents 2 --seconds 0", "jax"),
+]
+
+
+@pytest.mark.parametrize(("script", "words", "package"), SCRIPTS)
+def test_every_script_of_speed_trains(script, words, package, monkeypatch, capsys):
+    if not importlib.util.find_spec(package):
+        pytest.skip(f"{package} is not installed")
+    monkeypatch.syspath_prepend(BENCHMARKS / "speed")
+    monkeypatch.setattr(importlib.import_module("common"), "WARM_SECONDS", 0)
+    monkeypatch.setattr(sys, "argv", [script, *words.split()])
+    runpy.run_path(str(BENCHMARKS / f"speed/{script}.py"), run_name="__main__")
+    for line in capsys.readouterr().out.splitlines():
+        numbers = json.loads(line)
+        if "--seconds" in words:
+            assert numbers["train_steps_per_second"] >= 0
+        else:
+            assert numbers["steps"] >= int(words.split("--steps ")[1].split()[0])
+
+
+def test_waits_are_measured_in_turns_and_go_on_where_they_were_stopped(
+    tmp_path, monkeypatch, capsys
+):
+    def stand_in(name: str, script: str, *needs: str) -> waits.Contestant:
+        command = waits.Command([sys.executable, "-I", "-S", "-c", script])  # which starts sooner
+        return waits.Contestant(name, lambda seed: [command], needs)
+
+    printed = """print('a line\\n{"greedy_return": 197, "seconds_evaluating": 1e3}')"""
+    contestants = [
+        stand_in("ours", "print('final greedy return 198.75 of 200')"),
+        stand_in("theirs", printed),
+        stand_in("of a library", "", "no_such_library"),
+        stand_in("broken", "raise SystemExit('out of order')"),
+    ]
+    monkeypatch.setattr(waits, "contestants_of_rows", lambda *_: {"train": contestants})
+    monkeypatch.setattr(Figure, "savefig", touch)
+    out = tmp_path / "waits.md"
+    waits.main([str(out), "--rounds", "2"])
+    said = capsys.readouterr().out
+    assert "of a library left out: it needs no_such_library" in said
+    assert said.count("broken left out, it failed:\nout of order") == 1
+    journal = Journal(out.with_suffix(".csv"), waits.COLUMNS)
+    found = journal.rows()
+    order = [(row["contestant"], row["round"]) for row in found]
+    assert order == [("ours", "0"), ("theirs", "0"), ("ours", "1"), ("theirs", "1")]
+    # Without the evaluation, which took longer than the process
+    assert [float(row["seconds"]) < 0 for row in found] == [False, True, False, True]
+    _, _, ours, theirs, *_ = out.read_text().splitlines()
+    assert ours.split(" | ")[1] == "ours" and ours.endswith(" | 1.00 | 198.8 | 2 |")
+    assert theirs.endswith(" | 197.0 | 2 |") and (tmp_path / "waits.png").exists()
+
+    journal.write(found[:-1])
+    contestants.pop()
+    waits.main([str(out), "--rounds", "2"])  # measures only the one that is missing
+    again = journal.rows()
+    assert again[:3] == found[:3] and len(again) == 4
+
+
+def test_a_wait_is_compared_within_rounds_and_without_what_only_the_benchmark_needs():
+    ours = waits.Measured("train", "ours", {"0": 2.0, "1": 20.0, "2": 3.0}, [])
+    theirs = waits.Measured("train", "theirs", {"0": 1.0, "1": 5.0}, [])
+    assert ours.over(theirs) == 3.0 and ours.median == 3.0
+    numbers = {"seconds_evaluating": 2, "seconds_importing_torch": 1.5, "seed": 1}
+    assert waits.not_waited_for(numbers) == 3.5 and waits.numbers_of("12\n") == {}
+
+
+def test_every_wait_has_a_command(tmp_path):
+    clones = {"cleanrl": tmp_path, "nanogpt": tmp_path}
+    for row, contestants in waits.contestants_of_rows(tmp_path, clones).items():
+        assert len({contestant.name for contestant in contestants}) == len(contestants)
+        for contestant in contestants if row != "clone" else ():
+            if contestant.name == "JAX, compiled before":
+                continue  # runs JAX to fill the cache
+            for command in contestant.commands(1000):
+                scripts = [word for word in command.words if "/speed/" in word]
+                assert all(Path(script).exists() for script in scripts)
+
+
+def test_a_journal_refuses_a_file_with_other_columns(tmp_path):
+    path = tmp_path / "journal.csv"
+    Journal(path, ("a", "b")).add({"a": 1, "b": "x, y"})
+    assert Journal(path, ("a", "b")).done("b") == {("x, y",)}
+    with pytest.raises(ValueError, match=r"journal.csv has other columns: delete it"):
+        Journal(path, ("a", "c"))
+
+
+# Scores and verdicts
 
 
 def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at_the_end():
-    import zoo
-
     model = SimpleNamespace(
         num_timesteps=0,
         n_envs=8,
@@ -39,7 +755,7 @@ def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at
         get_vec_normalize_env=lambda: None,
         predict=lambda obs, deterministic: (bang_bang(torch.from_numpy(obs)).numpy(), None),
     )
-    evaluator = zoo.Evaluator(small(eval_every=16, eval_episodes=3))
+    evaluator = tasks.zoo.Evaluator(small(eval_every=16, eval_episodes=3))
     for steps in range(8, 48, 8):
         model.num_timesteps = steps
         assert evaluator({"self": model}, {})
@@ -48,70 +764,33 @@ def test_an_algorithm_of_stable_baselines3_is_evaluated_at_every_multiple_and_at
     assert (history.column("eval_return") > 190).all()
 
 
-CONTESTANTS = [
-    ("ours", "defaults"),
-    ("ours", "on-policy"),
-    ("cleanrl_style", "eager"),
-    ("torchrl_a2c", "eager"),
-]
-CONTESTANTS += [("sb3", "batched"), ("sb3", "ppo"), ("jax_loop", "scan"), ("jax_loop", "devices")]
+def test_a_task_trains_through_gymnasium():
+    config = small(env_id="CartPole-v1", steps=512, eval_every=0, eval_episodes=1, precision="fp8")
+    assert tasks.through_gymnasium(config).last["eval_return"] > 0
 
 
-@pytest.mark.parametrize(("script", "variant"), CONTESTANTS)
-def test_every_contestant_trains_with_the_default_learning_rate(
-    script, variant, monkeypatch, capsys
-):
-    package = {"torchrl_a2c": "torchrl", "sb3": "stable_baselines3", "jax_loop": "jax"}.get(
-        script, "torch"
-    )
-    if not importlib.util.find_spec(package):
-        pytest.skip(f"{package} is not installed")
-    options = [
-        "--variant",
-        variant,
-        "--threads",
-        "1",
-        "--num-envs",
-        "16",
-        "--learn",
-        "--full",
-        "--steps",
-        "4096",
-        "--json",
-    ]
-    monkeypatch.setattr(sys, "argv", [script, *options])
-    monkeypatch.syspath_prepend("benchmarks/speed")
-    if package == "jax":
-        # The number of devices can be set only before JAX does anything, and another test may
-        # have used it in this process
-        importlib.import_module("jax.extend.backend").clear_backends()
-    runpy.run_path(f"benchmarks/speed/{script}.py", run_name="__main__")
-    assert json.loads(capsys.readouterr().out)["steps"] >= 4096
+def test_rungs_change_one_thing_at_a_time():
+    import ladder
+
+    rungs = [ladder.configs_of(rung, ladder.LANDER)[0] for rung in ladder.RUNGS]
+    assert rungs[0].halved_after == 40_000
+    assert rungs[1].halved_after == 200_000
+    assert rungs[2].gamma == 0.998
+    assert rungs[-1] == Config(env_id=ladder.LANDER, steps=500_000, eval_every=0)
 
 
-def test_agents_in_jax_train_for_a_number_of_steps(monkeypatch, capsys):
-    pytest.importorskip("jax")
-    options = {"agents": 2, "num-envs": 2, "rollout-length": 4, "updates": 2, "steps": 16}
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    monkeypatch.setattr(sys, "argv", ["jax_population", *words])
-    monkeypatch.syspath_prepend("benchmarks/speed")
-    runpy.run_path("benchmarks/speed/jax_population.py", run_name="__main__")
-    found = json.loads(capsys.readouterr().out)
-    assert found["steps"] == 16 and found["seconds_importing_torch"] >= 0
+def test_the_ladder_from_the_published_loop_ends_at_ours_on_one_budget():
+    import published
 
-
-def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
-    import tasks
-
-    monkeypatch.setattr(breakage_map, "STEPS", 512)  # an iteration
-    plain, coarse, untrained = breakage_map.run(
-        tasks.LQR, 2e-3, {("weights", "e8m0"): {"formats": "weights=e8m0"}}, seeds=2
-    )
-    assert float(plain["median"]) > 1 and float(plain["score"]) == 1
-    fast, _ = breakage_map.run(tasks.LQR, 5e-3, {}, seeds=2)
-    assert fast["median"] != plain["median"]
-    assert float(coarse["low"]) <= float(coarse["score"]) <= float(coarse["high"])
-    assert untrained["place"] == "untrained" and float(untrained["median"]) > float(plain["median"])
+    alone, ladder, back = published.arms().values()
+    first, last = (list(ladder.values())[i][0] for i in (0, -1))
+    plain = alone["the published loop"][0]
+    assert first == plain == Config.published(seed=9000, **published.BUDGET)
+    assert last == back["our loop"][0] == Config(seed=9000, replay_updates=15, **published.BUDGET)
+    configs = [configs[0] for lines in (alone, ladder, back) for configs in lines.values()]
+    assert {config.steps_per_iteration / config.updates for config in configs} == {128}
+    returns = np.array([[50.0, 150.0, 99.0], [120.0, 130.0, 140.0], [1.0, 2.0, 3.0]])
+    assert published.line("an arm", returns) == "| an arm | 2 of 3 | 1 of 3 | 2 of 3 | 99.0 | 3.0 |"
 
 
 @pytest.mark.parametrize(
@@ -119,12 +798,7 @@ def test_a_cell_of_the_map_is_the_cost_relative_to_the_optimum(monkeypatch):
     [
         ("the cart", (198.0, 198.6, 6.6), (-0.4, 0.1), "equal"),
         # Loses less than a tenth of 192
-        (
-            "the cart",
-            (180.0, 198.6, 6.6),
-            (-20.0, -17.0),
-            "between",
-        ),
+        ("the cart", (180.0, 198.6, 6.6), (-20.0, -17.0), "between"),
         ("the cart", (179.0, 198.6, 6.6), (-21.0, -18.0), "fails"),
         ("fp8rl/Lqr-v0", (1.1, 1.05, 51.05), (1.01, 1.1), "equal"),  # costs
         ("fp8rl/Lqr-v0", (6.0, 1.05, 51.05), (5.0, 6.5), "between"),
@@ -139,96 +813,42 @@ def test_a_verdict_is_failure_if_more_than_a_tenth_of_the_gain_is_lost(
 
 
 def test_the_committed_verdicts_follow_from_the_numbers_beside_them():
-    rows = list(csv.DictReader((results.RESULTS / "breakage_map.csv").open()))
-    before = breakage_map.before_training(rows)
-    plain = {
-        (row["task"], row["learning_rate"]): float(row["median"])
-        for row in rows
-        if row["place"] == "float32"
-    }
+    rows = Journal(results.RESULTS / "breakage_map.csv", breakage_map.COLUMNS).rows()
+    medians = {(row["task"], row["place"], row["format"]): float(row["median"]) for row in rows}
     for row in rows:
+        places = (row["place"], row["format"]), breakage_map.BASELINE, breakage_map.UNTRAINED
         sign = -1 if row["task"] == breakage_map.LQR else 1
-        numbers = (
-            float(row["median"]),
-            plain[row["task"], row["learning_rate"]],
-            before[row["task"]],
-        )
-        assert (row["verdict"] == "fails") == fails(*(sign * x for x in numbers)), row
+        numbers = (sign * medians[(row["task"], *place)] for place in places)
+        assert (row["verdict"] == "fails") == fails(*numbers), row
 
 
-def test_below_the_codecs_table_every_failing_seed_is_named_and_the_control_is_judged(monkeypatch):
-    spec = importlib.util.spec_from_file_location(
-        "codecs_benchmark", results.ROOT / "benchmarks/codecs.py"
-    )
-    # By its path: Python has a module of this name
-    spec.loader.exec_module(codecs := importlib.util.module_from_spec(spec))
-
-    monkeypatch.setattr(codecs, "SEEDS", range(5000, 5003))
-    plain, one, control = (
-        np.array([198.0, 199.0, 200.0]),
-        np.array([198.0, 178.5, 182.0]),
-        np.array([5.9, 6.0, 6.1]),
-    )
+def test_below_the_codecs_table_every_failing_seed_is_named_and_the_control_is_judged():
+    codecs = imported("codecs")
+    codecs.SEEDS = range(5000, 5003)
+    plain = np.array([198.0, 199.0, 200.0])
+    control = np.array([5.9, 187.1, 6.1])
+    one = np.array([198.0, 178.5, 182.0])
     text = codecs.failures({"fp32": plain, "int8": one, codecs.CONTROL: control}, start=6.0)
-    every = "control: int8, 128 times coarser: all, which end at 5.90 to 6.10."
-    assert f"Seeds that fail: int8: 5001 at 178.50; {every}" in text
-    assert text.endswith(
-        "The control is expected to fail in the median over its seeds, and it does: 3 of 3 fail."
-    )
-    control[1] = 187.1
-    text = codecs.failures({"fp32": plain, codecs.CONTROL: control}, start=6.0)
-    assert "all but 5001 at 187.10; the others end at 5.90 to 6.10." in text and text.endswith(
-        "and it does: 2 of 3 fail."
-    )
+    assert "Seeds that fail: int8: 5001 at 178.50; control: int8, 128 times coarser: all" in text
+    assert "all but 5001 at 187.10; the others end at 5.90 to 6.10." in text
+    assert text.endswith("and it does: 2 of 3 fail.")
     text = codecs.failures({"fp32": plain, codecs.CONTROL: plain}, start=6.0)
     assert "Seeds that fail: none." in text and text.endswith("and it does not: 0 of 3 fail.")
 
 
-def test_mismatch_scores_as_the_tasks_do(monkeypatch):
-    import mismatch
-    import tasks
-
-    assert [fields["learning_rate"] for fields in mismatch.TASKS.values()] == [2e-3, 1e-3]
-    (one, other), wrong = (
-        mismatch.trained(tasks.LQR, "0", ratios, seeds=[3, 4], steps=512)
-        for ratios in ("learner", "wrong")
-    )
-    assert (one.seed, other.seed) == (3, 4) and one.score < 0
-    assert one.divergence > 0 and 0 < one.sample_size < 1 and 0 < one.replayed_sample_size <= 1
-    assert 0 <= one.clipped_share < 1 and one.score != wrong[0].score
-    assert tasks.score(tasks.LQR, 1.05 * tasks.best_of(tasks.LQR)) == pytest.approx(-5)
-
-
-def test_mismatch_s_table_has_what_was_trained(tmp_path):
-    import mismatch
-
-    def results(ratios: str, scores: list[float]) -> list:
-        numbers = {"divergence": 1e-3, "sample_size": 0.9, "replayed_sample_size": 0.5}
-        return [
-            mismatch.Result(
-                "CartPole-v1", "1", ratios, seed, x, **numbers, clipped_share=len(ratios) / 100
-            )
-            for seed, x in enumerate(scores)
-        ]
-
-    found = results("actor", [100.0, 200.0, 300.0])[::-1] + results("learner", [110, 210, 310])
-    mismatch.write(tmp_path / "mismatch.csv", found)
-    assert mismatch.read(tmp_path / "mismatch.csv") == found
-    _, _, line = mismatch.table(found)
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells == [
-        *("CartPole-v1", "1", "1.0e-03", "1.0", "0.500", "0.050, 0.070"),
-        *("200.0 [150.0, 250.0]", "210.0 [160.0, 260.0]", "", "", "+10.0 [+10.0, +10.0]"),
-    ]
-    cells = mismatch.cells(mismatch.BITS, mismatch.RATIOS)
-    assert len(cells) == 2 * (7 * 3 + 2)
-    assert mismatch.read(tmp_path / "none.csv") == []
-
-
-def test_the_film_compares_the_agent_before_and_after_training(monkeypatch):
-    monkeypatch.setattr(film, "Config", functools.partial(small, steps=512))
-    found = Image.open(io.BytesIO(film.before_and_after()))
-    assert found.format == "GIF" and found.size == (480, 480) and found.n_frames > 1
+def test_a_film_keeps_the_last_picture_of_a_policy_that_has_left_the_track():
+    film = imported("film")
+    gif = film.film({"good": bang_bang, "bad": lambda obs: 1}, frames=8)
+    picture = Image.open(io.BytesIO(gif))
+    assert picture.format == "GIF" and picture.n_frames == 8 and picture.size == (480, 480)
+    frames = []
+    for k in (0, 6, 7):
+        picture.seek(k)
+        frames.append(np.asarray(picture.convert("RGB")).astype(int))
+    # But for its palette a picture that is kept stays the same
+    moved = np.abs(frames[2] - frames[1]).mean((1, 2))
+    assert moved[240:].mean() < 0.5 < moved[:240].mean()
+    assert (frames[0] != frames[1]).any()
 
 
 def test_break_even_is_the_width_from_which_fp8_stays_faster():
@@ -249,23 +869,6 @@ def test_break_even_is_the_width_from_which_fp8_stays_faster():
         assert fp8_layer.break_even(times, "bf16") == expected
 
 
-def test_every_precision_is_timed_on_the_same_work():
-    import fp8_layer
-
-    steps = fp8_layer.layer_steps(16, 32, ("fp32", "bf16", "fp8"), device="cpu")
-    times = seconds_of(steps, rounds=2, round_seconds=0.001, device="cpu")
-    assert list(times) == ["fp32", "bf16", "fp8"] and all(seconds > 0 for seconds in times.values())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_fp8_hardware_it_says_why_and_writes_nothing(tmp_path, capsys):
-    import fp8_layer
-
-    fp8_layer.main(tmp_path)
-    assert not list(tmp_path.iterdir())
-    assert "needs a CUDA device of compute capability 8.9" in capsys.readouterr().out
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
@@ -280,188 +883,85 @@ def test_on_fp8_hardware_it_writes_the_break_even_width(tmp_path):
     assert "\n| 1,024 | 64 | " in (tmp_path / "fp8_layer.md").read_text()
 
 
-def test_tasks_of_gymnasium_alone_have_arms_of_their_own():
-    import tasks
-
-    arms = {task: tasks.arms_of(task) for task in tasks.TASKS}
-    assert arms[tasks.CART] == arms["Acrobot-v1"] == list(tasks.ARMS)
-    assert arms["LunarLander-v3"] == arms["InvertedPendulum-v5"] == ["fp32", "fp8"]
-    assert arms["Hopper-v5"] == ["fp32", "fp8", "SB3 PPO"]
-    seeds = [
-        len(tasks.configs_of(task, "fp8")) for task in (tasks.CART, "LunarLander-v3", "Hopper-v5")
-    ]
-    assert seeds == [30, 5, 10]
+# Replay layouts
 
 
-@pytest.mark.parametrize(
-    ("task", "package"),
-    [("CartPole-v1", "gymnasium"), ("LunarLander-v3", "Box2D"), ("Hopper-v5", "mujoco")],
-)
-def test_tasks_train_through_gymnasium(task, package):
-    pytest.importorskip(package, reason=f"{task} needs benchmarks/requirements.txt")
-    import tasks
-
-    config = small(env_id=task, steps=512, eval_every=0, eval_episodes=1, precision="fp8")
-    assert tasks.through_gymnasium(config).last["eval_return"] > -10_000
-
-
-def test_rungs_change_one_thing_at_a_time():
-    import ladder
-    import tasks
-
-    rungs = [ladder.configs_of(rung, ladder.LANDER)[0] for rung in ladder.RUNGS]
-    assert (
-        rungs[0].halved_after == 40_000
-        and rungs[1].halved_after == 200_000
-        and rungs[2].gamma == 0.998
-    )
-    assert rungs[-1] == Config(env_id=ladder.LANDER, steps=500_000, eval_every=0)
-    found = {
-        ("the earlier defaults", task, seed): [100.0, 480.0]
-        for task, (seeds, *_) in ladder.TASKS.items()
-        for seed in seeds
+def test_our_replay_layouts_give_back_next_observations(monkeypatch):
+    """Without the buffers of the other library."""
+    layouts = imported("replay_layouts")
+    layouts.ROWS = 600
+    layouts.BATCHES = 20
+    stores = {
+        "compact": layouts.our_ring,
+        "full": functools.partial(layouts.our_layout, "full"),
+        "delta": functools.partial(layouts.our_layout, "delta"),
     }
-    line = ladder.line("the earlier defaults", found)
-    assert "| 480.00 (480.00) |" in line and "| 16 of 16 |" in line
-    assert ladder.configs_of("+ discount 1 - 2 / time limit", tasks.CART)[0].gamma == 0.99
+    for name, store_of in stores.items():
+        for agent, end in (("random", 2), ("balancing", 3)):
+            store = store_of(agent)
+            drawn = layouts.joined(list(store.drawn))
+            places = [0, 1, end]
+            assert drawn.place.unique().tolist() == places
+            outcomes = {layouts.outcome(layouts.at(drawn, place)) for place in places}
+            if name == "delta":
+                assert all(text.startswith("off by up to 0.") for text in outcomes)
+            else:
+                assert outcomes == {"exact"}
+            row_bytes = {"compact": 26, "full": 42, "delta": 34}[name]
+            assert store.row_bytes == row_bytes
+            assert (store.transition_bytes > row_bytes) == (name == "compact")
 
 
-def test_the_ladder_from_the_published_loop_ends_at_ours_on_one_budget():
-    import published
+def test_outcomes_of_next_observations_are_said_in_words():
+    layouts = imported("replay_layouts")
 
-    alone, ladder, back = published.arms().values()
-    first, last = (list(ladder.values())[i][0] for i in (0, -1))
-    assert (
-        first == alone["the published loop"][0] == Config.published(seed=9000, **published.BUDGET)
-    )
-    assert last == back["our loop"][0] == Config(seed=9000, replay_updates=15, **published.BUDGET)
-    configs = [configs[0] for lines in (alone, ladder, back) for configs in lines.values()]
-    assert {config.steps_per_iteration / config.updates for config in configs} == {128}
-    line = published.line(
-        "an arm", np.array([[50.0, 150.0, 99.0], [120.0, 130.0, 140.0], [1.0, 2.0, 3.0]])
-    )
-    assert line == "| an arm | 2 of 3 | 1 of 3 | 2 of 3 | 99.0 | 3.0 |"
+    def outcome(*next_obs: float) -> str:
+        column = torch.tensor(next_obs, dtype=torch.float32).unsqueeze(-1)
+        truth = torch.full_like(column, 10)
+        drawn = layouts.Drawn(column, truth, truth - 2, torch.zeros(len(column)).long())
+        return layouts.outcome(drawn)
 
-
-def test_a_width_s_agents_train_in_a_process_of_their_own_and_are_kept(monkeypatch, tmp_path):
-    import tasks
-    import widths
-
-    monkeypatch.setitem(tasks.TASKS, tasks.CART, (0, 2048, 2048, -1000))
-    monkeypatch.setattr(widths, "SHAPES", {(16, 1): 3})
-    assert not widths.configs_of(tasks.CART, 16, 1, "fp8")  # which has nothing to multiply there
-    chosen = [tasks.CART], [16], ["fp32"]
-    line = widths.learning(tmp_path / "a.csv", *chosen, 2).splitlines()[-1]
-    assert line.startswith("| the cart | 16 | 1 | fp32 | ") and line.endswith(" | 2 of 2 | - |")
-    monkeypatch.setattr(widths, "rows_of", None)  # nothing is trained again
-    assert widths.learning(tmp_path / "a.csv", *chosen, 2).splitlines()[-1] == line
+    nan = torch.nan
+    assert outcome() == "-" and outcome(10, 10) == "exact" and outcome(nan, nan) == "NaN"
+    assert outcome(10, 10.01) == "off by up to 0.5% of the step"
+    assert outcome(14, 18, 22) == "wrong, by 4 steps in the median"
+    assert outcome(14, nan, nan, nan) == "25% wrong, by 2 steps in the median, else NaN"
+    assert outcome(14, nan, 10, 10) == "25% wrong, by 2 steps in the median, 25% NaN"
 
 
-def test_speed_by_width_on_a_gpu_has_every_precision(monkeypatch):
-    import widths
-
-    seen = []
-    monkeypatch.setattr(
-        widths,
-        "speed",
-        lambda run, clock, seconds: seen.append(run.config) or run.close() or 12_345.0,
-    )
-    (table,) = widths.speeds_on_cuda((64,))
-    *_, line = table.splitlines()
-    names = widths.available_precisions(widths.CUDA.device)
-    assert line == f"| 64 |{' 12,345; 0.00 GB |' * len(names)}" or torch.cuda.is_available()
-    assert [config.precision for config in seen] == names and {
-        config.hidden_size for config in seen
-    } == {64}
-
-
-def test_film_starts_where_it_is_told():
-    first = [
-        Image.open(io.BytesIO(film.film(bang_bang, steps=1, start=(p, 0.0)))).convert("RGB")
-        for p in (0.0, 1.0, 1.0)
-    ]
-    assert first[0].tobytes() != first[1].tobytes() == first[2].tobytes()
-
-
-@pytest.mark.parametrize("policy, frames", [(bang_bang, 12), (lambda obs: 1, 8)])
-def test_film_ends_with_the_episode(policy, frames):
-    found = Image.open(io.BytesIO(film.film(policy, start_noise=0.0, steps=12)))
-    assert found.format == "GIF" and found.n_frames == frames and found.size == (480, 240)
-
-
-def test_several_films_run_side_by_side_with_captions():
-    alone, both = (
-        Image.open(io.BytesIO(film.film(policy, start_noise=0.0, steps=12)))
-        for policy in (bang_bang, {"good": bang_bang, "bad": lambda obs: 1})
-    )
-    assert both.n_frames == 12 and both.size == (480, 480)  # one of them ends earlier
-    frames = []
-    for k in (0, 7, 8, 11):
-        both.seek(k)
-        frames.append(np.asarray(both.convert("RGB")))
-    assert not np.array_equal(frames[0][:240], np.asarray(alone.convert("RGB")))  # the caption
-    # Now it says that the cart is off the track
-    assert not np.array_equal(frames[1][240:], frames[2][240:])
-    # But for its palette a picture that is kept stays the same
-    end = np.abs(frames[2].astype(int) - frames[3]).mean((1, 2))
-    assert end[240:].mean() < 0.5 < end[:240].mean()
-
-
-def test_the_map_is_drawn_beside_its_prediction(tmp_path, monkeypatch):
-    cells = breakage_map.cells()
-    verdicts = iter(["equal", "fails"] * 2 * len(cells))
-    rows = [
-        {
-            "task": task,
-            "learning_rate": f"{rate:g}",
-            "place": place,
-            "format": form,
-            "verdict": next(verdicts),
-            "cell": text,
-        }
-        for task, rates in breakage_map.RATES.items()
-        for rate in rates
-        for (place, form), text in cells.items()
-    ]
-    monkeypatch.setattr(breakage_map.plt, "close", lambda figure: None)
-    breakage_map.draw(tmp_path / "map.png", rows)
-    axes = breakage_map.plt.gcf().axes
-    shades = [{patch.get_facecolor() for patch in ax.patches} for ax in axes]
-    # What is equal at both rates, and what fails
-    assert shades[0] == shades[1] and len(shades[0]) == 2
+# Few bits are another learning rate
 
 
 @pytest.fixture
-def rates(monkeypatch):
-    import rates
-
-    monkeypatch.setitem(rates.STEPS, "CartPole-v1", 4_096)
-    return rates
+def short_cartpole(monkeypatch):
+    monkeypatch.setitem(rates.STEPS, "CartPole-v1", 2_048)
+    return rates.Setting("CartPole-v1", 1e-3)
 
 
-def test_a_twin_at_the_rate_of_one_is_float32_and_at_another_it_is_that_learning_rate(rates):
-    setting = rates.Setting("CartPole-v1", 1e-3)
+def test_a_twin_at_the_rate_of_one_is_float32_and_at_another_it_is_that_learning_rate(
+    short_cartpole,
+):
     ones = np.ones((2, 1))
     by_tensor = np.full((2, 8), 4.0)
-    found = rates.twins(setting, [(ones, None), (4 * ones, None), (by_tensor, None)], (1, 2))
-    other = setting._replace(learning_rate=4e-3)
-    configs = [rates.config_of(own, seed) for own in (setting, other) for seed in (1, 2)]
+    arms = [(ones, None), (4 * ones, None), (by_tensor, None)]
+    found = rates.twins(short_cartpole, arms, (1, 2))
+    other = short_cartpole._replace(learning_rate=4e-3)
+    configs = [rates.config_of(own, seed) for own in (short_cartpole, other) for seed in (1, 2)]
     run = trained(build_population(configs))
     expected = [history.final_return for history in run.histories(configs)]
     assert found[:2].flatten().tolist() == expected
     assert found[1].tolist() == found[2].tolist()
 
 
-def test_noise_of_a_twin_is_that_of_its_arm_alone(rates):
-    setting = rates.Setting("CartPole-v1", 1e-3)
+def test_noise_of_a_twin_is_that_of_its_arm_alone(short_cartpole):
     noise = np.full((1, 8), 0.1)
     ones = np.ones((1, 1))
-    plain, noisy = rates.twins(setting, [(ones, None), (ones, noise)], (1, 2))
-    alone = rates.twins(setting, [(ones, None)], (1, 2))[0]
+    plain, noisy = rates.twins(short_cartpole, [(ones, None), (ones, noise)], (1, 2))
+    alone = rates.twins(short_cartpole, [(ones, None)], (1, 2))[0]
     assert plain.tolist() == alone.tolist() and (noisy != plain).all()
 
 
-def test_a_rate_for_all_counts_tensors_or_numbers_alike(rates):
+def test_a_rate_for_all_counts_tensors_or_numbers_alike():
     # Of a tensor of 4 numbers that moves in full, and one of 400 that stands still
     parts = np.array([[[[1.0, 1.0]], [[1.0, 0.0]], [[0.0, 1.0]], [[0.0, 0.0]]]])
     found = rates.rates_of(parts, np.array([4.0, 400.0]), sampled=4)
@@ -469,7 +969,35 @@ def test_a_rate_for_all_counts_tensors_or_numbers_alike(rates):
     assert found.by_tensor[0, 0].tolist() == [1.0, rates.SLOWEST] and found.noise.max() < 0.01
 
 
-def test_scores_of_predictions(rates):
+def test_a_lookup_does_not_know_the_cell_that_it_predicts(tmp_path, monkeypatch):
+    settings = [rates.Setting("CartPole-v1", rate) for rate in (1e-4, 1e-3, 1.1e-3)]
+    settings.append(rates.Setting("Pendulum-v1", 1e-3))
+    predicted = Journal(tmp_path / "rates_predicted.csv", rates.PREDICTED)
+    measured = Journal(tmp_path / "rates_measured.csv", rates.MEASURED)
+    for setting, kept in zip(settings, ("100", "90", "50", "20"), strict=True):
+        for cell, returns in {"float32": "100", "untrained": "0", "m=bf16": kept}.items():
+            line = (*setting, cell, returns)
+            measured.add(dict(zip(rates.MEASURED, line, strict=True)))
+        line = (*setting, "m=bf16", 0.4, 0.5, 0.5, 0.1, "stalls")
+        predicted.add(dict(zip(rates.PREDICTED, line, strict=True)))
+    monkeypatch.setattr(rates, "RESULTS", tmp_path)
+    cells = rates.measured_cells()
+    assert [cell.measured for cell in cells] == pytest.approx([0.0, 0.1, 0.5, 0.8])
+    assert cells[0].lookup == pytest.approx((0.1 + 0.5 + 0.8) / 3)
+    assert cells[0].own_lookup == pytest.approx((0.1 + 0.5 + 0.8) / 4)
+    # At the nearest learning rate of the same task
+    assert [cell.neighbour for cell in cells[:3]] == pytest.approx([0.1, 0.5, 0.1])
+
+
+def test_a_lookup_of_a_stranger_leaves_its_own_script_out():
+    import strangers
+
+    lost = {"ppo": 0.9, "dqn": 0.2, "c51": 0.4}
+    found = [strangers.Outcome(name, "m=bf16", "stalls", loss, 0.0) for name, loss in lost.items()]
+    assert strangers.lookup(found[0], found) == pytest.approx(0.3)
+
+
+def test_scores_of_predictions():
     def cell(name, rate, measured, twin):
         numbers = 0.5, 0.5, 0.5, 0.0, 0.0
         return rates.Cell(rates.Setting("a", rate), name, twin, measured, *numbers)
@@ -482,166 +1010,7 @@ def test_scores_of_predictions(rates):
     assert np.isnan(rates.auc(np.ones(2), np.ones(2, bool)))
 
 
-def test_the_pages_have_a_section_for_every_table():
-    shown = []
-    for page in results.PAGES:
-        text = page.read_text()
-        sections = re.findall(r"(?m)^## (\w+)$", text)
-        assert re.findall(r"(?m)^\| .* \| \[(\w+)\]\(#\1\) \|$", text) == sections, page
-        shown += sections
-    steps = re.compile("_(first|predicted|measured)$")
-    assert sorted(shown) == sorted({steps.sub("", name) for name in results.COMMANDS})
-
-
-def test_every_table_in_results_is_on_a_page_or_linked_from_one():
-    text = "".join(page.read_text() for page in results.READMES)
-    for path in results.RESULTS.rglob("*.md"):
-        assert f"results/{path.relative_to(results.RESULTS).as_posix()}" in text, path
-
-
-def test_short_tables_have_the_numbers_of_the_whole_ones():
-    import mismatch
-    import rates
-
-    for module in (acting, mismatch, rates):
-        whole, short = (
-            (results.RESULTS / f"{module.__name__}{suffix}.md").read_text()
-            for suffix in ("", "_short")
-        )
-        assert module.short(whole) == short
-        assert short.splitlines()[-1] == whole.splitlines()[-1]
-
-
-def test_the_table_of_a_layer_is_that_of_its_medians():
-    import fp8_layer
-
-    medians = json.loads((results.RESULTS / "fp8_layer_NVIDIA_H200.json").read_text())
-    assert fp8_layer.table_of(medians) == (results.RESULTS / "fp8_layer.md").read_text()
-
-
-@pytest.fixture
-def waits(monkeypatch):
-    import waits
-
-    monkeypatch.setattr(waits, "machine", lambda: "a machine")
-    monkeypatch.setattr(waits, "origin", lambda: "a machine")
-    return waits
-
-
-def stand_in(waits, name: str, script: str = "pass", needs: tuple[str, ...] = ()):
-    """A contestant that takes no time. `-I -S` lets Python start sooner."""
-    command = waits.Command([sys.executable, "-I", "-S", "-c", script])
-    return waits.Contestant(name, lambda seed: [command], needs)
-
-
-def test_waits_are_measured_in_turns_and_go_on_where_they_were_stopped(
-    waits, tmp_path, monkeypatch, capsys
-):
-    contestants = [
-        stand_in(waits, "ours", "print('final greedy return 198.75 of 200')"),
-        stand_in(
-            waits, "theirs", """print('{"greedy_return": 197, "seconds_evaluating": 1e-6}')"""
-        ),
-        stand_in(waits, "of a library", needs=("no_such_library",)),
-        stand_in(waits, "broken", "raise SystemExit('out of order')"),
-    ]
-    rows = {"train": waits.Row(waits.Goal(60), 2, contestants)}
-    monkeypatch.setattr(waits, "rows_of", lambda *_: rows)
-    options = {"only": [], "rounds": None, "cleanrl": None, "avx2": False, "profile": False}
-    options = SimpleNamespace(out=tmp_path / "waits.md", **options)
-    waits.main(options)
-    said = capsys.readouterr().out
-    assert "of a library left out: it needs no_such_library" in said
-    assert said.count("broken left out, it failed:\nout of order") == 1
-    found = waits.read(tmp_path / "waits.csv")
-    order = [(x.contestant, x.round) for x in found]
-    assert order == [("ours", 0), ("theirs", 0), ("ours", 1), ("theirs", 1)]
-    lines = options.out.read_text().splitlines()
-    ours, theirs = (re.split(r" *\| *", line)[1:-1] for line in lines[2:4])
-    assert ours[0] == "ours" and ours[2].startswith("60 s: reached, ") and ours[4] == "198.8"
-    assert theirs[0] == "beside it: theirs" and float(theirs[3]) > 0 and theirs[4] == "197.0"
-    assert lines[-1].endswith("` on a machine.")
-
-    journal = (tmp_path / "waits.csv").read_text().splitlines(keepends=True)
-    (tmp_path / "waits.csv").write_text("".join(journal[:-1]))
-    contestants.pop()
-    waits.main(options)  # measures only the one that is missing
-    again = waits.read(tmp_path / "waits.csv")
-    assert again[:3] == found[:3] and again[3][:3] == found[3][:3]
-
-
-@pytest.mark.parametrize(
-    ("kind", "limit", "seconds", "expected"),
-    [
-        ("seconds", 6, ((5.0,), ()), "6 s: reached, 5.0 s"),
-        ("seconds", 6, ((7.0, 8.0, 2.0), ()), "6 s: **missed**, 7.0 s"),
-        (
-            "times",
-            1.1,
-            ((3.0, 9.0), (2.0, 9.0)),
-            "1.10 times the time below: **missed**, 1.25 times",
-        ),
-        ("more", 0.2, ((3.1, 9.0), (3.0, 9.0)), "0.2 s more than below: reached, 0.05 s more"),
-        ("more", 0.2, ((3.1,), ()), "not measured: there is nothing to compare with"),
-    ],
-)
-def test_a_table_of_waits_says_whether_a_goal_is_reached(waits, kind, limit, seconds, expected):
-    ours, theirs = (
-        [waits.Measurement("a", "b", i, x, x, "", "m") for i, x in enumerate(values)]
-        for values in seconds
-    )
-    assert waits.verdict(waits.Goal(limit, kind), ours, theirs) == expected
-
-
-def test_what_only_the_benchmark_needs_is_not_waited_for(waits):
-    output = 'a line\n{"seconds_evaluating": 2, "seconds_importing_torch": 1.5, "seed": 1}\n'
-    assert waits.not_waited_for(output) == 3.5
-    assert waits.not_waited_for("results in runs/a/\n") == waits.not_waited_for("12\n") == 0
-
-
-def test_every_wait_has_a_command_and_every_part_of_a_profile_exists(waits, tmp_path, monkeypatch):
-    monkeypatch.setattr(waits, "make", lambda clone, target: None)
-    monkeypatch.setattr(waits.subprocess, "run", lambda *_, **__: None)
-    for row in waits.rows_of(tmp_path, tmp_path).values():
-        for contestant in row.contestants:
-            for command in contestant.commands(1000):
-                script = [word for word in command.words if word.endswith("jax_population.py")]
-                assert all(waits.Path(path).exists() for path in script)
-    for module, path in waits.PARTS.values():
-        assert callable(functools.reduce(getattr, path.split("."), importlib.import_module(module)))
-    lines = "import time: 200000 | 900000 | torch._dynamo.a\nimport time: 300000 | 1 |   torch\n"
-    assert waits.import_seconds(lines) == {"torch": 0.3, "torch._dynamo": 0.2}
-
-
-PAGES = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "fp8rl/bits/README.md",
-    "fp8rl/doctor/README.md",
-    "findings/README.md",
-    *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("docs/*.md")),
-    *(str(page.relative_to(results.ROOT)) for page in results.READMES[1:]),
-    *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("notebooks/*.ipynb")),
-]
-
-
-def anchors_of(text: str) -> list[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text))
-    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_links_of_pages_lead_somewhere(name):
-    path = results.ROOT / name
-    text = path.read_text()
-    if path.suffix == ".ipynb":
-        cells = json.loads(text)["cells"]
-        text = "\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "markdown")
-    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
-        target = path.parent / file if file else path
-        assert target.exists(), (file, anchor)
-        assert not anchor or anchor in anchors_of(target.read_text()), (file, anchor)
+# Who may act in few bits
 
 
 def row_of(correction: str, seed: int, learner: float, form: str = "e8m2") -> dict:
@@ -673,28 +1042,14 @@ def test_ranks_of_the_laboratory_are_scipy_s():
     assert np.isnan(acting.spearman([1, 1], [1, 2]))
 
 
-def test_jobs_of_the_laboratory_train_every_arm_and_seed_once():
+def test_jobs_of_the_laboratory_train_every_arm_and_seed_once_and_keep_seeds_apart():
     for name, experiment in acting.EXPERIMENTS.items():
         jobs = acting.jobs_of([name])
         pairs = [(job.length, seed) for job in jobs for seed in job.seeds]
         assert sorted(pairs) == sorted(itertools.product(experiment.arms, experiment.seeds))
         for arms in experiment.arms.values():
             assert len(set(arms)) == len(arms) and arms[0] == acting.Arm()
-    assert max(acting.EXPERIMENTS["first"].seeds) < 1000
-    others = [x for name, x in acting.EXPERIMENTS.items() if name != "first"]
-    assert min(min(experiment.seeds) for experiment in others) >= 1000
-
-
-def test_a_job_of_the_laboratory_gives_a_row_for_each_arm_and_seed(monkeypatch):
-    setting = acting.Setting(updates=22, batch=8, units=8, start=0.01)
-    arms = {4: [acting.Arm(), acting.Arm("e8m2", "clip")]}
-    monkeypatch.setitem(acting.EXPERIMENTS, "first", acting.Experiment(setting, range(2), arms))
-    rows = acting.trained(acting.Job("first", 4, (0, 1)))
-    assert [(row["format"], row["seed"]) for row in rows] == list(
-        itertools.product(("fp32", "e8m2"), (0, 1))
-    )
-    assert all(row.keys() == set(acting.FIELDS) for row in rows)
-    assert all(0 <= row["learner"] <= 1 and 0 <= row["dead"] <= 4 for row in rows)
+        assert (max(experiment.seeds) < 1000) == (name == "first")
 
 
 def test_what_is_predicted_of_the_laboratory_uses_only_what_each_rule_knows():
@@ -702,9 +1057,74 @@ def test_what_is_predicted_of_the_laboratory_uses_only_what_each_rule_knows():
         ("first", length, form, "clip"): acting.Cell(loss, 0, 0, 0, 0, 0)
         for length, form, loss in ((8, "e8m3", 0.0), (8, "e8m1", 0.2), (32, "e8m1", 0.6))
     }
-    horizons = {("first", length, form): (0.9, 10.0) for length in (8, 32) for form in ("e8m1",)}
+    horizons = {("first", length, "e8m1"): (0.9, 10.0) for length in (8, 32)}
     horizons["first", 8, "e8m3"] = (0.99, 100.0)
     found = acting.predictions(known, horizons, 32, "fp8", 0.99, 100.0)
     assert found["format alone"] == 0.0  # that of three bits
     assert np.isclose(found["length alone"], 0.6)
     assert 0 < found["predicted"] < 0.2 and np.isclose(found["sample size alone"], 0.0)
+
+
+# Pages
+
+
+def test_the_pages_have_a_section_for_every_table():
+    shown = []
+    for page in results.PAGES:
+        text = page.read_text()
+        sections = re.findall(r"(?m)^## (\w+)$", text)
+        assert re.findall(r"(?m)^\| .* \| \[(\w+)\]\(#\1\) \|$", text) == sections, page
+        shown += sections
+    steps = re.compile("_(first|predicted|measured)$")
+    assert sorted(shown) == sorted({steps.sub("", name) for name in results.COMMANDS})
+
+
+def test_every_table_in_results_is_on_a_page_or_linked_from_one():
+    text = "".join(page.read_text() for page in results.READMES)
+    for path in results.RESULTS.rglob("*.md"):
+        assert f"results/{path.relative_to(results.RESULTS).as_posix()}" in text, path
+
+
+def test_tables_that_follow_from_others_have_their_numbers():
+    import fp8_layer
+
+    for module in (acting, rates):
+        whole, short = (
+            (results.RESULTS / f"{module.__name__}{suffix}.md").read_text()
+            for suffix in ("", "_short")
+        )
+        assert module.short(whole) == short
+        assert short.splitlines()[-1] == whole.splitlines()[-1]
+    medians = json.loads((results.RESULTS / "fp8_layer_NVIDIA_H200.json").read_text())
+    assert fp8_layer.table_of(medians) == (results.RESULTS / "fp8_layer.md").read_text()
+
+
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "fp8rl/bits/README.md",
+    "fp8rl/doctor/README.md",
+    "findings/README.md",
+    *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("docs/*.md")),
+    *(str(page.relative_to(results.ROOT)) for page in results.READMES[1:]),
+    *(str(path.relative_to(results.ROOT)) for path in results.ROOT.glob("notebooks/*.ipynb")),
+]
+
+
+def anchors_of(text: str) -> list[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text))
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_of_pages_lead_somewhere(name):
+    path = results.ROOT / name
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "markdown")
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        target = path.parent / file if file else path
+        assert target.exists(), (file, anchor)
+        assert not anchor or anchor in anchors_of(target.read_text()), (file, anchor)

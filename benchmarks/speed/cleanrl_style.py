@@ -2,10 +2,9 @@
 
 Fast settings: observations, actions and rewards are written into preallocated tensors; the rollout
 is collected under torch.inference_mode; values for GAE are those of the learning forward pass, so
-nothing is computed twice; Adam is fused (one kernel over all parameters). Variants: eager;
-compiled, where torch.compile makes the acting and the update one graph each (needs a C++ compiler).
+nothing is computed twice; Adam is fused (one kernel over all parameters).
 
-    python benchmarks/speed/cleanrl_style.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
+    python benchmarks/speed/cleanrl_style.py --num-envs 1024 --seconds 3
 """
 
 import math
@@ -29,11 +28,11 @@ class Agent(nn.Module):
 
     def forward(self, obs):
         hidden = self.encoder(obs)
-        return self.actor(hidden).float(), self.critic(hidden).squeeze(-1).float()
+        return self.actor(hidden), self.critic(hidden).squeeze(-1)
 
     def act(self, obs, noise):
         """Sampled actions, for uniform noise."""
-        logits = self.actor(self.encoder(obs)).float()
+        logits = self.actor(self.encoder(obs))
         return (noise < torch.sigmoid(logits[..., 1] - logits[..., 0])).long()
 
 
@@ -79,12 +78,6 @@ def train(options, tick):
     envs = Cart(shape[1], Config.start_noise, seed=options.seed)
     agent = Agent()
     optimizer = torch.optim.Adam(agent.parameters(), lr=options.learning_rate, eps=1e-5, fused=True)
-    act, loss_function = agent.act, loss_of
-    if options.variant == "compiled":
-        act, loss_function = (
-            torch.compile(function, dynamic=False) for function in (act, loss_function)
-        )
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=options.precision == "bf16")
     obs = torch.zeros(shape[0] + 1, shape[1], 2)
     actions = torch.zeros(shape, dtype=torch.long)
     rewards, terminated, valid = torch.zeros(3, *shape)
@@ -92,14 +85,13 @@ def train(options, tick):
     steps = 0
     while steps < options.steps:
         optimizer.param_groups[0]["lr"] = options.learning_rate * (1 - steps / options.steps)
-        with torch.inference_mode(), autocast:
+        with torch.inference_mode():
             noise, starts = torch.rand(shape), envs.draw(shape[0]).unbind()
             for t in range(shape[0]):
                 valid[t] = ~envs.done
-                actions[t] = act(obs[t], noise[t])
+                actions[t] = agent.act(obs[t], noise[t])
                 obs[t + 1], rewards[t], terminated[t], _ = envs.step(actions[t], starts[t])
-        with autocast:
-            loss = loss_function(agent, obs, actions, rewards, terminated, valid)
+        loss = loss_of(agent, obs, actions, rewards, terminated, valid)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(agent.parameters(), Config.max_grad_norm)
@@ -110,4 +102,4 @@ def train(options, tick):
 
 
 if __name__ == "__main__":
-    common.main("CleanRL style", train, variants=("eager", "compiled"), precisions=("fp32", "bf16"))
+    common.main(train)

@@ -4,19 +4,15 @@ jit and lax.scan.
 Settings: many iterations in one call, with donated state; the noise of a rollout drawn at once, by
 the rbg generator (a little faster than the default); the two-action draw from one uniform number;
 environments reset in the step after an episode's end, so that one forward pass over T + 1 rows
-serves loss, GAE and bootstrap. XLA's CPU flags are its defaults. Variants: scan; unrolled, the scan
-over time steps unrolled 4 times; devices, unrolled, with a device for each core, which has its
-share of the environments where they can be shared out evenly. bf16: matmuls of bfloat16 inputs into
-float32, parameters in float32.
+serves loss, GAE and bootstrap. XLA's CPU flags are its defaults.
 
 Several --updates an iteration all learn from the new rollout: nothing is kept or replayed.
 
-    python benchmarks/speed/jax_loop.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
+    python benchmarks/speed/jax_loop.py --num-envs 1024 --seconds 3
 """
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import common
@@ -24,11 +20,9 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from fp8rl.config import Config
 from fp8rl.env import DAMPING, LIMIT, MAX_STEPS, PUSH
-from fp8rl.machine.hardware import cores
 
 jax.config.update("jax_default_prng_impl", "rbg")
 CALL_STEPS = 2**18  # environment steps in one call, about
@@ -83,17 +77,13 @@ def new_parameters(key: jax.Array) -> list:
     return [*hidden, (heads, jnp.zeros(3))]
 
 
-def forward(parameters: list, x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+def forward(parameters: list, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits [..., 2] and values [...]."""
     for weight, bias in parameters[:-1]:
-        x = jax.nn.relu(matmul(x, weight, dtype) + bias)
+        x = jax.nn.relu(x @ weight + bias)
     weight, bias = parameters[-1]
-    out = matmul(x, weight, dtype) + bias
+    out = x @ weight + bias
     return out[..., :2], out[..., 2]
-
-
-def matmul(x, weight, dtype):
-    return jnp.matmul(x.astype(dtype), weight.astype(dtype), preferred_element_type=jnp.float32)
 
 
 def gae(values, rewards, terminated, valid):
@@ -111,22 +101,16 @@ def gae(values, rewards, terminated, valid):
     )[1]
 
 
-def alone(x):
-    """The sum over devices when there is only one."""
-    return x
-
-
-def loss_of(parameters, rollout, dtype, total: Callable = alone):
-    """This device's part of the loss; `total` sums over the devices."""
+def loss_of(parameters, rollout):
     obs, actions, rewards, terminated, valid = rollout
-    logits, values = forward(parameters, obs, dtype)
+    logits, values = forward(parameters, obs)
     fixed = lax.stop_gradient(values)
     advantages = gae(fixed, rewards, terminated, valid)
     log_policy = jax.nn.log_softmax(logits[:-1])
     chosen = jnp.where(actions, log_policy[..., 1], log_policy[..., 0])
-    count = total(valid.sum())
-    apart = (advantages - total(advantages.sum()) / count) * valid
-    scale = jnp.sqrt(total((apart**2).sum()) / count) + 1e-8
+    count = valid.sum()
+    apart = (advantages - advantages.sum() / count) * valid
+    scale = jnp.sqrt((apart**2).sum() / count) + 1e-8
     policy_loss = -(chosen * advantages / scale).sum() / count
     value_loss = 0.5 * (((values - fixed)[:-1] - advantages) ** 2 * valid).sum() / count
     entropy = -(valid * (jnp.exp(log_policy) * log_policy).sum(-1)).sum() / count
@@ -155,19 +139,17 @@ def iteration(
     rate,
     length: int,
     num_envs: int,
-    dtype,
-    unroll: int,
     updates: int = 1,
-    total: Callable = alone,
+    unroll: int = 1,
 ):
-    """Collects a rollout of this device's environments and learns from it, once or several
-    times."""
+    """Collects a rollout and learns from it, once or several times. `unroll` steps of the rollout
+    are compiled together."""
     learner, state, key = carry
     key, draw = jax.random.split(key)
     noise = jax.random.uniform(draw, (length, num_envs, 3))
 
     def step(state, noise):
-        logits, _ = forward(learner.parameters, state.obs, dtype)
+        logits, _ = forward(learner.parameters, state.obs)
         action = noise[:, 0] < jax.nn.sigmoid(logits[:, 1] - logits[:, 0])
         after, (reward, terminated, valid) = jax.vmap(env_step)(state, action, 2 * noise[:, 1:] - 1)
         return after, (state.obs, action, reward, terminated, valid)
@@ -176,7 +158,7 @@ def iteration(
     obs = jnp.concatenate((obs, state.obs[None]))
 
     def update(learner, _):
-        gradients = total(jax.grad(loss_of)(learner.parameters, (obs, *rest), dtype, total))
+        gradients = jax.grad(loss_of)(learner.parameters, (obs, *rest))
         return adam(learner, gradients, rate), None
 
     learner, _ = lax.scan(update, learner, length=updates)
@@ -196,59 +178,37 @@ def policy_of(parameters: list):
     return act
 
 
-def train(options, tick):
-    num_envs, length = options.num_envs, options.rollout_length
-    dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16}[options.precision]
-    devices = math.gcd(num_envs, cores()) if options.variant == "devices" else 1
-    jax.config.update("jax_num_cpu_devices", devices)  # before JAX does anything
-    shape = {"length": length, "num_envs": num_envs // devices}
-    how = {
-        "dtype": dtype,
-        "unroll": 1 if options.variant == "scan" else 4,
-        "updates": options.updates,
-    }
-    body = functools.partial(iteration, **shape, **how)
-    size = num_envs * length
-    every = options.steps // 50 if options.learn else CALL_STEPS
-    count = max(1, min(every, CALL_STEPS) // size)
-
-    def many(carry, rates):
-        learner, state, key = carry
-        (learner, state, key), _ = lax.scan(body, (learner, state, key[0]), rates)
-        return learner, state, key[None]
-
-    key, weights, starts = jax.random.split(jax.random.key(options.seed), 3)
+def first_carry(key, num_envs: int) -> tuple[Learner, State, jax.Array]:
+    """What an iteration carries on to the next one, before the first."""
+    key, weights, starts = jax.random.split(key, 3)
     parameters = new_parameters(weights)
-    zeros = [jax.tree.map(jnp.zeros_like, parameters) for _ in range(2)]
+    first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
     obs = Config.start_noise * jax.random.uniform(starts, (num_envs, 2), minval=-1)
     state = State(obs, jnp.zeros(num_envs, jnp.int32), jnp.zeros(num_envs, bool))
-    carry = (
-        Learner(parameters, *zeros, jnp.zeros((), jnp.int32)),
-        state,
-        jax.random.split(key, devices),
-    )
-    if devices > 1:  # the learner is the same on all
-        body = functools.partial(body, total=functools.partial(lax.psum, axis_name="cores"))
-        whole, part = PartitionSpec(), PartitionSpec("cores")
-        mesh, specs = (
-            jax.make_mesh((devices,), ("cores",), (jax.sharding.AxisType.Auto,)),
-            (whole, part, part),
-        )
-        many = jax.shard_map(
-            many, mesh=mesh, in_specs=(specs, whole), out_specs=specs, check_vma=False
-        )
-    many, steps = jax.jit(many, donate_argnums=0), 0
+    return Learner(parameters, first, second, jnp.zeros((), jnp.int32)), state, key
+
+
+def train(options, tick):
+    num_envs, length = options.num_envs, options.rollout_length
+    body = functools.partial(iteration, length=length, num_envs=num_envs, updates=options.updates)
+    size = num_envs * length
+    iterations = -(-options.steps // size)
+    calls = -(-iterations * size // CALL_STEPS)
+    count = -(-iterations // calls)  # iterations in one call
+
+    def many(carry, rates):
+        return lax.scan(body, carry, rates)[0]
+
+    many = jax.jit(many, donate_argnums=0)
+    carry = first_carry(jax.random.key(options.seed), num_envs)
+    steps = 0
     while steps < options.steps:
         left = 1 - (steps + size * torch.arange(count)).numpy() / options.steps
-        carry = jax.block_until_ready(
-            many(carry, jnp.float32(options.learning_rate * left.clip(0)))
-        )
+        rates = jnp.float32(options.learning_rate * left.clip(0))
+        carry = jax.block_until_ready(many(carry, rates))
         steps += count * size
         tick(steps, lambda obs, learner=carry[0]: policy_of(learner.parameters)(obs))
 
 
 if __name__ == "__main__":
-    packages = ("jax", "jaxlib", "numpy")
-    common.main(
-        "JAX, PureJaxRL style", train, packages, ("scan", "unrolled", "devices"), ("fp32", "bf16")
-    )
+    common.main(train, uses_torch=False)

@@ -7,7 +7,7 @@ Baselines3 Zoo has for CartPole (benchmarks/zoo.py). Settings of A2C: the encode
 wrappers, no argument validation of the distributions. SB3 has no compiled or low-precision mode;
 its documented way to speed is more environments.
 
-    python benchmarks/speed/sb3.py --num-envs 1024 --rollout-length 16 --seconds 3 --json
+    python benchmarks/speed/sb3.py --num-envs 1024 --seconds 3
 """
 
 import common
@@ -171,5 +171,4 @@ def train(options, tick):
 
 
 if __name__ == "__main__":
-    packages = ("torch", "numpy", "gymnasium", "stable-baselines3")
-    common.main("Stable-Baselines3", train, packages, variants=("batched", "dummy", "ppo"))
+    common.main(train, variants=("batched", "dummy", "ppo"))

@@ -66,18 +66,3 @@ def test_sb3(given):
     np.testing.assert_allclose(reward, common.REWARD_SCALE * earned, atol=1e-6)
     assert (np.abs(obs[dones]) <= Config.start_noise).all()
     assert [info["TimeLimit.truncated"] for info in infos if info] == (~out[dones]).tolist()
-
-
-def test_torchrl():
-    torchrl_a2c = pytest.importorskip("torchrl_a2c")
-    torch.manual_seed(0)
-    env = torchrl_a2c.BatchedEnv(64)
-    steps = env.rollout(3 * MAX_STEPS, break_when_any_done=False)
-    after = dynamics(steps["observation"], steps["action"])
-    earned, out = outcome(after)
-    torch.testing.assert_close(steps["next", "observation"], after, rtol=0, atol=0)
-    torch.testing.assert_close(steps["next", "terminated"].squeeze(-1), out)
-    torch.testing.assert_close(steps["next", "reward"].squeeze(-1), common.REWARD_SCALE * earned)
-    ended, goes_on = steps["next", "done"][:, :-1, 0], steps["observation"][:, 1:]
-    assert ended.any() and (goes_on[ended].abs() <= Config.start_noise).all()
-    torch.testing.assert_close(goes_on[~ended], after[:, :-1][~ended], rtol=0, atol=0)
