@@ -956,24 +956,6 @@ def test_an_optimizer_whose_step_is_not_in_proportion_to_its_learning_rate_is_no
     assert only_moments.notes == [f"optimizer 0: not judged: {finding.why}"]
 
 
-def test_a_compiled_step_leaves_the_hooks_out_of_its_graphs():
-    graphs = {False: [], True: []}
-    for is_watched, seen in graphs.items():
-        torch._dynamo.reset()
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        watching = Doctor(optimizer, formats=("weights=fp32",)) if is_watched else None
-        step = torch.compile(
-            optimizer.step, backend=lambda graph, inputs, seen=seen: seen.append(graph) or graph
-        )
-        for _ in range(40):
-            optimizer.zero_grad()
-            model(torch.ones(8, 4)).square().mean().backward()
-            step()
-    assert len(graphs[True]) == len(graphs[False]) > 0
-    assert watching.report()[0].is_fine
-
-
 # What is refused
 
 
