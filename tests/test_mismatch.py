@@ -397,7 +397,7 @@ def test_dumps_of_a_policy_are_told_from_rounding(monkeypatch):
     """Fewer sequences and updates than in the benchmark, which are enough for all but stale copies."""
     monkeypatch.setattr(dumps, "SEQUENCES", 256)
     monkeypatch.setattr(dumps, "UPDATES_OF_POLICY", 8)
-    maker = dumps.DumpMaker(dumps.Shape("recurrent", 16, 12), range(70, 71), False)
+    maker = dumps.DumpMaker(dumps.Shape("recurrent", 16, 12), range(71, 72), False)
     judged = [dumps.Judged.of(dump) for dump in maker.dumps()]
     for (bug,), group in dumps.grouped(judged, "bug").items():
         if bug == "":
