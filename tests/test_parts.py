@@ -152,7 +152,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_no_task_or_network_is_refused_in_one_line(message):
-    refused(message, build, small(**REFUSED[message]))
+    refused(message, lambda: build(small(**REFUSED[message])))
 
 
 @pytest.mark.parametrize(
