@@ -280,6 +280,8 @@ def test_a_sweep_keeps_no_network_in_memory_and_its_last_training_is_reported(tm
     assert lines[-1].startswith("3 optimizers (1 SGD, 2 Adam) of which nothing is left: not judged")
     optimizers = json.loads(report.read_text())["optimizers"]
     assert [bool(entry["findings"]) for entry in optimizers] == [False] * 3 + [True]
+    # Of those that are gone, nothing is kept that was measured
+    assert [len(entry["tensors"]) for entry in optimizers] == [0, 0, 0, 3]
     assert optimizers[3]["tensors"][:2] == ["weight", "bias"]
     code, _, err = run("twin", "weights=bf16", "--report", report, path)
     assert code == 0 and err.count("was not judged: it trains as it is") == 3
