@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import struct
 import warnings
 import zipfile
@@ -11,6 +12,7 @@ import dumps
 import numpy as np
 import pytest
 import torch
+from helpers import refused
 
 from fp8rl.bits import mismatch
 from fp8rl.doctor import command as doctor
@@ -58,19 +60,18 @@ def test_each_number_is_that_of_its_formula():
     assert report.verdict == "not judged" and "at least 256" in str(report)
 
 
-def test_a_mask_leaves_tokens_out_whatever_they_are():
+def test_a_mask_of_any_type_leaves_tokens_out_whatever_they_are():
     mask = np.array([[1, 1, 0], [0, 1, 1]])
     learner = np.where(mask, LEARNER, np.nan)
     actor = np.where(mask, ACTOR, -np.inf)
     report = mismatch(learner, actor, mask)
-    ratio = RATIO[mask.astype(bool)]
     assert (report.tokens, report.mean_length) == (4, 2)
-    assert report.mean_ratio == pytest.approx(ratio.mean())
+    assert report.mean_ratio == pytest.approx(RATIO[mask.astype(bool)].mean())
     assert report.sequence_sample_size == pytest.approx(kish(np.array([1.0, 0.75])))
-    assert mismatch(learner, actor, mask.astype(bool)) == report
-    assert mismatch(learner, actor, torch.tensor(mask)) == report
-    empty = mismatch(LEARNER, ACTOR, np.array([[1, 1, 1], [0, 0, 0]]))
-    assert empty.sequences == 1
+    for same in (mask.astype(bool), mask.astype(np.float32), torch.tensor(mask).bfloat16()):
+        assert mismatch(learner, actor, same) == report
+    assert mismatch(learner, actor, mask.tolist()) == report
+    assert mismatch(LEARNER, ACTOR, np.array([[1, 1, 1], [0, 0, 0]])).sequences == 1
 
 
 def test_the_clip_drops_what_ppo_drops():
@@ -102,20 +103,13 @@ def test_the_horizon_is_exact_for_tiny_gaps_and_infinite_for_none():
 def test_any_floating_point_type_of_either_library_will_do():
     logp = policy_logp().astype(np.float32)
     learner = noisy(logp).astype(np.float32)
-    reports = [
-        mismatch(learner, logp),
-        mismatch(torch.tensor(learner, requires_grad=True), torch.tensor(logp)),
-        mismatch(learner.astype(np.float64), torch.tensor(logp).double()),
-    ]
-    assert reports[0] == reports[1] == reports[2] and not reports[0].notes
-    assert reports[0].verdict == "rounding"
-    for half in (torch.float16, torch.bfloat16):
-        report = mismatch(torch.tensor(learner).to(half), torch.tensor(logp).to(half))
-        (note,) = report.notes
-        assert "steps of" in note and "lower bound" in note and note in str(report)
-    assert (
-        "steps of 0.0078" in mismatch(learner.astype(np.float16), logp.astype(np.float16)).notes[0]
-    )
+    report = mismatch(learner, logp)
+    assert report.verdict == "rounding" and not report.notes
+    assert mismatch(torch.tensor(learner, requires_grad=True), torch.tensor(logp)) == report
+    assert mismatch(learner.astype(np.float64), torch.tensor(logp).double()) == report
+    half = mismatch(torch.tensor(learner).bfloat16(), torch.tensor(logp).bfloat16())
+    (note,) = half.notes
+    assert "lower bound" in note and note in str(half)
 
 
 def test_numbers_that_are_huge_are_reported_without_an_error():
@@ -127,8 +121,7 @@ def test_numbers_that_are_huge_are_reported_without_an_error():
     with np.errstate(all="raise", under="ignore"):
         report = mismatch(learner, actor)
     assert report.smallest_ratio == 0 and report.largest_ratio > 1e20
-    json.loads(report.to_json())
-    str(report)
+    assert json.loads(report.to_json())["smallest_ratio"] == 0 and str(report)
 
 
 def test_one_sequence_works_and_says_what_it_lacks():
@@ -136,8 +129,6 @@ def test_one_sequence_works_and_says_what_it_lacks():
     report = mismatch(noisy(logp), logp, lengths=[1000])
     assert math.isnan(report.sequence_sample_size) and report.verdict == "rounding"
     assert "of one sequence" in str(report)
-    few = mismatch(noisy(logp.reshape(4, 250)), logp.reshape(4, 250))
-    assert "with 16 sequences" in str(few)
 
 
 # The verdict
@@ -185,26 +176,24 @@ def test_each_planted_bug_is_named():
 def test_a_verdict_is_of_the_tokens_that_count_wherever_they_are():
     """Answers after prompts of different lengths, and some sequences that do not count."""
     logp = policy_logp(128)
+    learner = np.where(np.arange(100) < 10, noisy(logp, 0.4), noisy(logp))
     advantages = np.random.default_rng(3).normal(size=(128, 100))
-    gaps = [noisy(logp), np.where(np.arange(100) < 10, noisy(logp, 0.4), noisy(logp))]
-    start = np.random.default_rng(2).integers(0, 50, (128, 1))
-    place = start + np.arange(100)
+    place = np.random.default_rng(2).integers(0, 50, (128, 1)) + np.arange(100)
     mask = np.zeros((128, 160), bool)
     np.put_along_axis(mask, place, True, 1)
     mask[:5] = False
-    for learner in gaps:
-        spread = [np.full(mask.shape, np.nan) for _ in range(3)]
-        for wide, x in zip(spread, (learner, logp, advantages), strict=True):
-            np.put_along_axis(wide, place, x, 1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            report = mismatch(spread[0], spread[1], mask, spread[2])
-        expected = mismatch(learner[5:], logp[5:], None, advantages[5:])
-        assert (report.verdict, report.kind) == (expected.verdict, expected.kind)
-        for name in ("tokens", "sequence_sample_size", "horizons", "mean_ratio_error", "clipped"):
-            assert getattr(report, name) == pytest.approx(getattr(expected, name)), name
-        for found, own in zip(report.symptoms, expected.symptoms, strict=True):
-            assert found.kind == own.kind and found.value == pytest.approx(own.value)
+    spread = [np.full(mask.shape, np.nan) for _ in range(3)]
+    for wide, x in zip(spread, (learner, logp, advantages), strict=True):
+        np.put_along_axis(wide, place, x, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = mismatch(spread[0], spread[1], mask, spread[2])
+    expected = mismatch(learner[5:], logp[5:], None, advantages[5:])
+    assert report.kind == expected.kind == "beginning"
+    for name in ("tokens", "sequence_sample_size", "horizons", "mean_ratio_error", "clipped"):
+        assert getattr(report, name) == pytest.approx(getattr(expected, name)), name
+    for found, same in zip(report.symptoms, expected.symptoms, strict=True):
+        assert found.kind == same.kind and found.value == pytest.approx(same.value)
 
 
 def test_gaps_without_any_spread_are_judged_without_a_warning():
@@ -219,17 +208,16 @@ def test_gaps_without_any_spread_are_judged_without_a_warning():
         mismatch(noisy(logp[:1]), logp[:1], advantages=np.ones(1), lengths=[100])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gaps_below_the_step_of_a_file_are_no_bug(dtype):
+def test_gaps_below_the_step_of_a_file_are_no_bug():
     """Most log ratios are then 0, and those of some sequences are 0 for many tokens."""
     logp = torch.tensor(policy_logp(64, 200)) ** 3 / 10
     learner = torch.tensor(noisy(logp.numpy(), 0.001))
-    assert kind_of(learner.to(dtype), logp.to(dtype)) == ""
+    assert kind_of(learner.bfloat16(), logp.bfloat16()) == ""
     logp = torch.tensor(policy_logp(64, 200))
     wide = torch.tensor(noisy(logp.numpy(), 0.4))
     rows = torch.arange(64)[:, None]
     padded = torch.where(rows % 3 == 0, wide, logp)
-    assert kind_of(padded.to(dtype), logp.to(dtype)) == "padding"
+    assert kind_of(padded.bfloat16(), logp.bfloat16()) == "padding"
 
 
 def test_tokens_that_are_certain_to_both_policies_are_no_sign_of_anything():
@@ -239,11 +227,9 @@ def test_tokens_that_are_certain_to_both_policies_are_no_sign_of_anything():
 
 
 def test_the_mean_ratio_of_one_sequence_is_judged_by_its_own_noise():
-    called = []
-    for seed in range(50):
+    for seed in range(20):
         logp = policy_logp(1, 300, seed)
-        called.append(kind_of(noisy(logp, 0.1, seed + 100), logp, lengths=[300]))
-    assert called == [""] * 50
+        assert kind_of(noisy(logp, 0.1, seed + 100), logp, lengths=[300]) == ""
 
 
 # Fillers, mean ratios above 1, and gaps of less than one bit
@@ -270,29 +256,28 @@ def with_fillers(learner, actor, tokens, whose: str, constant: float):
     return learner, actor.masked_fill(tokens, constant)
 
 
-@pytest.mark.parametrize("whose", ["actor", "learner"])
-@pytest.mark.parametrize("constant", [0.0, -100.0])
-def test_fillers_are_found_and_located(whose, constant):
-    for seed, (sequences, length) in enumerate([(64, 100), (16, 50), (100, 30)]):
-        pair = sampled(sequences, length, seed=seed)
-        place = torch.arange(length)
-        ends = torch.randint(length // 3, length + 1, (sequences, 1))
-        begin = torch.randint(2, length - 12, (sequences, 1))
-        is_answer = place < ends
-        expected = {
-            "at the last token of": (place == ends - 1, is_answer),
-            "at the first token of": (place == 0, is_answer),
-            "runs of about 10 tokens": ((place >= begin) & (place < begin + 10), None),
-            "the last": (~is_answer, None),
-            "all tokens of": (torch.arange(sequences)[:, None] % 3 == 0, None),
-        }
-        for where, (tokens, mask) in expected.items():
-            report = mismatch(*with_fillers(*pair, tokens, whose, constant), mask)
-            assert report.kind == "filler", where
-            _, says = report.headline()[:2]
-            assert f"the {whose}'s log-probabilities are exactly {constant:g}" in says
-            assert where in says
-            assert "they look like rounding to" in report.notes[-1]
+@pytest.mark.parametrize(("whose", "constant"), [("actor", 0.0), ("learner", -100.0)])
+@pytest.mark.parametrize(("sequences", "length"), [(64, 100), (16, 50)])
+def test_fillers_are_found_and_located(whose, constant, sequences, length):
+    pair = sampled(sequences, length)
+    place = torch.arange(length)
+    ends = torch.randint(length // 3, length + 1, (sequences, 1))
+    begin = torch.randint(2, length - 12, (sequences, 1))
+    is_answer = place < ends
+    expected = {
+        "at the last token of": (place == ends - 1, is_answer),
+        "at the first token of": (place == 0, is_answer),
+        "runs of about 10 tokens": ((place >= begin) & (place < begin + 10), None),
+        "the last": (~is_answer, None),
+        "all tokens of": (torch.arange(sequences)[:, None] % 3 == 0, None),
+    }
+    for where, (tokens, mask) in expected.items():
+        report = mismatch(*with_fillers(*pair, tokens, whose, constant), mask)
+        assert report.kind == "filler", where
+        _, says = report.headline()[:2]
+        assert f"the {whose}'s log-probabilities are exactly {constant:g}" in says
+        assert where in says
+        assert "they look like rounding to" in report.notes[-1]
 
 
 def test_padding_of_both_programs_that_counts_is_found_at_either_end():
@@ -309,11 +294,9 @@ def test_padding_of_both_programs_that_counts_is_found_at_either_end():
 
 
 def test_a_greedy_actor_is_named():
-    for sequences, length in ((64, 100), (16, 20)):
-        learner, actor = sampled(sequences, length)
-        report = mismatch(learner, torch.zeros_like(actor))
-        assert report.kind == "greedy" and "temperature 0" in str(report)
-        assert "at all tokens" in str(report)
+    learner, actor = sampled(16, 20)
+    report = mismatch(learner, torch.zeros_like(actor))
+    assert report.kind == "greedy" and "at all tokens" in str(report)
 
 
 def test_zeros_of_certain_tokens_are_no_fillers():
@@ -329,22 +312,19 @@ def test_zeros_of_certain_tokens_are_no_fillers():
     assert kind_of(learner, actor) not in ("filler", "greedy")
 
 
-@pytest.mark.parametrize("bias", [0.012, 0.1, 0.5])
+@pytest.mark.parametrize("bias", [0.012, 0.5])
 def test_a_mean_ratio_above_one_is_a_bug(bias):
     """Tokens come from the actor, so the mean of pi / mu is at most 1."""
     for sequences, length in ((64, 100), (16, 50)):
         _, actor = sampled(sequences, length)
         noise = 0.01 * torch.randn(actor.shape, generator=torch.Generator().manual_seed(1))
-        report = mismatch((actor + bias + noise).clamp(max=-1e-6), actor)
-        assert report.kind == "mean ratio"
-        number = f"{report.mean_ratio:.4f} ± {report.mean_ratio_error:.1g}"
-        assert f"the mean ratio is {number}" in report.headline()[1]
+        assert kind_of((actor + bias + noise).clamp(max=-1e-6), actor) == "mean ratio"
         assert mismatch((actor + noise).clamp(max=-1e-6), actor).verdict == "rounding"
 
 
 def test_rare_large_ratios_do_not_make_a_mean_ratio_above_one():
     """A few tokens of which the actor thought little pull up a sample mean."""
-    for seed in range(20):
+    for seed in range(8):
         learner, actor = sampled(seed=seed)
         draw = np.random.default_rng(seed)
         learner = learner.numpy() + 0.02 * draw.standard_t(2, actor.shape)
@@ -353,20 +333,18 @@ def test_rare_large_ratios_do_not_make_a_mean_ratio_above_one():
 
 
 def test_a_gap_that_no_arithmetic_leaves_is_a_bug():
-    for seed in range(3):
-        torch.manual_seed(seed)
-        inputs = torch.randn(64, 100, 32)
-        first = 3 * torch.randn(32, 64) / 32**0.5
-        second = 2 * torch.randn(64, 64) / 64**0.5
-        hidden = torch.relu(inputs @ first)
-        logits = hidden @ second
-        tokens = torch.distributions.Categorical(logits=logits).sample()[..., None]
-        actor = logits.log_softmax(-1).gather(-1, tokens)[..., 0]
-        dropped = torch.nn.functional.dropout(hidden, 0.1) @ second
-        learner = dropped.log_softmax(-1).gather(-1, tokens)[..., 0]
-        report = mismatch(learner, actor)
-        assert report.verdict == "bug" and "bits of mantissa would make such a gap" in str(report)
-    for noise in (0.01, 0.1, 0.3):
+    """Such as that of dropout in the learner."""
+    inputs = torch.randn(64, 100, 32)
+    first = 3 * torch.randn(32, 64) / 32**0.5
+    second = 2 * torch.randn(64, 64) / 64**0.5
+    hidden = torch.relu(inputs @ first)
+    logits = hidden @ second
+    tokens = torch.distributions.Categorical(logits=logits).sample()[..., None]
+    actor = logits.log_softmax(-1).gather(-1, tokens)[..., 0]
+    dropped = torch.nn.functional.dropout(hidden, 0.1) @ second
+    report = mismatch(dropped.log_softmax(-1).gather(-1, tokens)[..., 0], actor)
+    assert report.verdict == "bug" and "bits of mantissa would make such a gap" in str(report)
+    for noise in (0.01, 0.3):
         report = mismatch(*sampled(noise=noise))
         assert report.verdict == "rounding" and report.bits > 1
 
@@ -415,42 +393,18 @@ def test_a_bug_of_some_sequences_is_found_in_any_form():
     assert packed.kind == mismatch(learner, actor, is_answer).kind == "padding"
 
 
-def test_a_mask_of_zeros_and_ones_may_have_any_type():
-    mask = np.array([[1, 1, 0], [0, 1, 1]])
-    expected = mismatch(LEARNER, ACTOR, mask)
-    for dtype in (bool, np.uint8, np.int64, np.float32, np.float64):
-        assert mismatch(LEARNER, ACTOR, mask.astype(dtype)) == expected
-        assert mismatch(LEARNER, ACTOR, torch.tensor(mask.astype(dtype))) == expected
-    assert mismatch(LEARNER, ACTOR, torch.tensor(mask).bfloat16()) == expected
-    assert mismatch(LEARNER, ACTOR, mask.tolist()) == expected
-
-
-together = pytest.mark.xdist_group("judged")  # once
-
-
-@pytest.fixture(scope="module")
-def all_judged():
-    """Dumps of one shape, two policies, judged."""
-    shape = dumps.Shape("recurrent", 16, 12)
-    return [dumps.Judged.of(dump) for dump in dumps.DumpMaker(shape, range(70, 72), False).dumps()]
-
-
-@together
-def test_dumps_of_policies_are_told_from_rounding(all_judged):
-    rounding = [judged for judged in all_judged if not judged.dump.bug]
-    assert sum(judged.kind != "" for judged in rounding) <= len(rounding) / 10
-    for (bug,), group in dumps.grouped(all_judged, "bug").items():
-        if bug not in ("", "stale"):
-            assert all(judged.kind for judged in group), bug
-            assert sum(judged.is_named for judged in group) >= 0.8 * len(group), bug
-
-
-@together
-def test_the_tables_have_a_line_for_each_bug_and_rounding(all_judged):
-    text = dumps.tables(all_judged)
-    for bug in dumps.NAMES:
-        assert f"| {bug}, " in text
-    assert "| all | 30 |" in text and "| fp16 of weights and state and logits | 2 |" in text
+def test_dumps_of_a_policy_are_told_from_rounding(monkeypatch):
+    """Fewer sequences and updates than in the benchmark, which are enough for all but stale copies."""
+    monkeypatch.setattr(dumps, "SEQUENCES", 256)
+    monkeypatch.setattr(dumps, "UPDATES_OF_POLICY", 8)
+    maker = dumps.DumpMaker(dumps.Shape("recurrent", 16, 12), range(71, 72), False)
+    judged = [dumps.Judged.of(dump) for dump in maker.dumps()]
+    for (bug,), group in dumps.grouped(judged, "bug").items():
+        if bug == "":
+            assert sum(one.kind != "" for one in group) <= len(group) / 10
+        elif bug != "stale":
+            assert all(one.kind for one in group), bug
+            assert sum(one.is_named for one in group) >= 0.8 * len(group), bug
 
 
 # What is refused
@@ -462,124 +416,51 @@ def with_entry(array: np.ndarray, value: float, place=(1, 2)) -> np.ndarray:
     return changed
 
 
-WRONG = {
-    "learner_logp has 2 tokens in sequence 0, and actor_logp has 3: give learner_logp of": (
-        (LEARNER[:, :2], ACTOR),
-        {},
-    ),
-    "learner_logp has 3 sequences, and actor_logp has 2: give learner_logp of the same tokens": (
-        (np.vstack((LEARNER, LEARNER[:1])), ACTOR),
-        {},
-    ),
-    "learner_logp is a single row of 3 tokens: give lengths, the number of tokens of each": (
-        (LEARNER[0], ACTOR[0]),
-        {},
-    ),
-    "learner_logp is a single row of 6 tokens: give lengths": (
-        (LEARNER.reshape(1, 6), ACTOR.reshape(1, 6)),
-        {},
-    ),
-    "learner_logp[1] has the shape (1, 3): give [tokens]": (
-        ([LEARNER[0], LEARNER[1:]], ACTOR),
-        {},
-    ),
-    "learner_logp[1] is torch.int64: give floating point": (
-        ([LEARNER[0], torch.zeros(3, dtype=torch.int64)], ACTOR),
-        {},
-    ),
-    "learner_logp[0] is <U4: give floating point": (([["-0.5", "-1"], [-1.0]], ACTOR), {}),
-    "learner_logp is nan at [1, 0]: mask it": (([[-1.0, -1.0], [None, -1.0]], ACTOR[:, :2]), {}),
-    "lengths has the sum 5, but learner_logp has 6 tokens: give the number": (
-        (LEARNER.ravel(), ACTOR.ravel()),
-        {"lengths": [2, 3]},
-    ),
-    "lengths has the sum 9, but learner_logp has 6 tokens: these look cumulated": (
-        (LEARNER.ravel(), ACTOR.ravel()),
-        {"lengths": [0, 3, 6]},
-    ),
-    "lengths is -1 at [1]: give the number of tokens": (
-        (LEARNER.ravel(), ACTOR.ravel()),
-        {"lengths": [7, -1]},
-    ),
-    "lengths is 2.5 at [0]: give the number of tokens": (
-        (LEARNER.ravel(), ACTOR.ravel()),
-        {"lengths": [2.5, 3.5]},
-    ),
-    "lengths is given, but learner_logp has the shape (2, 3): lengths is for packed rows": (
-        (LEARNER, ACTOR),
-        {"lengths": [3, 3]},
-    ),
-    "actor_logp is 1 at [0, 2]: give logarithms of probabilities, which are at most 0, and mask "
-    "fillers (2 of 6 tokens are impossible)": (
-        (LEARNER, np.where(np.arange(3) == 2, 1.0, ACTOR)),
-        {},
-    ),
-    "learner_logp has the shape (1, 2, 3): give [sequences, tokens]": (
-        (LEARNER[None], ACTOR[None]),
-        {},
-    ),
-    "learner_logp has no tokens: give at least one token": ((LEARNER[:0], ACTOR[:0]), {}),
-    "actor_logp is -inf at [1, 2]: the token was sampled": (
-        (LEARNER, with_entry(ACTOR, -np.inf)),
-        {},
-    ),
-    "learner_logp is nan at [0, 1]: mask it": ((with_entry(LEARNER, np.nan, (0, 1)), ACTOR), {}),
-    "learner_logp is 0.001 at [1, 2]: give logarithms of probabilities, which are at most 0": (
-        (with_entry(LEARNER, 0.001), ACTOR),
-        {},
-    ),
-    "actor_logp is -1e+09 at [1, 2]: mask fillers": ((LEARNER, with_entry(ACTOR, -1e9)), {}),
-    "actor_logp is int64: give floating point": ((LEARNER, np.zeros((2, 3), np.int64)), {}),
-    "learner_logp is torch.int32: give floating point": (
-        (torch.zeros(2, 3, dtype=torch.int32), ACTOR),
-        {},
-    ),
-    "learner_logp is object: give floating point": ((np.full((2, 3), None), ACTOR), {}),
-    "mask is False everywhere: give at least one token": (
-        (LEARNER, ACTOR, np.zeros((2, 3), bool)),
-        {},
-    ),
-    "mask has 1 sequences, and actor_logp has 2: give mask of the same tokens": (
-        (LEARNER, ACTOR, np.ones(3, bool)),
-        {},
-    ),
-    "mask is 0.5 at [0, 0]: give booleans, or 0 and 1": (
-        (LEARNER, ACTOR, np.full((2, 3), 0.5)),
-        {},
-    ),
-    "mask is nan at [1, 2]: give booleans": (
-        (LEARNER, ACTOR, with_entry(np.ones((2, 3)), np.nan)),
-        {},
-    ),
-    "mask is 2 at [1, 2]: give booleans": (
-        (LEARNER, ACTOR, with_entry(np.ones((2, 3), int), 2)),
-        {},
-    ),
-    "advantages has the shape (3,): give (2,), one for each sequence, or (2, 3)": (
-        (LEARNER, ACTOR),
-        {"advantages": np.ones(3)},
-    ),
-    "advantages is nan at [1]: give finite numbers": (
-        (LEARNER, ACTOR),
-        {"advantages": [1.0, np.nan]},
-    ),
-    "advantages is inf at [1, 2]: give finite numbers": (
-        (LEARNER, ACTOR),
-        {"advantages": with_entry(np.ones((2, 3)), np.inf)},
-    ),
-    "clip is 0: use a number above 0 and below 1": ((LEARNER, ACTOR), {"clip": 0}),
-    "clip is 1.5: use a number": ((LEARNER, ACTOR), {"clip": 1.5}),
-    "clip is nan: use a number": ((LEARNER, ACTOR), {"clip": math.nan}),
-    "clip is '0.2': use a number": ((LEARNER, ACTOR), {"clip": "0.2"}),
+def packed(lengths) -> dict:
+    return {"learner_logp": LEARNER.ravel(), "actor_logp": ACTOR.ravel(), "lengths": lengths}
+
+
+BOTH = {"learner_logp": LEARNER, "actor_logp": ACTOR}
+REFUSED = {
+    "learner_logp has 2 tokens in sequence 0": {"learner_logp": LEARNER[:, :2]},
+    "learner_logp has 3 sequences": {"learner_logp": np.vstack((LEARNER, LEARNER[:1]))},
+    "learner_logp is a single row of 6 tokens: give lengths": packed(None),
+    "learner_logp[1] has the shape (1, 3)": {"learner_logp": [LEARNER[0], LEARNER[1:]]},
+    "learner_logp[1] is torch.int64": {"learner_logp": [LEARNER[0], torch.zeros(3).long()]},
+    "learner_logp has the shape (1, 2, 3)": {"learner_logp": LEARNER[None]},
+    "learner_logp has no tokens": {"learner_logp": LEARNER[:0]},
+    "learner_logp is nan at [1, 0]": {"learner_logp": [LEARNER[0], [None, -1.0, -1.0]]},
+    "learner_logp is 0.001 at [1, 2]": {"learner_logp": with_entry(LEARNER, 0.001)},
+    "learner_logp is object": {"learner_logp": np.full((2, 3), None)},
+    "actor_logp is -inf at [1, 2]": {"actor_logp": with_entry(ACTOR, -np.inf)},
+    "actor_logp is -1e+09 at [1, 2]: mask fillers": {"actor_logp": with_entry(ACTOR, -1e9)},
+    "actor_logp is int64": {"actor_logp": np.zeros((2, 3), np.int64)},
+    "lengths has the sum 5": packed([2, 3]),
+    "lengths has the sum 9, but learner_logp has 6 tokens: these look cumulated": packed([0, 3, 6]),
+    "lengths is -1 at [1]": packed([7, -1]),
+    "lengths is 2.5 at [0]": packed([2.5, 3.5]),
+    "lengths is given, but learner_logp has the shape (2, 3)": {"lengths": [3, 3]},
+    "mask is False everywhere": {"mask": np.zeros((2, 3), bool)},
+    "mask has 1 sequences": {"mask": np.ones(3, bool)},
+    "mask is 0.5 at [0, 0]": {"mask": np.full((2, 3), 0.5)},
+    "mask is nan at [1, 2]": {"mask": with_entry(np.ones((2, 3)), np.nan)},
+    "advantages has the shape (3,)": {"advantages": np.ones(3)},
+    "advantages is nan at [1]": {"advantages": [1.0, np.nan]},
+    "advantages is inf at [1, 2]": {"advantages": with_entry(np.ones((2, 3)), np.inf)},
+    "clip is 0:": {"clip": 0},
+    "clip is nan": {"clip": math.nan},
+    "clip is '0.2'": {"clip": "0.2"},
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
+@pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_log_probabilities_is_refused_in_one_line(message):
-    arrays, options = WRONG[message]
-    with pytest.raises(ValueError) as caught:
-        mismatch(*arrays, **options)
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    refused(re.escape(message), mismatch, **(BOTH | REFUSED[message]))
+
+
+def test_a_refusal_counts_the_tokens_that_are_impossible():
+    actor = np.where(np.arange(3) == 2, 1.0, ACTOR)
+    refused(r"actor_logp is 1 at \[0, 2\]: .*\(2 of 6 tokens are", mismatch, LEARNER, actor)
 
 
 def test_rounding_may_put_a_log_probability_a_little_above_zero():
@@ -614,29 +495,15 @@ def test_the_command_prints_the_report_of_a_file(tmp_path, run):
         "advantages": np.random.default_rng(4).normal(size=64),
     }
     expected = mismatch(**arrays, clip=0.1)
-    for save in (np.savez, np.savez_compressed):
-        save(tmp_path / "dump.npz", **arrays)
-        path = tmp_path / f"{save.__name__}.json"
-        code, out, err = run(tmp_path / "dump.npz", "--clip", 0.1, "--json", path)
-        assert (code, out, err) == (0, f"{expected}\n", "")
-        assert path.read_text() == expected.to_json()
-    code, _, err = run(tmp_path / "dump.npz", "--json", path)
-    assert code == 2 and err.endswith("which exists: name a new file\n")
-
-
-def test_the_command_reads_packed_tokens(tmp_path, run):
-    learner, actor = sampled()
-    lengths = np.arange(37, 101)
-    is_answer = np.arange(100) < lengths[:, None]
-    arrays = {
-        "learner_logp": learner.numpy()[is_answer],
-        "actor_logp": actor.numpy()[is_answer],
-        "mask": np.ones(is_answer.sum(), np.float32),
-    }
-    np.savez(tmp_path / "dump.npz", **arrays, lengths=lengths)
-    expected = mismatch(**arrays, lengths=lengths)
-    assert expected.sequences == 64
-    assert run(tmp_path / "dump.npz") == (0, f"{expected}\n", "")
+    path = tmp_path / "r.json"
+    np.savez_compressed(tmp_path / "dump.npz", **arrays)
+    words = (tmp_path / "dump.npz", "--clip", 0.1, "--json", path)
+    assert run(*words) == (0, f"{expected}\n", "")
+    assert path.read_text() == expected.to_json()
+    assert "json is" in run(*words)[2]  # which exists
+    rows = {"learner_logp": logp.ravel(), "actor_logp": logp.ravel(), "lengths": [100] * 64}
+    np.savez(tmp_path / "packed.npz", **rows)
+    assert run(tmp_path / "packed.npz") == (0, f"{mismatch(**rows)}\n", "")
 
 
 def forged(header: str, content: bytes = b"") -> bytes:
@@ -663,33 +530,27 @@ HUGE = forged("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000, 10000
 LONGER = forged("{'descr': '<f4', 'fortran_order': False, 'shape': (100, 100)}", b"\0" * 16)
 NEGATIVE = forged("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, -4)}", b"\0" * 16)
 CODE = forged("__import__('os').abort()")
-GOOD = saved(learner_logp=LEARNER, actor_logp=ACTOR)
+GOOD = saved(**BOTH)
 FILES = {
     "no actor_logp": saved(learner_logp=LEARNER),
-    "has 'logp'": saved(learner_logp=LEARNER, actor_logp=ACTOR, logp=ACTOR),
+    "has 'logp'": saved(**BOTH, logp=ACTOR),
     "holds object": saved(learner_logp=np.full((2, 3), None), actor_logp=ACTOR),
-    "holds complex128": saved(learner_logp=LEARNER + 0j, actor_logp=ACTOR),
     "fewer sequences are enough": archive_of(learner_logp=HUGE, actor_logp=HUGE),
     "in its header, but other data": archive_of(learner_logp=LONGER, actor_logp=LONGER),
     "shape (-1, -4)": archive_of(learner_logp=NEGATIVE, actor_logp=NEGATIVE),
     "no NumPy header": archive_of(learner_logp=CODE, actor_logp=CODE),
     "not a complete .npz file": GOOD[:-40],
     "which is not a complete": b"text",
-    "actor_logp is -inf at [1, 2]": saved(
-        learner_logp=LEARNER, actor_logp=with_entry(ACTOR, -np.inf)
-    ),
-    "mask is 0.5": saved(learner_logp=LEARNER, actor_logp=ACTOR, mask=np.full((2, 3), 0.5)),
-    "is a single row of 6 tokens: give lengths": saved(
-        learner_logp=LEARNER.ravel(), actor_logp=ACTOR.ravel()
-    ),
-    "lengths in": saved(lengths=np.array([None]), learner_logp=LEARNER, actor_logp=ACTOR),
+    "mask is 0.5": saved(**BOTH, mask=np.full((2, 3), 0.5)),
+    "cannot be read: No such file": None,
 }
 
 
 @pytest.mark.parametrize("words", FILES)
 def test_a_file_of_a_stranger_is_refused_in_one_line(words, tmp_path, run):
     path = tmp_path / "dump.npz"
-    path.write_bytes(FILES[words])
+    if FILES[words] is not None:
+        path.write_bytes(FILES[words])
     code, out, err = run(path)
     assert (code, out) == (2, "") and words in err
     assert err.startswith("fp8rl.doctor: ") and err.count("\n") == 1
@@ -698,17 +559,9 @@ def test_a_file_of_a_stranger_is_refused_in_one_line(words, tmp_path, run):
 def test_no_byte_that_is_changed_makes_a_traceback(tmp_path, run):
     draw = np.random.default_rng(0)
     path = tmp_path / "dump.npz"
-    for _ in range(200):
+    for _ in range(100):
         content = bytearray(GOOD)
         content[draw.integers(len(content))] = draw.integers(256)
         path.write_bytes(content)
         code, _, err = run(path)
         assert code == 0 or (code == 2 and err.count("\n") == 1), err
-
-
-def test_a_missing_file_a_folder_and_a_wrong_clip(tmp_path, run):
-    path = tmp_path / "dump.npz"
-    path.write_bytes(GOOD)
-    for arguments in ((tmp_path / "none.npz",), (tmp_path,), (path, "--clip", 2)):
-        code, _, err = run(*arguments)
-        assert code == 2 and err.startswith("fp8rl.doctor: ") and err.count("\n") == 1

@@ -1,19 +1,14 @@
 """The laboratory of policies that write sequences."""
 
 import math
-import re
 
 import pytest
 import torch
+from helpers import refused
 
 from fp8rl.bits import format_of
 from fp8rl.bits.formats import rounded
-from fp8rl.sequences.corrections import (
-    CORRECTIONS,
-    gradient_factor,
-    is_dropped_by_clip,
-    mismatch_weight,
-)
+from fp8rl.sequences.corrections import CORRECTIONS, gradient_factor, is_dropped_by_clip
 from fp8rl.sequences.laboratory import Arm, Laboratory, Setting, horizon, horizons, pretrained
 from fp8rl.sequences.policies import NETWORKS, Recurrence, recurrence_plain, sampled
 from fp8rl.sequences.rounding import Rounding
@@ -62,7 +57,7 @@ def test_the_right_token_follows_from_the_one_two_steps_before():
 # Rounding
 
 
-@pytest.mark.parametrize("mantissa", (0, 1, 3, 7))
+@pytest.mark.parametrize("mantissa", (0, 3))
 def test_bits_of_mantissa_are_those_of_the_format(mantissa):
     x = torch.randn(1, 50, 40) * torch.randn(1, 50, 1).exp()
     expected = rounded(x, format_of(f"e8m{mantissa}"))
@@ -101,23 +96,11 @@ def test_the_gradient_passes_through_a_rounding():
     torch.testing.assert_close(x.grad, 2 * rounding.other(x.detach()))
 
 
-@pytest.mark.parametrize("formats", (["e8m1", "fp8", "e8m2"], ["fp8", "fp32", "fp8"]))
-def test_mixed_formats_are_refused(formats):
-    with pytest.raises(ValueError, match="put equal ones side by side"):
-        Rounding(formats)
-
-
-@pytest.mark.parametrize("name", ("e8m23", "e4m3", "bf8", ""))
-def test_unknown_formats_are_refused(name):
-    with pytest.raises(ValueError, match=r"format is .*: use fp32, fp16, fp8, or e8m0 to e8m22"):
-        Rounding([name])
-
-
 # Policies
 
 
 @settings
-@pytest.mark.parametrize("formats", (["fp32", "fp32"], ["e8m2", "e8m4"], ["fp8", "fp16"]))
+@pytest.mark.parametrize("formats", (["fp32", "fp32"], ["fp8", "e8m4"]))
 def test_log_probs_are_those_with_which_tokens_were_written(setting, formats):
     rounding = Rounding(formats)
     prompt, tokens, logp = written(policies := new_policies(setting), setting, rounding)
@@ -136,16 +119,6 @@ def test_one_precision_leaves_no_mismatch_in_a_recurrent_policy():
 
 
 @settings
-def test_policies_are_independent(setting):
-    together = new_policies(setting)
-    prompt, tokens, logp = written(together, setting)
-    for i in range(2):
-        alone = new_policies(setting, seeds=(i,))
-        own = tokens[:, i : i + 1]
-        torch.testing.assert_close(alone.log_probs(own, prompt)[:, 0], logp[:, i])
-
-
-@settings
 def test_a_token_depends_on_earlier_ones_only(setting):
     prompt, tokens, _ = written(policies := new_policies(setting), setting)
     before = policies.all_log_probs(tokens, prompt)
@@ -155,10 +128,9 @@ def test_a_token_depends_on_earlier_ones_only(setting):
     assert not torch.allclose(before[4:], after[4:])
 
 
-@pytest.mark.parametrize("formats", (["fp32", "fp32"], ["fp32", "e8m2"]))
 @pytest.mark.parametrize("length", (1, 5))
-def test_the_recurrence_by_hand_is_the_plain_one(formats, length):
-    rounding = Rounding(formats)
+def test_the_recurrence_by_hand_is_the_plain_one(length):
+    rounding = Rounding(["fp32", "e8m2"])
     weight = torch.randn(length, 2, 3, 4)
     results = []
     for recurrence in (Recurrence.apply, recurrence_plain):
@@ -243,11 +215,6 @@ def test_the_clip_drops_what_ppo_drops():
     assert torch.equal(ratio.grad == 0, dropped)
 
 
-def test_unknown_corrections_are_refused():
-    with pytest.raises(ValueError, match="correction is 'clipp': choose from none"):
-        mismatch_weight("clipp", torch.zeros(1, 1, 1), torch.zeros(1, 1))
-
-
 # Laboratory
 
 
@@ -307,27 +274,26 @@ def test_pretraining_ends_where_it_should():
     assert ((success > 0.15) & (success < 0.6)).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"network": "lstm"}, "network is 'lstm': choose from recurrent, attention"),
-        ({"right_tokens": 8}, "right_tokens is 8: use 1 to 7"),
-        ({"batch": 10}, "batch is 10: use a multiple of prompts, 4"),
-        ({"batch": 4}, "batch is 4: use a multiple of prompts, 4, of at least two"),
-        ({"length": 0}, "length is 0: use at least 1"),
-        ({"start": 1.0}, "start is 1.0: use a share between 0 and 1"),
-    ],
-)
-def test_settings_that_cannot_be_trained_are_refused(change, message):
-    for call in (
-        lambda: pretrained(SMALL._replace(**change), [0]),
-        lambda: Laboratory(SMALL._replace(**change), [Arm()], [0], start_of(SMALL, [0])),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call()
+def laboratory(arm: Arm | None = None, **change) -> Laboratory:
+    return Laboratory(SMALL._replace(**change), [arm or Arm()], [0], start_of(SMALL, [0]))
 
 
-def test_unknown_arms_are_refused_when_the_laboratory_is_built():
-    for arm, message in ((Arm("e4m3"), "format is 'e4m3'"), (Arm("e8m1", "tis"), "correction")):
-        with pytest.raises(ValueError, match=message):
-            Laboratory(SMALL, [arm], [0], start_of(SMALL, [0]))
+REFUSED = {
+    "network is 'lstm'": lambda: laboratory(network="lstm"),
+    "right_tokens is 8": lambda: laboratory(right_tokens=8),
+    "batch is 10: use a multiple of prompts, 4": lambda: laboratory(batch=10),
+    "batch is 4: .* of at least two": lambda: laboratory(batch=4),
+    "length is 0": lambda: laboratory(length=0),
+    "start is 1.0": lambda: laboratory(start=1.0),
+    "network is 'gru'": lambda: pretrained(SMALL._replace(network="gru"), [0]),
+    "format is 'e4m3'": lambda: laboratory(Arm("e4m3")),
+    "format is 'e8m23'": lambda: Rounding(["e8m23"]),
+    "format is ''": lambda: Rounding([""]),
+    "correction is 'tis'": lambda: laboratory(Arm("e8m1", "tis")),
+    r"formats \['e8m1', 'fp8', 'e8m2'\] are mixed": lambda: Rounding(["e8m1", "fp8", "e8m2"]),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_trained_is_refused_in_one_line(message):
+    refused(message, REFUSED[message])

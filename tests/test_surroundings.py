@@ -12,17 +12,15 @@ from fp8rl.build import build, build_population
 from fp8rl.config import Config
 from fp8rl.train import train
 
+TWO_ITERATIONS = SHORT | {"steps": 1_024}
 RUNS = {
-    "fp32": Config(**SHORT),
-    "bf16": Config(**SHORT, precision="bf16"),
-    "fp16": Config(**SHORT, precision="fp16"),
-    "fp8": Config(**SHORT, precision="fp8", codec="fp8"),
-    "fp8+bf16": Config(**SHORT, precision="fp8+bf16", codec="int8"),
-    "gru": Config(**SHORT, encoder="gru", hide_velocity=True),
-    "gym": Config(**SHORT, env_id="CartPole-v1"),
-    "normalized": Config(**SHORT, env_id="fp8rl/Lqr-v0", normalize_obs=True),
-    "few bits": Config(**SHORT, formats="weights=e4m3:stochastic m=e4m3 root=e4m3"),
-    "population": [Config(**SHORT, precision=name) for name in ("fp32", "fp16", "fp8")],
+    "bf16": Config(**TWO_ITERATIONS, precision="bf16"),
+    "fp8": Config(**TWO_ITERATIONS, precision="fp8", codec="fp8"),
+    "gru": Config(**TWO_ITERATIONS, encoder="gru", hide_velocity=True, codec="int8"),
+    "gym": Config(**TWO_ITERATIONS, env_id="CartPole-v1"),
+    "normalized": Config(**TWO_ITERATIONS, env_id="fp8rl/Lqr-v0", normalize_obs=True),
+    "few bits": Config(**TWO_ITERATIONS, formats="weights=e4m3:stochastic m=e4m3 root=e4m3"),
+    "population": [Config(**TWO_ITERATIONS, precision=name) for name in ("fp32", "fp16", "fp8")],
 }
 
 
@@ -44,16 +42,12 @@ SURROUNDINGS = {
 
 def trained(name: str) -> bytes:
     """Weights and history of a run."""
-    found = RUNS[name]
-    run = train(
-        build_population(found) if isinstance(found, list) else build(found), progress=False
-    )
-    columns = [
-        np.array(column).tobytes()
-        for name, column in run.history.columns.items()
-        if name != "seconds"
-    ]
-    return b"".join([weights(run).numpy().tobytes(), *columns])
+    config = RUNS[name]
+    run = build_population(config) if isinstance(config, list) else build(config)
+    train(run, progress=False)
+    columns = {name: column for name, column in run.history.columns.items() if name != "seconds"}
+    parts = [weights(run).numpy(), *map(np.array, columns.values())]
+    return b"".join(part.tobytes() for part in parts)
 
 
 @pytest.fixture(scope="module")
@@ -72,20 +66,19 @@ def test_settings_of_the_caller_change_nothing(surrounding, alone):
 
 def test_threads_beside_each_other_train_as_alone_and_leave_the_caller_as_it_was(alone):
     torch.manual_seed(7)
-    before, found = torch.get_rng_state(), {}
-    jobs = [
-        threading.Thread(target=lambda k=k, name=name: found.update({(k, name): trained(name)}))
-        for k in (0, 1)
-        for name in RUNS
-    ]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
-    assert len(found) == 2 * len(RUNS) and all(
-        result == alone[name] for (_, name), result in found.items()
-    )
-    assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
-    assert (
-        not torch.is_autocast_enabled("cpu") and torch.backends.cuda.matmul.fp32_precision == "none"
-    )
+    before = torch.get_rng_state()
+    results = {}
+
+    def train_beside(name: str) -> None:
+        results[name] = trained(name)
+
+    threads = [threading.Thread(target=train_beside, args=[name]) for name in RUNS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == alone
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.backends.cuda.matmul.fp32_precision == "none"
