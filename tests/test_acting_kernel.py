@@ -5,14 +5,10 @@ import copy
 import functools
 import linecache
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import PATIENCE, TINY, refused, trained, weights
+from helpers import TINY, compiled_sizes, refused, trained, weights
 
 from fp8rl import build as composition
 from fp8rl.bits.formats import format_of
@@ -48,8 +44,9 @@ def pair(configs, max_steps=None) -> list[Run]:
             run.env.max_steps = max_steps
             run.env._max_steps = torch.tensor(max_steps, dtype=torch.int32)
     plain, kernel = (run.collector for run in found)
-    alone = functools.partial(acting.as_population, precision=kernel.precision.name)
-    act = Agents.acting if many else alone
+    act = Agents.acting
+    if not many:
+        act = functools.partial(acting.as_population, precision=kernel.precision.name)
     plain.loop, kernel.loop = unroll, acting_kernel.Fused(kernel.env, kernel.model, act)
     return found
 
@@ -270,13 +267,6 @@ def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
     assert build(short(env_id="CartPole-v1"), gymnasium).collector.loop is unroll
 
 
-def test_layers_that_must_be_called_are():
-    plain, other = pair(short(precision="fp32"))
-    for run in (plain, other):
-        run.model.inputs.register_forward_hook(lambda layer, inputs, outputs: -outputs)
-    assert_same_rollouts(plain, other, rollouts=1, tolerance=0)
-
-
 def test_a_kernel_that_does_not_run_here_is_not_used(monkeypatch):
     run = build_population([short()], DEVICE)
     before = run.env.state_dict()
@@ -370,7 +360,7 @@ class Compiled:
 
 play, acting_kernel.play = acting_kernel.play, Compiled()
 many = build_population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
-one = build(Config(steps=100_000, precision="bf16", env_id="test_acting_kernel:Many", layers=3, num_envs=1, rollout_length=128))
+one = build(Config(steps=100_000, precision="bf16", env_id="test_acting_kernel:Many", layers=3, hidden_size=32, num_envs=1, rollout_length=128))
 for run, acting, capabilities in ((many, Agents.acting, (80,)), (one, partial(as_population, precision="bf16"), (90,))):
     with torch.no_grad():
         noise = action_noise(run.env, run.collector.length, run.collector.seed, "actions", 0)
@@ -381,19 +371,5 @@ for run, acting, capabilities in ((many, Agents.acting, (80,)), (one, partial(as
 
 def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
     """Of capability 8.0 and 9.0, by Triton's own compiler, which needs none."""
-    own = {
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "TRITON_INTERPRET": "0",
-        "TRITON_DEFAULT_FP_FUSION": "1",
-    }
-    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [int(line) > 10_000 for line in done.stdout.split()] == [True] * 2
+    sizes = compiled_sizes(COMPILES, tmp_path)
+    assert len(sizes) == 2 and min(sizes) > 10_000
