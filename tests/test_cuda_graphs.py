@@ -92,9 +92,9 @@ def captured(
 
 
 FIELDS = [
-    *({"precision": name} for name in available_precisions() if name != "bf16"),
-    {"encoder": "gru", "precision": "bf16"},
-    {"env_id": "fp8rl/Lqr-v0"},
+    {"precision": "fp16", "encoder": "gru"},
+    {"precision": "fp8"},
+    {"precision": "bf16", "env_id": "fp8rl/Lqr-v0"},
     {"collect_precision": "bf16", "clip_by": "learner"},
 ]
 

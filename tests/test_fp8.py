@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import refused
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -31,9 +31,6 @@ from fp8rl.precision import Precision
 ORACLE = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-# Unit roundoff of a normal number and half of the smallest subnormal.
-ROUNDOFF = {E4M3: (2**-4, 2**-10), E5M2: (2**-3, 2**-17)}
-numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 seeds = st.integers(0, 2**32 - 1)
 sixteens = st.integers(1, 8).map(lambda n: 16 * n)
 
@@ -97,20 +94,6 @@ def test_scale_is_the_smallest_power_of_two_that_fits(dtype, largest):
 
 
 @FORMATS
-@given(x=numbers)
-@example(x=torch.finfo(torch.float32).max)
-def test_any_finite_number_stays_finite_and_near(dtype, x):
-    near = quantize(torch.tensor([[x]]), dtype).dequantize().item()
-    assert abs(near - x) <= max(2 * ROUNDOFF[dtype][0] * abs(x), 2**-126 * ROUNDOFF[dtype][1])
-
-
-def test_no_rows_are_quantized_to_no_rows():
-    for shape in ((0, 16), (16, 0), (2, 0, 16), (0, 4, 16)):
-        for scales in ("tensor", "row"):
-            assert quantize(torch.zeros(shape), E4M3, scales).dequantize().shape == shape
-
-
-@FORMATS
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @given(seed=seeds, bad=st.sampled_from([torch.inf, -torch.inf, torch.nan]))
 def test_a_bad_number_is_nan_and_leaves_the_others_as_they_are(dtype, scales, seed, bad):
@@ -137,21 +120,6 @@ def test_with_a_scale_for_each_row_each_is_quantized_as_if_alone(dtype, seed):
     assert torch.equal(together.dequantize(), alone) and together.scale.shape == (4, 1)
     assert torch.equal(together.t().dequantize(), alone.T)
     assert torch.equal(quantize(x.view(2, 2, 16), dtype, "row").dequantize(), alone.view(2, 2, 16))
-
-
-@FORMATS
-@given(seed=seeds, rows=st.integers(1, 40), inner=sixteens, columns=sixteens)
-def test_matmul_error_stays_within_the_bound(dtype, seed, rows, inner, columns):
-    a, b = random_pair(seed, rows, inner, columns)
-    qa, qb = quantize(a, dtype), quantize(b)
-
-    def error(x, q):  # of one rounded element
-        relative, absolute = ROUNDOFF[q.data.dtype]
-        return x.abs().double() * relative + absolute * q.scale.double()
-
-    ea, eb, a64, b64 = error(a, qa), error(b, qb), a.abs().double(), b.abs().double()
-    bound = (a64 + ea) @ (b64 + eb).T * (1 + inner * 2**-24) - a64 @ b64.T
-    assert ((scaled_matmul(qa, qb.t()).double() - a.double() @ b.double().T).abs() <= bound).all()
 
 
 @pytest.mark.skipif(not fp8.has_kernel("cpu"), reason="torch's CPU kernel came with 2.13")
@@ -246,7 +214,7 @@ def test_what_it_cannot_compute_is_refused():
         ),
         ("x has shape", lambda: quantize(square, torch.float16)),
         ("x has shape", lambda: quantize(torch.ones(2))),
-        (".*inputs.*is 24|.*is 24", lambda: Float8Linear(24, 16)(torch.ones(16, 24))),
+        (".*is 24", lambda: Float8Linear(24, 16)(torch.ones(16, 24))),
         (".*is 24", lambda: Float8Linear(16, 24)(square).sum().backward()),
     ):
         refused(message, call)
@@ -263,69 +231,6 @@ def test_what_it_cannot_compute_is_refused():
     ):
         for emulate in (False, True):
             refused(message, scaled_matmul, a, b, emulate)
-
-
-def test_layer_takes_any_shape_strides_and_bfloat16(pair):
-    linear, layer, x, _ = pair
-    for shape in ((64,), (5, 64), (4, 8, 64)):
-        each = torch.randn(shape)
-        assert layer(each).shape == shape
-        assert torch.equal(layer(each).reshape(-1, 64), layer(each.reshape(-1, 64)))
-    turned = torch.randn(64, 32).t()
-    y = layer(turned)
-    assert torch.equal(y, layer(turned.contiguous()))
-    # The gradient arrives with strides of its own
-    (y.t().contiguous() @ torch.ones(32, 1)).sum().backward()
-    for shape in ((0, 64), (3, 0, 64)):
-        for each in (linear, layer):
-            y, grad_x, *others = gradients(each, torch.zeros(shape), torch.zeros(shape))
-            assert y.shape == grad_x.shape == shape and not any(grad.any() for grad in others)
-    y, grad_x, grad_w, _ = gradients(layer, x.bfloat16(), torch.ones(512, 64))
-    assert y.dtype == grad_w.dtype == torch.float32 and grad_x.dtype == torch.bfloat16
-
-
-def test_conversion_reports_by_name_and_keeps_parameters():
-    model = ActorCritic()
-    before = dict(model.named_parameters())
-    assert convert_linears(model) == {
-        "inputs": "its 2 inputs are not a multiple of 16",
-        "hidden.0": None,
-        "actor": "its 2 outputs are not a multiple of 16",
-        "critic": "its 1 outputs are not a multiple of 16",
-    }
-    after = dict(model.named_parameters())
-    assert list(before) == list(after) and all(before[name] is after[name] for name in before)
-    for network, options in ((ActorCritic(hidden_size=30), "hidden_size"), (nn.Linear(2, 16), "")):
-        refused(f".*no layer can run in FP8 .*{options}", Precision("fp8").prepare, network)
-
-
-def test_conversion_keeps_ties_hooks_and_the_mode_and_leaves_what_it_cannot_convert():
-    model, seen = nn.Sequential(nn.Linear(16, 16)).eval(), []
-    model[0].register_forward_hook(lambda *_: seen.append("forward"))
-    model[0].weight.register_hook(lambda _: seen.append("backward"))
-    convert_linears(model)
-    model(torch.ones(16, 16)).sum().backward()
-    assert seen == ["forward", "backward"] and not model[0].training
-    alone = nn.Linear(16, 16)
-    assert convert_linears(alone) == convert_linears(alone) == {"": None}
-    assert type(alone) is Float8Linear
-    tied = nn.Linear(16, 16)
-    model = nn.Sequential(tied, tied)
-    assert convert_linears(model) == {"0": None, "1": None}
-    assert model[0].weight is model[1].weight is tied.weight
-    by_hook = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)))
-    assert convert_linears(by_hook) == {"0": None}
-    by_hook(torch.ones(16, 16)).sum().backward()
-    # The hook computes the weight anew
-    assert by_hook[0].weight.grad_fn and by_hook[0].weight_orig.grad.any()
-    parametrized = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)))
-    assert "ParametrizedLinear" in convert_linears(parametrized)["0"]
-    double = nn.Sequential(nn.Linear(16, 16, dtype=torch.float64))
-    assert "torch.float64" in convert_linears(double)["0"]
-    # A transformer layer reads its weights itself
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-    reasons = convert_linears(layer)
-    assert len(reasons) == 3 and all(reasons.values()) and type(layer.linear1) is nn.Linear
 
 
 # The layer
@@ -384,14 +289,10 @@ def test_any_number_of_rows_is_the_padded_one_bit_for_bit(rows, bfloat16, emulat
     missing = -rows % 16
     by_hand = gradients(layer, F.pad(x, (0, 0, 0, missing)), F.pad(grad, (0, 0, 0, missing)))
     y, grad_x, grad_w, grad_b = gradients(layer, x, grad)
-    assert (
-        torch.equal(y, by_hand[0][:rows])
-        and torch.equal(grad_x, by_hand[1][:rows])
-        and torch.equal(grad_w, by_hand[2])
-    )
+    assert torch.equal(y, by_hand[0][:rows]) and torch.equal(grad_w, by_hand[2])
+    assert torch.equal(grad_x, by_hand[1][:rows]) and (by_hand[1][rows:] == 0).all()
     # No matmul: zeros would add up in another order
     assert torch.equal(grad_b, grad.sum(0)) and grad_x.dtype == x.dtype
-    assert (by_hand[1][rows:] == 0).all()
 
 
 @pytest.mark.parametrize("rows", [0, 5, 32])
@@ -412,22 +313,70 @@ def test_a_held_weight_is_quantized_once(monkeypatch, pair, rows):
         assert torch.equal(held(x), before) and not torch.equal(layer.held()(x), before)
 
 
-# Bad steps
+def test_layer_takes_any_shape_strides_and_bfloat16(pair):
+    linear, layer, x, _ = pair
+    for shape in ((64,), (5, 64), (4, 8, 64)):
+        each = torch.randn(shape)
+        assert layer(each).shape == shape
+        assert torch.equal(layer(each).reshape(-1, 64), layer(each.reshape(-1, 64)))
+    turned = torch.randn(64, 32).t()
+    y = layer(turned)
+    assert torch.equal(y, layer(turned.contiguous()))
+    # The gradient arrives with strides of its own
+    (y.t().contiguous() @ torch.ones(32, 1)).sum().backward()
+    for shape in ((0, 64), (3, 0, 64)):
+        for each in (linear, layer):
+            y, grad_x, *others = gradients(each, torch.zeros(shape), torch.zeros(shape))
+            assert y.shape == grad_x.shape == shape and not any(grad.any() for grad in others)
+    y, grad_x, grad_w, _ = gradients(layer, x.bfloat16(), torch.ones(512, 64))
+    assert y.dtype == grad_w.dtype == torch.float32 and grad_x.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_a_bad_number_skips_the_step(bad):
-    precision = Precision("fp8")
-    model = precision.prepare(ActorCritic())
-    optimizer = torch.optim.Adam(model.parameters())
-    before = nn.utils.parameters_to_vector(model.parameters())
-    obs = torch.rand(16, 2)
-    obs[3, 1] = bad
-    logits, values = model(obs)
-    report = precision.step(logits.sum() + values.sum(), optimizer, 0.5)
-    assert report.skipped and torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
-    # Or enough bad steps would bring it to 0, and a good one after them NaN into the weights
-    assert report.loss_scale == 1
+# Conversion
+
+
+def test_conversion_reports_by_name_and_keeps_parameters():
+    model = ActorCritic()
+    before = dict(model.named_parameters())
+    assert convert_linears(model) == {
+        "inputs": "its 2 inputs are not a multiple of 16",
+        "hidden.0": None,
+        "actor": "its 2 outputs are not a multiple of 16",
+        "critic": "its 1 outputs are not a multiple of 16",
+    }
+    after = dict(model.named_parameters())
+    assert list(before) == list(after) and all(before[name] is after[name] for name in before)
+    for network, options in ((ActorCritic(hidden_size=30), "hidden_size"), (nn.Linear(2, 16), "")):
+        refused(f".*no layer can run in FP8 .*{options}", Precision("fp8").prepare, network)
+
+
+def test_conversion_keeps_ties_hooks_and_the_mode_and_leaves_what_it_cannot_convert():
+    model, seen = nn.Sequential(nn.Linear(16, 16)).eval(), []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[0].weight.register_hook(lambda _: seen.append("backward"))
+    convert_linears(model)
+    model(torch.ones(16, 16)).sum().backward()
+    assert seen == ["forward", "backward"] and not model[0].training
+    alone = nn.Linear(16, 16)
+    assert convert_linears(alone) == convert_linears(alone) == {"": None}
+    assert type(alone) is Float8Linear
+    tied = nn.Linear(16, 16)
+    model = nn.Sequential(tied, tied)
+    assert convert_linears(model) == {"0": None, "1": None}
+    assert model[0].weight is model[1].weight is tied.weight
+    by_hook = nn.Sequential(nn.utils.spectral_norm(nn.Linear(16, 16)))
+    assert convert_linears(by_hook) == {"0": None}
+    by_hook(torch.ones(16, 16)).sum().backward()
+    # The hook computes the weight anew
+    assert by_hook[0].weight.grad_fn and by_hook[0].weight_orig.grad.any()
+    parametrized = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)))
+    assert "ParametrizedLinear" in convert_linears(parametrized)["0"]
+    double = nn.Sequential(nn.Linear(16, 16, dtype=torch.float64))
+    assert "torch.float64" in convert_linears(double)["0"]
+    # A transformer layer reads its weights itself
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    reasons = convert_linears(layer)
+    assert len(reasons) == 3 and all(reasons.values()) and type(layer.linear1) is nn.Linear
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8+bf16"])
@@ -594,3 +543,12 @@ def test_compiled_it_quantizes_and_multiplies_alike(pair):
         assert all(map(torch.equal, plain, others))
         # Whose sum has another order
         assert torch.allclose(bias, other_bias, rtol=1e-4, atol=1e-4 * of_grad)
+
+
+def test_no_rows_are_quantized_to_no_rows_and_the_largest_number_stays_finite():
+    for shape in ((0, 16), (16, 0), (2, 0, 16), (0, 4, 16)):
+        for scales in ("tensor", "row"):
+            assert quantize(torch.zeros(shape), E4M3, scales).dequantize().shape == shape
+    largest = torch.full((1, 1), torch.finfo(torch.float32).max)
+    for dtype in (E4M3, E5M2):
+        assert quantize(largest, dtype).dequantize().isfinite().all()

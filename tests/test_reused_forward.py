@@ -59,33 +59,6 @@ def test_few_rows_go_as_in_the_plain_network_bit_for_bit(layers):
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(plain, ours, strict=True))
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8+bf16"])
-@pytest.mark.parametrize("hidden_size, actions, layers", [(64, 2, 3), (48, 16, 2)])
-def test_in_fp8_it_quantizes_weights_once_and_acts_alike_bit_for_bit(
-    monkeypatch, precision, hidden_size, actions, layers
-):
-    """With layers in FP8 and others, of which the last may be either."""
-    precision, obs = Precision(precision), torch.rand(21, 2)
-    shape = {"num_actions": actions, "hidden_size": hidden_size, "layers": layers}
-    model = precision.prepare(FastActorCritic(**shape))
-    in_fp8 = [layer for layer in model.modules() if type(layer) is fp8.Float8Linear]
-    assert (model.actor in in_fp8) == (actions == 16) and model.inputs not in in_fp8
-    seen, quantize = [], fp8.quantize
-    with torch.no_grad(), precision.autocast():
-        acting, expected = model.acting(), model.policy(obs)[0]
-        assert acting is not model
-
-        def noted(x, dtype):
-            seen.append(x.shape)
-            return quantize(x, dtype)
-
-        monkeypatch.setattr(fp8, "quantize", noted)
-        for _ in range(2):
-            assert torch.equal(acting.policy(obs)[0], expected)
-        # Inputs alone, with rows up to a multiple of 16
-        assert seen == 2 * len(in_fp8) * [(32, hidden_size)]
-
-
 FP8 = {"precision": "fp8+bf16"}, {"normalize_obs": True}, {"formats": EIGHT_BIT["formats"]}
 
 

@@ -71,18 +71,18 @@ def test_words_are_those_of_plain_code(seeds, iteration, count, purpose):
 
 
 def test_random_numbers_are_drawn_with_the_kernel(used):
-    seed = torch.tensor([0, 7, ONES], device=DEVICE)
-    for own in (7, seed):
-        for iteration in (3, 3, torch.tensor(3, device=DEVICE)):
-            drawn = []
-            for use_kernels in (False, True):
-                used(use_kernels)
-                drawn.append(rng.uniform(own, "starts", iteration, (5, 3), DEVICE))
-            assert drawn[0].shape == drawn[1].shape and torch.equal(*drawn)
+    several = torch.tensor([0, 7, ONES], device=DEVICE)
+    for seed in (7, several):
+        drawn = []
+        for use_kernels in (False, True):
+            used(use_kernels)
+            iteration = torch.tensor(3, device=DEVICE) if use_kernels else 3
+            drawn.append(rng.uniform(seed, "starts", iteration, (5, 3), DEVICE))
+        assert drawn[0].shape == drawn[1].shape and torch.equal(*drawn)
     # By the kernel, whatever the device
     assert isinstance(rng.words(7, "starts", 3, 5, DEVICE), torch.Tensor)
     with pytest.raises(RuntimeError):
-        triton_kernels.words(seed, 0, seed[:2], 3, DEVICE)
+        triton_kernels.words(several, 0, several[:2], 3, DEVICE)
 
 
 def plain(added, kept, begun, reverse):
