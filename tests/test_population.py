@@ -35,15 +35,8 @@ from fp8rl.tasks.by_id import TASKS
 from fp8rl.train import iterate
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
-MIXED = {
-    "gamma": 0.9,
-    "lam": 0.5,
-    "learning_rate": 3e-3,
-    "entropy_coef": 0.0,
-    "value_coef": 1.0,
-    "max_grad_norm": 0.1,
-}
-MIXED |= {"clip": 0.1, "start_noise": 0.1}
+MIXED = {"gamma": 0.9, "lam": 0.5, "learning_rate": 3e-3, "entropy_coef": 0.0, "value_coef": 1.0}
+MIXED |= {"max_grad_norm": 0.1, "clip": 0.1, "start_noise": 0.1}
 
 
 def several(**changes) -> list[Config]:

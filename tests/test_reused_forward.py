@@ -207,11 +207,6 @@ def test_only_the_newest_rollout_is_learned_from_by_the_forward_passes_that_acte
         assert len(calls) == forwards
 
 
-def test_learns_from_the_forward_passes_that_acted():
-    config = small(precision="bf16", steps=20_480, eval_every=0, eval_episodes=50)
-    assert trained(reusing(build(config))).history.final_return >= 190
-
-
 def test_forward_passes_are_reused_where_a_layer_of_a_step_is_large_and_the_actor_is_the_learner():
     for expected, num_envs, fields in (
         (True, 1024, {}),

@@ -101,7 +101,7 @@ def test_what_is_not_finite_never_reaches_weights_or_ring(made, which, bad):
     run, seen = made(build(Config(**SHORT))), []
     run.collector = Changed(run.collector, spoil)
     with pytest.raises(ValueError, match=f"^{which} from the environment is not finite: fix"):
-        seen += [weights(each) for each in iterate(run)]
+        seen.extend(weights(each) for each in iterate(run))
     assert len(run.history) == len(seen) == 2 and run.ring.size == 64
     assert torch.equal(weights(run), seen[-1])
 
