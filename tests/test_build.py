@@ -42,7 +42,7 @@ REFUSED = [  # fields of a config, of a machine, the number of processes, and th
     ({"formats": "m=e9m3"}, {}, 1, "formats has 'm=e9m3'"),
     ({"formats": "forward=e4m3"}, {}, 1, "formats is forward=e4m3"),
     ({"formats": "weights=e4m3:block"}, {}, 1, "formats is weights=e4m3:block"),
-    (FEW_BITS | {"collect_precision": "bf16"}, {}, 1, "collect_precision is bf16"),
+    ({"formats": "weights=e4m3", "collect_precision": "bf16"}, {}, 1, "collect_precision is bf16"),
     (FEW_BITS, {}, 2, "formats is m=e4m3: .*one process"),
     ({"num_envs": 15}, {}, 2, "num_envs is 15 and 2 processes .*multiple of 2$"),
     ({"num_envs": 1}, {}, 3, "num_envs is 1 and 3 processes .*multiple of 3$"),
@@ -188,8 +188,8 @@ def test_values_that_the_codec_clips_are_counted():
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"precision": name} for name in ("fp32", "bf16", "fp16")),
-        {"precision": "fp8", "collect_precision": "bf16", "encoder": "gru", "hide_velocity": True},
+        *({"precision": name} for name in ("fp32", "fp16")),
+        {"precision": "fp8", "collect_precision": "fp32", "encoder": "gru", "hide_velocity": True},
         {"collect_precision": "fp8", "clip": 0.01, "clip_by": "learner"},
         {"codec": "int8", "capacity": 1_000, "extra_features": 2},  # the ring wraps around
     ],
