@@ -271,16 +271,17 @@ def gradients(layer, x, grad):
 
 
 def test_layer_is_its_three_matmuls(pair):
-    linear, layer, x, grad = pair
-    y, grad_x, grad_w, _ = gradients(layer, x, grad)
-    x8, w8, g8 = (
-        quantize(x).dequantize(),
-        quantize(linear.weight.detach()).dequantize(),
-        quantize(grad, E5M2).dequantize(),
-    )
-    torch.testing.assert_close(y, x8 @ w8.T + linear.bias.detach())
-    torch.testing.assert_close(grad_x, g8 @ w8, atol=1e-9, rtol=1e-5)
-    torch.testing.assert_close(grad_w, g8.T @ x8, atol=1e-9, rtol=1e-5)
+    linear, converted, x, grad = pair
+    made = Float8Linear(64, 64)
+    made.load_state_dict(linear.state_dict())
+    x8 = quantize(x).dequantize()
+    w8 = quantize(linear.weight.detach()).dequantize()
+    g8 = quantize(grad, E5M2).dequantize()
+    for layer in (converted, made):
+        y, grad_x, grad_w, _ = gradients(layer, x, grad)
+        torch.testing.assert_close(y, x8 @ w8.T + linear.bias.detach())
+        torch.testing.assert_close(grad_x, g8 @ w8, atol=1e-9, rtol=1e-5)
+        torch.testing.assert_close(grad_w, g8.T @ x8, atol=1e-9, rtol=1e-5)
 
 
 @given(
