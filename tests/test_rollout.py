@@ -39,13 +39,18 @@ def test_what_was_collected_and_the_environment_can_be_learned_from_and_written_
     env.elapsed.add_(1)
 
 
+class Brief(Cart):
+    max_steps = 12
+
+
 def test_a_rollout_is_what_happened():
-    collector = collector_of(4, 50)
+    collector = Collector(Brief(16, 0.5), ActorCritic(), FP32, 50)
     rollout = collector.collect(collector.model)
     assert torch.equal(rollout.obs[-1], collector.env.obs)
     dummy = (rollout.flags & DUMMY) != 0
     ended = (rollout.flags & (TERMINATED | TRUNCATED)) != 0
-    assert ended.any() and torch.equal(dummy[1:], ended[:-1]) and not dummy[0].any()
+    assert {0, TERMINATED, TRUNCATED, DUMMY} == set(rollout.flags.unique().tolist())
+    assert torch.equal(dummy[1:], ended[:-1]) and not dummy[0].any()
     assert torch.equal(rollout.valid, ~dummy) and torch.equal(rollout.first[1:], dummy)
     assert not rollout.first[0].any() and (rollout.reward[dummy] == 0).all()
     following = dynamics(rollout.obs[:-1], rollout.action)
