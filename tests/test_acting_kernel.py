@@ -3,19 +3,12 @@
 
 import copy
 import functools
-import linecache
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import PATIENCE, TINY, refused, trained, weights
+from helpers import TINY, compiled_sizes, refused, trained, weights
 
 from fp8rl import build as composition
-from fp8rl.bits.formats import format_of
-from fp8rl.bits.places import PlaceFormat
 from fp8rl.build import Machine, build, build_population
 from fp8rl.config import Config
 from fp8rl.machine import acting
@@ -44,16 +37,12 @@ def pair(configs, max_steps=None) -> list[Run]:
     ]
     for run in found:
         if max_steps:
-            run.env.max_steps, run.env._max_steps = (
-                max_steps,
-                torch.tensor(max_steps, dtype=torch.int32),
-            )
+            run.env.max_steps = max_steps
+            run.env._max_steps = torch.tensor(max_steps, dtype=torch.int32)
     plain, kernel = (run.collector for run in found)
-    act = (
-        Agents.acting
-        if many
-        else functools.partial(acting.as_population, precision=kernel.precision.name)
-    )
+    act = Agents.acting
+    if not many:
+        act = functools.partial(acting.as_population, precision=kernel.precision.name)
     plain.loop, kernel.loop = unroll, acting_kernel.Fused(kernel.env, kernel.model, act)
     return found
 
@@ -61,32 +50,24 @@ def pair(configs, max_steps=None) -> list[Run]:
 def assert_same_rollouts(plain: Run, other: Run, rollouts: int, tolerance: float) -> set[int]:
     """Rollouts that follow each other, equal but for the order of sums. Returns the flags seen."""
     seen = set()
+    close = {"rtol": tolerance, "atol": tolerance}
     for _ in range(rollouts):
         expected, found = (run.collect() for run in (plain, other))
-        for name in ("action", "flags"):
-            one, two = getattr(expected, name), getattr(found, name)
-            assert one.dtype == two.dtype and (one.is_floating_point() or torch.equal(one, two)), (
-                name
-            )
         for name in expected._fields[:-1]:
-            torch.testing.assert_close(
-                getattr(found, name),
-                getattr(expected, name),
-                rtol=tolerance,
-                atol=tolerance,
-                msg=name,
-            )
-        assert torch.equal(plain.env.elapsed, other.env.elapsed) and torch.equal(
-            plain.env.done, other.env.done
-        )
+            one, two = getattr(expected, name), getattr(found, name)
+            assert name not in ("action", "flags") or one.dtype == two.dtype, name
+            exact = name in ("action", "flags") and not one.is_floating_point()
+            torch.testing.assert_close(two, one, msg=name, **({} if exact else close))
+        assert torch.equal(plain.env.elapsed, other.env.elapsed)
+        assert torch.equal(plain.env.done, other.env.done)
         seen |= set(found.flags.unique().tolist())
     return seen
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_kernel_acts_as_the_plain_loop_does_in_every_task(task):
-    configs = [short(env_id=task, seed=seed, precision="fp32", num_envs=16) for seed in range(3)]
-    seen = assert_same_rollouts(*pair(configs, max_steps=6), rollouts=3, tolerance=1e-3)
+    configs = [short(env_id=task, seed=seed, precision="fp32", num_envs=16) for seed in range(2)]
+    seen = assert_same_rollouts(*pair(configs, max_steps=6), rollouts=2, tolerance=1e-3)
     assert {0, 2, 4} <= seen  # ends and resets included
 
 
@@ -104,40 +85,24 @@ def test_the_kernel_rounds_as_the_networks_do(layers, options):
     assert other.collect().obs.dtype == torch.float32
 
 
-def test_an_acting_policy_of_another_precision_and_many_environments():
-    configs = [
-        short(seed=seed, collect_precision="bf16", num_envs=40, hidden_size=16) for seed in (1, 2)
-    ]
-    assert_same_rollouts(*pair(configs), rollouts=1, tolerance=1e-4)
-
-
 def test_a_population_learns_with_it():
     """The rest of an iteration takes its rollouts, and learns from them what it would from the
     plain loop's."""
-    configs = [
-        short(steps=256, eval_every=256, eval_episodes=2, env_id="CartPole-v1", seed=seed)
-        for seed in (1, 2)
-    ]
-    plain, other = map(trained, pair(configs))
-    torch.testing.assert_close(other.model.theta, plain.model.theta, rtol=1e-3, atol=1e-4)
-    assert other.collector.rollouts == plain.collector.rollouts > 1
+    fields = {"steps": 192, "eval_every": 0, "eval_episodes": 2, "env_id": "CartPole-v1"}
+    acting = {"collect_precision": "bf16", "num_envs": 40, "batch_size": 160, "hidden_size": 16}
+    for own in ({}, acting | {"steps": 480}):
+        configs = [short(**fields | own, seed=seed) for seed in (1, 2)]
+        plain, other = map(trained, pair(configs))
+        torch.testing.assert_close(other.model.theta, plain.model.theta, rtol=1e-3, atol=1e-4)
+        assert other.collector.rollouts == plain.collector.rollouts > 1
 
 
 ALONE = [
-    {"precision": name, "layers": layers}
-    for name in ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
-    for layers in (2, 3)
-]
-ALONE += [
-    {"precision": "fp8", "collect_precision": "bf16"},
+    {"precision": "bf16", "layers": 3},
+    {"precision": "fp16", "env_id": "CartPole-v1"},
+    {"precision": "fp8", "env_id": "Pendulum-v1"},
+    {"precision": "fp8+bf16", "layers": 3},
     {"precision": "bf16", "collect_precision": "fp8", "layers": 3},
-]
-ALONE += [
-    {"env_id": "CartPole-v1", "precision": "fp16"},
-    {"env_id": "Pendulum-v1", "precision": "fp8"},
-]
-ALONE += [
-    {"env_id": "Pendulum-v1"},
     {"layers": 1, "num_envs": 1, "hidden_size": 128},
     {"num_envs": 40, "hidden_size": 16, "extra_features": 2},
 ]
@@ -145,10 +110,8 @@ ALONE += [
 
 @pytest.mark.parametrize("options", ALONE, ids=str)
 def test_a_run_acts_with_it_as_in_the_plain_loop(options):
-    seen = assert_same_rollouts(
-        *pair(short(**{"precision": "fp32"} | options), max_steps=4), rollouts=3, tolerance=1e-3
-    )
-    assert {0, 2, 4} <= seen
+    runs = pair(short(**{"precision": "fp32"} | options), max_steps=4)
+    assert {0, 2, 4} <= assert_same_rollouts(*runs, rollouts=2, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("agents", [0, 2])
@@ -169,26 +132,15 @@ def test_layers_that_must_be_called_are():
     assert_same_rollouts(plain, other, rollouts=1, tolerance=0)
 
 
-@pytest.mark.parametrize(
-    "options", [{"env_id": "Pendulum-v1"}, {"collect_precision": "fp8"}, {"layers": 3}], ids=str
-)
+@pytest.mark.parametrize("options", [{"env_id": "Pendulum-v1"}, {"collect_precision": "fp8"}])
 def test_a_run_learns_with_it(options):
     """Each rollout is by the weights that the updates before it left."""
-    plain, other = pair(
-        short(
-            steps=320,
-            eval_every=320,
-            eval_episodes=2,
-            precision="fp32",
-            learning_rate=0.01,
-            **options,
-        )
-    )
+    fields = {"steps": 256, "eval_every": 0, "eval_episodes": 2, "learning_rate": 0.01}
+    plain, other = pair(short(precision="fp32", **fields, **options))
     before = weights(plain)
-    torch.testing.assert_close(
-        weights(trained(other)), weights(trained(plain)), rtol=1e-2, atol=1e-3
-    )
-    assert (weights(plain) - before).abs().max() > 0.02 and plain.collector.rollouts > 3
+    learned, expected = weights(trained(other)), weights(trained(plain))
+    torch.testing.assert_close(learned, expected, rtol=1e-2, atol=1e-3)
+    assert (expected - before).abs().max() > 0.02 and plain.collector.rollouts > 3
     assert_same_rollouts(plain, other, rollouts=1, tolerance=1e-2)
 
 
@@ -206,23 +158,14 @@ class Changed(CartPole):
 
 
 def how(function):
-    """The name of a task whose rewards a function makes."""
+    """Fields with a task whose rewards a function makes."""
     name = f"Task{len(HOWS)}"
-    HOWS[name] = globals()[name] = type(
-        name, (Changed,), {"how": lambda self, *args: function(self, *args)}
-    )
-    return f"{__name__}:{name}"
+    own = {"how": lambda self, *args: function(self, *args)}
+    HOWS[name] = globals()[name] = type(name, (Changed,), own)
+    return {"env_id": f"{__name__}:{name}"}
 
 
 HOWS: dict[str, type] = {}
-
-
-class Windy(CartPole):
-    """CartPole whose starts decide about the physics, too."""
-
-    def start(self, numbers):
-        self.wind = 1 + numbers.abs().mean()
-        return super().start(numbers)
 
 
 class Stepped(CartPole):
@@ -231,7 +174,7 @@ class Stepped(CartPole):
 
 
 class Gusty(CartPole):
-    """The same, in place."""
+    """CartPole whose starts decide about the physics, too, and that in place."""
 
     def __init__(self, *args, **options):
         self.wind = torch.ones(())
@@ -258,148 +201,68 @@ def keeps_the_action(self, state, action, reward):
 
 
 REFUSED = {
-    "operation": (
-        {"env_id": how(lambda self, state, action, reward: reward.cumsum(0))},
-        "advance cannot .*: aten.cumsum",
-    ),
-    "power": (
-        {"env_id": how(lambda self, state, action, reward: state[:, 0].abs() ** state[:, 2])},
-        "advance .*: aten.pow",
-    ),
-    "not": (
-        {"env_id": how(lambda self, state, action, reward: (~action).float())},
-        "advance .*: aten.bitwise_not",
-    ),
-    "and": (
-        {"env_id": how(lambda self, state, action, reward: (action & 1).float())},
-        "advance .*: aten.bitwise_and",
-    ),
+    "operation": (how(lambda self, state, action, reward: reward.cumsum(0)), "advance.*cumsum"),
     "sum": (
-        {"env_id": how(lambda self, state, *_: ((state[:, 0] > 1) + (state[:, 1] > 1)).float())},
+        how(lambda self, state, *_: ((state[:, 0] > 1) + (state[:, 1] > 1)).float()),
         "advance .*: aten.add",
     ),
     "branch": (
-        {"env_id": how(lambda self, state, action, reward: reward if state[0, 0] > 0 else -reward)},
+        how(lambda self, state, action, reward: reward if state[0, 0] > 0 else -reward),
         "advance cannot",
     ),
-    "memory": (
-        {"env_id": how(keeps_the_action)},
-        "advance .* it depends on what is no part of the state",
-    ),
-    "masses": (
-        {"env_id": how(lambda self, *args: args[-1] * self.masses)},
-        "advance .* it depends on what is no part",
-    ),
-    "clock": (
-        {"env_id": how(lambda self, *args: args[-1] * self.elapsed)},
-        "advance cannot be translated",
-    ),
+    "memory": (how(keeps_the_action), "advance .* is no part of the state"),
+    "masses": (how(lambda self, *args: args[-1] * self.masses), "advance .* is no part"),
     "never": ({"env_id": f"{__name__}:Never"}, "advance cannot be translated"),
     "step": ({"env_id": f"{__name__}:Stepped"}, "the task has a step of its own"),
     "draw": ({"env_id": f"{__name__}:Drawn"}, "the task has a draw of its own"),
-    "wind": ({"env_id": f"{__name__}:Windy"}, "drawing starts changes the task"),
     "gusts": ({"env_id": f"{__name__}:Gusty"}, "drawing starts changes the task"),
     "width": ({"hidden_size": 48}, "no kernel for .* 48"),
-    "features": ({"extra_features": 20}, "no kernel for"),
     "scale": ({"precision": "fp8", "num_envs": 128}, "no kernel for"),
-    "scale of wide layers": (
-        {"precision": "fp8", "num_envs": 64, "hidden_size": 128},
-        "no kernel for",
-    ),
-    "too many weights": ({"hidden_size": 128, "layers": 4}, "no kernel for"),
     "format": ({"formats": "acting=e3m2"}, "no kernel for these roundings"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_kernel_is_refused(name):
-    options, reason = REFUSED[name]
-    run = build_population([short(**options)])
-    refused(
-        reason, acting_kernel.Fused, run.env, run.model, Agents.acting, error=NotImplementedError
-    )
-    assert acting_kernel.kernel_loop(run.env, run.model, Agents.acting) is None
+def test_what_has_no_kernel_is_refused():
+    for options, reason in REFUSED.values():
+        run = build_population([short(**options)])
+        own = run.env, run.model, Agents.acting
+        refused(reason, acting_kernel.Fused, *own, error=NotImplementedError)
+        assert acting_kernel.kernel_loop(*own) is None
 
 
 PLAIN = [
     {"encoder": "gru"},
     {"normalize_obs": True},
     {"formats": "m=e4m3"},
-    {"vectorization": "sync", "env_id": "CartPole-v1"},
+    *(REFUSED[name][0] for name in ("operation", "width", "scale")),
+    *[{"precision": "tf32"}] * torch.cuda.is_available(),
 ]
-PLAIN += [REFUSED[name][0] for name in ("operation", "step", "width", "scale")]
-PLAIN += [{"precision": "tf32"}] * torch.cuda.is_available()
 
 
 def test_a_run_that_has_no_kernel_acts_step_by_step(monkeypatch):
     # As on a GPU
-    monkeypatch.setattr(
-        composition, "acting_loop", lambda *own: acting_kernel.kernel_loop(*own) or unroll
-    )
-    for options in (
-        {},
-        {"precision": "fp8", "collect_precision": "bf16"},
-        {"num_envs": 128},
-        *PLAIN,
-    ):
-        machine = Machine(DEVICE, vectorization=options.get("vectorization"))
-        run = build(
-            short(**{name: x for name, x in options.items() if name != "vectorization"}), machine
-        )
-        assert (run.collector.loop is unroll) is (options in PLAIN), options
-        assert options in PLAIN or isinstance(run.collector.loop, acting_kernel.Fused), options
+    with_kernels = lambda *own: acting_kernel.kernel_loop(*own) or unroll  # noqa: E731
+    monkeypatch.setattr(composition, "acting_loop", with_kernels)
+    for options in ({}, {"precision": "fp8", "collect_precision": "bf16"}, *PLAIN):
+        loop = build(short(**options), Machine(DEVICE)).collector.loop
+        assert (loop is unroll) is (options in PLAIN), options
+        assert options in PLAIN or isinstance(loop, acting_kernel.Fused), options
+    gymnasium = Machine(DEVICE, vectorization="sync")
+    assert build(short(env_id="CartPole-v1"), gymnasium).collector.loop is unroll
 
 
 def test_a_kernel_that_does_not_run_here_is_not_used(monkeypatch):
     run = build_population([short()], DEVICE)
     before = run.env.state_dict()
-    assert isinstance(
-        acting_kernel.kernel_loop(run.env, run.model, Agents.acting), acting_kernel.Fused
-    )
+    own = run.env, run.model, Agents.acting
+    assert isinstance(acting_kernel.kernel_loop(*own), acting_kernel.Fused)
     # It was a copy that was stepped
     assert all(map(torch.equal, before.values(), run.env.state_dict().values()))
     monkeypatch.setattr(acting_kernel, "play", None)
-    with pytest.warns(
-        UserWarning,
-        match="agents act step by step, because their kernel does not run here: 'NoneType'",
-    ):
-        assert acting_kernel.kernel_loop(run.env, run.model, Agents.acting) is None
-
-
-def test_rounding_to_e4m3_is_that_of_the_formats():
-    scope = {"tl": acting_kernel.tl, "cast": acting_kernel.cast}
-    source = """
-def rounded(x, y, ROWS: tl.constexpr, TO: tl.constexpr):
-    row, column = tl.arange(0, 16), tl.arange(0, 16)
-    at, inside = row[:, None] * 16 + column[None, :], row < ROWS
-    tl.store(y + at, cast(tl.load(x + at), inside, TO), mask=inside[:, None])
-"""
-    lines = source.splitlines(True)
-    linecache.cache["<rounded>"] = len(source), None, lines, "<rounded>"
-    exec(compile(source, "<rounded>", "exec"), scope)
-    rounded, numbers = triton.jit(scope["rounded"]), torch.Generator().manual_seed(0)
-    exact = PlaceFormat(format_of("e4m3")).matrices
-    for magnitude in (
-        0.0,
-        1e-30,
-        1e-4,
-        1.0,
-        448.0,
-        449.0,
-        1e30,
-        float("inf"),
-        float("nan"),
-        "one NaN",
-    ):
-        x = torch.randn(16, 16, generator=numbers) ** 3
-        x = x / x[:10].abs().max()
-        x = (x * (1.0 if magnitude == "one NaN" else magnitude)).to(DEVICE).contiguous()
-        x[3, 5] = float("nan") if magnitude == "one NaN" else x[3, 5]
-        x[10:], y = 1e38, torch.zeros_like(x)  # rows of no environment decide no scale
-        rounded[(1,)](x, y, 10, acting_kernel.E4M3)
-        assert torch.allclose(y[:10], exact(x[None, :10])[0], rtol=0, atol=0, equal_nan=True), (
-            magnitude
-        )
+    with pytest.warns(UserWarning, match="agents act step by step"):
+        assert acting_kernel.kernel_loop(*own) is None
+    for run in (build_population([short()], DEVICE), build(short(), Machine(DEVICE))):
+        assert (run.collector.loop is unroll) is (DEVICE == "cpu")
 
 
 class Many(CartPole):
@@ -419,10 +282,8 @@ class Many(CartPole):
 
 
 def test_other_operations_are_written_as_they_are():
-    seen = assert_same_rollouts(
-        *pair([short(env_id=f"{__name__}:Many", seed=seed) for seed in (1, 2)]), 4, 1e-3
-    )
-    assert 1 in seen
+    configs = [short(env_id=f"{__name__}:Many", seed=seed) for seed in (1, 2)]
+    assert 1 in assert_same_rollouts(*pair(configs), 4, 1e-3)
 
 
 COMPILES = """
@@ -459,7 +320,7 @@ class Compiled:
 
 play, acting_kernel.play = acting_kernel.play, Compiled()
 many = build_population([Config(steps=100_000, precision="fp8", env_id="CartPole-v1")])
-one = build(Config(steps=100_000, precision="bf16", env_id="test_acting_kernel:Many", layers=3, num_envs=1, rollout_length=128))
+one = build(Config(steps=100_000, precision="bf16", env_id="test_acting_kernel:Many", layers=3, hidden_size=32, num_envs=1, rollout_length=128))
 for run, acting, capabilities in ((many, Agents.acting, (80,)), (one, partial(as_population, precision="bf16"), (90,))):
     with torch.no_grad():
         noise = action_noise(run.env, run.collector.length, run.collector.seed, "actions", 0)
@@ -470,24 +331,5 @@ for run, acting, capabilities in ((many, Agents.acting, (80,)), (one, partial(as
 
 def test_it_compiles_for_gpus_that_are_not_here(tmp_path):
     """Of capability 8.0 and 9.0, by Triton's own compiler, which needs none."""
-    own = {
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "TRITON_INTERPRET": "0",
-        "TRITON_DEFAULT_FP_FUSION": "1",
-    }
-    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | own | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [int(line) > 10_000 for line in done.stdout.split()] == [True] * 2
-
-
-def test_without_a_gpu_the_plain_loop_acts():
-    for run in (build_population([short()], DEVICE), build(short(), Machine(DEVICE))):
-        assert (run.collector.loop is unroll) is (DEVICE == "cpu")
+    sizes = compiled_sizes(COMPILES, tmp_path)
+    assert len(sizes) == 2 and min(sizes) > 10_000

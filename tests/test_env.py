@@ -23,9 +23,16 @@ NAME = "fp8rl.tasks:fp8rl/CustomEnv-v0"
 actions = st.lists(st.integers(0, 1), min_size=1, max_size=250)
 
 
-def test_constants_are_the_same_as_numbers_and_as_tensors():
+def test_the_constants_are_the_same_as_numbers_and_as_tensors_and_bound_the_space():
     for name in NUMBERS:
         assert getattr(cart, f"_{name.upper()}").item() == np.float32(getattr(cart, name.upper()))
+    position, velocity = CustomEnv().observation_space.high
+    state = torch.zeros(2)
+    for _ in range(500):
+        state = dynamics(state, torch.tensor(1))
+    assert state[1].item() == pytest.approx(velocity, rel=1e-5)  # what pushing forever comes to
+    # One step past the limit at that speed
+    assert position == pytest.approx(LIMIT + velocity + PUSH)
 
 
 @given(actions)
@@ -64,12 +71,11 @@ def test_observations_stay_inside_the_space(pushes, start_noise, seed):
 
 
 def test_reference_returns():
-    assert play(lambda obs: torch.ones(len(obs), dtype=torch.long), Cart(1, 0.0)) == pytest.approx(
-        6.22, abs=0.01
-    )
+    right = lambda obs: torch.ones(len(obs), dtype=torch.long)  # noqa: E731
+    assert play(right, Cart(1, 0.0)) == pytest.approx(6.22, abs=0.01)
     assert play(bang_bang, Cart(1, 0.0)).item() >= 198.9
     generator = torch.Generator().manual_seed(0)
-    random = play(lambda obs: torch.randint(2, (len(obs),), generator=generator), Cart(20_000, 0.0))
+    random = play(lambda obs: torch.randint(2, (len(obs),), generator=generator), Cart(5_000, 0.0))
     assert abs(random.mean() - 18.5) < 4 * random.std() / np.sqrt(len(random))
 
 
@@ -85,23 +91,14 @@ def test_render_draws_the_state():
     env.reset(seed=0)
     before = env.render()
     env.step(1)
-    assert (
-        before.dtype == np.uint8
-        and before.shape == (240, 480, 3)
-        and (before != env.render()).any()
-    )
+    assert before.dtype == np.uint8 and before.shape == (240, 480, 3)
+    assert (before != env.render()).any()
     # As far out as an episode can end, and in the picture all the same
     env.state = torch.tensor([[3.9, 1.9]])
     assert (env.render() == 0).all(-1).sum() > 200
     silent = CustomEnv()
     silent.reset(seed=0)
     assert silent.render() is None
-
-
-def test_leaving_at_the_last_step_is_termination_alone():
-    env = Cart(1)
-    env.state, env.elapsed = torch.tensor([[1.9, 1.0]]), torch.tensor([MAX_STEPS - 1])
-    assert [end.tolist() for end in env.step(torch.tensor([1]))[2:]] == [[True], [False]]
 
 
 @pytest.mark.parametrize("limit", [6, 7])
@@ -118,31 +115,22 @@ def test_leaving_at_the_time_limit_is_both_in_gymnasium(limit, monkeypatch):
 
 
 def test_the_time_limit_is_known_to_gymnasium():
-    assert (
-        gymnasium.spec(NAME.split(":")[1]).max_episode_steps
-        == MAX_STEPS
-        == interface_of(NAME).max_steps
-    )
+    spec = gymnasium.spec(NAME.split(":")[1])
+    assert spec.max_episode_steps == MAX_STEPS == interface_of(NAME).max_steps
     env = gymnasium.wrappers.TimeAwareObservation(gymnasium.make(NAME, start_noise=0.0))
     env.reset()
     while not (end := env.step(int(bang_bang(env.unwrapped.state))))[2] | end[3]:
         pass
     assert end[0][-1] == MAX_STEPS and end[2:4] == (False, True)
-
-
-def test_bounds_of_the_space_are_the_dynamics_own():
-    position, velocity = CustomEnv().observation_space.high
-    state = torch.zeros(2)
-    for _ in range(500):
-        state = dynamics(state, torch.tensor(1))
-    assert state[1].item() == pytest.approx(velocity, rel=1e-5)  # what pushing forever comes to
-    # One step past the limit at that speed
-    assert position == pytest.approx(LIMIT + velocity + PUSH)
+    env = Cart(1)  # which leaves at the last step: termination alone
+    env.state, env.elapsed = torch.tensor([[1.9, 1.0]]), torch.tensor([MAX_STEPS - 1])
+    assert [end.tolist() for end in env.step(torch.tensor([1]))[2:]] == [[True], [False]]
 
 
 @pytest.mark.parametrize("policy", ["random", "bang-bang"])
 def test_batched_equals_gymnasiums_vector_of_single_environments(policy):
-    """Bit for bit through ends and NEXT_STEP resets; without noise both start at the origin."""
+    """Bit for bit through ends and NEXT_STEP resets, which ignore their action; without noise both
+    start at the origin."""
     single = gymnasium.make_vec(NAME, num_envs=3, vectorization_mode="sync", start_noise=0.0)
     batched = Cart(3, start_noise=0.0)
     rng, ends = np.random.default_rng(0), np.zeros(2, dtype=int)
@@ -157,48 +145,26 @@ def test_batched_equals_gymnasiums_vector_of_single_environments(policy):
     assert ends[0] > 20 if policy == "random" else ends.tolist() == [0, 6]
 
 
-def test_reset_step_ignores_its_action_and_earns_nothing():
-    env = Cart(1, start_noise=0.0)
-    while not env.done:
-        env.step(torch.ones(1, dtype=torch.long))
-    final = env.obs.clone()
-    obs, reward, terminated, truncated = env.step(torch.ones(1, dtype=torch.long))
-    assert (
-        outcome(final)[1]
-        and obs.tolist() == [[0, 0]]
-        and (reward, terminated, truncated) == (0, False, False)
-    )
-
-
 def test_make_vec_is_seeded_and_batched():
     env = gymnasium.make_vec(NAME, num_envs=5)
-    first, again, other = env.reset(seed=1)[0], env.reset(seed=1)[0], env.reset(seed=2)[0]
+    first, again, other = (env.reset(seed=seed)[0] for seed in (1, 1, 2))
     assert first.shape == (5, 2) and env.observation_space.contains(first)
-    assert (
-        np.array_equal(first, again)
-        and not np.array_equal(first, other)
-        and (first != first[0]).any()
-    )
+    assert np.array_equal(first, again) and (first != first[0]).any()
+    assert not np.array_equal(first, other)
     assert env.metadata["autoreset_mode"] == gymnasium.vector.AutoresetMode.NEXT_STEP
     # Without a seed any
     assert not np.array_equal(*(gymnasium.make_vec(NAME, num_envs=5).reset()[0] for _ in range(2)))
 
 
-REFUSALS = [
-    ("start_noise", {"start_noise": -0.1}),
-    ("start_noise", {"start_noise": 1.1}),
-    ("start_noise", {"start_noise": math.nan}),
-    ("extra_features", {"extra_features": -1}),
-]
-
-
-@pytest.mark.parametrize(("field", "options"), REFUSALS)
-@pytest.mark.parametrize("make", [CustomEnv, functools.partial(Cart, 1)])
-def test_an_option_outside_its_range_is_refused(field, options, make):
-    refused(f"{field} is ", make, **options)
-
-
-def test_an_action_and_a_number_of_environments_outside_their_range_are_refused():
+def test_what_is_outside_its_range_is_refused():
+    for field, value in (
+        ("start_noise", -0.1),
+        ("start_noise", 1.1),
+        ("start_noise", math.nan),
+        ("extra_features", -1),
+    ):
+        for make in (CustomEnv, functools.partial(Cart, 1)):
+            refused(f"{field} is ", make, **{field: value})
     env = CustomEnv()
     env.reset()
     for action in (2, -1, 0.5, None):
@@ -214,9 +180,8 @@ OBSERVED = [
 ]
 
 
-@pytest.mark.parametrize("observed", OBSERVED)
+@pytest.mark.parametrize("observed", OBSERVED, ids=str)
 def test_options_change_what_is_seen_and_not_what_happens(observed):
-    torch.manual_seed(0)
     plain, other = Cart(4, 0.0), Cart(4, 0.0, **observed)
     seen = 1 if "hide_velocity" in observed else 2
     noise = []
@@ -229,15 +194,9 @@ def test_options_change_what_is_seen_and_not_what_happens(observed):
     assert noise.shape[-1] == observed.get("extra_features", 0)
     if noise.numel():
         # Of 2^16 different numbers: 3600 independent ones would have 99 equal pairs.
-        assert (
-            noise.min() < -0.99
-            and noise.max() > 0.99
-            and noise.unique().numel() > 0.96 * noise.numel()
-        )
-
-
-@pytest.mark.parametrize("observed", OBSERVED)
-def test_every_form_of_the_environment_takes_the_options(observed):
+        assert noise.min() < -0.99 and noise.max() > 0.99
+        assert noise.unique().numel() > 0.96 * noise.numel()
+    # In every form of the environment
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(gymnasium.make(NAME, **observed).unwrapped)
@@ -245,7 +204,6 @@ def test_every_form_of_the_environment_takes_the_options(observed):
     obs, _ = vector.reset(seed=0)
     size = len(Cart(1, **observed).bounds[0])
     assert obs.shape == (5, size) and vector.observation_space.contains(obs)
-    assert Cart(3, **observed).obs.shape == (3, size)
 
 
 class Still(TensorEnv):

@@ -4,46 +4,30 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import SHORT, trained
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8rl.config import Config
 from fp8rl.history import History, summarize
 from fp8rl.population.population import by_agent
 from fp8rl.returns import EpisodeReturns, RewardScale
 from fp8rl.rollout import DUMMY, TERMINATED, TRUNCATED, Rollout
 
 
-def test_history_keeps_columns_and_gives_rows():
-    history = trained(Config(**SHORT)).history
-    assert len(history) == len(history.rows) == 4 and history.rows[-1] == history.last
-    assert history.column("steps").tolist() == [512, 1024, 1536, 2048]
-    assert len(History()) == 0 and History().rows == []
-    copied = pickle.loads(pickle.dumps(history))
-    assert repr(copied.columns) == repr(history.columns)  # NaN included
-
-
-def test_a_history_is_saved_and_restored():
+def test_history_keeps_columns_gives_rows_and_is_saved_and_restored():
     history, again = History(), History()
+    assert len(history) == 0 and history.rows == []
     for i in range(3):
-        history.add(
-            {
-                "iteration": i,
-                "steps": 512 * i,
-                "seconds": i,
-                "eval_return": 1 / 3 if i else math.nan,
-            }
-        )
+        row = {"iteration": i, "steps": 512 * i, "seconds": i}
+        history.add(row | {"eval_return": 1 / 3 if i else math.nan})
+    assert len(history) == len(history.rows) == 3 and history.rows[-1] == history.last
+    assert history.column("steps").tolist() == [0, 512, 1024]
     again.load_state_dict(history.state_dict())
-    assert len(again) == 3 and again.last == {
-        "iteration": 2,
-        "steps": 1024,
-        "seconds": 2,
-        "eval_return": 1 / 3,
-    }
+    last = {"iteration": 2, "steps": 1024, "seconds": 2, "eval_return": 1 / 3}
+    assert len(again) == 3 and again.last == last
     again.add({"iteration": 3, "eval_return": 0.5})
     assert len(again) == 4 and len(history) == 3
+    copied = pickle.loads(pickle.dumps(again))
+    assert repr(copied.columns) == repr(again.columns)  # NaN included
 
 
 def test_evaluations_are_the_rows_that_have_one():
@@ -51,27 +35,19 @@ def test_evaluations_are_the_rows_that_have_one():
     for i, value in enumerate([math.nan, 100, math.nan, 196, 190]):
         history.add({"steps": 512 * (i + 1), "eval_return": value})
     steps, returns = history.evaluations()
-    assert (steps.tolist(), returns.tolist(), history.final_return) == (
-        [1024, 2048, 2560],
-        [100, 196, 190],
-        190,
-    )
-    assert (
-        history.first_step_at(195) == 2048
-        and history.first_step_at(90) == 1024
-        and math.isnan(history.first_step_at(200))
-    )
+    assert (steps.tolist(), returns.tolist()) == ([1024, 2048, 2560], [100, 196, 190])
+    assert history.final_return == 190
+    assert history.first_step_at(195) == 2048 and history.first_step_at(90) == 1024
+    assert math.isnan(history.first_step_at(200))
 
 
 @given(seed=st.integers(0, 1000), parts=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
-    rng = np.random.default_rng(seed)
-    reward, flags = (
-        rng.normal(size=(sum(parts), 2)),
-        rng.choice([0, 0, TERMINATED, TRUNCATED], size=(sum(parts), 2)),
-    )
+    rng, shape = np.random.default_rng(seed), (sum(parts), 2)
+    reward = rng.normal(size=shape)
+    flags = rng.choice([0, 0, TERMINATED, TRUNCATED], size=shape)
     expected, totals = np.zeros((2, 2)), [0.0, 0.0]
-    for t, b in np.ndindex(*reward.shape):
+    for t, b in np.ndindex(*shape):
         totals[b] += reward[t, b]
         if flags[t, b]:
             expected[b] += totals[b], 1
@@ -79,13 +55,8 @@ def test_episode_returns_equal_a_plain_loop_across_rollouts(seed, parts):
     ours, returns, start = np.zeros((2, 2)), EpisodeReturns((2, 1)), 0
     for length in parts:
         rows = slice(start, start := start + length)
-        rollout = Rollout(
-            None,
-            None,
-            torch.from_numpy(reward[rows]).unsqueeze(-1),
-            torch.from_numpy(flags[rows]).unsqueeze(-1),
-            None,
-        )
+        columns = (torch.from_numpy(x[rows]).unsqueeze(-1) for x in (reward, flags))
+        rollout = Rollout(None, None, *columns, None)
         restored = EpisodeReturns((2, 1))
         restored.load_state_dict(returns.state_dict())
         returns = restored
@@ -121,9 +92,8 @@ def test_the_scale_of_rewards_by_hand_for_two_agents():
 
 @pytest.mark.parametrize("what", [math.nan, math.inf])
 def test_what_a_dummy_row_holds_reaches_neither_returns_nor_the_scale_of_rewards(what):
-    flags = torch.tensor(
-        [[TERMINATED, 0], [DUMMY, 0], [0, TRUNCATED], [0, DUMMY]], dtype=torch.uint8
-    )
+    ends = [[TERMINATED, 0], [DUMMY, 0], [0, TRUNCATED], [0, DUMMY]]
+    flags = torch.tensor(ends, dtype=torch.uint8)
     reward = torch.arange(8.0).view(4, 2) + 1
     results = []
     for dummy in (0.0, what):
@@ -146,39 +116,14 @@ def test_what_a_captured_step_reads_stays_where_it_is():
     assert scale.open.tolist() == [1.5, 1.5] and returns.open.tolist() == [0.0, 2.0]
 
 
-def stats_of(**changes) -> dict[str, torch.Tensor]:
-    names = (
-        "loss",
-        "policy_loss",
-        "value_loss",
-        "entropy",
-        "min_logp",
-        "grad_norm",
-        "ess",
-        "mean_ratio",
-        "min_ratio",
-        "max_ratio",
-        "k3",
-        "clipped_share",
-        "loss_scale",
-    )
-    return {name: torch.tensor(1.0) for name in names} | {"skipped": torch.tensor(False)} | changes
-
-
 def test_a_row_of_several_updates_by_hand():
-    one = stats_of(loss=torch.tensor(2.0), min_logp=torch.tensor(-3.0), ess=torch.tensor(0.5))
-    one |= {"mean_ratio": torch.tensor(0.5), "k3": torch.tensor(0.0)}
-    one |= {"min_ratio": torch.tensor(0.25), "max_ratio": torch.tensor(4.0)}
-    one |= {"grad_norm": torch.tensor(torch.inf), "skipped": torch.tensor(True)}
-    other = stats_of(loss_scale=torch.tensor(8.0))
-    row = summarize([{name: float(x) for name, x in stats.items()} for stats in (one, other)])
-    assert (row["loss"], row["min_logp"], row["grad_norm"], row["ess"], row["loss_scale"]) == (
-        1.5,
-        -3,
-        1,
-        0.75,
-        8,
-    )
-    assert (row["nonfinite"], row["skipped"]) == (1, 1)
-    assert (row["mean_ratio"], row["k3"], row["clipped_share"]) == (0.75, 0.5, 1)
-    assert (row["min_ratio"], row["max_ratio"]) == (0.25, 4)
+    names = "loss policy_loss value_loss entropy min_logp grad_norm ess mean_ratio min_ratio"
+    names += " max_ratio k3 clipped_share loss_scale"
+    usual = {name: 1.0 for name in names.split()} | {"skipped": 0.0}
+    one = usual | {"loss": 2.0, "min_logp": -3.0, "ess": 0.5, "mean_ratio": 0.5, "k3": 0.0}
+    one |= {"min_ratio": 0.25, "max_ratio": 4.0, "grad_norm": math.inf, "skipped": 1.0}
+    row = summarize([one, usual | {"loss_scale": 8.0}])
+    expected = {"loss": 1.5, "min_logp": -3, "grad_norm": 1, "ess": 0.75, "loss_scale": 8}
+    expected |= {"nonfinite": 1, "skipped": 1, "mean_ratio": 0.75, "k3": 0.5, "clipped_share": 1}
+    expected |= {"min_ratio": 0.25, "max_ratio": 4}
+    assert {name: row[name] for name in expected} == expected

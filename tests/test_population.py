@@ -24,33 +24,26 @@ from fp8rl.env import STATE_BOUNDS, Cart
 from fp8rl.losses import actor_critic_loss
 from fp8rl.machine import hardware
 from fp8rl.machine.hardware import keep_freed_memory
-from fp8rl.machine.matmul_rounding import TO, Matmuls, roundings_of, roundings_of_network
+from fp8rl.machine.matmul_rounding import Matmuls, roundings_of
 from fp8rl.model import parameters_in_order
 from fp8rl.population import networks
 from fp8rl.population.batches import batches, bytes_per_agent
-from fp8rl.population.population import Population, PopulationRing, by_agent, environments
+from fp8rl.population.population import Population, PopulationRing, by_agent
 from fp8rl.replay.ring import ReplayBuffer
 from fp8rl.rollout import Rollout, action_noise
 from fp8rl.tasks.by_id import TASKS
-from fp8rl.train import iterate, make_cart, train
+from fp8rl.train import iterate
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8+bf16")
-MIXED = {
-    "gamma": 0.9,
-    "lam": 0.5,
-    "learning_rate": 3e-3,
-    "entropy_coef": 0.0,
-    "value_coef": 1.0,
-    "max_grad_norm": 0.1,
-}
-MIXED |= {"clip": 0.1, "start_noise": 0.1}
+MIXED = {"gamma": 0.9, "lam": 0.5, "learning_rate": 3e-3, "entropy_coef": 0.0, "value_coef": 1.0}
+MIXED |= {"max_grad_norm": 0.1, "clip": 0.1, "start_noise": 0.1}
 
 
-def thirty(**changes) -> list[Config]:
+def several(**changes) -> list[Config]:
     """Agents of all precisions, every third with other hyperparameters."""
-    fields = [MIXED if k % 3 == 2 else {} for k in range(30)]
+    fields = [MIXED if k % 3 == 2 else {} for k in range(10)]
     return [
-        Config(PRECISIONS[k % 5], seed=k, **{**SHORT, **fields[k], **changes}) for k in range(30)
+        Config(PRECISIONS[k % 5], seed=k, **{**SHORT, **fields[k], **changes}) for k in range(10)
     ]
 
 
@@ -63,7 +56,7 @@ def theta(run: Population, config: Config) -> torch.Tensor:
 
 
 # Several tests compare with the same agents, which are trained once
-together = pytest.mark.xdist_group("thirty agents")
+together = pytest.mark.xdist_group("several agents")
 
 
 @functools.cache
@@ -71,9 +64,8 @@ def whole(*configs: Config) -> Population:
     return trained(build_population(list(configs)))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_its_networks_can_be_pickled(precision):
-    model = build_population([small(precision)]).model
+def test_its_networks_can_be_pickled():
+    model = build_population([small("fp8+bf16")]).model
     again, obs = pickle.loads(pickle.dumps(model)), torch.rand(3, 1, 16, 2)
     assert all(map(torch.equal, again(obs), model(obs)))
 
@@ -90,32 +82,29 @@ def thetas(*configs: Config) -> list[dict[Config, torch.Tensor]]:
     return [{config: theta(run, config) for config in configs} for _ in iterate(run)]
 
 
-@together
-@pytest.mark.parametrize("agents", [2, 30])
-@pytest.mark.parametrize("k", [0, 10, 20, 25])
-def test_an_agent_alone_is_the_agent_among_others(agents, k):
+def test_an_agent_alone_is_the_agent_among_others():
     """In float32. Only the order of sums may differ, by a relative 1e-7 or so of the largest
     gradient, about 0.1. Adam's first step is lr g / (abs(g) + 1e-5), which for the smallest g makes
-    1e-3 lr of that, at most 3e-6. So 20 updates stay within 6e-5."""
-    fields = {"steps": 10 * 512, "replay_updates": 1, "eval_every": 0}
-    config, others = thirty(**fields)[k], thirty(**fields)
-    others = others if agents == 30 else [config, others[k - 1]]
-    alone, among = thetas(config), thetas(*others)
-    assert len(alone) == len(among) == 10
-    torch.testing.assert_close(among[0][config], alone[0][config], rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(among[-1][config], alone[-1][config], rtol=0, atol=6e-5)
+    1e-3 lr of that, at most 3e-6. So 10 updates stay within 6e-5."""
+    fields = {"steps": 5 * 512, "replay_updates": 1, "eval_every": 0}
+    configs = [
+        Config(seed=k, **{**SHORT, **(MIXED if k % 3 == 2 else {}), **fields}) for k in range(20)
+    ]
+    for config in configs[-2:]:
+        alone, among = thetas(config), thetas(*configs)
+        assert len(alone) == len(among) == 5
+        torch.testing.assert_close(among[0][config], alone[0][config], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(among[-1][config], alone[-1][config], rtol=0, atol=6e-5)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 29])
-def test_so_it_is_in_every_precision(k):
+def test_so_it_is_in_every_precision():
     """Where a sum's order changes the last bit of a rounded gradient (2^-8 of it in bfloat16), so
     much does the step change."""
-    config = thirty()[k]
-    alone, among = build_population([config]), build_population(thirty())
-    for run in (alone, among):
-        after(1, run)
-    close = config.settled(Cart).learning_rate * 2 * 2.0**-7  # of two updates
-    torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=0, atol=close)
+    among = after(1, build_population(several()))
+    for config in several()[-5:]:
+        alone = after(1, build_population([config]))
+        close = config.settled(Cart).learning_rate * 2 * 2.0**-7  # of two updates
+        torch.testing.assert_close(theta(among, config), theta(alone, config), rtol=0, atol=close)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -125,73 +114,32 @@ def test_an_agent_learns_what_a_run_of_its_own_learns(precision):
     low learning rate that has no time to grow. A gradient near 0 is the difference of large sums,
     so single weights may be off by some hundredths of a step of Adam (more on one processor than on
     another), and all of a small bias by one."""
-    fields = {"steps": 5_120, "eval_every": 2_560, "eval_episodes": 5, "replay_updates": 1}
+    fields = {"steps": 2_560, "eval_every": 1_280, "eval_episodes": 5, "replay_updates": 1}
     fields |= {"lam": 0.95, "learning_rate": 5e-4, "halved_after": 0}
-    configs = [small(precision, seed=seed, **fields) for seed in (1, 3, 5)]
+    configs = [small(precision, seed=seed, **fields) for seed in (1, 3)]
     alone, among = build(configs[1]), build_population(configs)
-    far, near_zero = (
-        {"fp32": 5e-5, "fp16": 2e-3}.get(precision, 5e-2),
-        0.01 * configs[1].settled(Cart).learning_rate,
-    )
+    far = {"fp32": 5e-5, "fp16": 2e-3}.get(precision, 5e-2)
+    near_zero = 0.01 * configs[1].settled(Cart).learning_rate
     for _ in zip(iterate(alone), iterate(among), strict=True):
-        ours, theirs = (
-            dict(model.named_parameters())
-            for model in (among.model.network(place(among, configs[1])), alone.model)
-        )
+        network = among.model.network(place(among, configs[1]))
+        ours, theirs = (dict(model.named_parameters()) for model in (network, alone.model))
         for name, weight in theirs.items():
-            assert (ours[name] - weight).norm() <= far * weight.norm() + near_zero * name.endswith(
-                "bias"
-            ) * weight.numel() ** 0.5
+            bias = near_zero * weight.numel() ** 0.5 if name.endswith("bias") else 0
+            assert (ours[name] - weight).norm() <= far * weight.norm() + bias
     history = among.histories(configs)[1]
-    for name in (
-        "train_return",
-        "eval_return",
-        "steps",
-        "learning_rate",
-        "clipped",
-        "nonfinite",
-        "skipped",
-        "loss_scale",
-    ):
-        np.testing.assert_allclose(
-            history.column(name), alone.history.column(name), rtol=0.05, err_msg=name
-        )
-    for name in ("loss", "entropy", "grad_norm", "ess", "min_logp", "value_loss"):
-        np.testing.assert_allclose(
-            history.column(name), alone.history.column(name), rtol=0.1, atol=3e-3, err_msg=name
-        )
     assert set(history.columns) == set(alone.history.columns)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_first_gradient_is_a_run_s_own(precision):
-    """Adam's first moment after one update, tensor by tensor: only sums in another order may
-    differ."""
-    fields = {
-        "num_envs": 4,
-        "rollout_length": 16,
-        "steps": 64,
-        "slice_length": 16,
-        "batch_size": 64,
-        "replay_updates": 0,
-    }
-    config = small(precision, **fields)
-    alone, together = trained(build(config)), trained(build_population([config]))
-    first, state = (
-        together.learner.optimizer.first[0].split(together.model.sizes),
-        alone.learner.optimizer.state,
-    )
-    for parameter, theirs in zip(parameters_in_order(alone.model).values(), first, strict=True):
-        ours = state[parameter]["exp_avg"].flatten()
-        assert (ours - theirs).norm() <= (
-            1e-4 if precision in ("fp32", "fp8") else 2e-2
-        ) * ours.norm()
+    counted = "train_return eval_return steps learning_rate clipped nonfinite skipped loss_scale"
+    measured = "loss entropy grad_norm ess min_logp value_loss"
+    for names, close in ((counted, {"rtol": 0.05}), (measured, {"rtol": 0.1, "atol": 3e-3})):
+        for name in names.split():
+            columns = history.column(name), alone.history.column(name)
+            np.testing.assert_allclose(*columns, err_msg=name, **close)
 
 
 class Levels(Cart):
     """The cart with more than two actions, of which the lower half pushes to the left."""
 
-    bounds = STATE_BOUNDS
+    bounds, num_actions = STATE_BOUNDS, 16
 
     def __init__(self, num_envs, device="cpu", seed=0, purpose="starts"):
         super().__init__(num_envs, 0.5, device, seed, purpose=purpose)
@@ -204,110 +152,61 @@ class Fifteen(Levels):
     num_actions = 15
 
 
-class Sixteen(Levels):
-    num_actions = 16
-
-
 class SixteenPushes(Levels):
     """With continuous actions, whose deviations follow the heads in an agent's parameters."""
 
-    num_actions, distribution = 16, Gaussian
+    distribution = Gaussian
 
     def advance(self, state, action):
         return super().advance(state, (action.sum(-1) > 0).long() * self.num_actions)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("task", [Fifteen, Sixteen, SixteenPushes])
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(
+    "precision, task, layers",
+    [
+        ("fp32", Levels, 1),
+        ("bf16", SixteenPushes, 1),
+        ("fp16", Levels, 2),
+        ("fp8", Fifteen, 2),
+        ("fp8", Levels, 2),
+        ("fp8", SixteenPushes, 1),
+        ("fp8+bf16", Levels, 1),
+        ("fp8+bf16", Fifteen, 2),
+    ],
+)
 def test_heads_are_rounded_as_in_a_run_of_its_own(precision, task, layers):
     """Outputs, values, what the agent acts by, and gradients. In FP8, an actor with 16 outputs
     multiplies in it and the critic does not; with 15, neither does, though both together have
     16."""
     config = small(precision, env_id=f"test_population:{task.__name__}", layers=layers)
-    if layers == 1 and task is Fifteen and "fp8" in precision:
-        refused("precision is 'fp8.*' and no layer can run in FP8", build_population, [config])
-        return
     alone, among = build(config), build_population([config])
     generator = torch.Generator().manual_seed(0)
+    model = alone.model
     with torch.no_grad():  # an actor starts with so small weights that its errors would not be seen
-        for parameter in (
-            alone.model.actor.weight,
-            alone.model.actor.bias,
-            alone.model.critic.bias,
-        ):
+        for parameter in (model.actor.weight, model.actor.bias, model.critic.bias):
             parameter.uniform_(-0.1, 0.1, generator=generator)
-        among.model.theta[0] = of_all(alone.model)
+        among.model.theta[0] = of_all(model)
     obs = torch.rand(4, 16, 2, generator=generator) - 0.5
     close = {"fp32": 1e-6, "fp8": 1e-6, "fp16": 2e-3}.get(precision, 2e-2)
+    close = {"rtol": close, "atol": close}
     with alone.learner.precision.autocast():
-        outputs, values = alone.model(obs)
+        outputs, values = model(obs)
         with torch.no_grad():
-            acted = alone.model.acting().policy(obs[0])[0]
+            acted = model.acting().policy(obs[0])[0]
     ours, our_values = among.model(obs.unsqueeze(1))
     for policy in (among.model.acting(), among.model.policy_of("learner")):
-        torch.testing.assert_close(policy.policy(obs[0])[0], acted, rtol=close, atol=close)
-    torch.testing.assert_close(ours.squeeze(1), outputs, rtol=close, atol=close)
-    torch.testing.assert_close(our_values.squeeze(1), values, rtol=close, atol=close)
+        torch.testing.assert_close(policy.policy(obs[0])[0], acted, **close)
+    torch.testing.assert_close(ours.squeeze(1), outputs, **close)
+    torch.testing.assert_close(our_values.squeeze(1), values, **close)
     weight = torch.randn(outputs.shape, generator=generator)
     weight[-1] = 0  # the last step is only bootstrapped from
     ((outputs * weight).sum() + values[:-1].square().sum()).backward()
     ((ours.squeeze(1) * weight).sum() + our_values[:-1].square().sum()).backward()
-    for parameter, found in zip(
-        parameters_in_order(alone.model).values(),
-        among.model.theta.grad[0].split(among.model.sizes),
-        strict=True,
-    ):
+    gradients = among.model.theta.grad[0].split(among.model.sizes)
+    far = 1e-5 if precision in ("fp32", "fp8") else 2e-2
+    for parameter, found in zip(parameters_in_order(model).values(), gradients, strict=True):
         error = (found.view_as(parameter) - parameter.grad).norm()
-        assert error <= (1e-5 if precision in ("fp32", "fp8") else 2e-2) * parameter.grad.norm()
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("task", [Fifteen, Sixteen])
-def test_with_as_many_actions_the_first_gradient_is_a_run_s_own(precision, task):
-    """With an agent of another precision beside it."""
-    fields = {
-        "num_envs": 4,
-        "rollout_length": 16,
-        "steps": 64,
-        "slice_length": 16,
-        "batch_size": 64,
-        "replay_updates": 0,
-    }
-    configs = [
-        small(name, env_id=f"test_population:{task.__name__}", **fields)
-        for name in ("fp32", precision)
-    ]
-    alone, together = (
-        trained(build(configs[1])),
-        trained(build_population(configs[precision == "fp32" :])),
-    )
-    agent, state = place(together, configs[1]), alone.learner.optimizer.state
-    first = together.learner.optimizer.first[agent].split(together.model.sizes)
-    for parameter, theirs in zip(parameters_in_order(alone.model).values(), first, strict=True):
-        ours = state[parameter]["exp_avg"].flatten()
-        assert (ours - theirs).norm() <= (
-            1e-4 if precision in ("fp32", "fp8") else 2e-2
-        ) * ours.norm()
-
-
-def test_heads_that_are_rounded_alike_stay_one_layer():
-    two, sixteen = [(64, 2), (64, 64), (2, 64), (1, 64)], [(64, 2), (64, 64), (16, 64), (1, 64)]
-    for name in PRECISIONS:
-        assert roundings_of_network(Matmuls(name), two) == roundings_of(
-            Matmuls(name), [(64, 2), (64, 64), (3, 64)]
-        )
-        assert len(roundings_of_network(Matmuls(name), sixteen)) == 3 + ("fp8" in name)
-    *_, actor, critic = roundings_of_network(Matmuls("fp8+bf16"), sixteen)
-    assert actor.inputs is actor.weights is TO[fp8.E4M3] and critic == (TO[torch.bfloat16],) * 4
-    actor_only = roundings_of_network(Matmuls("fp8"), [(64, 2), (16, 64), (1, 64)])
-    assert actor_only[1].inputs is TO[fp8.E4M3] and actor_only[2] == (None,) * 4
-    refused(
-        "precision is 'fp8' and no layer can run",
-        roundings_of_network,
-        Matmuls("fp8"),
-        [(64, 2), (15, 64), (1, 64)],
-    )
+        assert error <= far * parameter.grad.norm()
 
 
 PUBLISHED = {
@@ -320,14 +219,10 @@ PUBLISHED = {
 @pytest.mark.parametrize(
     "fields",
     [
-        {"slice_length": 1, "importance_correction": False},
-        {"codec": "int8", "extra_features": 2},
-        {"anneal": False},
-        {"hide_velocity": True, "normalize_advantage": False},
-        {"collect_precision": "bf16"},
-        {"collect_precision": "fp8", "max_grad_norm": 0.1},
-        {"collect_precision": "fp8", "clip": 0.01, "clip_by": "learner"},
-        {"layers": 3, "hidden_size": 32},
+        {"slice_length": 1, "importance_correction": False, "anneal": False},
+        {"codec": "int8", "extra_features": 2, "layers": 3, "hidden_size": 32},
+        {"hide_velocity": True, "normalize_advantage": False, "collect_precision": "bf16"},
+        {"collect_precision": "fp8", "clip": 0.01, "clip_by": "learner", "max_grad_norm": 0.1},
         {"layers": 1, "env_id": "fp8rl/Lqr-v0"},
         PUBLISHED,
     ],
@@ -339,21 +234,16 @@ def test_settings_mean_the_same_as_in_a_run_of_its_own(fields):
     ours, theirs = among.histories(configs)[1], alone.history
     assert ours.columns.keys() == theirs.columns.keys()
     for name in theirs.columns.keys() - {"seconds"}:
-        np.testing.assert_allclose(
-            ours.column(name), theirs.column(name), rtol=1e-3, atol=1e-5, err_msg=name
-        )
+        columns = ours.column(name), theirs.column(name)
+        np.testing.assert_allclose(*columns, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 def assert_same_agents(one: Population, other: Population, configs: list[Config]) -> None:
     """Weights and histories of these agents bit for bit."""
-    for config, ours, theirs in zip(
-        configs, one.histories(configs), other.histories(configs), strict=True
-    ):
-        assert (
-            torch.equal(theta(one, config), theta(other, config))
-            and not ours.failure
-            and not theirs.failure
-        )
+    histories = one.histories(configs), other.histories(configs)
+    for config, ours, theirs in zip(configs, *histories, strict=True):
+        assert torch.equal(theta(one, config), theta(other, config))
+        assert not ours.failure and not theirs.failure
         for name in ours.columns.keys() - {"seconds"}:
             np.testing.assert_array_equal(ours.column(name), theirs.column(name), name)
 
@@ -377,7 +267,7 @@ def test_an_agent_clips_by_its_own_rule_beside_agents_with_another():
 
 @together
 def test_hyperparameters_of_one_leave_the_others_bit_for_bit():
-    first, *others = thirty()
+    first, *others = several()
     changed = dataclasses.replace(first, learning_rate=0.5, gamma=0.1, max_grad_norm=7.0)
     one, two = whole(first, *others), whole(changed, *others)
     assert not torch.equal(theta(one, first), theta(two, changed))
@@ -387,7 +277,7 @@ def test_hyperparameters_of_one_leave_the_others_bit_for_bit():
 @together
 @pytest.mark.parametrize("fed", ["observation", "reward", "weights"])
 def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
-    configs = thirty()
+    configs = several()
     run, one = build_population(configs), configs[5]
     k, iterations = place(run, one), iterate(run)
 
@@ -410,28 +300,27 @@ def test_infinities_of_one_agent_leave_the_others_bit_for_bit(fed):
 
 
 def test_a_loss_scale_is_each_agent_s_own_and_goes_as_grad_scaler_s():
-    configs = [Config(name, seed=seed, **SHORT) for name in ("fp16", "fp32") for seed in range(3)]
-    run, scaler = (
-        build_population(configs),
-        torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=100),
-    )
+    names, tiny = ("fp16", "fp32"), SHORT | {"hidden_size": 16}
+    configs = [Config(name, seed=seed, **tiny) for name in names for seed in range(2)]
+    run = build_population(configs)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=100)
     scales, parameter = run.learner.precision, torch.nn.Parameter(torch.ones(1))
     adam, k = torch.optim.Adam([parameter], lr=1e-9), place(run, configs[1])
-    rng = np.random.default_rng(0)
-    for _ in range(400):
-        bad = rng.random() < 0.01
-        factor = torch.ones(6)
+    seen = set()
+    for step in range(230):
+        bad = step in (3, 4, 120)
+        factor = torch.ones(4)
         factor[k] = math.inf if bad else 1.0
         report = scales.step((run.model.theta.sum(1) * factor), run.learner.optimizer, 0.5)
         scaler.scale(parameter.sum() * (math.inf if bad else 1.0)).backward()
         scaler.step(adam)
         scaler.update()
         adam.zero_grad()
-        assert report.loss_scale[k] == scaler.get_scale() and report.skipped.tolist() == [
-            bad and i == k for i in range(6)
-        ]
-    plain = [place(run, config) for config in configs[3:]]
-    assert scales.scale[plain].eq(1).all() and scaler.get_scale() != 2.0**16
+        assert report.loss_scale[k] == scaler.get_scale()
+        assert report.skipped.tolist() == [bad and i == k for i in range(4)]
+        seen.add(scaler.get_scale())
+    plain = [place(run, config) for config in configs[2:]]
+    assert scales.scale[plain].eq(1).all() and len(seen) >= 3
 
 
 @given(
@@ -452,20 +341,6 @@ def test_rounding_is_that_of_the_types(scale, agents, seed):
         assert torch.equal(function(x), alone) and result is None
 
 
-def test_layers_of_one_precision_round_as_prepare_and_autocast_do():
-    shapes, to = [(64, 2), (64, 64), (3, 64)], TO
-    eight = (to[fp8.E4M3], to[fp8.E4M3], to[fp8.E5M2], None)
-    bf16 = to[torch.bfloat16]
-    assert roundings_of(Matmuls("fp32"), shapes) == [(None,) * 4] * 3
-    assert roundings_of(Matmuls("fp8"), shapes) == [(None,) * 4, eight, (None,) * 4]
-    assert roundings_of(Matmuls("fp8+bf16"), shapes) == [(bf16,) * 4, eight, (bf16,) * 4]
-    assert roundings_of(Matmuls("bf16"), shapes) == [
-        (bf16,) * 4,
-        (None, bf16, bf16, bf16),
-        (None, bf16, bf16, bf16),
-    ]
-
-
 def write_memory(path, configs: list[Config]) -> None:
     """Writes down what a process takes that has trained a population."""
     torch.set_num_threads(1)
@@ -474,22 +349,21 @@ def write_memory(path, configs: list[Config]) -> None:
     path.write_text(str(psutil.Process().memory_info().rss))
 
 
-# The first keeps the forward passes that acted
 @pytest.mark.xdist_group("forked")
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_memory_is_foreseen(precision, tmp_path):
     configs = [
-        small(precision, seed=seed, steps=1_536, eval_every=0, eval_episodes=1)
-        for seed in range(48)
+        small(precision, seed=seed, steps=1_024, eval_every=0, eval_episodes=1)
+        for seed in range(24)
     ]
     # Forked from a server, not from this process, which has memory that earlier tests have freed
     processes = [
-        forked(write_memory, tmp_path / str(agents), configs[:agents]) for agents in (12, 48)
+        forked(write_memory, tmp_path / str(agents), configs[:agents]) for agents in (4, 24)
     ]
     for process in processes:
         process.join(PATIENCE)
-    few, many = (int((tmp_path / str(agents)).read_text()) for agents in (12, 48))
-    assert 0.4 < (many - few) / 36 / bytes_per_agent(configs[0]) < 1.4
+    few, many = (int((tmp_path / str(agents)).read_text()) for agents in (4, 24))
+    assert 0.4 < (many - few) / 20 / bytes_per_agent(configs[0]) < 1.4
 
 
 def test_an_agent_s_ring_is_foreseen_by_its_task():
@@ -522,76 +396,54 @@ def test_gradients_are_those_of_autograd():
         late.backward()
 
 
-@given(envs=st.integers(1, 3), features=st.integers(0, 2), length=st.integers(1, 5))
-def test_environments_draw_what_each_would_alone(envs, features, length):
-    config = small(num_envs=envs, extra_features=features, slice_length=1, batch_size=1)
-    noises, seeds = [0.1, 0.5, 1.0], (3, 4, 5)
-    together = environments(make_cart, config, envs, noises, torch.tensor(seeds))
-    alone = [
-        Cart(envs, n, seed=s, extra_features=features) for n, s in zip(noises, seeds, strict=True)
+@pytest.mark.parametrize("fields", [{"extra_features": 2}, {"env_id": "fp8rl/Lqr-v0"}], ids=str)
+def test_agents_draw_what_their_runs_draw(fields):
+    noises = [0.1, 0.5, 1.0] if "extra_features" in fields else [None] * 3
+    configs = [
+        Config(seed=seed, **SHORT, **fields, **({"start_noise": noise} if noise else {}))
+        for seed, noise in zip((5, 0, 2**32 - 1), noises, strict=True)
     ]
-    assert torch.equal(together.obs, torch.cat([env.obs for env in alone]))
-    draws = [env.draw(length) for env in alone]
-    for t, drawn in enumerate(together.draw(length)):
-        torch.testing.assert_close(drawn, torch.cat([each[t] for each in draws]), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("env_id", [None, "fp8rl/Lqr-v0"])
-def test_agents_draw_what_their_runs_draw(env_id):
-    configs = [Config(seed=seed, env_id=env_id, **SHORT) for seed in (5, 0, 2**32 - 1)]
     together, runs = build_population(configs), [build(config) for config in configs]
+    assert torch.equal(together.env.obs, torch.cat([run.env.obs for run in runs]))
     for iteration in range(3):
         noise, starts = [], []
         for run in (together, *runs):
             noise.append(action_noise(run.env, 4, run.collector.seed, "actions", iteration))
             starts.append(run.env.draw(4))
-        assert torch.equal(noise[0], torch.cat(noise[1:], dim=1)) and torch.equal(
-            starts[0], torch.cat(starts[1:], dim=1)
-        )
+        assert torch.equal(noise[0], torch.cat(noise[1:], dim=1))
+        assert torch.equal(starts[0], torch.cat(starts[1:], dim=1))
     assert torch.equal(together.model.theta, torch.stack([of_all(run.model) for run in runs]))
 
 
 def test_every_agent_replays_its_own():
     configs = [Config(seed=seed, **SHORT) for seed in range(3)]
-    run, rings = (
-        build_population(configs),
-        [ReplayBuffer(run_rows := configs[0].rows, 16) for _ in configs],
-    )
-    assert run.ring.rows == run_rows
+    run = build_population(configs)
+    rings = [ReplayBuffer(configs[0].rows, 16) for _ in configs]
+    assert run.ring.rows == configs[0].rows
+    narrow = (-0.1, -0.1), (0.1, 0.1)
+    together = PopulationRing([{}] * 3, 40, 48, narrow, "int8")
+    alone = [ring_of(40, 16, narrow, "int8") for _ in configs]
     for _ in range(3):
         rollout = run.collect()
         run.ring.append(rollout)
+        together.append(rollout)
         own = by_agent(rollout, 3)
-        for k, ring in enumerate(rings):
-            ring.append(Rollout(*(x[:, k] for x in own[:5])))
+        for k in range(3):
+            rows = Rollout(*(x[:, k] for x in own[:5]))
+            rings[k].append(rows)
+            alone[k].append(rows)
     batch = by_agent(run.sample(2), 3)
     for k, ring in enumerate(rings):
         expected = ring.sample(16, 32, seed=k, iteration=2)
         assert all(torch.equal(x[:, k], y) for x, y in zip(batch[:5], expected[:5], strict=True))
-
-
-def test_clipped_values_are_counted_for_each_agent():
-    narrow, rollout = (
-        ((-0.1, -0.1), (0.1, 0.1)),
-        build_population([Config(seed=s, **SHORT) for s in range(3)]).collect,
-    )
-    together, alone = (
-        PopulationRing([{}] * 3, 40, 48, narrow, "int8"),
-        [ring_of(40, 16, narrow, "int8") for _ in range(3)],
-    )
-    for batch in (rollout(), rollout()):
-        together.append(batch)
-        for k, ring in enumerate(alone):
-            ring.append(Rollout(*(x[:, k] for x in by_agent(batch, 3)[:5])))
-    assert (
-        torch.equal(together.clipped, torch.stack([ring.clipped for ring in alone]))
-        and together.clipped.all()
-    )
+    # Values that the codec clips are counted for each agent
+    assert torch.equal(together.clipped, torch.stack([ring.clipped for ring in alone]))
+    assert together.clipped.all()
 
 
 @together
 def test_a_population_continues_from_its_checkpoint(tmp_path):
-    configs = thirty()
+    configs = several()
     checkpoint.save(tmp_path / "checkpoint.pt", after(2, build_population(configs)))
     found, state = checkpoint.resume(tmp_path / "checkpoint.pt")
     again = build_population(found)
@@ -634,95 +486,59 @@ def test_configs_are_split_where_shapes_differ():
     configs = [
         small(seed=s, num_envs=n, precision=p)
         for n in (16, 8)
-        for p in ("fp32", "fp8")
         for s in range(3)
+        for p in ("fp8", "fp32")
     ]
     found = batches(configs, 4)
-    assert [len(batch) for batch in found] == [4, 2, 4, 2] and sorted(
-        map(str, itertools.chain(*found))
-    ) == sorted(map(str, configs))
+    assert [len(batch) for batch in found] == [4, 2, 4, 2]
+    assert sorted(map(str, itertools.chain(*found))) == sorted(map(str, configs))
     assert all(len({config.num_envs for config in batch}) == 1 for batch in found)
+    assert [config.precision for config in found[0]] == ["fp32", "fp32", "fp8", "fp8"]
 
 
 def test_what_cannot_be_in_it_is_refused_before_anything_runs():
     refused("configs is empty: give at least one", build_population, [])
     for fields, message in (
-        (
-            {"env_id": "MountainCar-v0", "start_noise": 0.5},
-            "env_id is MountainCar-v0: train it alone, .* tasks as tensors",
-        ),
-        ({"encoder": "gru"}, "encoder is gru: train it alone, a population does not have it"),
-        (
-            {"normalize_obs": True},
-            "normalize_obs is True: train it alone, a population does not have it",
-        ),
+        ({"env_id": "MountainCar-v0", "start_noise": 0.5}, "env_id is MountainCar-v0: .*alone"),
+        ({"encoder": "gru"}, "encoder is gru: train it alone"),
+        ({"normalize_obs": True}, "normalize_obs is True: train it alone"),
         ({"precision": "tf32"}, "precision is tf32: train it alone"),
         ({"collect_precision": "tf32"}, "collect_precision is tf32: train it alone"),
-        ({"precision": "fp4"}, "precision is 'fp4' and it is unknown"),
-        ({"collect_precision": "fp4"}, "collect_precision is 'fp4' and it is unknown"),
-        (
-            {"env_id": "CartPole-v1", "start_noise": 0.5},
-            "env_id is CartPole-v1 beside None: use another population for it",
-        ),
-        ({"num_envs": 8}, "num_envs is 8 beside 16: use another population for it"),
-        ({"anneal": False}, "anneal is False beside True: use another population for it"),
-        (
-            {"precision": "bf16", "formats": "forward=e4m3"},
-            "formats rounds matmuls, and their precision is bf16: use fp32 in precision and",
-        ),
+        ({"precision": "fp4"}, "precision is 'fp4'"),
+        ({"collect_precision": "fp4"}, "collect_precision is 'fp4'"),
+        ({"env_id": "CartPole-v1", "start_noise": 0.5}, "env_id is CartPole-v1 beside None"),
+        ({"num_envs": 8}, "num_envs is 8 beside 16"),
+        ({"anneal": False}, "anneal is False beside True"),
+        ({"precision": "bf16", "formats": "forward=e4m3"}, "formats rounds matmuls.*use fp32"),
     ):
         refused(message, build_population, [Config(**SHORT), Config(seed=1, **SHORT, **fields)])
-    for field, other in (("precision", {"hidden_size": 24}), ("collect_precision", {"layers": 1})):
+    for field, other in (
+        ("precision", {"hidden_size": 24}),
+        ("precision", {"layers": 1, "env_id": "test_population:Fifteen"}),
+        ("collect_precision", {"layers": 1}),
+    ):
         message = f"{field} is 'fp8' and no layer can run in FP8: use a hidden_size"
         refused(message, build_population, [Config(**SHORT, **{field: "fp8"}, **other)])
     with unittest.mock.patch.object(hardware, "available", return_value=10**7):
-        refused(
-            r"population of 30 agents needs .* use at most 6 agents, or lower",
-            build_population,
-            thirty(),
-            error=MemoryError,
-        )
-
-
-def test_the_bar_shows_the_mean_of_all_agents(capsys):
-    run = train(
-        build_population([small(seed=seed, steps=512, eval_episodes=2) for seed in range(3)]),
-        progress=True,
-    )
-    mean = np.mean(run.history.columns["eval_return"][-1])
-    assert (
-        f"eval_return {mean:.1f}," in capsys.readouterr().err
-        and mean != run.history.last["eval_return"]
-    )
+        message = r"population of 30 agents needs .* use at most \d+ agents, or lower"
+        thirty = [Config(seed=seed, **SHORT) for seed in range(30)]
+        refused(message, build_population, thirty, error=MemoryError)
 
 
 def test_agents_histories_and_networks_are_in_the_callers_order():
     """Also where precisions take turns; and the order changes nothing of an agent but the order of
     a matmul's sums."""
-    configs = [
-        Config(precision, seed=seed, **SHORT)
-        for seed in range(2)
-        for precision in ("fp8", "fp32", "bf16")
-    ]
+    precisions = ["fp8", "fp32", "bf16"]
+    configs = [Config(name, seed=seed, **SHORT) for seed in range(2) for name in precisions]
     mixed = trained(build_population(configs))
     ordered = trained(build_population(sorted(configs, key=lambda config: config.precision)))
     assert mixed.configs == configs
     for k, config in enumerate(configs):
         other = ordered.configs.index(config)
-        assert mixed.history.of_agents[k].column("loss").tolist() == pytest.approx(
-            ordered.history.of_agents[other].column("loss").tolist()
+        losses = (
+            run.history.of_agents[i].column("loss") for run, i in ((mixed, k), (ordered, other))
         )
-        for p, q in zip(
-            mixed.model.network(k).parameters(),
-            ordered.model.network(other).parameters(),
-            strict=True,
-        ):
+        np.testing.assert_allclose(*losses, rtol=1e-6)
+        ours, theirs = mixed.model.network(k), ordered.model.network(other)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
-    assert [config.precision for config in batches(configs, 10)[0]] == [
-        "bf16",
-        "bf16",
-        "fp32",
-        "fp32",
-        "fp8",
-        "fp8",
-    ]

@@ -29,9 +29,13 @@ def sequence(length=12, batch=5, obs_size=3, seed=0, layers=2):
 def test_a_sequence_equals_its_steps_one_by_one(layers):
     model, obs, first, state = sequence(layers=layers)
     logits, values = model(obs, state, first)
+    zeros = torch.zeros_like(state)
+    assert all(map(torch.equal, model(obs, None, first), model(obs, zeros, first)))
     for t in range(len(obs)):
         state = torch.where(first[t].unsqueeze(-1), 0, state)
+        acted, after = model.policy(obs[t], state)
         step_logits, step_values, state = model.step(obs[t], state)
+        assert torch.equal(acted, step_logits) and torch.equal(after, state)
         torch.testing.assert_close(step_logits, logits[t])
         torch.testing.assert_close(step_values, values[t])
 
@@ -45,10 +49,8 @@ def test_memory_is_torch_s_gru():
         twin.weight_hh_l0.copy_(model.gates.weight)
         twin.bias_hh_l0.copy_(model.gates.bias.uniform_(-1, 1))
     hidden, _ = twin(model.inputs(obs).relu(), state.unsqueeze(0))
-    for ours, theirs in zip(
-        model(obs, state), (model.actor(hidden), model.critic(hidden).squeeze(-1)), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs)
+    expected = model.actor(hidden), model.critic(hidden).squeeze(-1)
+    torch.testing.assert_close(model(obs, state), expected)
 
 
 def test_episodes_in_a_sequence_do_not_see_each_other():
@@ -76,19 +78,6 @@ def test_memory_runs_in_every_precision(precision):
         _, _, state = model.step(obs[0])
     assert logits.dtype == values.dtype == state.dtype == torch.float32
     assert 0 < (logits - exact).abs().max() < 0.15 * exact.abs().max()
-
-
-def test_to_act_takes_the_same_logits_without_the_values():
-    model, obs, _, state = sequence()
-    (logits, after), (*both, after_step) = model.policy(obs[0], state), model.step(obs[0], state)
-    torch.testing.assert_close((logits, *both), (both[0], *(x[0] for x in model(obs[:1], state))))
-    assert model.recurrent and torch.equal(after, after_step)
-
-
-def test_no_state_is_zero():
-    model, obs, first, _ = sequence()
-    for x, y in zip(model(obs, None, first), model(obs, torch.zeros(5, 64), first), strict=True):
-        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])

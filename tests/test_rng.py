@@ -89,14 +89,13 @@ def test_a_gpu_draws_the_same(halves):
 def test_a_number_depends_on_its_index_and_not_on_how_many_are_drawn(seed, iteration, few, many):
     long = rng.words(seed, "actions", iteration, many)
     assert (rng.words(seed, "actions", iteration, few) == long[:few]).all()
-    among = rng.words(torch.tensor([seed ^ 1, seed]), "actions", iteration, many)
+    several = torch.tensor([seed ^ 1, seed])
+    among = rng.words(several, "actions", iteration, many)
     assert (among[1] == long).all() and (among[0] != long).any()
     column = torch.full((2, 1), float(iteration % 2**24))  # a population's Adam counts its steps so
-    counted = rng.words(torch.tensor([seed ^ 1, seed]), "actions", column, many)
-    assert (
-        counted.shape == (2, many)
-        and (counted[1] == rng.words(seed, "actions", iteration % 2**24, many)).all()
-    )
+    counted = rng.words(several, "actions", column, many)
+    assert counted.shape == (2, many)
+    assert (counted[1] == rng.words(seed, "actions", iteration % 2**24, many)).all()
 
 
 def test_many_numbers_are_those_of_one_call(monkeypatch):
@@ -122,15 +121,11 @@ def test_purposes_seeds_and_iterations_are_uncorrelated():
 def test_uniform_numbers_lie_inside_the_interval_and_fill_it(halves):
     numbers = rng.uniform(torch.tensor([3, 4]), "starts", 9, (50_001,), halves=halves).double()
     step = 2.0 ** (-17 if halves else -24)
-    assert (
-        numbers.shape == (2, 50_001)
-        and ((numbers / step) % 2 == 1).all()
-        and 0 < numbers.min() < numbers.max() < 1
-    )
+    assert numbers.shape == (2, 50_001) and ((numbers / step) % 2 == 1).all()
+    assert 0 < numbers.min() < numbers.max() < 1
+    # Chi-square with 19 degrees of freedom: one in 7,000 is above 50
     counts = torch.histc(numbers, 20, 0, 1)
-    assert (
-        (counts - 5000.1).square() / 5000.1
-    ).sum() < 50  # chi-square with 19 degrees of freedom: one in 7,000 is above 50
+    assert ((counts - 5000.1).square() / 5000.1).sum() < 50
 
 
 @given(limit=st.integers(1, 10**7), seed=seeds)

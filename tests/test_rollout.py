@@ -4,8 +4,6 @@ import math
 import pytest
 import torch
 from helpers import log_probabilities, refused
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fp8rl.distribution import Categorical
 from fp8rl.env import Cart, dynamics
@@ -41,29 +39,26 @@ def test_what_was_collected_and_the_environment_can_be_learned_from_and_written_
     env.elapsed.add_(1)
 
 
+class Brief(Cart):
+    max_steps = 12
+
+
 def test_a_rollout_is_what_happened():
-    collector = collector_of(4, 50)
+    collector = Collector(Brief(16, 0.5), ActorCritic(), FP32, 50)
     rollout = collector.collect(collector.model)
     assert torch.equal(rollout.obs[-1], collector.env.obs)
     dummy = (rollout.flags & DUMMY) != 0
     ended = (rollout.flags & (TERMINATED | TRUNCATED)) != 0
-    assert ended.any() and torch.equal(dummy[1:], ended[:-1]) and not dummy[0].any()
-    assert (
-        torch.equal(rollout.valid, ~dummy)
-        and torch.equal(rollout.first[1:], dummy)
-        and not rollout.first[0].any()
-    )
-    assert (rollout.reward[dummy] == 0).all()
-    torch.testing.assert_close(
-        dynamics(rollout.obs[:-1], rollout.action)[~dummy], rollout.obs[1:][~dummy]
-    )
+    assert {0, TERMINATED, TRUNCATED, DUMMY} == set(rollout.flags.unique().tolist())
+    assert torch.equal(dummy[1:], ended[:-1]) and not dummy[0].any()
+    assert torch.equal(rollout.valid, ~dummy) and torch.equal(rollout.first[1:], dummy)
+    assert not rollout.first[0].any() and (rollout.reward[dummy] == 0).all()
+    following = dynamics(rollout.obs[:-1], rollout.action)
+    torch.testing.assert_close(following[~dummy], rollout.obs[1:][~dummy])
     assert (rollout.obs[1:][dummy].abs() <= 0.5).all()  # what follows a dummy row is a start
-    torch.testing.assert_close(
-        rollout.behavior_logp, log_probabilities(collector.model, FP32, rollout)
-    )
-
-
-def test_a_rollout_goes_on_where_the_last_one_ended():
+    logp = log_probabilities(collector.model, FP32, rollout)
+    torch.testing.assert_close(rollout.behavior_logp, logp)
+    # The next one goes on where this one ended
     collector = collector_of(50, 5)
     one, other = (collector.collect(collector.model) for _ in range(2))
     assert torch.equal(one.obs[-1], other.obs[0])
@@ -71,44 +66,19 @@ def test_a_rollout_goes_on_where_the_last_one_ended():
     assert ended.any() and torch.equal((other.flags[0] & DUMMY) != 0, ended)
 
 
-def test_actions_follow_the_policy():
-    model = ActorCritic()
-    with torch.no_grad():
-        model.actor.weight.zero_()
-        model.actor.bias.copy_(torch.tensor([0.0, 1.0]))
-    rollout = collector_of(100, 100, model=model).collect(model)
-    share, expected = rollout.action.float().mean().item(), torch.tensor(1.0).sigmoid().item()
-    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 10_000)
-
-
 @pytest.mark.parametrize("logits", [[0.0, 1.0], [0.0, 1.0, -2.0]])
 def test_noise_draws_from_the_softmax(logits):
-    logits, draws = torch.tensor(logits), 100_000
+    logits, draws = torch.tensor(logits), 50_000
     noise = Categorical.noise(uniform(0, "actions", 0, (draws, Categorical.numbers(len(logits)))))
-    share = (
-        Categorical.sample(logits.expand(draws, -1), noise).bincount(minlength=len(logits)) / draws
-    )
+    actions = Categorical.sample(logits.expand(draws, -1), noise)
+    share = actions.bincount(minlength=len(logits)) / draws
     probability = logits.softmax(-1)
-    assert (
-        (share - probability).abs() < 4 * (probability * (1 - probability) / draws).sqrt()
-    ).all()
+    deviation = (probability * (1 - probability) / draws).sqrt()
+    assert ((share - probability).abs() < 4 * deviation).all()
 
 
-@given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 70), st.integers(2, 6))
-def test_log_probabilities_in_another_layout_are_the_plain_ones(seed, steps, rows, actions):
-    generator = torch.Generator().manual_seed(seed)
-    logits = 10 * torch.randn(steps, rows, actions, generator=generator)
-    action = torch.randint(actions, (steps, rows), generator=generator)
-    policy = Categorical(logits)
-    torch.testing.assert_close(policy.log_policy, logits.log_softmax(-1), rtol=1e-6, atol=1e-6)
-    assert torch.equal(
-        policy.log_prob(action), policy.log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1)
-    )
-
-
-@pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("fp8", "fp32"), ("bf16", "fp16")])
+@pytest.mark.parametrize("learner, actor", [("fp32", "fp8"), ("bf16", "fp16")])
 def test_log_probabilities_are_those_of_the_policy_that_acted_in_its_precision(learner, actor):
-    torch.manual_seed(0)
     base, acts = ActorCritic(), Precision(actor)
     acting = collector_of(16, 32, acts, acts.prepare(copy.deepcopy(base)))
     rollout = acting.collect(acting.model)
