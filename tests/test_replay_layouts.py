@@ -65,34 +65,17 @@ def test_transitions_are_those_of_a_rollout_without_its_dummy_rows():
         assert transitions.reward[row] == reward
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ["fp32", "fp8"])
 def test_full_gives_back_what_the_compact_ring_does(codec):
     rollout = played(num_envs=1, length=100)
     ring = ring_of(101, 1, codec=codec)
     ring.append(rollout)
     compact = transitions_of(ring.sample(1, 100))
     layout = FullLayout(100, codec=codec)
-    layout.append(transitions_of(rollout))
-    full = everything(layout)
+    full = stored(layout, transitions_of(rollout))
     for one, other in zip(compact, full, strict=True):
         assert torch.equal(one, other) and one.dtype == other.dtype
     assert compact.flags.any() and not compact.next_obs.isnan().any()
-
-
-@given(st.integers(0, 1000), st.sampled_from(CODECS), st.sampled_from(["fp8", "int8", "bf16"]))
-def test_delta_rounds_only_the_difference(seed, codec, difference):
-    transitions = transitions_of(noise(seed, 9, 2))
-    layout = DeltaLayout(30, codec=codec, difference=difference)
-    back = stored(layout, transitions)
-    assert torch.equal(back.obs, layout.codec.decode(layout.codec.encode(transitions.obs)))
-    change = transitions.next_obs - back.obs
-    largest = torch.tensor([8.0, 3.8])  # high - low
-    allowed = {
-        "fp8": torch.maximum(change.abs(), 2**-14 * largest) * 2**-4,
-        "int8": largest / 254,
-        "bf16": change.abs() * 2**-8,
-    }[difference]
-    assert ((back.next_obs - transitions.next_obs).abs() <= allowed * (1 + 1e-5) + 1e-6).all()
 
 
 NO_BOUNDS = (-torch.inf,), (torch.inf,)
@@ -105,7 +88,7 @@ def steps(*pairs: tuple[float, float]) -> Transitions:
     return Transitions(obs, zeros.long(), zeros, zeros.byte(), zeros, next_obs)
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "fp16", "fp8", "e5m2"])
+@pytest.mark.parametrize("codec", ["fp32", "e5m2"])
 def test_delta_holds_small_and_large_steps_of_a_feature_without_bounds(codec):
     layout = DeltaLayout(10, NO_BOUNDS, codec)
     transitions = steps((0, 1000), (0, 0.0009), (0, -70_000), (0, 1e30), (0, 1e-30))
@@ -138,8 +121,7 @@ def test_delta_counts_and_says_what_its_differences_do_not_hold():
     )
     layout = DeltaLayout(10, bounds)
     said = (
-        "difference fp8 does not hold every difference: of feature 0, 1 of 3 are too large "
-        r"and clipped, 0 too small and lost \(use difference='bf16', or the full layout\)"
+        "difference fp8 .*: of feature 0, 1 of 3 are .* clipped, 0 .* lost .use difference='bf16'"
     )
     with pytest.warns(UserWarning, match=said) as caught:
         layout.append(transitions)
@@ -183,6 +165,8 @@ def test_delta_keeps_its_promise_or_counts(pairs, bound, codec):
     transitions = steps(*pairs)
     layout = DeltaLayout(10, ((-bound,), (bound,)), codec)
     back = stored(layout, transitions)
+    # Only the difference is rounded, beyond what the codec does to the observation.
+    assert torch.equal(back.obs, layout.codec.decode(layout.codec.encode(transitions.obs)))
     error = (back.next_obs.double() - transitions.next_obs).abs()
     difference = (transitions.next_obs.double() - back.obs).abs()
     relative, of_span = PROMISE[layout.difference.name]
@@ -263,26 +247,6 @@ def test_a_ring_keeps_the_newest_transitions(layout, lengths):
     assert times.tolist() == list(range(start - store.size, start))
 
 
-@pytest.mark.parametrize("layout", STORES)
-def test_continuous_actions_are_kept(layout):
-    transitions = transitions_of(noise(0, 8, 1))._replace(action=torch.rand(8, 3))
-    store = STORES[layout](8, action_size=3)
-    store.append(transitions)
-    assert torch.equal(everything(store).action, transitions.action)
-
-
-def test_predicted_bytes_are_the_measured_ones():
-    for layout, codec, features, action_size in itertools.product(STORES, CODECS, (2, 64), (0, 3)):
-        store = STORES[layout](
-            400, ([-1.0] * features, [1.0] * features), codec, action_size=action_size
-        )
-        assert store.nbytes == layout_bytes(layout, 400, features, codec, action_size)
-    for codec, action_size in itertools.product(CODECS, (0, 3)):
-        assert layout_bytes("compact", 400, 64, codec, action_size) == ring_bytes(
-            25, 16, 64, codec, action_size
-        )
-
-
 # Bytes of a transition with two features, by hand: 10, and 2 for each byte of a feature and of what
 # its next one takes.
 BYTES = {
@@ -292,32 +256,28 @@ BYTES = {
 }
 
 
-def test_bytes_of_a_transition_by_hand():
-    assert {
+def test_predicted_bytes_are_the_measured_ones_and_those_by_hand():
+    one = {
         layout: {codec: layout_bytes(layout, 1, 2, codec) for codec in CODECS} for layout in LAYOUTS
-    } == BYTES
+    }
+    assert one == BYTES
+    for codec, (layout, kind) in itertools.product(CODECS, STORES.items()):
+        store = kind(400, ([-1.0] * 64, [1.0] * 64), codec, action_size=3)
+        assert store.nbytes == layout_bytes(layout, 400, 64, codec, 3)
+        actions = torch.rand(8, 3)
+        transitions = transitions_of(noise(0, 8, 1, 64))._replace(action=actions)
+        assert torch.equal(stored(store, transitions).action[:8], actions)
+    assert layout_bytes("compact", 400, 64, "fp8", 3) == ring_bytes(25, 16, 64, "fp8", 3)
 
 
 def test_what_cannot_be_is_refused():
-    refused("layout is 'rows': choose from compact, full, delta", layout_bytes, "rows", 1)
-    refused("codec is 'fp4': choose from", layout_bytes, "delta", 1, codec="fp4")
-    no_bounds = ([-torch.inf], [torch.inf])
-    refused(
-        "codec is 'int8' and feature 0 has bounds", DeltaLayout, 10, no_bounds, difference="int8"
-    )
-    DeltaLayout(10, no_bounds)
+    refused("layout is 'rows'", layout_bytes, "rows", 1)
+    refused("codec is 'fp4'", layout_bytes, "delta", 1, codec="fp4")
+    refused("codec is 'int8' and feature 0", DeltaLayout, 10, NO_BOUNDS, difference="int8")
     for store in STORES.values():
         refused("capacity is 0: use at least 1", store, 0)
         layout, transitions = store(10, STATE_BOUNDS), transitions_of(noise(0, 4, 1))
-        refused(
-            "transitions are 11: a ring of 10 takes at most that many",
-            layout.append,
-            transitions_of(noise(0, 11, 1)),
-        )
+        refused("transitions are 11", layout.append, transitions_of(noise(0, 11, 1)))
         transitions.next_obs[2, 1] = torch.nan
-        refused(
-            "next_obs is NaN: fix its source or leave out those transitions",
-            layout.append,
-            transitions,
-        )
+        refused("next_obs is NaN", layout.append, transitions)
         assert layout.size == 0
