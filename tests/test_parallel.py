@@ -174,6 +174,13 @@ def test_a_batch_that_an_executor_loses_or_cancels_is_said_in_one_line():
     refused("a batch was cancelled", list, batches, error=ChildProcessError)
 
 
+def test_an_executor_s_news_are_printed(capsys):
+    executor = InThisProcess()
+    executor.news = lambda: "no worker is left"
+    list(parallel.run_all([small(steps=512)], executor, progress=False))
+    assert capsys.readouterr().err == "fp8rl: no worker is left\n"
+
+
 def test_batches_that_finish_together_come_in_their_order():
     waiting = {}
     for number in range(50):

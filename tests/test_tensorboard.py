@@ -10,11 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from helpers import PATIENCE, SIZED, after, run_cli, small
+from helpers import PATIENCE, SIZED, after, refusal, run_cli, small
 
 from fp8rl.build import build
 from fp8rl.cli.tensorboard_events import TAGS, EventFile
 from fp8rl.disk.run_folder import Folder
+
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 TINY = ["--steps", "1024", "--eval-episodes", "2", *SIZED]
 NAME = "events.out.tfevents.*"
@@ -74,8 +76,6 @@ def test_every_column_but_the_axis_has_a_group():
     for env_id in (None, "Pendulum-v1"):  # only continuous actions can be `outside` their bounds
         columns |= after(1, build(small(env_id=env_id))).history.columns.keys()
     assert {*TAGS} == columns - {"iteration", "steps"}
-    for tag in ("charts/train_return", "charts/learning_rate", "losses/policy_loss"):
-        assert tag in TAGS.values()
 
 
 def test_a_run_writes_the_numbers_of_its_metrics(tmp_path, fake):
@@ -88,23 +88,23 @@ def test_a_run_writes_the_numbers_of_its_metrics(tmp_path, fake):
     assert times[1024] - times[512] == pytest.approx(seconds[1024] - seconds[512], abs=1e-3)
     (file,) = (tmp_path / "a").glob(NAME)
     assert file.read_text() == "closed"
-
-
-def test_without_the_option_there_is_no_file(tmp_path, fake):
-    run_cli("train", *TINY, "--out", tmp_path / "a")
+    # A run that replaces it leaves none of its events
+    fake.clear()
+    run_cli("train", *TINY, "--out", tmp_path / "a", "--overwrite")
     assert not fake and not list((tmp_path / "a").glob(NAME))
 
 
 def test_a_resumed_run_keeps_the_option_and_has_every_row_once(tmp_path, fake):
-    run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
-    for _ in range(2):
-        run_cli("train", "--resume", tmp_path / "a")
-        assert_same_numbers(fake[str(tmp_path / "a")], tmp_path / "a")
-        assert len(list((tmp_path / "a").glob(NAME))) == 1
-    before = list((tmp_path / "a").glob(NAME))
+    out = tmp_path / "a"
+    run_cli("train", *TINY, "--out", out)
+    for options in (["--tensorboard"], []):  # also those of before it had the option
+        run_cli("train", "--resume", out, *options)
+        assert_same_numbers(fake[str(out)], out)
+        assert len(list(out.glob(NAME))) == 1
+    before = list(out.glob(NAME))
     fake.clear()
-    run_cli("train", "--resume", tmp_path / "a", "--no-tensorboard")
-    assert not fake and list((tmp_path / "a").glob(NAME)) == before
+    run_cli("train", "--resume", out, "--no-tensorboard")
+    assert not fake and list(out.glob(NAME)) == before
 
 
 def test_events_that_end_before_the_run_does_are_named(tmp_path, fake, capsys):
@@ -117,54 +117,30 @@ def test_events_that_end_before_the_run_does_are_named(tmp_path, fake, capsys):
     # The second call keeps the option, and the file would look current again
     for steps, options in ((2048, ["--no-tensorboard"]), (3072, [])):
         run_cli("train", "--resume", out, "--steps", steps, *options)
-        assert (
-            f"fp8rl: warning: tensorboard is off, so {file.name} does not go on with this run: "
-            "add --tensorboard, which writes all of it anew, or delete the file\n"
-        ) in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"fp8rl: warning: tensorboard is off, so {file.name} does not go on" in said
     run_cli("train", "--resume", out, "--steps", 4096, "--tensorboard")
     assert "warning" not in capsys.readouterr().err
     assert_same_numbers(fake[str(out)], out)
 
 
-def test_a_run_that_had_no_events_gets_all_of_them_when_it_is_resumed(tmp_path, fake):
-    run_cli("train", *TINY, "--out", tmp_path / "a")
-    run_cli("train", "--resume", tmp_path / "a", "--tensorboard")
-    assert_same_numbers(fake[str(tmp_path / "a")], tmp_path / "a")
-
-
-def test_a_run_that_is_replaced_leaves_no_events(tmp_path, fake, capsys):
-    run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
-    with pytest.raises(SystemExit):
-        run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
-    assert "holds another run" in capsys.readouterr().err
-    assert list((tmp_path / "a").glob(NAME))
-    run_cli("train", *TINY, "--out", tmp_path / "a", "--overwrite")
-    assert not list((tmp_path / "a").glob(NAME))
-
-
 def test_events_that_no_run_wrote_are_not_touched(tmp_path, capsys):
     precious = tmp_path / "events.out.tfevents.1.host"
     precious.write_text("precious")
-    for options in ((), ("--overwrite",)):
-        with pytest.raises(SystemExit):
-            run_cli("train", *TINY, "--out", tmp_path, *options)
-        assert "holds other files ('events.out.tfevents.1.host')" in capsys.readouterr().err
+    said = refusal(capsys, "train", *TINY, "--out", tmp_path, "--overwrite")
+    assert "holds other files ('events.out.tfevents.1.host')" in said
     with Folder.create(tmp_path / "b", "study", {}):
         (tmp_path / "b" / "runs.jsonl").touch()
     precious.rename(tmp_path / "b" / precious.name)
-    with pytest.raises(SystemExit):
-        run_cli("train", *TINY, "--out", tmp_path / "b", "--overwrite")
-    assert "whose events.out.tfevents.1.host no run wrote" in capsys.readouterr().err
+    said = refusal(capsys, "train", *TINY, "--out", tmp_path / "b", "--overwrite")
+    assert "whose events.out.tfevents.1.host no run wrote" in said
     assert (tmp_path / "b" / precious.name).read_text() == "precious"
 
 
 def test_a_missing_package_is_named_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(SystemExit) as caught:
-        run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("fp8rl: tensorboard is True, and its package cannot be imported (")
+    error = refusal(capsys, "train", *TINY, "--tensorboard", "--out", tmp_path / "a")
+    assert error.startswith("tensorboard is True, and its package cannot be imported (")
     assert "pip install tensorboard" in error and not list(tmp_path.iterdir())
 
 
@@ -176,10 +152,8 @@ def test_a_disk_that_is_full_is_named_in_one_line(tmp_path, fake, monkeypatch, c
     with pytest.raises(SystemExit):
         run_cli("train", *TINY, "--tensorboard", "--out", tmp_path / "a")
     *_, line = capsys.readouterr().err.splitlines()
-    assert line == (
-        f"fp8rl: out is {tmp_path / 'a'} and cannot be written (No space left on device): "
-        "make room, then continue"
-    )
+    said = f"fp8rl: out is {tmp_path / 'a'} and cannot be written (No space left on device): "
+    assert line.startswith(said)
 
 
 # With the package
