@@ -76,14 +76,6 @@ def test_policy_map_has_a_labelled_scale(ax):
     figures.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.ones((3, 5)))
 
 
-def test_a_precision_has_its_style_whatever_is_beside_it():
-    fp32, fp8 = figures.STYLES[0], figures.STYLES[3]
-    others = figures.STYLES[4:6]
-    names = ["fp8", "SB3 A2C", "fp32", "SB3 PPO"]
-    assert figures.styles(names) == [fp8, others[0], fp32, others[1]]
-    assert figures.styles("abcdefgh") == [*figures.STYLES, fp32]
-
-
 def test_names_of_lines_stand_where_the_lines_end_but_apart_from_each_other(ax):
     ax.set_ylim(0, 100)
     for name, end in {"high": 90, "low": 20, "lower": 19, "lowest": 18}.items():
@@ -98,41 +90,26 @@ def test_names_of_lines_stand_where_the_lines_end_but_apart_from_each_other(ax):
         assert below.y1 <= above.y0
 
 
-def test_positions_that_are_far_enough_apart_stay_and_groups_may_join():
-    assert figures.spread([], 2.0) == []
-    assert figures.spread([0.0, 5.0], 2.0) == [0.0, 5.0]
-    assert figures.spread([1.0, 1.0], 2.0) == [0.0, 2.0]
-    assert figures.spread([0.0, 3.0, 3.0], 2.0) == [0.0, 2.0, 4.0]  # these three touch
-
-
-def history_of(rows: int, *missing: str) -> History:
+def history_of(rows: int) -> History:
     history = History()
     for i in range(rows):
         row = {"iteration": i, "steps": 512 * (i + 1)}
         row["train_return"] = math.nan if i < 2 else 10 * i
         row["eval_return"] = 198.0 if i % 3 == 0 else math.nan
-        row |= dict.fromkeys(figures.BELOW, 0.1 * i)
-        history.add({name: value for name, value in row.items() if name not in missing})
+        history.add(row | dict.fromkeys(figures.BELOW, 0.1 * i))
     return history
 
 
-@pytest.mark.parametrize("marks", [True, False])
-def test_a_training_shows_sampled_returns_and_what_the_loss_did(marks):
-    figure = figures.training(Figure(), history_of(6), "a run", marks)
+def test_a_training_shows_sampled_returns_and_what_the_loss_did():
+    figure = figures.training(Figure(), history_of(6), "a run")
     top, *below = figure.axes
     sampled, greedy = top.lines[:2]
     assert sampled.get_xydata().tolist() == [[512 * (i + 1), 10 * i] for i in range(2, 6)]
     assert greedy.get_xydata().tolist() == [[512, 198], [4 * 512, 198]]
     assert legend(top) == ["sampled, in training", "greedy evaluation"]
-    assert bool(top.texts) == marks
+    assert [text.get_text() for text in top.texts] == list(figures.REFERENCES)
     assert [ax.get_title() for ax in below] == [*figures.BELOW.values()]
     assert all(np.allclose(ax.lines[0].get_ydata(), 0.1 * np.arange(6)) for ax in below)
-
-
-def test_a_run_that_did_not_record_a_quantity_has_an_empty_panel():
-    figure = figures.training(Figure(), history_of(3, "k3"), "an older run")
-    lines = {ax.get_title(): len(ax.lines) for ax in figure.axes[1:]}
-    assert lines.pop(figures.BELOW["k3"]) == 0 and set(lines.values()) == {1}
 
 
 # What a study saw

@@ -15,11 +15,10 @@ from fp8rl.build import build
 from fp8rl.disk import checkpoint
 from fp8rl.env import Cart
 from fp8rl.evaluate import evaluate, play, policy_of
-from fp8rl.study.film import film_episode, title_of
+from fp8rl.study.film import film_episode
 from fp8rl.tasks.custom_env import Single
 from fp8rl.tasks.drawing import picture_of_cart
 from fp8rl.tasks.gymnasium_env import GymEnv, require_renderable
-from fp8rl.tasks.lqr import Lqr
 
 
 class Screen(gymnasium.Env):
@@ -137,11 +136,6 @@ def test_a_long_episode_shows_every_second_step(monkeypatch):
     film = film_episode(bang_bang, Cart(1, 0.0), 25)
     found = image_of(film.gif)
     assert film.steps == 30 and found.n_frames == 16 and found.info["duration"] == 80
-
-
-def test_titles_tell_step_and_return():
-    assert title_of(Cart(1), 7, 6.216) == "step 7, return 6.22"
-    assert title_of(Lqr(1), 7, -0.5) == "step 7, discounted return -0.50"
 
 
 def test_gymnasium_s_environments_are_filmed_below_a_title():

@@ -16,67 +16,11 @@ from helpers import (
     ring_of,
     same,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.replay.observation_codec import CODECS
-from fp8rl.replay.ring import ReplayBuffer, ring_bytes
-from fp8rl.rollout import DUMMY, Rollout
-
-
-class PlainRing(ReplayBuffer):
-    """The slow twin: reads row after row."""
-
-    def _gather(self, name, index):
-        field = self.fields[name]
-        entries = [field[i // self.rows, i % self.rows] for i in index.flatten().tolist()]
-        return torch.stack(entries).unflatten(0, index.shape)
-
-
-@given(
-    rows=st.integers(2, 20),
-    num_envs=st.integers(1, 3),
-    lengths=st.lists(st.integers(1, 19), min_size=1, max_size=8),
-    length=st.integers(1, 19),
-    codec=st.sampled_from(CODECS),
-    seed=st.integers(0, 1000),
-)
-def test_a_stored_ring_samples_what_the_plain_one_does(
-    rows, num_envs, lengths, length, codec, seed
-):
-    plain, stored, clock = (
-        PlainRing(rows, num_envs, WIDE, codec),
-        ring_of(rows, num_envs, WIDE, codec),
-        0,
-    )
-    for n in (min(n, rows - 1) for n in lengths):
-        for ring in (plain, stored):
-            ring.append(coded(clock, n, num_envs))
-        clock += n
-    length = min(length, plain.size)
-    assert same(plain.sample(50, length, seed), stored.sample(50, length, seed))
-    assert (plain.start, plain.count, plain.size) == (stored.start, stored.count, stored.size)
-    assert torch.equal(plain.clipped, stored.clipped)
-
-
-def test_a_large_ring_samples_what_the_plain_one_does():
-    rows, num_envs = 4000, 300
-    plain, stored = PlainRing(rows, num_envs, codec="int8"), ring_of(rows, num_envs, codec="int8")
-    for start in (0, 2500):  # around the end
-        rollout = some(start, 2500, num_envs)
-        plain.append(rollout)
-        stored.append(rollout)
-    assert plain.count > rows and same(plain.sample(50, 40), stored.sample(50, 40))
-
-
-def some(seed: int, length: int, num_envs: int) -> Rollout:
-    generator = torch.Generator().manual_seed(seed)
-    obs = torch.rand(length + 1, num_envs, 2, generator=generator)
-    return Rollout(
-        obs, (obs[1:, :, 0] > 0.5).long(), obs[1:, :, 0], (4 * obs[1:, :, 1]).byte(), -obs[1:, :, 1]
-    )
-
+from fp8rl.replay.ring import ring_bytes
+from fp8rl.rollout import Rollout
 
 WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}  # bytes of a feature
 
@@ -98,18 +42,6 @@ def test_a_ring_in_memory_is_saved_and_one_in_a_folder_is_its_own_copy(tmp_path)
     folder.load_state_dict(memory.state_dict())
     folder.append(coded(7, 2, 2))  # it is the same run's
     assert folder.sample(1, 9).obs[:, 0, 0].tolist() == list(range(10))
-
-
-def test_a_seam_is_a_dummy_row_between_two_sources():
-    ring = ring_of(20, 2, WIDE)
-    ring.append(coded(0, 5, 2))
-    ring.new_episodes = True
-    ring.append(coded(100, 5, 2))
-    assert not ring.new_episodes
-    assert ring.size == 11
-    batch = ring.sample(1, 11)
-    assert batch.obs[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104, 105]
-    assert batch.flags[5, 0] == DUMMY and batch.reward[5, 0] == 0
 
 
 def poisoned(name: str) -> Rollout:
