@@ -1,6 +1,5 @@
 """A study on a Dask cluster: two worker processes on this machine, some of which are killed."""
 
-import csv
 import functools
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import SIZED, refusal, refused, run_cli, small
+from helpers import SIZED, refusal, refused, run_cli, small, without_seconds
 
 from fp8rl.study import dask_cluster, parallel
 
@@ -42,15 +41,6 @@ def kill_one_at_work(workers, ready) -> None:
             os.kill(nanny.pid, signal.SIGKILL)
             return
     raise RuntimeError("no worker has a batch")
-
-
-def results(folder: Path) -> list[dict[str, str]]:
-    """The rows of results.csv without the columns of seconds."""
-    with (folder / "results.csv").open() as file:
-        return [
-            {name: text for name, text in row.items() if "seconds" not in name}
-            for row in csv.DictReader(file)
-        ]
 
 
 def wait_until(condition) -> None:
@@ -83,7 +73,9 @@ def test_a_study_that_is_interrupted_stops_its_workers_and_has_the_results_of_on
     said = capsys.readouterr().err.splitlines()[-1]
     assert re.match(r"fp8rl: interrupted: \d of 4 agents have finished, and \d go on", said)
     run_cli(*STUDY, "--scheduler", workers.scheduler_address, "--out", out)
-    assert results(out) == results(tmp_path / "here")
+    assert without_seconds(out / "results.csv") == without_seconds(
+        tmp_path / "here" / "results.csv"
+    )
     assert "Trained by Dask workers on " in (out / "table.md").read_text()
     assert not list(out.glob("batch-*"))
 

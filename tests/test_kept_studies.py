@@ -1,7 +1,6 @@
 """Studies that are stopped and go on, and studies that grow: what is kept, and what is trained."""
 
 import contextlib
-import csv
 import itertools
 import json
 import os
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from helpers import PATIENCE, SIZED, refusal, refused, run_cli, small
+from helpers import PATIENCE, SIZED, refusal, refused, run_cli, small, without_seconds
 
 from fp8rl.config import Config
 from fp8rl.disk.run_folder import read_mark
@@ -175,15 +174,6 @@ LONG = [*STUDY, "--seeds", 3, "--steps", 40 * 1_024]
 UNEVEN = [*STUDY, "--seeds", 1, "--steps", 512, 20_480]
 
 
-def results(folder: Path) -> list[dict[str, str]]:
-    """The rows of results.csv without the columns of seconds."""
-    with (folder / "results.csv").open() as file:
-        return [
-            {name: text for name, text in row.items() if "seconds" not in name}
-            for row in csv.DictReader(file)
-        ]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """The folder of a study that nobody stopped."""
@@ -234,7 +224,9 @@ def test_a_study_that_is_stopped_goes_on_to_the_same_results(
         if file.path.name in files:
             assert len(file.built(alone=False).history) > 0
     run_cli(*LONG, "--out", out)
-    assert results(out) == results(whole) and not list(out.glob("batch-*"))
+    assert without_seconds(out / "results.csv") == without_seconds(
+        whole / "results.csv"
+    ) and not list(out.glob("batch-*"))
     assert "100%" in capsys.readouterr().err
 
 
@@ -352,7 +344,7 @@ QUICK = [*STUDY[:-2], "--steps", 512]
 def test_more_seeds_are_added_in_batches_of_their_own(tmp_path, trained, capsys):
     out = tmp_path / "a"
     run_cli(*QUICK, "--seeds", 2, "--workers", 2, "--out", out)
-    first = results(out)
+    first = without_seconds(out / "results.csv")
     trained.clear()
     run_cli(*QUICK, "--seeds", 5, "--out", out)
     said = capsys.readouterr().out
@@ -362,7 +354,7 @@ def test_more_seeds_are_added_in_batches_of_their_own(tmp_path, trained, capsys)
         [("bf16", 2), ("bf16", 4), ("fp32", 3)],
         [("bf16", 3), ("fp32", 2), ("fp32", 4)],
     ]
-    grown = results(out)
+    grown = without_seconds(out / "results.csv")
     assert len(grown) == 10 and [row for row in grown if int(row["seed"]) < 2] == first
     assert [row["batch_agents"] for row in grown] == ["2", "2", "3", "3", "3"] * 2
     trained.clear()
@@ -375,7 +367,9 @@ def test_more_seeds_are_added_in_batches_of_their_own(tmp_path, trained, capsys)
     line, *_ = journal.read_text().splitlines(keepends=True)
     journal.write_text(line)
     run_cli(*QUICK, "--seeds", 5, "--out", out)
-    assert sorted(map(len, trained)) == [2, 2, 3, 3] and results(out) == grown
+    assert (
+        sorted(map(len, trained)) == [2, 2, 3, 3] and without_seconds(out / "results.csv") == grown
+    )
 
 
 def test_precisions_numbers_and_controls_are_added_too(tmp_path, trained):
@@ -390,8 +384,11 @@ def test_precisions_numbers_and_controls_are_added_too(tmp_path, trained):
         trained.clear()
         run_cli(*words, *options)
         assert len([*itertools.chain(*trained)]) == count
-    assert len(results(out)) == 2 + 1 + 3 + 4
-    assert {row["arm"] for row in results(out)} >= {"fp32, gamma None", "fp32, gamma 0.9"}
+    assert len(without_seconds(out / "results.csv")) == 2 + 1 + 3 + 4
+    assert {row["arm"] for row in without_seconds(out / "results.csv")} >= {
+        "fp32, gamma None",
+        "fp32, gamma 0.9",
+    }
 
 
 def test_a_control_that_is_an_agent_of_the_larger_study_is_not_trained_again(tmp_path, trained):
@@ -402,7 +399,7 @@ def test_a_control_that_is_an_agent_of_the_larger_study_is_not_trained_again(tmp
     run_cli(*words, "--seeds", 3)
     # Of the control on other seeds, which are 3 to 5 now, and of the control that must fail
     assert sorted(config.seed for config in itertools.chain(*trained)) == [2, 4, 5]
-    assert len(results(out)) == 9
+    assert len(without_seconds(out / "results.csv")) == 9
 
 
 def test_a_study_of_less_of_another_goal_or_with_a_forged_mark_is_refused(

@@ -1,6 +1,5 @@
 """`train --tensorboard`: which events are written, and what happens to those of an earlier run."""
 
-import csv
 import math
 import sys
 import time
@@ -8,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from helpers import SIZED, after, refusal, run_cli, small
+from helpers import SIZED, after, refusal, rows_of_csv, run_cli, small
 
 from fp8rl.build import build
 from fp8rl.cli.tensorboard_events import TAGS
@@ -52,18 +51,13 @@ def fake(monkeypatch):
     return FakeWriter.written
 
 
-def metrics_of(folder: Path) -> list[dict[str, float]]:
-    with (folder / "metrics.csv").open() as file:
-        return [{name: float(x) for name, x in row.items()} for row in csv.DictReader(file)]
-
-
 def assert_same_numbers(events, folder: Path) -> None:
     """The events are the metrics, once each, but for what is NaN."""
     wanted = {
-        (TAGS[name], row["steps"]): number
-        for row in metrics_of(folder)
+        (TAGS[name], int(row["steps"])): float(number)
+        for row in rows_of_csv(folder / "metrics.csv")
         for name, number in row.items()
-        if name in TAGS and not math.isnan(number)
+        if name in TAGS and not math.isnan(float(number))
     }
     found = {(tag, step): value for tag, value, step, *_ in events}
     assert len(found) == len(events) and found == pytest.approx(wanted)

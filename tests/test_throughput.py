@@ -1,5 +1,4 @@
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp8rl.build import Machine
@@ -51,22 +50,3 @@ def test_the_floor_multiplies_what_the_loop_must(monkeypatch):
         assert counted.get_total_flops() == (agents or 1) * (
             (5 if reused else 9) * forward + 4 * backward
         )
-
-
-def test_the_loop_learns_from_every_step_once_and_keeps_none():
-    config = throughput.Loop(16, 4, "fp32").config()
-    assert (config.num_envs, config.rollout_length, config.precision) == (16, 4, "fp32")
-    assert (config.fresh_updates, config.replay_updates, config.eval_every) == (1, 0, 0)
-
-
-def test_the_floor_takes_the_layout_that_is_fastest(monkeypatch):
-    found = []
-
-    def seconds(steps, *_):
-        found.append(len(steps))
-        return {i: -float(i) for i in steps}  # of the last one, which has all matrices column-major
-
-    monkeypatch.setattr(throughput, "seconds_of", seconds)
-    a, b, out = throughput.fastest_product(32, 64, 3, torch.float32, "cpu")
-    assert found == [8] and [x.shape for x in (a, b, out)] == [(32, 64), (64, 3), (32, 3)]
-    assert all(x.t().is_contiguous() for x in (a, b, out))
