@@ -1,6 +1,5 @@
 """Studies that are stopped and go on, and studies that grow: what is kept, and what is trained."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ import pytest
 from helpers import PATIENCE, SIZED, refusal, refused, run_cli, small, without_seconds
 
 from fp8rl.config import Config
+from fp8rl.disk import checkpoint
 from fp8rl.disk.run_folder import read_mark
 from fp8rl.history import History
 from fp8rl.machine import hardware
@@ -174,59 +174,32 @@ LONG = [*STUDY, "--seeds", 3, "--steps", 40 * 1_024]
 UNEVEN = [*STUDY, "--seeds", 1, "--steps", 512, 20_480]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """The folder of a study that nobody stopped."""
-    out = tmp_path_factory.mktemp("whole") / "a"
-    run_cli(*LONG, "--out", out)
-    return out
-
-
-@contextlib.contextmanager
-def begun(out: Path):
-    """A study in a group of processes of its own, of which a part is done."""
+def test_a_study_that_is_stopped_goes_on_to_the_same_results(tmp_path, one_process, capsys):
+    run_cli(*LONG, "--out", tmp_path / "whole")
+    out = tmp_path / "a"
     words = [sys.executable, "-m", "fp8rl", *map(str, LONG), "--out", str(out)]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, start_new_session=True, **options) as process:
         said = ""
-        while not re.search(r"\b[1-9]\d?%\|", said[-200:]):
+        while not re.search(r"\b[1-9]\d?%\|", said[-200:]):  # until a part of it is done
             letter = process.stderr.read(1)
             assert letter, said
             said += letter
-        yield process
-
-
-def batches_of(out: Path) -> list[list[Config]]:
-    """The batches of a study, from its mark."""
-    from fp8rl.cli import study
-
-    return [batch for _, batch in study.tasks_of(study.rounds_in(out))]
-
-
-@pytest.mark.xdist_group("whole study")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_study_that_is_stopped_goes_on_to_the_same_results(
-    number, tmp_path, whole, one_process, capsys
-):
-    out = tmp_path / "a"
-    with begun(out) as process:
-        os.killpg(process.pid, number)  # as a terminal does, and a scheduler
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 128 + number
+    assert process.returncode == 130
     said = err.splitlines()[-1]
     done = int(re.search(r"interrupted: (\d+) of 6 agents have finished", said)[1])
     assert f", and {6 - done} go on from where they are, when study is called again" in said
     assert "Traceback" not in err and "leaked" not in err
-    files = [file.name for file in out.glob("batch-*")]
+    files = list(out.glob("batch-*"))
     assert len(files) == (6 - done) / 3
-    for batch in batches_of(out):
-        file = BatchFile(out, batch)
-        if file.path.name in files:
-            assert len(file.built(alone=False).history) > 0
+    for file in files:
+        _, state = checkpoint.resume(file)
+        assert len(state["history"]["iteration"]) > 0
     run_cli(*LONG, "--out", out)
-    assert without_seconds(out / "results.csv") == without_seconds(
-        whole / "results.csv"
-    ) and not list(out.glob("batch-*"))
+    ours, theirs = (without_seconds(folder / "results.csv") for folder in (out, tmp_path / "whole"))
+    assert ours == theirs and not list(out.glob("batch-*"))
     assert "100%" in capsys.readouterr().err
 
 
@@ -303,20 +276,21 @@ def test_a_second_signal_does_not_wait(tmp_path, monkeypatch, capsys, one_proces
     assert "2 go on from where they were last saved or begin again, and 0 go on" in said
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_results_that_arrive_while_a_study_is_interrupted_are_kept(
-    tmp_path, monkeypatch, capsys, one_process
+    number, tmp_path, monkeypatch, capsys, one_process
 ):
     add = comparison.Journal.add
 
     def interrupted(journal, *arguments):
         add(journal, *arguments)
         if len(journal.histories) == 2:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     monkeypatch.setattr(comparison.Journal, "add", interrupted)
     with pytest.raises(SystemExit) as caught:
         run_cli(*STUDY, "--seeds", 3, "--steps", 512, "--out", tmp_path)
-    assert caught.value.code == 130
+    assert caught.value.code == 128 + number
     assert "interrupted: 6 of 6 agents have finished" in capsys.readouterr().err
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 6
 
