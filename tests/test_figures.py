@@ -34,16 +34,6 @@ def test_learning_curves_show_the_iqm_and_the_references(ax, seeds):
     assert [text.get_text() for text in ax.texts] == list(figures.REFERENCES)
 
 
-def test_panels_show_a_name_each_with_every_seed():
-    returns = np.random.default_rng(0).uniform(0, 200, (3, 30))
-    axes = Figure().subplots(1, 2, sharex=True, sharey=True)
-    figures.panels(axes, {"a": (STEPS, returns), "b": (2 * STEPS, returns[:1])})
-    assert [ax.get_title() for ax in axes] == ["a", "b"]
-    assert axes[0].get_xlim()[1] > 2 * STEPS[-1]  # no panel cuts another's run off
-    np.testing.assert_array_equal([line.get_ydata() for line in axes[0].lines[:3]], returns)
-    np.testing.assert_allclose(axes[0].lines[3].get_ydata(), returns.mean(0))
-
-
 @pytest.mark.parametrize("length", [0, 1, 4])
 def test_a_run_shorter_than_the_window_is_averaged_whole(ax, length):
     values = np.arange(length) * np.ones((2, 1))
@@ -67,13 +57,6 @@ def test_intervals_have_a_row_a_name(ax):
     assert ax.yaxis_inverted()  # the first name on top
     low, high = ax.get_xlim()
     assert low < 0 and high > 10  # every seed is in sight
-
-
-def test_policy_map_has_a_labelled_scale(ax):
-    right = np.linspace(0, 1, 15).reshape(3, 5)
-    assert figures.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), right) is ax
-    # Which never doubts: it has no boundary
-    figures.policy_map(ax, np.linspace(-2, 2, 5), np.linspace(-1, 1, 3), np.ones((3, 5)))
 
 
 def test_names_of_lines_stand_where_the_lines_end_but_apart_from_each_other(ax):

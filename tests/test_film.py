@@ -53,12 +53,7 @@ class NeedsPackage(Screen):
         raise gymnasium.error.DependencyNotInstalled("no screen, run `pip install screen`")
 
 
-class Flat(Screen):
-    def render(self):
-        return np.zeros(3)
-
-
-for kind in (Screen, Blind, NeedsPackage, Flat):
+for kind in (Screen, Blind, NeedsPackage):
     gymnasium.register(f"fp8rl-films/{kind.__name__}-v0", kind, max_episode_steps=20)
 
 
@@ -156,7 +151,6 @@ def test_gymnasium_s_environments_are_filmed_below_a_title():
     [
         ("Blind", "its render_modes have no rgb_array"),
         ("NeedsPackage", "no screen, run `pip install screen`"),
-        ("Flat", r"its picture is float64\[3\]"),
     ],
 )
 def test_what_gymnasium_cannot_render_is_refused_with_its_reason(name, reason):

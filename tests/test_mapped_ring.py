@@ -5,17 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    PATIENCE,
-    SERVER,
-    WIDE,
-    coded,
-    forked,
-    noise,
-    refused,
-    ring_of,
-    same,
-)
+from helpers import PATIENCE, SERVER, WIDE, coded, forked, noise, refused, ring_of, same
 
 from fp8rl.disk.mapped_ring import MappedRing
 from fp8rl.replay.observation_codec import CODECS
