@@ -53,7 +53,12 @@ class NeedsPackage(Screen):
         raise gymnasium.error.DependencyNotInstalled("no screen, run `pip install screen`")
 
 
-for kind in (Screen, Blind, NeedsPackage):
+class Flat(Screen):
+    def render(self):
+        return np.zeros(3)
+
+
+for kind in (Screen, Blind, NeedsPackage, Flat):
     gymnasium.register(f"fp8rl-films/{kind.__name__}-v0", kind, max_episode_steps=20)
 
 
@@ -151,6 +156,7 @@ def test_gymnasium_s_environments_are_filmed_below_a_title():
     [
         ("Blind", "its render_modes have no rgb_array"),
         ("NeedsPackage", "no screen, run `pip install screen`"),
+        ("Flat", r"its picture is float64\[3\]"),
     ],
 )
 def test_what_gymnasium_cannot_render_is_refused_with_its_reason(name, reason):
